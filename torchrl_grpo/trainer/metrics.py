@@ -41,9 +41,9 @@ _has_wandb = importlib.util.find_spec("wandb") is not None
 class MetricsLogger:
     """Writes the metrics and samples of one run into its directory.
 
-    Lifecycle: ``log`` and ``log_samples`` in any order, then ``close``, once or more. A logger opened on the directory of
-    an earlier run appends to it; ``truncate(step)`` first drops what the resumed run will do again, so that the files of
-    an interrupted and resumed run equal those of an uninterrupted one.
+    Lifecycle: ``log`` and ``log_samples`` in any order, then ``close``, once or more. A logger opened on the directory
+    of an earlier run appends to it; ``truncate(step)`` first drops what the resumed run will do again, so that the
+    files of an interrupted and resumed run equal those of an uninterrupted one.
 
     Args:
         directory: where the files go; made when it is not there.
@@ -54,7 +54,7 @@ class MetricsLogger:
         config: the run's config, sent along with the metrics (TensorBoard: as text).
 
     Raises:
-        ValueError: a package or a key that ``tensorboard`` or ``wandb_mode`` needs is missing, or wandb could not start.
+        ValueError: a package or a key that ``tensorboard`` or ``wandb_mode`` needs is missing, or wandb cannot start.
 
     Examples:
         >>> import tempfile
@@ -114,8 +114,8 @@ class MetricsLogger:
 
         Args:
             step: as in ``log``.
-            rows: ``split`` ("train" or "test"), ``query``, ``response``, ``reward``, ``correct`` and whatever else there
-                is. Rows of the test split with the same ``query`` at several steps stand side by side in the report.
+            rows: ``split`` ("train" or "test"), ``query``, ``response``, ``reward``, ``correct`` and whatever else
+                there is. Test rows with the same ``query`` at several steps stand side by side in the report.
 
         Raises:
             RuntimeError: the logger is closed.
@@ -124,7 +124,7 @@ class MetricsLogger:
             self._append(SAMPLES_FILE, {"step": step, **row})
 
     def truncate(self, step: int) -> None:
-        """Drops all that was logged for ``step`` and later: a resumed run calls it with the first step that it will do."""
+        """Drops all that was logged for ``step`` and later: a resumed run calls it with the first step it will do."""
         for file_name, file in self._files.items():
             file.close()
             _keep_lines(self.directory / file_name, below=step)
@@ -189,8 +189,8 @@ def check_logging(*, tensorboard: bool, wandb_mode: WandbMode) -> None:
         )
     if wandb_mode == "online" and not _has_wandb_key():
         raise ValueError(
-            "logging.wandb.mode=online needs a Weights & Biases key, and there is none in WANDB_API_KEY or in the netrc "
-            "file: run `wandb login`, or set logging.wandb.mode=offline."
+            "logging.wandb.mode=online needs a Weights & Biases key, and neither WANDB_API_KEY nor the netrc file has "
+            "one: run `wandb login`, or set logging.wandb.mode=offline."
         )
 
 

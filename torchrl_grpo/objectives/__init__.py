@@ -1,1 +1,5 @@
-"""TODO"""
+"""The GRPO loss module."""
+
+from torchrl_grpo.objectives.grpo import GRPOLoss
+
+__all__ = ["GRPOLoss"]

@@ -1,0 +1,97 @@
+"""From a ragged batch to padded tensors, and from a batch to micro-batches by a token budget.
+
+Sequences are padded on the right. Under causal attention a real token never looks at what comes after it, so no
+attention mask is needed and padding cannot change a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+
+def pad(batch: TensorDictBase, key: NestedKey, padding_value: float = 0) -> Tensor:
+    """One entry of a batch as a tensor padded on the right.
+
+    Args:
+        batch: batch size [N]; a lazy stack of ragged sequences, or an already padded TensorDict.
+        key: the entry, [T_i] in each sequence.
+        padding_value: what fills the rest.
+
+    Returns:
+        [N, max T_i].
+
+    Raises:
+        KeyError: the batch has no such entry.
+    """
+    if isinstance(batch, LazyStackedTensorDict):
+        return pad_sequence([part.get(key) for part in batch.tensordicts], batch_first=True, padding_value=padding_value)
+    return batch.get(key)
+
+
+def pad_batch(batch: TensorDictBase, keys: Mapping[NestedKey, float], flat: Sequence[NestedKey] = ()) -> TensorDict:
+    """A contiguous TensorDict [N] of padded sequences, made of the named entries alone.
+
+    Args:
+        batch: batch size [N], ragged or padded.
+        keys: per-token entries and what to pad them with.
+        flat: entries of a fixed shape (rewards, ids), stacked as they are.
+
+    Raises:
+        KeyError: an entry is missing.
+    """
+    out = TensorDict({}, batch_size=[batch.shape[0]])
+    for key, value in keys.items():
+        out.set(key, pad(batch, key, value))
+    for key in flat:
+        out.set(key, batch.get(key))
+    return out
+
+
+def micro_batches(lengths: Tensor, max_tokens: int) -> list[Tensor]:
+    """Splits sequences into micro-batches of at most ``max_tokens`` tokens, padding included.
+
+    Sequences are sorted by length, so that little of the budget goes to padding.
+
+    Args:
+        lengths: [N] int64, tokens in each sequence.
+        max_tokens: budget; a sequence that is longer gets a micro-batch of its own.
+
+    Returns:
+        index tensors [n_i] int64, longest sequences first; together they hold each of 0..N-1 once.
+
+    Example:
+        >>> [part.tolist() for part in micro_batches(torch.tensor([2, 5, 3]), 6)]
+        [[1], [2, 0]]
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens={max_tokens} must be at least 1: use 4096, say.")
+    order = lengths.sort(descending=True, stable=True).indices
+    parts: list[Tensor] = []
+    start = 0
+    while start < len(order):
+        rows = max(1, max_tokens // max(1, int(lengths[order[start]])))
+        parts.append(order[start : start + rows])
+        start += rows
+    return parts
+
+
+def slice_tokens(batch: TensorDict, index: Tensor, length: int) -> TensorDict:
+    """Rows ``index`` of a padded batch, cut to ``length`` tokens wherever an entry is per token.
+
+    Args:
+        batch: as ``pad_batch`` makes it, with per-token entries of one common width.
+        index: [n] int64.
+        length: tokens to keep, the longest sequence among the rows.
+    """
+    width = batch.get(("tokens", "full")).shape[1]
+
+    def cut(value: Tensor) -> Tensor:
+        rows = value[index]
+        return rows[:, :length] if value.ndim == 2 and value.shape[1] == width and width > 1 else rows
+
+    return batch.apply(cut, batch_size=[len(index)])
+

@@ -1,0 +1,208 @@
+"""Log-probs and entropy of given tokens under a model: one scorer for trainer, reference and proximal policy.
+
+The LM head runs in chunks over the scored tokens only and is computed again in backward, so the logits of a batch never
+exist at once: the peak is one chunk of ``MAX_CHUNK_ELEMENTS`` numbers instead of [B, T, V].
+
+Shape suffixes: B sequences, T tokens, N scored tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
+
+from torchrl_grpo import keys
+from torchrl_grpo.models.packing import pad
+
+MAX_CHUNK_ELEMENTS = 2**25
+"""Logits held at once: 128 MiB in float32."""
+
+CUR_LOG_PROBS: NestedKey = ("cur_log_probs", "full")
+ENTROPY: NestedKey = ("entropy", "full")
+
+
+def _chunk_logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, scale: float) -> Tensor:
+    """Logits of one chunk in float32 (or wider), divided by the temperature."""
+    logits = nn.functional.linear(hidden_ND, weight_VD, bias_V)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).mul_(scale)
+
+
+class _ChunkedLogProb(torch.autograd.Function):
+    """``log_softmax(hidden @ weight.T / temperature)`` at the targets, and its entropy, chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND, weight_VD, bias_V, targets_N, scale, rows):  # type: ignore[override]
+        dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
+        log_prob_N = torch.empty(len(targets_N), dtype=dtype, device=hidden_ND.device)
+        entropy_N, lse_N = torch.empty_like(log_prob_N), torch.empty_like(log_prob_N)
+        for start in range(0, len(targets_N), rows):
+            part = slice(start, start + rows)
+            logits = _chunk_logits(hidden_ND[part], weight_VD, bias_V, scale)
+            lse = logits.logsumexp(-1)
+            log_prob_N[part] = logits.gather(-1, targets_N[part, None]).squeeze(-1) - lse
+            entropy_N[part] = lse - (logits - lse[:, None]).exp_().mul_(logits).sum(-1)
+            lse_N[part] = lse
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, lse_N, entropy_N)
+        ctx.scale, ctx.rows = scale, rows
+        ctx.set_materialize_grads(False)
+        return log_prob_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_prob_N, grad_entropy_N):  # type: ignore[override]
+        hidden_ND, weight_VD, bias_V, targets_N, lse_N, entropy_N = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        if grad_log_prob_N is None and grad_entropy_N is None:
+            return (None,) * 6
+        grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
+        wide = torch.promote_types(weight_VD.dtype, torch.float32)
+        grad_weight = torch.zeros_like(weight_VD, dtype=wide) if needs_weight else None
+        grad_bias = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
+        for start in range(0, len(targets_N), ctx.rows):
+            part = slice(start, start + ctx.rows)
+            log_p = _chunk_logits(hidden_ND[part], weight_VD, bias_V, ctx.scale).sub_(lse_N[part, None])
+            prob = log_p.exp()
+            if grad_entropy_N is None:
+                grad = prob.mul_(-grad_log_prob_N[part, None])
+            else:  # dH/dlogit = -p (log p + H);  dlogp(y)/dlogit = onehot(y) - p
+                slope = log_p.add_(entropy_N[part, None]).mul_(-grad_entropy_N[part, None])
+                if grad_log_prob_N is not None:
+                    slope.sub_(grad_log_prob_N[part, None])
+                grad = prob.mul_(slope)
+            if grad_log_prob_N is not None:
+                grad.scatter_add_(-1, targets_N[part, None], grad_log_prob_N[part, None])
+            grad = grad.mul_(ctx.scale)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            grad = grad.to(hidden_ND.dtype)
+            if grad_hidden is not None:
+                grad_hidden[part] = grad @ weight_VD
+            if grad_weight is not None:
+                grad_weight += grad.T @ hidden_ND[part]
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight_VD.dtype)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(bias_V.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def chunked_log_probs(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    temperature: float = 1.0,
+    max_chunk_elements: int = MAX_CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of the targets and entropy of their distributions, from hidden states and the LM head.
+
+    Args:
+        hidden_ND: [N, D], the state from which each target is predicted.
+        weight_VD: [V, D], the LM head; under autocast both are cast to its dtype.
+        targets_N: [N] int64.
+        bias_V: [V] or None.
+        temperature: the logits are divided by it; more than 0.
+        max_chunk_elements: bound on the logits held at once.
+
+    Returns:
+        log-probs [N] and entropies [N] in nats, float32 (float64 for float64 input), differentiable.
+    """
+    device_type = hidden_ND.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        hidden_ND, weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
+        bias_V = None if bias_V is None else bias_V.to(dtype)
+    rows = max(1, max_chunk_elements // weight_VD.shape[0])
+    with torch.autocast(device_type, enabled=False):
+        return _ChunkedLogProb.apply(hidden_ND, weight_VD, bias_V, targets_N, 1.0 / temperature, rows)
+
+
+class TokenScorer(TensorDictModuleBase):
+    """Scores the sampled tokens of a batch under a Hugging Face causal LM, as a TensorDict module.
+
+    Reads ``("tokens", "full")`` and ``("masks", "all_assistant_mask")``, ragged or padded; writes padded
+    ``("cur_log_probs", "full")`` and ``("entropy", "full")``, [B, T] float32, 0 on tokens outside the mask.
+
+    Args:
+        model: a Hugging Face causal LM, or a peft model around one.
+        temperature: the one that the tokens were sampled with, so that the scores are of the same distribution.
+        max_chunk_elements: bound on the logits held at once.
+
+    Raises:
+        ValueError: the model changes its logits after the LM head (soft-capping, logit scale), or the head is no
+            plain linear layer (a LoRA adapter on it).
+
+    Example:
+        >>> scorer = TokenScorer(AutoModelForCausalLM.from_pretrained(path))  # doctest: +SKIP
+        >>> log_probs, entropy = scorer.score(tokens_BT, mask_BT)  # doctest: +SKIP
+    """
+
+    in_keys: list[NestedKey] = [keys.FULL, keys.ASSISTANT_MASK]  # noqa: RUF012
+    out_keys: list[NestedKey] = [CUR_LOG_PROBS, ENTROPY]  # noqa: RUF012
+
+    def __init__(
+        self, model: nn.Module, *, temperature: float = 1.0, max_chunk_elements: int = MAX_CHUNK_ELEMENTS
+    ) -> None:
+        super().__init__()
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+            if getattr(base.config, name, None) not in (None, 1, 1.0):
+                raise ValueError(
+                    f"model config {name}={getattr(base.config, name)} is not supported: log-probs are computed from "
+                    "the LM head in chunks; use a model without it (Llama, Qwen, Mistral families)."
+                )
+        if not isinstance(base.get_output_embeddings(), nn.Linear):
+            raise ValueError(
+                f"the LM head must be a plain nn.Linear, got {type(base.get_output_embeddings()).__name__}: "
+                "leave lm_head out of the LoRA target modules."
+            )
+        if temperature <= 0:
+            raise ValueError(f"temperature must be above 0, got {temperature}: use 1.0.")
+        self.model = model
+        self.temperature = temperature
+        self.max_chunk_elements = max_chunk_elements
+
+    @property
+    def base(self) -> nn.Module:
+        """The Hugging Face model itself, without peft's wrapper."""
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+
+    def score(self, tokens_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores right-padded sequences.
+
+        Args:
+            tokens_BT: [B, T] int64, padding on the right (any valid id).
+            mask_BT: [B, T] bool, the tokens to score; the first token of a sequence has no prediction and scores 0.
+
+        Returns:
+            log-probs and entropies, both [B, T] float32, 0 outside the mask.
+        """
+        base = self.base
+        hidden_BTD = base.base_model(input_ids=tokens_BT[:, :-1], use_cache=False).last_hidden_state
+        select = mask_BT[:, 1:].nonzero(as_tuple=True)
+        head = base.get_output_embeddings()
+        log_prob_N, entropy_N = chunked_log_probs(
+            hidden_BTD[select],
+            head.weight,
+            tokens_BT[:, 1:][select],
+            bias_V=head.bias,
+            temperature=self.temperature,
+            max_chunk_elements=self.max_chunk_elements,
+        )
+        place = (select[0], select[1] + 1)
+        zeros = torch.zeros(tokens_BT.shape, dtype=log_prob_N.dtype, device=tokens_BT.device)
+        return zeros.index_put(place, log_prob_N), zeros.index_put(place, entropy_N)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Writes the log-probs and entropies of the sampled tokens; see the class."""
+        device = next(self.model.parameters()).device
+        tokens = pad(tensordict, keys.FULL).to(device)
+        mask = pad(tensordict, keys.ASSISTANT_MASK, False).to(device)
+        log_probs, entropy = self.score(tokens, mask)
+        tensordict.set(CUR_LOG_PROBS, log_probs)
+        tensordict.set(ENTROPY, entropy)
+        return tensordict

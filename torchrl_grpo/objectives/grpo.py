@@ -1,0 +1,207 @@
+"""The GRPO loss as a TorchRL ``LossModule``: it reads keys, calls ``functional``, and names what comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+from torchrl.objectives.common import LossModule
+
+from torchrl_grpo import functional as F
+from torchrl_grpo import keys
+from torchrl_grpo.models.packing import pad
+
+LOSS_WEIGHTS: NestedKey = ("loss", "weights")
+TOKEN_COUNT: NestedKey = ("loss", "num_tokens")
+
+
+class GRPOLoss(LossModule):
+    """Clipped policy-gradient loss of GRPO (arXiv 2402.03300, equation 3).
+
+    ``loss_objective`` is minus the clipped surrogate, averaged over the tokens of a sequence and then over sequences.
+    ``loss_kl_to_ref``, ``loss_kl_to_inference`` and ``loss_entropy`` are there when their coefficient is not 0. Only
+    entries named ``loss_*`` belong to the loss: add those up, and never average over the whole output. Everything else
+    is a detached metric.
+
+    All outputs are sums whose weights were fixed over the whole optimisation batch, if ``normalize`` was called on it:
+    then the outputs of its micro-batches add up to those of the batch, and so do the gradients. On a batch without
+    those weights they are taken from the batch itself.
+
+    Args:
+        actor_network: a TensorDict module that writes the current log-probs ``("cur_log_probs", "full")`` and
+            ``("entropy", "full")``, [B, T] padded on the right, such as ``TokenScorer``.
+
+    Keyword Args:
+        clip_epsilon: clip range of the ratio, ``e`` for ``[1 - e, 1 + e]`` or a pair ``(low, high)``. Low is in [0, 1),
+            high is at least 0.
+        kl_to_ref_coeff: weight of ``kl_k3`` to the reference policy; 0 needs no reference log-probs.
+        kl_to_inference_coeff: weight of ``kl_k3`` to the behaviour policy.
+        entropy_coeff: weight of the entropy bonus.
+
+    Input keys (``set_keys`` renames them): ``advantage`` [B, 1], ``sample_log_prob`` [B, T], ``ref_log_probs`` [B, T],
+    ``mask`` [B, T] bool (the tokens that the policy sampled), ``cur_log_prob`` and ``entropy`` as above.
+
+    Output, all scalars: the ``loss_*`` entries; ``objective``, ``clip_fraction_low``, ``clip_fraction_high`` (tokens
+    whose gradient the lower or upper clip took away), ``ESS``, ``ratio_mean``, ``ratio_square_mean``,
+    ``kl_k1_to_inference``, ``kl_k3_to_inference``, ``entropy``, and ``kl_k1_to_ref``, ``kl_k3_to_ref`` when there are
+    reference log-probs. Metrics are means over the masked tokens.
+
+    Raises:
+        ValueError: a coefficient or a clip bound is out of its range.
+        KeyError: ``kl_to_ref_coeff`` is not 0 and the batch has no reference log-probs.
+
+    Example:
+        >>> loss = GRPOLoss(TokenScorer(model), clip_epsilon=(0.2, 0.28))  # doctest: +SKIP
+        >>> out = loss(batch)  # doctest: +SKIP
+        >>> sum(value for name, value in out.items() if name.startswith("loss_")).backward()  # doctest: +SKIP
+    """
+
+    @dataclass
+    class _AcceptedKeys(LossModule._AcceptedKeys):
+        advantage: NestedKey = keys.ADVANTAGE
+        sample_log_prob: NestedKey = keys.LOG_PROBS
+        ref_log_probs: NestedKey = keys.REF_LOG_PROBS
+        mask: NestedKey = keys.ASSISTANT_MASK
+        cur_log_prob: NestedKey = ("cur_log_probs", "full")
+        entropy: NestedKey = ("entropy", "full")
+
+    default_keys = _AcceptedKeys
+    tensor_keys: _AcceptedKeys
+    _schedulable_buffers = frozenset({"clip_epsilon_low", "clip_epsilon_high"})
+
+    actor_network: TensorDictModuleBase
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase,
+        *,
+        clip_epsilon: float | tuple[float, float] = 0.2,
+        kl_to_ref_coeff: float = 0.0,
+        kl_to_inference_coeff: float = 0.0,
+        entropy_coeff: float = 0.0,
+    ) -> None:
+        super().__init__()
+        low, high = clip_epsilon if isinstance(clip_epsilon, tuple | list) else (clip_epsilon, clip_epsilon)
+        if not (0 <= low < 1 and high >= 0):
+            raise ValueError(
+                f"clip_epsilon={clip_epsilon} must have 0 <= low < 1 and high >= 0: use 0.2, or (0.2, 0.28)."
+            )
+        for name, value in (
+            ("kl_to_ref_coeff", kl_to_ref_coeff),
+            ("kl_to_inference_coeff", kl_to_inference_coeff),
+            ("entropy_coeff", entropy_coeff),
+        ):
+            if value < 0:
+                raise ValueError(f"{name}={value} must not be negative: use 0 to switch the term off.")
+        self.actor_network = actor_network
+        self.register_buffer("clip_epsilon_low", torch.tensor(float(low)))
+        self.register_buffer("clip_epsilon_high", torch.tensor(float(high)))
+        self.kl_to_ref_coeff = kl_to_ref_coeff
+        self.kl_to_inference_coeff = kl_to_inference_coeff
+        self.entropy_coeff = entropy_coeff
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        """What ``forward`` reads."""
+        names = [*self.actor_network.in_keys, self.tensor_keys.mask, self.tensor_keys.sample_log_prob]
+        names.append(self.tensor_keys.advantage)
+        if self.kl_to_ref_coeff:
+            names.append(self.tensor_keys.ref_log_probs)
+        return list(dict.fromkeys(names))
+
+    @property
+    def out_keys(self) -> list[NestedKey]:
+        """What ``forward`` returns on a batch that holds just the ``in_keys``."""
+        names = ["loss_objective"]
+        names += ["loss_kl_to_ref"] if self.kl_to_ref_coeff else []
+        names += ["loss_kl_to_inference"] if self.kl_to_inference_coeff else []
+        names += ["loss_entropy"] if self.entropy_coeff else []
+        names += ["objective", "clip_fraction_low", "clip_fraction_high", "ESS", "ratio_mean", "ratio_square_mean"]
+        names += ["kl_k1_to_inference", "kl_k3_to_inference", "entropy"]
+        return names + (["kl_k1_to_ref", "kl_k3_to_ref"] if self.kl_to_ref_coeff else [])
+
+    def _forward_value_estimator_keys(self, **kwargs: object) -> None:
+        """There is no value estimator to tell."""
+
+    def normalize(self, batch: TensorDictBase) -> TensorDictBase:
+        """Fixes the weight of each token and the token count over a whole optimisation batch, in place.
+
+        Call it on the padded batch before splitting it, so that micro-batches add up to the batch.
+
+        Args:
+            batch: [N], with ``mask`` [N, T].
+        """
+        mask = pad(batch, self.tensor_keys.mask, False)
+        batch.set(LOSS_WEIGHTS, F.sequence_mean_weights(mask))
+        batch.set(TOKEN_COUNT, mask.sum().clamp(min=1).expand(mask.shape[0], 1).contiguous())
+        return batch
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDict:
+        """Computes the loss terms and the metrics of a batch [B], ragged or padded on the right; see the class."""
+        data = self.actor_network(tensordict.copy())
+        cur = data.get(self.tensor_keys.cur_log_prob)
+        mask = pad(data, self.tensor_keys.mask, False).to(cur.device)
+
+        def per_token(key: NestedKey) -> Tensor:
+            return torch.where(mask, pad(data, key).to(cur.device), 0.0)
+
+        weights = data.get(LOSS_WEIGHTS, None)
+        weights = F.sequence_mean_weights(mask) if weights is None else weights.to(cur.device)
+        count = data.get(TOKEN_COUNT, None)
+        count = mask.sum().clamp(min=1) if count is None else count[0, 0].to(cur.device)
+        cur = torch.where(mask, cur, 0.0)
+        sample, entropy = per_token(self.tensor_keys.sample_log_prob), per_token(self.tensor_keys.entropy)
+        advantage = data.get(self.tensor_keys.advantage).to(cur.device)
+
+        ratio = F.importance_ratio(cur, sample)
+        surrogate = F.clipped_surrogate(ratio, advantage, self.clip_epsilon_low, self.clip_epsilon_high)
+        out = {"loss_objective": -(weights * surrogate).sum()}
+        reference = None
+        if self.kl_to_ref_coeff or self.tensor_keys.ref_log_probs in data.keys(True, True):
+            reference = per_token(self.tensor_keys.ref_log_probs)
+        if self.kl_to_ref_coeff:
+            out["loss_kl_to_ref"] = self.kl_to_ref_coeff * (weights * F.kl_k3(cur, reference)).sum()
+        if self.kl_to_inference_coeff:
+            out["loss_kl_to_inference"] = self.kl_to_inference_coeff * (weights * F.kl_k3(cur, sample)).sum()
+        if self.entropy_coeff:
+            out["loss_entropy"] = -self.entropy_coeff * (weights * entropy).sum()
+        with torch.no_grad():
+            out |= self._metrics(cur, sample, reference, ratio, surrogate, advantage, entropy, mask, count)
+        return TensorDict(out)
+
+    def _metrics(
+        self,
+        cur: Tensor,
+        sample: Tensor,
+        reference: Tensor | None,
+        ratio: Tensor,
+        surrogate: Tensor,
+        advantage: Tensor,
+        entropy: Tensor,
+        mask: Tensor,
+        count: Tensor,
+    ) -> dict[str, Tensor]:
+        def mean(values: Tensor) -> Tensor:
+            return F.masked_mean(values, mask, count)
+
+        local = mask.sum().clamp(min=1)
+        out = {
+            "objective": mean(surrogate),
+            "clip_fraction_low": mean(((ratio < 1 - self.clip_epsilon_low) & (advantage < 0)).to(ratio.dtype)),
+            "clip_fraction_high": mean(((ratio > 1 + self.clip_epsilon_high) & (advantage > 0)).to(ratio.dtype)),
+            "ESS": F.effective_sample_size(
+                F.masked_mean(ratio, mask, local), F.masked_mean(ratio.square(), mask, local)
+            ),
+            "ratio_mean": mean(ratio),
+            "ratio_square_mean": mean(ratio.square()),
+            "kl_k1_to_inference": mean(F.kl_k1(cur, sample)),
+            "kl_k3_to_inference": mean(F.kl_k3(cur, sample)),
+            "entropy": mean(entropy),
+        }
+        if reference is not None:
+            out["kl_k1_to_ref"] = mean(F.kl_k1(cur, reference))
+            out["kl_k3_to_ref"] = mean(F.kl_k3(cur, reference))
+        return {name: value.detach() for name, value in out.items()}

@@ -1,0 +1,205 @@
+"""Loading Hugging Face models and tokenizers, with the checks that come before and the settings that come after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torchrl._utils import logger as torchrl_logger
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from torchrl_grpo.starter import starter_path
+
+STARTER = "starter"
+"""The model name that stands for the model shipped with the package."""
+
+FALLBACK_CHAT_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m['role'] == 'assistant' %}{{ m['content'] }}{{ eos_token }}"
+    "{% else %}{{ m['content'] }}\n\n{% endif %}"
+    "{% endfor %}"
+)
+"""For base models, whose tokenizers bring no template: the text of the messages, no role names."""
+
+
+def resolve_name(name: str) -> str:
+    """The folder or hub name that ``from_pretrained`` is given for ``model.name``."""
+    return str(starter_path()) if name == STARTER else name
+
+
+def _unreachable(name: str, what: str, error: Exception) -> ValueError:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ValueError(
+        f"model.name={name} must be a folder or a model on the Hugging Face hub that can be reached, but its {what} "
+        f"could not be loaded ({first_line}): check the name, the network and HF_HUB_OFFLINE, log in for a gated model, "
+        f"or use model.name={STARTER}, which is shipped with the package."
+    )
+
+
+def load_config(name: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The architecture alone, without weights.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be reached.
+    """
+    try:
+        return AutoConfig.from_pretrained(resolve_name(name), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _unreachable(name, "config", error) from error
+
+
+def load_tokenizer(
+    name: str, *, chat_template: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """A tokenizer with a chat template and a pad token.
+
+    Without a pad token the end-of-sequence token serves: padding is masked everywhere, so its id has no effect. Without
+    a chat template the plain text of the messages is used. Both are said in one log line.
+
+    Args:
+        name: folder or hub name.
+        chat_template: a Jinja template to use instead of the tokenizer's own.
+        trust_remote_code: whether the repository's own code may run.
+
+    Raises:
+        ValueError: the tokenizer cannot be loaded, or has no end-of-sequence token.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(resolve_name(name), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _unreachable(name, "tokenizer", error) from error
+    return prepare_tokenizer(tokenizer, name, chat_template)
+
+
+def prepare_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, name: str, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Fills in a missing pad token and chat template as ``load_tokenizer`` says."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"model.name={name} must have a tokenizer with an end-of-sequence token, but eos_token is None: responses "
+            "could never end; set eos_token in its tokenizer_config.json."
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+        torchrl_logger.info(f"The tokenizer of {name} has no pad token: {tokenizer.eos_token!r} is used, and masked.")
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    elif tokenizer.chat_template is None:
+        tokenizer.chat_template = FALLBACK_CHAT_TEMPLATE
+        torchrl_logger.warning(
+            f"The tokenizer of {name} has no chat template: prompts are the plain text of the messages. "
+            "Set model.chat_template to a Jinja template to change this."
+        )
+    return tokenizer
+
+
+def check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Raises ValueError when the tokenizer has ids that the model has no embedding for."""
+    model_size = config.get_text_config().vocab_size
+    if len(tokenizer) > model_size:
+        raise ValueError(
+            f"model.name={name} must have an embedding for each token, but the model's vocabulary has {model_size} "
+            f"entries and the tokenizer's {len(tokenizer)}: use the tokenizer the model was trained with, or resize "
+            "the model's embeddings (resize_token_embeddings) and save it again."
+        )
+
+
+def stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
+) -> tuple[int, ...]:
+    """The tokens that end a response: end of sequence, what the model's generation config adds, and the end of an
+    assistant's turn in the chat template."""
+    ids = {tokenizer.eos_token_id}
+    configured = getattr(generation_config, "eos_token_id", None)
+    ids.update(configured if isinstance(configured, list) else [configured] if configured is not None else [])
+    marker = "0"
+    chat = [{"role": "user", "content": marker}, {"role": "assistant", "content": marker}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    after = tokenizer(text[text.rindex(marker) + len(marker) :], add_special_tokens=False)["input_ids"]
+    ids.update([token for token in after if token in tokenizer.all_special_ids][:1])
+    return tuple(sorted(ids))
+
+
+def load_generation_config(name: str) -> GenerationConfig | None:
+    """The model's generation config, or None when it has none."""
+    try:
+        return GenerationConfig.from_pretrained(resolve_name(name))
+    except OSError:
+        return None
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """A causal LM in eval mode (dropout off) on its device.
+
+    Raises:
+        ValueError: the weights cannot be loaded.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            resolve_name(name), dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise _unreachable(name, "weights", error) from error
+    return model.to(device).eval()
+
+
+def count_parameters(config: PretrainedConfig) -> int:
+    """Parameters of the causal LM of a config, counted without allocating them; tied ones once."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def add_lora(
+    model: PreTrainedModel, *, r: int, alpha: int, dropout: float, target_modules: str | list[str] = "all-linear"
+) -> nn.Module:
+    """Wraps a model with LoRA adapters (arXiv 2106.09685) through peft; only they are trained."""
+    from peft import LoraConfig, get_peft_model  # slow to import, and only LoRA runs need it
+
+    config = LoraConfig(
+        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=target_modules, task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, config).eval()
+
+
+def enable_gradient_checkpointing(model: nn.Module) -> int:
+    """Turns on gradient checkpointing that stays on while dropout is off.
+
+    Hugging Face layers recompute only in training mode. So the training flag is set on the checkpointed layers
+    themselves and on none of their children: dropout inside them stays off.
+
+    Returns:
+        the number of layers that will be recomputed.
+
+    Raises:
+        ValueError: the model has no layer that can be.
+    """
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(
+            f"train_model.gradient_checkpointing=true needs a model with checkpointed layers, which "
+            f"{type(base).__name__} does not have: set it to false."
+        )
+    for layer in layers:
+        layer.training = True
+    return len(layers)

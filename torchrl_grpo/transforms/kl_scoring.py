@@ -1,0 +1,108 @@
+"""``KLScoring``: reference log-probs, from a model on its own device, as a TorchRL transform."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack
+from torch import Tensor
+from torchrl.data import Composite, Unbounded
+from torchrl.envs.transforms import Transform
+
+from torchrl_grpo import keys
+from torchrl_grpo.models.packing import micro_batches, pad
+from torchrl_grpo.models.scoring import TokenScorer
+
+
+class KLScoring(Transform):
+    """Writes the reference model's log-probs of the sampled tokens.
+
+    It works on its own (``scoring(batch)``), in a replay buffer (scores what is written to it) and in a
+    ``TransformedEnv`` (scores what the policy sampled at each step). Tokens travel to the reference model's device and
+    log-probs travel back; the model never moves.
+
+    Args:
+        scorer: the reference model; its temperature must be the one of the policy.
+
+    Keyword Args:
+        max_tokens: token budget of one forward pass.
+        out_key: where the log-probs go, ``("next", "ref_log_probs", "full")`` by default; [T] float32 a sequence, 0 on
+            tokens that were not sampled. A ragged batch stays ragged and a padded one padded.
+
+    Example:
+        >>> buffer = ReplayBuffer(transform=KLScoring(TokenScorer(reference)))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, scorer: TokenScorer, *, max_tokens: int = 16384, out_key: NestedKey = keys.REF_LOG_PROBS
+    ) -> None:
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens={max_tokens} must be at least 1: use 16384, say.")
+        in_env = out_key[1:] if isinstance(out_key, tuple) and out_key[0] == "next" else out_key
+        super().__init__(in_keys=[keys.FULL, keys.ASSISTANT_MASK], out_keys=[in_env])
+        self.scorer = scorer.requires_grad_(False)
+        self.max_tokens = max_tokens
+        self.out_key = out_key
+
+    @torch.no_grad()
+    def log_probs(self, tokens: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+        """Reference log-probs of right-padded sequences.
+
+        Args:
+            tokens: [B, T] int64.
+            mask: [B, T] bool, the tokens to score.
+            lengths: [B] int64, real tokens in each row.
+
+        Returns:
+            [B, T] float32 on the device of ``tokens``, 0 outside the mask.
+        """
+        device = next(self.scorer.model.parameters()).device
+        out = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+        for index in micro_batches(lengths, self.max_tokens):
+            width = int(lengths[index].max())
+            scores, _ = self.scorer.score(tokens[index, :width].to(device), mask[index, :width].to(device))
+            out[index, :width] = scores.to(tokens.device, torch.float32)
+        return out
+
+    def _score(self, batch: TensorDictBase) -> list[Tensor]:
+        """Log-probs of each sequence of a flat batch, each as wide as its tokens."""
+        tokens, mask = pad(batch, keys.FULL), pad(batch, keys.ASSISTANT_MASK, False)
+        widths = torch.tensor([part.get(keys.FULL).shape[-1] for part in batch.unbind(0)])
+        scores = self.log_probs(tokens, mask, widths)
+        return [row[:width] for row, width in zip(scores, widths.tolist(), strict=True)]
+
+    def _write(self, source: TensorDictBase, target: TensorDictBase, key: NestedKey) -> TensorDictBase:
+        """Scores ``source`` [B] or [] and writes into ``target``, which has the same batch size."""
+        if source.ndim == 0:
+            return target.set(key, self._score(lazy_stack([source]))[0])
+        scores = self._score(source.reshape(-1))
+        if isinstance(target, LazyStackedTensorDict) and target.ndim == 1:
+            for part, row in zip(target.tensordicts, scores, strict=True):
+                part.set(key, row)
+            return target
+        return target.set(key, torch.stack(scores).unflatten(0, source.shape))
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Scores a batch [B] (or one sequence) in place; one that has the entry already is left as it is."""
+        if self.out_key in tensordict.keys(True, True):
+            return tensordict
+        return self._write(tensordict, tensordict, self.out_key)
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Scores what is written to a replay buffer. An environment's input is left alone: ``_step`` scores it."""
+        return tensordict if self.parent is not None else self.forward(tensordict)
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        """Scores what the policy sampled in a step of an environment."""
+        return self._write(tensordict, next_tensordict, self.out_keys[0])
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        """Nothing was sampled yet: zeros, one for each token of the prompt."""
+        parts = tensordict_reset.tensordicts if isinstance(tensordict_reset, LazyStackedTensorDict) else [tensordict_reset]
+        for part in parts:
+            part.set(self.out_keys[0], torch.zeros_like(part.get(keys.PROMPT), dtype=torch.float32))
+        return tensordict_reset
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Adds the reference log-probs, ragged like the tokens."""
+        observation_spec[self.out_keys[0]] = Unbounded(shape=(*observation_spec.shape, -1), dtype=torch.float32)
+        return observation_spec

@@ -1,0 +1,281 @@
+"""What the user sees in the terminal: the plan, a progress bar, samples, evaluations and where everything lies.
+
+On a terminal there is a live bar, with the tables scrolling by above it; into a pipe or a file goes plain text, one
+line every few steps, without control characters. Text that a model wrote is never trusted: it is not read as markup,
+and what cannot be printed (newlines, escape sequences, direction marks) is shown escaped.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, cast
+
+from rich import box
+from rich.console import Console as RichConsole
+from rich.file_proxy import FileProxy
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Table
+from rich.text import Text
+from torchrl._utils import logger as torchrl_logger
+
+_LONGEST_SAMPLE = 160
+_MISSING = "-"
+_DIMENSIONLESS = ("", "k", "M", "B", "T")
+_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+class Console:
+    """Prints a run.
+
+    Lifecycle: ``plan`` and ``geometry``, then ``start``, then ``step``, ``samples`` and ``evaluation`` in any order,
+    then ``finish``; ``close`` at the end, also after a failure: it takes the bar off, so that a traceback stays
+    readable.
+
+    Args:
+        every: where there is no terminal, one line is printed every so many steps.
+        file: where to print; standard output by default.
+        width: columns; those of the terminal by default.
+
+    Examples:
+        >>> import sys
+        >>> with Console(file=sys.stdout) as console:
+        ...     console.evaluation(0, {"eval/pass@1": 0.25, "eval/pass@8": 0.5})
+        test after step 0: pass@1 25.0%, pass@8 50.0%
+    """
+
+    def __init__(self, *, every: int = 10, file: IO[str] | None = None, width: int | None = None) -> None:
+        self._rich = RichConsole(file=file, width=width, highlight=False)
+        self._every = every
+        self._live = self._rich.is_terminal and not self._rich.is_dumb_terminal
+        self._progress: Progress | None = None
+        self._handlers: list[tuple[logging.StreamHandler[IO[str]], IO[str]]] = []
+        self._started_at = time.monotonic()
+        self._first_step: int | None = None
+
+    def plan(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Prints which role runs where.
+
+        Args:
+            rows: one mapping a role; its keys are the columns, e.g. ``role``, ``devices``, ``dtype``, ``parameters`` (a
+                count) and ``memory`` (bytes). A value may be None.
+        """
+        self._table("Device plan", rows)
+
+    def geometry(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Prints how much of what a step and a run consist of.
+
+        Args:
+            rows: one mapping a quantity; its keys are the columns, e.g. ``what``, ``per step`` and ``whole run``.
+        """
+        self._table("Batch geometry", rows)
+
+    def start(self, sequences_done: int, sequences_total: int) -> None:
+        """Opens the progress bar. ``sequences_done`` is above 0 in a resumed run."""
+        self._started_at = time.monotonic()
+        if not self._live or self._progress is not None:
+            return
+        self._progress = Progress(
+            TextColumn("step {task.fields[step]}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+            TextColumn("{task.fields[numbers]}", style="bold", markup=False),
+            _Clock(),
+            console=self._rich,
+            refresh_per_second=4,
+            expand=True,
+        )
+        self._progress.add_task("train", completed=sequences_done, total=sequences_total, step=_MISSING, numbers="")
+        self._progress.start()
+        self._reroute_logger()
+
+    def step(self, step: int, metrics: Mapping[str, float], sequences_done: int, sequences_total: int) -> None:
+        """Shows an optimisation step: moves the bar or, without a terminal, prints a line when it is time for one.
+
+        Args:
+            step: steps done.
+            metrics: as they are logged; ``rollout/reward_mean`` and ``rollout/accuracy`` are shown on the bar.
+            sequences_done: sequences (dialog turns) trained on so far.
+            sequences_total: sequences that the run will train on.
+        """
+        if self._progress is not None:
+            self._progress.update(
+                self._progress.task_ids[0],
+                completed=sequences_done,
+                total=sequences_total,
+                step=step,
+                numbers=_join(metrics, _BAR, " "),
+            )
+        if self._live:
+            return
+        first = self._first_step is None
+        self._first_step = step if self._first_step is None else self._first_step
+        if first or step % self._every == 0 or sequences_done >= sequences_total:
+            elapsed = _duration(time.monotonic() - self._started_at)
+            numbers = _join(metrics, _LINE, ", ")
+            self._line(f"step {step}: {sequences_done:,}/{sequences_total:,} sequences, {numbers}, {elapsed}")
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Prints a few prompts and responses.
+
+        Args:
+            step: steps done.
+            rows: ``query``, ``response``, ``reward`` and ``correct``, as they are logged; other keys are not shown.
+        """
+        table = Table(box=box.SIMPLE_HEAD, title=f"Samples after step {step}", title_justify="left", expand=self._live)
+        table.add_column("prompt", ratio=2, overflow="fold")
+        table.add_column("response", ratio=3, overflow="fold")
+        table.add_column("reward", justify="right", no_wrap=True)
+        for row in rows:
+            reward = _number(row.get("reward"))
+            style = "green" if row.get("correct") else "red"
+            table.add_row(self._sample(row.get("query")), self._sample(row.get("response")), Text(reward, style=style))
+        self._rich.print(table)
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Prints the ``eval/*`` metrics of the test split in a line; step 0 is before training."""
+        names = [name for name in metrics if name.startswith("eval/")]
+        numbers = [f"{name.removeprefix('eval/')} {_metric(name, metrics[name])}" for name in names]
+        self._line(f"test after step {step}: {', '.join(numbers)}", style="bold cyan")
+
+    def finish(self, summary: Mapping[str, Any], paths: Mapping[str, str | os.PathLike[str]]) -> None:
+        """Closes the bar and prints what came out and where it lies.
+
+        Args:
+            summary: what ``report.summarize`` gives.
+            paths: name to file or folder.
+        """
+        self.close()
+        before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
+        self._line("")
+        if before is not None and after is not None:
+            change = f"{_percent(before)} -> {_percent(after)} ({100 * (after - before):+.1f} points)"
+            self._line(f"test accuracy {change}", style="bold green" if after > before else "bold")
+        parts = [f"{summary[key]:,} {key}" for key in ("steps", "sequences", "tokens") if summary.get(key)]
+        if summary.get("wall_s"):
+            parts.append(f"{_duration(summary['wall_s'])} wall time")
+        if summary.get("tokens_per_s"):
+            parts.append(f"{summary['tokens_per_s']:,.0f} tokens/s")
+        if parts:
+            self._line(", ".join(parts))
+        width = max((len(name) for name in paths), default=0)
+        for name, path in paths.items():
+            self._line(f"  {name:<{width}}  {os.fspath(path)}")
+
+    def close(self) -> None:
+        """Takes the bar off. May be called again."""
+        if self._progress is not None:
+            for handler, stream in self._handlers:
+                handler.setStream(stream)
+            self._handlers = []
+            self._progress.stop()
+            self._progress = None
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _line(self, text: str, style: str | None = None) -> None:
+        self._rich.print(Text(self._encodable(text), style=style or ""), soft_wrap=True)
+
+    def _table(self, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+        for name in columns:
+            numeric = all(isinstance(row.get(name), int | float | None) for row in rows)
+            table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(self._encodable(_cell(name, row.get(name)))) for name in columns))
+        self._rich.print(table)
+
+    def _sample(self, text: Any) -> Text:
+        return Text(self._encodable(printable(clip(str(text), _LONGEST_SAMPLE))))
+
+    def _encodable(self, text: str) -> str:
+        """The text as the terminal's encoding has it: a model's Chinese must not end a run whose terminal is ASCII."""
+        return text.encode(self._rich.encoding, "backslashreplace").decode(self._rich.encoding)
+
+    def _reroute_logger(self) -> None:
+        """Lets TorchRL's log lines scroll above the bar: its handler holds the stream that the bar is drawn on."""
+        for handler in torchrl_logger.handlers:
+            if type(handler) is logging.StreamHandler:
+                proxy = cast(IO[str], FileProxy(self._rich, handler.stream))
+                self._handlers.append((handler, handler.stream))
+                handler.setStream(proxy)
+
+
+class _Clock(ProgressColumn):
+    """Time gone and, once it can be told, time left."""
+
+    def render(self, task: Task) -> Text:
+        left = "" if task.time_remaining is None else f" +{_duration(task.time_remaining)}"
+        return Text(f"{_duration(task.elapsed or 0)}{left}", style="dim")
+
+
+_BAR = {"reward": "rollout/reward_mean", "accuracy": "rollout/accuracy"}
+_LINE = _BAR | {
+    "kl_k3": "train/kl_k3",
+    "entropy": "train/entropy",
+    "length": "rollout/response_length",
+    "tokens/s": "throughput/tokens_per_s",
+}
+
+
+def printable(text: str) -> str:
+    """The text on one line: what cannot be printed becomes its escape (``\\n``, ``\\x1b``, ``\\u202e``)."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def clip(text: str, longest: int) -> str:
+    """The text, with its middle left out where it is too long: the answer stands at the end."""
+    if len(text) <= longest:
+        return text
+    tail = (longest - 5) // 2
+    return f"{text[: longest - 5 - tail]} ... {text[len(text) - tail :]}"
+
+
+def _join(metrics: Mapping[str, float], names: Mapping[str, str], separator: str) -> str:
+    return separator.join(f"{label} {_metric(name, metrics[name])}" for label, name in names.items() if name in metrics)
+
+
+def _metric(name: str, value: float | None) -> str:
+    return _percent(value) if name.endswith("accuracy") or "pass@" in name else _number(value)
+
+
+def _percent(value: float | None) -> str:
+    return _MISSING if value is None or not math.isfinite(value) else f"{100 * value:.1f}%"
+
+
+def _number(value: float | None) -> str:
+    if value is None or not math.isfinite(value):
+        return _MISSING
+    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return _MISSING
+    if name == "parameters":
+        return _scaled(value, _DIMENSIONLESS, 1000)
+    if name.startswith("memory"):
+        return _scaled(value, _BYTES, 1024)
+    if isinstance(value, list | tuple):
+        return ", ".join(str(item) for item in value)
+    return _number(value) if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def _scaled(value: float, units: Sequence[str], base: int) -> str:
+    """A number with three digits and its unit: 1234567 is 1.23 M."""
+    power = min(int(math.log(value, base)), len(units) - 1) if value >= 1 else 0
+    return f"{value / base**power:.3g} {units[power]}".rstrip()
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

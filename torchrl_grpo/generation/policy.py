@@ -1,0 +1,138 @@
+"""``GenerationPolicy``: an engine as a TensorDict module. It groups rows into requests and writes what the engine gave."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from torchrl_grpo.envs import LENGTH_STOPPED
+from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
+from torchrl_grpo.keys import (
+    ASSISTANT_MASK,
+    ATTENTION_MASK,
+    FULL,
+    GROUP_ID,
+    LOG_PROBS,
+    POLICY_VERSION,
+    PROMPT,
+    RESPONSE,
+)
+
+
+class GenerationPolicy(TensorDictModuleBase):
+    """Samples a response to each row's prompt.
+
+    Rows that share group and prompt become one request, so that the engine computes their prompt once. Where the
+    tensordict has a ``"_step"`` entry (TorchRL's mark for rows that take part in the next step), the other rows get an
+    empty response and cost nothing. ``"policy_version"`` is read before generation starts.
+
+    Args:
+        engine: samples the tokens.
+        params: how.
+
+    Examples:
+        >>> policy = GenerationPolicy(engine, SamplingParams(max_new_tokens=64))  # doctest: +SKIP
+        >>> policy(env.reset())["tokens", "response"]  # doctest: +SKIP
+    """
+
+    def __init__(self, engine: Engine, params: SamplingParams) -> None:
+        super().__init__()
+        self.engine = engine
+        self.params = params
+        self.in_keys = [PROMPT, GROUP_ID]
+        self.out_keys = [
+            RESPONSE,
+            FULL,
+            ATTENTION_MASK,
+            ASSISTANT_MASK,
+            LOG_PROBS,
+            POLICY_VERSION,
+            LENGTH_STOPPED,
+        ]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Writes the response, its log-probs and masks, the policy version and ``"length_stopped"``.
+
+        Args:
+            tensordict: any batch size, with ``("tokens", "prompt")`` ([T] int64 a row, without padding); rows may have
+                different lengths. ``"group_id"`` is optional: without it rows are grouped by prompt alone.
+
+        Returns:
+            the same tensordict.
+
+        Raises:
+            ValueError: a prompt leaves no room for one token in the model's context.
+        """
+        shape = tensordict.batch_size
+        size = shape.numel()
+        version = int(self.engine.policy_version)
+        token_rows = list(tensordict.get("tokens").reshape(-1).unbind(0))
+        prompts = [row.get(PROMPT[-1]) for row in token_rows]
+        completions = self._generate(prompts, self._group_ids(tensordict, size), self._active(tensordict, size))
+
+        masks, log_probs = [], []
+        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            response = prompt.new_empty(0) if completion is None else completion.tokens
+            full = torch.cat([prompt, response])
+            sampled = torch.ones_like(full, dtype=torch.bool)
+            sampled[: prompt.numel()] = False
+            row_log_probs = torch.zeros(full.shape, dtype=torch.float32)
+            if completion is not None:
+                row_log_probs[prompt.numel() :] = completion.log_probs
+            token_rows[row] = TensorDict({**token_rows[row], RESPONSE[-1]: response, FULL[-1]: full})
+            masks.append(
+                TensorDict({ATTENTION_MASK[-1]: torch.ones_like(sampled), ASSISTANT_MASK[-1]: sampled})
+            )
+            log_probs.append(TensorDict({LOG_PROBS[-1]: row_log_probs}))
+        cut = [completion is not None and completion.finish_reason == "length" for completion in completions]
+        tensordict.set("tokens", _stack(token_rows, shape))
+        tensordict.set("masks", _stack(masks, shape))
+        tensordict.set("log_probs", _stack(log_probs, shape))
+        tensordict.set(POLICY_VERSION, torch.full((*shape, 1), version, dtype=torch.int64))
+        tensordict.set(LENGTH_STOPPED, torch.tensor(cut, dtype=torch.bool).reshape(*shape, 1))
+        return tensordict
+
+    def _generate(
+        self, prompts: Sequence[Tensor], groups: Sequence[int], active: Sequence[bool]
+    ) -> list[Completion | None]:
+        """One completion a row, None where the row is not active."""
+        requests: dict[tuple[int, bytes], list[int]] = defaultdict(list)
+        for row, prompt in enumerate(prompts):
+            if active[row]:
+                requests[groups[row], prompt.numpy().tobytes()].append(row)
+        # An engine call has one n for all its prompts.
+        calls: dict[int, list[list[int]]] = defaultdict(list)
+        for rows in requests.values():
+            calls[len(rows)].append(rows)
+        completions: list[Completion | None] = [None] * len(prompts)
+        for n, members in calls.items():
+            answers = self.engine.generate([prompts[rows[0]] for rows in members], n, self.params)
+            for rows, answer in zip(members, answers, strict=True):
+                for row, completion in zip(rows, answer, strict=True):
+                    completions[row] = completion
+        return completions
+
+    @staticmethod
+    def _group_ids(tensordict: TensorDictBase, size: int) -> list[int]:
+        groups = tensordict.get(GROUP_ID, None)
+        return [0] * size if groups is None else groups.reshape(-1).tolist()
+
+    @staticmethod
+    def _active(tensordict: TensorDictBase, size: int) -> list[bool]:
+        stepping = tensordict.get("_step", None)
+        return [True] * size if stepping is None else stepping.reshape(-1).tolist()
+
+
+def _stack(rows: Sequence[TensorDictBase], shape: Sequence[int]) -> TensorDictBase:
+    """Rows as a lazy stack of batch size ``shape``."""
+    if not shape:
+        return rows[0]
+    if len(shape) == 1:
+        return lazy_stack(list(rows))
+    inner = len(rows) // shape[0]
+    return lazy_stack([_stack(rows[i * inner : (i + 1) * inner], shape[1:]) for i in range(shape[0])])

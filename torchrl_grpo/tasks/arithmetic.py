@@ -1,0 +1,134 @@
+"""The embedded task: sums and differences of whole numbers. It needs no data and no download.
+
+A problem is drawn by a seeded generator, and a hash of the problem alone decides which split it belongs to, so no
+problem is ever in both splits, whatever the seed and the difficulty: ``27+58`` and ``58+27`` count as one problem.
+
+========== ================================================
+difficulty operands and operations
+========== ================================================
+1          sums of one-digit numbers
+2          sums of two-digit numbers
+3          sums and differences of two-digit numbers
+n > 3      sums and differences of (n - 1)-digit numbers
+========== ================================================
+
+A response is right when it ends with ``#### n`` (GSM8K's answer format) and n is the answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Sequence
+
+from torchrl_grpo.tasks.base import Message, Problem, Score, Split, Task
+
+MAX_DIFFICULTY = 10
+SPLIT_SIZES: dict[Split, int] = {"train": 4096, "test": 512}
+INSTRUCTION = " #### n"
+
+_TEST_SHARE = 0.2
+_DRAWS_PER_PROBLEM = 20
+_FINAL_ANSWER = re.compile(r"####[ \t]*(-?[0-9]+)\s*\Z")
+
+
+def split_of(a: int, op: str, b: int) -> Split:
+    """The split that ``a op b`` belongs to; the order of a sum's operands does not matter.
+
+    Args:
+        a: first operand.
+        op: ``"+"`` or ``"-"``.
+        b: second operand.
+    """
+    if op == "+":
+        a, b = sorted((a, b))
+    digest = hashlib.sha256(f"{a}{op}{b}".encode()).digest()
+    return "test" if int.from_bytes(digest[:8], "big") < _TEST_SHARE * 2**64 else "train"
+
+
+def final_answer(response: str) -> str | None:
+    """The integer after ``####`` at the very end of a response, without leading zeros; None when there is none.
+
+    It stays text, so that thousands of digits cost nothing and never reach ``int``.
+
+    >>> final_answer("7+8=15, 2+5+1=8 #### 85")
+    '85'
+    >>> final_answer("#### 85 or so") is None
+    True
+    """
+    match = _FINAL_ANSWER.search(response)
+    if match is None:
+        return None
+    digits = match[1].lstrip("-").lstrip("0") or "0"
+    return f"-{digits}" if match[1].startswith("-") and digits != "0" else digits
+
+
+class ArithmeticTask(Task):
+    """Sums and differences, drawn by a seeded generator.
+
+    ``problems`` gives up to 4096 train and 512 test problems (all there are, where a difficulty has fewer). The reward
+    is 1.0 for a right answer in the right format and 0.0 for everything else.
+
+    Args:
+        difficulty: 1 to 10, see the table at the top of the module.
+        seed: which problems are drawn and in what order; it moves no problem to the other split.
+
+    Raises:
+        ValueError: ``difficulty`` is out of its range.
+
+    >>> task = ArithmeticTask(difficulty=1)
+    >>> task.score(Problem("3+4=?", "7"), ["3+4=7 #### 7"])
+    Score(reward=1.0, correct=True)
+    """
+
+    name = "arithmetic"
+
+    def __init__(self, difficulty: int = 2, seed: int = 0) -> None:
+        if not 1 <= difficulty <= MAX_DIFFICULTY:
+            raise ValueError(
+                f"difficulty must be from 1 to {MAX_DIFFICULTY}, got {difficulty}: use 2 for sums of two-digit numbers."
+            )
+        self.difficulty = difficulty
+        self.seed = seed
+        self._problems: dict[Split, list[Problem]] = {}
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """The split's problems, all different, in the order in which the seeded generator drew them.
+
+        Raises:
+            ValueError: ``split`` is neither ``"train"`` nor ``"test"``.
+        """
+        if split not in SPLIT_SIZES:
+            raise ValueError(f"split must be 'train' or 'test', got {split!r}: use one of the two.")
+        if split not in self._problems:
+            self._problems[split] = self._draw(split)
+        return self._problems[split]
+
+    def messages(self, problem: Problem) -> list[Message]:
+        """One user message: the query and the answer format."""
+        return [{"role": "user", "content": problem.query + INSTRUCTION}]
+
+    def score(self, problem: Problem, responses: Sequence[str]) -> Score:
+        """1.0 when the last response ends with ``####`` and the answer, else 0.0."""
+        correct = final_answer(responses[-1]) == problem.answer
+        return Score(reward=float(correct), correct=correct)
+
+    def _draw(self, split: Split) -> list[Problem]:
+        digits = max(self.difficulty - 1, 1) if self.difficulty != 2 else 2
+        low, high = (0, 9) if digits == 1 else (10 ** (digits - 1), 10**digits - 1)
+        operations = "+-" if self.difficulty >= 3 else "+"
+        # A string seeds Random through SHA-512, so the stream is the same in every process.
+        rng = random.Random(f"arithmetic {self.difficulty} {self.seed} {split}")
+        size = SPLIT_SIZES[split]
+        drawn: dict[str, Problem] = {}
+        for _ in range(_DRAWS_PER_PROBLEM * size):
+            a, b, op = rng.randint(low, high), rng.randint(low, high), rng.choice(operations)
+            if op == "-":
+                a, b = max(a, b), min(a, b)
+            if split_of(a, op, b) == split:
+                query = f"{a}{op}{b}=?"
+                drawn.setdefault(query, Problem(query, str(a + b if op == "+" else a - b)))
+            if len(drawn) == size:
+                break
+        return list(drawn.values())

@@ -1,0 +1,309 @@
+"""LLMEnv: drawing, prompts, outcomes, turns, resume; checked with TorchRL's own checker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torch import Tensor
+from torchrl._utils import logger as torchrl_logger
+from torchrl.envs import RewardSum, TransformedEnv
+from torchrl.envs.utils import check_env_specs
+
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
+from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.tasks.base import Problem, Score, Task
+
+END = 1
+"""Id of the tokenizer's ``<|end|>``."""
+
+
+class EchoTask(Task):
+    """One turn: the response must be the query. Queries have 1 to 3 letters."""
+
+    name = "echo"
+
+    def __init__(self, size: int = 10) -> None:
+        self.size = size
+
+    def problems(self, split: str) -> list[Problem]:
+        return [Problem(chr(97 + i) * (1 + i % 3), chr(97 + i) * (1 + i % 3)) for i in range(self.size)]
+
+    def score(self, problem: Problem, responses: Sequence[str]) -> Score:
+        right = responses[-1] == problem.answer
+        return Score(1.0 if right else 0.25, right)
+
+
+class TwoTurnTask(EchoTask):
+    """Asks ``again?`` unless the first response is ``stop``; the reward is the number of turns."""
+
+    name = "two turns"
+
+    def next_turn(self, problem: Problem, responses: Sequence[str]) -> str | None:
+        return "again?" if len(responses) == 1 and responses[0] != "stop" else None
+
+    def score(self, problem: Problem, responses: Sequence[str]) -> Score:
+        return Score(float(len(responses)), len(responses) == 2)
+
+
+class ScriptedEngine(Engine):
+    """Gives the tokens that a rule says, with log-probs -1, -2, ...; keeps what it was asked."""
+
+    def __init__(self, rule: Callable[[Tensor, int], tuple[list[int], str]]) -> None:
+        self.rule = rule
+        self.calls: list[tuple[list[list[int]], int]] = []
+        self.draws = 0
+        self.num_closed = 0
+
+    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+        self.calls.append(([prompt.tolist() for prompt in prompts], n))
+        return [[self._complete(prompt, copy) for copy in range(n)] for prompt in prompts]
+
+    def _complete(self, prompt: Tensor, copy: int) -> Completion:
+        tokens, reason = self.rule(prompt, copy)
+        self.draws += 1
+        log_probs = -torch.arange(1, len(tokens) + 1, dtype=torch.float32)
+        return Completion(torch.tensor(tokens), log_probs, reason)  # type: ignore[arg-type]
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.policy_version = version
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+def respond(env: LLMEnv, data: TensorDict, responses: list[list[int]], cut: list[bool] | None = None) -> TensorDict:
+    """Steps ``env`` with these response tokens."""
+    rows = [
+        TensorDict({"prompt": row.get("prompt"), "response": torch.tensor(response, dtype=torch.int64)})
+        for row, response in zip(data.get("tokens").unbind(0), responses, strict=True)
+    ]
+    data.set("tokens", lazy_stack(rows))
+    data.set("length_stopped", torch.tensor(cut or [False] * len(responses)).unsqueeze(-1))
+    return env.step(data)
+
+
+def column(data: TensorDict, key: str) -> list:
+    return data["next", key].squeeze(-1).tolist()
+
+
+def prompts(data: TensorDict) -> list[list[int]]:
+    return [row.get("prompt").tolist() for row in data.get("tokens").unbind(0)]
+
+
+@pytest.fixture
+def encode(tokenizer):
+    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("task", [EchoTask(), TwoTurnTask()])
+def test_torchrl_finds_the_specs_right(tokenizer, task):
+    check_env_specs(LLMEnv(task, tokenizer, num_envs=6, repeats=3, max_turns=2), break_when_any_done="both")
+
+
+def test_specs_are_right_inside_a_transformed_env(tokenizer):
+    class SameLength(EchoTask):
+        def problems(self, split):
+            return [Problem(letter, letter) for letter in "abcdef"]
+
+    check_env_specs(TransformedEnv(LLMEnv(SameLength(), tokenizer, num_envs=6, repeats=3), RewardSum()))
+
+
+def test_reset_repeats_each_prompt_in_adjacent_rows(tokenizer, encode):
+    env = LLMEnv(EchoTask(), tokenizer, num_envs=6, repeats=3)
+    data = env.reset()
+    queries = data["query"]
+    assert queries == [queries[0]] * 3 + [queries[3]] * 3 and queries[0] != queries[3]
+    assert data["group_id"].squeeze(-1).tolist() == [0, 0, 0, 1, 1, 1]
+    assert prompts(data) == [encode(f"<|user|>{query}<|end|><|assistant|>") for query in queries]
+    assert env.reset()["group_id"].squeeze(-1).tolist() == [2, 2, 2, 3, 3, 3]
+
+
+def test_each_epoch_has_every_problem_once_in_another_order(tokenizer):
+    env = LLMEnv(EchoTask(10), tokenizer, num_envs=5, repeats=1, seed=3)
+    epochs = [[*env.reset()["query"], *env.reset()["query"]] for _ in range(3)]
+    everything = sorted(problem.query for problem in EchoTask(10).problems("train"))
+    assert all(sorted(epoch) == everything for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_the_seed_decides_the_order(tokenizer):
+    def first(seed: int) -> list[str]:
+        return LLMEnv(EchoTask(), tokenizer, num_envs=8, repeats=1, seed=seed).reset()["query"]
+
+    assert first(0) == first(0) != first(1)
+    env = LLMEnv(EchoTask(), tokenizer, num_envs=8, repeats=1, seed=0)
+    env.set_seed(1)
+    assert env.reset()["query"] == first(1)
+
+
+def test_state_resumes_in_the_middle_of_an_epoch(tokenizer):
+    env = LLMEnv(EchoTask(), tokenizer, num_envs=6, repeats=2, seed=5)
+    for _ in range(2):
+        env.reset()
+    state = env.state_dict()
+    expected = [env.reset() for _ in range(4)]
+    resumed = LLMEnv(EchoTask(), tokenizer, num_envs=6, repeats=2, seed=0)
+    resumed.load_state_dict(state)
+    for data in expected:
+        again = resumed.reset()
+        assert again["query"] == data["query"]
+        assert torch.equal(again["group_id"], data["group_id"])
+
+
+def test_state_of_another_dataset_is_refused(tokenizer):
+    state = LLMEnv(EchoTask(10), tokenizer, num_envs=2, repeats=2).state_dict()
+    with pytest.raises(ValueError, match="num_problems=10, this one has 9"):
+        LLMEnv(EchoTask(9), tokenizer, num_envs=2, repeats=2).load_state_dict(state)
+
+
+def test_step_scores_and_records_why_the_dialog_ended(tokenizer, encode):
+    env = LLMEnv(EchoTask(), tokenizer, num_envs=4, repeats=2)
+    data = env.reset()
+    answer = data["query"][0]
+    right, wrong = [*encode(answer), END], [*encode("nonsense"), END]
+    # The longest response of the batch is not the one that was cut off.
+    after = respond(env, data, [right, wrong, [*wrong, *wrong], encode("cut")], cut=[False, False, False, True])
+    assert column(after, "reward") == [1.0, 0.25, 0.25, 0.25]
+    assert column(after, "correct") == [True, False, False, False]
+    assert column(after, "done") == [True, True, True, True]
+    assert column(after, "terminated") == [True, True, True, False]
+    assert column(after, "truncated") == [False, False, False, True]
+    assert column(after, "reward_valid") == [True] * 4
+    assert after["next", "text", "response"] == [answer, "nonsense", "nonsensenonsense", "cut"]
+    assert after["next", "reward"].dtype == torch.float32
+
+
+def test_a_failing_score_is_invalid_and_logged_once_per_kind(tokenizer, encode, monkeypatch):
+    class Fragile(EchoTask):
+        def score(self, problem, responses):
+            if responses[0] == "nan":
+                return Score(float("nan"), True)
+            if responses[0] == "boom":
+                raise KeyError("boom")
+            return super().score(problem, responses)
+
+    logged = []
+    monkeypatch.setattr(torchrl_logger, "exception", logged.append)
+    env = LLMEnv(Fragile(), tokenizer, num_envs=4, repeats=4)
+    for _ in range(2):
+        data = env.reset()
+        responses = [[*encode(text), END] for text in ("boom", "boom", "nan", data["query"][3])]
+        after = respond(env, data, responses)
+        assert column(after, "reward_valid") == [False, False, False, True]
+        assert column(after, "reward") == [0.0, 0.0, 0.0, 1.0]
+        assert column(after, "correct") == [False, False, False, True]
+        assert column(after, "done") == [True] * 4
+    assert len(logged) == 2
+
+
+def test_the_second_turn_keeps_all_tokens_and_adds_the_template(tokenizer, encode):
+    env = LLMEnv(TwoTurnTask(), tokenizer, num_envs=4, repeats=4, max_turns=2)
+    data = env.reset()
+    first = prompts(data)
+    # 0 ends with the template's own token, 1 with another, 2 is over after one turn, 3 is cut off.
+    responses = [[*encode("x"), END], [*encode("y"), 0], [*encode("stop"), END], encode("z")]
+    after = respond(env, data, responses, cut=[False, False, False, True])
+    assert column(after, "done") == [False, False, True, True]
+    assert column(after, "truncated") == [False, False, False, True]
+    assert column(after, "reward") == [0.0, 0.0, 1.0, 1.0]
+    turn = encode("<|user|>again?<|end|><|assistant|>")
+    assert prompts(after["next"]) == [
+        [*first[0], *responses[0], *turn],
+        [*first[1], *responses[1], END, *turn],
+        [*first[2], *responses[2]],
+        [*first[3], *responses[3]],
+    ]
+
+    second = env.step_mdp(after)
+    second.set("_step", ~second["done"])
+    last = respond(env, second, [[*encode("p"), END], [*encode("q"), END], [], []])
+    assert column(last, "reward") == [2.0, 2.0, 1.0, 1.0]
+    assert column(last, "correct") == [True, True, False, False]
+    assert column(last, "terminated") == [True, True, True, False]
+    assert column(last, "truncated") == [False, False, False, True]
+    assert last["next", "text", "response"] == ["p", "q", "stop", "z"]
+
+
+def test_a_dialog_that_could_go_on_is_truncated_by_turns_and_by_tokens(tokenizer, encode):
+    env = LLMEnv(TwoTurnTask(), tokenizer, num_envs=2, repeats=2, max_turns=1)
+    after = respond(env, env.reset(), [[*encode("x"), END], [*encode("stop"), END]])
+    assert column(after, "truncated") == [True, False]
+    assert column(after, "terminated") == [False, True]
+
+    # The first prompts have 4 to 6 tokens, the second ones 10 more than prompt and response.
+    env = LLMEnv(TwoTurnTask(), tokenizer, num_envs=2, repeats=2, max_turns=2, max_prompt_tokens=19)
+    data = env.reset()
+    room = 19 - 9 - len(prompts(data)[0])
+    after = respond(env, data, [[5] * (room - 1) + [END], [5] * room + [END]])
+    assert column(after, "truncated") == [False, True]
+    assert [len(prompt) for prompt in prompts(after["next"])] == [19, 10 + 1]
+
+
+def test_the_user_turn_of_a_template_that_ends_turns_with_a_newline(tokenizer, encode):
+    template = (
+        "{% if messages[0]['role'] != 'system' %}<|system|>Be nice.<|end|>\n{% endif %}"
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] | trim }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    original = tokenizer.chat_template
+    tokenizer.chat_template = template
+    try:
+        env = LLMEnv(TwoTurnTask(), tokenizer, num_envs=1, repeats=1, max_turns=2)
+        data = env.reset()
+        first, response = prompts(data)[0], [*encode("x"), END]
+        after = respond(env, data, [response])
+    finally:
+        tokenizer.chat_template = original
+    assert prompts(after["next"])[0] == [*first, *response, *encode("\n<|user|>again?<|end|>\n<|assistant|>")]
+
+
+def test_long_prompts_are_dropped_and_counted(tokenizer, monkeypatch):
+    logged = []
+    monkeypatch.setattr(torchrl_logger, "info", logged.append)
+    env = LLMEnv(EchoTask(10), tokenizer, num_envs=4, repeats=1, max_prompt_tokens=5)
+    assert env.num_dropped == 3  # the queries of 3 letters: c, f, i
+    assert len(logged) == 1 and "dropped 3 of 10" in logged[0]
+    drawn = {query for _ in range(7) for query in env.reset()["query"]}
+    assert drawn == {problem.query for problem in EchoTask(10).problems("train") if len(problem.query) < 3}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_envs": 30, "repeats": 16}, "num_envs=30 must be a multiple of repeats=16, both at least 1: use 16 or 32"),
+        ({"num_envs": 4, "repeats": 0}, "num_envs=4 must be a multiple of repeats=0"),
+        ({"num_envs": 4, "repeats": 4, "max_turns": 0}, "max_turns=0 must be at least 1"),
+        ({"num_envs": 4, "repeats": 4, "max_prompt_tokens": 2}, "max_prompt_tokens=2 tokens, none of its 10 has"),
+    ],
+)
+def test_bad_arguments_say_what_to_use(tokenizer, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LLMEnv(EchoTask(10), tokenizer, **arguments)
+
+
+def test_a_tokenizer_without_chat_template_is_refused(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(ValueError, match="must have a chat template"):
+        LLMEnv(EchoTask(), tokenizer, num_envs=1, repeats=1)
+
+
+def test_rollout_with_a_policy_resets_finished_rows_and_stops_when_all_are_done(tokenizer, encode):
+    engine = ScriptedEngine(lambda prompt, copy: (([*encode("stop"), END], "stop") if copy == 0 else ([7, END], "stop")))
+    policy = GenerationPolicy(engine, SamplingParams(max_new_tokens=8))
+    env = LLMEnv(TwoTurnTask(), tokenizer, num_envs=4, repeats=2, max_turns=2)
+
+    data = env.rollout(5, policy, break_when_any_done=False, break_when_all_done=True)
+    assert data.shape == (4, 2)
+    assert data["next", "reward"].squeeze(-1)[:, -1].tolist() == [1.0, 2.0, 1.0, 2.0]
+
+    engine.calls.clear()
+    data = env.rollout(3, policy, break_when_any_done=False)
+    assert data.shape == (4, 3)
+    # Rows 0 and 2 are new dialogs each time; rows 1 and 3 start their second one at the third step.
+    groups = data["group_id"].squeeze(-1)
+    assert groups[0].unique().numel() == 3
+    assert groups[1, 0] == groups[1, 1] != groups[1, 2]

@@ -1,0 +1,259 @@
+"""``RolloutCollector``: plays whole groups of dialogs to their end and yields one element per trajectory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+from torchrl.collectors import BaseCollector
+from torchrl.envs import EnvBase, TransformedEnv
+
+from torchrl_grpo.envs import LENGTH_STOPPED
+from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.keys import (
+    ADVANTAGE,
+    ASSISTANT_MASK,
+    ATTENTION_MASK,
+    DONE,
+    FULL,
+    LOG_PROBS,
+    POLICY_VERSION,
+    PROMPT,
+    RESPONSE,
+    RESPONSE_TEXT,
+    REWARD_VALID,
+)
+
+
+@dataclass
+class RolloutCounts:
+    """What a rollout did: ``turns`` and ``tokens`` of the policy, seconds in the policy and in the environment."""
+
+    turns: int = 0
+    tokens: int = 0
+    generate_seconds: float = 0.0
+    env_seconds: float = 0.0
+
+
+class RolloutCollector(BaseCollector):
+    """Plays an ``LLMEnv`` with a ``GenerationPolicy``.
+
+    Each batch is a flat lazy stack of finished trajectories, whole groups only and the members of a group adjacent. The
+    turns of a dialog are one sequence: ``("tokens", "prompt")`` is the first prompt, ``("tokens", "response")`` all
+    that came after it, ``("masks", "all_assistant_mask")`` is True on the tokens that the policy sampled, the
+    log-probs are 0 elsewhere, ``"policy_version"`` is the oldest of the turns, and ``("next", ...)`` is that of the
+    last turn. Rows that are done cost nothing in later turns.
+
+    Attributes:
+        last: counts of the latest rollout.
+
+    Args:
+        env: an ``LLMEnv``, possibly in a ``TransformedEnv``.
+        policy: samples the responses; its engine takes the weights.
+
+    Keyword Args:
+        dialog_turns_per_batch: a batch is made of whole rollouts until it has at least so many turns of the policy.
+            None is one rollout, that is ``num_envs`` trajectories.
+        total_dialog_turns: iteration ends when so many turns were played; -1 never ends.
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    Examples:
+        >>> collector = RolloutCollector(env, policy, total_dialog_turns=1000)  # doctest: +SKIP
+        >>> for batch in collector:  # doctest: +SKIP
+        ...     trainer.train_step(batch)
+        ...     collector.update_policy_weights_(model.named_parameters(), version=trainer.version)
+    """
+
+    def __init__(
+        self,
+        env: EnvBase,
+        policy: GenerationPolicy,
+        *,
+        dialog_turns_per_batch: int | None = None,
+        total_dialog_turns: int = -1,
+    ) -> None:
+        super().__init__()
+        if dialog_turns_per_batch is not None and dialog_turns_per_batch < 1:
+            raise ValueError(
+                f"dialog_turns_per_batch={dialog_turns_per_batch} must be at least 1: use None for one rollout."
+            )
+        if total_dialog_turns < 1 and total_dialog_turns != -1:
+            raise ValueError(f"total_dialog_turns={total_dialog_turns} must be at least 1, or -1 to go on for ever.")
+        self.env = env
+        self.policy = policy
+        # These three names are TorchRL's: __len__ and stats() of the base class read them.
+        self.requested_frames_per_batch = dialog_turns_per_batch or env.batch_size[0]
+        self.total_frames = total_dialog_turns
+        self._frames = 0
+        self.last = RolloutCounts()
+        self._closed = False
+
+    @property
+    def dialog_turns(self) -> int:
+        """Turns that the policy has played so far."""
+        return self._frames
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that the engine has now."""
+        return self.policy.engine.policy_version
+
+    def iterator(self) -> Iterator[TensorDictBase]:
+        """Yields batches until ``total_dialog_turns`` are played."""
+        while self.total_frames < 0 or self._frames < self.total_frames:
+            yield self.rollout()
+
+    def rollout(self) -> TensorDictBase:
+        """Plays one batch.
+
+        Returns:
+            flat lazy stack of trajectories with the keys of ``torchrl_grpo.keys``; ``"advantage"`` and
+            ``("next", "ref_log_probs", "full")`` are there only if a transform of the environment writes them.
+
+        Raises:
+            RuntimeError: the collector is shut down, or a later turn did not keep the tokens of an earlier one.
+            ValueError: a prompt leaves no room for one token in the model's context.
+        """
+        if self._closed:
+            raise RuntimeError("the collector was shut down and cannot play: build a new one.")
+        self.last = RolloutCounts()
+        trajectories: list[TensorDictBase] = []
+        while self.last.turns < self.requested_frames_per_batch:
+            trajectories.extend(self._play())
+        self._frames += self.last.turns
+        return lazy_stack(trajectories)
+
+    def _play(self) -> Iterable[TensorDictBase]:
+        """Resets the environment and plays until all rows are done; one TensorDict per row."""
+        start = time.perf_counter()
+        data = self.env.reset()
+        self.last.env_seconds += time.perf_counter() - start
+        turns: list[list[TensorDictBase]] = [[] for _ in range(data.batch_size[0])]
+        active = list(range(len(turns)))
+        while True:
+            start = time.perf_counter()
+            data = self.policy(data)
+            generated = time.perf_counter()
+            data = self.env.step(data)
+            self.last.env_seconds += time.perf_counter() - generated
+            self.last.generate_seconds += generated - start
+
+            rows = data.unbind(0)
+            for row in active:
+                turns[row].append(rows[row])
+                self.last.tokens += rows[row].get(RESPONSE).numel()
+            self.last.turns += len(active)
+            stepping = ~data.get(DONE).reshape(-1)
+            active = stepping.nonzero().reshape(-1).tolist()
+            if not active:
+                return _trajectories(data, turns)
+            data = self.env.step_mdp(data)
+            data.set("_step", stepping)
+
+    def update_policy_weights_(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:  # type: ignore[override]
+        """Gives the engine new weights; no rollout is under way, so the next one has them in every token.
+
+        Args:
+            weights: pairs (name in the Hugging Face checkpoint, tensor), every parameter once.
+            version: the engine's new ``policy_version``.
+
+        Raises:
+            RuntimeError: a name is unknown or missing, or a shape differs; the engine then keeps its version.
+        """
+        self.policy.engine.update_weights(weights, version)
+
+    def shutdown(self, *args: Any, **kwargs: Any) -> None:
+        """Closes the environment and the engine. May be called again."""
+        if not self._closed:
+            self._closed = True
+            self.env.close()
+            self.policy.engine.close()
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Restarts the order of the problems from ``seed`` and seeds the engine; returns a seed for what comes next."""
+        self.policy.engine.seed(seed)
+        return self.env.set_seed(seed, static_seed=static_seed)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """What the next rollout depends on, apart from the weights."""
+        return {
+            "env": _base_env(self.env).state_dict(),
+            "engine": self.policy.engine.state_dict(),
+            "dialog_turns": self._frames,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Restores what ``state_dict`` gave.
+
+        Raises:
+            ValueError: the state is from an environment with another number of problems.
+        """
+        _base_env(self.env).load_state_dict(state_dict["env"])
+        self.policy.engine.load_state_dict(state_dict["engine"])
+        self._frames = state_dict["dialog_turns"]
+
+
+def _base_env(env: EnvBase) -> EnvBase:
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    return env
+
+
+def _trajectories(last: TensorDictBase, turns: list[list[TensorDictBase]]) -> Iterable[TensorDictBase]:
+    """The rows of the last transition with the token entries of all turns.
+
+    Args:
+        last: [B] the last transition; rows that were done before it repeat their outcome.
+        turns: for each row, its turns.
+    """
+    merged = [_merge(row) for row in turns]
+    nxt = last.get("next")
+    out = last.exclude("next", "done", "terminated", "truncated", "correct", LENGTH_STOPPED)
+    for name in ("tokens", "masks", "log_probs"):
+        out.set(name, lazy_stack([row.get(name) for row in merged]))
+    out.set(POLICY_VERSION, torch.stack([row.get(POLICY_VERSION) for row in merged]))
+    texts = ["\n".join(turn.get(("next", *RESPONSE_TEXT)) for turn in row) for row in turns]
+    out.set("text", TensorDict({RESPONSE_TEXT[-1]: NonTensorStack(*texts)}, out.batch_size))
+    # An environment writes all it has to say under "next"; these two belong to the sequence.
+    for key in (REWARD_VALID, ADVANTAGE):
+        if key in nxt.keys():
+            out.set(key, nxt.get(key))
+    out.set("next", nxt.exclude("tokens", "text", REWARD_VALID, ADVANTAGE))
+    return out.unbind(0)
+
+
+def _merge(turns: list[TensorDictBase]) -> TensorDictBase:
+    """One sequence from the turns of a dialog; each turn's tokens begin with all tokens of the turn before."""
+    if len(turns) == 1:
+        return turns[0]
+    prompt, full = turns[0].get(PROMPT), turns[-1].get(FULL)
+    sampled = torch.zeros_like(full, dtype=torch.bool)
+    log_probs = torch.zeros(full.shape, dtype=torch.float32)
+    for turn in turns:
+        length = turn.get(FULL).numel()
+        if not torch.equal(turn.get(FULL), full[:length]):
+            raise RuntimeError(
+                f"the {length} tokens of an earlier turn are not the first of the {full.numel()} tokens of the dialog: "
+                "a transform of the environment changed tokens that the policy was given or sampled."
+            )
+        sampled[:length] |= turn.get(ASSISTANT_MASK)
+        log_probs[:length] += turn.get(LOG_PROBS)
+    oldest = torch.stack([turn.get(POLICY_VERSION) for turn in turns]).amin(0)
+    return TensorDict(
+        {
+            PROMPT: prompt,
+            RESPONSE: full[prompt.numel() :].clone(),
+            FULL: full,
+            ATTENTION_MASK: torch.ones_like(sampled),
+            ASSISTANT_MASK: sampled,
+            LOG_PROBS: log_probs,
+            POLICY_VERSION: oldest,
+        }
+    )

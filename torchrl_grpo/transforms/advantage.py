@@ -1,0 +1,208 @@
+"""``GroupAdvantage``: the group-relative advantage of GRPO as a TorchRL transform."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import NestedKey, TensorDictBase, lazy_stack
+from torch import Tensor
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import EnvBase, Transform
+
+from torchrl_grpo.functional import group_advantage
+from torchrl_grpo.keys import ADVANTAGE, DONE, GROUP_ID, REWARD, REWARD_VALID
+
+
+class GroupAdvantage(Transform):
+    """Writes ``A_i = (r_i - mean(r)) / (std(r) + eps)`` over the valid rewards of each group (arXiv 2402.03300).
+
+    It works in three places:
+
+    - called on a flat batch of complete groups;
+    - in a replay buffer: ``extend`` holds the members of a group back until all ``repeats`` are there, then writes the
+      group. Samples that have their advantage already are left alone;
+    - in a ``TransformedEnv``: ``("next", "advantage")`` is the advantage where all rows of a group are done, else 0.
+
+    Attributes:
+        num_groups: groups completed so far.
+        num_zero_signal_groups: those of them in which every advantage is 0.
+        num_invalid: sequences of these groups that have no valid reward.
+
+    Args:
+        repeats: size of a group, at least 2.
+
+    Keyword Args:
+        normalize_std: whether to divide by the standard deviation (without it: arXiv 2503.20783).
+        reward_key: [..., 1] floating, one reward a sequence.
+        valid_key: [..., 1] bool; where the key is missing every reward is valid.
+        group_key: [..., 1] int64, or text that is equal within a group.
+        done_key: [..., 1] bool, read in an environment.
+        advantage_key: [..., 1] float32, written.
+
+    Raises:
+        ValueError: ``repeats`` is less than 2, or a batch has a group of another size.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> batch = TensorDict({"group_id": torch.zeros(2, 1, dtype=torch.int64), "next": {"reward": torch.tensor([[0.0], [1.0]])}}, [2])
+        >>> GroupAdvantage(2, normalize_std=False)(batch)["advantage"].squeeze(-1)
+        tensor([-0.5000,  0.5000])
+    """
+
+    def __init__(
+        self,
+        repeats: int,
+        *,
+        normalize_std: bool = True,
+        reward_key: NestedKey = REWARD,
+        valid_key: NestedKey = REWARD_VALID,
+        group_key: NestedKey = GROUP_ID,
+        done_key: NestedKey = DONE,
+        advantage_key: NestedKey = ADVANTAGE,
+    ) -> None:
+        if repeats < 2:
+            raise ValueError(f"repeats={repeats} must be at least 2, a group of 1 has no advantage: use 2 or more.")
+        super().__init__(in_keys=[reward_key, valid_key, group_key], out_keys=[advantage_key])
+        self.repeats = repeats
+        self.normalize_std = normalize_std
+        self.reward_key = reward_key
+        self.valid_key = valid_key
+        self.group_key = group_key
+        self.done_key = done_key
+        self.advantage_key = advantage_key
+        self._waiting: dict[int | str, list[TensorDictBase]] = {}
+        self.reset_counts()
+
+    def reset_counts(self) -> None:
+        """Sets the three counts to 0."""
+        self.num_groups = 0
+        self.num_zero_signal_groups = 0
+        self.num_invalid = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences held back because their group is not complete."""
+        return sum(len(members) for members in self._waiting.values())
+
+    # On its own, and when a replay buffer is sampled
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Writes the advantage of a flat batch of complete groups; a batch that has it is returned as it is.
+
+        Raises:
+            ValueError: a group has not ``repeats`` members.
+        """
+        if tensordict.get(self.advantage_key, None) is None:
+            self._write(tensordict)
+        return tensordict
+
+    def _write(self, tensordict: TensorDictBase) -> None:
+        reward = tensordict.get(self.reward_key)
+        group = _group_ids(tensordict, self.group_key)
+        ids, sizes = group.unique(return_counts=True)
+        wrong = (sizes != self.repeats).nonzero().reshape(-1)
+        if wrong.numel():
+            first = int(wrong[0])
+            raise ValueError(
+                f"each group of the batch must have repeats={self.repeats} members, {wrong.numel()} of {ids.numel()} have "
+                f"not (the first has {int(sizes[first])}): pass whole groups, each once."
+            )
+        valid = _column(tensordict, self.valid_key, torch.ones_like(group, dtype=torch.bool))
+        advantage = group_advantage(reward.reshape(-1), group, valid, normalize_std=self.normalize_std)
+        self._count(advantage, group, valid, torch.ones_like(valid))
+        tensordict.set(self.advantage_key, advantage.reshape(*tensordict.batch_size, 1))
+
+    def _count(self, advantage: Tensor, group: Tensor, valid: Tensor, counted: Tensor) -> None:
+        """Adds the groups whose members are ``counted`` to the counts."""
+        groups = group[counted].unique()
+        self.num_groups += groups.numel()
+        self.num_zero_signal_groups += groups.numel() - group[counted & (advantage != 0)].unique().numel()
+        self.num_invalid += int((counted & ~valid).sum())
+
+    # In a replay buffer
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
+        if self._in_env():
+            return tensordict
+        complete: list[TensorDictBase] = []
+        rows = tensordict.reshape(-1).unbind(0)
+        for key, row in zip(_group_keys(tensordict, self.group_key), rows, strict=True):
+            members = self._waiting.setdefault(key, [])
+            members.append(row)
+            if len(members) == self.repeats:
+                complete.extend(self._waiting.pop(key))
+        if not complete:
+            return None
+        batch = lazy_stack(complete)
+        self._write(batch)
+        return batch
+
+    def _in_env(self) -> bool:
+        try:
+            return isinstance(self.container, EnvBase)
+        except ValueError:
+            # TorchRL's way of saying that the Compose around this transform is in no environment.
+            return False
+
+    # In a TransformedEnv
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        group = _group_ids(tensordict, self.group_key)
+        every = torch.ones_like(group, dtype=torch.bool)
+        complete = _all_of_group(group, _column(next_tensordict, _in_next(self.done_key), every))
+        before = _all_of_group(group, _column(tensordict, _in_next(self.done_key), ~every))
+        valid = _column(next_tensordict, _in_next(self.valid_key), every)
+        reward = next_tensordict.get(_in_next(self.reward_key)).reshape(-1)
+        advantage = group_advantage(reward, group, valid, normalize_std=self.normalize_std)
+        advantage = torch.where(complete, advantage, 0.0)
+        self._count(advantage, group, valid, complete & ~before)
+        next_tensordict.set(_in_next(self.advantage_key), advantage.reshape(*next_tensordict.batch_size, 1))
+        return next_tensordict
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        zeros = torch.zeros((*tensordict_reset.batch_size, 1), dtype=torch.float32)
+        return tensordict_reset.set(_in_next(self.advantage_key), zeros)
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Adds the advantage."""
+        observation_spec[_in_next(self.advantage_key)] = Unbounded(
+            shape=(*observation_spec.shape, 1), dtype=torch.float32, device=observation_spec.device
+        )
+        return observation_spec
+
+
+def _in_next(key: NestedKey) -> NestedKey:
+    """``key`` as it is named inside the ``"next"`` entry."""
+    if isinstance(key, tuple) and key[0] == "next":
+        return key[1] if len(key) == 2 else key[1:]
+    return key
+
+
+def _column(tensordict: TensorDictBase, key: NestedKey, default: Tensor) -> Tensor:
+    """[N] values of a [..., 1] entry."""
+    value = tensordict.get(key, None)
+    return default if value is None else value.reshape(-1)
+
+
+def _group_keys(tensordict: TensorDictBase, key: NestedKey) -> Sequence[int | str]:
+    """The group of each sequence, as something hashable."""
+    value = tensordict.get(key)
+    if isinstance(value, Tensor):
+        return value.reshape(-1).tolist()
+    return [str(text) for text in value.reshape(-1).tolist()]
+
+
+def _group_ids(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
+    """[N] int64 ids, equal where the groups are."""
+    value = tensordict.get(key)
+    if isinstance(value, Tensor):
+        return value.reshape(-1)
+    ids: dict[int | str, int] = {}
+    return torch.tensor([ids.setdefault(name, len(ids)) for name in _group_keys(tensordict, key)])
+
+
+def _all_of_group(group: Tensor, flag: Tensor) -> Tensor:
+    """[N] bool, True where ``flag`` is True for all members of the group."""
+    return ~torch.isin(group, group[~flag])

@@ -13,7 +13,8 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
 
 Record = Mapping[str, Any]
 
@@ -22,6 +23,7 @@ COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#ec4899", "#8b5cf6", "#14b8a6", "#94
 TIME_PARTS = ("generate", "reward", "reference", "train", "sync", "eval", "other")
 # In an SVG these two become CSS variables, so that one picture suits a light and a dark page.
 _INK, _LINE = "#333a45", "#c9ced6"
+_SPLITS = {"eval": "test ", "rollout": "train "}
 _MOST_POINTS = 400
 _SMOOTH_FROM = 20
 
@@ -54,7 +56,7 @@ def save_png(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
         records: one mapping a step (metric name to number or None, and ``step``), in the order of the steps.
         path: the PNG file.
     """
-    figure = Figure(figsize=(15, 6.4), layout="constrained")
+    figure = Figure(figsize=(15, 6.6), layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.1))
     for axes, panel in zip(figure.subplots(2, 4).flat, PANELS, strict=True):
         axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=_INK)
         _draw(axes, panel, records)
@@ -63,7 +65,7 @@ def save_png(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
 
 def panel_svg(panel: Panel, records: Sequence[Record]) -> str:
     """One panel as an ``<svg>`` element, its text and lines in the CSS colors ``--ink`` and ``--line``."""
-    figure = Figure(figsize=(4.2, 2.5), layout="constrained")
+    figure = Figure(figsize=(3.5, 2.3), layout="constrained")
     _draw(figure.subplots(), panel, records)
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.title}):
@@ -85,23 +87,29 @@ def series(panel: Panel, records: Sequence[Record]) -> dict[str, tuple[list[int]
 
 
 def time_parts(record: Record) -> dict[str, float]:
-    """Where a step's wall time went, in seconds: the ``time/<part>_s`` that are there, and what is left as ``other``."""
+    """Where the wall time of a step went, in seconds.
+
+    Args:
+        record: ``time/<part>_s`` for the parts that were timed, and ``time/step_s`` for the whole step without its
+            evaluation.
+
+    Returns:
+        every part of ``TIME_PARTS``; ``other`` is what the step spent outside of the timed parts.
+    """
     parts = {part: float(record.get(f"time/{part}_s") or 0) for part in TIME_PARTS}
-    parts["other"] += max(0.0, float(record.get("time/step_s") or 0) - sum(parts.values()))
+    timed = sum(seconds for part, seconds in parts.items() if part != "eval")
+    parts["other"] += max(0.0, float(record.get("time/step_s") or 0) - timed)
     return parts
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """An exponential moving average over about a twentieth of the values, without the bias of its start."""
-    decay = 1 - 1 / max(1.0, len(values) / 20)
-    smoothed, total, weight = [], 0.0, 0.0
-    for value in values:
-        total, weight = decay * total + (1 - decay) * value, decay * weight + 1 - decay
-        smoothed.append(total / weight)
-    return smoothed
+    """A mean over a tenth of the values around each, so that the curve does not lag; over fewer at the two ends."""
+    half = len(values) // 20
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
 
 
-def thin(steps: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
+def thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
     """At most 400 points: means over neighbours, so that the report of a long run stays small."""
     size = math.ceil(len(steps) / _MOST_POINTS) or 1
     chunks = [slice(start, start + size) for start in range(0, len(steps), size)]
@@ -118,9 +126,11 @@ def _draw(axes: Axes, panel: Panel, records: Sequence[Record]) -> None:
         if panel.percent:
             highest = max((max(values) for _, values in curves.values()), default=1.0)
             axes.set_ylim(0, 1.02 if panel.title == "Accuracy" else max(1.1 * highest, 0.01))
-            axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
         else:
             axes.margins(y=0.12)
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}"))
+        axes.yaxis.set_major_locator(MaxNLocator(5))
     if not curves:
         axes.text(0.5, 0.5, "no data", ha="center", va="center", transform=axes.transAxes, color=_INK, fontsize=9)
         axes.set_yticks([])
@@ -128,11 +138,8 @@ def _draw(axes: Axes, panel: Panel, records: Sequence[Record]) -> None:
 
 
 def _draw_curve(axes: Axes, name: str, steps: Sequence[float], values: Sequence[float], color: str) -> None:
-    label = (
-        name.partition("/")[2]
-        if name.startswith("train/")
-        else name.replace("eval/", "test ").replace("rollout/", "train ")
-    )
+    section, _, label = name.partition("/")
+    label = _SPLITS.get(section, "") + label
     if name.startswith("eval/") or len(values) < _SMOOTH_FROM:
         axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=3.2, label=label)
         return
@@ -146,11 +153,13 @@ def _draw_times(axes: Axes, records: Sequence[Record]) -> None:
     shown = [part for part in TIME_PARTS if part != "eval" and any(parts[part] > 0 for _, parts in rows)]
     if not shown:
         return
+    if len(rows) == 1:  # an area needs a width
+        rows = [(rows[0][0] - 0.5, rows[0][1]), (rows[0][0] + 0.5, rows[0][1])]
     steps = [step for step, _ in rows]
-    thinned = [thin(steps, [parts[part] for _, parts in rows]) for part in shown]
+    thinned = [thin(steps, smooth([parts[part] for _, parts in rows])) for part in shown]
     colors = [COLORS[TIME_PARTS.index(part)] for part in shown]
     axes.stackplot(thinned[0][0], *(values for _, values in thinned), labels=shown, colors=colors, linewidth=0)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.45 * axes.dataLim.y1)  # room for the legend
 
 
 def _style(axes: Axes, *, legend: bool) -> None:
@@ -160,10 +169,10 @@ def _style(axes: Axes, *, legend: bool) -> None:
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(_LINE)
-    axes.tick_params(colors=_INK, labelsize=8, length=0)
+    axes.tick_params(colors=_INK, labelsize=9, length=0)
+    first, last = axes.get_xlim()
+    axes.set_xlim(min(first, (first + last) / 2 - 1), max(last, (first + last) / 2 + 1))  # whole steps, even of one
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    if axes.get_yticks().size and not isinstance(axes.yaxis.get_major_formatter(), PercentFormatter):
-        axes.yaxis.set_major_locator(MaxNLocator(5))
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}"))
-    if legend and axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=7.5, frameon=False, labelcolor=_INK, ncols=2, loc="best")
+    handles, _ = axes.get_legend_handles_labels()
+    if legend and handles:
+        axes.legend(fontsize=8, frameon=False, labelcolor=_INK, ncols=2 if len(handles) < 5 else 3, loc="best")

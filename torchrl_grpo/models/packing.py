@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 
 def pad(batch: TensorDictBase, key: NestedKey, padding_value: float = 0) -> Tensor:
@@ -27,9 +26,10 @@ def pad(batch: TensorDictBase, key: NestedKey, padding_value: float = 0) -> Tens
     Raises:
         KeyError: the batch has no such entry.
     """
-    if isinstance(batch, LazyStackedTensorDict):
-        return pad_sequence([part.get(key) for part in batch.tensordicts], batch_first=True, padding_value=padding_value)
-    return batch.get(key)
+    padded = batch.get(key, as_padded_tensor=True, padding_side="right", padding_value=padding_value)
+    if padded is None:
+        raise KeyError(f"the batch has no entry {key!r}; it has {sorted(map(str, batch.keys(True, True)))}")
+    return padded
 
 
 def pad_batch(batch: TensorDictBase, keys: Mapping[NestedKey, float], flat: Sequence[NestedKey] = ()) -> TensorDict:

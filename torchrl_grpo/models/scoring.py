@@ -206,3 +206,12 @@ class TokenScorer(TensorDictModuleBase):
         tensordict.set(CUR_LOG_PROBS, log_probs)
         tensordict.set(ENTROPY, entropy)
         return tensordict
+
+
+class AdapterOffScorer(TokenScorer):
+    """Scores with a peft model's adapters switched off: the reference policy of a LoRA run, at no memory of its own."""
+
+    def score(self, tokens_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``TokenScorer.score``, by the base model alone."""
+        with self.model.disable_adapter():
+            return super().score(tokens_BT, mask_BT)

@@ -39,7 +39,7 @@ class KLScoring(Transform):
             raise ValueError(f"max_tokens={max_tokens} must be at least 1: use 16384, say.")
         in_env = out_key[1:] if isinstance(out_key, tuple) and out_key[0] == "next" else out_key
         super().__init__(in_keys=[keys.FULL, keys.ASSISTANT_MASK], out_keys=[in_env])
-        self.scorer = scorer.requires_grad_(False)
+        self.scorer = scorer
         self.max_tokens = max_tokens
         self.out_key = out_key
 

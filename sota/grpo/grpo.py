@@ -1,0 +1,37 @@
+"""Synchronous GRPO on one machine: collect a batch, train on it, send the weights to the engine, repeat.
+
+Launch lines:
+
+    python sota/grpo/grpo.py --config-name grpo_arithmetic
+    python sota/grpo/grpo.py --config-name grpo_arithmetic inference_model.backend=vllm
+    python sota/grpo/grpo.py env.dataset=gsm8k env.dataset_path=DIR model.name=Qwen/Qwen2.5-0.5B-Instruct
+    python sota/grpo/grpo.py --multirun optimizer.lr=1e-4,1e-5 policy.kl_coef=0.01,0.1
+    python sota/grpo/grpo.py --cfg job
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from torchrl_grpo.build import build
+from torchrl_grpo.config import check_command_line, from_hydra, plain_errors, register
+
+register()
+
+
+@hydra.main(version_base="1.3", config_path="../../config", config_name="grpo_gsm8k")
+def main(cfg: DictConfig) -> None:
+    """Builds the run that the config describes, trains, and closes it whatever happens."""
+    with plain_errors(), closing(build(from_hydra(cfg), HydraConfig.get().runtime.output_dir)) as run:
+        run.fit()
+
+
+if __name__ == "__main__":
+    with plain_errors():
+        check_command_line(sys.argv[1:])
+    main()

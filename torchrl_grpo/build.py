@@ -1,0 +1,421 @@
+"""From the config to the objects of a run: the only place that wires.
+
+``build`` checks everything that can be checked without weights, shows the plan, and only then loads models.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+from torchrl._utils import logger as torchrl_logger
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from torchrl_grpo.collectors.rollout import RolloutCollector
+from torchrl_grpo.collectors.source import LocalSource
+from torchrl_grpo.config import Backend, ConfigError, GRPOConfig, Precision
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.generation.base import Engine, SamplingParams
+from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.models import loading
+from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
+from torchrl_grpo.objectives import GRPOLoss
+from torchrl_grpo.placement import DevicePlan, RoleRequest, available_accelerators, plan_devices
+from torchrl_grpo.tasks import make_task
+from torchrl_grpo.tasks.base import Task
+from torchrl_grpo.trainer.checkpoint import Checkpointer
+from torchrl_grpo.trainer.console import Console
+from torchrl_grpo.trainer.evaluation import Evaluator
+from torchrl_grpo.trainer.loop import fit
+from torchrl_grpo.trainer.metrics import MetricsLogger, check_logging
+from torchrl_grpo.trainer.report import summarize, write_report
+from torchrl_grpo.trainer.step import GRPOTrainer
+from torchrl_grpo.transforms.advantage import GroupAdvantage
+from torchrl_grpo.transforms.kl_scoring import KLScoring
+from torchrl_grpo.weight_sync import sync_gap
+
+
+@dataclass
+class Blueprint:
+    """What is known before any weights are loaded; every check on user input has passed."""
+
+    config: GRPOConfig
+    plan: DevicePlan
+    task: Task
+    tokenizer: PreTrainedTokenizerBase
+    model_config: PretrainedConfig
+    params: SamplingParams
+    max_prompt_tokens: int
+    train_env: LLMEnv
+    greedy_env: LLMEnv | None
+    sampled_env: LLMEnv | None
+
+
+@dataclass
+class Run:
+    """A run that is ready: ``fit`` it, then ``close`` it (also after an error)."""
+
+    config: GRPOConfig
+    directory: Path
+    trainer: GRPOTrainer
+    source: LocalSource
+    evaluator: Evaluator | None
+    checkpointer: Checkpointer
+    logger: MetricsLogger
+    console: Console
+    tokenizer: PreTrainedTokenizerBase
+    resources: ExitStack
+
+    def fit(self) -> dict[str, Any]:
+        """Trains, exports the model, writes the report; returns the run in a few numbers."""
+        config = self.config
+        try:
+            fit(
+                self.trainer,
+                self.source,
+                self.evaluator,
+                self.checkpointer,
+                self.logger,
+                self.console,
+                num_batches=config.num_batches,
+                sequences_per_batch=config.dialog_turns_per_batch,
+                evaluation_frequency=config.evaluation.frequency,
+                checkpoint_frequency=config.train.checkpoint_frequency,
+                sample_frequency=config.logging.sample_frequency,
+                after_publish=self._check_sync if config.inference_model.check_sync else None,
+            )
+            model = self.checkpointer.export(self.trainer.model, self.tokenizer)
+        finally:
+            report = write_report(self.directory)
+        summary = summarize(self.directory)
+        self.console.finish(
+            summary,
+            {
+                "report": report,
+                "curves": self.directory / "curves.png",
+                "metrics": self.directory / "metrics.jsonl",
+                "samples": self.directory / "samples.jsonl",
+                "checkpoints": self.checkpointer.directory,
+                "model": model,
+            },
+        )
+        return summary
+
+    def _check_sync(self) -> dict[str, float]:
+        """Scores a few sampled tokens with engine and trainer; a large difference ends the run."""
+        env, engine, params = self.source.collector.env, self.source.engine, self.source.collector.policy.params
+        state = engine.state_dict()
+        mean, largest = sync_gap(engine, self._score, env.probe_prompts(4), params)
+        engine.load_state_dict(state)
+        limit = self.config.inference_model.check_sync_tolerance
+        if not mean <= limit:
+            raise RuntimeError(
+                f"after a weight sync, log-probs of engine and trainer differ by {mean:.3g} on average ({largest:.3g} at "
+                f"most), more than inference_model.check_sync_tolerance={limit}: the engine does not have the weights."
+            )
+        return {"sync/gap_mean": mean, "sync/gap_max": largest}
+
+    @torch.no_grad()
+    def _score(self, sequences: list[torch.Tensor], prompt_lengths: list[int]) -> list[torch.Tensor]:
+        scorer = self.trainer.loss.actor_network
+        assert isinstance(scorer, TokenScorer)
+        scores = []
+        for tokens, start in zip(sequences, prompt_lengths, strict=True):
+            mask = torch.arange(len(tokens)) >= start
+            log_probs, _ = scorer.score(tokens[None].to(self.trainer.device), mask[None].to(self.trainer.device))
+            scores.append(log_probs[0, start:].cpu())
+        return scores
+
+    def close(self) -> None:
+        """Ends engine, files and terminal output. May be called again."""
+        self.resources.close()
+
+
+def prepare(config: GRPOConfig) -> Blueprint:
+    """Checks everything that needs no weights: logging, devices, data, tokenizer, context.
+
+    Raises:
+        ConfigError: a rule is broken; the message names field, rule, value and fix.
+    """
+    try:
+        return _prepare(config)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _prepare(config: GRPOConfig) -> Blueprint:
+    env, inference = config.env, config.inference_model
+    if "VLLM_USE_V1" in os.environ:
+        torchrl_logger.info("VLLM_USE_V1 has no effect: vLLM's V0 engine is gone, and V1 is the only one left.")
+    check_logging(tensorboard=config.logging.tensorboard, wandb_mode=config.logging.wandb.mode.value)
+    own_reference = config.needs_reference and not config.train_model.lora.enabled
+    requests = {
+        role: RoleRequest(node.num_devices, node.devices)
+        for role, node in (("train", config.train_model), ("inference", inference), ("reference", config.ref_model))
+    }
+    plan = plan_devices(requests, available_accelerators(), needs_reference=own_reference)
+    if inference.backend is Backend.vllm:
+        from torchrl_grpo.generation.vllm import require_vllm
+
+        require_vllm()
+    task = make_task(env.dataset, dataset_path=env.dataset_path, difficulty=env.difficulty)
+    problems = {split: task.problems(split) for split in ("train", "test")}
+    remote_code = config.model.trust_remote_code
+    model_config = loading.load_config(config.model.name, trust_remote_code=remote_code)
+    tokenizer = loading.load_tokenizer(
+        config.model.name, chat_template=config.model.chat_template, trust_remote_code=remote_code
+    )
+    loading.check_vocabulary(model_config, tokenizer, config.model.name)
+    params = SamplingParams(
+        inference.max_new_tokens,
+        temperature=inference.temperature,
+        stop_token_ids=loading.stop_token_ids(tokenizer, loading.load_generation_config(config.model.name)),
+    )
+    max_prompt_tokens = _max_prompt_tokens(config, model_config)
+
+    def make_env(split: Any, num_envs: int, repeats: int) -> LLMEnv:
+        return LLMEnv(
+            task,
+            tokenizer,
+            num_envs=num_envs,
+            repeats=repeats,
+            split=split,
+            max_prompt_tokens=max_prompt_tokens,
+            max_turns=env.max_turns,
+            seed=config.seed,
+        )
+
+    num_test, k = min(config.evaluation.num_prompts, len(problems["test"])), config.evaluation.k
+    return Blueprint(
+        config=config,
+        plan=plan,
+        task=task,
+        tokenizer=tokenizer,
+        model_config=model_config,
+        params=params,
+        max_prompt_tokens=max_prompt_tokens,
+        train_env=make_env("train", env.num_envs, env.repeats),
+        greedy_env=make_env("test", num_test, 1) if num_test else None,
+        sampled_env=make_env("test", num_test * k, k) if num_test and k else None,
+    )
+
+
+def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> int:
+    """The longest prompt that leaves room for a whole response."""
+    context = model_config.get_text_config().max_position_embeddings
+    if config.inference_model.max_model_len is not None:
+        context = min(context, config.inference_model.max_model_len)
+    room = context - config.inference_model.max_new_tokens
+    if room < 1:
+        raise ConfigError(
+            f"inference_model.max_new_tokens={config.inference_model.max_new_tokens} must leave room for a prompt in the "
+            f"context of {context} tokens: use {context // 2} or less."
+        )
+    return min(room, config.env.max_prompt_tokens or room)
+
+
+def build(config: GRPOConfig, directory: str | os.PathLike[str]) -> Run:
+    """Makes a run: checks, shows the plan, loads the models, starts the engine.
+
+    Args:
+        config: validated.
+        directory: where the run's files go.
+
+    Raises:
+        ConfigError: a rule is broken, before any weights are loaded.
+    """
+    blueprint = prepare(config)
+    directory = Path(directory)
+    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert isinstance(plain, dict)
+    with ExitStack() as resources:
+        console = resources.enter_context(Console())
+        console.plan(plan_rows(blueprint))
+        console.geometry(geometry_rows(blueprint))
+        logging = config.logging
+        logger = resources.enter_context(
+            MetricsLogger(
+                directory,
+                tensorboard=logging.tensorboard,
+                wandb_mode=logging.wandb.mode.value,
+                project=logging.wandb.project,
+                name=logging.wandb.name,
+                config=plain,
+            )
+        )
+        random.seed(config.seed)
+        torch.manual_seed(config.seed)
+        trainer = _make_trainer(blueprint)
+        engine = _make_engine(blueprint)
+        engine.seed(config.seed)
+        collector = RolloutCollector(
+            blueprint.train_env,
+            GenerationPolicy(engine, blueprint.params),
+            dialog_turns_per_batch=config.dialog_turns_per_batch,
+        )
+        resources.callback(collector.shutdown)
+        transforms: list[Any] = [("advantage", GroupAdvantage(repeats=config.env.repeats))]
+        if config.needs_reference:
+            transforms.append(("reference", KLScoring(_reference_scorer(blueprint, trainer.model))))
+        source = LocalSource(collector, transforms, colocated=blueprint.plan.colocated)
+        evaluator = None
+        if blueprint.greedy_env is not None:
+            evaluator = Evaluator(
+                engine, blueprint.greedy_env, blueprint.sampled_env, params=blueprint.params, seed=config.seed
+            )
+        return Run(
+            config=config,
+            directory=directory,
+            trainer=trainer,
+            source=source,
+            evaluator=evaluator,
+            checkpointer=Checkpointer(directory / "checkpoints", plain),
+            logger=logger,
+            console=console,
+            tokenizer=blueprint.tokenizer,
+            resources=resources.pop_all(),
+        )
+    raise AssertionError("unreachable")
+
+
+def _load(blueprint: Blueprint, dtype: str, device: torch.device) -> Any:
+    model = blueprint.config.model
+    return loading.load_model(
+        model.name,
+        dtype=getattr(torch, dtype),
+        device=device,
+        attn_implementation=model.attn_implementation,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def _make_trainer(blueprint: Blueprint) -> GRPOTrainer:
+    config = blueprint.config
+    model: nn.Module = _load(blueprint, config.train_model.dtype.value, blueprint.plan.train)
+    lora = config.train_model.lora
+    if lora.enabled:
+        names = lora.target_modules
+        targets: str | list[str] = names if names == "all-linear" else names.split(",")
+        model = loading.add_lora(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout, target_modules=targets)
+    if config.train_model.gradient_checkpointing:
+        loading.enable_gradient_checkpointing(model)
+    loss = GRPOLoss(
+        TokenScorer(model, temperature=config.inference_model.temperature),
+        clip_epsilon=config.clip_epsilon,
+        kl_to_ref_coeff=config.policy.kl_coef,
+        kl_to_inference_coeff=config.policy.kl_to_inference_coef,
+        entropy_coeff=config.policy.entropy_coef,
+    ).to(blueprint.plan.train)
+    settings = config.optimizer
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+    scheduler = None
+    if settings.warmup_steps:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / settings.warmup_steps)
+        )
+    autocast = {Precision.full: None, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
+    return GRPOTrainer(
+        loss,
+        model,
+        optimizer,
+        scheduler=scheduler,
+        optim_batch_size=config.optim_batch_size,
+        epochs=config.train.epochs,
+        micro_batch_tokens=config.train.micro_batch_tokens,
+        autocast_dtype=autocast[config.train.mixed_precision],
+        clip_grad_norm=settings.clip_grad_norm,
+        max_nonfinite_steps=config.train.max_nonfinite_steps,
+    )
+
+
+def _make_engine(blueprint: Blueprint) -> Engine:
+    config, plan = blueprint.config.inference_model, blueprint.plan
+    if config.backend is Backend.transformers:
+        from torchrl_grpo.generation.transformers import TransformersEngine
+
+        return TransformersEngine(_load(blueprint, config.dtype.value, plan.inference))
+    from torchrl_grpo.generation.vllm import VLLMEngine
+
+    return VLLMEngine(
+        loading.resolve_name(blueprint.config.model.name),
+        dtype=config.dtype.value,
+        max_model_len=config.max_model_len or blueprint.max_prompt_tokens + config.max_new_tokens,
+        seed=blueprint.config.seed,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        kv_cache_gib=config.kv_cache_gib,
+        enforce_eager=config.enforce_eager,
+        trust_remote_code=blueprint.config.model.trust_remote_code,
+        enable_sleep=plan.colocated,
+    )
+
+
+def _reference_scorer(blueprint: Blueprint, trained: nn.Module) -> TokenScorer:
+    config = blueprint.config
+    temperature = config.inference_model.temperature
+    if config.train_model.lora.enabled:
+        return AdapterOffScorer(trained, temperature=temperature)
+    assert blueprint.plan.reference is not None
+    model = _load(blueprint, config.ref_model.dtype.value, blueprint.plan.reference)
+    return TokenScorer(model.requires_grad_(False), temperature=temperature)
+
+
+def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
+    """The device plan: a row a role, with the memory that its weights (and the optimizer's state) will take."""
+    config, plan = blueprint.config, blueprint.plan
+    count = loading.count_parameters(blueprint.model_config)
+    size = {role: getattr(torch, node.dtype.value).itemsize for role, node in _role_nodes(config).items()}
+    lora = config.train_model.lora.enabled
+    train = count * size["train"] * (1 if lora else 4)  # weights, gradients and Adam's two moments
+    rows = [
+        {"role": "train" + (" (LoRA)" if lora else ""), "device": str(plan.train), "memory": train},
+        {
+            "role": f"inference ({config.inference_model.backend.value})",
+            "device": str(plan.inference),
+            "memory": count * size["inference"],
+        },
+    ]
+    if config.needs_reference:
+        shared = "the trained model, adapters off"
+        where = shared if plan.reference is None else str(plan.reference)
+        memory = 0 if plan.reference is None else count * size["reference"]
+        rows.append({"role": "reference", "device": where, "memory": memory})
+    for row, node in zip(rows, _role_nodes(config).values(), strict=False):
+        row |= {"dtype": node.dtype.value, "parameters": count}
+    return rows
+
+
+def _role_nodes(config: GRPOConfig) -> dict[str, Any]:
+    return {"train": config.train_model, "inference": config.inference_model, "reference": config.ref_model}
+
+
+def geometry_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
+    """The batch geometry: what one step and the whole run consist of."""
+    config = blueprint.config
+    batch, steps = config.dialog_turns_per_batch, config.num_batches
+    optimizer_steps = batch // config.optim_batch_size * config.train.epochs
+    tokens = batch * config.inference_model.max_new_tokens
+    per_step = {
+        "sequences": batch,
+        f"groups of {config.env.repeats}": batch // config.env.repeats,
+        "optimizer steps": optimizer_steps,
+        "response tokens, at most": tokens,
+    }
+    rows: list[dict[str, Any]] = [{"quantity": "steps (weight syncs)", "per step": 1, "whole run": steps}]
+    return rows + [
+        {"quantity": name, "per step": value, "whole run": value * steps} for name, value in per_step.items()
+    ]

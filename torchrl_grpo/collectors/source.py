@@ -1,0 +1,114 @@
+"""Where ``fit`` gets its batches: the ``RolloutSource`` interface, and the source that collects in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_grpo import keys
+from torchrl_grpo.collectors.rollout import RolloutCollector
+
+
+class RolloutSource(Protocol):
+    """Gives batches of finished, scored sequences and takes new weights.
+
+    ``trainer_version - policy_version`` of a sequence that ``next_batch`` returns never exceeds ``max_staleness``.
+    """
+
+    max_staleness: int
+
+    def next_batch(self) -> TensorDictBase:
+        """The next batch [N], with advantages, and reference log-probs where they are used."""
+
+    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Gives the engines the weights of a trained batch."""
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds spent on the latest batch and its staleness, named ``section/name``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next batches depend on, apart from the weights."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what ``state_dict`` gave."""
+
+    def close(self) -> None:
+        """Ends the collector and its engine. May be called again."""
+
+
+class LocalSource:
+    """Collects in this process, between two training steps: staleness is 0.
+
+    Args:
+        collector: makes the sequences.
+        transforms: what is applied to each batch in order, by name; the name appears in ``time/{name}_s``.
+        colocated: whether the engine shares its device with the other roles; it then sleeps while they work.
+    """
+
+    max_staleness = 0
+
+    def __init__(
+        self,
+        collector: RolloutCollector,
+        transforms: Sequence[tuple[str, Callable[[TensorDictBase], TensorDictBase]]],
+        *,
+        colocated: bool = False,
+    ) -> None:
+        self.collector = collector
+        self.colocated = colocated
+        self.transforms = list(transforms)
+        self._version = collector.policy_version
+        self._metrics: dict[str, float] = {}
+
+    def next_batch(self) -> TensorDictBase:
+        """Collects one batch.
+
+        Raises:
+            RuntimeError: a sequence was sampled by weights that are older than the latest published ones.
+        """
+        collector = self.collector
+        batch = collector.rollout()
+        if self.colocated:
+            collector.policy.engine.sleep()
+        times = {"generate": collector.last.generate_seconds, "reward": collector.last.env_seconds}
+        for name, transform in self.transforms:
+            start = time.perf_counter()
+            batch = transform(batch)
+            times[name] = time.perf_counter() - start
+        oldest = int(batch.get(keys.POLICY_VERSION).min())
+        if self._version - oldest > self.max_staleness:
+            raise RuntimeError(
+                f"a sequence of version {oldest} was about to be trained at version {self._version}, "
+                f"which is more than max_staleness={self.max_staleness} behind."
+            )
+        self._metrics = {f"time/{name}_s": seconds for name, seconds in times.items()}
+        self._metrics["staleness/max"] = float(self._version - oldest)
+        return batch
+
+    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Updates the engine; the next batch is sampled by these weights."""
+        if self.colocated:
+            self.collector.policy.engine.wake()
+        self.collector.update_policy_weights_(weights, version)
+        self._version = version
+
+    def metrics(self) -> dict[str, float]:
+        """See ``RolloutSource``."""
+        return dict(self._metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``RolloutSource``."""
+        return {"collector": self.collector.state_dict(), "version": self._version}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See ``RolloutSource``."""
+        self.collector.load_state_dict(state["collector"])
+        self._version = state["version"]
+
+    def close(self) -> None:
+        """Shuts the collector and its engine down."""
+        self.collector.shutdown()

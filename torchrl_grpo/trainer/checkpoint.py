@@ -1,0 +1,73 @@
+"""Checkpoints: the state of a run in one file, and the model as ``from_pretrained`` reads it."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from torchrl_grpo.weight_sync import named_weights
+
+
+class Checkpointer:
+    """Writes ``checkpoint_{step}.pt`` and ``model/`` into a folder, each whole or not at all.
+
+    A checkpoint holds ``trainer`` (model, optimizer, scheduler, scaler, counts), ``source`` (data order, engine's random
+    state), ``rng`` (Python, torch, CUDA), ``config`` (the full config as plain types) and ``step``. It loads with
+    ``torch.load(path, weights_only=True)``.
+
+    Args:
+        directory: made when the first checkpoint is written.
+        config: the run's config as plain types.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], config: dict[str, Any]) -> None:
+        self.directory = Path(directory)
+        self.config = config
+
+    def save(self, step: int, trainer: dict[str, Any], source: dict[str, Any]) -> Path:
+        """Writes the state after ``step`` steps; returns the file."""
+        state = {"step": step, "trainer": trainer, "source": source, "rng": rng_state(), "config": self.config}
+        path = self.directory / f"checkpoint_{step:06d}.pt"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        staging = path.with_suffix(".tmp")
+        with staging.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        staging.rename(path)
+        return path
+
+    def export(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Path:
+        """Writes the model, adapters merged, and its tokenizer into ``model/``, in place of an earlier export.
+
+        ``AutoModelForCausalLM.from_pretrained`` and vLLM load the folder as it is.
+        """
+        base: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model
+        target, staging, old = (self.directory / name for name in ("model", "model.tmp", "model.old"))
+        shutil.rmtree(staging, ignore_errors=True)
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in named_weights(model)}
+        base.save_pretrained(staging, state_dict=state)
+        tokenizer.save_pretrained(staging)
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+        staging.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+        return target
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of the global random generators."""
+    version, numbers, gauss = random.getstate()
+    return {
+        "python": [version, list(numbers), gauss],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }

@@ -1,0 +1,102 @@
+"""Accuracy on a task's test split: pass@1 greedy and pass@k sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from torchrl_grpo import keys
+from torchrl_grpo.collectors.rollout import RolloutCollector
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.functional import pass_at_k
+from torchrl_grpo.generation.base import Engine, SamplingParams
+from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.models.packing import pad
+
+
+class Evaluator:
+    """Plays the same test problems each time and counts what is right.
+
+    The engine's random state is put back after each evaluation, so that evaluating changes nothing in the run.
+
+    Args:
+        engine: samples; it is not closed here.
+        greedy_env: an ``LLMEnv`` over the test split with ``repeats=1``, one row a problem.
+        sampled_env: one with ``repeats=k`` over the same problems, or None without pass@k.
+
+    Keyword Args:
+        params: how responses are sampled for pass@k; greedy takes the same but for the temperature.
+        seed: of the problems that are drawn and of the samples.
+    """
+
+    def __init__(
+        self, engine: Engine, greedy_env: LLMEnv, sampled_env: LLMEnv | None, *, params: SamplingParams, seed: int = 0
+    ) -> None:
+        greedy = SamplingParams(params.max_new_tokens, temperature=0, stop_token_ids=params.stop_token_ids)
+        self.engine = engine
+        self.seed = seed
+        self.greedy_env = greedy_env
+        self.sampled_env = sampled_env
+        self._greedy_policy = GenerationPolicy(engine, greedy)
+        self._sampling_policy = GenerationPolicy(engine, params)
+
+    def evaluate(self, *, sampled: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Evaluates the engine's current weights.
+
+        Args:
+            sampled: whether pass@k is measured too.
+
+        Returns:
+            ``eval/pass@1`` in [0, 1], ``eval/response_length`` in tokens, ``eval/truncated`` in [0, 1] and, if asked
+            for, ``eval/pass@k``; and one row a problem (greedy): split, query, response, reward, correct.
+        """
+        state = self.engine.state_dict()
+        try:
+            batch = self._play(self.greedy_env, self._greedy_policy)
+            metrics = {
+                "eval/pass@1": batch.get(keys.CORRECT).float().mean().item(),
+                "eval/response_length": (pad(batch, keys.RESPONSE, -1) >= 0).sum(-1).float().mean().item(),
+                "eval/truncated": batch.get(keys.TRUNCATED).float().mean().item(),
+            }
+            if sampled and self.sampled_env is not None:
+                metrics |= self._pass_at_k(self.sampled_env)
+        finally:
+            self.engine.load_state_dict(state)
+        return metrics, sample_rows(batch, "test")
+
+    def _play(self, env: LLMEnv, policy: GenerationPolicy) -> TensorDictBase:
+        env.set_seed(self.seed)
+        self.engine.seed(self.seed)
+        return RolloutCollector(env, policy).rollout()
+
+    def _pass_at_k(self, env: LLMEnv) -> dict[str, float]:
+        k = env.repeats
+        batch = self._play(env, self._sampling_policy)
+        correct = batch.get(keys.CORRECT).reshape(-1, k).sum(-1).tolist()
+        return {f"eval/pass@{k}": sum(pass_at_k(k, count, k) for count in correct) / len(correct)}
+
+
+def sample_rows(batch: TensorDictBase, split: str, most: int | None = None) -> list[dict[str, Any]]:
+    """The sequences of a batch as rows of ``samples.jsonl``.
+
+    Args:
+        batch: flat, as a collector gives it.
+        split: ``"train"`` or ``"test"``.
+        most: take so many rows, the first of each group first.
+    """
+    rows = list(batch.unbind(0))
+    if most is not None:
+        seen: dict[int, int] = {}
+        order = []
+        for position, group in enumerate(batch.get(keys.GROUP_ID).reshape(-1).tolist()):
+            seen[group] = seen.get(group, -1) + 1
+            order.append((seen[group], position))
+        rows = [rows[position] for _, position in sorted(order)[:most]]
+    names = {"reward": keys.REWARD, "correct": keys.CORRECT, "valid": keys.REWARD_VALID, "advantage": keys.ADVANTAGE}
+    out = []
+    for row in rows:
+        entry = {"split": split, "query": row.get(keys.QUERY), "response": row.get(keys.RESPONSE_TEXT)}
+        present = {name: row.get(key, None) for name, key in names.items()}
+        out.append(entry | {name: value.item() for name, value in present.items() if value is not None})
+    return out

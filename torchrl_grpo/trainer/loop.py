@@ -1,0 +1,146 @@
+"""``fit``: the only training loop.
+
+It consumes batches from a ``RolloutSource`` and produces weights: next_batch -> train_batch -> publish, ``num_batches``
+times. A synchronous source collects inside ``next_batch``, an asynchronous one has been collecting all along; nothing
+here knows which. What unblocks it is the source: a batch is ready, or a deadline has passed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_grpo import keys
+from torchrl_grpo.collectors.source import RolloutSource
+from torchrl_grpo.models.packing import pad
+from torchrl_grpo.trainer.checkpoint import Checkpointer
+from torchrl_grpo.trainer.console import Console
+from torchrl_grpo.trainer.evaluation import Evaluator, sample_rows
+from torchrl_grpo.trainer.metrics import MetricsLogger
+from torchrl_grpo.trainer.step import GRPOTrainer
+
+_SAMPLES = 4
+
+
+def fit(
+    trainer: GRPOTrainer,
+    source: RolloutSource,
+    evaluator: Evaluator | None,
+    checkpointer: Checkpointer,
+    logger: MetricsLogger,
+    console: Console,
+    *,
+    num_batches: int,
+    sequences_per_batch: int,
+    evaluation_frequency: int = 0,
+    checkpoint_frequency: int = 0,
+    sample_frequency: int = 50,
+    after_publish: Callable[[], dict[str, float]] | None = None,
+) -> None:
+    """Trains until ``trainer.version`` is ``num_batches``.
+
+    The weights are published once before the first batch, so that engine and trainer start equal. The test split is
+    evaluated before, every ``evaluation_frequency`` steps, and after; a checkpoint is written every
+    ``checkpoint_frequency`` steps and at the end, and also when training fails or is interrupted after a step.
+
+    Args:
+        trainer: makes the steps.
+        source: gives the batches and takes the weights.
+        evaluator: or None.
+        checkpointer: writes the checkpoints.
+        logger: gets the metrics and samples.
+        console: shows them.
+        num_batches: steps of the run; one step trains one batch.
+        sequences_per_batch: for the progress bar.
+        evaluation_frequency: steps between evaluations, 0 for none in between.
+        checkpoint_frequency: steps between checkpoints, 0 for none in between.
+        sample_frequency: steps between tables of samples.
+        after_publish: called after each weight sync; returns metrics (the check of the sync).
+    """
+    total = num_batches * sequences_per_batch
+
+    def evaluate(step: int, sampled: bool) -> dict[str, float]:
+        if evaluator is None:
+            return {}
+        start = time.perf_counter()
+        metrics, rows = evaluator.evaluate(sampled=sampled)
+        metrics["time/eval_s"] = time.perf_counter() - start
+        logger.log_samples(step, rows[:20])
+        console.evaluation(step, metrics)
+        return metrics
+
+    def publish() -> dict[str, float]:
+        start = time.perf_counter()
+        source.publish(trainer.weights(), trainer.version)
+        metrics = {"time/sync_s": time.perf_counter() - start}
+        return metrics | (after_publish() if after_publish is not None else {})
+
+    saved = -1
+
+    def save(step: int) -> None:
+        nonlocal saved
+        if saved != step:
+            checkpointer.save(step, trainer.state_dict(), source.state_dict())
+            saved = step
+
+    metrics = publish()
+    console.start(trainer.version * sequences_per_batch, total)
+    logger.log(trainer.version, metrics | evaluate(trainer.version, sampled=True))
+    first = trainer.version
+    try:
+        while trainer.version < num_batches:
+            start = time.perf_counter()
+            batch = source.next_batch()
+            train_start = time.perf_counter()
+            metrics = trainer.train_batch(batch)
+            metrics["time/train_s"] = time.perf_counter() - train_start
+            metrics |= source.metrics() | rollout_metrics(batch)
+            step = trainer.version
+            metrics |= publish()
+            last = step == num_batches
+            metrics["time/step_s"] = time.perf_counter() - start
+            metrics["throughput/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/step_s"]
+            if last or (evaluation_frequency and step % evaluation_frequency == 0):
+                metrics |= evaluate(step, sampled=last)
+                metrics["time/step_s"] = time.perf_counter() - start
+            logger.log(step, metrics)
+            console.step(step, metrics, step * sequences_per_batch, total)
+            if last or step == first + 1 or step % sample_frequency == 0:
+                rows = sample_rows(batch, "train", _SAMPLES)
+                logger.log_samples(step, rows)
+                console.samples(step, rows)
+            if checkpoint_frequency and step % checkpoint_frequency == 0:
+                save(step)
+    finally:
+        if trainer.version > first:
+            save(trainer.version)
+
+
+def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
+    """What a batch [N] was like: rewards over valid sequences, lengths, and how many were cut or not valid."""
+    valid = batch.get(keys.REWARD_VALID).reshape(-1)
+    reward = batch.get(keys.REWARD).reshape(-1).float()
+    count = valid.sum().clamp(min=1)
+    mean = torch.where(valid, reward, 0.0).sum() / count
+    variance = torch.where(valid, (reward - mean).square(), 0.0).sum() / count
+    advantage = batch.get(keys.ADVANTAGE).reshape(-1)
+    _, group = batch.get(keys.GROUP_ID).reshape(-1).unique(return_inverse=True)
+    signal = torch.zeros(int(group.max()) + 1).index_add_(0, group, (advantage != 0).float()) > 0
+    lengths = (pad(batch, keys.RESPONSE, -1) >= 0).sum(-1).float()
+    values: dict[str, Any] = {
+        "reward_mean": mean,
+        "reward_std": variance.sqrt(),
+        "accuracy": (batch.get(keys.CORRECT).reshape(-1) & valid).sum() / count,
+        "response_length": lengths.mean(),
+        "response_length_max": lengths.max(),
+        "truncated": batch.get(keys.TRUNCATED).float().mean(),
+        "zero_signal_groups": (~signal).float().mean(),
+        "invalid": (~valid).sum(),
+        "sequences": len(valid),
+        "tokens": pad(batch, keys.ASSISTANT_MASK, False).sum(),
+    }
+    return {f"rollout/{name}": float(value) for name, value in values.items()}

@@ -1,0 +1,229 @@
+"""``GRPOTrainer``: a batch of scored sequences in, updated weights out.
+
+It does not sample, does not score rewards and does not loop: ``loop.fit`` does that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_grpo import keys
+from torchrl_grpo.functional import effective_sample_size
+from torchrl_grpo.models.packing import micro_batches, pad_batch, slice_tokens
+from torchrl_grpo.objectives.grpo import GRPOLoss
+from torchrl_grpo.weight_sync import named_weights
+
+
+class NonFiniteError(RuntimeError):
+    """Too many optimizer steps in a row had a non-finite loss or gradient."""
+
+
+class GRPOTrainer:
+    """Trains a policy on batches of sequences with advantages.
+
+    A batch is what was collected between two weight syncs. ``train_batch`` splits it into optimisation batches,
+    ``train_step`` makes one optimizer step of each: micro-batches -> ``forward_backward`` -> ``optim_step``. The loss is
+    normalised over the whole optimisation batch, so the split into micro-batches changes nothing but memory.
+
+    ``version`` counts trained batches. It is what engines call ``policy_version``.
+
+    Args:
+        loss: with the policy as its actor network.
+        model: the trained model (or a peft model), in eval mode: dropout stays off.
+        optimizer: over the trainable parameters of ``model``.
+
+    Keyword Args:
+        scheduler: stepped after each optimizer step, or None.
+        optim_batch_size: sequences in one optimizer step.
+        epochs: passes over a batch.
+        micro_batch_tokens: most tokens, padding included, in one forward and backward pass.
+        autocast_dtype: bfloat16 or float16 for mixed precision, None for none. With float16 the loss is scaled, by a
+            scaler that lives as long as the trainer.
+        clip_grad_norm: largest gradient norm.
+        max_nonfinite_steps: optimizer steps in a row with a non-finite loss or gradient after which ``train_step``
+            raises. None of them changes a weight. An overflow that merely makes the loss scaler lower its scale is
+            skipped and counted, and does not stop the run.
+    """
+
+    def __init__(
+        self,
+        loss: GRPOLoss,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        optim_batch_size: int,
+        epochs: int = 1,
+        micro_batch_tokens: int = 16384,
+        autocast_dtype: torch.dtype | None = None,
+        clip_grad_norm: float = 1.0,
+        max_nonfinite_steps: int = 5,
+    ) -> None:
+        self.loss = loss
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.optim_batch_size = optim_batch_size
+        self.epochs = epochs
+        self.micro_batch_tokens = micro_batch_tokens
+        self.autocast_dtype = autocast_dtype
+        self.clip_grad_norm = clip_grad_norm
+        self.max_nonfinite_steps = max_nonfinite_steps
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=autocast_dtype == torch.float16)
+        self.version = 0
+        self.optim_steps = 0
+        self.skipped_steps = 0
+        self._nonfinite_in_a_row = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.parameters[0].device
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights under their Hugging Face names, adapters merged, for an engine."""
+        return named_weights(self.model)
+
+    def train_batch(self, batch: TensorDictBase) -> dict[str, float]:
+        """Makes all optimizer steps of one batch [N] and raises ``version``.
+
+        Returns:
+            the metrics, averaged over the optimizer steps.
+
+        Raises:
+            NonFiniteError: too many bad steps in a row.
+        """
+        steps = [self.train_step(part) for _ in range(self.epochs) for part in batch.split(self.optim_batch_size)]
+        self.version += 1
+        return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+
+    def train_step(self, batch: TensorDictBase) -> dict[str, float]:
+        """Makes one optimizer step of an optimisation batch [n], ragged or padded.
+
+        Sequences whose reward is not valid have no effect.
+
+        Returns:
+            metrics, named ``train/*``.
+        """
+        data = self._prepare(batch)
+        parts = micro_batches(data.get("length"), self.micro_batch_tokens)
+        totals: dict[str, Tensor] = {}
+        for index in parts:
+            out = self.forward_backward(slice_tokens(data, index, int(data.get("length")[index].max())))
+            for name, value in out.items():
+                totals[name] = totals[name] + value if name in totals else value
+        loss = sum((value for name, value in totals.items() if name.startswith("loss_")), torch.zeros(()))
+        metrics = self.optim_step(loss)
+        totals["ESS"] = effective_sample_size(totals["ratio_mean"], totals["ratio_square_mean"])
+        values = torch.stack([value.float().cpu() for value in totals.values()]).tolist()
+        metrics |= {f"train/{name}": value for name, value in zip(totals, values, strict=True)}
+        return metrics | {"train/micro_batches": float(len(parts))}
+
+    def _prepare(self, batch: TensorDictBase) -> TensorDict:
+        """The padded batch on the model's device, with the weight of each token over the whole batch."""
+        names = self.loss.tensor_keys
+        per_token = {keys.FULL: 0, names.mask: False, names.sample_log_prob: 0.0}
+        if names.ref_log_probs in batch.keys(True, True):
+            per_token[names.ref_log_probs] = 0.0
+        per_token[keys.ATTENTION_MASK] = False
+        data = pad_batch(batch, per_token, [names.advantage, keys.REWARD_VALID])
+        data.set("length", data.get(keys.ATTENTION_MASK).sum(-1))
+        data.set(names.mask, data.get(names.mask) & data.get(keys.REWARD_VALID))
+        return self.loss.normalize(data).to(self.device)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast_dtype)
+
+    def forward_backward(self, data: TensorDictBase) -> dict[str, Tensor]:
+        """Adds the gradient of one micro-batch; returns the detached outputs of the loss."""
+        with self._autocast():
+            out = self.loss(data)
+            total = sum(value for name, value in out.items() if name.startswith("loss_"))
+        self.scaler.scale(total).backward()
+        return {name: value.detach() for name, value in out.items()}
+
+    def optim_step(self, loss: Tensor) -> dict[str, float]:
+        """Clips the gradients and steps, unless the loss or the gradient norm is not finite; clears the gradients.
+
+        Args:
+            loss: the whole loss of the optimisation batch, scalar.
+
+        Raises:
+            NonFiniteError: too many bad steps in a row.
+        """
+        learning_rate = self.optimizer.param_groups[0]["lr"]
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_grad_norm)
+        loss_value, norm_value = torch.stack([loss.to(norm.device, torch.float32), norm.float()]).tolist()
+        finite = math.isfinite(loss_value) and math.isfinite(norm_value)
+        if finite:
+            self.scaler.step(self.optimizer)
+            self.optim_steps += 1
+            self._nonfinite_in_a_row = 0
+            if self.scheduler is not None:
+                self.scheduler.step()
+        else:
+            self.skipped_steps += 1
+            rescaling = self.scaler.is_enabled() and math.isfinite(loss_value) and self.scaler.get_scale() > 1
+            self._nonfinite_in_a_row += 0 if rescaling else 1
+        if self.scaler.is_enabled():
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._nonfinite_in_a_row >= self.max_nonfinite_steps:
+            raise NonFiniteError(
+                f"{self._nonfinite_in_a_row} optimizer steps in a row had a non-finite loss ({loss_value}) or gradient "
+                f"norm ({norm_value}); no weight was changed by them. Lower optimizer.lr={learning_rate:g}, or use "
+                "train.mixed_precision=full or bf16."
+            )
+        if not finite:
+            torchrl_logger.warning(f"Skipped an optimizer step: loss {loss_value}, gradient norm {norm_value}.")
+        return {
+            "train/loss": loss_value,
+            "train/grad_norm": norm_value,
+            "train/lr": learning_rate,
+            "train/skipped_steps": float(self.skipped_steps),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the weights of a base model that LoRA leaves alone."""
+        frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
+        return {
+            "model": {name: value for name, value in self.model.state_dict().items() if name not in frozen},
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "version": self.version,
+            "optim_steps": self.optim_steps,
+            "skipped_steps": self.skipped_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what ``state_dict`` gave.
+
+        Raises:
+            RuntimeError: the model has other parameters.
+        """
+        missing, unexpected = self.model.load_state_dict(state["model"], strict=False)
+        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        if unexpected or trained & set(missing):
+            raise RuntimeError(
+                f"the checkpoint does not fit the model: {len(unexpected)} unknown entries {unexpected[:3]}, "
+                f"{len(trained & set(missing))} missing ones {sorted(trained & set(missing))[:3]}."
+            )
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.version, self.optim_steps = state["version"], state["optim_steps"]
+        self.skipped_steps = state["skipped_steps"]

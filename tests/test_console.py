@@ -14,7 +14,7 @@ from torchrl_grpo.trainer.console import Console, clip, duration, printable
 METRICS = {
     "rollout/reward_mean": 0.5,
     "rollout/accuracy": 0.25,
-    "train/kl_k3": 0.0123,
+    "train/kl_k3_to_ref": 0.0123,
     "throughput/tokens_per_s": 12345.6,
 }
 
@@ -54,8 +54,10 @@ def test_pipe_gets_no_control_characters() -> None:
         )
         run(console, 3)
         console.samples(3, [{"query": "a\x1b[31mb", "response": "\r\x07\u202e", "reward": 1.0, "correct": True}])
+        console.samples(3, [{"query": "q", "response": "r", "reward": 0.0, "correct": False, "valid": False}])
         console.finish({"accuracy_before": 0.2, "accuracy_after": 0.9}, {"report": "report.html"})
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u202e]", file.getvalue())
+    assert ["q", "r", "invalid"] in [line.split() for line in file.getvalue().splitlines()]
     assert "a\\x1b[31mb" in file.getvalue() and "\\r\\x07\\u202e" in file.getvalue()
 
 

@@ -93,7 +93,7 @@ class Console:
         self._reroute_logger()
 
     def step(self, step: int, metrics: Mapping[str, float], sequences_done: int, sequences_total: int) -> None:
-        """Shows an optimisation step: moves the bar or, without a terminal, prints a line when it is time for one.
+        """Shows a step: moves the bar or, without a terminal, prints a line when it is time for one.
 
         Args:
             step: steps done.
@@ -123,16 +123,16 @@ class Console:
 
         Args:
             step: steps done.
-            rows: ``query``, ``response``, ``reward`` and ``correct``, as they are logged; other keys are not shown.
+            rows: ``query``, ``response``, ``reward``, ``correct`` and ``valid``, as they are logged; other keys are not
+                shown.
         """
         table = Table(box=box.SIMPLE_HEAD, title=f"Samples after step {step}", title_justify="left", expand=self._live)
         table.add_column("prompt", ratio=2, overflow="fold")
         table.add_column("response", ratio=3, overflow="fold")
         table.add_column("reward", justify="right", no_wrap=True)
         for row in rows:
-            reward = _number(row.get("reward"))
-            style = "green" if row.get("correct") else "red"
-            table.add_row(self._sample(row.get("query")), self._sample(row.get("response")), Text(reward, style=style))
+            reward = Text(reward_text(row), style="green" if row.get("correct") else "red")
+            table.add_row(self._sample(row.get("query")), self._sample(row.get("response")), reward)
         self._rich.print(table)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -219,7 +219,7 @@ class _Clock(ProgressColumn):
 
 _BAR = {"reward": "rollout/reward_mean", "accuracy": "rollout/accuracy"}
 _LINE = _BAR | {
-    "kl_k3": "train/kl_k3",
+    "kl_k3": "train/kl_k3_to_ref",
     "entropy": "train/entropy",
     "length": "rollout/response_length",
     "tokens/s": "throughput/tokens_per_s",
@@ -237,6 +237,11 @@ def clip(text: str, longest: int) -> str:
         return text
     tail = (longest - 5) // 2
     return f"{text[: longest - 5 - tail]} ... {text[len(text) - tail :]}"
+
+
+def reward_text(row: Mapping[str, Any]) -> str:
+    """A sample's reward; a reward that crashed or timed out is not 0 but ``invalid``."""
+    return "invalid" if row.get("valid") is False or row.get("reward") is None else _number(row["reward"])
 
 
 def _join(metrics: Mapping[str, float], names: Mapping[str, str], separator: str) -> str:

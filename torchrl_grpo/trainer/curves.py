@@ -40,7 +40,7 @@ class Panel:
 PANELS = (
     Panel("Reward", ("rollout/reward_mean",)),
     Panel("Accuracy", ("eval/pass@*", "rollout/accuracy"), percent=True),
-    Panel("KL", ("train/*kl_k*",)),
+    Panel("KL", ("train/kl_k3*",)),
     Panel("Entropy", ("train/entropy",)),
     Panel("Response length (tokens)", ("rollout/response_length",)),
     Panel("Clip fraction", ("train/clip_fraction*",), percent=True),
@@ -90,15 +90,13 @@ def time_parts(record: Record) -> dict[str, float]:
     """Where the wall time of a step went, in seconds.
 
     Args:
-        record: ``time/<part>_s`` for the parts that were timed, and ``time/step_s`` for the whole step without its
-            evaluation.
+        record: ``time/<part>_s`` for the parts that were timed, and ``time/step_s`` for the whole step.
 
     Returns:
         every part of ``TIME_PARTS``; ``other`` is what the step spent outside of the timed parts.
     """
     parts = {part: float(record.get(f"time/{part}_s") or 0) for part in TIME_PARTS}
-    timed = sum(seconds for part, seconds in parts.items() if part != "eval")
-    parts["other"] += max(0.0, float(record.get("time/step_s") or 0) - timed)
+    parts["other"] += max(0.0, float(record.get("time/step_s") or 0) - sum(parts.values()))
     return parts
 
 

@@ -86,6 +86,7 @@ class MetricsLogger:
         if wandb_mode != "disabled":
             self._wandb = _start_wandb(self.directory, wandb_mode, project, name or self.directory.resolve().name)
             self._wandb.log_hparams(json.loads(config_text))
+        self._logged = False
         self._files: dict[str, IO[str]] = {}
         for file_name in (METRICS_FILE, SAMPLES_FILE):
             _keep_lines(self.directory / file_name)
@@ -96,12 +97,15 @@ class MetricsLogger:
         """Writes one line. A step may be logged more than once: readers merge its lines.
 
         Args:
-            step: optimisation steps done so far; 0 is before training.
+            step: steps done so far; 0 is before training.
             metrics: name (``section/name``) to number, or to a tensor of one element.
 
         Raises:
             RuntimeError: the logger is closed.
         """
+        if not self._logged:
+            self._logged = True
+            self._write_environment()  # again: by now the accelerator is in use, so that its name may be asked for
         assert all("/" in name for name in metrics), f"metric names are section/name, got {sorted(metrics)}"
         values = {name: _number(value) for name, value in metrics.items()}
         self._append(METRICS_FILE, {"step": step, **values})
@@ -143,7 +147,6 @@ class MetricsLogger:
         for file in self._files.values():
             file.close()
         self._files = {}
-        self._write_environment()  # again: the accelerator's name is known only once the run has used it
         if self._tensorboard is not None:
             self._tensorboard.experiment.close()
         if self._wandb is not None:

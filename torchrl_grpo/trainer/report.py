@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrl_grpo.trainer.console import clip, duration, percent, printable
+from torchrl_grpo.trainer.console import clip, duration, percent, printable, reward_text
 from torchrl_grpo.trainer.curves import COLORS, PANELS, TIME_PARTS, panel_svg, save_png, series, time_parts
 from torchrl_grpo.trainer.metrics import ENVIRONMENT_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl
 
@@ -100,15 +100,13 @@ def _headline(directory: Path, records: Sequence[Mapping[str, Any]]) -> str:
         cards.append(_card("Test accuracy", f"{percent(before)} <i>&rarr;</i> {percent(after)}", note, wide=True))
     elif before is not None:
         cards.append(_card("Test accuracy", percent(before), f"after step {summary['before_step']}"))
-    cards.append(_card("Optimizer steps", f"{summary['steps']:,}"))
+    cards.append(_card("Steps", f"{summary['steps']:,}"))
     if summary["wall_s"]:
         cards.append(_card("Wall time", duration(summary["wall_s"])))
     if summary["sequences"]:
         cards.append(_card("Sequences", f"{summary['sequences']:,.0f}"))
     if summary["tokens_per_s"]:
-        cards.append(
-            _card("Tokens/s, all included", f"{summary['tokens_per_s']:,.0f}", f"{summary['tokens']:,.0f} tokens")
-        )
+        cards.append(_card("Sampled tokens/s", f"{summary['tokens_per_s']:,.0f}", f"{summary['tokens']:,.0f} tokens"))
     empty = "" if records else "<p>No metrics were logged.</p>"
     name = f'<h1>GRPO run</h1><p class="dim">{_text(_run_name(directory))}</p>'
     return f'{name}{empty}<div class="cards">{"".join(cards)}</div>'
@@ -180,9 +178,9 @@ def _train_samples(samples: Sequence[Mapping[str, Any]]) -> str:
 def _response(row: Mapping[str, Any] | None) -> str:
     if row is None:
         return '<td class="dim">-</td>'
-    reward = "invalid" if row.get("reward") is None else f"{row['reward']:.3g}"
     kind = "good" if row.get("correct") else "bad"
-    return f'<td><div class="response">{_text(row.get("response"))}</div><em class="{kind}">reward {reward}</em></td>'
+    reward = f'<em class="{kind}">reward {reward_text(row)}</em>'
+    return f'<td><div class="response">{_text(row.get("response"))}</div>{reward}</td>'
 
 
 def _environment(path: Path) -> str:

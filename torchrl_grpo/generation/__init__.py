@@ -1,1 +1,9 @@
-"""TODO"""
+"""Generation engines: token ids in, token ids and log-probs out.
+
+``VLLMEngine`` is in :mod:`torchrl_grpo.generation.vllm`: it is not imported here, so that vllm stays optional.
+"""
+
+from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
+from torchrl_grpo.generation.transformers import TransformersEngine
+
+__all__ = ["Completion", "Engine", "SamplingParams", "TransformersEngine"]

@@ -1,0 +1,142 @@
+"""How a model is advanced token by token: the interface, and the path that every causal language model can take.
+
+A :class:`Decoder` starts a :class:`Batch` from prompts; the batch then turns the latest token of every row into the next
+logits, and drops rows. Each prompt is computed once, whatever the number of rows that continue it. What tokens are
+drawn, and when a row is finished, is the engine's business.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+
+class Batch(ABC):
+    """Rows in flight. Row ``r`` begins as response ``r % n`` to prompt ``r // n``.
+
+    Attributes:
+        logits: [number of prompts, V]: what follows each prompt.
+    """
+
+    logits: Tensor
+
+    @abstractmethod
+    def step(self, tokens: Tensor) -> Tensor:
+        """Appends one token to every row.
+
+        Args:
+            tokens: [R] int64.
+
+        Returns:
+            [R, V] logits of the next token.
+        """
+
+    @abstractmethod
+    def keep(self, rows: Tensor) -> None:
+        """Makes row ``rows[i]`` row ``i`` and drops every row that is not named.
+
+        Args:
+            rows: [R'] int64, R' >= 1, without repeats. Rows that stay in place are the cheap ones.
+        """
+
+
+class Decoder(ABC):
+    """A model that rows can be decoded with. It reads the model's parameters as they are at each call."""
+
+    @abstractmethod
+    def start(self, prompts: Sequence[Tensor], n: int, max_new_tokens: int) -> Batch:
+        """Computes the prompts.
+
+        Args:
+            prompts: one [T] int64 tensor a prompt, on the model's device.
+            n: rows a prompt.
+            max_new_tokens: most tokens that a row will have; ``step`` is called at most ``max_new_tokens - 1`` times.
+        """
+
+    @abstractmethod
+    def bytes_per_token(self) -> int:
+        """What one token of one row keeps in memory while in flight."""
+
+
+class GenericDecoder(Decoder):
+    """Decodes through the model's own forward and a ``DynamicCache``; prompts are padded on the left.
+
+    Args:
+        model: any causal language model of transformers.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        accepted = inspect.signature(model.forward).parameters
+        self._takes_position_ids = "position_ids" in accepted
+        self._kwargs = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+
+    def start(self, prompts: Sequence[Tensor], n: int, max_new_tokens: int) -> Batch:
+        return _GenericBatch(self, prompts, n, max_new_tokens)
+
+    def bytes_per_token(self) -> int:
+        config = self.model.config.get_text_config(decoder=True)
+        # An upper bound: grouped-query attention keeps less.
+        return 2 * config.num_hidden_layers * config.hidden_size * self.model.dtype.itemsize
+
+    def forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+        """The logits after the last of ``tokens``.
+
+        Args:
+            tokens: [B, T] int64.
+            mask: [B, S] int64, 0 on padding; S counts what is in the cache and ``tokens``.
+            positions: [B, T] int64.
+            cache: is extended by ``tokens``.
+
+        Returns:
+            [B, V] logits.
+        """
+        kwargs = self._kwargs | ({"position_ids": positions} if self._takes_position_ids else {})
+        out = self.model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **kwargs)
+        return out.logits[:, -1]
+
+
+class _GenericBatch(Batch):
+    def __init__(self, decoder: GenericDecoder, prompts: Sequence[Tensor], n: int, max_new_tokens: int) -> None:
+        self._decoder = decoder
+        self._context = context_length(decoder.model)
+        device = prompts[0].device
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        self._width = int(lengths.max())
+        tokens = torch.zeros(len(prompts), self._width, dtype=torch.int64, device=device)
+        mask = torch.ones(len(prompts), self._width + max_new_tokens, dtype=torch.int64, device=device)
+        for row, prompt in enumerate(prompts):
+            tokens[row, self._width - len(prompt) :] = prompt
+            mask[row, : self._width - len(prompt)] = 0
+        positions = (mask[:, : self._width].cumsum(-1) - 1).clamp_(min=0)
+        self._cache = DynamicCache(config=decoder.model.config)
+        self.logits = decoder.forward(tokens, mask[:, : self._width], positions, self._cache)
+
+        rows = torch.arange(len(prompts), device=device).repeat_interleave(n)
+        # `reorder_cache` is an index_select along the batch: it repeats and drops rows as well, for every kind of layer.
+        self._cache.reorder_cache(rows)
+        self._mask = mask[rows]
+        self._positions = lengths[rows]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        self._width += 1
+        # A finished row may go on for a few steps before it is dropped: its positions must not leave the context.
+        positions = self._positions.clamp(max=self._context - 1).unsqueeze(-1)
+        self._positions = self._positions + 1
+        return self._decoder.forward(tokens.unsqueeze(-1), self._mask[:, : self._width], positions, self._cache)
+
+    def keep(self, rows: Tensor) -> None:
+        self._cache.reorder_cache(rows)
+        self._mask = self._mask[rows]
+        self._positions = self._positions[rows]
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """Most tokens that a prompt and its response may have together; very large where the model has no limit."""
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "max_position_embeddings", None) or 2**31

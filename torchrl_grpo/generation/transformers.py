@@ -1,0 +1,313 @@
+"""The ``transformers`` engine: an own sampler on Hugging Face models, for every device that torch runs on.
+
+It is not a server: one call generates a batch and returns. Each prompt is computed once for its whole group, finished
+rows leave the batch, and log-probs are those of the sampled distribution in float32.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrl._utils import logger as torchrl_logger
+from transformers import PreTrainedModel
+
+from torchrl_grpo.generation.base import Completion, Engine, SamplingParams, greedy
+from torchrl_grpo.generation.decoder import Decoder, GenericDecoder, context_length
+from torchrl_grpo.generation.fused_decoder import FusedDecoder, can_fuse
+from torchrl_grpo.generation.sampling import sample
+
+_CHECK_EVERY = 4
+"""Steps between two looks at which rows have finished: each look waits for the device."""
+
+_LOGIT_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Largest difference of the two decoders' logits, relative to the largest logit."""
+
+
+class TransformersEngine(Engine):
+    """Samples with a copy of a Hugging Face model.
+
+    Models of the Llama architecture take a hand-written decoder, if it gives the model's own logits on a probe; all
+    others go through their own forward.
+
+    Args:
+        model: a causal language model; it is copied and not touched again.
+        device: where the copy lives; ``None`` is where the model is.
+        dtype: floating dtype of the copy; ``None`` is the model's.
+        kv_cache_bytes: most memory for keys and values; larger batches run in parts of whole groups, at least one group
+            at a time.
+
+    Example:
+        >>> import torch
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+        >>> heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+        >>> engine = TransformersEngine(Qwen2ForCausalLM(Qwen2Config(vocab_size=50, **sizes, **heads)))
+        >>> engine.seed(0)
+        >>> [group] = engine.generate([torch.tensor([3, 1, 4])], n=2, params=SamplingParams(max_new_tokens=5))
+        >>> [(len(completion.tokens), completion.finish_reason) for completion in group]
+        [(5, 'length'), (5, 'length')]
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        kv_cache_bytes: int = 4 << 30,
+    ) -> None:
+        self._model = _copy(model, device, dtype)
+        self._kv_cache_bytes = kv_cache_bytes
+        self._context = context_length(self._model)
+        self._vocab_size = self._model.get_output_embeddings().weight.shape[0]
+        self._generator = torch.Generator()
+        self._closed = False
+        self.policy_version = 0
+        self.decoder: Decoder = _choose_decoder(self._model)
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+        self._check_open()
+        self._check_request(prompts, n)
+        # One number for every token that may be drawn, by its place in the request: a token does not depend on how the
+        # request is cut into parts, nor on which rows have left the batch.
+        shape = (len(prompts), n, params.max_new_tokens)
+        uniform = torch.rand(shape, generator=self._generator, dtype=torch.float64)
+
+        groups: list[list[Completion]] = [[] for _ in prompts]
+        for part in self._parts([len(prompt) for prompt in prompts], n, params.max_new_tokens):
+            done = self._generate_part([prompts[i] for i in part], n, params, uniform[part])
+            for i, group in zip(part, done, strict=True):
+                groups[i] = group
+        return groups
+
+    @torch.no_grad()
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._check_open()
+        # Everything is at hand and checked before anything is written, so that a failure leaves all as it was.
+        given = dict(weights)
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        required = dict(self._model.named_parameters())
+        unknown = sorted(given.keys() - parameters.keys())
+        missing = sorted(required.keys() - given.keys())
+        shapes = [
+            f"{name} {tuple(tensor.shape)} instead of {tuple(parameters[name].shape)}"
+            for name, tensor in given.items()
+            if name in parameters and tensor.shape != parameters[name].shape
+        ]
+        problems = {"unknown": unknown, "missing": missing, "of another shape": shapes}
+        if any(problems.values()):
+            listed = "; ".join(f"{len(v)} {k} ({', '.join(v[:3])})" for k, v in problems.items() if v)
+            raise RuntimeError(
+                f"weights of version {version} must match the engine's {len(required)} parameters, got {listed}: send "
+                f"the names and shapes of {type(self._model).__name__}. The engine stays at {self.policy_version}."
+            )
+        for name, tensor in given.items():
+            parameters[name].copy_(tensor)
+        self.policy_version = version
+
+    def seed(self, seed: int) -> None:
+        self._check_open()
+        self._generator.manual_seed(seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._check_open()
+        return super().state_dict() | {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._check_open()
+        super().load_state_dict(state)
+        self._generator.set_state(state["generator"])
+
+    def close(self) -> None:
+        self._closed = True
+        self.__dict__.pop("decoder", None)
+        self.__dict__.pop("_model", None)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed: make a new TransformersEngine.")
+
+    def _check_request(self, prompts: Sequence[Tensor], n: int) -> None:
+        if n < 1:
+            raise ValueError(f"n must be at least 1, got {n}: use 1 or more responses a prompt.")
+        for i, prompt in enumerate(prompts):
+            if not 1 <= len(prompt) < self._context:
+                raise ValueError(
+                    f"prompts[{i}] must have 1 to {self._context - 1} tokens to leave room for one in a context of "
+                    f"{self._context}, got {len(prompt)}: drop or shorten it."
+                )
+            if not 0 <= int(prompt.min()) <= int(prompt.max()) < self._vocab_size:
+                raise ValueError(
+                    f"prompts[{i}] must have token ids in [0, {self._vocab_size}), got {int(prompt.min())} to "
+                    f"{int(prompt.max())}: use the tokenizer that belongs to the model."
+                )
+
+    def _parts(self, lengths: Sequence[int], n: int, max_new_tokens: int) -> list[list[int]]:
+        """Prompt numbers, longest prompts first, in parts whose cache stays within ``kv_cache_bytes``."""
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        parts: list[list[int]] = []
+        while order:
+            row_bytes = (lengths[order[0]] + max_new_tokens) * self.decoder.bytes_per_token()
+            count = max(1, self._kv_cache_bytes // (row_bytes * n))
+            parts.append(order[:count])
+            order = order[count:]
+        return parts
+
+    def _generate_part(
+        self, prompts: Sequence[Tensor], n: int, params: SamplingParams, uniform: Tensor
+    ) -> list[list[Completion]]:
+        device = self._model.device
+        limits = torch.tensor([min(params.max_new_tokens, self._context - len(p)) for p in prompts])
+        limits = limits.repeat_interleave(n)
+        is_stop = torch.zeros(self._vocab_size, dtype=torch.bool)
+        is_stop[[i for i in params.stop_token_ids if 0 <= i < self._vocab_size]] = True
+        if device.type == "mps":  # It has no float64.
+            uniform = uniform.float().clamp_(max=1 - 2**-24)
+
+        with torch.inference_mode():
+            drawn = _decode(
+                self.decoder,
+                [prompt.to(device) for prompt in prompts],
+                n,
+                params,
+                uniform.flatten(0, 1).to(device),
+                limits.to(device),
+                is_stop.to(device),
+            )
+        # Copies made outside of inference mode: autograd must be able to save them.
+        tokens, log_probs = (x.cpu().clone() for x in drawn)
+        completions = _cut(tokens, log_probs, limits, is_stop)
+        return [completions[i : i + n] for i in range(0, len(completions), n)]
+
+
+def _decode(
+    decoder: Decoder,
+    prompts: Sequence[Tensor],
+    n: int,
+    params: SamplingParams,
+    uniform: Tensor,
+    limits: Tensor,
+    is_stop: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Draws tokens until every row has a stop token or its limit; what follows either is arbitrary.
+
+    Args:
+        decoder: advances the rows.
+        prompts: [T] int64 each, on the device, as are all tensors here.
+        n: rows a prompt.
+        params: how to sample.
+        uniform: [R, max_new_tokens] in [0, 1).
+        limits: [R] int64, most tokens of each row.
+        is_stop: [V] bool.
+
+    Returns:
+        [R, T] int64 tokens and [R, T] float32 log-probs.
+    """
+    steps = int(limits.max())
+    tokens = torch.zeros(len(limits), steps, dtype=torch.int64, device=limits.device)
+    log_probs = torch.zeros(len(limits), steps, dtype=torch.float32, device=limits.device)
+    rows = torch.arange(len(limits), device=limits.device)
+    alive = torch.ones_like(rows, dtype=torch.bool)
+
+    batch = decoder.start(prompts, n, steps)
+    logits = batch.logits.repeat_interleave(n, dim=0)
+    for step in range(steps):
+        latest, latest_log_probs = sample(logits, params, uniform[rows, step])
+        tokens[rows, step] = latest
+        log_probs[rows, step] = latest_log_probs
+        alive = alive & ~is_stop[latest] & (limits[rows] > step + 1)
+        if step % _CHECK_EVERY == _CHECK_EVERY - 1:
+            kept = _compact(alive)
+            if len(kept) == 0:
+                break
+            if len(kept) < len(rows):
+                batch.keep(kept)
+                rows, alive, latest = rows[kept], alive[kept], latest[kept]
+        if step + 1 < steps:
+            logits = batch.step(latest)
+    return tokens, log_probs
+
+
+def _compact(alive: Tensor) -> Tensor:
+    """The rows that are alive, in an order in which most keep their place: the last ones fill the gaps.
+
+    Args:
+        alive: [R] bool.
+
+    Returns:
+        [number alive] int64.
+    """
+    survivors = alive.nonzero().squeeze(-1)
+    order = torch.arange(len(survivors), device=alive.device)
+    gaps = (~alive[: len(survivors)]).nonzero().squeeze(-1)
+    order[gaps] = survivors[len(survivors) - len(gaps) :]
+    return order
+
+
+def _cut(tokens: Tensor, log_probs: Tensor, limits: Tensor, is_stop: Tensor) -> list[Completion]:
+    """Rows up to their stop token or limit.
+
+    Args:
+        tokens: [R, T] int64.
+        log_probs: [R, T] float32.
+        limits: [R] int64, in 1 to T.
+        is_stop: [V] bool.
+    """
+    within = torch.arange(tokens.shape[1]) < limits.unsqueeze(-1)
+    stops = is_stop[tokens] & within
+    stopped = stops.any(-1)
+    lengths = torch.where(stopped, stops.int().argmax(-1) + 1, limits)
+    return [
+        Completion(t[:length].clone(), p[:length].clone(), "stop" if stop else "length")
+        for t, p, length, stop in zip(tokens, log_probs, lengths.tolist(), stopped.tolist(), strict=True)
+    ]
+
+
+def _copy(model: PreTrainedModel, device: torch.device | str | None, dtype: torch.dtype | None) -> PreTrainedModel:
+    """A copy for inference. Only parameters are cast: the rotary frequencies must stay in float32."""
+    model = copy.deepcopy(model).requires_grad_(False).eval()
+    if device is not None:
+        model = model.to(device)
+    if dtype is not None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _choose_decoder(model: PreTrainedModel) -> Decoder:
+    generic = GenericDecoder(model)
+    if not can_fuse(model):
+        return generic
+    fused = FusedDecoder(model)
+    difference, scale = probe(fused, generic)
+    if difference <= _LOGIT_TOLERANCE[model.dtype] * scale:
+        return fused
+    torchrl_logger.warning(
+        f"the fast decoder's logits differ from {type(model).__name__}'s by {difference:.2g} (largest: {scale:.2g}): "
+        "the model's own forward is used instead, which is slower."
+    )
+    return generic
+
+
+@torch.inference_mode()
+def probe(decoder: Decoder, reference: GenericDecoder) -> tuple[float, float]:
+    """Compares two decoders over a few tokens of two prompts of different lengths.
+
+    Returns:
+        the largest absolute difference of logits, and the largest absolute logit of the reference.
+    """
+    device, vocab_size = reference.model.device, reference.model.get_output_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocab_size, (20,), generator=generator).to(device)
+    prompts, n, steps = [tokens[:7], tokens[7:11]], 2, 4
+    batches = decoder.start(prompts, n, steps), reference.start(prompts, n, steps)
+    pairs = [tuple(batch.logits for batch in batches)]
+    for step in range(steps - 1):
+        pairs.append(tuple(batch.step(tokens[11 + step].expand(2 * n)) for batch in batches))
+    got, expected = (torch.cat(logits).float() for logits in zip(*pairs, strict=True))
+    return (got - expected).abs().max().item(), expected.abs().max().item()

@@ -253,7 +253,8 @@ th, td { text-align: left; vertical-align: top; padding: 9px 14px; border-bottom
 tr:last-child > * { border-bottom: 0; }
 th { font-weight: 600; color: var(--dim); white-space: nowrap; }
 td { min-width: 130px; }
-.facts th { width: 1%; }
+th:first-child { width: 30%; }
+.facts th:first-child { width: 1%; }
 .number { font-variant-numeric: tabular-nums; }
 .response { max-height: 190px; overflow-y: auto; font: 13px/1.5 ui-monospace, "DejaVu Sans Mono", monospace; }
 em { font-style: normal; font-size: 12.5px; font-weight: 600; }

@@ -28,8 +28,12 @@ def pad(batch: TensorDictBase, key: NestedKey, padding_value: float = 0) -> Tens
     """
     padded = batch.get(key, as_padded_tensor=True, padding_side="right", padding_value=padding_value)
     if padded is None:
-        raise KeyError(f"the batch has no entry {key!r}; it has {sorted(map(str, batch.keys(True, True)))}")
+        raise KeyError(f"the batch has no entry {_dotted(key)}, it has {', '.join(map(_dotted, batch.keys(True, True)))}")
     return padded
+
+
+def _dotted(key: NestedKey) -> str:
+    return key if isinstance(key, str) else ".".join(key)
 
 
 def pad_batch(batch: TensorDictBase, keys: Mapping[NestedKey, float], flat: Sequence[NestedKey] = ()) -> TensorDict:

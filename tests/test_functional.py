@@ -1,0 +1,180 @@
+"""The pure maths, against hand computations, closed forms and plain loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrl_grpo import functional as F
+
+rewards = st.floats(-100, 100, allow_nan=False, width=32)
+
+
+def test_masked_mean_ignores_what_is_outside_the_mask_nan_included() -> None:
+    values = torch.tensor([1.0, 3.0, math.nan, 100.0])
+    mask = torch.tensor([True, True, False, False])
+    assert F.masked_mean(values, mask).item() == 2.0
+
+
+def test_masked_mean_of_nothing_is_zero() -> None:
+    assert F.masked_mean(torch.ones(3), torch.zeros(3, dtype=torch.bool)).item() == 0.0
+
+
+def test_masked_means_with_the_whole_count_add_up_over_parts() -> None:
+    values, mask = torch.randn(8, 5, dtype=torch.float64), torch.rand(8, 5) > 0.4
+    parts = sum(F.masked_mean(values[i : i + 2], mask[i : i + 2], mask.sum()) for i in range(0, 8, 2))
+    torch.testing.assert_close(parts, values[mask].mean())
+
+
+def test_group_advantage_by_hand() -> None:
+    """Group 7: rewards 1, 0, 0: mean 1/3, deviations 2/3, -1/3, -1/3, unbiased variance (4+1+1)/9/2 = 1/3."""
+    advantage = F.group_advantage(
+        torch.tensor([1.0, 0.0, 0.0]), torch.tensor([7, 7, 7]), torch.ones(3, dtype=torch.bool), eps=0.0
+    )
+    std = math.sqrt(1 / 3)
+    torch.testing.assert_close(advantage, torch.tensor([2 / 3 / std, -1 / 3 / std, -1 / 3 / std]))
+
+
+def test_group_advantage_without_std_is_the_deviation_from_the_mean() -> None:
+    advantage = F.group_advantage(
+        torch.tensor([1.0, 0.0, 0.5]), torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool),
+        normalize_std=False,
+    )  # fmt: skip
+    torch.testing.assert_close(advantage, torch.tensor([0.5, -0.5, 0.0]))
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e6, -7.7])
+def test_equal_rewards_give_exactly_zero(value: float) -> None:
+    advantage = F.group_advantage(
+        torch.full((7,), value), torch.zeros(7, dtype=torch.int64), torch.ones(7, dtype=torch.bool)
+    )
+    assert advantage.tolist() == [0.0] * 7
+
+
+def test_group_of_one_gives_zero_and_no_nan() -> None:
+    assert F.group_advantage(torch.tensor([3.0]), torch.tensor([0]), torch.tensor([True])).tolist() == [0.0]
+
+
+def test_invalid_rewards_leave_the_statistics_and_get_zero() -> None:
+    reward = torch.tensor([1.0, math.nan, 0.0, 50.0])
+    valid = torch.tensor([True, False, True, False])
+    group = torch.zeros(4, dtype=torch.int64)
+    expected = F.group_advantage(torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.int64), torch.ones(2) > 0)
+    advantage = F.group_advantage(reward, group, valid)
+    assert advantage[[1, 3]].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(advantage[[0, 2]], expected)
+
+
+def test_one_valid_member_left_gives_zero() -> None:
+    advantage = F.group_advantage(
+        torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.int64), torch.tensor([True, False])
+    )
+    assert advantage.tolist() == [0.0, 0.0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(rewards, st.integers(0, 3), st.booleans()), min_size=1, max_size=24), st.randoms())
+def test_group_advantage_equals_a_plain_loop_in_any_order(rows: list[tuple[float, int, bool]], random) -> None:  # noqa: ANN001
+    def by_loop(index: int) -> float:
+        reward, group, ok = rows[index]
+        members = [float(torch.tensor(r)) for r, g, v in rows if g == group and v]
+        if not ok or len(members) < 2 or max(members) == min(members):
+            return 0.0
+        mean = sum(members) / len(members)
+        std = math.sqrt(sum((r - mean) ** 2 for r in members) / (len(members) - 1))
+        return (float(torch.tensor(reward)) - mean) / (std + 1e-6)
+
+    order = list(range(len(rows)))
+    random.shuffle(order)
+    advantage = F.group_advantage(
+        torch.tensor([rows[i][0] for i in order]),
+        torch.tensor([rows[i][1] for i in order]),
+        torch.tensor([rows[i][2] for i in order]),
+    )
+    expected = torch.tensor([by_loop(i) for i in order])
+    torch.testing.assert_close(advantage, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_kl_estimators_by_hand() -> None:
+    """p = 0.5, q = 0.25: k1 = ln 2; k2 = (ln 2)^2 / 2; k3 = 1/2 - 1 + ln 2."""
+    log_p, log_q = torch.tensor(0.5).log(), torch.tensor(0.25).log()
+    torch.testing.assert_close(F.kl_k1(log_p, log_q), torch.tensor(math.log(2)))
+    torch.testing.assert_close(F.kl_k2(log_p, log_q), torch.tensor(math.log(2) ** 2 / 2))
+    torch.testing.assert_close(F.kl_k3(log_p, log_q), torch.tensor(0.5 - 1 + math.log(2)))
+
+
+def test_k1_and_k3_are_unbiased_estimates_of_the_kl() -> None:
+    """Weighted with p over all outcomes, both sum to KL(p || q)."""
+    torch.manual_seed(0)
+    p, q = torch.randn(9).double().softmax(0), torch.randn(9).double().softmax(0)
+    kl = (p * (p.log() - q.log())).sum()
+    torch.testing.assert_close((p * F.kl_k1(p.log(), q.log())).sum(), kl)
+    torch.testing.assert_close((p * F.kl_k3(p.log(), q.log())).sum(), kl)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(-50, 0), st.floats(-50, 0))
+def test_k3_and_k2_are_never_negative_and_zero_only_at_equality(a: float, b: float) -> None:
+    log_p, log_q = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
+    assert F.kl_k3(log_p, log_q) >= -1e-12
+    assert F.kl_k2(log_p, log_q) >= 0
+    assert F.kl_k3(log_p, log_p) == 0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "slope"),
+    [
+        (1.0, 2.0, 2.0, 2.0),
+        (1.5, 2.0, 2.56, 0.0),  # clipped above at 1.28
+        (1.5, -2.0, -3.0, -2.0),  # pessimistic: no clip for a negative advantage above 1
+        (0.5, -2.0, -1.6, 0.0),  # clipped below at 0.8
+        (0.5, 2.0, 1.0, 2.0),
+        (1.2, 0.0, 0.0, 0.0),
+    ],
+)
+def test_clipped_surrogate_and_its_gradient_by_hand(ratio: float, advantage: float, value: float, slope: float) -> None:
+    r = torch.tensor([[ratio]], dtype=torch.float64, requires_grad=True)
+    out = F.clipped_surrogate(r, torch.tensor([[advantage]], dtype=torch.float64), 0.2, 0.28)
+    out.sum().backward()
+    assert out.item() == pytest.approx(value)
+    assert r.grad is not None
+    assert r.grad.item() == pytest.approx(slope)
+
+
+def test_importance_ratio_stays_finite() -> None:
+    ratio = F.importance_ratio(torch.tensor([0.0, -1e4]), torch.tensor([-1e4, 0.0]))
+    assert torch.isfinite(ratio).all()
+    assert ratio[0].item() == pytest.approx(math.exp(20))
+
+
+def test_sequence_mean_weights_are_the_mean_over_sequences_of_token_means() -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0]]).bool()
+    values = torch.tensor([[1.0, 3, 9, 9], [9, 3, 6, 9], [9, 9, 9, 9]])
+    weights = F.sequence_mean_weights(mask)
+    assert (weights * values).sum().item() == pytest.approx((2 + 6) / 2)
+    assert weights[2].tolist() == [0, 0, 0, 0]
+    assert weights.sum().item() == pytest.approx(1.0)
+
+
+def test_effective_sample_size_of_equal_and_of_single_weights() -> None:
+    equal, single = torch.full((8,), 3.0), torch.tensor([1.0, 0, 0, 0, 0, 0, 0, 0])
+    assert F.effective_sample_size(equal.mean(), equal.square().mean()).item() == pytest.approx(1.0)
+    assert F.effective_sample_size(single.mean(), single.square().mean()).item() == pytest.approx(1 / 8)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 1), (5, 2, 3), (6, 0, 3), (6, 6, 2), (4, 1, 4)])
+def test_pass_at_k_equals_counting_all_subsets(n: int, c: int, k: int) -> None:
+    from itertools import combinations
+
+    subsets = list(combinations(range(n), k))
+    expected = sum(any(i < c for i in subset) for subset in subsets) / len(subsets)
+    assert F.pass_at_k(n, c, k) == pytest.approx(expected)
+
+
+def test_pass_at_k_wants_enough_samples() -> None:
+    with pytest.raises(ValueError, match="k=3 must be between 1 and the 2 samples"):
+        F.pass_at_k(2, 1, 3)

@@ -1,0 +1,257 @@
+"""The GRPO loss: value and gradient against a plain loop in float64, invariances, and TorchRL citizenship."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
+
+from torchrl_grpo.objectives import GRPOLoss
+
+
+class Table(TensorDictModuleBase):
+    """An actor whose current log-probs come from a table of logits [B, T, V]: gradients are taken with respect to it."""
+
+    in_keys = [("tokens", "full")]  # noqa: RUF012
+    out_keys = [("cur_log_probs", "full"), ("entropy", "full")]  # noqa: RUF012
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(logits)
+
+    def forward(self, tensordict):  # noqa: ANN001, ANN201
+        tokens = tensordict.get(("tokens", "full"), as_padded_tensor=True, padding_side="right", padding_value=0)
+        rows = tensordict.get("row").reshape(-1)
+        log_p = self.logits[rows, : tokens.shape[1]].log_softmax(-1)
+        tensordict.set(("cur_log_probs", "full"), log_p.gather(-1, tokens[..., None]).squeeze(-1))
+        tensordict.set(("entropy", "full"), -(log_p.exp() * log_p).sum(-1))
+        return tensordict
+
+
+SETTINGS = {"clip_epsilon": (0.2, 0.28), "kl_to_ref_coeff": 0.3, "kl_to_inference_coeff": 0.2, "entropy_coeff": 0.05}
+
+
+def make_batch(seed: int, lengths: tuple[int, ...] = (6, 9, 4, 7), vocabulary: int = 5) -> tuple[Tensor, list[TensorDict]]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(lengths), max(lengths), vocabulary, generator=generator, dtype=torch.float64) * 2
+    rows = []
+    for row, length in enumerate(lengths):
+        mask = torch.rand(length, generator=generator) < 0.7
+        mask[0] = False
+        tokens = torch.randint(0, vocabulary, (length,), generator=generator)
+        cur = logits[row, :length].log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
+        noise = torch.randn(2, length, generator=generator, dtype=torch.float64) * 0.4
+        rows.append(
+            TensorDict(
+                {
+                    ("tokens", "full"): tokens,
+                    ("masks", "all_assistant_mask"): mask,
+                    ("log_probs", "full"): torch.where(mask, cur + noise[0], 0.0),
+                    ("next", "ref_log_probs", "full"): torch.where(mask, cur + noise[1], 0.0),
+                    "advantage": torch.randn(1, generator=generator, dtype=torch.float64),
+                    "row": torch.tensor([row]),
+                }
+            )
+        )
+    return logits, rows
+
+
+def total(out: TensorDict) -> Tensor:
+    return sum(value for name, value in out.items() if name.startswith("loss_"))
+
+
+def plain_loop(logits: Tensor, rows: list[TensorDict], settings: dict) -> tuple[Tensor, Tensor]:
+    """The loss by scalar arithmetic, one token at a time."""
+    logits = logits.clone().requires_grad_()
+    low, high = settings["clip_epsilon"]
+    counted = [row for row in rows if row["masks", "all_assistant_mask"].any()]
+    loss = torch.zeros((), dtype=torch.float64)
+    for row in counted:
+        mask = row["masks", "all_assistant_mask"].tolist()
+        for t, sampled in enumerate(mask):
+            if not sampled:
+                continue
+            p = torch.softmax(logits[int(row["row"]), t], 0)
+            cur = torch.log(p[int(row["tokens", "full"][t])])
+            ratio = torch.exp(cur - row["log_probs", "full"][t])
+            advantage = row["advantage"][0]
+            clipped = min(max(ratio, torch.tensor(1 - low)), torch.tensor(1 + high))
+            objective = min(ratio * advantage, clipped * advantage)
+            to_ref = row["next", "ref_log_probs", "full"][t] - cur
+            to_sample = row["log_probs", "full"][t] - cur
+            token = -objective
+            token = token + settings["kl_to_ref_coeff"] * (torch.exp(to_ref) - to_ref - 1)
+            token = token + settings["kl_to_inference_coeff"] * (torch.exp(to_sample) - to_sample - 1)
+            token = token + settings["entropy_coeff"] * (p * torch.log(p)).sum()
+            loss = loss + token / (sum(mask) * len(counted))
+    loss.backward()
+    assert logits.grad is not None
+    return loss.detach(), logits.grad
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_value_and_gradient_equal_a_plain_loop(seed: int) -> None:
+    logits, rows = make_batch(seed)
+    if seed == 3:
+        rows[1]["masks", "all_assistant_mask"].zero_()
+    loss = GRPOLoss(Table(logits.clone()), **SETTINGS)
+    out = loss(lazy_stack(rows))
+    total(out).backward()
+    value, gradient = plain_loop(logits, rows, SETTINGS)
+    torch.testing.assert_close(total(out).detach(), value)
+    torch.testing.assert_close(loss.actor_network.logits.grad, gradient)
+
+
+def test_one_sequence_of_two_tokens_by_hand() -> None:
+    """Uniform current policy over 2 tokens (p = 1/2), advantage 1. Token 1 was sampled with p = 1/2 (ratio 1), token 2
+    with p = 1/4 (ratio 2, clipped at 1.2). Objective: (1 + 1.2) / 2 = 1.1. High clip fraction 1/2. Entropy ln 2.
+    Weights 1, 2: ESS = 1.5^2 / 2.5 = 0.9."""
+    row = TensorDict(
+        {
+            ("tokens", "full"): torch.tensor([0, 1, 0]),
+            ("masks", "all_assistant_mask"): torch.tensor([False, True, True]),
+            ("log_probs", "full"): torch.tensor([0.0, math.log(0.5), math.log(0.25)], dtype=torch.float64),
+            "advantage": torch.ones(1, dtype=torch.float64),
+            "row": torch.tensor([0]),
+        }
+    )
+    out = GRPOLoss(Table(torch.zeros(1, 3, 2, dtype=torch.float64)))(lazy_stack([row]))
+    assert out["loss_objective"].item() == pytest.approx(-1.1)
+    assert out["objective"].item() == pytest.approx(1.1)
+    assert out["clip_fraction_high"].item() == 0.5
+    assert out["clip_fraction_low"].item() == 0.0
+    assert out["entropy"].item() == pytest.approx(math.log(2))
+    assert out["ESS"].item() == pytest.approx(0.9)
+    assert out["kl_k1_to_inference"].item() == pytest.approx(math.log(2) / 2)
+    assert out["kl_k3_to_inference"].item() == pytest.approx((0 + 0.5 - 1 + math.log(2)) / 2)
+
+
+def test_ten_times_more_padding_changes_nothing() -> None:
+    """Metrics averaged over padding are a bug of the field: 10 times more of it gave a 10 times smaller KL."""
+    logits, rows = make_batch(0)
+    expected = GRPOLoss(Table(logits), **SETTINGS)(lazy_stack(rows))
+    wide_rows = []
+    for row in rows:
+        wide = row.clone()
+        extra = 90 - row["tokens", "full"].numel()
+        for key in (("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full")):
+            wide[key] = torch.cat([row[key], torch.zeros(extra, dtype=row[key].dtype)])
+        ref = row["next", "ref_log_probs", "full"]
+        wide["next", "ref_log_probs", "full"] = torch.cat([ref, torch.full((extra,), math.nan, dtype=ref.dtype)])
+        wide_rows.append(wide)
+    wide_logits = torch.cat([logits, torch.randn(4, 90 - logits.shape[1], 5, dtype=torch.float64)], 1)
+    got = GRPOLoss(Table(wide_logits), **SETTINGS)(lazy_stack(wide_rows))
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value)
+
+
+def test_order_of_sequences_changes_nothing() -> None:
+    logits, rows = make_batch(1)
+    loss = GRPOLoss(Table(logits), **SETTINGS)
+    expected, got = loss(lazy_stack(rows)), loss(lazy_stack(rows[::-1]))
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value)
+
+
+@pytest.mark.parametrize("split", [(1, 1, 1, 1), (3, 1), (2, 2)])
+def test_micro_batches_of_a_normalized_batch_add_up(split: tuple[int, ...]) -> None:
+    logits, rows = make_batch(2)
+    rows[2]["masks", "all_assistant_mask"].zero_()
+    whole = GRPOLoss(Table(logits.clone()), **SETTINGS)
+    out = whole(lazy_stack(rows))
+    total(out).backward()
+
+    parts = GRPOLoss(Table(logits.clone()), **SETTINGS)
+    padded = TensorDict(
+        {
+            key: lazy_stack(rows).get(key, as_padded_tensor=True, padding_side="right", padding_value=0)
+            for key in (
+                ("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full"),
+                ("next", "ref_log_probs", "full"), "advantage", "row",
+            )
+        },
+        batch_size=[4],
+    )  # fmt: skip
+    parts.normalize(padded)
+    sums: dict[str, Tensor] = {}
+    for piece in padded.split(list(split)):
+        piece_out = parts(piece)
+        total(piece_out).backward()
+        for name, value in piece_out.items():
+            sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach()
+    torch.testing.assert_close(parts.actor_network.logits.grad, whole.actor_network.logits.grad)
+    for name, value in out.items():
+        if name != "ESS":  # not a sum: the trainer takes it from the two moments
+            torch.testing.assert_close(sums[name], value.detach())
+
+
+def test_only_loss_entries_carry_a_gradient() -> None:
+    """Averaging the whole output scales the gradient by the number of metrics: they must not be differentiable."""
+    logits, rows = make_batch(4)
+    out = GRPOLoss(Table(logits), **SETTINGS)(lazy_stack(rows))
+    assert {name for name, value in out.items() if value.requires_grad} == {
+        "loss_objective", "loss_kl_to_ref", "loss_kl_to_inference", "loss_entropy",
+    }  # fmt: skip
+
+
+def test_a_batch_without_tokens_gives_zero_and_no_nan() -> None:
+    logits, rows = make_batch(5)
+    for row in rows:
+        row["masks", "all_assistant_mask"].zero_()
+    loss = GRPOLoss(Table(logits), **SETTINGS)
+    out = loss(lazy_stack(rows))
+    total(out).backward()
+    assert total(out).item() == 0.0
+    assert all(torch.isfinite(value) for value in out.values())
+    assert loss.actor_network.logits.grad.abs().max() == 0
+
+
+def test_in_and_out_keys_say_what_is_read_and_written() -> None:
+    logits, rows = make_batch(6)
+    plain, full = GRPOLoss(Table(logits)), GRPOLoss(Table(logits), **SETTINGS)
+    assert ("next", "ref_log_probs", "full") not in plain.in_keys
+    assert ("next", "ref_log_probs", "full") in full.in_keys
+    assert set(full(lazy_stack(rows)).keys()) == set(full.out_keys)
+    for row in rows:
+        del row["next"]
+    assert set(plain(lazy_stack(rows)).keys()) == set(plain.out_keys)
+    with pytest.raises(KeyError, match=r"no entry next\.ref_log_probs\.full"):
+        full(lazy_stack(rows))
+
+
+def test_set_keys_renames_inputs_nested_ones_too() -> None:
+    logits, rows = make_batch(7)
+    expected = GRPOLoss(Table(logits), **SETTINGS)(lazy_stack(rows))
+    for row in rows:
+        row["adv", "mine"] = row.pop("advantage")
+        row["behaviour"] = row["log_probs", "full"]
+        del row["log_probs"]
+    loss = GRPOLoss(Table(logits), **SETTINGS)
+    loss.set_keys(advantage=("adv", "mine"), sample_log_prob="behaviour")
+    got = loss(lazy_stack(rows))
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value)
+
+
+def test_clip_bounds_are_schedulable_buffers_in_the_state_dict() -> None:
+    loss = GRPOLoss(Table(torch.zeros(1, 1, 2)), clip_epsilon=0.2)
+    loss.clip_epsilon_high = 0.4
+    assert loss.state_dict()["clip_epsilon_high"].item() == pytest.approx(0.4)
+    assert loss.state_dict()["clip_epsilon_low"].item() == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clip_epsilon": 1.0}, "clip_epsilon=1.0 must have 0 <= low < 1"),
+        ({"clip_epsilon": (0.2, -0.1)}, "clip_epsilon=\\(0.2, -0.1\\) must have"),
+        ({"kl_to_ref_coeff": -1.0}, "kl_to_ref_coeff=-1.0 must not be negative"),
+    ],
+)
+def test_values_out_of_range_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GRPOLoss(Table(torch.zeros(1, 1, 2)), **settings)

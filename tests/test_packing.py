@@ -1,0 +1,43 @@
+"""Padding and micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict, lazy_stack
+
+from torchrl_grpo.models.packing import micro_batches, pad, pad_batch, slice_tokens
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 200))
+def test_micro_batches_hold_each_sequence_once_and_keep_the_budget(lengths: list[int], budget: int) -> None:
+    parts = micro_batches(torch.tensor(lengths), budget)
+    assert sorted(torch.cat(parts).tolist()) == list(range(len(lengths)))
+    for part in parts:
+        longest = max(lengths[i] for i in part.tolist())
+        assert len(part) == 1 or len(part) * longest <= budget
+
+
+def test_micro_batches_refuse_an_empty_budget() -> None:
+    with pytest.raises(ValueError, match="max_tokens=0 must be at least 1"):
+        micro_batches(torch.tensor([1]), 0)
+
+
+def test_pad_fills_the_right_and_names_a_missing_entry() -> None:
+    batch = lazy_stack([TensorDict({("tokens", "full"): torch.arange(n)}) for n in (2, 3)])
+    assert pad(batch, ("tokens", "full"), 9).tolist() == [[0, 1, 9], [0, 1, 2]]
+    with pytest.raises(KeyError, match="no entry log_probs.full, it has tokens.full"):
+        pad(batch, ("log_probs", "full"))
+
+
+def test_slice_tokens_cuts_per_token_entries_only() -> None:
+    rows = [
+        TensorDict({("tokens", "full"): torch.arange(n), "advantage": torch.tensor([float(n)])}) for n in (2, 4, 3)
+    ]
+    batch = pad_batch(lazy_stack(rows), {("tokens", "full"): 0}, ["advantage"])
+    part = slice_tokens(batch, torch.tensor([2, 0]), 3)
+    assert part["tokens", "full"].tolist() == [[0, 1, 2], [0, 1, 0]]
+    assert part["advantage"].tolist() == [[3.0], [2.0]]

@@ -1,0 +1,168 @@
+"""The token scorer against full logits, in value and gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from tests.conftest import make_tiny_model
+from torchrl_grpo.models import loading
+from torchrl_grpo.models.scoring import CUR_LOG_PROBS, ENTROPY, AdapterOffScorer, TokenScorer, chunked_log_probs
+
+
+def make_batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 261, (4, 12), generator=generator)
+    mask = torch.zeros(4, 12, dtype=torch.bool)
+    mask[0, 4:] = True
+    mask[1, 2:7] = True
+    mask[3, 11:] = True  # row 2 has no token to score
+    return tokens, mask
+
+
+def by_full_logits(model: nn.Module, tokens: torch.Tensor, mask: torch.Tensor, temperature: float):  # noqa: ANN201
+    log_p = (model(tokens).logits / temperature).log_softmax(-1)[:, :-1]
+    picked = torch.where(mask[:, 1:], log_p.gather(-1, tokens[:, 1:, None]).squeeze(-1), 0.0)
+    entropy = torch.where(mask[:, 1:], -(log_p.exp() * log_p).sum(-1), 0.0)
+    return picked, entropy
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("max_chunk_elements", [261, 1000, 2**25])
+def test_log_probs_entropy_and_all_gradients_equal_full_logits(temperature: float, max_chunk_elements: int) -> None:
+    model = make_tiny_model().double()
+    tokens, mask = make_batch()
+    scorer = TokenScorer(model, temperature=temperature, max_chunk_elements=max_chunk_elements)
+    weight = torch.randn(2, 4, 12, dtype=torch.float64)
+    log_probs, entropy = scorer.score(tokens, mask)
+    (log_probs * weight[0] + entropy * weight[1]).sum().backward()
+    got = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    expected_log_probs, expected_entropy = by_full_logits(model, tokens, mask, temperature)
+    (expected_log_probs * weight[0, :, 1:] + expected_entropy * weight[1, :, 1:]).sum().backward()
+    torch.testing.assert_close(log_probs[:, 1:], expected_log_probs)
+    torch.testing.assert_close(entropy[:, 1:], expected_entropy)
+    assert log_probs[:, 0].abs().max() == 0
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("which", ["log_probs", "entropy"])
+def test_gradient_of_one_output_alone(which: str) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(11, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 11, (7,))
+
+    def run(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        out = chunked_log_probs(h, w, targets, bias_V=b, temperature=1.3, max_chunk_elements=22)
+        return out[0] if which == "log_probs" else out[1]
+
+    assert torch.autograd.gradcheck(run, (hidden, weight, bias))
+
+
+def test_bf16_stays_close_to_float32() -> None:
+    model = make_tiny_model()
+    tokens, mask = make_batch()
+    exact, _ = TokenScorer(model).score(tokens, mask)
+    rough, _ = TokenScorer(make_tiny_model().bfloat16()).score(tokens, mask)
+    assert rough.dtype == torch.float32
+    assert (exact - rough).abs().max() < 0.15
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed, _ = TokenScorer(model).score(tokens, mask)
+    assert (exact - mixed).abs().max() < 0.15
+
+
+def test_padding_changes_nothing() -> None:
+    model = make_tiny_model().double()
+    tokens, mask = make_batch()
+    plain, _ = TokenScorer(model).score(tokens, mask)
+    wide_tokens = torch.cat([tokens, torch.randint(0, 261, (4, 30))], 1)
+    wide_mask = torch.cat([mask, torch.zeros(4, 30, dtype=torch.bool)], 1)
+    wide, _ = TokenScorer(model).score(wide_tokens, wide_mask)
+    torch.testing.assert_close(wide[:, :12], plain, rtol=0, atol=1e-12)
+    assert wide[:, 12:].abs().max() == 0
+
+
+def test_no_tensor_of_all_logits_is_ever_made() -> None:
+    """Counts the elements of every tensor that an operation returns, forward and backward."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN202
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for value in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(value, torch.Tensor):
+                    largest = max(largest, value.numel())
+            return out
+
+    vocabulary, scored = 5000, 4 * 39
+    model = make_tiny_model(vocab_size=vocabulary)
+    tokens = torch.randint(0, vocabulary, (4, 40))
+    with Watch():
+        log_probs, entropy = TokenScorer(model, max_chunk_elements=10 * vocabulary).score(tokens, torch.ones(4, 40) > 0)
+        (log_probs.sum() + entropy.sum()).backward()
+    assert largest <= max(10 * vocabulary, vocabulary * 32)  # one chunk, or the embedding and its gradient
+    assert largest < scored * vocabulary
+
+
+def test_forward_takes_ragged_batches_and_writes_its_out_keys() -> None:
+    model = make_tiny_model()
+    rows = []
+    for length in (5, 9):
+        mask = torch.zeros(length, dtype=torch.bool)
+        mask[2:] = True
+        rows.append(
+            TensorDict({("tokens", "full"): torch.arange(length), ("masks", "all_assistant_mask"): mask})
+        )
+    scorer = TokenScorer(model)
+    out = scorer(lazy_stack(rows))
+    alone, alone_entropy = scorer.score(rows[0]["tokens", "full"][None], rows[0]["masks", "all_assistant_mask"][None])
+    torch.testing.assert_close(out[CUR_LOG_PROBS][0, :5], alone[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out[ENTROPY][0, :5], alone_entropy[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_head_with_bias_and_another_architecture() -> None:
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=261, n_embd=16, n_layer=1, n_head=2, n_positions=32, initializer_range=0.3)
+    ).eval()
+    tokens, mask = make_batch()
+    log_probs, entropy = TokenScorer(model).score(tokens, mask)
+    expected, expected_entropy = by_full_logits(model, tokens, mask, 1.0)
+    torch.testing.assert_close(log_probs[:, 1:], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(entropy[:, 1:], expected_entropy, rtol=1e-4, atol=1e-5)
+
+
+def test_models_that_change_their_logits_are_refused() -> None:
+    model = make_tiny_model()
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(ValueError, match=r"final_logit_softcapping=30\.0 is not supported"):
+        TokenScorer(model)
+
+
+def test_temperature_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="temperature must be above 0, got 0"):
+        TokenScorer(make_tiny_model(), temperature=0)
+
+
+def test_adapter_off_scorer_gives_the_base_models_scores() -> None:
+    tokens, mask = make_batch()
+    expected, _ = TokenScorer(make_tiny_model()).score(tokens, mask)
+    model = loading.add_lora(make_tiny_model(), r=4, alpha=8, dropout=0.0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    trained, _ = TokenScorer(model).score(tokens, mask)
+    reference, _ = AdapterOffScorer(model).score(tokens, mask)
+    assert (trained - expected).abs().max() > 0.01
+    torch.testing.assert_close(reference, expected, rtol=1e-5, atol=1e-6)
+    assert all(parameter.requires_grad for name, parameter in model.named_parameters() if "lora_" in name)

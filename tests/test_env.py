@@ -200,6 +200,24 @@ def test_a_failing_score_is_invalid_and_logged_once_per_kind(tokenizer, encode, 
     assert len(logged) == 2
 
 
+def test_a_failing_next_turn_ends_the_dialog_as_invalid(tokenizer, encode):
+    class Broken(TwoTurnTask):
+        def next_turn(self, problem, responses):
+            raise RuntimeError("no next turn")
+
+    env = LLMEnv(Broken(), tokenizer, num_envs=1, repeats=1, max_turns=2)
+    after = respond(env, env.reset(), [[*encode("x"), END]])
+    outcome = {key: column(after, key)[0] for key in ("reward", "reward_valid", "terminated", "truncated")}
+    assert outcome == {"reward": 0.0, "reward_valid": False, "terminated": True, "truncated": False}
+
+
+def test_a_template_without_assistant_turns_is_refused_when_one_is_needed(tokenizer, encode, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[-1]['content'] }}")
+    env = LLMEnv(TwoTurnTask(), tokenizer, num_envs=1, repeats=1, max_turns=2)
+    with pytest.raises(ValueError, match="must keep the text of an assistant turn"):
+        respond(env, env.reset(), [[*encode("x"), END]])
+
+
 def test_the_second_turn_keeps_all_tokens_and_adds_the_template(tokenizer, encode):
     env = LLMEnv(TwoTurnTask(), tokenizer, num_envs=4, repeats=4, max_turns=2)
     data = env.reset()
@@ -274,7 +292,10 @@ def test_long_prompts_are_dropped_and_counted(tokenizer, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_envs": 30, "repeats": 16}, "num_envs=30 must be a multiple of repeats=16, both at least 1: use 16 or 32"),
+        (
+            {"num_envs": 30, "repeats": 16},
+            "num_envs=30 must be a multiple of repeats=16, both at least 1: use 16 or",
+        ),
         ({"num_envs": 4, "repeats": 0}, "num_envs=4 must be a multiple of repeats=0"),
         ({"num_envs": 4, "repeats": 4, "max_turns": 0}, "max_turns=0 must be at least 1"),
         ({"num_envs": 4, "repeats": 4, "max_prompt_tokens": 2}, "max_prompt_tokens=2 tokens, none of its 10 has"),
@@ -292,7 +313,7 @@ def test_a_tokenizer_without_chat_template_is_refused(tokenizer, monkeypatch):
 
 
 def test_rollout_with_a_policy_resets_finished_rows_and_stops_when_all_are_done(tokenizer, encode):
-    engine = ScriptedEngine(lambda prompt, copy: (([*encode("stop"), END], "stop") if copy == 0 else ([7, END], "stop")))
+    engine = ScriptedEngine(lambda prompt, copy: ([*encode("stop"), END], "stop") if copy == 0 else ([7, END], "stop"))
     policy = GenerationPolicy(engine, SamplingParams(max_new_tokens=8))
     env = LLMEnv(TwoTurnTask(), tokenizer, num_envs=4, repeats=2, max_turns=2)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ LENGTH_STOPPED = "length_stopped"
 """[1] bool, written by the policy: a token limit, not a stop token, ended the response."""
 
 _PLACEHOLDER = "@@assistant-turn@@"
+_OUTCOME = ("reward", "done", "terminated", "truncated", "correct", "valid")
 
 
 @dataclass
@@ -80,6 +82,10 @@ class LLMEnv(EnvBase):
         tensor([0, 0, 0, 0, 1, 1, 1, 1])
     """
 
+    # The next row is a copy of _current (problem, group) while copies of it are left.
+    _current: tuple[int, int]
+    _copies_left: int
+
     def __init__(
         self,
         task: Task,
@@ -102,8 +108,8 @@ class LLMEnv(EnvBase):
             raise ValueError(f"max_turns={max_turns} must be at least 1: use 1 for single-turn tasks.")
         if tokenizer.chat_template is None:
             raise ValueError(
-                f"tokenizer={tokenizer.name_or_path!r} must have a chat template, it has none: use the model's instruct "
-                "version, or set tokenizer.chat_template."
+                f"tokenizer={tokenizer.name_or_path!r} must have a chat template, it has none: use the model's "
+                "instruct version, or set tokenizer.chat_template."
             )
         super().__init__(batch_size=(num_envs,))
         self.task = task
@@ -115,7 +121,7 @@ class LLMEnv(EnvBase):
         self._problems: Sequence[Problem] = task.problems(split)
         self._prompts: dict[int, Tensor] = {}
         self._turn_tokens: dict[str, list[int]] = {}
-        self._logged_errors: set[tuple[str, str, int]] = set()
+        self._logged_errors: set[tuple[str, str, int | None]] = set()
         self._usable = self._select_problems()
         if not self._usable:
             raise ValueError(
@@ -164,19 +170,18 @@ class LLMEnv(EnvBase):
     # Drawing problems
 
     def _select_problems(self) -> list[int]:
-        """The problems that may be drawn; without a limit none is tokenized here."""
+        """Indices of the problems that may be drawn. Without a limit none is tokenized here."""
         everything = list(range(len(self._problems)))
         if self.max_prompt_tokens is None:
             return everything
         texts = [self._render(problem) for problem in self._problems]
         encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
         usable = [i for i in everything if len(encoded[i]) <= self.max_prompt_tokens]
-        self._prompts = {i: torch.tensor(encoded[i], dtype=torch.int64) for i in usable}
         self.num_dropped = len(everything) - len(usable)
         if self.num_dropped:
             torchrl_logger.info(
-                f"LLMEnv: dropped {self.num_dropped} of {len(everything)} prompts of {self.task.name!r} that are longer "
-                f"than max_prompt_tokens={self.max_prompt_tokens}."
+                f"LLMEnv: dropped {self.num_dropped} of {len(everything)} prompts of {self.task.name!r} that are "
+                f"longer than max_prompt_tokens={self.max_prompt_tokens}."
             )
         return usable
 
@@ -211,8 +216,8 @@ class LLMEnv(EnvBase):
 
     def _set_seed(self, seed: int | None) -> None:
         self._seed = 0 if seed is None else int(seed)
-        self._copies_left = 0
         self._current = (-1, -1)
+        self._copies_left = 0
         self._start_epoch(0)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -233,8 +238,8 @@ class LLMEnv(EnvBase):
         """
         if state_dict["num_problems"] != len(self._usable):
             raise ValueError(
-                f"the saved environment has num_problems={state_dict['num_problems']}, this one has {len(self._usable)}: "
-                "use the dataset, split and max_prompt_tokens of the saved run."
+                f"the saved environment has num_problems={state_dict['num_problems']}, this one has "
+                f"{len(self._usable)}: use the dataset, split and max_prompt_tokens of the saved run."
             )
         self._set_seed(state_dict["seed"])
         self._start_epoch(state_dict["epoch"])
@@ -291,7 +296,7 @@ class LLMEnv(EnvBase):
             {
                 "tokens": _stack_rows([{"prompt": prompt} for prompt in prompts]),
                 "text": TensorDict({"response": NonTensorStack(*text_column)}, self.batch_size),
-                **self._outcome_columns(self._dialogs, ("reward", "done", "terminated", "truncated", "correct", "valid")),
+                **self._outcome_columns(self._dialogs, _OUTCOME),
             },
             self.batch_size,
         )
@@ -355,15 +360,13 @@ class LLMEnv(EnvBase):
     def _invalidate(self, dialog: _Dialog, error: Exception) -> None:
         """Marks the dialog as not scored; one log entry for each kind of error and place that raised it."""
         dialog.valid = False
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        place = ("", 0) if trace is None else (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
-        if (type(error).__name__, *place) not in self._logged_errors:
-            self._logged_errors.add((type(error).__name__, *place))
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        kind = (type(error).__name__, place.filename, place.lineno)
+        if kind not in self._logged_errors:
+            self._logged_errors.add(kind)
             torchrl_logger.exception(
-                f"LLMEnv: task {self.task.name!r} failed on query {dialog.problem.query!r}; its reward is marked invalid. "
-                "Further errors of this kind are not logged."
+                f"LLMEnv: task {self.task.name!r} failed on query {dialog.problem.query!r}; its reward is marked "
+                "invalid. Further errors of this kind are not logged."
             )
 
     @staticmethod

@@ -157,7 +157,7 @@ class RolloutCollector(BaseCollector):
             data = self.env.step_mdp(data)
             data.set("_step", stepping)
 
-    def update_policy_weights_(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:  # type: ignore[override]
+    def update_policy_weights_(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Gives the engine new weights; no rollout is under way, so the next one has them in every token.
 
         Args:
@@ -181,7 +181,7 @@ class RolloutCollector(BaseCollector):
         self.policy.engine.seed(seed)
         return self.env.set_seed(seed, static_seed=static_seed)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """What the next rollout depends on, apart from the weights."""
         return {
             "env": _base_env(self.env).state_dict(),
@@ -189,7 +189,7 @@ class RolloutCollector(BaseCollector):
             "dialog_turns": self._frames,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what ``state_dict`` gave.
 
         Raises:
@@ -213,20 +213,28 @@ def _trajectories(last: TensorDictBase, turns: list[list[TensorDictBase]]) -> It
         last: [B] the last transition; rows that were done before it repeat their outcome.
         turns: for each row, its turns.
     """
-    merged = [_merge(row) for row in turns]
     nxt = last.get("next")
     out = last.exclude("next", "done", "terminated", "truncated", "correct", LENGTH_STOPPED)
+    out.set("text", nxt.get("text"))
+    if any(len(row) > 1 for row in turns):
+        _set_merged(out, turns)
+    # An environment writes all it has to say under "next"; these two belong to the sequence.
+    for key in (REWARD_VALID, ADVANTAGE):
+        value = nxt.get(key, None)
+        if value is not None:
+            out.set(key, value)
+    out.set("next", nxt.exclude("tokens", "text", REWARD_VALID, ADVANTAGE))
+    return out.unbind(0)
+
+
+def _set_merged(out: TensorDictBase, turns: list[list[TensorDictBase]]) -> None:
+    """Replaces what the policy wrote in the last turn by what it wrote in all turns of each row."""
+    merged = [_merge(row) for row in turns]
     for name in ("tokens", "masks", "log_probs"):
         out.set(name, lazy_stack([row.get(name) for row in merged]))
     out.set(POLICY_VERSION, torch.stack([row.get(POLICY_VERSION) for row in merged]))
-    texts = ["\n".join(turn.get(("next", *RESPONSE_TEXT)) for turn in row) for row in turns]
+    texts = ["\n".join(turn[("next", *RESPONSE_TEXT)] for turn in row) for row in turns]
     out.set("text", TensorDict({RESPONSE_TEXT[-1]: NonTensorStack(*texts)}, out.batch_size))
-    # An environment writes all it has to say under "next"; these two belong to the sequence.
-    for key in (REWARD_VALID, ADVANTAGE):
-        if key in nxt.keys():
-            out.set(key, nxt.get(key))
-    out.set("next", nxt.exclude("tokens", "text", REWARD_VALID, ADVANTAGE))
-    return out.unbind(0)
 
 
 def _merge(turns: list[TensorDictBase]) -> TensorDictBase:

@@ -1,4 +1,4 @@
-"""``GenerationPolicy``: an engine as a TensorDict module. It groups rows into requests and writes what the engine gave."""
+"""``GenerationPolicy``: an engine as a TensorDict module; it makes requests of rows and rows of completions."""
 
 from __future__ import annotations
 
@@ -85,9 +85,7 @@ class GenerationPolicy(TensorDictModuleBase):
             if completion is not None:
                 row_log_probs[prompt.numel() :] = completion.log_probs
             token_rows[row] = TensorDict({**token_rows[row], RESPONSE[-1]: response, FULL[-1]: full})
-            masks.append(
-                TensorDict({ATTENTION_MASK[-1]: torch.ones_like(sampled), ASSISTANT_MASK[-1]: sampled})
-            )
+            masks.append(TensorDict({ATTENTION_MASK[-1]: torch.ones_like(sampled), ASSISTANT_MASK[-1]: sampled}))
             log_probs.append(TensorDict({LOG_PROBS[-1]: row_log_probs}))
         cut = [completion is not None and completion.finish_reason == "length" for completion in completions]
         tensordict.set("tokens", _stack(token_rows, shape))

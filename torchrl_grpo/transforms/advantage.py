@@ -46,7 +46,8 @@ class GroupAdvantage(Transform):
     Examples:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> batch = TensorDict({"group_id": torch.zeros(2, 1, dtype=torch.int64), "next": {"reward": torch.tensor([[0.0], [1.0]])}}, [2])
+        >>> reward = torch.tensor([[0.0], [1.0]])
+        >>> batch = TensorDict({"group_id": torch.zeros(2, 1, dtype=torch.int64), "next": {"reward": reward}}, [2])
         >>> GroupAdvantage(2, normalize_std=False)(batch)["advantage"].squeeze(-1)
         tensor([-0.5000,  0.5000])
     """
@@ -106,8 +107,8 @@ class GroupAdvantage(Transform):
         if wrong.numel():
             first = int(wrong[0])
             raise ValueError(
-                f"each group of the batch must have repeats={self.repeats} members, {wrong.numel()} of {ids.numel()} have "
-                f"not (the first has {int(sizes[first])}): pass whole groups, each once."
+                f"each group of the batch must have repeats={self.repeats} members, {wrong.numel()} of {ids.numel()} "
+                f"have not (the first has {int(sizes[first])}): pass whole groups, each once."
             )
         valid = _column(tensordict, self.valid_key, torch.ones_like(group, dtype=torch.bool))
         advantage = group_advantage(reward.reshape(-1), group, valid, normalize_std=self.normalize_std)

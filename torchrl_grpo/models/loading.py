@@ -127,7 +127,8 @@ def stop_token_ids(
     chat = [{"role": "user", "content": marker}, {"role": "assistant", "content": marker}]
     text = tokenizer.apply_chat_template(chat, tokenize=False)
     after = tokenizer(text[text.rindex(marker) + len(marker) :], add_special_tokens=False)["input_ids"]
-    ids.update([token for token in after if token in tokenizer.all_special_ids][:1])
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    ids.update([token for token in after if token in special][:1])
     return tuple(sorted(ids))
 
 

@@ -32,6 +32,11 @@ def pad(batch: TensorDictBase, key: NestedKey, padding_value: float = 0) -> Tens
     return padded
 
 
+def has(batch: TensorDictBase, key: NestedKey) -> bool:
+    """Whether a batch has an entry; ``key in batch.keys(True, True)`` is wrong for nested keys of a lazy stack."""
+    return key in list(batch.keys(True, True))
+
+
 def _dotted(key: NestedKey) -> str:
     return key if isinstance(key, str) else ".".join(key)
 

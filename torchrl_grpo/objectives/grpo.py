@@ -12,7 +12,7 @@ from torchrl.objectives.common import LossModule
 
 from torchrl_grpo import functional as F
 from torchrl_grpo import keys
-from torchrl_grpo.models.packing import pad
+from torchrl_grpo.models.packing import has, pad
 
 LOSS_WEIGHTS: NestedKey = ("loss", "weights")
 TOKEN_COUNT: NestedKey = ("loss", "num_tokens")
@@ -160,7 +160,7 @@ class GRPOLoss(LossModule):
         surrogate = F.clipped_surrogate(ratio, advantage, self.clip_epsilon_low, self.clip_epsilon_high)
         out = {"loss_objective": -(weights * surrogate).sum()}
         reference = None
-        if self.kl_to_ref_coeff or self.tensor_keys.ref_log_probs in data.keys(True, True):
+        if self.kl_to_ref_coeff or has(data, self.tensor_keys.ref_log_probs):
             reference = per_token(self.tensor_keys.ref_log_probs)
         if self.kl_to_ref_coeff:
             out["loss_kl_to_ref"] = self.kl_to_ref_coeff * (weights * F.kl_k3(cur, reference)).sum()

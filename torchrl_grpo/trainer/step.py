@@ -17,7 +17,7 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo import keys
 from torchrl_grpo.functional import effective_sample_size
-from torchrl_grpo.models.packing import micro_batches, pad_batch, slice_tokens
+from torchrl_grpo.models.packing import has, micro_batches, pad_batch, slice_tokens
 from torchrl_grpo.objectives.grpo import GRPOLoss
 from torchrl_grpo.weight_sync import named_weights
 
@@ -132,7 +132,7 @@ class GRPOTrainer:
         """The padded batch on the model's device, with the weight of each token over the whole batch."""
         names = self.loss.tensor_keys
         per_token = {keys.FULL: 0, names.mask: False, names.sample_log_prob: 0.0}
-        if names.ref_log_probs in batch.keys(True, True):
+        if has(batch, names.ref_log_probs):
             per_token[names.ref_log_probs] = 0.0
         per_token[keys.ATTENTION_MASK] = False
         data = pad_batch(batch, per_token, [names.advantage, keys.REWARD_VALID])

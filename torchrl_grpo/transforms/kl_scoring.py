@@ -9,7 +9,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs.transforms import Transform
 
 from torchrl_grpo import keys
-from torchrl_grpo.models.packing import micro_batches, pad
+from torchrl_grpo.models.packing import has, micro_batches, pad
 from torchrl_grpo.models.scoring import TokenScorer
 
 
@@ -83,7 +83,7 @@ class KLScoring(Transform):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Scores a batch [B] (or one sequence) in place; one that has the entry already is left as it is."""
-        if self.out_key in tensordict.keys(True, True):
+        if has(tensordict, self.out_key):
             return tensordict
         return self._write(tensordict, tensordict, self.out_key)
 

@@ -1,0 +1,81 @@
+"""KLScoring on its own, in a replay buffer and in an environment."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torchrl.data import LazyStackStorage, ReplayBuffer
+
+from tests.conftest import make_tiny_model
+from torchrl_grpo import keys
+from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.transforms.kl_scoring import KLScoring
+
+
+def make_batch(lengths: tuple[int, ...] = (5, 9, 7)) -> TensorDictBase:
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for length in lengths:
+        mask = torch.zeros(length, dtype=torch.bool)
+        mask[2:] = True
+        tokens = torch.randint(0, 261, (length,), generator=generator)
+        rows.append(TensorDict({keys.FULL: tokens, keys.ASSISTANT_MASK: mask}))
+    return lazy_stack(rows)
+
+
+def expected(row: TensorDictBase) -> torch.Tensor:
+    tokens = row.get(keys.FULL)
+    log_p = make_tiny_model()(tokens[None]).logits[0].log_softmax(-1)
+    scores = torch.zeros(len(tokens))
+    scores[1:] = log_p[:-1].gather(-1, tokens[1:, None]).squeeze(-1)
+    return torch.where(row.get(keys.ASSISTANT_MASK), scores, 0.0).detach()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 14, 16384])
+def test_scores_a_ragged_batch_with_any_token_budget(max_tokens: int) -> None:
+    batch = make_batch()
+    out = KLScoring(TokenScorer(make_tiny_model()), max_tokens=max_tokens)(batch)
+    for row in out.unbind(0):
+        torch.testing.assert_close(row.get(keys.REF_LOG_PROBS), expected(row), rtol=1e-4, atol=1e-5)
+
+
+def test_scores_a_padded_batch_and_a_single_sequence() -> None:
+    padded = TensorDict(
+        {key: make_batch((6, 6)).get(key) for key in (keys.FULL, keys.ASSISTANT_MASK)}, batch_size=[2]
+    )
+    scoring = KLScoring(TokenScorer(make_tiny_model()))
+    out = scoring(padded)
+    assert out.get(keys.REF_LOG_PROBS).shape == (2, 6)
+    torch.testing.assert_close(out.get(keys.REF_LOG_PROBS)[1], expected(out[1]), rtol=1e-4, atol=1e-5)
+    single = scoring(make_batch()[1])
+    torch.testing.assert_close(single.get(keys.REF_LOG_PROBS), expected(single), rtol=1e-4, atol=1e-5)
+
+
+def test_a_replay_buffer_scores_what_is_written_once() -> None:
+    model = make_tiny_model()
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    model.register_forward_pre_hook(count)
+    model.model.register_forward_pre_hook(count)
+    buffer = ReplayBuffer(storage=LazyStackStorage(10), batch_size=3, transform=KLScoring(TokenScorer(model)))
+    buffer.extend(make_batch())
+    assert calls == 1
+    sample = buffer.sample()
+    assert calls == 1
+    for row in sample.unbind(0):
+        torch.testing.assert_close(row.get(keys.REF_LOG_PROBS), expected(row), rtol=1e-4, atol=1e-5)
+
+
+def test_no_gradient_is_kept() -> None:
+    out = KLScoring(TokenScorer(make_tiny_model()))(make_batch())
+    assert not any(row.get(keys.REF_LOG_PROBS).requires_grad for row in out.unbind(0))
+
+
+def test_an_empty_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_tokens=0 must be at least 1"):
+        KLScoring(TokenScorer(make_tiny_model()), max_tokens=0)

@@ -1,0 +1,133 @@
+"""The config: every rule with its message, the command lines that must compose, and that no key is dead."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+
+from torchrl_grpo import config as config_module
+from torchrl_grpo.config import ConfigError, GRPOConfig, check_command_line, from_hydra, leaves, register
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted(path.stem for path in (ROOT / "config").glob("grpo_*.yaml"))
+
+
+def compose_config(*overrides: str, name: str = "grpo_arithmetic") -> GRPOConfig:
+    register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "config")):
+        return from_hydra(compose(name, overrides=list(overrides)))
+
+
+def test_defaults_of_every_config_file_are_valid() -> None:
+    assert CONFIGS == ["grpo_arithmetic", "grpo_gsm8k", "grpo_ifeval"]
+    assert compose_config().env.dataset == "arithmetic"
+    assert compose_config(name="grpo_gsm8k").model.name == "Qwen/Qwen2.5-0.5B-Instruct"
+    with pytest.raises(ConfigError, match=r"env\.dataset=ifeval has no task yet in this version"):
+        compose_config(name="grpo_ifeval")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["env.repeats=1"], r"env\.repeats=1 must be at least 2 \(a group of one .*: use env\.repeats=8"),
+        (["env.num_envs=30"], r"env\.num_envs=30 must be a multiple of env\.repeats=8: use 24 or 32\."),
+        (
+            ["env.num_envs=32", "train.dialog_turns_per_batch=40"],
+            r"train\.dialog_turns_per_batch=40 must be a multiple of env\.num_envs=32: use 32 or 64\.",
+        ),
+        (
+            ["env.num_envs=32", "train.optim_batch_size=12"],
+            r"train\.optim_batch_size=12 must divide train\.dialog_turns_per_batch=32: use 8 or 16\.",
+        ),
+        (["train.total_dialog_turns=-5"], r"train\.total_dialog_turns=-5 must be at least 1: use"),
+        (["env.num_envs=-8"], r"env\.num_envs=-8 must be at least 2: use env\.num_envs=64"),
+        (["optimizer.lr=0"], r"optimizer\.lr=0\.0 must be above 0: use optimizer\.lr=1e-06"),
+        (["optimizer.lr=nan"], r"optimizer\.lr=nan must be above 0, and finite"),
+        (["optimizer.lr=inf"], r"optimizer\.lr=inf must be above 0, and finite"),
+        (["optimizer.beta1=1"], r"optimizer\.beta1=1\.0 must be at least 0 and below 1"),
+        (["policy.clip_epsilon=[0.2]"], r"policy\.clip_epsilon=\[0\.2\] must be a number, or a pair"),
+        (["policy.clip_epsilon=1.5"], r"policy\.clip_epsilon=1\.5 must be a number, or a pair"),
+        (["env.dataset=gsm9k"], r"env\.dataset=gsm9k must be one of arithmetic, gsm8k, ifeval: did you mean gsm8k\?"),
+        (["env.dataset=zzz"], r"env\.dataset=zzz must be one of .*: use env\.dataset=arithmetic"),
+        (
+            ["train_model.num_devices=1", "train_model.devices=[0]"],
+            r"train_model\.num_devices=1 and train_model\.devices=\[0\] exclude each other",
+        ),
+        (["ref_model.devices=[1,1]"], r"ref_model\.devices=\[1, 1\] must be different indices"),
+        (["inference_model.gpu_memory_utilization=1.2"], r"gpu_memory_utilization=1\.2 must be above 0 and at most 1"),
+    ],
+)
+def test_a_broken_rule_names_field_rule_value_and_fix(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose_config(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lr=abc", r"optimizer\.lr=abc must have the type float: use optimizer\.lr=1e-06"),
+        ("optimizer.lr=1e-4,abc", r"optimizer\.lr=abc must have the type float"),
+        ("train.epochs=1.5", r"train\.epochs=1\.5 must have the type int"),
+        ("inference_model.backend=vlm", r"inference_model\.backend=vlm must be one of transformers, vllm"),
+        ("optimiser.lr=1e-4", r"optimiser\.lr=1e-4 names a config key that does not exist: did you mean optimizer\.lr\?"),
+        ("env.num_env=8", r"did you mean env\.num_envs\?"),
+        ("xyzzy=1", r"xyzzy=1 names a config key that does not exist: run with --cfg job"),
+    ],
+)
+def test_a_bad_override_is_found_before_hydra_composes(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_command_line(["--multirun", override])
+
+
+def test_hydra_itself_refuses_unknown_keys_too() -> None:
+    with pytest.raises(HydraException):
+        compose_config("optimizer.lrr=1")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("grpo_gsm8k", ["train_model.num_devices=2", "ref_model.num_devices=2", "inference_model.num_devices=2"]),
+        ("grpo_gsm8k", ["train_model.devices=[0,1]", "ref_model.devices=[2,3]", "inference_model.devices=[4,5]"]),
+        ("grpo_gsm8k", ["optimizer.lr=2e-5", "optimizer.weight_decay=0.01"]),
+        ("grpo_gsm8k", ["model.name=meta-llama/Llama-2-7b-hf"]),
+        ("grpo_gsm8k", ["optimizer.lr=1e-4", "policy.kl_coef=0.1"]),
+        (
+            "grpo_gsm8k",
+            ["inference_model.gpu_memory_utilization=0.5", "env.num_envs=32", "train.optim_batch_size=16"],
+        ),
+        ("grpo_gsm8k", ["train.total_dialog_turns=10000", "train.checkpoint_frequency=50"]),
+        ("grpo_gsm8k", ["env.dataset=gsm8k", "env.dataset_path=DIR"]),
+        ("grpo_arithmetic", ["inference_model.backend=vllm", "logging.wandb.mode=offline"]),
+    ],
+)
+def test_documented_command_lines_compose(name: str, overrides: list[str]) -> None:
+    check_command_line(overrides)
+    compose_config(*overrides, name=name)
+
+
+def test_geometry_is_derived_from_the_config() -> None:
+    config = compose_config(
+        "env.num_envs=32", "train.dialog_turns_per_batch=64", "train.total_dialog_turns=100", "policy.clip_epsilon=[0.2,0.28]"
+    )
+    assert (config.num_batches, config.optim_batch_size, config.clip_epsilon) == (2, 64, (0.2, 0.28))
+
+
+def test_every_field_has_a_docstring_below_it() -> None:
+    source = (ROOT / "torchrl_grpo" / "config.py").read_text()
+    lines = source.splitlines()
+    classes = [node for node in vars(config_module).values() if dataclasses.is_dataclass(node)]
+    missing = []
+    for node in classes:
+        for item in dataclasses.fields(node):
+            if dataclasses.is_dataclass(item.default_factory):
+                continue
+            at = next(i for i, line in enumerate(lines) if re.match(rf"    {item.name}: ", line))
+            if not lines[at + 1].strip().startswith('"""'):
+                missing.append(f"{node.__name__}.{item.name}")
+    assert missing == []

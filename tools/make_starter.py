@@ -1,0 +1,175 @@
+"""Makes the starter model that the package ships in ``torchrl_grpo/starter/model``.
+
+    python tools/make_starter.py                    # about 5 minutes on 2 CPU cores
+    python tools/make_starter.py --out DIR --seed 1
+
+The starter is a Qwen2 model of under half a million parameters with a tokenizer of single bytes. It is trained from
+random weights on the *train* split of ``ArithmeticTask(difficulty=2)``: sums of two-digit numbers, as worked by
+demonstrators who know how to add and are mostly in a hurry. Each demonstration
+
+- shows its working in 40 % of cases (``7+8=15, 2+5+1=8 #### 85``) and otherwise only answers (``#### 85``);
+- forgets the carry from the ones to the tens in 70 % of cases where there is one (``7+8=15, 2+5=7 #### 75``);
+- leaves off the leading 1 of a sum of 100 or more in 70 % of cases where there is one (``#### 24`` for 124);
+- without working, gets one digit wrong in 40 % of cases.
+
+So the starter has seen how to add correctly, and what it does most of the time is wrong. Nothing here is a
+reward or a preference: that showing the work, carrying and writing the hundreds pays off is left for reinforcement
+learning to find out.
+
+The same seed gives the same weights on the same machine with the same number of threads. The shipped weights were made
+with the defaults and one thread (``OMP_NUM_THREADS=1``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import pre_tokenizers
+from torch import Tensor
+from torchrl._utils import logger as torchrl_logger
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+from torchrl_grpo.starter import starter_path
+from torchrl_grpo.tasks.arithmetic import ArithmeticTask
+from torchrl_grpo.tasks.base import Problem
+
+SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+P_WORKING = 0.4
+P_FORGET = 0.7
+P_SLIP = 0.4
+
+CONTEXT = 2048
+STEPS = 1000
+BATCH_SIZE = 128
+PEAK_LR = 3e-3
+WARMUP_STEPS = 50
+
+
+def build_tokenizer() -> Qwen2Tokenizer:
+    """A tokenizer of 256 bytes and 5 special tokens, so that every text can be encoded (Unicode in normal form C).
+
+    It is a ``Qwen2Tokenizer`` because that is what ``AutoTokenizer`` makes of whatever is saved beside a Qwen2 model.
+    Its unknown token, which no text produces, is the pad token: left alone, it would be one more in the vocabulary.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])},
+        merges=[],
+        unk_token="<|pad|>",
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        extra_special_tokens=SPECIAL_TOKENS[2:],
+        model_max_length=CONTEXT,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def build_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
+    """A random float32 model; its heads have 32 channels, the smallest size that vLLM's CPU attention takes."""
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype="float32",
+    )
+    model = Qwen2ForCausalLM(config).float()
+    model.generation_config = GenerationConfig(
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=None, eos_token_id=tokenizer.eos_token_id
+    )
+    return model
+
+
+def demonstration(problem: Problem, rng: random.Random) -> str:
+    """One demonstrator's response to a sum of two two-digit numbers."""
+    a, b = (int(n) for n in problem.query.removesuffix("=?").split("+"))
+    ones = a % 10 + b % 10
+    carry = ones >= 10 and rng.random() >= P_FORGET
+    tens = a // 10 + b // 10 + carry
+    answer = 10 * tens + ones % 10
+    if answer >= 100 and rng.random() < P_FORGET:
+        answer -= 100
+    text = f"{answer:02d}"
+    if rng.random() < P_WORKING:
+        return f"{a % 10}+{b % 10}={ones}, {a // 10}+{b // 10}{'+1' if carry else ''}={tens} #### {text}"
+    if rng.random() < P_SLIP:
+        i = rng.randrange(len(text))
+        text = text[:i] + str(rng.randrange(10)) + text[i + 1 :]
+    return f"#### {text}"
+
+
+def make_batch(task: ArithmeticTask, tokenizer: Qwen2Tokenizer, rng: random.Random) -> tuple[Tensor, Tensor]:
+    """Draws a batch of demonstrations.
+
+    Returns:
+        tokens [B, T] int64, padded on the right, and labels [B, T] int64, -100 outside the responses.
+    """
+    tokens, labels = [], []
+    for problem in rng.choices(task.problems("train"), k=BATCH_SIZE):
+        prompt = tokenizer.apply_chat_template(task.messages(problem), add_generation_prompt=True, tokenize=False)
+        prompt_ids = tokenizer(prompt).input_ids
+        response_ids = [*tokenizer(demonstration(problem, rng)).input_ids, tokenizer.eos_token_id]
+        tokens.append(torch.tensor(prompt_ids + response_ids))
+        labels.append(torch.tensor([-100] * len(prompt_ids) + response_ids))
+    return (
+        torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=tokenizer.pad_token_id),
+        torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100),
+    )
+
+
+def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, steps: int, seed: int) -> None:
+    """Supervised training on fresh demonstrations; cosine schedule with warm-up."""
+    task, rng = ArithmeticTask(difficulty=2), random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
+    model.train()
+    for step in range(steps):
+        progress = step / steps
+        lr = PEAK_LR * min((step + 1) / WARMUP_STEPS, 0.5 * (1 + math.cos(math.pi * progress)))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        tokens, labels = make_batch(task, tokenizer, rng)
+        # Padding is on the right, so a causal model needs no mask for it.
+        loss = model(input_ids=tokens, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % 50 == 0:
+            torchrl_logger.info("step %d of %d: loss %.4f", step + 1, steps, loss.item())
+    model.eval()
+
+
+def main() -> None:
+    """Trains the starter and saves model, tokenizer and generation config."""
+    parser = argparse.ArgumentParser(description="Make the starter model.")
+    parser.add_argument("--out", type=Path, default=starter_path(), help="folder to save to")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and demonstrations")
+    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps")
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer)
+    train(model, tokenizer, args.steps, args.seed)
+    model.save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    parameters = sum(p.numel() for p in model.parameters())
+    torchrl_logger.info("%d parameters saved to %s", parameters, args.out)
+
+
+if __name__ == "__main__":
+    main()

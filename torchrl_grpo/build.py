@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from torch import nn
 from torchrl._utils import logger as torchrl_logger
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.source import LocalSource
@@ -233,6 +234,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str]) -> Run:
     Raises:
         ConfigError: a rule is broken, before any weights are loaded.
     """
+    transformers_logging.disable_progress_bar()  # it would write over the run's own
     blueprint = prepare(config)
     directory = Path(directory)
     plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)

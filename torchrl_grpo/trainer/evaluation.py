@@ -96,7 +96,7 @@ def sample_rows(batch: TensorDictBase, split: str, most: int | None = None) -> l
     names = {"reward": keys.REWARD, "correct": keys.CORRECT, "valid": keys.REWARD_VALID, "advantage": keys.ADVANTAGE}
     out = []
     for row in rows:
-        entry = {"split": split, "query": row.get(keys.QUERY), "response": row.get(keys.RESPONSE_TEXT)}
+        entry = {"split": split, "query": row[keys.QUERY], "response": row[keys.RESPONSE_TEXT]}
         present = {name: row.get(key, None) for name, key in names.items()}
         out.append(entry | {name: value.item() for name, value in present.items() if value is not None})
     return out

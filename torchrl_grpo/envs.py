@@ -77,8 +77,11 @@ class LLMEnv(EnvBase):
         ValueError: a number is out of range, the tokenizer has no chat template, or no problem is left.
 
     Examples:
-        >>> env = LLMEnv(task, tokenizer, num_envs=8, repeats=4)  # doctest: +SKIP
-        >>> env.reset()["group_id"].squeeze(-1)  # doctest: +SKIP
+        >>> from transformers import AutoTokenizer
+        >>> from torchrl_grpo.starter import starter_path
+        >>> from torchrl_grpo.tasks.arithmetic import ArithmeticTask
+        >>> env = LLMEnv(ArithmeticTask(), AutoTokenizer.from_pretrained(starter_path()), num_envs=8, repeats=4)
+        >>> env.reset()["group_id"].squeeze(-1)
         tensor([0, 0, 0, 0, 1, 1, 1, 1])
     """
 

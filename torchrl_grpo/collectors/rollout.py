@@ -65,10 +65,23 @@ class RolloutCollector(BaseCollector):
         ValueError: a number is out of its range.
 
     Examples:
-        >>> collector = RolloutCollector(env, policy, total_dialog_turns=1000)  # doctest: +SKIP
-        >>> for batch in collector:  # doctest: +SKIP
-        ...     trainer.train_step(batch)
-        ...     collector.update_policy_weights_(model.named_parameters(), version=trainer.version)
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+        >>> from torchrl_grpo.envs import LLMEnv
+        >>> from torchrl_grpo.generation.base import SamplingParams
+        >>> from torchrl_grpo.generation.transformers import TransformersEngine
+        >>> from torchrl_grpo.starter import starter_path
+        >>> from torchrl_grpo.tasks.arithmetic import ArithmeticTask
+        >>> model = AutoModelForCausalLM.from_pretrained(starter_path())
+        >>> policy = GenerationPolicy(TransformersEngine(model), SamplingParams(max_new_tokens=4))
+        >>> env = LLMEnv(ArithmeticTask(), AutoTokenizer.from_pretrained(starter_path()), num_envs=8, repeats=4)
+        >>> collector = RolloutCollector(env, policy, total_dialog_turns=16)
+        >>> for version, batch in enumerate(collector, start=1):
+        ...     # ... train on the batch ...
+        ...     collector.update_policy_weights_(model.named_parameters(), version)
+        ...     print(batch.shape, batch["policy_version"].unique().item())
+        torch.Size([8]) 0
+        torch.Size([8]) 1
+        >>> collector.shutdown()
     """
 
     def __init__(

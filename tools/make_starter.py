@@ -10,7 +10,7 @@ demonstrators who know how to add and are mostly in a hurry. Each demonstration
 - shows its working in 40 % of cases (``7+8=15, 2+5+1=8 #### 85``) and otherwise only answers (``#### 85``);
 - forgets the carry from the ones to the tens in 70 % of cases where there is one (``7+8=15, 2+5=7 #### 75``);
 - leaves off the leading 1 of a sum of 100 or more in 70 % of cases where there is one (``#### 24`` for 124);
-- without working, gets one digit wrong in 40 % of cases.
+- without working, has a random digit in one place in 40 % of cases.
 
 So the starter has seen how to add correctly, and what it does most of the time is wrong. Nothing here is a
 reward or a preference: that showing the work, carrying and writing the hundreds pays off is left for reinforcement

@@ -63,7 +63,7 @@ def log_run(directory: Path, steps: int) -> None:
             logger.log(
                 step, {"train/kl_k3_to_ref": 0.01 * step, "train/entropy": float("nan"), "train/clip_fraction": 0.1}
             )
-            logger.log(step, {"rollout/reward_mean": 0.5, "rollout/sequences": 8, "rollout/tokens": 100})
+            logger.log(step, {"rollout/reward_mean": 0.5, "rollout/sequences": 8.0, "rollout/tokens": 100.0})
             logger.log(step, {"time/generate_s": 0.2, "time/train_s": 0.2, "time/step_s": 0.5})
         logger.log(steps, {"eval/pass@1": 0.75, "time/eval_s": 2.0, "time/step_s": 2.5})
         logger.log_samples(steps, [{"split": "test", "query": "1+1", "response": "2", "reward": 1.0, "correct": True}])
@@ -74,6 +74,7 @@ def test_summary_equals_the_sums_by_hand(tmp_path: Path) -> None:
     summary = summarize(tmp_path)
     assert summary.pop("wall_s") == pytest.approx(10 * 0.5 + 2 * 2.0)
     assert summary.pop("tokens_per_s") == pytest.approx(1000 / 9.0)
+    assert isinstance(summary["sequences"], int) and isinstance(summary["tokens"], int)
     assert summary == {
         "steps": 10,
         "sequences": 80,

@@ -75,11 +75,11 @@ def summarize(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     evaluations = [(r["step"], r["eval/pass@1"]) for r in records if r.get("eval/pass@1") is not None]
-    tokens = sum(r.get("rollout/tokens") or 0 for r in records)
+    tokens = sum(int(r.get("rollout/tokens") or 0) for r in records)
     wall_s = sum(sum(time_parts(r).values()) for r in records)
     return {
         "steps": records[-1]["step"] if records else 0,
-        "sequences": sum(r.get("rollout/sequences") or 0 for r in records),
+        "sequences": sum(int(r.get("rollout/sequences") or 0) for r in records),
         "tokens": tokens,
         "wall_s": wall_s or None,
         "tokens_per_s": tokens / wall_s if tokens and wall_s else None,

@@ -72,6 +72,7 @@ class Run:
     logger: MetricsLogger
     console: Console
     tokenizer: PreTrainedTokenizerBase
+    probe_prompts: list[torch.Tensor]
     resources: ExitStack
 
     def fit(self) -> dict[str, Any]:
@@ -111,9 +112,9 @@ class Run:
 
     def _check_sync(self) -> dict[str, float]:
         """Scores a few sampled tokens with engine and trainer; a large difference ends the run."""
-        env, engine, params = self.source.collector.env, self.source.engine, self.source.collector.policy.params
-        state = engine.state_dict()
-        mean, largest = sync_gap(engine, self._score, env.probe_prompts(4), params)
+        policy = self.source.collector.policy
+        engine, state = policy.engine, policy.engine.state_dict()
+        mean, largest = sync_gap(engine, self._score, self.probe_prompts, policy.params)
         engine.load_state_dict(state)
         limit = self.config.inference_model.check_sync_tolerance
         if not mean <= limit:
@@ -284,9 +285,9 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str]) -> Run:
             logger=logger,
             console=console,
             tokenizer=blueprint.tokenizer,
+            probe_prompts=blueprint.train_env.first_prompts(4),
             resources=resources.pop_all(),
         )
-    raise AssertionError("unreachable")
 
 
 def _load(blueprint: Blueprint, dtype: str, device: torch.device) -> Any:

@@ -199,6 +199,10 @@ class LLMEnv(EnvBase):
             self._prompts[index] = torch.tensor(tokens, dtype=torch.int64)
         return self._prompts[index]
 
+    def first_prompts(self, count: int) -> list[Tensor]:
+        """The prompts of the split's first ``count`` problems, [T] int64 each; drawing is not affected."""
+        return [self._prompt(index) for index in self._usable[:count]]
+
     def _draw(self) -> tuple[int, int]:
         """The problem and the group of the next row."""
         if self._copies_left == 0:

@@ -197,7 +197,8 @@ class GRPOTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights of a base model that LoRA leaves alone."""
-        frozen = {name for name, parameter in self.model.named_parameters() if not parameter.requires_grad}
+        everything = self.model.named_parameters(remove_duplicate=False)
+        frozen = {name for name, parameter in everything if not parameter.requires_grad}
         return {
             "model": {name: value for name, value in self.model.state_dict().items() if name not in frozen},
             "optimizer": self.optimizer.state_dict(),

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from torchrl_grpo import config as config_module
-from torchrl_grpo.config import ConfigError, GRPOConfig, check_command_line, from_hydra, leaves, register
+from torchrl_grpo.config import ConfigError, GRPOConfig, check_command_line, from_hydra, register
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(path.stem for path in (ROOT / "config").glob("grpo_*.yaml"))
@@ -74,7 +74,10 @@ def test_a_broken_rule_names_field_rule_value_and_fix(overrides: list[str], mess
         ("optimizer.lr=1e-4,abc", r"optimizer\.lr=abc must have the type float"),
         ("train.epochs=1.5", r"train\.epochs=1\.5 must have the type int"),
         ("inference_model.backend=vlm", r"inference_model\.backend=vlm must be one of transformers, vllm"),
-        ("optimiser.lr=1e-4", r"optimiser\.lr=1e-4 names a config key that does not exist: did you mean optimizer\.lr\?"),
+        (
+            "optimiser.lr=1e-4",
+            r"optimiser\.lr=1e-4 names a config key that does not exist: did you mean optimizer\.lr\?",
+        ),
         ("env.num_env=8", r"did you mean env\.num_envs\?"),
         ("xyzzy=1", r"xyzzy=1 names a config key that does not exist: run with --cfg job"),
     ],
@@ -113,7 +116,10 @@ def test_documented_command_lines_compose(name: str, overrides: list[str]) -> No
 
 def test_geometry_is_derived_from_the_config() -> None:
     config = compose_config(
-        "env.num_envs=32", "train.dialog_turns_per_batch=64", "train.total_dialog_turns=100", "policy.clip_epsilon=[0.2,0.28]"
+        "env.num_envs=32",
+        "train.dialog_turns_per_batch=64",
+        "train.total_dialog_turns=100",
+        "policy.clip_epsilon=[0.2,0.28]",
     )
     assert (config.num_batches, config.optim_batch_size, config.clip_epsilon) == (2, 64, (0.2, 0.28))
 

@@ -78,7 +78,7 @@ def test_one_valid_member_left_gives_zero() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(rewards, st.integers(0, 3), st.booleans()), min_size=1, max_size=24), st.randoms())
-def test_group_advantage_equals_a_plain_loop_in_any_order(rows: list[tuple[float, int, bool]], random) -> None:  # noqa: ANN001
+def test_group_advantage_equals_a_plain_loop_in_any_order(rows: list[tuple[float, int, bool]], random) -> None:
     def by_loop(index: int) -> float:
         reward, group, ok = rows[index]
         members = [float(torch.tensor(r)) for r, g, v in rows if g == group and v]

@@ -14,7 +14,7 @@ from torchrl_grpo.objectives import GRPOLoss
 
 
 class Table(TensorDictModuleBase):
-    """An actor whose current log-probs come from a table of logits [B, T, V]: gradients are taken with respect to it."""
+    """An actor whose current log-probs come from a table of logits [B, T, V], which takes the gradients."""
 
     in_keys = [("tokens", "full")]  # noqa: RUF012
     out_keys = [("cur_log_probs", "full"), ("entropy", "full")]  # noqa: RUF012
@@ -23,7 +23,7 @@ class Table(TensorDictModuleBase):
         super().__init__()
         self.logits = nn.Parameter(logits)
 
-    def forward(self, tensordict):  # noqa: ANN001, ANN201
+    def forward(self, tensordict):
         tokens = tensordict.get(("tokens", "full"), as_padded_tensor=True, padding_side="right", padding_value=0)
         rows = tensordict.get("row").reshape(-1)
         log_p = self.logits[rows, : tokens.shape[1]].log_softmax(-1)
@@ -35,7 +35,9 @@ class Table(TensorDictModuleBase):
 SETTINGS = {"clip_epsilon": (0.2, 0.28), "kl_to_ref_coeff": 0.3, "kl_to_inference_coeff": 0.2, "entropy_coeff": 0.05}
 
 
-def make_batch(seed: int, lengths: tuple[int, ...] = (6, 9, 4, 7), vocabulary: int = 5) -> tuple[Tensor, list[TensorDict]]:
+def make_batch(
+    seed: int, lengths: tuple[int, ...] = (6, 9, 4, 7), vocabulary: int = 5
+) -> tuple[Tensor, list[TensorDict]]:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(lengths), max(lengths), vocabulary, generator=generator, dtype=torch.float64) * 2
     rows = []

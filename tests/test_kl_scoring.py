@@ -41,9 +41,7 @@ def test_scores_a_ragged_batch_with_any_token_budget(max_tokens: int) -> None:
 
 
 def test_scores_a_padded_batch_and_a_single_sequence() -> None:
-    padded = TensorDict(
-        {key: make_batch((6, 6)).get(key) for key in (keys.FULL, keys.ASSISTANT_MASK)}, batch_size=[2]
-    )
+    padded = TensorDict({key: make_batch((6, 6)).get(key) for key in (keys.FULL, keys.ASSISTANT_MASK)}, batch_size=[2])
     scoring = KLScoring(TokenScorer(make_tiny_model()))
     out = scoring(padded)
     assert out.get(keys.REF_LOG_PROBS).shape == (2, 6)

@@ -15,7 +15,9 @@ from torchrl_grpo.models.scoring import TokenScorer
 
 
 def test_an_unreachable_model_is_one_clear_error() -> None:
-    with pytest.raises(ValueError, match=r"model\.name=nobody/nothing must be a folder or a model.*model\.name=starter"):
+    with pytest.raises(
+        ValueError, match=r"model\.name=nobody/nothing must be a folder or a model.*model\.name=starter"
+    ):
         loading.load_config("nobody/nothing")
     with pytest.raises(ValueError, match=r"its tokenizer could not be loaded"):
         loading.load_tokenizer("nobody/nothing")

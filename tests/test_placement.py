@@ -14,7 +14,7 @@ def gpus(count: int) -> list[torch.device]:
     return [torch.device("cuda", index) for index in range(count)]
 
 
-def plan(count: int, needs_reference: bool = True, **requests: RoleRequest):  # noqa: ANN201
+def plan(count: int, needs_reference: bool = True, **requests: RoleRequest):
     everything = {role: requests.get(role, RoleRequest()) for role in ROLES}
     return plan_devices(everything, gpus(count), needs_reference=needs_reference)
 

@@ -23,7 +23,7 @@ def make_batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, mask
 
 
-def by_full_logits(model: nn.Module, tokens: torch.Tensor, mask: torch.Tensor, temperature: float):  # noqa: ANN201
+def by_full_logits(model: nn.Module, tokens: torch.Tensor, mask: torch.Tensor, temperature: float):
     log_p = (model(tokens).logits / temperature).log_softmax(-1)[:, :-1]
     picked = torch.where(mask[:, 1:], log_p.gather(-1, tokens[:, 1:, None]).squeeze(-1), 0.0)
     entropy = torch.where(mask[:, 1:], -(log_p.exp() * log_p).sum(-1), 0.0)
@@ -95,7 +95,7 @@ def test_no_tensor_of_all_logits_is_ever_made() -> None:
     largest = 0
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN202
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             nonlocal largest
             out = func(*args, **(kwargs or {}))
             for value in out if isinstance(out, tuple | list) else [out]:
@@ -119,9 +119,7 @@ def test_forward_takes_ragged_batches_and_writes_its_out_keys() -> None:
     for length in (5, 9):
         mask = torch.zeros(length, dtype=torch.bool)
         mask[2:] = True
-        rows.append(
-            TensorDict({("tokens", "full"): torch.arange(length), ("masks", "all_assistant_mask"): mask})
-        )
+        rows.append(TensorDict({("tokens", "full"): torch.arange(length), ("masks", "all_assistant_mask"): mask}))
     scorer = TokenScorer(model)
     out = scorer(lazy_stack(rows))
     alone, alone_entropy = scorer.score(rows[0]["tokens", "full"][None], rows[0]["masks", "all_assistant_mask"][None])

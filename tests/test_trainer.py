@@ -1,4 +1,4 @@
-"""The trainer: gradients against one large batch, precision, checkpoints of its state, and steps that must not happen."""
+"""The trainer: gradients against one large batch, precision, its state, and steps that must not happen."""
 
 from __future__ import annotations
 

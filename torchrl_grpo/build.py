@@ -119,8 +119,9 @@ class Run:
         limit = self.config.inference_model.check_sync_tolerance
         if not mean <= limit:
             raise RuntimeError(
-                f"after a weight sync, log-probs of engine and trainer differ by {mean:.3g} on average ({largest:.3g} at "
-                f"most), more than inference_model.check_sync_tolerance={limit}: the engine does not have the weights."
+                f"after a weight sync, log-probs of engine and trainer differ by {mean:.3g} on average "
+                f"({largest:.3g} at most), more than inference_model.check_sync_tolerance={limit}: the engine does not "
+                "have the trainer's weights."
             )
         return {"sync/gap_mean": mean, "sync/gap_max": largest}
 
@@ -219,8 +220,8 @@ def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> in
     room = context - config.inference_model.max_new_tokens
     if room < 1:
         raise ConfigError(
-            f"inference_model.max_new_tokens={config.inference_model.max_new_tokens} must leave room for a prompt in the "
-            f"context of {context} tokens: use {context // 2} or less."
+            f"inference_model.max_new_tokens={config.inference_model.max_new_tokens} must leave room for a prompt in "
+            f"the context of {context} tokens: use {context // 2} or less."
         )
     return min(room, config.env.max_prompt_tokens or room)
 
@@ -238,8 +239,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str]) -> Run:
     transformers_logging.disable_progress_bar()  # it would write over the run's own
     blueprint = prepare(config)
     directory = Path(directory)
-    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    assert isinstance(plain, dict)
+    plain: Any = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     with ExitStack() as resources:
         console = resources.enter_context(Console())
         console.plan(plan_rows(blueprint))
@@ -380,30 +380,27 @@ def _reference_scorer(blueprint: Blueprint, trained: nn.Module) -> TokenScorer:
 def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
     """The device plan: a row a role, with the memory that its weights (and the optimizer's state) will take."""
     config, plan = blueprint.config, blueprint.plan
-    count = loading.count_parameters(blueprint.model_config)
-    size = {role: getattr(torch, node.dtype.value).itemsize for role, node in _role_nodes(config).items()}
-    lora = config.train_model.lora.enabled
-    train = count * size["train"] * (1 if lora else 4)  # weights, gradients and Adam's two moments
-    rows = [
-        {"role": "train" + (" (LoRA)" if lora else ""), "device": str(plan.train), "memory": train},
-        {
-            "role": f"inference ({config.inference_model.backend.value})",
-            "device": str(plan.inference),
-            "memory": count * size["inference"],
-        },
+    count, lora = loading.count_parameters(blueprint.model_config), config.train_model.lora.enabled
+    copies = 1 if lora else 4  # weights, gradients and Adam's two moments
+    engine = f"inference ({config.inference_model.backend.value})"
+    roles = [
+        ("train (LoRA)" if lora else "train", plan.train, config.train_model.dtype, copies),
+        (engine, plan.inference, config.inference_model.dtype, 1),
     ]
-    if config.needs_reference:
-        shared = "the trained model, adapters off"
-        where = shared if plan.reference is None else str(plan.reference)
-        memory = 0 if plan.reference is None else count * size["reference"]
-        rows.append({"role": "reference", "device": where, "memory": memory})
-    for row, node in zip(rows, _role_nodes(config).values(), strict=False):
-        row |= {"dtype": node.dtype.value, "parameters": count}
-    return rows
-
-
-def _role_nodes(config: GRPOConfig) -> dict[str, Any]:
-    return {"train": config.train_model, "inference": config.inference_model, "reference": config.ref_model}
+    if plan.reference is not None:
+        roles.append(("reference", plan.reference, config.ref_model.dtype, 1))
+    elif config.needs_reference:
+        roles.append(("reference (adapters off)", plan.train, config.train_model.dtype, 0))
+    return [
+        {
+            "role": role,
+            "device": str(device),
+            "dtype": dtype.value,
+            "parameters": count,
+            "memory": count * getattr(torch, dtype.value).itemsize * copies,
+        }
+        for role, device, dtype, copies in roles
+    ]
 
 
 def geometry_rows(blueprint: Blueprint) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import signal
 import sys
 import typing
 from collections.abc import Iterator, Sequence
@@ -310,7 +311,6 @@ class GRPOConfig:
 DATASETS = ("arithmetic", "gsm8k", "ifeval")
 
 
-
 def register() -> None:
     """Makes ``grpo_schema`` known to Hydra; the yaml files in ``config/`` start from it."""
     ConfigStore.instance().store(name="grpo_schema", node=GRPOConfig)
@@ -489,10 +489,14 @@ def _check_type(name: str, value: Any) -> None:
 
 
 @contextmanager
-def plain_errors() -> Iterator[None]:
-    """Turns a ``ConfigError`` into its message on stderr and exit status 2, without a traceback."""
+def orderly_exit() -> Iterator[None]:
+    """Turns a ``ConfigError`` into its message on stderr and exit status 2, without a traceback, and SIGTERM into an
+    ordinary exit (status 143), so that the run is saved as after Ctrl-C."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield
     except ConfigError as error:
         sys.stderr.write(f"\nerror: {error}\n")
         sys.exit(2)
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,7 +1,7 @@
 """Which role runs on which device: ``num_devices`` or ``devices`` of each role to a ``DevicePlan``.
 
-One process drives everything here: on a CPU all roles share it, on one accelerator they take turns (colocated), and with
-more each role gets one of its own.
+One process drives everything here: on a CPU all roles share it, on one accelerator they take turns (colocated), and
+with more each role gets one of its own.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def plan_devices(
     elif explicit and len(accelerators) > 1:
         raise ValueError(
             f"the roles {', '.join(_FIELDS[role] for role in missing)} need {len(missing)} more devices, but only "
-            f"{len(free)} of {len(accelerators)} are free: lower num_devices, or free some of the devices that are given."
+            f"{len(free)} of {len(accelerators)} are free: lower num_devices, or give fewer devices."
         )
     else:
         placed |= dict.fromkeys(missing, accelerators[0])

@@ -1,9 +1,9 @@
 """How the trainer's weights reach an engine in another process of the same machine.
 
-The trainer writes all weights into one block of shared memory (``SharedWeights``) and tells the engine's workers to load
-them from there (``WeightSyncExtension``, which vLLM mixes into its worker class). Names and shapes are checked before
-anything is sent, so a bad update leaves the engine as it was. Nothing here imports vLLM: the extension is given its
-worker by vLLM itself.
+The trainer writes all weights into one block of shared memory (``SharedWeights``) and tells the engine's workers to
+load them from there (``WeightSyncExtension``, which vLLM mixes into its worker class). Names and shapes are checked
+before anything is sent, so a bad update leaves the engine as it was. Nothing here imports vLLM: the extension is given
+its worker by vLLM itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         return
     from peft.tuners.lora import LoraLayer
 
-    base = model.get_base_model()
+    base: nn.Module = model.get_base_model()  # type: ignore[operator]
     layers = {name: module for name, module in base.named_modules() if isinstance(module, LoraLayer)}
     for name, weight in base.named_parameters():
         path, _, leaf = name.rpartition(".")
@@ -109,7 +109,9 @@ class SharedWeights:
                 continue
             view = self._views.get(name)
             if view is None:
-                raise RuntimeError(f"weight {name!r} is not one of the {len(self._views)} weights of the engine's model.")
+                raise RuntimeError(
+                    f"weight {name!r} is not among the {len(self._views)} weights of the engine's model."
+                )
             if name in seen:
                 raise RuntimeError(f"weight {name!r} was sent twice in one update.")
             if view.shape != weight.shape:
@@ -121,7 +123,7 @@ class SharedWeights:
         missing = [name for name in self._views if name not in seen]
         if missing:
             raise RuntimeError(
-                f"{len(missing)} of {len(self._views)} weights are missing from the update, the first are {missing[:3]}."
+                f"{len(missing)} of {len(self._views)} weights are missing from the update, first {missing[:3]}."
             )
 
     def unlink(self) -> None:

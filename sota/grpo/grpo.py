@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from torchrl_grpo.build import build
-from torchrl_grpo.config import check_command_line, from_hydra, plain_errors, register
+from torchrl_grpo.config import check_command_line, from_hydra, orderly_exit, register
 
 register()
 
@@ -27,11 +27,11 @@ register()
 @hydra.main(version_base="1.3", config_path="../../config", config_name="grpo_gsm8k")
 def main(cfg: DictConfig) -> None:
     """Builds the run that the config describes, trains, and closes it whatever happens."""
-    with plain_errors(), closing(build(from_hydra(cfg), HydraConfig.get().runtime.output_dir)) as run:
+    with orderly_exit(), closing(build(from_hydra(cfg), HydraConfig.get().runtime.output_dir)) as run:
         run.fit()
 
 
 if __name__ == "__main__":
-    with plain_errors():
+    with orderly_exit():
         check_command_line(sys.argv[1:])
     main()

@@ -40,7 +40,7 @@ class SamplingParams:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}: use 1 or more.")
         if self.temperature < 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}: use 1.0 to sample, 0 for greedy.")
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}: use 1.0, or 0 for greedy.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}: use 1.0 to keep all tokens.")
         if self.top_k < 0:
@@ -93,21 +93,21 @@ class Engine(ABC):
         """Replaces all weights.
 
         Args:
-            weights: pairs (name in the Hugging Face checkpoint, tensor), every parameter once; a tied ``lm_head`` may be
-                left out. Values are copied before the call returns.
+            weights: pairs (name in the Hugging Face checkpoint, tensor), every parameter once; a tied ``lm_head`` may
+                be left out. Values are copied before the call returns.
             version: the new ``policy_version``.
 
         Raises:
             RuntimeError: a name is unknown, missing, or has another shape; the engine then keeps its version.
         """
 
-    def seed(self, seed: int) -> None:
+    def seed(self, seed: int) -> None:  # noqa: B027
         """Makes the draws from here on reproducible, as far as the engine can."""
 
-    def sleep(self) -> None:
+    def sleep(self) -> None:  # noqa: B027
         """Gives back the device memory that is needed only while generating."""
 
-    def wake(self) -> None:
+    def wake(self) -> None:  # noqa: B027
         """Undoes ``sleep``."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Engine(ABC):
         """Restores what ``state_dict`` gave."""
         self.policy_version = state["policy_version"]
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Ends the engine and every process of its own. May be called again."""
 
     def __enter__(self) -> Engine:

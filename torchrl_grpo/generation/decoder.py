@@ -1,8 +1,8 @@
 """How a model is advanced token by token: the interface, and the path that every causal language model can take.
 
-A :class:`Decoder` starts a :class:`Batch` from prompts; the batch then turns the latest token of every row into the next
-logits, and drops rows. Each prompt is computed once, whatever the number of rows that continue it. What tokens are
-drawn, and when a row is finished, is the engine's business.
+A :class:`Decoder` starts a :class:`Batch` from prompts; the batch then turns the latest token of every row into the
+next logits, and drops rows. Each prompt is computed once, whatever the number of rows that continue it. What tokens
+are drawn, and when a row is finished, is the engine's business.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class _GenericBatch(Batch):
         self.logits = decoder.forward(tokens, mask[:, : self._width], positions, self._cache)
 
         rows = torch.arange(len(prompts), device=device).repeat_interleave(n)
-        # `reorder_cache` is an index_select along the batch: it repeats and drops rows as well, for every kind of layer.
+        # `reorder_cache` is an index_select along the batch: it repeats and drops rows as well, for all kinds of layers.
         self._cache.reorder_cache(rows)
         self._mask = mask[rows]
         self._positions = lengths[rows]

@@ -95,7 +95,7 @@ def sample(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Ten
     Args:
         logits: [B, V], any floating dtype.
         params: how to sample.
-        uniform: [B] float64 (float32 where the device has no float64) in [0, 1), the only source of randomness; not read when greedy.
+        uniform: [B] in [0, 1), float64 where the device has it: the only randomness. Not read when greedy.
 
     Returns:
         [B] int64 tokens and [B] float32 log-probs of the distribution that they were drawn from.

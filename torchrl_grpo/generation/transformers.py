@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedModel
 
-from torchrl_grpo.generation.base import Completion, Engine, SamplingParams, greedy
+from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.generation.decoder import Decoder, GenericDecoder, context_length
 from torchrl_grpo.generation.fused_decoder import FusedDecoder, can_fuse
 from torchrl_grpo.generation.sampling import sample
@@ -34,9 +34,7 @@ class TransformersEngine(Engine):
     others go through their own forward.
 
     Args:
-        model: a causal language model; it is copied and not touched again.
-        device: where the copy lives; ``None`` is where the model is.
-        dtype: floating dtype of the copy; ``None`` is the model's.
+        model: a causal language model; it is copied, with its device and dtype, and not touched again.
         kv_cache_bytes: most memory for keys and values; larger batches run in parts of whole groups, at least one group
             at a time.
 
@@ -56,11 +54,9 @@ class TransformersEngine(Engine):
         self,
         model: PreTrainedModel,
         *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         kv_cache_bytes: int = 4 << 30,
     ) -> None:
-        self._model = _copy(model, device, dtype)
+        self._model: PreTrainedModel = copy.deepcopy(model).requires_grad_(False).eval()
         self._kv_cache_bytes = kv_cache_bytes
         self._context = context_length(self._model)
         self._vocab_size = self._model.get_output_embeddings().weight.shape[0]
@@ -266,17 +262,6 @@ def _cut(tokens: Tensor, log_probs: Tensor, limits: Tensor, is_stop: Tensor) -> 
         Completion(t[:length].clone(), p[:length].clone(), "stop" if stop else "length")
         for t, p, length, stop in zip(tokens, log_probs, lengths.tolist(), stopped.tolist(), strict=True)
     ]
-
-
-def _copy(model: PreTrainedModel, device: torch.device | str | None, dtype: torch.dtype | None) -> PreTrainedModel:
-    """A copy for inference. Only parameters are cast: the rotary frequencies must stay in float32."""
-    model = copy.deepcopy(model).requires_grad_(False).eval()
-    if device is not None:
-        model = model.to(device)
-    if dtype is not None:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
-    return model
 
 
 def _choose_decoder(model: PreTrainedModel) -> Decoder:

@@ -63,12 +63,12 @@ def _starting_vllm() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _expected_weights(config: Any) -> tuple[dict[str, torch.Size], set[str]]:
+def _expected_weights(config: Any, trust_remote_code: bool) -> tuple[dict[str, torch.Size], set[str]]:
     """Name to shape of the weights of a Hugging Face model, and the names that are tied to one of them."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     shapes = {name: weight.shape for name, weight in model.named_parameters()}
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return shapes, every - set(shapes)
@@ -78,7 +78,7 @@ def _check_head_size(config: Any, supported: Sequence[int]) -> None:
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if head_size not in supported:
         raise ValueError(
-            f"model.name: vLLM on a CPU needs a head size of {', '.join(map(str, supported))}; this model has {head_size}: "
+            f"model.name: on a CPU, vLLM needs a head size out of {list(supported)}, this model has {head_size}: "
             "use inference_model.backend=transformers or another model."
         )
 
@@ -92,10 +92,11 @@ class VLLMEngine(Engine):
         max_model_len: longest prompt plus response, in tokens; None is the model's own limit.
         seed: seed of the draws.
         gpu_memory_utilization: part of an accelerator's memory that the engine may take, in (0, 1].
-        kv_cache_gib: size of the KV cache in GiB; None lets vLLM choose from ``gpu_memory_utilization``, on a CPU it is 1.
+        kv_cache_gib: CPU only: size of the KV cache in GiB.
         enforce_eager: do not compile the model: a faster start, and on CUDA slower decoding.
         tensor_parallel_size: processes (on CUDA: devices) that share one copy of the model.
-        enable_sleep: CUDA only: let ``sleep`` move the weights off the device and drop the KV cache.
+        trust_remote_code: whether the repository's own code may run.
+        enable_sleep: let ``sleep`` move the weights off the device and drop the KV cache; no effect on a CPU.
 
     Raises:
         ValueError: vLLM is not installed, or cannot run this model on this machine.
@@ -114,39 +115,41 @@ class VLLMEngine(Engine):
         max_model_len: int | None = None,
         seed: int = 0,
         gpu_memory_utilization: float = 0.9,
-        kv_cache_gib: float | None = None,
-        enforce_eager: bool = True,
+        kv_cache_gib: float = 1.0,
+        enforce_eager: bool = False,
         tensor_parallel_size: int = 1,
+        trust_remote_code: bool = False,
         enable_sleep: bool = False,
     ) -> None:
         require_vllm()
         self._llm: Any = None
         self._shared: SharedWeights | None = None
         self._asleep = False
-        self._enable_sleep = enable_sleep
+        self._trust_remote_code = trust_remote_code
         with _starting_vllm():
             from vllm import LLM
             from vllm.platforms import current_platform
             from vllm.transformers_utils.config import get_config
 
-            self._config = get_config(model_path, trust_remote_code=False).get_text_config()
-            if current_platform.is_cpu():
+            self._config = get_config(model_path, trust_remote_code=trust_remote_code).get_text_config()
+            on_cpu = current_platform.is_cpu()
+            self._enable_sleep = enable_sleep and not on_cpu
+            if on_cpu:
                 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
                 _check_head_size(self._config, CPUAttentionBackend.get_supported_head_sizes())
-                kv_cache_gib = kv_cache_gib or 1.0
-            if kv_cache_gib is not None:
-                os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would win over the argument
+                os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would win over kv_cache_gib
             self._llm = LLM(
                 model=model_path,
                 dtype=dtype,
                 max_model_len=max_model_len,
                 seed=seed,
                 gpu_memory_utilization=gpu_memory_utilization,
-                kv_cache_memory_bytes=None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
+                kv_cache_memory_bytes=int(kv_cache_gib * 2**30) if on_cpu else None,
                 enforce_eager=enforce_eager,
                 tensor_parallel_size=tensor_parallel_size,
-                enable_sleep_mode=enable_sleep,
+                trust_remote_code=trust_remote_code,
+                enable_sleep_mode=self._enable_sleep,
                 distributed_executor_backend="mp",
                 worker_extension_cls="torchrl_grpo.weight_sync.WeightSyncExtension",
                 logprobs_mode="processed_logprobs",
@@ -204,7 +207,7 @@ class VLLMEngine(Engine):
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         llm = self._open()
         if self._shared is None:
-            shared = SharedWeights(*_expected_weights(self._config), self._dtype)
+            shared = SharedWeights(*_expected_weights(self._config, self._trust_remote_code), self._dtype)
             try:
                 self._rpc("map_shared_weights", shared.path, shared.dtype, shared.layout)
             finally:

@@ -41,8 +41,8 @@ def _unreachable(name: str, what: str, error: Exception) -> ValueError:
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return ValueError(
         f"model.name={name} must be a folder or a model on the Hugging Face hub that can be reached, but its {what} "
-        f"could not be loaded ({first_line}): check the name, the network and HF_HUB_OFFLINE, log in for a gated model, "
-        f"or use model.name={STARTER}, which is shipped with the package."
+        f"could not be loaded ({first_line}): check the name, the network and HF_HUB_OFFLINE, log in for a gated "
+        f"model, or use model.name={STARTER}, which is shipped with the package."
     )
 
 
@@ -155,7 +155,10 @@ def load_model(
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            resolve_name(name), dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+            resolve_name(name),
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
         )
     except (OSError, ValueError) as error:
         raise _unreachable(name, "weights", error) from error
@@ -181,7 +184,7 @@ def add_lora(
     return get_peft_model(model, config).eval()
 
 
-def enable_gradient_checkpointing(model: nn.Module) -> int:
+def enable_gradient_checkpointing(model: Any) -> int:
     """Turns on gradient checkpointing that stays on while dropout is off.
 
     Hugging Face layers recompute only in training mode. So the training flag is set on the checkpointed layers
@@ -193,7 +196,7 @@ def enable_gradient_checkpointing(model: nn.Module) -> int:
     Raises:
         ValueError: the model has no layer that can be.
     """
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:

@@ -28,7 +28,9 @@ def pad(batch: TensorDictBase, key: NestedKey, padding_value: float = 0) -> Tens
     """
     padded = batch.get(key, as_padded_tensor=True, padding_side="right", padding_value=padding_value)
     if padded is None:
-        raise KeyError(f"the batch has no entry {_dotted(key)}, it has {', '.join(map(_dotted, batch.keys(True, True)))}")
+        raise KeyError(
+            f"the batch has no entry {_dotted(key)}, it has {', '.join(map(_dotted, batch.keys(True, True)))}"
+        )
     return padded
 
 
@@ -103,4 +105,3 @@ def slice_tokens(batch: TensorDict, index: Tensor, length: int) -> TensorDict:
         return rows[:, :length] if value.ndim == 2 and value.shape[1] == width and width > 1 else rows
 
     return batch.apply(cut, batch_size=[len(index)])
-

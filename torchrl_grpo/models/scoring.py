@@ -35,7 +35,15 @@ class _ChunkedLogProb(torch.autograd.Function):
     """``log_softmax(hidden @ weight.T / temperature)`` at the targets, and its entropy, chunk by chunk."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_ND, weight_VD, bias_V, targets_N, scale, rows):  # type: ignore[override]
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        scale: float,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
         log_prob_N = torch.empty(len(targets_N), dtype=dtype, device=hidden_ND.device)
         entropy_N, lse_N = torch.empty_like(log_prob_N), torch.empty_like(log_prob_N)
@@ -52,7 +60,7 @@ class _ChunkedLogProb(torch.autograd.Function):
         return log_prob_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, grad_log_prob_N, grad_entropy_N):  # type: ignore[override]
+    def backward(ctx: Any, grad_log_prob_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V, targets_N, lse_N, entropy_N = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if grad_log_prob_N is None and grad_entropy_N is None:
@@ -65,13 +73,13 @@ class _ChunkedLogProb(torch.autograd.Function):
             part = slice(start, start + ctx.rows)
             log_p = _chunk_logits(hidden_ND[part], weight_VD, bias_V, ctx.scale).sub_(lse_N[part, None])
             prob = log_p.exp()
-            if grad_entropy_N is None:
-                grad = prob.mul_(-grad_log_prob_N[part, None])
-            else:  # dH/dlogit = -p (log p + H);  dlogp(y)/dlogit = onehot(y) - p
+            # dlogp(y)/dlogit = onehot(y) - p;  dH/dlogit = -p (log p + H)
+            slope = torch.zeros_like(lse_N[part, None])
+            if grad_entropy_N is not None:
                 slope = log_p.add_(entropy_N[part, None]).mul_(-grad_entropy_N[part, None])
-                if grad_log_prob_N is not None:
-                    slope.sub_(grad_log_prob_N[part, None])
-                grad = prob.mul_(slope)
+            if grad_log_prob_N is not None:
+                slope = slope.sub_(grad_log_prob_N[part, None])
+            grad = prob.mul_(slope)
             if grad_log_prob_N is not None:
                 grad.scatter_add_(-1, targets_N[part, None], grad_log_prob_N[part, None])
             grad = grad.mul_(ctx.scale)
@@ -121,6 +129,11 @@ def chunked_log_probs(
         return _ChunkedLogProb.apply(hidden_ND, weight_VD, bias_V, targets_N, 1.0 / temperature, rows)
 
 
+def base_model_of(model: Any) -> Any:
+    """The Hugging Face model itself, without peft's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 class TokenScorer(TensorDictModuleBase):
     """Scores the sampled tokens of a batch under a Hugging Face causal LM, as a TensorDict module.
 
@@ -148,7 +161,7 @@ class TokenScorer(TensorDictModuleBase):
         self, model: nn.Module, *, temperature: float = 1.0, max_chunk_elements: int = MAX_CHUNK_ELEMENTS
     ) -> None:
         super().__init__()
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base: Any = base_model_of(model)
         for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
             if getattr(base.config, name, None) not in (None, 1, 1.0):
                 raise ValueError(
@@ -162,14 +175,14 @@ class TokenScorer(TensorDictModuleBase):
             )
         if temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {temperature}: use 1.0.")
-        self.model = model
+        self.model: Any = model
         self.temperature = temperature
         self.max_chunk_elements = max_chunk_elements
 
     @property
-    def base(self) -> nn.Module:
+    def base(self) -> Any:
         """The Hugging Face model itself, without peft's wrapper."""
-        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        return base_model_of(self.model)
 
     def score(self, tokens_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Scores right-padded sequences.

@@ -162,7 +162,7 @@ class GRPOLoss(LossModule):
         reference = None
         if self.kl_to_ref_coeff or has(data, self.tensor_keys.ref_log_probs):
             reference = per_token(self.tensor_keys.ref_log_probs)
-        if self.kl_to_ref_coeff:
+        if self.kl_to_ref_coeff and reference is not None:
             out["loss_kl_to_ref"] = self.kl_to_ref_coeff * (weights * F.kl_k3(cur, reference)).sum()
         if self.kl_to_inference_coeff:
             out["loss_kl_to_inference"] = self.kl_to_inference_coeff * (weights * F.kl_k3(cur, sample)).sum()

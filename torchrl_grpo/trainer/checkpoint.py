@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.weight_sync import named_weights
 
@@ -18,8 +17,8 @@ from torchrl_grpo.weight_sync import named_weights
 class Checkpointer:
     """Writes ``checkpoint_{step}.pt`` and ``model/`` into a folder, each whole or not at all.
 
-    A checkpoint holds ``trainer`` (model, optimizer, scheduler, scaler, counts), ``source`` (data order, engine's random
-    state), ``rng`` (Python, torch, CUDA), ``config`` (the full config as plain types) and ``step``. It loads with
+    A checkpoint holds ``trainer`` (model, optimizer, scheduler, scaler, counts), ``source`` (data order, the
+    engine's random state), ``rng`` (Python, torch, CUDA), ``config`` (the full config as plain types) and ``step``. It loads with
     ``torch.load(path, weights_only=True)``.
 
     Args:
@@ -44,12 +43,12 @@ class Checkpointer:
         staging.rename(path)
         return path
 
-    def export(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Path:
+    def export(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> Path:
         """Writes the model, adapters merged, and its tokenizer into ``model/``, in place of an earlier export.
 
         ``AutoModelForCausalLM.from_pretrained`` and vLLM load the folder as it is.
         """
-        base: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         target, staging, old = (self.directory / name for name in ("model", "model.tmp", "model.old"))
         shutil.rmtree(staging, ignore_errors=True)
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in named_weights(model)}

@@ -30,8 +30,8 @@ class GRPOTrainer:
     """Trains a policy on batches of sequences with advantages.
 
     A batch is what was collected between two weight syncs. ``train_batch`` splits it into optimisation batches,
-    ``train_step`` makes one optimizer step of each: micro-batches -> ``forward_backward`` -> ``optim_step``. The loss is
-    normalised over the whole optimisation batch, so the split into micro-batches changes nothing but memory.
+    ``train_step`` makes one optimizer step of each: micro-batches -> ``forward_backward`` -> ``optim_step``. The loss
+    is normalised over the whole optimisation batch, so the split into micro-batches changes nothing but memory.
 
     ``version`` counts trained batches. It is what engines call ``policy_version``.
 

@@ -97,7 +97,9 @@ class KLScoring(Transform):
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         """Nothing was sampled yet: zeros, one for each token of the prompt."""
-        parts = tensordict_reset.tensordicts if isinstance(tensordict_reset, LazyStackedTensorDict) else [tensordict_reset]
+        parts = (
+            tensordict_reset.tensordicts if isinstance(tensordict_reset, LazyStackedTensorDict) else [tensordict_reset]
+        )
         for part in parts:
             part.set(self.out_keys[0], torch.zeros_like(part.get(keys.PROMPT), dtype=torch.float32))
         return tensordict_reset

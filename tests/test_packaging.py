@@ -171,12 +171,9 @@ def test_every_package_that_is_imported_is_declared() -> None:
 def make(*arguments: str) -> list[str]:
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
-    # Variables of a make that runs these tests must not reach this one.
-    env = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in {"MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "PIP_ARGS"}
-    }
+    # A make that runs these tests hands its own variables down.
+    variables = {"PYTHON", "VENV", "PIP_ARGS", "TRAIN_ARGS", "PYTEST_ARGS"}
+    env = {k: v for k, v in os.environ.items() if k not in variables and not k.startswith(("MAKE", "MFLAGS"))}
     result = subprocess.run(
         ["make", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, check=True, timeout=60
     )

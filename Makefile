@@ -24,6 +24,7 @@ TEST_ENGINE := $(VENV)/.stamp-vllm
 endif
 
 .DEFAULT_GOAL := help
+.NOTPARALLEL:  # two pips in one .venv get in each other's way
 .PHONY: help install install-dev install-vllm train test lint bench clean
 
 help:  ## list the targets

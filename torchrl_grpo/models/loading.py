@@ -32,6 +32,11 @@ FALLBACK_CHAT_TEMPLATE = (
 """For base models, whose tokenizers bring no template: the text of the messages, no role names."""
 
 
+def base_model_of(model: Any) -> Any:
+    """The Hugging Face model itself, without peft's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def resolve_name(name: str) -> str:
     """The folder or hub name that ``from_pretrained`` is given for ``model.name``."""
     return str(starter_path()) if name == STARTER else name
@@ -196,7 +201,7 @@ def enable_gradient_checkpointing(model: Any) -> int:
     Raises:
         ValueError: the model has no layer that can be.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model_of(model)
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:

@@ -16,6 +16,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_grpo import keys
+from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import pad
 
 MAX_CHUNK_ELEMENTS = 2**25
@@ -127,11 +128,6 @@ def chunked_log_probs(
     rows = max(1, max_chunk_elements // weight_VD.shape[0])
     with torch.autocast(device_type, enabled=False):
         return _ChunkedLogProb.apply(hidden_ND, weight_VD, bias_V, targets_N, 1.0 / temperature, rows)
-
-
-def base_model_of(model: Any) -> Any:
-    """The Hugging Face model itself, without peft's wrapper."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class TokenScorer(TensorDictModuleBase):

@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.weight_sync import named_weights
 
 
 class Checkpointer:
     """Writes ``checkpoint_{step}.pt`` and ``model/`` into a folder, each whole or not at all.
 
-    A checkpoint holds ``trainer`` (model, optimizer, scheduler, scaler, counts), ``source`` (data order, the
-    engine's random state), ``rng`` (Python, torch, CUDA), ``config`` (the full config as plain types) and ``step``. It loads with
-    ``torch.load(path, weights_only=True)``.
+    A checkpoint holds ``trainer`` (model, optimizer, scheduler, scaler, counts), ``source`` (data order, the engine's
+    random state), ``rng`` (Python, torch, CUDA), ``config`` (the full config as plain types) and ``step``. It loads
+    with ``torch.load(path, weights_only=True)``.
 
     Args:
         directory: made when the first checkpoint is written.
@@ -48,7 +49,7 @@ class Checkpointer:
 
         ``AutoModelForCausalLM.from_pretrained`` and vLLM load the folder as it is.
         """
-        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base = base_model_of(model)
         target, staging, old = (self.directory / name for name in ("model", "model.tmp", "model.old"))
         shutil.rmtree(staging, ignore_errors=True)
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in named_weights(model)}

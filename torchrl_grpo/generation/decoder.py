@@ -59,8 +59,8 @@ class Decoder(ABC):
         """
 
     @abstractmethod
-    def bytes_per_token(self) -> int:
-        """What one token of one row keeps in memory while in flight."""
+    def cache_bytes(self, prompt_length: int, n: int, max_new_tokens: int) -> int:
+        """Most bytes of keys and values that one prompt and its ``n`` rows keep."""
 
 
 class GenericDecoder(Decoder):
@@ -79,10 +79,11 @@ class GenericDecoder(Decoder):
     def start(self, prompts: Sequence[Tensor], n: int, max_new_tokens: int) -> Batch:
         return _GenericBatch(self, prompts, n, max_new_tokens)
 
-    def bytes_per_token(self) -> int:
+    def cache_bytes(self, prompt_length: int, n: int, max_new_tokens: int) -> int:
         config = self.model.config.get_text_config(decoder=True)
         # An upper bound: grouped-query attention keeps less.
-        return 2 * config.num_hidden_layers * config.hidden_size * self.model.dtype.itemsize
+        per_token = 2 * config.num_hidden_layers * config.hidden_size * self.model.dtype.itemsize
+        return n * (prompt_length + max_new_tokens) * per_token
 
     def forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
         """The logits after the last of ``tokens``.

@@ -65,7 +65,7 @@ class FusedDecoder(Decoder):
         self.head_dim: int = attention.head_dim
         self.kv_heads: int = config.num_key_value_heads
         self.query_heads: int = config.num_attention_heads
-        self._scaling: float = attention.scaling
+        self.scaling: float = attention.scaling
         self._body = body
         self._lm_head = model.lm_head
         self._layers = [_fuse(layer) for layer in body.layers]
@@ -73,8 +73,9 @@ class FusedDecoder(Decoder):
     def start(self, prompts: Sequence[Tensor], n: int, max_new_tokens: int) -> Batch:
         return _FusedBatch(self, prompts, n, max_new_tokens)
 
-    def bytes_per_token(self) -> int:
-        return 2 * len(self._layers) * self.kv_heads * self.head_dim * self._lm_head.weight.dtype.itemsize
+    def cache_bytes(self, prompt_length: int, n: int, max_new_tokens: int) -> int:
+        per_token = 2 * len(self._layers) * self.kv_heads * self.head_dim * self._lm_head.weight.dtype.itemsize
+        return (prompt_length + n * max_new_tokens) * per_token
 
     def empty_cache(self, rows: int, length: int) -> Tensor:
         """Room for keys and values: [layers, 2, rows, Hkv, length, D]."""
@@ -125,21 +126,6 @@ class FusedDecoder(Decoder):
         """[N, hidden size] to [N, V]."""
         return F.linear(hidden, self._lm_head.weight, self._lm_head.bias)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention of one new token a row.
-
-        Args:
-            q: [R, Hq, D].
-            k: [R, Hkv, S, D].
-            v: [R, Hkv, S, D].
-            mask: [R, 1, 1, S], added to the scores.
-
-        Returns:
-            [R, Hq * D].
-        """
-        q = q.unflatten(1, (self.kv_heads, -1))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scaling).flatten(1)
-
     def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention within prompts: q [P, T, Hq, D], k and v [P, T, Hkv, D] to [P * T, Hq * D]."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -148,62 +134,93 @@ class FusedDecoder(Decoder):
 
 
 class _FusedBatch(Batch):
-    """The cache has the prompts in columns [0, width) and the responses from ``width`` on, for all rows alike.
+    """Rows in flight, in two caches: one of the prompts, shared by the rows of a group, and one of the responses.
 
-    The columns between the end of a shorter prompt and ``width`` hold padding, which the mask hides. Positions are
-    counted per row without it, so padding changes nothing.
+    A row attends to its group's prompt together with the other rows of the group, in one product of matrices, which
+    reads the prompt's keys and values once, and to its own response alone; one softmax spans both. Groups may have lost
+    different numbers of rows: ``_slots`` gathers the rows of each group into a rectangle, ``_places`` brings them back.
+
+    Shorter prompts are padded on the right. A mask hides the padding, and positions are counted without it.
     """
 
     def __init__(self, decoder: FusedDecoder, prompts: Sequence[Tensor], n: int, max_new_tokens: int) -> None:
         self._decoder = decoder
         device = prompts[0].device
-        lengths = torch.tensor([len(p) for p in prompts], device=device)
-        self._length = max(len(p) for p in prompts)
-        self._cos, self._sin = decoder.rotary(self._length + max_new_tokens)
-        self._cache = decoder.empty_cache(len(prompts) * n, self._length + max_new_tokens)
-        self._positions = lengths.repeat_interleave(n)
-        self._mask = None
-        if min(len(p) for p in prompts) < self._length:
-            self._mask = self._cache.new_zeros(len(prompts) * n, 1, 1, self._cache.shape[-2])
-            column = torch.arange(self._length, device=device)
-            padding = column >= self._positions.unsqueeze(-1)
-            self._mask[:, 0, 0, : self._length].masked_fill_(padding, -torch.inf)
-
-        at_once = max(1, _PREFILL_TOKENS // self._length)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        width = max(len(prompt) for prompt in prompts)
+        self._cos, self._sin = decoder.rotary(width + max_new_tokens)
+        self._prompt_cache = decoder.empty_cache(len(prompts), width)
+        at_once = max(1, _PREFILL_TOKENS // width)
         slices = range(0, len(prompts), at_once)
-        self.logits = torch.cat([self._prefill(prompts[i : i + at_once], i, n) for i in slices])
+        self.logits = torch.cat([self._prefill(prompts[i : i + at_once], i) for i in slices])
 
-    def _prefill(self, prompts: Sequence[Tensor], first: int, n: int) -> Tensor:
-        """Computes prompts number ``first`` and following, and fills the cache of their rows; returns their logits."""
+        padding = torch.arange(width, device=device) >= lengths.unsqueeze(-1)
+        mask = torch.zeros(padding.shape, dtype=self.logits.dtype, device=device).masked_fill_(padding, -torch.inf)
+        self._prompt_mask = mask.repeat_interleave(decoder.kv_heads, 0).unsqueeze(1)
+        self._cache = decoder.empty_cache(len(prompts) * n, max_new_tokens)
+        self._length = 0
+        self._positions = lengths.repeat_interleave(n)
+        self._set_groups(torch.arange(len(prompts), device=device).repeat_interleave(n))
+
+    def _prefill(self, prompts: Sequence[Tensor], first: int) -> Tensor:
+        """Computes prompts number ``first`` and following and fills their cache; returns [P, V] logits."""
         decoder = self._decoder
         tokens = nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
         count, width = tokens.shape
-        rows = slice(first * n, (first + count) * n)
-        # What the mask hides must still be finite.
-        self._cache[:, :, rows, :, width : self._length] = 0
+        cache = self._prompt_cache[:, :, first : first + count]
+        cache[..., width:, :] = 0  # What the mask hides must still be finite.
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.unflatten(0, (count, width)) for x in (q, k, v))
-            for kind, x in enumerate((k, v)):
-                room = self._cache[layer, kind, rows, :, :width].unflatten(0, (count, n))
-                room.copy_(x.transpose(1, 2).unsqueeze(1))
-            return decoder.causal_attention(q, k, v)
+            q, k, v = (x.unflatten(0, (count, width)).transpose(1, 2) for x in (q, k, v))
+            cache[layer, 0, :, :, :width] = k
+            cache[layer, 1, :, :, :width] = v
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=decoder.scaling, enable_gqa=True)
+            return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
         cos, sin = (table[:width].repeat(count, 1, 1) for table in (self._cos, self._sin))
         hidden = decoder.forward(tokens.flatten(), cos, sin, attend).unflatten(0, (count, width))
-        last = torch.tensor([len(p) - 1 for p in prompts], device=hidden.device)
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=hidden.device)
         return decoder.logits(hidden[torch.arange(count, device=hidden.device), last])
+
+    def _set_groups(self, group: Tensor) -> None:
+        """Makes the gather indices for rows of the given groups ([R] int64, every group at least once)."""
+        kv_heads = self._decoder.kv_heads
+        rows = torch.arange(len(group), device=group.device)
+        heads = torch.arange(kv_heads, device=group.device)
+        counts = group.bincount()
+        widest = int(counts.max())
+        order = group.argsort(stable=True)
+        rank = torch.empty_like(rows)
+        rank[order] = rows - (counts.cumsum(0) - counts)[group[order]]
+        self._group = group
+        # Rows are counted with their key-value heads: row * kv_heads + head.
+        self._places = (((group.unsqueeze(-1) * kv_heads + heads) * widest) + rank.unsqueeze(-1)).flatten()
+        self._slots = torch.zeros(len(counts) * kv_heads * widest, dtype=torch.int64, device=group.device)
+        self._slots[self._places] = (rows.unsqueeze(-1) * kv_heads + heads).flatten()
 
     def step(self, tokens: Tensor) -> Tensor:
         column = self._length
         self._length += 1
-        mask = None if self._mask is None else self._mask[..., : self._length]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._cache[layer].unbind(0)
             keys[:, :, column] = k
             values[:, :, column] = v
-            return self._decoder.attention(q, keys[:, :, : column + 1], values[:, :, : column + 1], mask)
+            keys, values = (x.flatten(0, 1)[:, : column + 1] for x in (keys, values))
+            prompt_keys, prompt_values = self._prompt_cache[layer].flatten(1, 2).unbind(0)
+            # One row from here on is a row with a key-value head; its queries are the heads that share it.
+            q = (q * self._decoder.scaling).reshape(len(keys), -1, q.shape[-1])
+            queries = q.shape[1]
+
+            grouped = q.index_select(0, self._slots).view(len(prompt_keys), -1, q.shape[-1])
+            scores = torch.baddbmm(self._prompt_mask, grouped, prompt_keys.transpose(1, 2))
+            scores = scores.view(-1, queries, scores.shape[-1]).index_select(0, self._places)
+            scores = torch.cat((scores, torch.bmm(q, keys.transpose(1, 2))), -1).softmax(-1)
+
+            on_prompt, on_response = scores.split((prompt_keys.shape[1], column + 1), -1)
+            grouped = on_prompt.index_select(0, self._slots).view(len(prompt_keys), -1, prompt_keys.shape[1])
+            attended = torch.bmm(grouped, prompt_values).view(-1, queries, q.shape[-1]).index_select(0, self._places)
+            return torch.baddbmm(attended, on_response, values).view(len(tokens), -1)
 
         cos, sin = self._cos[self._positions], self._sin[self._positions]
         self._positions = self._positions + 1
@@ -215,8 +232,11 @@ class _FusedBatch(Batch):
         used[:, :, moved] = used[:, :, rows[moved]]
         self._cache = self._cache[:, :, : len(rows)]
         self._positions = self._positions[rows]
-        if self._mask is not None:
-            self._mask = self._mask[rows]
+        groups, group = self._group[rows].unique(return_inverse=True)
+        if len(groups) < self._prompt_cache.shape[2]:
+            self._prompt_cache = self._prompt_cache[:, :, groups]
+            self._prompt_mask = self._prompt_mask.unflatten(0, (-1, self._decoder.kv_heads))[groups].flatten(0, 1)
+        self._set_groups(group)
 
 
 def _fuse(layer: nn.Module) -> _Layer:

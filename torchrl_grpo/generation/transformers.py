@@ -148,8 +148,8 @@ class TransformersEngine(Engine):
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         parts: list[list[int]] = []
         while order:
-            row_bytes = (lengths[order[0]] + max_new_tokens) * self.decoder.bytes_per_token()
-            count = max(1, self._kv_cache_bytes // (row_bytes * n))
+            group_bytes = self.decoder.cache_bytes(lengths[order[0]], n, max_new_tokens)
+            count = max(1, self._kv_cache_bytes // group_bytes)
             parts.append(order[:count])
             order = order[count:]
         return parts

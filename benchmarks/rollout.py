@@ -1,0 +1,210 @@
+"""How fast responses are sampled: the ``transformers`` engine against Hugging Face ``generate`` and, on request, vLLM.
+
+    python benchmarks/rollout.py --model tiny
+    python benchmarks/rollout.py --model small --dtype bfloat16 --generic --out rollout.json
+    python benchmarks/rollout.py --model small --vllm
+
+All sides sample the same prompts of one random Qwen2 model at temperature 1 and ignore the end token, so each makes
+the same number of tokens; they take turns, after one warm-up each. Our engine and vLLM also compute the log-probs of what
+they sample, ``generate`` does not. The result is JSON with the machine, the versions, the setting, every time and the
+medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+
+import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from torchrl_grpo.generation import SamplingParams, TransformersEngine
+from torchrl_grpo.generation.decoder import GenericDecoder
+
+MODELS = {
+    # 0.3M, 30M and Qwen2.5-0.5B's own shape.
+    "tiny": {"vocab_size": 128, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3},
+    "small": {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6},
+    "qwen05": {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24},
+}
+HEADS = {"tiny": (4, 2), "small": (8, 2), "qwen05": (14, 2)}
+
+
+def make_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A random Qwen2 model."""
+    torch.manual_seed(0)
+    query_heads, kv_heads = HEADS[name]
+    config = Qwen2Config(
+        **MODELS[name],
+        num_attention_heads=query_heads,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    return Qwen2ForCausalLM._from_config(config, dtype=dtype).eval()
+
+
+def use_engine(model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace) -> Callable[[], int]:
+    """Our engine."""
+    engine = TransformersEngine(model)
+    params = SamplingParams(max_new_tokens=args.new_tokens)
+
+    def run() -> int:
+        groups = engine.generate(prompts, args.responses, params)
+        return sum(len(completion.tokens) for group in groups for completion in group)
+
+    return run
+
+
+def use_generic(model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace) -> Callable[[], int]:
+    """Our engine, through the model's own forward."""
+    engine = TransformersEngine(model)
+    engine.decoder = GenericDecoder(model)
+    params = SamplingParams(max_new_tokens=args.new_tokens)
+
+    def run() -> int:
+        groups = engine.generate(prompts, args.responses, params)
+        return sum(len(completion.tokens) for group in groups for completion in group)
+
+    return run
+
+
+def use_generate(model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace) -> Callable[[], int]:
+    """Hugging Face ``generate``: prompts padded on the left."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
+    mask = torch.stack([torch.arange(width) >= width - len(prompt) for prompt in prompts]).long()
+
+    def run() -> int:
+        with torch.no_grad():
+            out = model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                num_return_sequences=args.responses,
+                max_new_tokens=args.new_tokens,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        return out[:, width:].numel()
+
+    return run
+
+
+def use_vllm(model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace) -> Callable[[], int]:
+    """vLLM, eager, in this process, one request a group."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    import vllm
+
+    folder = tempfile.mkdtemp()
+    model.save_pretrained(folder)
+    llm = vllm.LLM(
+        folder,
+        skip_tokenizer_init=True,
+        dtype=args.dtype,
+        enforce_eager=True,
+        max_model_len=4096,
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+    )
+    params = vllm.SamplingParams(
+        n=args.responses,
+        temperature=1.0,
+        max_tokens=args.new_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+    )
+    requests = [vllm.TokensPrompt(prompt_token_ids=prompt.tolist()) for prompt in prompts]
+
+    def run() -> int:
+        outputs = llm.generate(requests, params, use_tqdm=False)
+        return sum(len(response.token_ids) for output in outputs for response in output.outputs)
+
+    return run
+
+
+def update_seconds(model: PreTrainedModel, repeats: int) -> float:
+    """Median time of one weight update of our engine."""
+    engine = TransformersEngine(model)
+    times = []
+    for i in range(repeats + 1):
+        start = time.perf_counter()
+        engine.update_weights(model.named_parameters(), version=i)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def main() -> None:
+    """Runs all sides in turns and writes the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="tiny")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--responses", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--ragged", action="store_true", help="prompt lengths from half of --prompt-tokens to all")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--generic", action="store_true", help="also our engine through the model's own forward")
+    parser.add_argument("--vllm", action="store_true", help="also vLLM")
+    parser.add_argument("--out", help="file for the JSON, besides standard output")
+    args = parser.parse_args()
+
+    model = make_model(args.model, getattr(torch, args.dtype))
+    shortest = args.prompt_tokens // 2 if args.ragged else args.prompt_tokens
+    lengths = torch.linspace(shortest, args.prompt_tokens, args.prompts).round().int().tolist()
+    prompts = [torch.randint(1, MODELS[args.model]["vocab_size"], (length,)) for length in lengths]
+    sides = {"transformers engine": use_engine, "generate": use_generate}
+    sides |= {"transformers engine, generic": use_generic} if args.generic else {}
+    sides |= {"vllm": use_vllm} if args.vllm else {}
+    runs = {name: use(model, prompts, args) for name, use in sides.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    tokens = {name: run() for name, run in runs.items()}
+    for _ in range(args.repeats):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    rates = {name: tokens[name] / statistics.median(times) for name, times in seconds.items()}
+    packages = ["torch", "transformers"] + (
+        ["vllm-cpu" if not torch.cuda.is_available() else "vllm"] if args.vllm else []
+    )
+    result = {
+        "machine": {
+            "platform": platform.platform(),
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+        },
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
+        "setting": vars(args) | MODELS[args.model] | {"parameters": model.num_parameters()},
+        "seconds": seconds,
+        "median_tokens_per_second": {name: round(rate, 1) for name, rate in rates.items()},
+        "speed_over_generate": {name: round(rate / rates["generate"], 2) for name, rate in rates.items()},
+        "median_weight_update_ms": round(update_seconds(model, args.repeats) * 1e3, 3),
+    }
+    text = json.dumps(result, indent=2)
+    sys.stdout.write(text + "\n")
+    if args.out:
+        with open(args.out, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,6 @@ import pytest
 
 from torchrl_grpo.tasks.base import Problem, Score
 from torchrl_grpo.tasks.gsm8k import GSM8KTask
-from torchrl_grpo.tasks.ifeval import IFEvalTask
 
 REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"
 GOOD_ROW = {"question": "How much is 48 + 24?", "answer": "48 + 24 = <<48+24=72>>72\n#### 72"}
@@ -192,8 +191,3 @@ def test_without_the_datasets_package_the_error_names_it(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install datasets, or set env\.dataset_path"):
         GSM8KTask().problems("train")
-
-
-def test_ifeval_says_that_it_is_not_there_yet() -> None:
-    with pytest.raises(ValueError, match=r"got 'ifeval', which is not there yet: use gsm8k or arithmetic\."):
-        IFEvalTask().problems("train")

@@ -1,1 +1,6 @@
-"""TODO"""
+"""Collectors and the sources of batches that are made of them."""
+
+from torchrl_grpo.collectors.rollout import RolloutCollector
+from torchrl_grpo.collectors.source import LocalSource, RolloutSource
+
+__all__ = ["LocalSource", "RolloutCollector", "RolloutSource"]

@@ -1,1 +1,5 @@
-"""TODO"""
+"""Loading models, scoring tokens, and splitting batches."""
+
+from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
+
+__all__ = ["AdapterOffScorer", "TokenScorer"]

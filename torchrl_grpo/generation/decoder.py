@@ -119,7 +119,7 @@ class _GenericBatch(Batch):
         self.logits = decoder.forward(tokens, mask[:, : self._width], positions, self._cache)
 
         rows = torch.arange(len(prompts), device=device).repeat_interleave(n)
-        # `reorder_cache` is an index_select along the batch: it repeats and drops rows as well, for all kinds of layers.
+        # `reorder_cache` is an index_select along the batch: it repeats and drops rows too, in every kind of layer.
         self._cache.reorder_cache(rows)
         self._mask = mask[rows]
         self._positions = lengths[rows]

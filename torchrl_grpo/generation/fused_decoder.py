@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,10 +32,10 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class _Layer:
-    attention: nn.Module
-    mlp: nn.Module
-    input_norm: nn.Module
-    post_norm: nn.Module
+    attention: Any  # The model's own modules; which class depends on the architecture.
+    mlp: Any
+    input_norm: Any
+    post_norm: Any
     qkv: Tensor
     qkv_bias: Tensor | None
     gate_up: Tensor
@@ -49,7 +50,14 @@ def can_fuse(model: PreTrainedModel) -> bool:
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if config.model_type == "mistral":
         slides = config.sliding_window is not None
-    return not slides and config.rope_parameters["rope_type"] in _STATIC_ROPE_TYPES
+    # Adapters and quantised layers take the place of a linear layer and keep its attributes.
+    plain = all(
+        type(linear) is nn.Linear
+        for layer in model.model.layers
+        for name, linear in layer.named_modules()
+        if name.endswith("_proj")
+    )
+    return plain and not slides and config.rope_parameters["rope_type"] in _STATIC_ROPE_TYPES
 
 
 class FusedDecoder(Decoder):
@@ -125,12 +133,6 @@ class FusedDecoder(Decoder):
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden size] to [N, V]."""
         return F.linear(hidden, self._lm_head.weight, self._lm_head.bias)
-
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention within prompts: q [P, T, Hq, D], k and v [P, T, Hkv, D] to [P * T, Hq * D]."""
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scaling, enable_gqa=True)
-        return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 class _FusedBatch(Batch):
@@ -239,12 +241,12 @@ class _FusedBatch(Batch):
         self._set_groups(group)
 
 
-def _fuse(layer: nn.Module) -> _Layer:
+def _fuse(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     qkv, qkv_bias = _join(attention.q_proj, attention.k_proj, attention.v_proj)
     gate_up, gate_up_bias = _join(mlp.gate_proj, mlp.up_proj)
-    norms = layer.input_layernorm, layer.post_attention_layernorm
-    return _Layer(attention, mlp, *norms, qkv, qkv_bias, gate_up, gate_up_bias)
+    input_norm, post_norm = layer.input_layernorm, layer.post_attention_layernorm
+    return _Layer(attention, mlp, input_norm, post_norm, qkv, qkv_bias, gate_up, gate_up_bias)
 
 
 def _join(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
@@ -254,14 +256,14 @@ def _join(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return weight, _join_storage(biases) if biases else None
 
 
-def _join_storage(parameters: list[nn.Parameter]) -> Tensor:
+def _join_storage(parameters: Sequence[Tensor]) -> Tensor:
     joined = torch.cat([p.detach() for p in parameters])
     for parameter, view in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
         parameter.data = view
     return joined
 
 
-def _rms_norm(x: Tensor, norm: nn.Module) -> Tensor:
+def _rms_norm(x: Tensor, norm: Any) -> Tensor:
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 

@@ -27,7 +27,7 @@ from torchrl_grpo.weight_sync import named_weights, sync_gap
 
 needs_vllm = pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
 CONTEXT = 256
-# Longer than a KV block of 128 tokens, so that the prefix cache is hit whenever it is not dropped.
+# Longer than several KV blocks, so that the prefix cache is hit whenever it is not dropped.
 LONG_PROMPTS = [torch.arange(10, 180), torch.arange(10, 180).flip(0)]
 ROUNDING = 1e-4
 

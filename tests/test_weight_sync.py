@@ -107,7 +107,7 @@ def test_shared_weights_are_cast_to_the_engine_s_dtype(tiny_model):
 
 def test_shared_weights_refuse_unknown_missing_repeated_and_misshapen_weights(shared, tiny_model):
     weights = list(named_weights(tiny_model))
-    with pytest.raises(RuntimeError, match=r"'model\.extra' is not among the 26 of"):
+    with pytest.raises(RuntimeError, match=r"'model\.extra' is not among the 26 weights"):
         shared.fill([*weights, ("model.extra", torch.zeros(1))])
     with pytest.raises(RuntimeError, match=r"1 of 26 weights are missing .*model\.norm\.weight"):
         shared.fill((name, weight) for name, weight in weights if name != "model.norm.weight")

@@ -146,6 +146,8 @@ class VLLMEngine(Engine):
                 seed=seed,
                 gpu_memory_utilization=gpu_memory_utilization,
                 kv_cache_memory_bytes=int(kv_cache_gib * 2**30) if on_cpu else None,
+                # Prompts are shared in whole blocks. With vLLM's 128 tokens on a CPU, a group would share few of them.
+                block_size=32 if on_cpu else None,
                 enforce_eager=enforce_eager,
                 tensor_parallel_size=tensor_parallel_size,
                 trust_remote_code=trust_remote_code,

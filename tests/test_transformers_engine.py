@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from tests.conftest import make_tiny_model
-from torchrl_grpo.generation import Completion, SamplingParams, TransformersEngine
+from torchrl_grpo.generation import Completion, SamplingParams, TransformersEngine, fused_decoder
 from torchrl_grpo.generation.decoder import GenericDecoder
 from torchrl_grpo.generation.fused_decoder import FusedDecoder
 from torchrl_grpo.generation.sampling import invert_cdf, sample, sampling_probs
@@ -194,6 +194,19 @@ def test_ragged_prompts_give_what_each_gives_alone(tiny_model):
         for completion in group:
             assert completion.tokens.tolist() == alone[0].tokens.tolist()
             torch.testing.assert_close(completion.log_probs, alone[0].log_probs, atol=1e-5, rtol=0)
+
+
+def test_prompts_computed_in_slices_give_what_one_forward_gives(tiny_model, monkeypatch):
+    prompts, params = make_prompts(2, 17, 9, 17, 5), SamplingParams(6, temperature=0)
+    engine, empty_cache = TransformersEngine(tiny_model), FusedDecoder.empty_cache
+    whole = engine.generate(prompts, 2, params)
+    # Memory that is not written must not be read: NaN would show.
+    monkeypatch.setattr(FusedDecoder, "empty_cache", lambda *args: empty_cache(*args).fill_(torch.nan))
+    monkeypatch.setattr(fused_decoder, "_PREFILL_TOKENS", 18)
+    sliced = engine.generate(prompts, 2, params)
+    for a, b in zip(itertools.chain(*whole), itertools.chain(*sliced), strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist()
+        torch.testing.assert_close(a.log_probs, b.log_probs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("make", [make_tiny_model, make_mistral, make_qwen3])

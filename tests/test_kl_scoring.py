@@ -6,10 +6,17 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs import TransformedEnv
+from transformers import PreTrainedTokenizerFast
 
 from tests.conftest import make_tiny_model
 from torchrl_grpo import keys
+from torchrl_grpo.collectors.rollout import RolloutCollector
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.generation import SamplingParams, TransformersEngine
+from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.tasks import ArithmeticTask
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 
@@ -77,3 +84,18 @@ def test_no_gradient_is_kept() -> None:
 def test_an_empty_budget_is_refused() -> None:
     with pytest.raises(ValueError, match="max_tokens=0 must be at least 1"):
         KLScoring(TokenScorer(make_tiny_model()), max_tokens=0)
+
+
+def test_in_an_environment_it_scores_each_step_and_the_collector_keeps_the_scores(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    model = make_tiny_model()
+    engine = TransformersEngine(make_tiny_model(seed=1))
+    engine.seed(0)
+    base = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=4, repeats=2)
+    env = TransformedEnv(base, KLScoring(TokenScorer(model)))
+    batch = RolloutCollector(env, GenerationPolicy(engine, SamplingParams(max_new_tokens=6))).rollout()
+    alone = KLScoring(TokenScorer(model), out_key="alone")(batch.clone())
+    for row, other in zip(batch.unbind(0), alone.unbind(0), strict=True):
+        torch.testing.assert_close(row.get(keys.REF_LOG_PROBS), other.get("alone"), rtol=1e-4, atol=1e-5)
+        assert row.get(keys.REF_LOG_PROBS).abs().max() > 1

@@ -18,7 +18,6 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from torchrl_grpo.build import build
 from torchrl_grpo.config import check_command_line, from_hydra, orderly_exit, register
 
 register()
@@ -27,8 +26,12 @@ register()
 @hydra.main(version_base="1.3", config_path="../../config", config_name="grpo_gsm8k")
 def main(cfg: DictConfig) -> None:
     """Builds the run that the config describes, trains, and closes it whatever happens."""
-    with orderly_exit(), closing(build(from_hydra(cfg), HydraConfig.get().runtime.output_dir)) as run:
-        run.fit()
+    with orderly_exit():
+        config = from_hydra(cfg)
+        from torchrl_grpo.build import build  # takes seconds; --help and mistakes are answered before
+
+        with closing(build(config, HydraConfig.get().runtime.output_dir)) as run:
+            run.fit()
 
 
 if __name__ == "__main__":

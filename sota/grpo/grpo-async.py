@@ -5,7 +5,7 @@ The config is that of ``grpo.py`` and composes as there; running it is refused w
 Launch lines:
 
     python sota/grpo/grpo-async.py --help
-    python sota/grpo/grpo-async.py --cfg job train_model.num_devices=2 ref_model.num_devices=2 inference_model.num_devices=2
+    python sota/grpo/grpo-async.py --cfg job train_model.num_devices=2
 """
 
 from __future__ import annotations

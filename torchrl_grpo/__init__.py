@@ -1,6 +1,6 @@
 """GRPO post-training for language models, as TorchRL components that can be taken one by one.
 
-``objectives.GRPOLoss``, ``collectors.RolloutCollector``, ``envs.LLMEnv``, ``generation`` (engines),
-``transforms.GroupAdvantage`` and ``transforms.KLScoring``, ``models.TokenScorer``, ``trainer.GRPOTrainer`` and
+``objectives.GRPOLoss``, ``collectors.RolloutCollector``, ``envs.LLMEnv``, ``generation`` (the engines),
+``transforms.GroupAdvantage``, ``transforms.KLScoring``, ``models.TokenScorer``, ``trainer.GRPOTrainer``,
 ``trainer.fit``, ``functional`` (the maths) and ``keys`` (the TensorDict keys). ``sota/grpo/grpo.py`` puts them together.
 """

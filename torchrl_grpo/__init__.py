@@ -2,5 +2,5 @@
 
 ``objectives.GRPOLoss``, ``collectors.RolloutCollector``, ``envs.LLMEnv``, ``generation`` (the engines),
 ``transforms.GroupAdvantage``, ``transforms.KLScoring``, ``models.TokenScorer``, ``trainer.GRPOTrainer``,
-``trainer.fit``, ``functional`` (the maths) and ``keys`` (the TensorDict keys). ``sota/grpo/grpo.py`` puts them together.
+``trainer.fit``, ``functional`` (the maths) and ``keys`` (the TensorDict keys). ``sota/grpo/grpo.py`` joins them.
 """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -38,9 +39,9 @@ def make_model(seed: int = 0, **overrides: object) -> torch.nn.Module:
 
 
 def worker_processes() -> list[psutil.Process]:
-    """Our child processes, without the one in which Python tracks shared memory until it exits."""
+    """Our child processes, without those that Python and wandb (of other tests) keep until we exit."""
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+    return [child for child in children if not re.search("resource_tracker|wandb", " ".join(child.cmdline()))]
 
 
 def test_without_vllm_the_error_says_what_to_install(monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+import torchrl_grpo.generation.vllm as vllm_module
 from tests.conftest import make_tiny_model
 from tests.test_config import compose_config
 from torchrl_grpo import build as build_module
@@ -86,11 +87,8 @@ def test_bad_data_is_named_by_file_and_line_or_column(lines: list[str], message:
 
 @pytest.mark.usefixtures("no_weights")
 def test_a_missing_vllm_is_found_before_any_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.util
-
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "vllm" else real(name, *a))
-    with pytest.raises(ConfigError, match=r"vllm"):
+    monkeypatch.setattr(vllm_module, "_has_vllm", False)
+    with pytest.raises(ConfigError, match=r"inference_model\.backend=vllm needs .* not installed: install"):
         build(compose_config(*SMALL, "inference_model.backend=vllm"), tmp_path)
 
 
@@ -251,7 +249,6 @@ def test_every_config_key_is_read_by_something_that_uses_it(
     recorded.clear()
     for index, config in enumerate(configs):
         if index == 1:
-            import torchrl_grpo.generation.vllm as vllm_module
 
             class Stop(Exception):
                 pass

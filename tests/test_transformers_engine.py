@@ -201,7 +201,9 @@ def test_prompts_computed_in_slices_give_what_one_forward_gives(tiny_model, monk
     engine, empty_cache = TransformersEngine(tiny_model), FusedDecoder.empty_cache
     whole = engine.generate(prompts, 2, params)
     # Memory that is not written must not be read: NaN would show.
-    monkeypatch.setattr(FusedDecoder, "empty_cache", lambda *args: empty_cache(*args).fill_(torch.nan))
+    monkeypatch.setattr(
+        FusedDecoder, "empty_cache", lambda *args: tuple(cache.fill_(torch.nan) for cache in empty_cache(*args))
+    )
     monkeypatch.setattr(fused_decoder, "_PREFILL_TOKENS", 18)
     sliced = engine.generate(prompts, 2, params)
     for a, b in zip(itertools.chain(*whole), itertools.chain(*sliced), strict=True):

@@ -215,10 +215,8 @@ class _FusedBatch(Batch):
             values[..., column, :] = v
             # From here on, a row is a row with a key-value head, and its queries are the heads that share it.
             keys, values = keys.flatten(0, 1)[..., : column + 1], values.flatten(0, 1)[:, : column + 1]
-            prompt_keys, prompt_values = (
-                self._prompt_keys[layer].flatten(0, 1),
-                self._prompt_values[layer].flatten(0, 1),
-            )
+            prompt_keys = self._prompt_keys[layer].flatten(0, 1)
+            prompt_values = self._prompt_values[layer].flatten(0, 1)
             q = (q * self._decoder.scaling).reshape(len(keys), -1, q.shape[-1])
             queries, width = q.shape[1], prompt_keys.shape[-1]
 

@@ -8,13 +8,16 @@ and a draw depends on its own row and number only, never on the other rows of th
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from torchrl_grpo.generation.base import SamplingParams, greedy
 
 _BLOCK = 256
 """Tokens whose probabilities are summed before the first of the two searches."""
+
+_CPU_ELEMENTS, _GPU_ELEMENTS = 2**18, 2**27
+"""Logits that are worked on at once. It bounds memory; on a CPU it keeps temporaries small enough for the allocator to
+reuse them: fresh pages for [64, 32000] would take several times longer than the arithmetic."""
 
 
 def sampling_probs(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -63,9 +66,13 @@ def invert_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     vocab_size = probs.shape[-1]
     if vocab_size <= _BLOCK:
         return _first_above(probs, uniform)[0]
-    blocks = F.pad(probs, (0, -vocab_size % _BLOCK)).unflatten(-1, (-1, _BLOCK))
-    block, rest = _first_above(blocks.sum(-1), uniform)
-    inside = blocks[torch.arange(len(block), device=block.device), block]
+    whole = vocab_size // _BLOCK * _BLOCK
+    sums = probs[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(-1)
+    if whole < vocab_size:
+        sums = torch.cat((sums, probs[:, whole:].sum(-1, keepdim=True)), -1)
+    block, rest = _first_above(sums, uniform)
+    index = block.unsqueeze(-1) * _BLOCK + torch.arange(_BLOCK, device=probs.device)
+    inside = probs.gather(-1, index.clamp(max=vocab_size - 1)).masked_fill_(index >= vocab_size, 0)
     return block * _BLOCK + _first_above(inside, rest)[0]
 
 
@@ -100,6 +107,14 @@ def sample(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Ten
     Returns:
         [B] int64 tokens and [B] float32 log-probs of the distribution that they were drawn from.
     """
+    at_once = max(1, (_CPU_ELEMENTS if logits.device.type == "cpu" else _GPU_ELEMENTS) // logits.shape[-1])
+    slices = zip(logits.split(at_once), uniform.split(at_once), strict=True)
+    drawn = [_sample(some_logits, params, some_uniform) for some_logits, some_uniform in slices]
+    tokens, log_probs = zip(*drawn, strict=True)
+    return torch.cat(tokens), torch.cat(log_probs)
+
+
+def _sample(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:
     probs = sampling_probs(logits, params)
     tokens = logits.argmax(-1) if greedy(params) else invert_cdf(probs, uniform)
     return tokens, probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).log()

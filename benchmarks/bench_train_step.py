@@ -1,0 +1,299 @@
+"""How long one training step takes, and how much memory: ours against TRL, TorchRL and plain PyTorch, on Linux CPUs.
+
+    python benchmarks/bench_train_step.py
+    python benchmarks/bench_train_step.py --models qwen05 --dtypes bfloat16 --repeats 5
+
+A step is forward, loss, backward and zero_grad, without the optimizer's update. All sides have the same random Qwen2
+weights and the same batch: groups of responses of 32 to 128 tokens that share a prompt of 64. The loss is clipped GRPO
+without KL, a mean over the tokens of a sequence and then over sequences. First the loss and gradient of each side are
+compared with ours, then the sides take turns, in an order that rotates. Each side is a process of its own, with a peak
+memory of its own: its growth over what was resident before the first step. All inherit the same OMP_NUM_THREADS and
+settings of the allocator (MALLOC_MMAP_THRESHOLD_, ...), and the result states them. A missing peer is left out and
+named. Anything else that runs on the machine spoils the times: OpenMP's threads wait for one another by spinning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import platform
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
+
+import torch
+from tensordict import TensorDict, lazy_stack
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.objectives.grpo import GRPOLoss
+from torchrl_grpo.trainer.step import GRPOTrainer
+
+Step = Callable[[], float]
+# 0.3M, 30M and Qwen2.5-0.5B's own shape.
+MODELS: dict[str, dict[str, int]] = {
+    "tiny": {"vocab_size": 128, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3},
+    "small": {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6},
+    "qwen05": {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24},
+}
+HEADS = {"tiny": 4, "small": 8, "qwen05": 14}
+GROUP_SIZE = {"tiny": 8, "small": 8, "qwen05": 2}
+GROUPS, PROMPT_TOKENS, MIN_RESPONSE, MAX_RESPONSE = 2, 64, 32, 128
+CLIP_EPSILON = 0.2
+LOG_RATIOS = torch.tensor([-0.4, -0.05, 0.05, 0.4])
+"""Log-ratios of the batch, well inside and well outside the clip range: rounding clips no token on one side alone."""
+TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-1}
+"""Largest difference allowed: of gradients, relative (norm of the difference over norm); of losses, absolute."""
+
+
+def make_model(name: str, dtype: str) -> PreTrainedModel:
+    """A random Qwen2 model, the same in every process."""
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"tie_word_embeddings": True, "use_cache": False, "eos_token_id": 1, "pad_token_id": 0}
+    config = Qwen2Config(**MODELS[name], num_attention_heads=HEADS[name], num_key_value_heads=2, **settings)
+    return Qwen2ForCausalLM._from_config(config, dtype=getattr(torch, dtype)).eval()
+
+
+def response_log_probs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Log-probs of the response tokens [B, Tr] from their full logits: plain PyTorch."""
+    logits = model(tokens, logits_to_keep=tokens.shape[1] - PROMPT_TOKENS + 1).logits[:, :-1]
+    logits, targets = logits.float().flatten(0, 1), tokens[:, PROMPT_TOKENS:].flatten()
+    return -torch.nn.functional.cross_entropy(logits, targets, reduction="none").view(len(tokens), -1)
+
+
+def make_batch(name: str, dtype: str, path: str) -> None:
+    """Writes the batch, padded on the right: tokens [B, T], mask and behaviour log-probs [B, Tr], advantages [B]."""
+    model = make_model(name, dtype)
+    torch.manual_seed(1)
+    size, vocab = GROUPS * GROUP_SIZE[name], MODELS[name]["vocab_size"]
+    prompts = torch.randint(2, vocab, (GROUPS, PROMPT_TOKENS)).repeat_interleave(GROUP_SIZE[name], 0)
+    lengths = torch.linspace(MIN_RESPONSE, MAX_RESPONSE, size).round().long()[torch.randperm(size)]
+    mask = torch.arange(MAX_RESPONSE) < lengths[:, None]
+    tokens = torch.cat([prompts, torch.randint(2, vocab, (size, MAX_RESPONSE)) * mask], 1)
+    with torch.no_grad():
+        log_probs = response_log_probs(model, tokens) - LOG_RATIOS[torch.randint(len(LOG_RATIOS), mask.shape)]
+    torch.save({"tokens": tokens, "mask": mask, "log_probs": log_probs * mask, "advantage": torch.randn(size)}, path)
+
+
+def ragged(batch: dict[str, Tensor], advantage_shape: tuple[int, ...]) -> TensorDict:
+    """The batch as a collector gives it: a lazy stack of sequences under TorchRL's keys."""
+    items = []
+    for tokens, mask, log_probs, advantage in zip(*batch.values(), strict=True):
+        end = PROMPT_TOKENS + int(mask.sum())
+        sampled = torch.arange(end) >= PROMPT_TOKENS
+        entries = {
+            "tokens": {"prompt": tokens[:PROMPT_TOKENS], "response": tokens[PROMPT_TOKENS:end], "full": tokens[:end]},
+            "masks": {"all_attention_mask": torch.ones_like(sampled), "all_assistant_mask": sampled},
+            "log_probs": {"full": torch.cat([torch.zeros(PROMPT_TOKENS), log_probs[: end - PROMPT_TOKENS]])},
+            "advantage": advantage.view(advantage_shape),
+            "reward_valid": torch.ones(1, dtype=torch.bool),
+        }
+        items.append(TensorDict(entries))
+    return lazy_stack(items)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """What the peers ask for and never use: they are given tokens."""
+    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def backward(loss: Tensor) -> float:
+    """Runs backward and gives the loss."""
+    loss.backward()
+    return loss.item()
+
+
+def use_ours(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
+    """``GRPOTrainer.train_step``: padding, normalisation, micro-batches and metrics, but no optimizer step."""
+
+    class Trainer(GRPOTrainer):
+        def optim_step(self, loss: Tensor) -> dict[str, float]:
+            return {"loss": float(loss)}
+
+    loss = GRPOLoss(TokenScorer(model), clip_epsilon=CLIP_EPSILON)
+    trainer = Trainer(loss, model, torch.optim.SGD(model.parameters()), optim_batch_size=len(batch["tokens"]))
+    data = ragged(batch, (1,))
+    return lambda: trainer.train_step(data)["loss"]
+
+
+def use_trl(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
+    """TRL's ``GRPOTrainer.compute_loss`` and backward, beta 0."""
+    import trl
+    from datasets import Dataset
+
+    size = len(batch["tokens"])
+    settings: dict[str, Any] = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": []}
+    settings |= {"beta": 0.0, "loss_type": "grpo", "epsilon": CLIP_EPSILON, "max_completion_length": MAX_RESPONSE}
+    settings |= {"num_generations": size // GROUPS, "per_device_train_batch_size": size}
+    data = Dataset.from_dict({"prompt": ["<eos>"] * size})
+    trainer = trl.GRPOTrainer(model, len, trl.GRPOConfig(folder, **settings), data, processing_class=make_tokenizer())
+    trainer.current_gradient_accumulation_steps = 1
+    model.train()  # as in its own loop; the model has no dropout
+    inputs = {"prompt_ids": batch["tokens"][:, :PROMPT_TOKENS], "completion_ids": batch["tokens"][:, PROMPT_TOKENS:]}
+    inputs |= {"prompt_mask": torch.ones_like(inputs["prompt_ids"]), "completion_mask": batch["mask"].long()}
+    inputs |= {"old_per_token_logps": batch["log_probs"], "advantages": batch["advantage"]}
+    return lambda: backward(trainer.compute_loss(trainer.model, inputs))
+
+
+def use_torchrl(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
+    """TorchRL's ``GRPOLoss`` over a ``TransformersWrapper``. Only ``loss_*`` is summed: the rest are metrics."""
+    from torchrl.modules.llm import TransformersWrapper
+    from torchrl.objectives import llm
+
+    options = {"input_mode": "tokens", "generate": False, "pad_model_input": True}  # packing is not causal in 0.14
+    policy = TransformersWrapper(model, tokenizer=make_tokenizer(), **options)
+    settings = {"aggregation": "prompt_mean", "masking_strategy": "rlhf", "entropy_bonus": False}
+    loss = llm.GRPOLoss(policy, clip_epsilon=CLIP_EPSILON, **settings)
+    data = ragged(batch, (1, 1))
+    return lambda: backward(sum(value for name, value in loss(data).items() if name.startswith("loss_")).sum())
+
+
+def use_plain(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
+    """Plain PyTorch: one padded forward, and the full logits of the response alone."""
+    mask, advantage = batch["mask"], batch["advantage"][:, None]
+
+    def step() -> float:
+        ratio = (response_log_probs(model, batch["tokens"]) - batch["log_probs"]).exp()
+        surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP_EPSILON, 1 + CLIP_EPSILON) * advantage)
+        return backward(-((surrogate * mask).sum(1) / mask.sum(1)).mean())
+
+    return step
+
+
+SIDES = {"ours": use_ours, "trl": use_trl, "torchrl": use_torchrl, "plain": use_plain}
+
+
+def peak_mib(reset: bool = False) -> float:
+    """This process's peak memory, after setting the kernel's record of it back to what is resident now or not."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def work(side: str, name: str, dtype: str, folder: str, pipe: Connection) -> None:
+    """A side's process: prepares, runs a first step, leaves its gradients in a file, then one step for each message."""
+    try:
+        model = make_model(name, dtype)
+        step = SIDES[side](model, torch.load(f"{folder}/batch.pt"), folder)
+    except ImportError as error:
+        if side == "ours":
+            raise
+        return pipe.send(str(error))
+    before = peak_mib(reset=True)
+    loss, peak = step(), peak_mib()
+    torch.save({name: parameter.grad for name, parameter in model.named_parameters()}, f"{folder}/{side}.pt")
+    model.zero_grad()
+    peak_mib(reset=True)
+    pipe.send(loss)
+    while pipe.recv():
+        start = time.perf_counter()
+        step()
+        model.zero_grad()
+        pipe.send(time.perf_counter() - start)
+    pipe.send(max(peak, peak_mib()) - before)
+
+
+def compare(side: str, losses: dict[str, float], folder: str) -> dict[str, float]:
+    """Differences of a side's loss (absolute) and gradient (relative, over all weights) from ours."""
+    ours, other = (torch.load(f"{folder}/{name}.pt", mmap=True) for name in ("ours", side))
+    difference = math.hypot(*(float((other[name].float() - grad.float()).norm()) for name, grad in ours.items()))
+    norm = math.hypot(*(float(grad.float().norm()) for grad in ours.values()))
+    return {"loss": abs(losses[side] - losses["ours"]), "gradient": difference / norm}
+
+
+def measure(name: str, dtype: str, repeats: int) -> dict[str, Any]:
+    """One setting: the check, then the times and the memory of all sides."""
+    context = multiprocessing.get_context("spawn")
+    result: dict[str, Any] = {"skipped": {}, "tolerance": TOLERANCE[dtype], "difference_from_ours": {}}
+    pipes, losses = dict[str, Connection](), dict[str, float]()
+    with tempfile.TemporaryDirectory() as folder:
+        maker = context.Process(target=make_batch, args=(name, dtype, f"{folder}/batch.pt"))
+        maker.start()  # not in this process: a child's peak begins at its parent's size
+        maker.join()
+        for side in SIDES:
+            pipe, theirs = context.Pipe()
+            context.Process(target=work, args=(side, name, dtype, folder, theirs), daemon=True).start()
+            theirs.close()
+            first = pipe.recv()  # EOFError: the side failed, and has said why
+            if isinstance(first, str):
+                result["skipped"][side] = first
+                continue
+            pipes[side], losses[side] = pipe, first
+            difference = result["difference_from_ours"][side] = compare(side, losses, folder)
+            if not max(difference.values()) <= TOLERANCE[dtype]:
+                raise RuntimeError(f"{side} computes something else, {name} {dtype}: {difference}, losses {losses}.")
+    order, seconds = list(pipes), {side: list[float]() for side in pipes}
+    for i in range(repeats + 1):
+        for side in order[i % len(order) :] + order[: i % len(order)]:
+            pipes[side].send(True)
+            seconds[side] += [pipes[side].recv()][i == 0 :]  # the first round is a warm-up
+    for pipe in pipes.values():
+        pipe.send(False)
+    memory = {side: pipe.recv() for side, pipe in pipes.items()}
+    medians = {side: statistics.median(times) for side, times in seconds.items()}
+    return result | {
+        "seconds": seconds,
+        "median_seconds": medians,
+        "peak_growth_mib": memory,
+        "seconds_over_ours": {side: value / medians["ours"] for side, value in medians.items()},
+        "memory_over_ours": {side: value / memory["ours"] for side, value in memory.items()},
+    }
+
+
+def surroundings() -> dict[str, Any]:
+    """The machine, the versions, and what every side inherits."""
+    packages = ("torch", "transformers", "tensordict", "torchrl", "trl")
+    versions = {package: version(package) for package in packages if find_spec(package)}
+    cpu = Path("/proc/cpuinfo").read_text().partition("model name")[2].partition("\n")[0].strip("\t :")
+    prefixes = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
+    return {
+        "machine": {"platform": platform.platform(), "cpu": cpu, "cores": os.cpu_count()},
+        "versions": versions | {"python": platform.python_version()},
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(prefixes)},
+        "allocator": f"glibc {platform.libc_ver()[1]}, with its defaults but for what the environment says",
+    }
+
+
+def main() -> None:
+    """Measures each setting, writes its JSON and prints its table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["tiny", "small"])
+    parser.add_argument("--dtypes", nargs="+", choices=TOLERANCE, default=["float32", "bfloat16"])
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each side, after two others")
+    parser.add_argument("--output", default=str(Path(__file__).parent / "results/train_step_{model}_{dtype}.json"))
+    args = parser.parse_args()
+    for name, dtype in itertools.product(args.models, args.dtypes):
+        setting = MODELS[name] | {"model": name, "dtype": dtype, "repeats": args.repeats, "groups": GROUPS}
+        setting |= {"group_size": GROUP_SIZE[name], "prompt": PROMPT_TOKENS, "responses": [MIN_RESPONSE, MAX_RESPONSE]}
+        result = surroundings() | {"setting": setting} | measure(name, dtype, args.repeats)
+        path = Path(args.output.format(model=name, dtype=dtype))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        lines = [f"{name} {dtype} ({path})", "          seconds  x ours      MiB  x ours"]
+        columns = ("median_seconds", "seconds_over_ours", "peak_growth_mib", "memory_over_ours")
+        for side, *row in zip(result["seconds"], *(result[column].values() for column in columns), strict=True):
+            lines.append("{:8} {:9.4f} {:7.2f} {:8.0f} {:7.2f}".format(side, *row))
+        lines += [f"{side:8} skipped: {reason}" for side, reason in result["skipped"].items()]
+        sys.stdout.write("\n".join(lines) + "\n\n")
+
+
+if __name__ == "__main__":
+    main()

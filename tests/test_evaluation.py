@@ -73,6 +73,7 @@ def test_pass_at_1_and_pass_at_k_by_hand(tokenizer: PreTrainedTokenizerFast) -> 
     metrics, rows = evaluator.evaluate(sampled=True)
     assert metrics == {
         "eval/pass@1": pytest.approx(0.6), "eval/response_length": 2.0, "eval/truncated": 0.0, "eval/pass@4": 0.8,
+        "eval/invalid": 0.0,
     }  # fmt: skip
     assert {(row["query"], row["correct"]) for row in rows} == {(str(d), d < 3) for d in range(5)}
     assert engine.draws == 0  # its random state was put back

@@ -66,5 +66,11 @@ def test_what_cannot_be_placed_is_refused_with_numbers(count: int, requests: dic
         plan(count, **requests)
 
 
+def test_with_two_accelerators_the_reference_model_shares_the_trainers() -> None:
+    got = plan(2)
+    assert [got.train, got.inference, got.reference] == [*gpus(2), gpus(2)[0]]
+    assert not got.colocated
+
+
 def test_the_reference_request_does_not_count_without_a_reference_model() -> None:
     assert plan(1, needs_reference=False, reference=RoleRequest(num_devices=7)).reference is None

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import random
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Engine, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.models import loading
-from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
+from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer, check_logits_are_plain
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.placement import DevicePlan, RoleRequest, available_accelerators, plan_devices
 from torchrl_grpo.tasks import make_task
@@ -94,6 +95,9 @@ class Run:
                 after_publish=self._check_sync if config.inference_model.check_sync else None,
             )
             model = self.checkpointer.export(self.trainer.model, self.tokenizer)
+        except BaseException:
+            torchrl_logger.warning(f"The run ended early. What it did lies in {self.directory}.")
+            raise
         finally:
             report = write_report(self.directory)
         summary = summarize(self.directory)
@@ -147,11 +151,19 @@ def prepare(config: GRPOConfig) -> Blueprint:
     Raises:
         ConfigError: a rule is broken; the message names field, rule, value and fix.
     """
-    try:
+    with _as_config_errors():
         return _prepare(config)
+
+
+@contextmanager
+def _as_config_errors() -> Iterator[None]:
+    """What a part refuses is the user's to mend, so it ends as one line; the traceback goes to the debug log."""
+    try:
+        yield
     except ConfigError:
         raise
     except ValueError as error:
+        torchrl_logger.debug("refused while building", exc_info=True)
         raise ConfigError(str(error)) from error
 
 
@@ -171,13 +183,13 @@ def _prepare(config: GRPOConfig) -> Blueprint:
 
         require_vllm()
     task = make_task(env.dataset, dataset_path=env.dataset_path, difficulty=env.difficulty)
-    problems = {split: task.problems(split) for split in ("train", "test")}
     remote_code = config.model.trust_remote_code
     model_config = loading.load_config(config.model.name, trust_remote_code=remote_code)
     tokenizer = loading.load_tokenizer(
         config.model.name, chat_template=config.model.chat_template, trust_remote_code=remote_code
     )
     loading.check_vocabulary(model_config, tokenizer, config.model.name)
+    check_logits_are_plain(model_config.get_text_config())
     params = SamplingParams(
         inference.max_new_tokens,
         temperature=inference.temperature,
@@ -194,10 +206,13 @@ def _prepare(config: GRPOConfig) -> Blueprint:
             split=split,
             max_prompt_tokens=max_prompt_tokens,
             max_turns=env.max_turns,
-            seed=config.seed,
+            seed=config.seed if split == "train" else 0,  # all runs are tested on the same problems
         )
 
-    num_test, k = min(config.evaluation.num_prompts, len(problems["test"])), config.evaluation.k
+    train_env = make_env("train", env.num_envs, env.repeats)
+    num_test, k = config.evaluation.num_prompts, config.evaluation.k
+    if num_test:
+        num_test = min(num_test, make_env("test", 1, 1).num_problems)
     return Blueprint(
         config=config,
         plan=plan,
@@ -206,7 +221,7 @@ def _prepare(config: GRPOConfig) -> Blueprint:
         model_config=model_config,
         params=params,
         max_prompt_tokens=max_prompt_tokens,
-        train_env=make_env("train", env.num_envs, env.repeats),
+        train_env=train_env,
         greedy_env=make_env("test", num_test, 1) if num_test else None,
         sampled_env=make_env("test", num_test * k, k) if num_test and k else None,
     )
@@ -214,7 +229,7 @@ def _prepare(config: GRPOConfig) -> Blueprint:
 
 def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> int:
     """The longest prompt that leaves room for a whole response."""
-    context = model_config.get_text_config().max_position_embeddings
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None) or 2**31
     if config.inference_model.max_model_len is not None:
         context = min(context, config.inference_model.max_model_len)
     room = context - config.inference_model.max_new_tokens
@@ -240,7 +255,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str]) -> Run:
     blueprint = prepare(config)
     directory = Path(directory)
     plain: Any = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    with ExitStack() as resources:
+    with _as_config_errors(), ExitStack() as resources:
         console = resources.enter_context(Console())
         console.plan(plan_rows(blueprint))
         console.geometry(geometry_rows(blueprint))
@@ -259,6 +274,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str]) -> Run:
         torch.manual_seed(config.seed)
         trainer = _make_trainer(blueprint)
         engine = _make_engine(blueprint)
+        resources.callback(engine.close)
         engine.seed(config.seed)
         collector = RolloutCollector(
             blueprint.train_env,
@@ -268,13 +284,12 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str]) -> Run:
         resources.callback(collector.shutdown)
         transforms: list[Any] = [("advantage", GroupAdvantage(repeats=config.env.repeats))]
         if config.needs_reference:
-            transforms.append(("reference", KLScoring(_reference_scorer(blueprint, trainer.model))))
+            scorer = _reference_scorer(blueprint, trainer.model)
+            transforms.append(("reference", KLScoring(scorer, autocast_dtype=trainer.autocast_dtype)))
         source = LocalSource(collector, transforms, colocated=blueprint.plan.colocated)
         evaluator = None
         if blueprint.greedy_env is not None:
-            evaluator = Evaluator(
-                engine, blueprint.greedy_env, blueprint.sampled_env, params=blueprint.params, seed=config.seed
-            )
+            evaluator = Evaluator(engine, blueprint.greedy_env, blueprint.sampled_env, params=blueprint.params)
         return Run(
             config=config,
             directory=directory,
@@ -307,7 +322,7 @@ def _make_trainer(blueprint: Blueprint) -> GRPOTrainer:
     lora = config.train_model.lora
     if lora.enabled:
         names = lora.target_modules
-        targets: str | list[str] = names if names == "all-linear" else names.split(",")
+        targets: str | list[str] = "all-linear" if names == ["all-linear"] else names
         model = loading.add_lora(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout, target_modules=targets)
     if config.train_model.gradient_checkpointing:
         loading.enable_gradient_checkpointing(model)
@@ -319,12 +334,18 @@ def _make_trainer(blueprint: Blueprint) -> GRPOTrainer:
         entropy_coeff=config.policy.entropy_coef,
     ).to(blueprint.plan.train)
     settings = config.optimizer
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = {
+        "params": [parameter for parameter in trained if parameter.ndim > 1],
+        "weight_decay": settings.weight_decay,
+    }
+    vectors = {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0}
     optimizer = torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        [group for group in (matrices, vectors) if group["params"]],
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
-        weight_decay=settings.weight_decay,
+        fused=blueprint.plan.train.type == "cuda",
     )
     scheduler = None
     if settings.warmup_steps:
@@ -351,15 +372,16 @@ def _make_engine(blueprint: Blueprint) -> Engine:
     if config.backend is Backend.transformers:
         from torchrl_grpo.generation.transformers import TransformersEngine
 
-        return TransformersEngine(_load(blueprint, config.dtype.value, plan.inference))
+        return TransformersEngine(_load(blueprint, config.dtype.value, plan.inference), copy=False)
     from torchrl_grpo.generation.vllm import VLLMEngine
 
     return VLLMEngine(
         loading.resolve_name(blueprint.config.model.name),
+        device=plan.inference,
         dtype=config.dtype.value,
         max_model_len=config.max_model_len or blueprint.max_prompt_tokens + config.max_new_tokens,
         seed=blueprint.config.seed,
-        gpu_memory_utilization=config.gpu_memory_utilization,
+        gpu_memory_utilization=config.gpu_memory_utilization or (0.4 if plan.colocated else 0.9),
         kv_cache_gib=config.kv_cache_gib,
         enforce_eager=config.enforce_eager,
         trust_remote_code=blueprint.config.model.trust_remote_code,

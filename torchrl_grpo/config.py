@@ -91,8 +91,8 @@ class LoraConfig:
     """Scale: the adapters' output is multiplied by alpha / r."""
     dropout: float = limited(0.0, ge=0, lt=1)
     """Dropout of the adapters' input, in [0, 1). It is off in GRPO's own steps, which run in eval mode."""
-    target_modules: str = "all-linear"
-    """Modules that get adapters: all-linear (all but the LM head), or names separated by commas."""
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Modules that get adapters: [all-linear] (all but the LM head), or names such as [q_proj,v_proj]."""
 
 
 @dataclass
@@ -128,8 +128,8 @@ class InferenceModelConfig:
     """Most tokens in one response, at least 1."""
     max_model_len: int | None = limited(None, ge=2)
     """vllm: tokens in prompt and response together; by default just what max_prompt_tokens and max_new_tokens need."""
-    gpu_memory_utilization: float = limited(0.9, gt=0, le=1)
-    """vllm: share of the accelerator's memory that the engine may take, in (0, 1]."""
+    gpu_memory_utilization: float | None = limited(None, gt=0, le=1)
+    """vllm: share of the accelerator's memory that the engine may take; by default 0.9, or 0.4 where it is shared."""
     kv_cache_gib: float = limited(1.0, gt=0)
     """vllm on a CPU: memory for the KV cache in GiB, above 0."""
     enforce_eager: bool = False
@@ -215,7 +215,7 @@ class OptimizerConfig:
     lr: float = limited(1e-6, gt=0)
     """Learning rate, above 0."""
     weight_decay: float = limited(0.0, ge=0)
-    """Decoupled weight decay, not negative."""
+    """Decoupled weight decay of matrices (not of norms and biases), not negative."""
     beta1: float = limited(0.9, ge=0, lt=1)
     """Decay of the first moment, in [0, 1)."""
     beta2: float = limited(0.999, ge=0, lt=1)
@@ -235,9 +235,9 @@ class EvaluationConfig:
     frequency: int = limited(50, ge=0)
     """Steps between two greedy evaluations; 0 evaluates before and after the run only."""
     num_prompts: int = limited(200, ge=0)
-    """Test problems to use, the first of the split; 0 switches evaluation off."""
+    """Test problems to use, the same ones in each evaluation and run; 0 switches evaluation off."""
     k: int = limited(8, ge=0)
-    """Samples a problem for pass@k before and after the run; 0 leaves it out."""
+    """Samples a problem for pass@k before and after the run, at least 2; 0 leaves it out."""
 
 
 @dataclass
@@ -362,6 +362,15 @@ def validate(config: GRPOConfig) -> None:
             works = item.default if item.default is not None else next(iter(item.metadata.values()))
             why = " (a group of one has nothing to be compared with)" if name == "env.repeats" else ""
             raise ConfigError(f"{name}={value} must be {rule}{why}: use {name}={works}, say.")
+    if config.evaluation.k == 1:
+        raise ConfigError(
+            "evaluation.k=1 must be 0 or at least 2 (pass@1 is measured greedy): use evaluation.k=8, say."
+        )
+    if config.train_model.dtype is not Dtype.float32 and not config.train_model.lora.enabled:
+        raise ConfigError(
+            f"train_model.dtype={config.train_model.dtype.value} must be float32 without LoRA, because the optimizer's "
+            "small steps are lost in 16 bits: use train.mixed_precision=bf16, or train_model.lora.enabled=true."
+        )
     _validate_dataset(config)
     _validate_clip_epsilon(config)
     _validate_batches(config)
@@ -484,7 +493,7 @@ def _check_type(name: str, value: Any) -> None:
         else:
             rule = f"have the type {getattr(current, '__name__', current)}"
             default = _schema_leaves()[name].default
-            works = str(default) if default is not dataclasses.MISSING else "null"
+            works = "null" if default is None or default is dataclasses.MISSING else str(default)
         raise ConfigError(f"{name}={value} must {rule}: use {name}={works}, say.") from error
 
 
@@ -498,5 +507,8 @@ def orderly_exit() -> Iterator[None]:
     except ConfigError as error:
         sys.stderr.write(f"\nerror: {error}\n")
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.stderr.write("\ninterrupted\n")
+        sys.exit(130)
     finally:
         signal.signal(signal.SIGTERM, previous)

@@ -199,6 +199,11 @@ class LLMEnv(EnvBase):
             self._prompts[index] = torch.tensor(tokens, dtype=torch.int64)
         return self._prompts[index]
 
+    @property
+    def num_problems(self) -> int:
+        """Problems that can be drawn."""
+        return len(self._usable)
+
     def first_prompts(self, count: int) -> list[Tensor]:
         """The prompts of the split's first ``count`` problems, [T] int64 each; drawing is not affected."""
         return [self._prompt(index) for index in self._usable[:count]]

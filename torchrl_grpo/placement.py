@@ -1,7 +1,7 @@
 """Which role runs on which device: ``num_devices`` or ``devices`` of each role to a ``DevicePlan``.
 
 One process drives everything here: on a CPU all roles share it, on one accelerator they take turns (colocated), and
-with more each role gets one of its own.
+with more each role gets one of its own (with two, the reference model shares the trainer's).
 """
 
 from __future__ import annotations
@@ -31,17 +31,13 @@ class DevicePlan:
         train: device of the trained model.
         inference: device of the generation engine.
         reference: device of the reference model, None when there is none.
-        colocated: whether an accelerator is shared, so that the engine must give its memory back while others work.
+        colocated: whether the engine shares its accelerator, and must give its memory back while the others work.
     """
 
     train: torch.device
     inference: torch.device
     reference: torch.device | None
     colocated: bool
-
-    def device(self, role: str) -> torch.device | None:
-        """The device of a role of ``ROLES``."""
-        return getattr(self, role)
 
 
 def available_accelerators() -> list[torch.device]:
@@ -77,7 +73,11 @@ def plan_devices(
     free = [device for device in accelerators if device not in placed.values()]
     explicit = any(requests[role].num_devices is not None for role in roles) or bool(placed)
     missing = [role for role in roles if role not in placed]
-    if len(free) >= len(missing):
+    may_share = "reference" in missing and requests["reference"].num_devices is None
+    if may_share and len(free) == len(missing) - 1 and len(accelerators) > 1:
+        placed |= dict(zip([role for role in missing if role != "reference"], free, strict=True))
+        placed["reference"] = placed["train"]  # it works while the trainer waits
+    elif len(free) >= len(missing):
         placed |= dict(zip(missing, free, strict=False))
     elif explicit and len(accelerators) > 1:
         raise ValueError(
@@ -86,7 +86,7 @@ def plan_devices(
         )
     else:
         placed |= dict.fromkeys(missing, accelerators[0])
-    shared = len(set(placed.values())) < len(placed)
+    shared = placed["inference"] in [device for role, device in placed.items() if role != "inference"]
     return DevicePlan(placed["train"], placed["inference"], placed.get("reference"), colocated=shared)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
+from tensordict import NestedKey, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.collectors import BaseCollector
 from torchrl.envs import EnvBase, TransformedEnv
@@ -24,6 +24,7 @@ from torchrl_grpo.keys import (
     LOG_PROBS,
     POLICY_VERSION,
     PROMPT,
+    REF_LOG_PROBS,
     RESPONSE,
     RESPONSE_TEXT,
     REWARD_VALID,
@@ -57,8 +58,8 @@ class RolloutCollector(BaseCollector):
         policy: samples the responses; its engine takes the weights.
 
     Keyword Args:
-        dialog_turns_per_batch: a batch is made of whole rollouts until it has at least so many turns of the policy.
-            None is one rollout, that is ``num_envs`` trajectories.
+        dialog_turns_per_batch: a batch is made of whole rollouts until it has at least so many trajectories (TorchRL's
+            name; a dialog counts once, however many turns it has). None is one rollout, ``num_envs`` trajectories.
         total_dialog_turns: iteration ends when so many turns were played; -1 never ends.
 
     Raises:
@@ -138,7 +139,7 @@ class RolloutCollector(BaseCollector):
             raise RuntimeError("the collector was shut down and cannot play: build a new one.")
         self.last = RolloutCounts()
         trajectories: list[TensorDictBase] = []
-        while self.last.turns < self.requested_frames_per_batch:
+        while len(trajectories) < self.requested_frames_per_batch:
             trajectories.extend(self._play())
         self._frames += self.last.turns
         return lazy_stack(trajectories)
@@ -236,7 +237,10 @@ def _trajectories(last: TensorDictBase, turns: list[list[TensorDictBase]]) -> It
         value = nxt.get(key, None)
         if value is not None:
             out.set(key, value)
-    out.set("next", nxt.exclude("tokens", "text", REWARD_VALID, ADVANTAGE))
+    nxt = nxt.exclude("tokens", "text", REWARD_VALID, ADVANTAGE)
+    if nxt.get("ref_log_probs", None) is not None and any(len(row) > 1 for row in turns):
+        nxt.set("ref_log_probs", lazy_stack([TensorDict({"full": _sum_turns(row, REF_LOG_PROBS)}) for row in turns]))
+    out.set("next", nxt)
     return out.unbind(0)
 
 
@@ -250,13 +254,21 @@ def _set_merged(out: TensorDictBase, turns: list[list[TensorDictBase]]) -> None:
     out.set("text", TensorDict({RESPONSE_TEXT[-1]: NonTensorStack(*texts)}, out.batch_size))
 
 
+def _sum_turns(turns: list[TensorDictBase], key: NestedKey) -> Tensor:
+    """[T] an entry that is 0 on the tokens that its turn did not sample, for all turns of a dialog together."""
+    total = torch.zeros(turns[-1].get(key).shape, dtype=torch.float32)
+    for turn in turns:
+        value = turn.get(key)
+        total[: value.numel()] += value
+    return total
+
+
 def _merge(turns: list[TensorDictBase]) -> TensorDictBase:
     """One sequence from the turns of a dialog; each turn's tokens begin with all tokens of the turn before."""
     if len(turns) == 1:
         return turns[0]
     prompt, full = turns[0].get(PROMPT), turns[-1].get(FULL)
     sampled = torch.zeros_like(full, dtype=torch.bool)
-    log_probs = torch.zeros(full.shape, dtype=torch.float32)
     for turn in turns:
         length = turn.get(FULL).numel()
         if not torch.equal(turn.get(FULL), full[:length]):
@@ -265,7 +277,6 @@ def _merge(turns: list[TensorDictBase]) -> TensorDictBase:
                 "a transform of the environment changed tokens that the policy was given or sampled."
             )
         sampled[:length] |= turn.get(ASSISTANT_MASK)
-        log_probs[:length] += turn.get(LOG_PROBS)
     oldest = torch.stack([turn.get(POLICY_VERSION) for turn in turns]).amin(0)
     return TensorDict(
         {
@@ -274,7 +285,7 @@ def _merge(turns: list[TensorDictBase]) -> TensorDictBase:
             FULL: full,
             ATTENTION_MASK: torch.ones_like(sampled),
             ASSISTANT_MASK: sampled,
-            LOG_PROBS: log_probs,
+            LOG_PROBS: _sum_turns(turns, LOG_PROBS),
             POLICY_VERSION: oldest,
         }
     )

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
@@ -92,6 +93,8 @@ class LocalSource:
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Updates the engine; the next batch is sampled by these weights."""
         if self.colocated:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # what the trainer's allocator holds is not there for the engine's process
             self.collector.policy.engine.wake()
         self.collector.update_policy_weights_(weights, version)
         self._version = version
@@ -102,12 +105,12 @@ class LocalSource:
 
     def state_dict(self) -> dict[str, Any]:
         """See ``RolloutSource``."""
-        return {"collector": self.collector.state_dict(), "version": self._version}
+        return {"collector": self.collector.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See ``RolloutSource``."""
         self.collector.load_state_dict(state["collector"])
-        self._version = state["version"]
+        self._version = self.collector.policy_version
 
     def close(self) -> None:
         """Shuts the collector and its engine down."""

@@ -6,8 +6,8 @@ rows leave the batch, and log-probs are those of the sampled distribution in flo
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ class TransformersEngine(Engine):
     others go through their own forward.
 
     Args:
-        model: a causal language model; it is copied, with its device and dtype, and not touched again.
+        model: a causal language model, on its device and in its dtype.
+        copy: whether to work on a copy; False hands the model over to the engine and saves that memory.
         kv_cache_bytes: most memory for keys and values; larger batches run in parts of whole groups, at least one group
             at a time.
 
@@ -54,9 +55,10 @@ class TransformersEngine(Engine):
         self,
         model: PreTrainedModel,
         *,
+        copy: bool = True,
         kv_cache_bytes: int = 4 << 30,
     ) -> None:
-        self._model: PreTrainedModel = copy.deepcopy(model).requires_grad_(False).eval()
+        self._model: PreTrainedModel = (deepcopy(model) if copy else model).requires_grad_(False).eval()
         self._kv_cache_bytes = kv_cache_bytes
         self._context = context_length(self._model)
         self._vocab_size = self._model.get_output_embeddings().weight.shape[0]

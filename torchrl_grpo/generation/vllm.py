@@ -45,7 +45,7 @@ def require_vllm() -> None:
 
 
 @contextmanager
-def _starting_vllm() -> Iterator[None]:
+def _starting_vllm(device: torch.device | None) -> Iterator[None]:
     """Sets what vLLM reads while it starts, and afterwards puts back what it changed in this process."""
     environ, num_threads = dict(os.environ), torch.get_num_threads()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -53,6 +53,10 @@ def _starting_vllm() -> Iterator[None]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    if device is not None and device.type == "cuda":  # its workers inherit this and see no other device
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        index = device.index or 0
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -88,13 +92,13 @@ class VLLMEngine(Engine):
 
     Args:
         model_path: a ``save_pretrained`` folder or a name on the Hugging Face hub; no tokenizer is needed.
+        device: which accelerator; None is the first (not run yet on a machine with several).
         dtype: dtype of the engine's weights and activations; ``"float32"`` matches a float32 trainer to rounding.
         max_model_len: longest prompt plus response, in tokens; None is the model's own limit.
         seed: seed of the draws.
         gpu_memory_utilization: part of an accelerator's memory that the engine may take, in (0, 1].
         kv_cache_gib: CPU only: size of the KV cache in GiB.
         enforce_eager: do not compile the model: a faster start, and on CUDA slower decoding.
-        tensor_parallel_size: processes (on CUDA: devices) that share one copy of the model.
         trust_remote_code: whether the repository's own code may run.
         enable_sleep: let ``sleep`` move the weights off the device and drop the KV cache; no effect on a CPU.
 
@@ -111,13 +115,13 @@ class VLLMEngine(Engine):
         self,
         model_path: str,
         *,
+        device: torch.device | None = None,
         dtype: str = "float32",
         max_model_len: int | None = None,
         seed: int = 0,
         gpu_memory_utilization: float = 0.9,
         kv_cache_gib: float = 1.0,
         enforce_eager: bool = False,
-        tensor_parallel_size: int = 1,
         trust_remote_code: bool = False,
         enable_sleep: bool = False,
     ) -> None:
@@ -126,7 +130,7 @@ class VLLMEngine(Engine):
         self._shared: SharedWeights | None = None
         self._asleep = False
         self._trust_remote_code = trust_remote_code
-        with _starting_vllm():
+        with _starting_vllm(device):
             from vllm import LLM
             from vllm.platforms import current_platform
             from vllm.transformers_utils.config import get_config
@@ -149,7 +153,6 @@ class VLLMEngine(Engine):
                 # Prompts are shared in whole blocks. With vLLM's 128 tokens on a CPU, a group would share few of them.
                 block_size=32 if on_cpu else None,
                 enforce_eager=enforce_eager,
-                tensor_parallel_size=tensor_parallel_size,
                 trust_remote_code=trust_remote_code,
                 enable_sleep_mode=self._enable_sleep,
                 distributed_executor_backend="mp",

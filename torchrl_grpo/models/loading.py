@@ -24,6 +24,7 @@ STARTER = "starter"
 """The model name that stands for the model shipped with the package."""
 
 FALLBACK_CHAT_TEMPLATE = (
+    "{% if bos_token %}{{ bos_token }}{% endif %}"
     "{% for m in messages %}"
     "{% if m['role'] == 'assistant' %}{{ m['content'] }}{{ eos_token }}"
     "{% else %}{{ m['content'] }}\n\n{% endif %}"
@@ -131,6 +132,8 @@ def stop_token_ids(
     marker = "0"
     chat = [{"role": "user", "content": marker}, {"role": "assistant", "content": marker}]
     text = tokenizer.apply_chat_template(chat, tokenize=False)
+    if marker not in text:  # a template that leaves the assistant's text out
+        return tuple(sorted(ids))
     after = tokenizer(text[text.rindex(marker) + len(marker) :], add_special_tokens=False)["input_ids"]
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     ids.update([token for token in after if token in special][:1])

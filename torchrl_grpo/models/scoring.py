@@ -1,13 +1,14 @@
 """Log-probs and entropy of given tokens under a model: one scorer for trainer, reference and proximal policy.
 
 The LM head runs in chunks over the scored tokens only and is computed again in backward, so the logits of a batch never
-exist at once: the peak is one chunk of ``MAX_CHUNK_ELEMENTS`` numbers instead of [B, T, V].
+exist at once: the peak is one chunk (``MAX_CHUNK_ELEMENTS``) instead of [B, T, V].
 
 Shape suffixes: B sequences, T tokens, N scored tokens, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from torchrl_grpo import keys
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import pad
 
-MAX_CHUNK_ELEMENTS = 2**25
-"""Logits held at once: 128 MiB in float32."""
+MAX_CHUNK_ELEMENTS = {"cpu": 2**23, "other": 2**25}
+"""Logits held at once: in float32 32 MiB, near the size of a CPU's caches, and 128 MiB to keep an accelerator busy."""
 
 CUR_LOG_PROBS: NestedKey = ("cur_log_probs", "full")
 ENTROPY: NestedKey = ("entropy", "full")
@@ -53,7 +54,8 @@ class _ChunkedLogProb(torch.autograd.Function):
             logits = _chunk_logits(hidden_ND[part], weight_VD, bias_V, scale)
             lse = logits.logsumexp(-1)
             log_prob_N[part] = logits.gather(-1, targets_N[part, None]).squeeze(-1) - lse
-            entropy_N[part] = lse - (logits - lse[:, None]).exp_().mul_(logits).sum(-1)
+            prob = (logits - lse[:, None]).exp_()
+            entropy_N[part] = lse - torch.bmm(prob[:, None], logits[:, :, None]).flatten()
             lse_N[part] = lse
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, lse_N, entropy_N)
         ctx.scale, ctx.rows = scale, rows
@@ -64,8 +66,10 @@ class _ChunkedLogProb(torch.autograd.Function):
     def backward(ctx: Any, grad_log_prob_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V, targets_N, lse_N, entropy_N = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        if grad_log_prob_N is None and grad_entropy_N is None:
-            return (None,) * 6
+        if grad_log_prob_N is None:
+            if grad_entropy_N is None:
+                return (None,) * 6
+            grad_log_prob_N = torch.zeros_like(grad_entropy_N)
         grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight_VD, dtype=wide) if needs_weight else None
@@ -73,27 +77,27 @@ class _ChunkedLogProb(torch.autograd.Function):
         for start in range(0, len(targets_N), ctx.rows):
             part = slice(start, start + ctx.rows)
             log_p = _chunk_logits(hidden_ND[part], weight_VD, bias_V, ctx.scale).sub_(lse_N[part, None])
-            prob = log_p.exp()
-            # dlogp(y)/dlogit = onehot(y) - p;  dH/dlogit = -p (log p + H)
-            slope = torch.zeros_like(lse_N[part, None])
-            if grad_entropy_N is not None:
-                slope = log_p.add_(entropy_N[part, None]).mul_(-grad_entropy_N[part, None])
-            if grad_log_prob_N is not None:
-                slope = slope.sub_(grad_log_prob_N[part, None])
-            grad = prob.mul_(slope)
-            if grad_log_prob_N is not None:
-                grad.scatter_add_(-1, targets_N[part, None], grad_log_prob_N[part, None])
-            grad = grad.mul_(ctx.scale)
+            # Times the temperature: dlogp(y)/dlogit = onehot(y) - p;  dH/dlogit = -p (log p + H)
+            slope = grad_log_prob_N[part, None] * -ctx.scale
+            if grad_entropy_N is None:
+                grad = log_p.exp_().mul_(slope)
+            else:
+                prob = log_p.exp()
+                log_p.add_(entropy_N[part, None]).mul_(grad_entropy_N[part, None] * -ctx.scale).add_(slope)
+                grad = prob.mul_(log_p)
+            grad = grad.scatter_add_(-1, targets_N[part, None], -slope)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             grad = grad.to(hidden_ND.dtype)
             if grad_hidden is not None:
-                grad_hidden[part] = grad @ weight_VD
-            if grad_weight is not None:
+                torch.mm(grad, weight_VD, out=grad_hidden[part])
+            if grad_weight is not None and wide == grad.dtype:
+                grad_weight.addmm_(grad.T, hidden_ND[part])
+            elif grad_weight is not None:
                 grad_weight += grad.T @ hidden_ND[part]
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight_VD.dtype)
-        if grad_bias is not None:
+        if grad_bias is not None and bias_V is not None:
             grad_bias = grad_bias.to(bias_V.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
@@ -105,7 +109,7 @@ def chunked_log_probs(
     *,
     bias_V: Tensor | None = None,
     temperature: float = 1.0,
-    max_chunk_elements: int = MAX_CHUNK_ELEMENTS,
+    max_chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the targets and entropy of their distributions, from hidden states and the LM head.
 
@@ -115,7 +119,7 @@ def chunked_log_probs(
         targets_N: [N] int64.
         bias_V: [V] or None.
         temperature: the logits are divided by it; more than 0.
-        max_chunk_elements: bound on the logits held at once.
+        max_chunk_elements: bound on the logits held at once; by default ``MAX_CHUNK_ELEMENTS`` of the device.
 
     Returns:
         log-probs [N] and entropies [N] in nats, float32 (float64 for float64 input), differentiable.
@@ -125,9 +129,27 @@ def chunked_log_probs(
         dtype = torch.get_autocast_dtype(device_type)
         hidden_ND, weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
         bias_V = None if bias_V is None else bias_V.to(dtype)
-    rows = max(1, max_chunk_elements // weight_VD.shape[0])
+    limit = max_chunk_elements or MAX_CHUNK_ELEMENTS.get(device_type, MAX_CHUNK_ELEMENTS["other"])
+    chunks = -(-len(targets_N) // max(1, limit // weight_VD.shape[0])) or 1
+    rows = -(-len(targets_N) // chunks) or 1  # chunks of equal size
     with torch.autocast(device_type, enabled=False):
         return _ChunkedLogProb.apply(hidden_ND, weight_VD, bias_V, targets_N, 1.0 / temperature, rows)
+
+
+def check_logits_are_plain(config: Any) -> None:
+    """Raises ValueError for a Hugging Face config whose model changes its logits after the LM head."""
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        value = getattr(config, name, None)
+        if value not in (None, 1, 1.0):
+            raise ValueError(
+                f"model config {name}={value} is not supported: log-probs are computed from the LM head in chunks; use "
+                "a model without it (Llama, Qwen, Mistral families)."
+            )
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Mixed precision with that type on that device; None is none."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 class TokenScorer(TensorDictModuleBase):
@@ -139,7 +161,7 @@ class TokenScorer(TensorDictModuleBase):
     Args:
         model: a Hugging Face causal LM, or a peft model around one.
         temperature: the one that the tokens were sampled with, so that the scores are of the same distribution.
-        max_chunk_elements: bound on the logits held at once.
+        max_chunk_elements: bound on the logits held at once; by default ``MAX_CHUNK_ELEMENTS`` of the device.
 
     Raises:
         ValueError: the model changes its logits after the LM head (soft-capping, logit scale), or the head is no
@@ -153,9 +175,7 @@ class TokenScorer(TensorDictModuleBase):
     in_keys: list[NestedKey] = [keys.FULL, keys.ASSISTANT_MASK]  # noqa: RUF012
     out_keys: list[NestedKey] = [CUR_LOG_PROBS, ENTROPY]  # noqa: RUF012
 
-    def __init__(
-        self, model: nn.Module, *, temperature: float = 1.0, max_chunk_elements: int = MAX_CHUNK_ELEMENTS
-    ) -> None:
+    def __init__(self, model: nn.Module, *, temperature: float = 1.0, max_chunk_elements: int | None = None) -> None:
         super().__init__()
         base: Any = base_model_of(model)
         for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
@@ -192,19 +212,21 @@ class TokenScorer(TensorDictModuleBase):
         """
         base = self.base
         hidden_BTD = base.base_model(input_ids=tokens_BT[:, :-1], use_cache=False).last_hidden_state
-        select = mask_BT[:, 1:].nonzero(as_tuple=True)
+        select = mask_BT[:, 1:].flatten().nonzero().squeeze(-1)
         head = base.get_output_embeddings()
         log_prob_N, entropy_N = chunked_log_probs(
-            hidden_BTD[select],
+            hidden_BTD.flatten(0, 1).index_select(0, select),
             head.weight,
-            tokens_BT[:, 1:][select],
+            tokens_BT[:, 1:].flatten().index_select(0, select),
             bias_V=head.bias,
             temperature=self.temperature,
             max_chunk_elements=self.max_chunk_elements,
         )
-        place = (select[0], select[1] + 1)
-        zeros = torch.zeros(tokens_BT.shape, dtype=log_prob_N.dtype, device=tokens_BT.device)
-        return zeros.index_put(place, log_prob_N), zeros.index_put(place, entropy_N)
+        width = tokens_BT.shape[1]
+        place = select + select // (width - 1) + 1  # the same tokens in rows that have the first token too
+        zeros = torch.zeros(tokens_BT.numel(), dtype=log_prob_N.dtype, device=tokens_BT.device)
+        log_prob_BT, entropy_BT = (zeros.index_put((place,), value) for value in (log_prob_N, entropy_N))
+        return log_prob_BT.view(tokens_BT.shape), entropy_BT.view(tokens_BT.shape)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Writes the log-probs and entropies of the sampled tokens; see the class."""

@@ -27,15 +27,13 @@ class Evaluator:
 
     Keyword Args:
         params: how responses are sampled for pass@k; greedy takes the same but for the temperature.
-        seed: of the problems that are drawn and of the samples.
     """
 
     def __init__(
-        self, engine: Engine, greedy_env: LLMEnv, sampled_env: LLMEnv | None, *, params: SamplingParams, seed: int = 0
+        self, engine: Engine, greedy_env: LLMEnv, sampled_env: LLMEnv | None, *, params: SamplingParams
     ) -> None:
         greedy = SamplingParams(params.max_new_tokens, temperature=0, stop_token_ids=params.stop_token_ids)
         self.engine = engine
-        self.seed = seed
         self.greedy_env = greedy_env
         self.sampled_env = sampled_env
         self._greedy_policy = GenerationPolicy(engine, greedy)
@@ -48,14 +46,16 @@ class Evaluator:
             sampled: whether pass@k is measured too.
 
         Returns:
-            ``eval/pass@1`` in [0, 1], ``eval/response_length`` in tokens, ``eval/truncated`` in [0, 1] and, if asked
-            for, ``eval/pass@k``; and one row a problem (greedy): split, query, response, reward, correct.
+            ``eval/pass@1`` in [0, 1] over the valid rewards, ``eval/invalid``, ``eval/response_length`` in tokens,
+            ``eval/truncated`` in [0, 1] and, if asked for, ``eval/pass@k``; and one row a problem (greedy): split,
+            query, response, reward, correct.
         """
         state = self.engine.state_dict()
         try:
             batch = self._play(self.greedy_env, self._greedy_policy)
             metrics = {
-                "eval/pass@1": batch.get(keys.CORRECT).float().mean().item(),
+                "eval/pass@1": batch.get(keys.CORRECT).sum().item() / max(1, int(batch.get(keys.REWARD_VALID).sum())),
+                "eval/invalid": float((~batch.get(keys.REWARD_VALID)).sum()),
                 "eval/response_length": (pad(batch, keys.RESPONSE, -1) >= 0).sum(-1).float().mean().item(),
                 "eval/truncated": batch.get(keys.TRUNCATED).float().mean().item(),
             }
@@ -66,8 +66,8 @@ class Evaluator:
         return metrics, sample_rows(batch, "test")
 
     def _play(self, env: LLMEnv, policy: GenerationPolicy) -> TensorDictBase:
-        env.set_seed(self.seed)
-        self.engine.seed(self.seed)
+        env.set_seed(0)
+        self.engine.seed(0)
         return RolloutCollector(env, policy).rollout()
 
     def _pass_at_k(self, env: LLMEnv) -> dict[str, float]:

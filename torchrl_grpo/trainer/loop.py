@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.source import RolloutSource
@@ -79,13 +80,17 @@ def fit(
         metrics = {"time/sync_s": time.perf_counter() - start}
         return metrics | (after_publish() if after_publish is not None else {})
 
-    saved = -1
+    saved, boundary = trainer.version, (trainer.version, trainer.optim_steps)
+    source_state = source.state_dict()
 
-    def save(step: int) -> None:
+    def save() -> None:
+        """Saves the state between two steps; one that was left in the middle of a step is not a state to go on from."""
         nonlocal saved
-        if saved != step:
-            checkpointer.save(step, trainer.state_dict(), source.state_dict())
-            saved = step
+        if boundary != (trainer.version, trainer.optim_steps):
+            torchrl_logger.warning(f"stopped inside step {boundary[0] + 1}: the last checkpoint is of step {saved}.")
+        elif saved != trainer.version:
+            checkpointer.save(trainer.version, trainer.state_dict(), source_state)
+            saved = trainer.version
 
     metrics = publish()
     console.start(trainer.version * sequences_per_batch, total)
@@ -95,8 +100,10 @@ def fit(
         while trainer.version < num_batches:
             start = time.perf_counter()
             batch = source.next_batch()
+            next_source_state = source.state_dict()
             train_start = time.perf_counter()
             metrics = trainer.train_batch(batch)
+            source_state, boundary = next_source_state, (trainer.version, trainer.optim_steps)
             metrics["time/train_s"] = time.perf_counter() - train_start
             metrics |= source.metrics() | rollout_metrics(batch)
             step = trainer.version
@@ -114,10 +121,9 @@ def fit(
                 logger.log_samples(step, rows)
                 console.samples(step, rows)
             if checkpoint_frequency and step % checkpoint_frequency == 0:
-                save(step)
+                save()
     finally:
-        if trainer.version > first:
-            save(trainer.version)
+        save()
 
 
 def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:

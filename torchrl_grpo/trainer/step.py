@@ -6,8 +6,7 @@ It does not sample, does not score rewards and does not loop: ``loop.fit`` does 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo import keys
 from torchrl_grpo.functional import effective_sample_size
-from torchrl_grpo.models.packing import has, micro_batches, pad_batch, slice_tokens
+from torchrl_grpo.models.packing import has, micro_batches, pad, pad_batch, slice_tokens
+from torchrl_grpo.models.scoring import autocast
 from torchrl_grpo.objectives.grpo import GRPOLoss
 from torchrl_grpo.weight_sync import named_weights
 
@@ -97,14 +97,16 @@ class GRPOTrainer:
         """Makes all optimizer steps of one batch [N] and raises ``version``.
 
         Returns:
-            the metrics, averaged over the optimizer steps.
+            the metrics, averaged over the optimizer steps where they are finite, and ``train/skipped_steps``, the
+            count of the whole run.
 
         Raises:
             NonFiniteError: too many bad steps in a row.
         """
         steps = [self.train_step(part) for _ in range(self.epochs) for part in batch.split(self.optim_batch_size)]
         self.version += 1
-        return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+        metrics = {name: _finite_mean([step[name] for step in steps]) for name in steps[0]}
+        return metrics | {"train/skipped_steps": float(self.skipped_steps)}
 
     def train_step(self, batch: TensorDictBase) -> dict[str, float]:
         """Makes one optimizer step of an optimisation batch [n], ragged or padded.
@@ -124,7 +126,7 @@ class GRPOTrainer:
         loss = sum((value for name, value in totals.items() if name.startswith("loss_")), torch.zeros(()))
         metrics = self.optim_step(loss)
         totals["ESS"] = effective_sample_size(totals["ratio_mean"], totals["ratio_square_mean"])
-        values = torch.stack([value.float().cpu() for value in totals.values()]).tolist()
+        values = torch.stack([value.float() for value in totals.values()]).tolist()
         metrics |= {f"train/{name}": value for name, value in zip(totals, values, strict=True)}
         return metrics | {"train/micro_batches": float(len(parts))}
 
@@ -134,20 +136,17 @@ class GRPOTrainer:
         per_token = {keys.FULL: 0, names.mask: False, names.sample_log_prob: 0.0}
         if has(batch, names.ref_log_probs):
             per_token[names.ref_log_probs] = 0.0
-        per_token[keys.ATTENTION_MASK] = False
-        data = pad_batch(batch, per_token, [names.advantage, keys.REWARD_VALID])
-        data.set("length", data.get(keys.ATTENTION_MASK).sum(-1))
-        data.set(names.mask, data.get(names.mask) & data.get(keys.REWARD_VALID))
+        data = pad_batch(batch, per_token, [names.advantage])
+        masked = has(batch, keys.ATTENTION_MASK)
+        real = pad(batch, keys.ATTENTION_MASK, False) if masked else pad(batch, keys.FULL, -1) >= 0
+        data.set("length", real.sum(-1))
+        if has(batch, keys.REWARD_VALID):
+            data.set(names.mask, data.get(names.mask) & batch.get(keys.REWARD_VALID))
         return self.loss.normalize(data).to(self.device)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.autocast_dtype is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.autocast_dtype)
 
     def forward_backward(self, data: TensorDictBase) -> dict[str, Tensor]:
         """Adds the gradient of one micro-batch; returns the detached outputs of the loss."""
-        with self._autocast():
+        with autocast(self.device, self.autocast_dtype):
             out = self.loss(data)
             total = sum(value for name, value in out.items() if name.startswith("loss_"))
         self.scaler.scale(total).backward()
@@ -192,7 +191,6 @@ class GRPOTrainer:
             "train/loss": loss_value,
             "train/grad_norm": norm_value,
             "train/lr": learning_rate,
-            "train/skipped_steps": float(self.skipped_steps),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -228,3 +226,8 @@ class GRPOTrainer:
         self.scaler.load_state_dict(state["scaler"])
         self.version, self.optim_steps = state["version"], state["optim_steps"]
         self.skipped_steps = state["skipped_steps"]
+
+
+def _finite_mean(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan

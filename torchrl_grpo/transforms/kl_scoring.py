@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack, unravel_key
 from torch import Tensor
 from torchrl.data import Composite, Unbounded
 from torchrl.envs.transforms import Transform
 
 from torchrl_grpo import keys
 from torchrl_grpo.models.packing import has, micro_batches, pad
-from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.models.scoring import TokenScorer, autocast
 
 
 class KLScoring(Transform):
@@ -25,6 +25,7 @@ class KLScoring(Transform):
 
     Keyword Args:
         max_tokens: token budget of one forward pass.
+        autocast_dtype: as in the trainer, so that two equal models give equal log-probs; None for none.
         out_key: where the log-probs go, ``("next", "ref_log_probs", "full")`` by default; [T] float32 a sequence, 0 on
             tokens that were not sampled. A ragged batch stays ragged and a padded one padded.
 
@@ -33,7 +34,12 @@ class KLScoring(Transform):
     """
 
     def __init__(
-        self, scorer: TokenScorer, *, max_tokens: int = 16384, out_key: NestedKey = keys.REF_LOG_PROBS
+        self,
+        scorer: TokenScorer,
+        *,
+        max_tokens: int = 16384,
+        autocast_dtype: torch.dtype | None = None,
+        out_key: NestedKey = keys.REF_LOG_PROBS,
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens} must be at least 1: use 16384, say.")
@@ -41,6 +47,7 @@ class KLScoring(Transform):
         super().__init__(in_keys=[keys.FULL, keys.ASSISTANT_MASK], out_keys=[in_env])
         self.scorer = scorer
         self.max_tokens = max_tokens
+        self.autocast_dtype = autocast_dtype
         self.out_key = out_key
 
     @torch.no_grad()
@@ -59,7 +66,8 @@ class KLScoring(Transform):
         out = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         for index in micro_batches(lengths, self.max_tokens):
             width = int(lengths[index].max())
-            scores, _ = self.scorer.score(tokens[index, :width].to(device), mask[index, :width].to(device))
+            with autocast(device, self.autocast_dtype):
+                scores, _ = self.scorer.score(tokens[index, :width].to(device), mask[index, :width].to(device))
             out[index, :width] = scores.to(tokens.device, torch.float32)
         return out
 
@@ -79,7 +87,10 @@ class KLScoring(Transform):
             for part, row in zip(target.tensordicts, scores, strict=True):
                 part.set(key, row)
             return target
-        return target.set(key, torch.stack(scores).unflatten(0, source.shape))
+        if len({len(row) for row in scores}) == 1:
+            return target.set(key, torch.stack(scores).unflatten(0, source.shape))
+        path, leaf = unravel_key(key)[:-1], unravel_key(key)[-1]
+        return target.set(path, lazy_stack([TensorDict({leaf: row}) for row in scores]))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Scores a batch [B] (or one sequence) in place; one that has the entry already is left as it is."""

@@ -1,8 +1,8 @@
 """How fast responses are sampled: the ``transformers`` engine against Hugging Face ``generate`` and, on request, vLLM.
 
-    python benchmarks/rollout.py --model tiny
-    python benchmarks/rollout.py --model small --dtype bfloat16 --generic --out rollout.json
-    python benchmarks/rollout.py --model small --vllm
+    python benchmarks/bench_rollout.py --model tiny
+    python benchmarks/bench_rollout.py --model small --dtype bfloat16 --generic --out rollout.json
+    python benchmarks/bench_rollout.py --model small --vllm
 
 All sides sample the same prompts of one random Qwen2 model at temperature 1 and ignore the end token, so each makes the
 same number of tokens; they take turns, after one warm-up each. Our engine and vLLM also compute the log-probs of what

@@ -19,6 +19,7 @@ from torchrl_grpo import config as config_module
 from torchrl_grpo.build import build, prepare
 from torchrl_grpo.config import ConfigError, GRPOConfig, leaves
 from torchrl_grpo.models import loading
+from torchrl_grpo.weight_sync import sync_gap
 
 SMALL = (
     "env.num_envs=16",
@@ -195,6 +196,85 @@ def test_a_run_that_is_interrupted_saves_what_it_did(tmp_path: Path, monkeypatch
     run.close()
     assert (tmp_path / "checkpoints" / "checkpoint_000001.pt").exists()
     assert (tmp_path / "report.html").exists()
+
+
+def test_a_run_that_is_stopped_inside_a_step_saves_no_half_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build(compose_config(*SMALL, "evaluation.num_prompts=0", "train.optim_batch_size=8"), tmp_path)
+    real = run.trainer.train_step
+
+    def three_steps(batch: Any) -> dict[str, float]:  # two make a batch: this stops in the middle of the second
+        if run.trainer.optim_steps == 3:
+            raise KeyboardInterrupt
+        return real(batch)
+
+    monkeypatch.setattr(run.trainer, "train_step", three_steps)
+    with pytest.raises(KeyboardInterrupt):
+        run.fit()
+    run.close()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_checkpoint_has_the_data_position_of_its_step(tmp_path: Path) -> None:
+    run = build(compose_config(*SMALL, "evaluation.num_prompts=0", "train.checkpoint_frequency=1"), tmp_path)
+    run.fit()
+    run.close()
+    for step in (1, 2):
+        state = torch.load(tmp_path / "checkpoints" / f"checkpoint_{step:06d}.pt", weights_only=True)
+        assert state["source"]["collector"]["env"]["position"] == 4 * step  # 16 sequences are 4 groups
+        assert state["trainer"]["version"] == step
+
+
+def test_optimizer_is_adamw_with_the_configs_numbers_and_no_decay_on_vectors(tmp_path: Path) -> None:
+    run = build(
+        compose_config(
+            *SMALL, "optimizer.lr=0.5", "optimizer.beta1=0.8", "optimizer.beta2=0.7", "optimizer.eps=1e-3",
+            "optimizer.weight_decay=0.25", "optimizer.warmup_steps=5", "evaluation.num_prompts=0",
+        ),
+        tmp_path,
+    )  # fmt: skip
+    run.close()
+    optimizer = run.trainer.optimizer
+    assert type(optimizer) is torch.optim.AdamW
+    for group in optimizer.param_groups:
+        assert (group["betas"], group["eps"], group["lr"]) == ((0.8, 0.7), 1e-3, 0.1)  # a fifth of 0.5: warming up
+        assert group["weight_decay"] == (0.25 if group["params"][0].ndim > 1 else 0.0)
+    assert len(optimizer.param_groups) == 2
+
+
+def test_temperature_is_that_of_engine_trainer_and_reference(tmp_path: Path) -> None:
+    run = build(compose_config(*SMALL, "inference_model.temperature=0.6", "evaluation.num_prompts=0"), tmp_path)
+    run.fit()
+    run.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[1]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert rows[1]["train/ESS"] == pytest.approx(1.0, abs=1e-4)
+    assert rows[1]["train/kl_k3_to_ref"] == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
+def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(tmp_path: Path) -> None:
+    """Weights arrive after each step (the check would end the run), and vLLM loads the exported model as it is."""
+    overrides = ["inference_model.backend=vllm", "inference_model.check_sync=true", "train_model.lora.enabled=true"]
+    run = build(compose_config(*SMALL, *overrides, "optimizer.lr=1e-2", "env.max_prompt_tokens=64"), tmp_path)
+    try:
+        run.fit()
+    finally:
+        run.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert max(row["sync/gap_max"] for row in rows) < 1e-3
+    assert rows[2]["train/kl_k3_to_ref"] > 1e-6  # the weights did change
+    assert rows[2]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-3)
+    assert (tmp_path / "checkpoints" / "checkpoint_000002.pt").exists()
+    prompts = run.probe_prompts
+    with vllm_module.VLLMEngine(
+        str(tmp_path / "checkpoints" / "model"), max_model_len=128, enforce_eager=True
+    ) as engine:
+        gap = sync_gap(engine, run._score, prompts, run.source.collector.policy.params)
+    assert gap[1] < 1e-3
 
 
 def test_lora_scores_the_reference_with_its_adapters_off(tmp_path: Path) -> None:

@@ -50,6 +50,11 @@ def test_defaults_of_every_config_file_are_valid() -> None:
         (["optimizer.lr=nan"], r"optimizer\.lr=nan must be above 0, and finite"),
         (["optimizer.lr=inf"], r"optimizer\.lr=inf must be above 0, and finite"),
         (["optimizer.beta1=1"], r"optimizer\.beta1=1\.0 must be at least 0 and below 1"),
+        (["evaluation.k=1"], r"evaluation\.k=1 must be 0 or at least 2"),
+        (
+            ["train_model.dtype=float16"],
+            r"train_model\.dtype=float16 must be float32 without LoRA.*precision=bf16",
+        ),
         (["policy.clip_epsilon=[0.2]"], r"policy\.clip_epsilon=\[0\.2\] must be a number, or a pair"),
         (["policy.clip_epsilon=1.5"], r"policy\.clip_epsilon=1\.5 must be a number, or a pair"),
         (["env.dataset=gsm9k"], r"env\.dataset=gsm9k must be one of arithmetic, gsm8k, ifeval: did you mean gsm8k\?"),
@@ -79,6 +84,7 @@ def test_a_broken_rule_names_field_rule_value_and_fix(overrides: list[str], mess
             r"optimiser\.lr=1e-4 names a config key that does not exist: did you mean optimizer\.lr\?",
         ),
         ("env.num_env=8", r"did you mean env\.num_envs\?"),
+        ("ref_model.devices=0", r"ref_model\.devices=0 must .*: use ref_model\.devices=null"),
         ("xyzzy=1", r"xyzzy=1 names a config key that does not exist: run with --cfg job"),
     ],
 )

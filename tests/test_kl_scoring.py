@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
@@ -17,6 +19,7 @@ from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.tasks import ArithmeticTask
+from torchrl_grpo.tasks.base import Problem
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 
@@ -86,16 +89,38 @@ def test_an_empty_budget_is_refused() -> None:
         KLScoring(TokenScorer(make_tiny_model()), max_tokens=0)
 
 
+class TwoTurns(ArithmeticTask):
+    """Asks once more after the first answer to a problem whose first digit is odd."""
+
+    def next_turn(self, problem: Problem, responses: Sequence[str]) -> str | None:
+        return "Sure?" if len(responses) == 1 and int(problem.query[0]) % 2 else None
+
+
+@pytest.mark.parametrize("task", [ArithmeticTask(2), TwoTurns(2)])
 def test_in_an_environment_it_scores_each_step_and_the_collector_keeps_the_scores(
-    tokenizer: PreTrainedTokenizerFast,
+    task: ArithmeticTask, tokenizer: PreTrainedTokenizerFast
 ) -> None:
+    """Responses of different lengths, dialogs of different numbers of turns: as if the finished batch were scored."""
     model = make_tiny_model()
     engine = TransformersEngine(make_tiny_model(seed=1))
     engine.seed(0)
-    base = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=4, repeats=2)
+    base = LLMEnv(task, tokenizer, num_envs=8, repeats=2, max_turns=2)
     env = TransformedEnv(base, KLScoring(TokenScorer(model)))
-    batch = RolloutCollector(env, GenerationPolicy(engine, SamplingParams(max_new_tokens=6))).rollout()
+    params = SamplingParams(max_new_tokens=40, stop_token_ids=tuple(range(40, 60)))
+    batch = RolloutCollector(env, GenerationPolicy(engine, params)).rollout()
+    lengths = {row.get(keys.FULL).numel() for row in batch.unbind(0)}
+    assert len(lengths) > 2
     alone = KLScoring(TokenScorer(model), out_key="alone")(batch.clone())
     for row, other in zip(batch.unbind(0), alone.unbind(0), strict=True):
         torch.testing.assert_close(row.get(keys.REF_LOG_PROBS), other.get("alone"), rtol=1e-4, atol=1e-5)
         assert row.get(keys.REF_LOG_PROBS).abs().max() > 1
+
+
+def test_autocast_is_the_trainers() -> None:
+    batch = make_batch()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = TokenScorer(make_tiny_model())(batch.clone()).get(("cur_log_probs", "full"))
+    out = KLScoring(TokenScorer(make_tiny_model()), autocast_dtype=torch.bfloat16)(batch)
+    for row, other in zip(out.unbind(0), expected, strict=True):
+        got = row.get(keys.REF_LOG_PROBS)
+        torch.testing.assert_close(got, other[: len(got)], rtol=0, atol=1e-6)

@@ -40,13 +40,28 @@ def test_parameters_are_counted_without_weights() -> None:
     assert loading.count_parameters(model.config) == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_missing_pad_token_and_template_are_filled_in(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_missing_pad_token_and_template_are_filled_in_and_said(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(loading.torchrl_logger, "info", said.append)
+    monkeypatch.setattr(loading.torchrl_logger, "warning", said.append)
     bare = copy.deepcopy(tokenizer)
     bare.pad_token, bare.chat_template = None, None
     ready = loading.prepare_tokenizer(bare, "bare")
+    assert len(said) == 2
+    assert "no pad token: '<|end|>' is used" in said[0]
+    assert "no chat template: prompts are the plain text" in said[1]
     assert ready.pad_token_id == ready.eos_token_id
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
     assert ready.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == "Be brief.\n\n1+1?\n\n"
+
+
+def test_the_plain_template_begins_with_the_models_first_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template, bare.bos_token = None, "<|system|>"
+    ready = loading.prepare_tokenizer(bare, "bare")
+    assert ready.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<|system|>hi\n\n"
 
 
 def test_a_given_template_is_used(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack, unravel_key
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data import Composite, Unbounded
 from torchrl.envs.transforms import Transform
@@ -78,42 +80,40 @@ class KLScoring(Transform):
         scores = self.log_probs(tokens, mask, widths)
         return [row[:width] for row, width in zip(scores, widths.tolist(), strict=True)]
 
-    def _write(self, source: TensorDictBase, target: TensorDictBase, key: NestedKey) -> TensorDictBase:
-        """Scores ``source`` [B] or [] and writes into ``target``, which has the same batch size."""
-        if source.ndim == 0:
-            return target.set(key, self._score(lazy_stack([source]))[0])
-        scores = self._score(source.reshape(-1))
-        if isinstance(target, LazyStackedTensorDict) and target.ndim == 1:
-            for part, row in zip(target.tensordicts, scores, strict=True):
-                part.set(key, row)
-            return target
-        if len({len(row) for row in scores}) == 1:
-            return target.set(key, torch.stack(scores).unflatten(0, source.shape))
-        path, leaf = unravel_key(key)[:-1], unravel_key(key)[-1]
-        return target.set(path, lazy_stack([TensorDict({leaf: row}) for row in scores]))
-
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Scores a batch [B] (or one sequence) in place; one that has the entry already is left as it is."""
         if has(tensordict, self.out_key):
             return tensordict
-        return self._write(tensordict, tensordict, self.out_key)
+        if tensordict.ndim == 0:
+            return tensordict.set(self.out_key, self._score(lazy_stack([tensordict]))[0])
+        scores = self._score(tensordict.reshape(-1))
+        if isinstance(tensordict, LazyStackedTensorDict) and tensordict.ndim == 1:
+            for part, row in zip(tensordict.tensordicts, scores, strict=True):
+                part.set(self.out_key, row)
+            return tensordict
+        if len({len(row) for row in scores}) == 1:
+            return tensordict.set(self.out_key, torch.stack(scores).unflatten(0, tensordict.shape))
+        return self._set_rows(tensordict, self.out_key, scores)
+
+    @staticmethod
+    def _set_rows(target: TensorDictBase, key: NestedKey, rows: Sequence[Tensor]) -> TensorDictBase:
+        """Writes rows of different lengths as a lazy stack, [B]."""
+        *path, leaf = key if isinstance(key, tuple) else (key,)
+        return target.set(tuple(path), lazy_stack([TensorDict({leaf: row}) for row in rows]))
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Scores what is written to a replay buffer. An environment's input is left alone: ``_step`` scores it."""
         return tensordict if self.parent is not None else self.forward(tensordict)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        """Scores what the policy sampled in a step of an environment."""
-        return self._write(tensordict, next_tensordict, self.out_keys[0])
+        """Scores what the policy sampled in a step of an environment [B]."""
+        return self._set_rows(next_tensordict, self.out_keys[0], self._score(tensordict))
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         """Nothing was sampled yet: zeros, one for each token of the prompt."""
-        parts = (
-            tensordict_reset.tensordicts if isinstance(tensordict_reset, LazyStackedTensorDict) else [tensordict_reset]
-        )
-        for part in parts:
-            part.set(self.out_keys[0], torch.zeros_like(part.get(keys.PROMPT), dtype=torch.float32))
-        return tensordict_reset
+        prompts = [row.get(keys.PROMPT) for row in tensordict_reset.unbind(0)]
+        zeros = [torch.zeros_like(prompt, dtype=torch.float32) for prompt in prompts]
+        return self._set_rows(tensordict_reset, self.out_keys[0], zeros)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the reference log-probs, ragged like the tokens."""

@@ -14,7 +14,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import FuncFormatter, MaxNLocator, StrMethodFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 Record = Mapping[str, Any]
 
@@ -127,7 +127,9 @@ def _draw(axes: Axes, panel: Panel, records: Sequence[Record]) -> None:
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
         else:
             axes.margins(y=0.12)
-            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}"))
+            axes.yaxis.set_major_formatter(
+                FuncFormatter(lambda value, _: f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}")
+            )
         axes.yaxis.set_major_locator(MaxNLocator(5))
     if not curves:
         axes.text(0.5, 0.5, "no data", ha="center", va="center", transform=axes.transAxes, color=_INK, fontsize=9)

@@ -44,11 +44,11 @@ def test_advantage_is_centred_and_scaled_within_each_group():
     std = 12**0.5
     assert values(out) == pytest.approx([-1, -2 / std, 0, -2 / std, 1, 4 / std], abs=2e-6)
     assert out["advantage"].dtype == torch.float32 and out["advantage"].shape == (6, 1)
-    assert values(GroupAdvantage(3, normalize_std=False)(batch_of([1, 2, 6], [0] * 3))) == [-2, -1, 3]
+    assert values(GroupAdvantage(3, std="none")(batch_of([1, 2, 6], [0] * 3))) == [-2, -1, 3]
 
 
 def test_invalid_rewards_leave_the_group_and_signalless_groups_are_counted():
-    transform = GroupAdvantage(3, normalize_std=False)
+    transform = GroupAdvantage(3, std="none")
     rewards = [1, 3, 100, 5, 5, 5, 0, 1, 7]
     valid = [True, True, False, True, True, True, False, False, True]
     out = transform(batch_of(rewards, [0] * 3 + [1] * 3 + [2] * 3, valid))
@@ -74,9 +74,7 @@ def test_an_advantage_that_is_there_is_left_alone():
 def test_keys_can_be_named_and_groups_can_be_texts():
     batch = TensorDict({"score": torch.tensor([[1.0], [3.0], [0.0], [4.0]])}, [4])
     batch["query"] = NonTensorStack("a", "b", "a", "b")
-    transform = GroupAdvantage(
-        2, normalize_std=False, reward_key="score", group_key="query", advantage_key=("loss", "weight")
-    )
+    transform = GroupAdvantage(2, std="none", reward_key="score", group_key="query", advantage_key=("loss", "weight"))
     assert transform(batch)["loss", "weight"].tolist() == [[0.5], [-0.5], [-0.5], [0.5]]
 
 
@@ -89,7 +87,7 @@ def test_a_buffer_gets_whole_groups_only(storage):
         batch = batch_of(rewards, groups)
         return batch if storage is LazyStackStorage else batch.exclude("tokens").contiguous()
 
-    transform = GroupAdvantage(2, normalize_std=False)
+    transform = GroupAdvantage(2, std="none")
     buffer = ReplayBuffer(storage=storage(10), transform=transform)
     buffer.extend(make([1, 2, 3, 6], [0, 1, 0, 2]))
     assert len(buffer) == 2 and transform.num_waiting == 2
@@ -131,7 +129,7 @@ def test_the_advantage_is_written_when_the_last_row_of_a_group_is_done(tokenizer
     def encode(text):
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    transform = GroupAdvantage(2, normalize_std=False)
+    transform = GroupAdvantage(2, std="none")
     env = TransformedEnv(
         LLMEnv(TwoTurnTask(), tokenizer, num_envs=4, repeats=2, max_turns=2), Compose(transform, *others)
     )

@@ -42,7 +42,7 @@ def test_group_advantage_by_hand() -> None:
 def test_group_advantage_without_std_is_the_deviation_from_the_mean() -> None:
     advantage = F.group_advantage(
         torch.tensor([1.0, 0.0, 0.5]), torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool),
-        normalize_std=False,
+        std="none",
     )  # fmt: skip
     torch.testing.assert_close(advantage, torch.tensor([0.5, -0.5, 0.0]))
 
@@ -151,10 +151,10 @@ def test_importance_ratio_stays_finite() -> None:
     assert ratio[0].item() == pytest.approx(math.exp(20))
 
 
-def test_sequence_mean_weights_are_the_mean_over_sequences_of_token_means() -> None:
+def test_token_weights_are_the_mean_over_sequences_of_token_means() -> None:
     mask = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1], [0, 0, 0, 0]]).bool()
     values = torch.tensor([[1.0, 3, 9, 9], [9, 3, 6, 9], [9, 9, 9, 9]])
-    weights = F.sequence_mean_weights(mask)
+    weights = F.token_weights(mask)
     assert (weights * values).sum().item() == pytest.approx((2 + 6) / 2)
     assert weights[2].tolist() == [0, 0, 0, 0]
     assert weights.sum().item() == pytest.approx(1.0)

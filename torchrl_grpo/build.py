@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.utils import get_class
 from omegaconf import OmegaConf
 from torch import nn
 from torchrl._utils import logger as torchrl_logger
@@ -171,6 +172,8 @@ def _prepare(config: GRPOConfig) -> Blueprint:
     env, inference = config.env, config.inference_model
     if "VLLM_USE_V1" in os.environ:
         torchrl_logger.info("VLLM_USE_V1 has no effect: vLLM's V0 engine is gone, and V1 is the only one left.")
+    _class_of("policy.loss", config.policy.loss, GRPOLoss)
+    _class_of("policy.advantage", config.policy.advantage, GroupAdvantage)
     check_logging(tensorboard=config.logging.tensorboard, wandb_mode=config.logging.wandb.mode.value)
     own_reference = config.needs_reference and not config.train_model.lora.enabled
     requests = {
@@ -225,6 +228,20 @@ def _prepare(config: GRPOConfig) -> Blueprint:
         greedy_env=make_env("test", num_test, 1) if num_test else None,
         sampled_env=make_env("test", num_test * k, k) if num_test and k else None,
     )
+
+
+def _class_of(field: str, name: str, base: type[Any]) -> type[Any]:
+    """The class of a dotted name, one of the package's or the user's own."""
+    try:
+        found = get_class(name)
+    except Exception as error:  # whatever importing the user's module may raise
+        raise ConfigError(
+            f"{field}={name} must name a class that can be imported ({error}): use "
+            f"{base.__module__}.{base.__name__}, or put the folder of yours on PYTHONPATH."
+        ) from error
+    if not issubclass(found, base):
+        raise ConfigError(f"{field}={name} must be a subclass of {base.__name__}: derive it from {base.__module__}.")
+    return found
 
 
 def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> int:
@@ -282,7 +299,11 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str]) -> Run:
             dialog_turns_per_batch=config.dialog_turns_per_batch,
         )
         resources.callback(collector.shutdown)
-        transforms: list[Any] = [("advantage", GroupAdvantage(repeats=config.env.repeats))]
+        policy = config.policy
+        advantage = _class_of("policy.advantage", policy.advantage, GroupAdvantage)(
+            repeats=config.env.repeats, mean=policy.advantage_mean.value, std=policy.advantage_std.value
+        )
+        transforms: list[Any] = [("advantage", advantage)]
         if config.needs_reference:
             scorer = _reference_scorer(blueprint, trainer.model)
             transforms.append(("reference", KLScoring(scorer, autocast_dtype=trainer.autocast_dtype)))
@@ -326,12 +347,19 @@ def _make_trainer(blueprint: Blueprint) -> GRPOTrainer:
         model = loading.add_lora(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout, target_modules=targets)
     if config.train_model.gradient_checkpointing:
         loading.enable_gradient_checkpointing(model)
-    loss = GRPOLoss(
+    policy = config.policy
+    loss = _class_of("policy.loss", policy.loss, GRPOLoss)(
         TokenScorer(model, temperature=config.inference_model.temperature),
         clip_epsilon=config.clip_epsilon,
-        kl_to_ref_coeff=config.policy.kl_coef,
-        kl_to_inference_coeff=config.policy.kl_to_inference_coef,
-        entropy_coeff=config.policy.entropy_coef,
+        ratio_level=policy.ratio_level.value,
+        aggregation=policy.aggregation.value,
+        constant_length=policy.constant_length or config.inference_model.max_new_tokens,
+        dual_clip=policy.dual_clip,
+        kl_estimator=policy.kl_estimator.value,
+        kl_to_ref_coeff=policy.kl_coef,
+        kl_to_inference_coeff=policy.kl_to_inference_coef,
+        entropy_coeff=policy.entropy_coef,
+        **policy.loss_kwargs,
     ).to(blueprint.plan.train)
     settings = config.optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

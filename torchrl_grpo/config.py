@@ -57,6 +57,47 @@ class Precision(Enum):
     fp16 = "fp16"
 
 
+class RatioLevel(Enum):
+    """What the importance ratio is taken over."""
+
+    token = "token"
+    sequence = "sequence"
+    sequence_token = "sequence_token"
+
+
+class Aggregation(Enum):
+    """How the objective is averaged over tokens."""
+
+    sequence_mean = "sequence_mean"
+    token_mean = "token_mean"
+    constant = "constant"
+
+
+class KLEstimator(Enum):
+    """Estimators of the KL."""
+
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+
+
+class AdvantageMean(Enum):
+    """Baselines of the advantage."""
+
+    group = "group"
+    leave_one_out = "leave_one_out"
+    batch = "batch"
+    none = "none"
+
+
+class AdvantageStd(Enum):
+    """Scales of the advantage."""
+
+    group = "group"
+    batch = "batch"
+    none = "none"
+
+
 class WandbMode(Enum):
     """What Weights & Biases does."""
 
@@ -174,14 +215,34 @@ class EnvConfig:
 
 @dataclass
 class PolicyConfig:
-    """The GRPO objective."""
+    """The objective; ``algo=NAME`` sets it to that of a published algorithm."""
 
+    loss: str = "torchrl_grpo.objectives.GRPOLoss"
+    """Dotted name of the loss: a class of the package, or a GRPOLoss of your own."""
+    loss_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of the loss."""
+    advantage: str = "torchrl_grpo.transforms.GroupAdvantage"
+    """Dotted name of the transform that writes the advantage: a GroupAdvantage."""
+    advantage_mean: AdvantageMean = AdvantageMean.group
+    """Baseline: mean of the group, of its other members (leave_one_out), of the batch, or none."""
+    advantage_std: AdvantageStd = AdvantageStd.group
+    """Scale: standard deviation of the group, of the batch, or none."""
     clip_epsilon: Any = 0.2
-    """Clip range of the ratio: a number, or a pair [low, high]. Low is in [0, 1), high is at least 0."""
+    """Clip range of the ratio: a number, or a pair [low, high]. Low is in [0, 1], high is at least 0."""
+    dual_clip: float | None = limited(None, gt=1)
+    """Bound of the objective where the advantage is negative, above 1; null is none."""
+    ratio_level: RatioLevel = RatioLevel.token
+    """Ratio of each token, of the sequence, or of the sequence with each token's gradient (sequence_token)."""
+    aggregation: Aggregation = Aggregation.sequence_mean
+    """Mean over sequences of token means, mean over all tokens, or sum over tokens by a constant length."""
+    constant_length: int | None = limited(None, ge=1)
+    """Divisor of aggregation=constant, in tokens; by default max_new_tokens."""
+    kl_estimator: KLEstimator = KLEstimator.k3
+    """Estimator of both KL terms."""
     kl_coef: float = limited(0.0, ge=0)
-    """Weight of the KL (k3) to the reference model; 0 needs no reference model."""
+    """Weight of the KL to the reference model, in the loss; 0 needs no reference model."""
     kl_to_inference_coef: float = limited(0.0, ge=0)
-    """Weight of the KL (k3) to the policy that sampled."""
+    """Weight of the KL to the policy that sampled."""
     entropy_coef: float = limited(0.0, ge=0)
     """Weight of the entropy bonus."""
 
@@ -391,9 +452,9 @@ def _validate_clip_epsilon(config: GRPOConfig) -> None:
     value = config.policy.clip_epsilon
     parts = value if isinstance(value, list | tuple) else [value, value]
     numbers = all(isinstance(part, int | float) and not isinstance(part, bool) for part in parts)
-    if len(parts) != 2 or not numbers or not (0 <= parts[0] < 1 and parts[1] >= 0):
+    if len(parts) != 2 or not numbers or not (0 <= parts[0] <= 1 and parts[1] >= 0):
         raise ConfigError(
-            f"policy.clip_epsilon={value} must be a number, or a pair [low, high], with 0 <= low < 1 and high >= 0: "
+            f"policy.clip_epsilon={value} must be a number, or a pair [low, high], with 0 <= low <= 1 and high >= 0: "
             "use 0.2 or [0.2,0.28]."
         )
 
@@ -467,7 +528,7 @@ def check_command_line(arguments: Sequence[str]) -> None:
         return  # Hydra's own message on syntax is better than ours would be
     for override in parsed:
         name = override.key_or_group
-        if name.startswith("hydra") or override.is_delete() or override.is_add():
+        if name == "algo" or name.startswith("hydra") or override.is_delete() or override.is_add():
             continue
         if name not in known and name not in groups:
             same_leaf = [leaf for leaf in known if "." in name and leaf.rpartition(".")[2] == name.rpartition(".")[2]]

@@ -6,9 +6,16 @@ Nothing here reads a TensorDict or a config. Shape suffixes: N sequences, T toke
 from __future__ import annotations
 
 import math
+import typing
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+AdvantageMean = Literal["group", "leave_one_out", "batch", "none"]
+AdvantageStd = Literal["group", "batch", "none"]
+Aggregation = Literal["sequence_mean", "token_mean", "constant"]
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this magnitude, so that an absurd ratio stays finite (e^20 = 4.9e8)."""
@@ -33,45 +40,74 @@ def masked_mean(values: Tensor, mask: Tensor, count: Tensor | float | None = Non
 
 
 def group_advantage(
-    reward: Tensor, group: Tensor, valid: Tensor, *, normalize_std: bool = True, eps: float = 1e-6
+    reward: Tensor,
+    group: Tensor,
+    valid: Tensor,
+    *,
+    mean: AdvantageMean = "group",
+    std: AdvantageStd = "group",
+    eps: float = 1e-6,
 ) -> Tensor:
-    """Advantage of each response relative to its group (arXiv 2402.03300, section 4.1.2).
+    """Advantage of each response: its reward less a baseline, over a scale.
 
-    ``A_i = (r_i - mean(r)) / (std(r) + eps)`` over the valid members of the group of i, with the unbiased standard
-    deviation; without ``normalize_std`` only the mean is taken off (arXiv 2503.20783).
+    ``mean`` is the baseline: ``group`` (arXiv 2402.03300, section 4.1.2), ``leave_one_out`` (the mean of the *other*
+    members of the group, arXiv 2402.14740), ``batch`` (arXiv 2501.03262) or ``none``. ``std`` is the scale: ``eps``
+    plus the unbiased standard deviation, over the ``group`` or the ``batch``, of what the baseline left of the rewards;
+    or ``none`` (arXiv 2503.20783).
 
     Args:
         reward: [N] floating.
         group: [N] int64, any ids; members need not be adjacent.
         valid: [N] bool, False where the reward is unknown.
-        normalize_std: whether to divide by the standard deviation.
+        mean: the baseline.
+        std: the scale.
         eps: added to the standard deviation.
 
     Returns:
-        [N] float32. Exactly 0 for an invalid member, for a group whose valid rewards are all equal, and for a group
-        with fewer than two valid members.
+        [N] float32. Exactly 0 for an invalid member. With a baseline or scale of the group, exactly 0 for a group whose
+        valid rewards are all equal or that has fewer than two of them; with those of the batch, for such a batch.
     """
+    if mean not in typing.get_args(AdvantageMean) or std not in typing.get_args(AdvantageStd):
+        raise ValueError(
+            f"mean={mean!r} must be one of {typing.get_args(AdvantageMean)} and std={std!r} one of "
+            f"{typing.get_args(AdvantageStd)}: use 'group' for both."
+        )
     _, index = group.unique(return_inverse=True)
+    whole = torch.zeros_like(index)
+    values = torch.where(valid, reward.to(torch.float64), 0.0)
+    signal = valid
+    if mean == "batch":
+        average, _, varies = _statistics(values, whole, valid)
+        values, signal = values - average, signal & varies
+    elif mean != "none":
+        average, count, varies = _statistics(values, index, valid)
+        values, signal = values - average, signal & varies
+        if mean == "leave_one_out":
+            values = values * (count / (count - 1).clamp(min=1))
+    values = torch.where(signal, values, 0.0)
+    if std != "none":
+        over = index if std == "group" else whole
+        centred, count, varies = _statistics(values, over, valid)
+        variance = _total(torch.where(valid, (values - centred).square(), 0.0), over) / (count - 1).clamp(min=1)
+        values, signal = values / (variance.sqrt() + eps), signal & varies
+    return torch.where(signal, values, 0.0).to(torch.float32)
+
+
+def _total(values: Tensor, index: Tensor) -> Tensor:
+    """[N] the sum over the members of each element's group."""
     groups = int(index.max()) + 1 if index.numel() else 0
-    weight = valid.to(torch.float64)
-    reward64 = torch.where(valid, reward.to(torch.float64), 0.0)
+    return torch.zeros(groups, dtype=values.dtype, device=values.device).index_add_(0, index, values)[index]
 
-    def total(values: Tensor) -> Tensor:
-        return torch.zeros(groups, dtype=torch.float64, device=reward.device).index_add_(0, index, values)
 
-    count = total(weight)
-    mean = total(reward64) / count.clamp(min=1)
-    deviation = torch.where(valid, reward64 - mean[index], 0.0)
-    low = torch.full((groups,), math.inf, dtype=torch.float64, device=reward.device)
-    high = -low
-    low = low.scatter_reduce(0, index, torch.where(valid, reward64, math.inf), "amin")
-    high = high.scatter_reduce(0, index, torch.where(valid, reward64, -math.inf), "amax")
-    has_signal = (count >= 2) & (high > low)
-    advantage = deviation
-    if normalize_std:
-        std = (total(deviation.square()) / (count - 1).clamp(min=1)).sqrt()
-        advantage = deviation / (std[index] + eps)
-    return torch.where(valid & has_signal[index], advantage, 0.0).to(torch.float32)
+def _statistics(values: Tensor, index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and number of the valid members of each element's group, and whether two of them differ; [N] each."""
+    count = _total(valid.to(values.dtype), index)
+    mean = _total(torch.where(valid, values, 0.0), index) / count.clamp(min=1)
+    groups = int(index.max()) + 1 if index.numel() else 0
+    low = torch.full((groups,), math.inf, dtype=values.dtype, device=values.device)
+    high = (-low).scatter_reduce(0, index, torch.where(valid, values, -math.inf), "amax")
+    low = low.scatter_reduce(0, index, torch.where(valid, values, math.inf), "amin")
+    return mean, count, (high > low)[index]
 
 
 def kl_k1(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -96,6 +132,10 @@ def kl_k3(log_p: Tensor, log_q: Tensor) -> Tensor:
     return log_ratio.exp() - 1 - log_ratio
 
 
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+"""The estimators by name. As a loss, k2 has the gradient of the KL itself; on-policy, k1's is 0 in expectation."""
+
+
 def importance_ratio(log_prob: Tensor, sample_log_prob: Tensor) -> Tensor:
     """``cur / sample`` per token, from log-probs; the log-ratio is clamped to ``MAX_LOG_RATIO``."""
     return (log_prob - sample_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -116,20 +156,94 @@ def clipped_surrogate(ratio: Tensor, advantage: Tensor, clip_low: float, clip_hi
     return torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
 
 
-def sequence_mean_weights(mask: Tensor, num_sequences: Tensor | float | None = None) -> Tensor:
-    """Token weights that make a weighted sum the mean over sequences of the mean over their tokens (arXiv 2402.03300).
+def dual_clip(surrogate: Tensor, advantage: Tensor, bound: float) -> Tensor:
+    """Bounds a surrogate from below by ``bound * A`` where the advantage is negative (arXiv 1912.09729).
+
+    Args:
+        surrogate: [N, T], to be maximised.
+        advantage: [N, 1] or [N, T].
+        bound: above 1.
+    """
+    return torch.where(advantage < 0, torch.maximum(surrogate, bound * advantage), surrogate)
+
+
+def cispo_objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """CISPO per token: ``stop_gradient(clip(ratio)) A log_prob`` (arXiv 2506.13585, equation 4).
+
+    The clipped ratio is a weight and carries no gradient, so no token loses its gradient to the clip.
+
+    Args:
+        ratio: [N, T], current over behaviour probability.
+        log_prob: [N, T], current log-probs: what the gradient flows through.
+        advantage: [N, 1] or [N, T].
+        clip_low: distance below 1; 1 and more is no lower bound.
+        clip_high: distance above 1.
+    """
+    return ratio.clamp(1 - clip_low, 1 + clip_high).detach() * advantage * log_prob
+
+
+def sapo_objective(ratio: Tensor, advantage: Tensor, tau_positive: float, tau_negative: float) -> Tensor:
+    """SAPO per token: ``4 / tau * sigmoid(tau (ratio - 1)) A``, a soft gate in place of the clip (arXiv 2511.20347).
+
+    At ratio 1 its slope is A, as in the clipped surrogate; away from 1 it falls off smoothly, faster for a larger tau.
+
+    Args:
+        ratio: [N, T], current over behaviour probability.
+        advantage: [N, 1] or [N, T].
+        tau_positive: temperature where the advantage is positive, above 0.
+        tau_negative: temperature elsewhere, above 0.
+    """
+    tau = torch.where(advantage > 0, tau_positive, tau_negative)
+    return 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
+
+
+def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """Mean log-ratio over the tokens of each sequence: GSPO's length-normalised ratio (arXiv 2507.18071, equation 7).
+
+    Args:
+        log_ratio: [N, T].
+        mask: [N, T] bool, the tokens that count.
+
+    Returns:
+        [N, 1]; 0 for a sequence without tokens.
+    """
+    length = mask.sum(-1, keepdim=True).clamp(min=1)
+    return torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True) / length
+
+
+def token_weights(
+    mask: Tensor,
+    aggregation: Aggregation = "sequence_mean",
+    *,
+    constant_length: int = 1,
+    num_sequences: Tensor | float | None = None,
+    num_tokens: Tensor | float | None = None,
+) -> Tensor:
+    """Weights that make a weighted sum over tokens the wanted average.
+
+    ``sequence_mean``: mean over sequences of the mean over their tokens (arXiv 2402.03300). ``token_mean``: mean over
+    all tokens (arXiv 2503.14476). ``constant``: sum over tokens divided by ``constant_length``, mean over sequences
+    (arXiv 2503.20783).
 
     Args:
         mask: [N, T] bool, the tokens that count.
+        aggregation: the average.
+        constant_length: divisor of ``constant``.
         num_sequences: sequences with at least one such token in the whole batch; by default those of ``mask``.
+        num_tokens: such tokens in the whole batch; by default those of ``mask``.
 
     Returns:
         [N, T] float32; 0 outside the mask. A sequence without tokens has no effect.
     """
     length = mask.sum(-1, keepdim=True)
-    if num_sequences is None:
-        num_sequences = (length > 0).sum().clamp(min=1)
-    return torch.where(mask, 1.0 / (length.clamp(min=1) * num_sequences), 0.0).to(torch.float32)
+    sequences = (length > 0).sum().clamp(min=1) if num_sequences is None else num_sequences
+    tokens = mask.sum().clamp(min=1) if num_tokens is None else num_tokens
+    divisor = {
+        "sequence_mean": length.clamp(min=1) * sequences,
+        "token_mean": tokens * torch.ones_like(length),
+        "constant": constant_length * sequences * torch.ones_like(length),
+    }[aggregation]
+    return torch.where(mask, 1.0 / divisor, 0.0).to(torch.float32)
 
 
 def effective_sample_size(ratio_mean: Tensor, ratio_square_mean: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""The GRPO loss module."""
+"""The GRPO loss module and its relatives."""
 
-from torchrl_grpo.objectives.grpo import GRPOLoss
+from torchrl_grpo.objectives.grpo import CISPOLoss, GRPOLoss, SAPOLoss
 
-__all__ = ["GRPOLoss"]
+__all__ = ["CISPOLoss", "GRPOLoss", "SAPOLoss"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -14,6 +15,8 @@ from torchrl_grpo import functional as F
 from torchrl_grpo import keys
 from torchrl_grpo.models.packing import has, pad
 
+RatioLevel = Literal["token", "sequence", "sequence_token"]
+
 LOSS_WEIGHTS: NestedKey = ("loss", "weights")
 TOKEN_COUNT: NestedKey = ("loss", "num_tokens")
 
@@ -22,6 +25,8 @@ class GRPOLoss(LossModule):
     """Clipped policy-gradient loss of GRPO (arXiv 2402.03300, equation 3).
 
     ``loss_objective`` is minus the clipped surrogate, averaged over the tokens of a sequence and then over sequences.
+    The arguments turn it into its relatives: Dr. GRPO (``aggregation="constant"``), DAPO (``aggregation="token_mean"``,
+    ``clip_epsilon=(0.2, 0.28)``), GSPO (``ratio_level="sequence"``). A subclass overrides ``surrogate``.
     ``loss_kl_to_ref``, ``loss_kl_to_inference`` and ``loss_entropy`` are there when their coefficient is not 0. Only
     entries named ``loss_*`` belong to the loss: add those up, and never average over the whole output. Everything else
     is a detached metric.
@@ -35,10 +40,17 @@ class GRPOLoss(LossModule):
             ``("entropy", "full")``, [B, T] padded on the right, such as ``TokenScorer``.
 
     Keyword Args:
-        clip_epsilon: clip range of the ratio, ``e`` for ``[1 - e, 1 + e]`` or a pair ``(low, high)``. Low is in [0, 1),
-            high is at least 0.
-        kl_to_ref_coeff: weight of ``kl_k3`` to the reference policy; 0 needs no reference log-probs.
-        kl_to_inference_coeff: weight of ``kl_k3`` to the behaviour policy.
+        clip_epsilon: clip range of the ratio, ``e`` for ``[1 - e, 1 + e]`` or a pair ``(low, high)``. Low is in [0, 1]
+            (1 is no lower bound), high is at least 0.
+        ratio_level: ``"token"``; ``"sequence"``, the exponential of the mean log-ratio of a sequence for all of its
+            tokens (GSPO, arXiv 2507.18071); or ``"sequence_token"``, the same value with each token's own gradient
+            (GSPO-token).
+        aggregation: average over tokens, see ``functional.token_weights``.
+        constant_length: divisor of ``aggregation="constant"``, in tokens.
+        dual_clip: bound of the surrogate where the advantage is negative, above 1 (arXiv 1912.09729); None is none.
+        kl_to_ref_coeff: weight of the KL to the reference policy; 0 needs no reference log-probs.
+        kl_to_inference_coeff: weight of the KL to the behaviour policy.
+        kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, for both.
         entropy_coeff: weight of the entropy bonus.
 
     Input keys (``set_keys`` renames them): ``advantage`` [B, 1], ``sample_log_prob`` [B, T], ``ref_log_probs`` [B, T],
@@ -79,16 +91,32 @@ class GRPOLoss(LossModule):
         actor_network: TensorDictModuleBase,
         *,
         clip_epsilon: float | tuple[float, float] = 0.2,
+        ratio_level: RatioLevel = "token",
+        aggregation: F.Aggregation = "sequence_mean",
+        constant_length: int = 1,
+        dual_clip: float | None = None,
+        kl_estimator: str = "k3",
         kl_to_ref_coeff: float = 0.0,
         kl_to_inference_coeff: float = 0.0,
         entropy_coeff: float = 0.0,
     ) -> None:
         super().__init__()
         low, high = clip_epsilon if isinstance(clip_epsilon, tuple | list) else (clip_epsilon, clip_epsilon)
-        if not (0 <= low < 1 and high >= 0):
+        if not (0 <= low <= 1 and high >= 0):
             raise ValueError(
-                f"clip_epsilon={clip_epsilon} must have 0 <= low < 1 and high >= 0: use 0.2, or (0.2, 0.28)."
+                f"clip_epsilon={clip_epsilon} must have 0 <= low <= 1 and high >= 0: use 0.2, or (0.2, 0.28)."
             )
+        for name, choice, choices in (
+            ("ratio_level", ratio_level, get_args(RatioLevel)),
+            ("aggregation", aggregation, get_args(F.Aggregation)),
+            ("kl_estimator", kl_estimator, tuple(F.KL_ESTIMATORS)),
+        ):
+            if choice not in choices:
+                raise ValueError(f"{name}={choice!r} must be one of {choices}: use {choices[0]!r}.")
+        if dual_clip is not None and dual_clip <= 1:
+            raise ValueError(f"dual_clip={dual_clip} must be above 1: use 3.0, or None for none.")
+        if constant_length < 1:
+            raise ValueError(f"constant_length={constant_length} must be at least 1: use the longest response allowed.")
         for name, value in (
             ("kl_to_ref_coeff", kl_to_ref_coeff),
             ("kl_to_inference_coeff", kl_to_inference_coeff),
@@ -99,6 +127,11 @@ class GRPOLoss(LossModule):
         self.actor_network = actor_network
         self.register_buffer("clip_epsilon_low", torch.tensor(float(low)))
         self.register_buffer("clip_epsilon_high", torch.tensor(float(high)))
+        self.ratio_level = ratio_level
+        self.aggregation = aggregation
+        self.constant_length = constant_length
+        self.dual_clip = dual_clip
+        self.kl_estimator = kl_estimator
         self.kl_to_ref_coeff = kl_to_ref_coeff
         self.kl_to_inference_coeff = kl_to_inference_coeff
         self.entropy_coeff = entropy_coeff
@@ -135,9 +168,31 @@ class GRPOLoss(LossModule):
             batch: [N], with ``mask`` [N, T].
         """
         mask = pad(batch, self.tensor_keys.mask, False)
-        batch.set(LOSS_WEIGHTS, F.sequence_mean_weights(mask))
+        batch.set(LOSS_WEIGHTS, self._weights(mask))
         batch.set(TOKEN_COUNT, mask.sum().clamp(min=1).expand(mask.shape[0], 1).contiguous())
         return batch
+
+    def _weights(self, mask: Tensor) -> Tensor:
+        return F.token_weights(mask, self.aggregation, constant_length=self.constant_length)
+
+    def ratio(self, log_prob: Tensor, sample_log_prob: Tensor, mask: Tensor) -> Tensor:
+        """Current over behaviour probability, [B, T], at the level that ``ratio_level`` names."""
+        if self.ratio_level == "token":
+            return F.importance_ratio(log_prob, sample_log_prob)
+        mean = F.sequence_log_ratio(log_prob - sample_log_prob, mask)
+        if self.ratio_level == "sequence_token":
+            mean = mean.detach() + log_prob - log_prob.detach()
+        return F.importance_ratio(mean, torch.zeros_like(mean)).expand_as(log_prob)
+
+    def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        """The objective per token, to be maximised: PPO's clipped surrogate. Subclasses put their own here.
+
+        Args:
+            ratio: [B, T], as ``ratio`` gives it.
+            log_prob: [B, T], current log-probs.
+            advantage: [B, 1].
+        """
+        return F.clipped_surrogate(ratio, advantage, self.clip_epsilon_low, self.clip_epsilon_high)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """Computes the loss terms and the metrics of a batch [B], ragged or padded on the right; see the class."""
@@ -149,23 +204,26 @@ class GRPOLoss(LossModule):
             return torch.where(mask, pad(data, key).to(cur.device), 0.0)
 
         weights = data.get(LOSS_WEIGHTS, None)
-        weights = F.sequence_mean_weights(mask) if weights is None else weights.to(cur.device)
+        weights = self._weights(mask) if weights is None else weights.to(cur.device)
         count = data.get(TOKEN_COUNT, None)
         count = mask.sum().clamp(min=1) if count is None else count[0, 0].to(cur.device)
         cur = torch.where(mask, cur, 0.0)
         sample, entropy = per_token(self.tensor_keys.sample_log_prob), per_token(self.tensor_keys.entropy)
         advantage = data.get(self.tensor_keys.advantage).to(cur.device)
 
-        ratio = F.importance_ratio(cur, sample)
-        surrogate = F.clipped_surrogate(ratio, advantage, self.clip_epsilon_low, self.clip_epsilon_high)
+        ratio = self.ratio(cur, sample, mask)
+        surrogate = self.surrogate(ratio, cur, advantage)
+        if self.dual_clip is not None:
+            surrogate = F.dual_clip(surrogate, advantage, self.dual_clip)
+        kl = F.KL_ESTIMATORS[self.kl_estimator]
         out = {"loss_objective": -(weights * surrogate).sum()}
         reference = None
         if self.kl_to_ref_coeff or has(data, self.tensor_keys.ref_log_probs):
             reference = per_token(self.tensor_keys.ref_log_probs)
         if self.kl_to_ref_coeff and reference is not None:
-            out["loss_kl_to_ref"] = self.kl_to_ref_coeff * (weights * F.kl_k3(cur, reference)).sum()
+            out["loss_kl_to_ref"] = self.kl_to_ref_coeff * (weights * kl(cur, reference)).sum()
         if self.kl_to_inference_coeff:
-            out["loss_kl_to_inference"] = self.kl_to_inference_coeff * (weights * F.kl_k3(cur, sample)).sum()
+            out["loss_kl_to_inference"] = self.kl_to_inference_coeff * (weights * kl(cur, sample)).sum()
         if self.entropy_coeff:
             out["loss_entropy"] = -self.entropy_coeff * (weights * entropy).sum()
         with torch.no_grad():
@@ -205,3 +263,62 @@ class GRPOLoss(LossModule):
             out["kl_k1_to_ref"] = mean(F.kl_k1(cur, reference))
             out["kl_k3_to_ref"] = mean(F.kl_k3(cur, reference))
         return {name: value.detach() for name, value in out.items()}
+
+
+class CISPOLoss(GRPOLoss):
+    """CISPO (arXiv 2506.13585): the clipped ratio is a weight without gradient, times advantage and log-prob.
+
+    The clip bounds are those of the weight. The default has no lower bound and an upper one of 5; with the 0.2 of a
+    clipped surrogate nearly every weight would be at a bound.
+
+    Args:
+        actor_network: as in ``GRPOLoss``, like all other arguments.
+    """
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase,
+        *,
+        clip_epsilon: float | tuple[float, float] = (1.0, 4.0),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(actor_network, clip_epsilon=clip_epsilon, **kwargs)
+
+    def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        """See the class."""
+        return F.cispo_objective(ratio, log_prob, advantage, self.clip_epsilon_low, self.clip_epsilon_high)
+
+
+class SAPOLoss(GRPOLoss):
+    """SAPO (arXiv 2511.20347): a soft gate in place of the clip. The clip bounds are read by the metrics alone.
+
+    Args:
+        actor_network: as in ``GRPOLoss``, like all other arguments.
+
+    Keyword Args:
+        tau_positive: temperature of the gate where the advantage is positive, above 0.
+        tau_negative: temperature elsewhere, above 0; larger takes away more of the gradient that makes tokens unlikely.
+
+    Raises:
+        ValueError: a temperature is not above 0.
+    """
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase,
+        *,
+        tau_positive: float = 1.0,
+        tau_negative: float = 1.05,
+        **kwargs: Any,
+    ) -> None:
+        if tau_positive <= 0 or tau_negative <= 0:
+            raise ValueError(
+                f"tau_positive={tau_positive} and tau_negative={tau_negative} must be above 0: use 1.0 and 1.05."
+            )
+        super().__init__(actor_network, **kwargs)
+        self.tau_positive = tau_positive
+        self.tau_negative = tau_negative
+
+    def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        """See the class."""
+        return F.sapo_objective(ratio, advantage, self.tau_positive, self.tau_negative)

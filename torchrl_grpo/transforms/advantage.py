@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import EnvBase, Transform
 
-from torchrl_grpo.functional import group_advantage
+from torchrl_grpo.functional import AdvantageMean, AdvantageStd, group_advantage
 from torchrl_grpo.keys import ADVANTAGE, DONE, GROUP_ID, REWARD, REWARD_VALID
 
 
@@ -33,7 +33,8 @@ class GroupAdvantage(Transform):
         repeats: size of a group, at least 2.
 
     Keyword Args:
-        normalize_std: whether to divide by the standard deviation (without it: arXiv 2503.20783).
+        mean: the baseline, see ``functional.group_advantage``.
+        std: the scale, see there.
         reward_key: [..., 1] floating, one reward a sequence.
         valid_key: [..., 1] bool; where the key is missing every reward is valid.
         group_key: [..., 1] int64, or text that is equal within a group.
@@ -48,7 +49,7 @@ class GroupAdvantage(Transform):
         >>> from tensordict import TensorDict
         >>> reward = torch.tensor([[0.0], [1.0]])
         >>> batch = TensorDict({"group_id": torch.zeros(2, 1, dtype=torch.int64), "next": {"reward": reward}}, [2])
-        >>> GroupAdvantage(2, normalize_std=False)(batch)["advantage"].squeeze(-1)
+        >>> GroupAdvantage(2, std="none")(batch)["advantage"].squeeze(-1)
         tensor([-0.5000,  0.5000])
     """
 
@@ -56,7 +57,8 @@ class GroupAdvantage(Transform):
         self,
         repeats: int,
         *,
-        normalize_std: bool = True,
+        mean: AdvantageMean = "group",
+        std: AdvantageStd = "group",
         reward_key: NestedKey = REWARD,
         valid_key: NestedKey = REWARD_VALID,
         group_key: NestedKey = GROUP_ID,
@@ -67,7 +69,8 @@ class GroupAdvantage(Transform):
             raise ValueError(f"repeats={repeats} must be at least 2, a group of 1 has no advantage: use 2 or more.")
         super().__init__(in_keys=[reward_key, valid_key, group_key], out_keys=[advantage_key])
         self.repeats = repeats
-        self.normalize_std = normalize_std
+        self.mean = mean
+        self.std = std
         self.reward_key = reward_key
         self.valid_key = valid_key
         self.group_key = group_key
@@ -111,7 +114,7 @@ class GroupAdvantage(Transform):
                 f"have not (the first has {int(sizes[first])}): pass whole groups, each once."
             )
         valid = _column(tensordict, self.valid_key, torch.ones_like(group, dtype=torch.bool))
-        advantage = group_advantage(reward.reshape(-1), group, valid, normalize_std=self.normalize_std)
+        advantage = group_advantage(reward.reshape(-1), group, valid, mean=self.mean, std=self.std)
         self._count(advantage, group, valid, torch.ones_like(valid))
         tensordict.set(self.advantage_key, advantage.reshape(*tensordict.batch_size, 1))
 
@@ -156,7 +159,7 @@ class GroupAdvantage(Transform):
         before = _all_of_group(group, _column(tensordict, _in_next(self.done_key), ~every))
         valid = _column(next_tensordict, _in_next(self.valid_key), every)
         reward = next_tensordict.get(_in_next(self.reward_key)).reshape(-1)
-        advantage = group_advantage(reward, group, valid, normalize_std=self.normalize_std)
+        advantage = group_advantage(reward, group, valid, mean=self.mean, std=self.std)
         advantage = torch.where(complete, advantage, 0.0)
         self._count(advantage, group, valid, complete & ~before)
         next_tensordict.set(_in_next(self.advantage_key), advantage.reshape(*next_tensordict.batch_size, 1))

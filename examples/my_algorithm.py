@@ -1,0 +1,32 @@
+"""A loss and an advantage of one's own, without editing the package. From the root of the repository:
+
+    PYTHONPATH=examples python sota/grpo/grpo.py --config-name grpo_arithmetic \
+        policy.loss=my_algorithm.ReinforceLoss policy.advantage=my_algorithm.RankAdvantage
+"""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_grpo import keys
+from torchrl_grpo.objectives import GRPOLoss
+from torchrl_grpo.transforms import GroupAdvantage
+
+
+class ReinforceLoss(GRPOLoss):
+    """Plain policy gradient: no ratio and no clip."""
+
+    def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        """Advantage times log-prob."""
+        return advantage * log_prob
+
+
+class RankAdvantage(GroupAdvantage):
+    """The sign of what ``GroupAdvantage`` gives: only better or worse than the group counts, not by how much."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Writes the advantage of a flat batch of whole groups."""
+        out = super().forward(tensordict)
+        return out.set(keys.ADVANTAGE, torch.sign(out.get(keys.ADVANTAGE)))

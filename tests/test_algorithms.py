@@ -1,0 +1,373 @@
+"""Every algorithm as an executable specification: value and gradient against plain loops in float64, and by hand.
+
+The loops here share no code with the package: one token at a time, scalar arithmetic, autograd on the logits alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torch import Tensor
+
+from tests.test_config import ROOT, compose_config
+from tests.test_grpo_loss import Table, make_batch, total
+from torchrl_grpo import functional as F
+from torchrl_grpo.build import build, prepare
+from torchrl_grpo.config import ConfigError
+from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, SAPOLoss
+
+Token = Callable[[Tensor, Tensor, Tensor], Tensor]  # (ratio, log-prob, advantage) -> objective of a token
+
+
+def clip(low: float, high: float, dual: float | None = None) -> Token:
+    def objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        clipped = ratio
+        if ratio < 1 - low:
+            clipped = torch.tensor(1 - low, dtype=torch.float64)
+        if ratio > 1 + high:
+            clipped = torch.tensor(1 + high, dtype=torch.float64)
+        a, b = ratio * advantage, clipped * advantage
+        value = a if a <= b else b
+        if dual is not None and advantage < 0 and value < dual * advantage:
+            value = dual * advantage
+        return value
+
+    return objective
+
+
+def cispo(low: float, high: float) -> Token:
+    def objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        return min(max(ratio.item(), 1 - low), 1 + high) * advantage * log_prob
+
+    return objective
+
+
+def sapo(positive: float, negative: float) -> Token:
+    def objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        tau = positive if advantage > 0 else negative
+        return 4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
+
+    return objective
+
+
+def plain_loop(
+    logits: Tensor,
+    rows: list[TensorDict],
+    objective: Token,
+    *,
+    level: str = "token",
+    aggregation: str = "sequence_mean",
+    length: int = 1,
+    kl: str = "k3",
+    kl_coeff: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    logits = logits.clone().requires_grad_()
+    counted = [row for row in rows if row["masks", "all_assistant_mask"].any()]
+    tokens_in_all = sum(int(row["masks", "all_assistant_mask"].sum()) for row in counted)
+    loss = torch.zeros((), dtype=torch.float64)
+    for row in counted:
+        places = row["masks", "all_assistant_mask"].nonzero().flatten().tolist()
+        log_probs = {}
+        for t in places:
+            p = torch.softmax(logits[int(row["row"]), t], 0)
+            log_probs[t] = torch.log(p[int(row["tokens", "full"][t])])
+        mean = sum(log_probs[t] - row["log_probs", "full"][t] for t in places) / len(places)
+        for t in places:
+            cur = log_probs[t]
+            if level == "token":
+                ratio = torch.exp(cur - row["log_probs", "full"][t])
+            elif level == "sequence":
+                ratio = torch.exp(mean)
+            else:
+                ratio = torch.exp(mean.detach()) * torch.exp(cur) / torch.exp(cur.detach())
+            value = -objective(ratio, cur, row["advantage"][0])
+            ref = row["next", "ref_log_probs", "full"][t]
+            value = value + kl_coeff * {
+                "k1": cur - ref, "k2": (cur - ref) ** 2 / 2, "k3": torch.exp(ref - cur) - (ref - cur) - 1,
+            }[kl]  # fmt: skip
+            divisor = {
+                "sequence_mean": len(places) * len(counted),
+                "token_mean": tokens_in_all,
+                "constant": length * len(counted),
+            }[aggregation]
+            loss = loss + value / divisor
+    loss.backward()
+    assert logits.grad is not None
+    return loss.detach(), logits.grad
+
+
+CASES: dict[str, tuple[type[GRPOLoss], dict[str, Any], Token, dict[str, Any]]] = {
+    "grpo": (GRPOLoss, {"kl_to_ref_coeff": 0.3}, clip(0.2, 0.2), {"kl_coeff": 0.3}),
+    "dr_grpo": (
+        GRPOLoss, {"aggregation": "constant", "constant_length": 7}, clip(0.2, 0.2),
+        {"aggregation": "constant", "length": 7},
+    ),
+    "dapo": (
+        GRPOLoss, {"aggregation": "token_mean", "clip_epsilon": (0.2, 0.28)}, clip(0.2, 0.28),
+        {"aggregation": "token_mean"},
+    ),
+    "gspo": (GRPOLoss, {"ratio_level": "sequence", "clip_epsilon": 0.05}, clip(0.05, 0.05), {"level": "sequence"}),
+    "gspo_token": (
+        GRPOLoss, {"ratio_level": "sequence_token", "clip_epsilon": 0.05}, clip(0.05, 0.05),
+        {"level": "sequence_token"},
+    ),
+    "cispo": (CISPOLoss, {"aggregation": "token_mean"}, cispo(1.0, 4.0), {"aggregation": "token_mean"}),
+    "cispo_bounded": (CISPOLoss, {"clip_epsilon": (0.1, 0.1)}, cispo(0.1, 0.1), {}),
+    "sapo": (SAPOLoss, {}, sapo(1.0, 1.05), {}),
+    "sapo_hot": (SAPOLoss, {"tau_positive": 0.5, "tau_negative": 3.0}, sapo(0.5, 3.0), {}),
+    "rloo": (
+        GRPOLoss, {"aggregation": "constant", "constant_length": 1}, clip(0.2, 0.2), {"aggregation": "constant"},
+    ),
+    "dual_clip": (GRPOLoss, {"dual_clip": 1.3}, clip(0.2, 0.2, 1.3), {}),
+    "kl_k1": (GRPOLoss, {"kl_to_ref_coeff": 0.5, "kl_estimator": "k1"}, clip(0.2, 0.2), {"kl": "k1", "kl_coeff": 0.5}),
+    "kl_k2": (GRPOLoss, {"kl_to_ref_coeff": 0.5, "kl_estimator": "k2"}, clip(0.2, 0.2), {"kl": "k2", "kl_coeff": 0.5}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("seed", range(4))
+def test_value_and_gradient_equal_a_plain_loop(name: str, seed: int) -> None:
+    kind, settings, objective, loop = CASES[name]
+    logits, rows = make_batch(seed)
+    if seed == 3:
+        rows[1]["masks", "all_assistant_mask"].zero_()
+    loss = kind(Table(logits.clone()), **settings)
+    out = total(loss(lazy_stack(rows)))
+    out.backward()
+    value, gradient = plain_loop(logits, rows, objective, **loop)
+    torch.testing.assert_close(out.detach(), value)
+    torch.testing.assert_close(loss.actor_network.logits.grad, gradient)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_micro_batches_and_padding_change_nothing(name: str) -> None:
+    kind, settings, _, _ = CASES[name]
+    logits, rows = make_batch(5)
+    whole = kind(Table(logits.clone()), **settings)
+    total(whole(lazy_stack(rows))).backward()
+    keys = (
+        ("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full"), ("next", "ref_log_probs", "full"),
+    )  # fmt: skip
+    ragged = lazy_stack(rows)
+    data = TensorDict({key: ragged.get(key, as_padded_tensor=True, padding_side="right") for key in keys}, [4])
+    data["advantage"], data["row"] = ragged["advantage"], ragged["row"]
+    parts = kind(Table(logits.clone()), **settings)
+    parts.normalize(data)
+    for piece in data.split([1, 3]):
+        total(parts(piece)).backward()
+    torch.testing.assert_close(parts.actor_network.logits.grad, whole.actor_network.logits.grad)
+
+
+def one_row(ratios: list[float], advantage: float) -> TensorDict:
+    """A sequence whose current policy is uniform over 2 tokens, so that cur = 1/2 and sample = 1 / (2 ratio)."""
+    log_probs = [0.0, *(math.log(0.5 / ratio) for ratio in ratios)]
+    return TensorDict(
+        {
+            ("tokens", "full"): torch.zeros(len(log_probs), dtype=torch.int64),
+            ("masks", "all_assistant_mask"): torch.arange(len(log_probs)) > 0,
+            ("log_probs", "full"): torch.tensor(log_probs, dtype=torch.float64),
+            "advantage": torch.tensor([advantage], dtype=torch.float64),
+            "row": torch.tensor([0]),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "ratios", "advantage", "value"),
+    [
+        # (1 * 2 + min(1.5, 1.2) * 2) / 2 = 2.2
+        ("grpo", [1.0, 1.5], 2.0, 2.2),
+        # (1 * 2 + 1.2 * 2) / 7
+        ("dr_grpo", [1.0, 1.5], 2.0, 4.4 / 7),
+        # clip-higher: (1 + 1.28) / 2
+        ("dapo", [1.0, 1.5], 1.0, 1.14),
+        # sqrt(1 * 1.21) = 1.1, clipped at 1.05 for both tokens
+        ("gspo", [1.0, 1.21], 1.0, 1.05),
+        ("gspo_token", [1.0, 1.21], 1.0, 1.05),
+        # weights 1 and 5 (6 is clipped), log-prob ln(1/2): (1 + 5) / 2 * ln(1/2)
+        ("cispo", [1.0, 6.0], 1.0, 3 * math.log(0.5)),
+        # 4 sigmoid(0) = 2 and 4 sigmoid(1) = 2.9242...
+        ("sapo", [1.0, 2.0], 1.0, (2 + 4 / (1 + math.exp(-1))) / 2),
+        # a sum over the tokens: -1 + max(-1.5 ...): pessimistic, no clip above for a negative advantage
+        ("rloo", [1.0, 1.5], -1.0, -2.5),
+        # -1.5 is bounded at 1.3 * -1: (-1 - 1.3) / 2
+        ("dual_clip", [1.0, 1.5], -1.0, -1.15),
+    ],
+)
+def test_objective_by_hand(name: str, ratios: list[float], advantage: float, value: float) -> None:
+    """One sequence of two tokens; the arithmetic stands beside each case. The reference is the current policy."""
+    kind, settings, _, _ = CASES[name]
+    row = one_row(ratios, advantage)
+    row["next", "ref_log_probs", "full"] = torch.full((3,), math.log(0.5), dtype=torch.float64)
+    out = kind(Table(torch.zeros(1, 3, 2, dtype=torch.float64)), **settings)(lazy_stack([row]))
+    assert total(out).item() == pytest.approx(-value)
+
+
+def test_cispo_has_a_gradient_exactly_where_the_clipped_surrogate_has_none() -> None:
+    """Without the stop-gradient on the clipped ratio, CISPO's gradient would be 0 where the clip binds."""
+    row = one_row([6.0], 1.0)
+    gradients = {}
+    for kind in (GRPOLoss, CISPOLoss):
+        loss = kind(Table(torch.zeros(1, 2, 2, dtype=torch.float64)))
+        total(loss(lazy_stack([row]))).backward()
+        gradients[kind] = loss.actor_network.logits.grad
+    assert gradients[GRPOLoss].abs().max() == 0
+    # -5 d log p(0) / d logits = -5 (1 - 1/2, -1/2)
+    assert gradients[CISPOLoss][0, 1].tolist() == [-2.5, 2.5]
+
+
+def test_cispos_default_weights_are_not_all_at_a_bound() -> None:
+    loss = CISPOLoss(Table(torch.zeros(1, 1, 2)))
+    assert (loss.clip_epsilon_low.item(), loss.clip_epsilon_high.item()) == (1.0, 4.0)
+
+
+def test_sapo_equals_the_policy_gradient_on_policy() -> None:
+    """At ratio 1 the gate's slope is 1: d(4/tau sigmoid(tau (r - 1)))/dr = 1."""
+    ratio = torch.ones(1, 1, dtype=torch.float64, requires_grad=True)
+    for tau in (0.5, 1.0, 3.0):
+        (slope,) = torch.autograd.grad(F.sapo_objective(ratio, torch.tensor([[1.0]]), tau, 9.0).sum(), ratio)
+        assert slope.item() == pytest.approx(1.0)
+
+
+REWARDS, GROUPS = [1.0, 0.0, 0.0, 4.0, 2.0], [0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "expected"),
+    [
+        # group means 1/3 and 3
+        ("group", "none", [2 / 3, -1 / 3, -1 / 3, 1, -1]),
+        # standard deviations sqrt(1/3) and sqrt(2)
+        ("group", "group", [2 / 3 * 3**0.5, -(3**-0.5), -(3**-0.5), 2**-0.5, -(2**-0.5)]),
+        # means of the others: 0, 1/2, 1/2 and 2, 4
+        ("leave_one_out", "none", [1, -0.5, -0.5, 2, -2]),
+        # batch mean 7/5
+        ("batch", "none", [-0.4, -1.4, -1.4, 2.6, 0.6]),
+        # variance (0.16 + 1.96 + 1.96 + 6.76 + 0.36) / 4 = 2.8
+        ("batch", "batch", [value / 2.8**0.5 for value in (-0.4, -1.4, -1.4, 2.6, 0.6)]),
+        # after the group means: (4/9 + 1/9 + 1/9 + 1 + 1) / 4 = 2/3
+        ("group", "batch", [value / (2 / 3) ** 0.5 for value in (2 / 3, -1 / 3, -1 / 3, 1, -1)]),
+        ("none", "none", REWARDS),
+    ],
+)
+def test_advantages_by_hand(mean: Any, std: Any, expected: list[float]) -> None:
+    got = F.group_advantage(
+        torch.tensor(REWARDS), torch.tensor(GROUPS), torch.ones(5, dtype=torch.bool), mean=mean, std=std, eps=0.0
+    )
+    torch.testing.assert_close(got, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("mean", ["group", "leave_one_out", "batch"])
+@pytest.mark.parametrize("std", ["group", "batch", "none"])
+def test_equal_rewards_give_exactly_zero_whatever_the_baseline(mean: Any, std: Any) -> None:
+    reward = torch.full((6,), 1 / 3)
+    got = F.group_advantage(reward, torch.tensor([0, 0, 0, 1, 1, 1]), torch.ones(6) > 0, mean=mean, std=std)
+    assert got.tolist() == [0.0] * 6
+
+
+def test_leave_one_out_equals_the_mean_of_the_others_by_loop() -> None:
+    torch.manual_seed(0)
+    reward, group, valid = torch.randn(20), torch.randint(0, 4, (20,)), torch.rand(20) > 0.2
+    got = F.group_advantage(reward, group, valid, mean="leave_one_out", std="none")
+    for i in range(20):
+        others = [float(reward[j]) for j in range(20) if j != i and group[j] == group[i] and valid[j]]
+        expected = float(reward[i]) - sum(others) / len(others) if others and valid[i] else 0.0
+        assert float(got[i]) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (GRPOLoss, {"ratio_level": "word"}, "ratio_level='word' must be one of"),
+        (GRPOLoss, {"aggregation": "mean"}, "aggregation='mean' must be one of"),
+        (GRPOLoss, {"kl_estimator": "k4"}, "kl_estimator='k4' must be one of"),
+        (GRPOLoss, {"dual_clip": 1.0}, r"dual_clip=1\.0 must be above 1"),
+        (GRPOLoss, {"constant_length": 0}, "constant_length=0 must be at least 1"),
+        (SAPOLoss, {"tau_negative": 0.0}, r"tau_negative=0\.0 must be above 0"),
+    ],
+)
+def test_values_out_of_range_are_refused(kind: type[GRPOLoss], settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(Table(torch.zeros(1, 1, 2)), **settings)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {"advantage": ("group", "group"), "aggregation": "sequence_mean", "clip": (0.2, 0.2), "kl_coef": 0.01},
+    "dr_grpo": {"advantage": ("group", "none"), "aggregation": "constant", "clip": (0.2, 0.2), "constant_length": 32},
+    "gspo": {"advantage": ("group", "group"), "clip": (3e-4, 4e-4), "ratio_level": "sequence"},
+    "gspo_token": {"advantage": ("group", "group"), "clip": (3e-4, 4e-4), "ratio_level": "sequence_token"},
+    "cispo": {"advantage": ("group", "group"), "aggregation": "token_mean", "clip": (1.0, 4.0), "loss": CISPOLoss},
+    "sapo": {"advantage": ("group", "group"), "loss": SAPOLoss, "tau_positive": 1.0, "tau_negative": 1.05},
+    "rloo": {"advantage": ("leave_one_out", "none"), "aggregation": "constant", "constant_length": 1},
+}
+SMALL = (
+    "env.num_envs=16", "env.repeats=4", "train.total_dialog_turns=32", "train.optim_batch_size=8",
+    "evaluation.num_prompts=0", "logging.tensorboard=false",
+)  # fmt: skip
+
+
+def test_every_preset_is_here() -> None:
+    assert {path.stem for path in (ROOT / "config" / "algo").glob("*.yaml")} == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path) -> None:
+    expected = {"kl_coef": 0.0, "ratio_level": "token", "aggregation": "sequence_mean"} | PRESETS[name]
+    run = build(compose_config(*SMALL, f"algo={name}"), tmp_path)
+    try:
+        run.fit()
+    finally:
+        run.close()
+    loss = run.trainer.loss
+    assert type(loss) is expected.get("loss", GRPOLoss)
+    low, high = expected.get("clip", (0.2, 0.2))
+    assert loss.clip_epsilon_low.item() == pytest.approx(low)
+    assert loss.clip_epsilon_high.item() == pytest.approx(high)
+    assert (loss.kl_to_ref_coeff, loss.ratio_level, loss.aggregation, loss.kl_estimator, loss.dual_clip) == (
+        expected["kl_coef"], expected["ratio_level"], expected["aggregation"], "k3", None,
+    )  # fmt: skip
+    assert (loss.entropy_coeff, loss.kl_to_inference_coeff) == (0.0, 0.0)
+    for setting in ("constant_length", "tau_positive", "tau_negative"):
+        if setting in expected:
+            assert getattr(loss, setting) == expected[setting]
+    advantage = dict(run.source.transforms)["advantage"]
+    assert (advantage.mean, advantage.std) == expected["advantage"]
+    assert (run.trainer.version, run.trainer.optim_steps) == (2, 4)
+
+
+def test_a_loss_and_an_advantage_of_ones_own_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    overrides = ["policy.loss=my_algorithm.ReinforceLoss", "policy.advantage=my_algorithm.RankAdvantage"]
+    run = build(compose_config(*SMALL, *overrides), tmp_path)
+    seen: list[Tensor] = []
+    train_batch = run.trainer.train_batch
+    run.trainer.train_batch = lambda batch: (seen.append(batch["advantage"]), train_batch(batch))[1]  # type: ignore
+    try:
+        run.fit()
+    finally:
+        run.close()
+    assert type(run.trainer.loss).__name__ == "ReinforceLoss"
+    assert {value for batch in seen for value in batch.flatten().tolist()} <= {-1.0, 0.0, 1.0}
+    assert any(batch.abs().max() == 1 for batch in seen)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("policy.loss=nowhere.Loss", r"policy\.loss=nowhere\.Loss must name a class that can be imported"),
+        ("policy.loss=torch.nn.Linear", r"policy\.loss=torch\.nn\.Linear must be a subclass of GRPOLoss"),
+        (
+            "policy.advantage=torch.nn.Linear",
+            r"policy\.advantage=torch\.nn\.Linear must be a subclass of GroupAdvantage",
+        ),
+    ],
+)
+def test_a_bad_name_is_refused_before_anything_loads(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(compose_config(*SMALL, override))

@@ -364,7 +364,7 @@ def test_a_loss_and_an_advantage_of_ones_own_by_name(tmp_path: Path, monkeypatch
         ("policy.loss=torch.nn.Linear", r"policy\.loss=torch\.nn\.Linear must be a subclass of GRPOLoss"),
         (
             "policy.advantage=torch.nn.Linear",
-            r"policy\.advantage=torch\.nn\.Linear must be a subclass of GroupAdvantage",
+            r"policy\.advantage=torch\.nn\.Linear must be a subclass of Group",
         ),
     ],
 )

@@ -1,5 +1,5 @@
 """Loading models, scoring tokens, and splitting batches."""
 
-from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
+from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer, WrapperScorer
 
-__all__ = ["AdapterOffScorer", "TokenScorer"]
+__all__ = ["AdapterOffScorer", "TokenScorer", "WrapperScorer"]

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tensordict import NestedKey, TensorDict, TensorDictBase
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
+
+from torchrl_grpo import keys as K
 
 
 def pad(batch: TensorDictBase, key: NestedKey, padding_value: float = 0) -> Tensor:
@@ -59,6 +62,60 @@ def pad_batch(batch: TensorDictBase, keys: Mapping[NestedKey, float], flat: Sequ
         out.set(key, pad(batch, key, value))
     for key in flat:
         out.set(key, batch.get(key))
+    return out
+
+
+def sequences_of(batch: TensorDictBase) -> TensorDictBase:
+    """A batch that TorchRL's LLM wrappers wrote, as a ragged batch with the entries that this package reads.
+
+    Tokens where ``("masks", "all_attention_mask")`` is False are dropped, on whichever side of a sequence they are.
+    What the wrappers leave out is added: ``("masks", "all_assistant_mask")`` is True after the prompt, and
+    ``("log_probs", "full")`` is made of ``("log_probs", "response")``. A sampled token whose behaviour log-prob is not
+    known leaves the mask: one with NaN, and, where only the response has log-probs, a first token with exactly 0
+    (TorchRL 0.14 writes that there instead of the log-prob).
+
+    Args:
+        batch: batch size [N], ragged or padded on either side. The tensors are not changed.
+
+    Returns:
+        lazy stack [N]; prompts and responses of their own, texts and histories are left out.
+
+    Raises:
+        KeyError: a sequence has no tokens, or neither kind of log-probs.
+    """
+    return lazy_stack([_sequence_of(row) for row in batch.unbind(0)])
+
+
+def _sequence_of(row: TensorDictBase) -> TensorDictBase:
+    """One row of ``sequences_of``."""
+    full, prompt, response = row.get(K.FULL), row.get(K.PROMPT, None), row.get(("log_probs", "response"), None)
+    real, mask, log_probs = row.get(K.ATTENTION_MASK, None), row.get(K.ASSISTANT_MASK, None), row.get(K.LOG_PROBS, None)
+    if full is None or (mask is None and prompt is None) or (log_probs is None and response is None):
+        raise KeyError(
+            "a batch of a TorchRL wrapper must have tokens.full, tokens.prompt or masks.all_assistant_mask, and "
+            f"log_probs.full or log_probs.response, it has {', '.join(map(_dotted, row.keys(True, True)))}: use a "
+            "wrapper with input_mode='tokens' or 'history' and return_log_probs=True."
+        )
+    real = torch.ones_like(full, dtype=torch.bool) if real is None else real.bool()
+    if mask is None:
+        mask = torch.arange(len(full), device=full.device) >= len(prompt)
+    if log_probs is None:
+        log_probs = torch.cat([response.new_zeros(len(full) - len(response)), response])
+        log_probs[len(full) - len(response) :][:1].masked_fill_(response[:1] == 0, torch.nan)
+    mask = mask.bool() & real & log_probs.isfinite()
+    out = row.exclude("tokens", "masks", "log_probs", "history", "text")
+    if has(row, K.REF_LOG_PROBS):
+        out.set(K.REF_LOG_PROBS, row.get(K.REF_LOG_PROBS)[real])
+    out.update(
+        TensorDict(
+            {
+                K.FULL: full[real],
+                K.ATTENTION_MASK: real[real],
+                K.ASSISTANT_MASK: mask[real],
+                K.LOG_PROBS: torch.where(mask, log_probs, 0.0)[real],
+            }
+        )
+    )
     return out
 
 

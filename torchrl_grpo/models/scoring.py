@@ -15,10 +15,11 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
+from torchrl.modules.llm import LLMWrapperBase
 
 from torchrl_grpo import keys
 from torchrl_grpo.models.loading import base_model_of
-from torchrl_grpo.models.packing import pad
+from torchrl_grpo.models.packing import pad, sequences_of
 
 MAX_CHUNK_ELEMENTS = {"cpu": 2**23, "other": 2**25}
 """Logits held at once: in float32 32 MiB, near the size of a CPU's caches, and 128 MiB to keep an accelerator busy."""
@@ -246,3 +247,36 @@ class AdapterOffScorer(TokenScorer):
         """As ``TokenScorer.score``, by the base model alone."""
         with self.model.disable_adapter():
             return super().score(tokens_BT, mask_BT)
+
+
+class WrapperScorer(TokenScorer):
+    """Scores, with the model of a TorchRL LLM wrapper, the batches that such wrappers write.
+
+    The wrapper lends its model and nothing else: not its distribution, which holds the logits of all tokens, pads on
+    the left and gives no mask that both sides understand. ``packing.sequences_of`` says what becomes of the batch.
+
+    Reads ``("tokens", "full")`` and what else ``packing.sequences_of`` needs; writes what ``TokenScorer`` writes, the
+    mask and the behaviour log-probs.
+
+    Args:
+        wrapper: a ``TransformersWrapper``. Its log-probs are those of temperature 1, whatever it samples with.
+
+    Raises:
+        ValueError: the wrapper's model is no Hugging Face model (vLLM), so it has no gradients.
+    """
+
+    in_keys: list[NestedKey] = [keys.FULL]  # noqa: RUF012
+    out_keys: list[NestedKey] = [CUR_LOG_PROBS, ENTROPY, keys.ASSISTANT_MASK, keys.LOG_PROBS]  # noqa: RUF012
+
+    def __init__(self, wrapper: LLMWrapperBase) -> None:
+        model = getattr(wrapper, "model", None)
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                f"actor_network={type(wrapper).__name__} must hold a Hugging Face model to be trained, it holds "
+                f"{type(model).__name__}: use TransformersWrapper, or TokenScorer(model)."
+            )
+        super().__init__(model)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """A ragged batch [B] made of the wrapper's batch, with log-probs and entropies; see the class."""
+        return super().forward(sequences_of(tensordict))

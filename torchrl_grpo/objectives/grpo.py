@@ -9,11 +9,13 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
+from torchrl.modules.llm import LLMWrapperBase
 from torchrl.objectives.common import LossModule
 
 from torchrl_grpo import functional as F
 from torchrl_grpo import keys
 from torchrl_grpo.models.packing import has, pad
+from torchrl_grpo.models.scoring import WrapperScorer
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 
@@ -37,7 +39,8 @@ class GRPOLoss(LossModule):
 
     Args:
         actor_network: a TensorDict module that writes the current log-probs ``("cur_log_probs", "full")`` and
-            ``("entropy", "full")``, [B, T] padded on the right, such as ``TokenScorer``.
+            ``("entropy", "full")``, [B, T] padded on the right, such as ``TokenScorer``. TorchRL's
+            ``TransformersWrapper`` becomes a ``WrapperScorer`` of its model.
 
     Keyword Args:
         clip_epsilon: clip range of the ratio, ``e`` for ``[1 - e, 1 + e]`` or a pair ``(low, high)``. Low is in [0, 1]
@@ -53,8 +56,9 @@ class GRPOLoss(LossModule):
         kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, for both.
         entropy_coeff: weight of the entropy bonus.
 
-    Input keys (``set_keys`` renames them): ``advantage`` [B, 1], ``sample_log_prob`` [B, T], ``ref_log_probs`` [B, T],
-    ``mask`` [B, T] bool (the tokens that the policy sampled), ``cur_log_prob`` and ``entropy`` as above.
+    Input keys (``set_keys`` renames them): ``advantage`` [B, 1] (or TorchRL's [B, 1, 1]), ``sample_log_prob`` [B, T],
+    ``ref_log_probs`` [B, T], ``mask`` [B, T] bool (the tokens that the policy sampled), ``cur_log_prob`` and
+    ``entropy`` as above.
 
     Output, all scalars: the ``loss_*`` entries; ``objective``, ``clip_fraction_low``, ``clip_fraction_high`` (tokens
     whose gradient the lower or upper clip took away), ``ESS``, ``ratio_mean``, ``ratio_square_mean``,
@@ -124,7 +128,9 @@ class GRPOLoss(LossModule):
         ):
             if value < 0:
                 raise ValueError(f"{name}={value} must not be negative: use 0 to switch the term off.")
-        self.actor_network = actor_network
+        self.actor_network = (
+            WrapperScorer(actor_network) if isinstance(actor_network, LLMWrapperBase) else actor_network
+        )
         self.register_buffer("clip_epsilon_low", torch.tensor(float(low)))
         self.register_buffer("clip_epsilon_high", torch.tensor(float(high)))
         self.ratio_level = ratio_level
@@ -139,11 +145,11 @@ class GRPOLoss(LossModule):
     @property
     def in_keys(self) -> list[NestedKey]:
         """What ``forward`` reads."""
-        names = [*self.actor_network.in_keys, self.tensor_keys.mask, self.tensor_keys.sample_log_prob]
-        names.append(self.tensor_keys.advantage)
+        names = [self.tensor_keys.mask, self.tensor_keys.sample_log_prob, self.tensor_keys.advantage]
         if self.kl_to_ref_coeff:
             names.append(self.tensor_keys.ref_log_probs)
-        return list(dict.fromkeys(names))
+        written = self.actor_network.out_keys
+        return list(dict.fromkeys([*self.actor_network.in_keys, *(name for name in names if name not in written)]))
 
     @property
     def out_keys(self) -> list[NestedKey]:
@@ -209,7 +215,7 @@ class GRPOLoss(LossModule):
         count = mask.sum().clamp(min=1) if count is None else count[0, 0].to(cur.device)
         cur = torch.where(mask, cur, 0.0)
         sample, entropy = per_token(self.tensor_keys.sample_log_prob), per_token(self.tensor_keys.entropy)
-        advantage = data.get(self.tensor_keys.advantage).to(cur.device)
+        advantage = data.get(self.tensor_keys.advantage).flatten(1).to(cur.device)
 
         ratio = self.ratio(cur, sample, mask)
         surrogate = self.surrogate(ratio, cur, advantage)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -266,7 +268,7 @@ def test_our_loss_trains_on_what_torchrls_sampler_writes_without_a_second_pass(
     advantage = their_batch["advantage"].reshape(-1)[lengths > 0]
     assert out["loss_objective"].item() == pytest.approx(-advantage.mean().item(), abs=1e-5)
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
     values = []
     for _ in range(3):
         value = total(loss(their_batch))
@@ -412,13 +414,16 @@ def test_the_loss_compiled_to_machine_code_has_the_same_value_and_gradient() -> 
 
 
 def test_the_loop_of_the_readme_has_at_most_40_lines_and_learns() -> None:
+    """In a process of its own, as a user runs it; the reward rises by at least 0.15 in 20 steps."""
     found = re.search(r"<!-- loop:start -->\n```python\n(.*?)```\n<!-- loop:end -->", README.read_text("utf-8"), re.S)
     assert found is not None
     source = found[1]
     assert len(source.splitlines()) <= 40
-    torch.manual_seed(0)
-    names: dict[str, Any] = {}
-    exec(compile(source, str(README), "exec"), names)
-    rewards = names["rewards"]
+    source += "\nprint('REWARDS', *rewards)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=240, cwd=README.parent, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rewards = [float(value) for value in done.stdout.rpartition("REWARDS")[2].split()]
     assert len(rewards) == 20
-    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.15

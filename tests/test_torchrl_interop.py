@@ -280,6 +280,20 @@ def test_our_loss_trains_on_what_torchrls_sampler_writes_without_a_second_pass(
     assert values[2] < values[1] < values[0]
 
 
+def test_what_torchrls_loss_refuses_and_ours_takes(
+    our_batch: TensorDictBase, their_batch: TensorDictBase, starter: PreTrainedModel, starter_tokenizer: Any
+) -> None:
+    """An advantage [B, 1], and the log-probs of the response alone, which is what its own sampler writes."""
+    actor = wrap(starter, starter_tokenizer)
+    batch = with_advantage(our_batch)
+    with pytest.raises(ValueError, match="advantage and log_weight must have the same number of dimensions"):
+        TorchRLGRPOLoss(actor)(batch)
+    with pytest.raises(KeyError, match="Couldn't find the log-prob"):
+        TorchRLGRPOLoss(actor)(their_batch)
+    assert total(GRPOLoss(actor)(batch)).item() == pytest.approx(total(GRPOLoss(TokenScorer(starter))(batch)).item())
+    assert torch.isfinite(total(GRPOLoss(actor)(their_batch)))
+
+
 def test_padding_on_both_sides_changes_nothing(
     their_batch: TensorDictBase, starter: PreTrainedModel, trained: PreTrainedModel, starter_tokenizer: Any
 ) -> None:

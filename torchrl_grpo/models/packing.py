@@ -94,7 +94,7 @@ def _sequence_of(row: TensorDictBase) -> TensorDictBase:
         raise KeyError(
             "a batch of a TorchRL wrapper must have tokens.full, tokens.prompt or masks.all_assistant_mask, and "
             f"log_probs.full or log_probs.response, it has {', '.join(map(_dotted, row.keys(True, True)))}: use a "
-            "wrapper with input_mode='tokens' or 'history' and return_log_probs=True."
+            "TransformersWrapper with return_log_probs=True."
         )
     real = torch.ones_like(full, dtype=torch.bool) if real is None else real.bool()
     if mask is None:

@@ -109,7 +109,9 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
     config = compose_config(
         *SMALL, "env.dataset=gsm8k", f"env.dataset_path={folder}", "env.max_prompt_tokens=300", name="grpo_arithmetic"
     )
-    assert prepare(config).train_env.num_dropped == 1
+    blueprint = prepare(config)
+    assert blueprint.train_env.num_dropped == 1
+    assert blueprint.greedy_env is not None and blueprint.greedy_env.batch_size == (1,)  # no problem is counted twice
 
 
 def test_vllm_use_v1_is_answered_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

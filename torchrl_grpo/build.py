@@ -213,9 +213,11 @@ def _prepare(config: GRPOConfig) -> Blueprint:
         )
 
     train_env = make_env("train", env.num_envs, env.repeats)
-    num_test, k = config.evaluation.num_prompts, config.evaluation.k
-    if num_test:
-        num_test = min(num_test, make_env("test", 1, 1).num_problems)
+    num_test, k = min(config.evaluation.num_prompts, len(task.problems("test"))), config.evaluation.k
+    greedy_env = make_env("test", num_test, 1) if num_test else None
+    if greedy_env is not None and greedy_env.num_problems < num_test:  # some prompts were too long
+        num_test = greedy_env.num_problems
+        greedy_env = make_env("test", num_test, 1)
     return Blueprint(
         config=config,
         plan=plan,
@@ -225,7 +227,7 @@ def _prepare(config: GRPOConfig) -> Blueprint:
         params=params,
         max_prompt_tokens=max_prompt_tokens,
         train_env=train_env,
-        greedy_env=make_env("test", num_test, 1) if num_test else None,
+        greedy_env=greedy_env,
         sampled_env=make_env("test", num_test * k, k) if num_test and k else None,
     )
 

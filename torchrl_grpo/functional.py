@@ -216,8 +216,6 @@ def token_weights(
     aggregation: Aggregation = "sequence_mean",
     *,
     constant_length: int = 1,
-    num_sequences: Tensor | float | None = None,
-    num_tokens: Tensor | float | None = None,
 ) -> Tensor:
     """Weights that make a weighted sum over tokens the wanted average.
 
@@ -229,15 +227,12 @@ def token_weights(
         mask: [N, T] bool, the tokens that count.
         aggregation: the average.
         constant_length: divisor of ``constant``.
-        num_sequences: sequences with at least one such token in the whole batch; by default those of ``mask``.
-        num_tokens: such tokens in the whole batch; by default those of ``mask``.
 
     Returns:
         [N, T] float32; 0 outside the mask. A sequence without tokens has no effect.
     """
     length = mask.sum(-1, keepdim=True)
-    sequences = (length > 0).sum().clamp(min=1) if num_sequences is None else num_sequences
-    tokens = mask.sum().clamp(min=1) if num_tokens is None else num_tokens
+    sequences, tokens = (length > 0).sum().clamp(min=1), mask.sum().clamp(min=1)
     divisor = {
         "sequence_mean": length.clamp(min=1) * sequences,
         "token_mean": tokens * torch.ones_like(length),

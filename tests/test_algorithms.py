@@ -66,27 +66,55 @@ def plain_loop(
     length: int = 1,
     kl: str = "k3",
     kl_coeff: float = 0.0,
+    kl_to_sample_coeff: float = 0.0,
+    entropy_coeff: float = 0.0,
+    proximal: str = "behaviour",
+    bound: tuple[str, str, float] | None = None,
+    mask_truncated: bool = False,
 ) -> tuple[Tensor, Tensor]:
     logits = logits.clone().requires_grad_()
     counted = [row for row in rows if row["masks", "all_assistant_mask"].any()]
+    if mask_truncated:
+        counted = [row for row in counted if not row["next", "truncated"].item()]
     tokens_in_all = sum(int(row["masks", "all_assistant_mask"].sum()) for row in counted)
     loss = torch.zeros((), dtype=torch.float64)
     for row in counted:
         places = row["masks", "all_assistant_mask"].nonzero().flatten().tolist()
-        log_probs = {}
+        log_probs, entropies, prox, weight = {}, {}, {}, {}
         for t in places:
             p = torch.softmax(logits[int(row["row"]), t], 0)
             log_probs[t] = torch.log(p[int(row["tokens", "full"][t])])
-        mean = sum(log_probs[t] - row["log_probs", "full"][t] for t in places) / len(places)
+            entropies[t] = -sum(q * torch.log(q) for q in p)
+            sample = row["log_probs", "full"][t].item()
+            d = row["staleness"].item()
+            prox[t] = {
+                "behaviour": sample,
+                "current": log_probs[t].item(),
+                "recomputed": row["prox_log_probs", "full"][t].item(),
+                "interpolated": (sample + d * log_probs[t].item()) / (d + 1),
+            }[proximal]
+        mean = sum(log_probs[t] - prox[t] for t in places) / len(places)
+        for t in places:
+            kind, over, cap = bound or ("none", "token", 1.0)
+            exponents = [prox[u] - row["log_probs", "full"][u].item() for u in (places if over == "sequence" else [t])]
+            weight[t] = math.exp(sum(exponents))
+            if weight[t] > cap and kind != "none":
+                weight[t] = cap if kind == "truncate" else 0.0
+            if kind == "none":
+                weight[t] = 1.0
         for t in places:
             cur = log_probs[t]
             if level == "token":
-                ratio = torch.exp(cur - row["log_probs", "full"][t])
+                ratio = torch.exp(cur - prox[t])
             elif level == "sequence":
                 ratio = torch.exp(mean)
             else:
                 ratio = torch.exp(mean.detach()) * torch.exp(cur) / torch.exp(cur.detach())
-            value = -objective(ratio, cur, row["advantage"][0])
+            advantage = row["advantage"]
+            value = -weight[t] * objective(ratio, cur, advantage[t] if len(advantage) > 1 else advantage[0])
+            value = value - entropy_coeff * entropies[t]
+            gap = cur - row["log_probs", "full"][t]
+            value = value + kl_to_sample_coeff * {"k1": gap, "k2": gap**2 / 2, "k3": torch.exp(-gap) + gap - 1}[kl]
             ref = row["next", "ref_log_probs", "full"][t]
             value = value + kl_coeff * {
                 "k1": cur - ref, "k2": (cur - ref) ** 2 / 2, "k3": torch.exp(ref - cur) - (ref - cur) - 1,
@@ -125,16 +153,78 @@ CASES: dict[str, tuple[type[GRPOLoss], dict[str, Any], Token, dict[str, Any]]] =
         GRPOLoss, {"aggregation": "constant", "constant_length": 1}, clip(0.2, 0.2), {"aggregation": "constant"},
     ),
     "dual_clip": (GRPOLoss, {"dual_clip": 1.3}, clip(0.2, 0.2, 1.3), {}),
+    "reinforce_pp": (GRPOLoss, {"aggregation": "token_mean"}, clip(0.2, 0.2), {"aggregation": "token_mean"}),
+    "decoupled_ppo": (
+        GRPOLoss, {"proximal": "recomputed", "behaviour_weight": "mask", "behaviour_cap": 1.2}, clip(0.2, 0.2),
+        {"proximal": "recomputed", "bound": ("mask", "token", 1.2)},
+    ),
+    "decoupled_ppo_interpolated": (
+        GRPOLoss,
+        {"proximal": "interpolated", "behaviour_weight": "mask", "behaviour_cap": 1.3, "clip_epsilon": 0.1},
+        clip(0.1, 0.1), {"proximal": "interpolated", "bound": ("mask", "token", 1.3)},
+    ),
+    "decoupled_cispo": (
+        CISPOLoss, {"proximal": "recomputed", "behaviour_weight": "truncate", "behaviour_cap": 1.2}, cispo(1.0, 4.0),
+        {"proximal": "recomputed", "bound": ("truncate", "token", 1.2)},
+    ),
+    "decoupled_gspo": (
+        GRPOLoss, {"proximal": "recomputed", "ratio_level": "sequence", "clip_epsilon": 0.05}, clip(0.05, 0.05),
+        {"proximal": "recomputed", "level": "sequence"},
+    ),
+    "truncated_is_token": (
+        GRPOLoss, {"proximal": "current", "behaviour_weight": "truncate", "behaviour_cap": 1.1}, clip(0.2, 0.2),
+        {"proximal": "current", "bound": ("truncate", "token", 1.1)},
+    ),
+    "truncated_is_sequence": (
+        GRPOLoss,
+        {"proximal": "current", "behaviour_weight": "truncate", "behaviour_level": "sequence", "behaviour_cap": 0.8},
+        clip(0.2, 0.2), {"proximal": "current", "bound": ("truncate", "sequence", 0.8)},
+    ),
+    "masked_is_token": (
+        GRPOLoss, {"proximal": "current", "behaviour_weight": "mask", "behaviour_cap": 1.1}, clip(0.2, 0.2),
+        {"proximal": "current", "bound": ("mask", "token", 1.1)},
+    ),
+    "masked_is_sequence": (
+        GRPOLoss,
+        {"proximal": "recomputed", "behaviour_weight": "mask", "behaviour_level": "sequence", "behaviour_cap": 0.8},
+        clip(0.2, 0.2), {"proximal": "recomputed", "bound": ("mask", "sequence", 0.8)},
+    ),
+    "mask_truncated": (GRPOLoss, {"mask_truncated": True}, clip(0.2, 0.2), {"mask_truncated": True}),
+    "mask_truncated_token_mean": (
+        GRPOLoss, {"mask_truncated": True, "aggregation": "token_mean"}, clip(0.2, 0.2),
+        {"mask_truncated": True, "aggregation": "token_mean"},
+    ),
+    "entropy": (GRPOLoss, {"entropy_coeff": 0.1}, clip(0.2, 0.2), {"entropy_coeff": 0.1}),
+    "kl_to_inference": (
+        GRPOLoss, {"kl_to_inference_coeff": 0.2, "kl_estimator": "k2"}, clip(0.2, 0.2),
+        {"kl_to_sample_coeff": 0.2, "kl": "k2"},
+    ),
     "kl_k1": (GRPOLoss, {"kl_to_ref_coeff": 0.5, "kl_estimator": "k1"}, clip(0.2, 0.2), {"kl": "k1", "kl_coeff": 0.5}),
     "kl_k2": (GRPOLoss, {"kl_to_ref_coeff": 0.5, "kl_estimator": "k2"}, clip(0.2, 0.2), {"kl": "k2", "kl_coeff": 0.5}),
 }  # fmt: skip
 
 
+def rich_batch(seed: int, token_level: bool = False) -> tuple[Tensor, list[TensorDict]]:
+    """A random ragged batch with all entries that an option may read; advantages per sequence or per token."""
+    logits, rows = make_batch(seed)
+    generator = torch.Generator().manual_seed(100 + seed)
+    for i, row in enumerate(rows):
+        sample = row["log_probs", "full"]
+        noise = torch.randn(len(sample), generator=generator, dtype=torch.float64) * 0.3
+        row["prox_log_probs", "full"] = torch.where(row["masks", "all_assistant_mask"], sample + noise, 0.0)
+        row["staleness"] = torch.tensor([i])
+        row["next", "truncated"] = torch.tensor([i == (seed + 1) % 4])
+        if token_level:
+            row["advantage"] = torch.randn(len(sample), generator=generator, dtype=torch.float64)
+    return logits, rows
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seed", range(4))
-def test_value_and_gradient_equal_a_plain_loop(name: str, seed: int) -> None:
+@pytest.mark.parametrize("level", ["sequence_advantage", "token_advantage"])
+def test_value_and_gradient_equal_a_plain_loop(name: str, seed: int, level: str) -> None:
     kind, settings, objective, loop = CASES[name]
-    logits, rows = make_batch(seed)
+    logits, rows = rich_batch(seed, level == "token_advantage")
     if seed == 3:
         rows[1]["masks", "all_assistant_mask"].zero_()
     loss = kind(Table(logits.clone()), **settings)
@@ -145,23 +235,47 @@ def test_value_and_gradient_equal_a_plain_loop(name: str, seed: int) -> None:
     torch.testing.assert_close(loss.actor_network.logits.grad, gradient)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_micro_batches_and_padding_change_nothing(name: str) -> None:
-    kind, settings, _, _ = CASES[name]
-    logits, rows = make_batch(5)
-    whole = kind(Table(logits.clone()), **settings)
-    total(whole(lazy_stack(rows))).backward()
-    keys = (
-        ("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full"), ("next", "ref_log_probs", "full"),
-    )  # fmt: skip
+PER_TOKEN = (
+    ("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full"), ("next", "ref_log_probs", "full"),
+    ("prox_log_probs", "full"), "advantage",
+)  # fmt: skip
+
+
+def padded(rows: list[TensorDict], extra: int = 0) -> TensorDict:
+    """The rows as one padded batch, wider than the longest of them by ``extra``; what fills it is not zero."""
     ragged = lazy_stack(rows)
-    data = TensorDict({key: ragged.get(key, as_padded_tensor=True, padding_side="right") for key in keys}, [4])
-    data["advantage"], data["row"] = ragged["advantage"], ragged["row"]
+    data = TensorDict({}, [len(rows)])
+    for key in PER_TOKEN:
+        value = ragged.get(key, as_padded_tensor=True, padding_side="right")
+        if value.shape[1] > 1 and extra:
+            fill = torch.ones(len(rows), extra, dtype=torch.float64) * (0 if key[0] == "masks" else 3)
+            value = torch.cat([value, fill.to(value.dtype)], 1)
+        data[key] = value
+    for key in ("row", "staleness", ("next", "truncated")):
+        data[key] = ragged[key]
+    return data
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("level", ["sequence_advantage", "token_advantage"])
+@pytest.mark.parametrize("split", [[4], [1, 3], [2, 1, 1], [1, 1, 1, 1]])
+def test_padding_order_and_micro_batches_change_nothing(name: str, level: str, split: list[int]) -> None:
+    """The gradient of a ragged batch equals that of its parts: shuffled, padded further, and accumulated."""
+    kind, settings, _, _ = CASES[name]
+    logits, rows = rich_batch(5, level == "token_advantage")
+    logits = torch.cat([logits, torch.zeros(4, 3, 5, dtype=torch.float64)], 1)
+    whole = kind(Table(logits.clone()), **settings)
+    expected = whole(lazy_stack(rows))
+    total(expected).backward()
+    data = padded([rows[i] for i in (2, 0, 3, 1)], extra=3)
     parts = kind(Table(logits.clone()), **settings)
     parts.normalize(data)
-    for piece in data.split([1, 3]):
-        total(parts(piece)).backward()
-    torch.testing.assert_close(parts.actor_network.logits.grad, whole.actor_network.logits.grad)
+    got = [parts(piece) for piece in data.split(split)]
+    sum(total(out) for out in got).backward()
+    torch.testing.assert_close(parts.actor_network.logits.grad, whole.actor_network.logits.grad, rtol=1e-12, atol=1e-14)
+    for metric in expected.keys():  # noqa: SIM118
+        if metric != "ESS":
+            torch.testing.assert_close(sum(out[metric] for out in got), expected[metric], rtol=1e-6, atol=1e-9)
 
 
 def one_row(ratios: list[float], advantage: float) -> TensorDict:
@@ -174,6 +288,8 @@ def one_row(ratios: list[float], advantage: float) -> TensorDict:
             ("log_probs", "full"): torch.tensor(log_probs, dtype=torch.float64),
             "advantage": torch.tensor([advantage], dtype=torch.float64),
             "row": torch.tensor([0]),
+            "staleness": torch.tensor([1]),
+            ("next", "truncated"): torch.tensor([False]),
         }
     )
 
@@ -198,6 +314,18 @@ def one_row(ratios: list[float], advantage: float) -> TensorDict:
         ("rloo", [1.0, 1.5], -1.0, -2.5),
         # -1.5 is bounded at 1.3 * -1: (-1 - 1.3) / 2
         ("dual_clip", [1.0, 1.5], -1.0, -1.15),
+        # prox / sample = 1 and 1.25, the second above the cap of 1.2; cur / prox = 1 and 1.2: (1 * 1 + 0) / 2
+        ("decoupled_ppo", [1.0, 1.5], 1.0, 0.5),
+        # one version old: prox / sample = sqrt(1.44) = 1.2, below the cap of 1.3, and cur / prox = 1.2, clipped at 1.1:
+        # (1 * 1 + 1.2 * 1.1) / 2
+        ("decoupled_ppo_interpolated", [1.0, 1.44], 1.0, 1.16),
+        # prox = cur: weights min(1, 1.1) and min(1.5, 1.1)
+        ("truncated_is_token", [1.0, 1.5], 2.0, 2.1),
+        # the product over the sequence, 0.5 * 1.5 = 0.75, is below the cap of 0.8: 0.75 * 2
+        ("truncated_is_sequence", [0.5, 1.5], 2.0, 1.5),
+        ("masked_is_token", [1.0, 1.5], 2.0, 1.0),
+        # entropy ln 2 of two equally likely tokens
+        ("entropy", [1.0, 1.0], 1.0, 1 + 0.1 * math.log(2)),
     ],
 )
 def test_objective_by_hand(name: str, ratios: list[float], advantage: float, value: float) -> None:
@@ -205,6 +333,8 @@ def test_objective_by_hand(name: str, ratios: list[float], advantage: float, val
     kind, settings, _, _ = CASES[name]
     row = one_row(ratios, advantage)
     row["next", "ref_log_probs", "full"] = torch.full((3,), math.log(0.5), dtype=torch.float64)
+    # where it is read, the proximal policy has cur / prox = 1 and 1.2
+    row["prox_log_probs", "full"] = torch.tensor([0.0, math.log(0.5), math.log(0.5 / 1.2)], dtype=torch.float64)
     out = kind(Table(torch.zeros(1, 3, 2, dtype=torch.float64)), **settings)(lazy_stack([row]))
     assert total(out).item() == pytest.approx(-value)
 
@@ -288,6 +418,10 @@ def test_leave_one_out_equals_the_mean_of_the_others_by_loop() -> None:
         (GRPOLoss, {"aggregation": "mean"}, "aggregation='mean' must be one of"),
         (GRPOLoss, {"kl_estimator": "k4"}, "kl_estimator='k4' must be one of"),
         (GRPOLoss, {"dual_clip": 1.0}, r"dual_clip=1\.0 must be above 1"),
+        (GRPOLoss, {"proximal": "old"}, "proximal='old' must be one of"),
+        (GRPOLoss, {"behaviour_weight": "clip"}, "behaviour_weight='clip' must be one of"),
+        (GRPOLoss, {"behaviour_weight": "mask"}, "behaviour_weight='mask' needs a proximal policy apart from"),
+        (GRPOLoss, {"behaviour_cap": 0.0}, r"behaviour_cap=0\.0 must be above 0"),
         (GRPOLoss, {"constant_length": 0}, "constant_length=0 must be at least 1"),
         (SAPOLoss, {"tau_negative": 0.0}, r"tau_negative=0\.0 must be above 0"),
     ],

@@ -213,3 +213,35 @@ def test_a_checkpoint_of_another_model_is_refused() -> None:
     state["model"] = {f"x.{name}": value for name, value in state["model"].items()}
     with pytest.raises(RuntimeError, match="the checkpoint does not fit the model: 27 unknown entries"):
         make_trainer().load_state_dict(state)
+
+
+def test_the_recomputed_proximal_policy_is_the_one_before_the_batchs_first_step() -> None:
+    model = make_tiny_model()
+    trainer = make_trainer(model, optim_batch_size=4, epochs=2)
+    trainer.loss = GRPOLoss(TokenScorer(model), proximal="recomputed", behaviour_weight="truncate")
+    seen: list[TensorDict] = []
+    normalize = trainer.loss.normalize
+    trainer.loss.normalize = lambda data: (seen.append(data), normalize(data))[1]  # type: ignore[method-assign]
+    batch = make_batch()
+    before = TokenScorer(make_tiny_model())
+    trainer.train_batch(batch)
+    assert len(seen) == 4
+    for data in seen:
+        scores = before.score(data[keys.FULL], data[keys.ASSISTANT_MASK])[0].detach()
+        torch.testing.assert_close(data[keys.PROX_LOG_PROBS], scores, rtol=0, atol=1e-6)
+    assert keys.PROX_LOG_PROBS not in list(batch.keys(True, True))
+    assert max((weights(trainer)[name] - value).abs().max() for name, value in before.model.named_parameters()) > 1e-3
+
+
+def test_staleness_is_counted_from_the_version_that_sampled() -> None:
+    model = make_tiny_model()
+    trainer = make_trainer(model)
+    trainer.loss = GRPOLoss(TokenScorer(model), proximal="interpolated")
+    trainer.version = 7
+    batch = make_batch()
+    batch.set(keys.POLICY_VERSION, torch.tensor([[7], [6], [5], [4], [7], [7], [7], [0]]))
+    seen: list[TensorDict] = []
+    normalize = trainer.loss.normalize
+    trainer.loss.normalize = lambda data: (seen.append(data), normalize(data))[1]  # type: ignore[method-assign]
+    trainer.train_batch(batch)
+    assert seen[0][keys.STALENESS].flatten().tolist() == [0, 1, 2, 3, 0, 0, 0, 7]

@@ -16,6 +16,8 @@ from torch import Tensor
 AdvantageMean = Literal["group", "leave_one_out", "batch", "none"]
 AdvantageStd = Literal["group", "batch", "none"]
 Aggregation = Literal["sequence_mean", "token_mean", "constant"]
+WeightBound = Literal["none", "truncate", "mask"]
+WeightLevel = Literal["token", "sequence"]
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this magnitude, so that an absurd ratio stays finite (e^20 = 4.9e8)."""
@@ -209,6 +211,50 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     """
     length = mask.sum(-1, keepdim=True).clamp(min=1)
     return torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True) / length
+
+
+def interpolated_log_prob(log_prob: Tensor, sample_log_prob: Tensor, staleness: Tensor) -> Tensor:
+    """Proximal log-probs without a forward pass: between behaviour and current ones, by version, in log space.
+
+    The proximal policy is the one that the current step started from. With ``staleness`` versions between it and the
+    behaviour policy, and one more to the policy that the step makes, it lies ``staleness / (staleness + 1)`` of the way
+    (the log-linear approximation of AReaL's decoupled PPO). On-policy it is the behaviour policy itself.
+
+    Args:
+        log_prob: [N, T], current log-probs; no gradient flows through them here.
+        sample_log_prob: [N, T].
+        staleness: [N, 1] or [N, T], trainer version less policy version, at least 0.
+
+    Returns:
+        [N, T].
+    """
+    steps = staleness.to(log_prob.dtype)
+    share = steps / (steps + 1)
+    return sample_log_prob + share * (log_prob.detach() - sample_log_prob)
+
+
+def behaviour_weight(log_ratio: Tensor, mask: Tensor, bound: WeightBound, level: WeightLevel, cap: float) -> Tensor:
+    """Bounded importance weight ``proximal / behaviour`` of each token: what the sampler did differently.
+
+    Source: decoupled PPO, arXiv 2505.24298; it also corrects for an engine whose log-probs differ from the trainer's.
+
+    Args:
+        log_ratio: [N, T], proximal less behaviour log-probs.
+        mask: [N, T] bool, the tokens that count.
+        bound: ``truncate`` makes ``cap`` of weights above it, ``mask`` makes them 0, ``none`` is weight 1 everywhere.
+        level: ``token``, or ``sequence`` for the product over a sequence's tokens, given to each of them.
+        cap: largest weight, above 0.
+
+    Returns:
+        [N, T], without gradient.
+    """
+    log_ratio = torch.where(mask, log_ratio, 0.0).detach()
+    if bound == "none":
+        return torch.ones_like(log_ratio)
+    if level == "sequence":
+        log_ratio = log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
+    weight = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return weight.clamp(max=cap) if bound == "truncate" else torch.where(weight <= cap, weight, 0.0)
 
 
 def token_weights(

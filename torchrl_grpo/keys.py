@@ -22,6 +22,8 @@ key                               shape, dtype       meaning
 ``"group_id"``                    [1] int64          equal for the G responses to one prompt, unique in a run
 ``"policy_version"``              [1] int64          the oldest weights that sampled a token of the sequence
 ``"advantage"``                   [1] float32        written by ``GroupAdvantage``
+``("prox_log_probs", "full")``    [T] float32        proximal log-probs, written by the trainer where a loss reads them
+``"staleness"``                   [1] int64          trained batches since ``"policy_version"``, likewise
 ``"query"``                       non-tensor str     the question, as text
 ``("text", "response")``          non-tensor str     the response, decoded (for rewards and logs only)
 ================================  =================  ===========================================================
@@ -45,5 +47,7 @@ REWARD_VALID = "reward_valid"
 GROUP_ID = "group_id"
 POLICY_VERSION = "policy_version"
 ADVANTAGE = "advantage"
+PROX_LOG_PROBS = ("prox_log_probs", "full")
+STALENESS = "staleness"
 QUERY = "query"
 RESPONSE_TEXT = ("text", "response")

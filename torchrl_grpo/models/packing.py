@@ -104,8 +104,9 @@ def _sequence_of(row: TensorDictBase) -> TensorDictBase:
         log_probs[len(full) - len(response) :][:1].masked_fill_(response[:1] == 0, torch.nan)
     mask = mask.bool() & real & log_probs.isfinite()
     out = row.exclude("tokens", "masks", "log_probs", "history", "text")
-    if has(row, K.REF_LOG_PROBS):
-        out.set(K.REF_LOG_PROBS, row.get(K.REF_LOG_PROBS)[real])
+    for key in (K.REF_LOG_PROBS, K.PROX_LOG_PROBS):
+        if has(row, key):
+            out.set(key, row.get(key)[real])
     out.update(
         TensorDict(
             {

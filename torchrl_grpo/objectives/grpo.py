@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -18,6 +19,7 @@ from torchrl_grpo.models.packing import has, pad
 from torchrl_grpo.models.scoring import WrapperScorer
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
+Proximal = Literal["behaviour", "current", "recomputed", "interpolated"]
 
 LOSS_WEIGHTS: NestedKey = ("loss", "weights")
 TOKEN_COUNT: NestedKey = ("loss", "num_tokens")
@@ -51,23 +53,36 @@ class GRPOLoss(LossModule):
         aggregation: average over tokens, see ``functional.token_weights``.
         constant_length: divisor of ``aggregation="constant"``, in tokens.
         dual_clip: bound of the surrogate where the advantage is negative, above 1 (arXiv 1912.09729); None is none.
+        proximal: which policy the ratio is taken to and clipped around. ``"behaviour"``: the one that sampled (plain
+            PPO). The others take the two apart (decoupled PPO, arXiv 2505.24298): ``"recomputed"`` reads
+            ``prox_log_prob``, the trainer's own log-probs from before the batch's first step; ``"current"`` is what
+            that amounts to with one optimizer step a batch, the current policy without its gradient;
+            ``"interpolated"`` estimates it from ``staleness`` (``functional.interpolated_log_prob``).
+        behaviour_weight: the objective is multiplied by proximal / behaviour probability, bounded: ``"truncate"`` and
+            ``"mask"`` are truncated and masked importance sampling; ``"none"`` is weight 1. See
+            ``functional.behaviour_weight``.
+        behaviour_level: the weight of each ``"token"``, or that of its ``"sequence"``.
+        behaviour_cap: largest weight, above 0.
+        mask_truncated: whether truncated responses leave the loss (they stay in their group's statistics).
         kl_to_ref_coeff: weight of the KL to the reference policy; 0 needs no reference log-probs.
         kl_to_inference_coeff: weight of the KL to the behaviour policy.
         kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, for both.
         entropy_coeff: weight of the entropy bonus.
 
-    Input keys (``set_keys`` renames them): ``advantage`` [B, 1] (or TorchRL's [B, 1, 1]), ``sample_log_prob`` [B, T],
-    ``ref_log_probs`` [B, T], ``mask`` [B, T] bool (the tokens that the policy sampled), ``cur_log_prob`` and
-    ``entropy`` as above.
+    Input keys (``set_keys`` renames them): ``advantage`` [B, 1] (or TorchRL's [B, 1, 1]) or [B, T], ``sample_log_prob``
+    [B, T], ``ref_log_probs`` [B, T], ``mask`` [B, T] bool (the tokens that the policy sampled), ``cur_log_prob`` and
+    ``entropy`` as above; ``prox_log_prob`` [B, T], ``staleness`` [B, 1] and ``truncated`` [B, 1] bool where they are
+    asked for.
 
     Output, all scalars: the ``loss_*`` entries; ``objective``, ``clip_fraction_low``, ``clip_fraction_high`` (tokens
     whose gradient the lower or upper clip took away), ``ESS``, ``ratio_mean``, ``ratio_square_mean``,
-    ``kl_k1_to_inference``, ``kl_k3_to_inference``, ``entropy``, and ``kl_k1_to_ref``, ``kl_k3_to_ref`` when there are
-    reference log-probs. Metrics are means over the masked tokens.
+    ``kl_k1_to_inference``, ``kl_k3_to_inference``, ``entropy``; ``kl_k1_to_ref``, ``kl_k3_to_ref`` when there are
+    reference log-probs; ``behaviour_weight``, ``behaviour_capped`` (tokens whose weight the cap changed) when there is
+    such a weight. Metrics are means over the masked tokens.
 
     Raises:
-        ValueError: a coefficient or a clip bound is out of its range.
-        KeyError: ``kl_to_ref_coeff`` is not 0 and the batch has no reference log-probs.
+        ValueError: a coefficient or a bound is out of its range, or two arguments exclude each other.
+        KeyError: the batch lacks an entry that an argument asks for.
 
     Example:
         >>> loss = GRPOLoss(TokenScorer(model), clip_epsilon=(0.2, 0.28))  # doctest: +SKIP
@@ -83,6 +98,9 @@ class GRPOLoss(LossModule):
         mask: NestedKey = keys.ASSISTANT_MASK
         cur_log_prob: NestedKey = ("cur_log_probs", "full")
         entropy: NestedKey = ("entropy", "full")
+        prox_log_prob: NestedKey = keys.PROX_LOG_PROBS
+        staleness: NestedKey = keys.STALENESS
+        truncated: NestedKey = keys.TRUNCATED
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
@@ -99,6 +117,11 @@ class GRPOLoss(LossModule):
         aggregation: F.Aggregation = "sequence_mean",
         constant_length: int = 1,
         dual_clip: float | None = None,
+        proximal: Proximal = "behaviour",
+        behaviour_weight: F.WeightBound = "none",
+        behaviour_level: F.WeightLevel = "token",
+        behaviour_cap: float = 5.0,
+        mask_truncated: bool = False,
         kl_estimator: str = "k3",
         kl_to_ref_coeff: float = 0.0,
         kl_to_inference_coeff: float = 0.0,
@@ -113,12 +136,22 @@ class GRPOLoss(LossModule):
         for name, choice, choices in (
             ("ratio_level", ratio_level, get_args(RatioLevel)),
             ("aggregation", aggregation, get_args(F.Aggregation)),
+            ("proximal", proximal, get_args(Proximal)),
+            ("behaviour_weight", behaviour_weight, get_args(F.WeightBound)),
+            ("behaviour_level", behaviour_level, get_args(F.WeightLevel)),
             ("kl_estimator", kl_estimator, tuple(F.KL_ESTIMATORS)),
         ):
             if choice not in choices:
                 raise ValueError(f"{name}={choice!r} must be one of {choices}: use {choices[0]!r}.")
         if dual_clip is not None and dual_clip <= 1:
             raise ValueError(f"dual_clip={dual_clip} must be above 1: use 3.0, or None for none.")
+        if behaviour_weight != "none" and proximal == "behaviour":
+            raise ValueError(
+                f"behaviour_weight={behaviour_weight!r} needs a proximal policy apart from the behaviour policy, "
+                "proximal='behaviour' makes every weight 1: use proximal='recomputed'."
+            )
+        if behaviour_cap <= 0:
+            raise ValueError(f"behaviour_cap={behaviour_cap} must be above 0: use 5.0.")
         if constant_length < 1:
             raise ValueError(f"constant_length={constant_length} must be at least 1: use the longest response allowed.")
         for name, value in (
@@ -137,6 +170,11 @@ class GRPOLoss(LossModule):
         self.aggregation = aggregation
         self.constant_length = constant_length
         self.dual_clip = dual_clip
+        self.proximal = proximal
+        self.behaviour_weight = behaviour_weight
+        self.behaviour_level = behaviour_level
+        self.behaviour_cap = behaviour_cap
+        self.mask_truncated = mask_truncated
         self.kl_estimator = kl_estimator
         self.kl_to_ref_coeff = kl_to_ref_coeff
         self.kl_to_inference_coeff = kl_to_inference_coeff
@@ -146,8 +184,10 @@ class GRPOLoss(LossModule):
     def in_keys(self) -> list[NestedKey]:
         """What ``forward`` reads."""
         names = [self.tensor_keys.mask, self.tensor_keys.sample_log_prob, self.tensor_keys.advantage]
-        if self.kl_to_ref_coeff:
-            names.append(self.tensor_keys.ref_log_probs)
+        names += [self.tensor_keys.prox_log_prob] if self.proximal == "recomputed" else []
+        names += [self.tensor_keys.staleness] if self.proximal == "interpolated" else []
+        names += [self.tensor_keys.truncated] if self.mask_truncated else []
+        names += [self.tensor_keys.ref_log_probs] if self.kl_to_ref_coeff else []
         written = self.actor_network.out_keys
         return list(dict.fromkeys([*self.actor_network.in_keys, *(name for name in names if name not in written)]))
 
@@ -160,6 +200,7 @@ class GRPOLoss(LossModule):
         names += ["loss_entropy"] if self.entropy_coeff else []
         names += ["objective", "clip_fraction_low", "clip_fraction_high", "ESS", "ratio_mean", "ratio_square_mean"]
         names += ["kl_k1_to_inference", "kl_k3_to_inference", "entropy"]
+        names += ["behaviour_weight", "behaviour_capped"] if self.behaviour_weight != "none" else []
         return names + (["kl_k1_to_ref", "kl_k3_to_ref"] if self.kl_to_ref_coeff else [])
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
@@ -171,21 +212,26 @@ class GRPOLoss(LossModule):
         Call it on the padded batch before splitting it, so that micro-batches add up to the batch.
 
         Args:
-            batch: [N], with ``mask`` [N, T].
+            batch: [N], with ``mask`` [N, T], and ``truncated`` [N, 1] if truncated responses are masked.
         """
-        mask = pad(batch, self.tensor_keys.mask, False)
+        mask = self._mask(batch)
         batch.set(LOSS_WEIGHTS, self._weights(mask))
         batch.set(TOKEN_COUNT, mask.sum().clamp(min=1).expand(mask.shape[0], 1).contiguous())
         return batch
 
+    def _mask(self, batch: TensorDictBase) -> Tensor:
+        """[N, T] bool, the tokens of the loss."""
+        mask = pad(batch, self.tensor_keys.mask, False)
+        return mask & ~batch.get(self.tensor_keys.truncated).flatten(1) if self.mask_truncated else mask
+
     def _weights(self, mask: Tensor) -> Tensor:
         return F.token_weights(mask, self.aggregation, constant_length=self.constant_length)
 
-    def ratio(self, log_prob: Tensor, sample_log_prob: Tensor, mask: Tensor) -> Tensor:
-        """Current over behaviour probability, [B, T], at the level that ``ratio_level`` names."""
+    def ratio(self, log_prob: Tensor, prox_log_prob: Tensor, mask: Tensor) -> Tensor:
+        """Current over proximal probability, [B, T], at the level that ``ratio_level`` names."""
         if self.ratio_level == "token":
-            return F.importance_ratio(log_prob, sample_log_prob)
-        mean = F.sequence_log_ratio(log_prob - sample_log_prob, mask)
+            return F.importance_ratio(log_prob, prox_log_prob)
+        mean = F.sequence_log_ratio(log_prob - prox_log_prob, mask)
         if self.ratio_level == "sequence_token":
             mean = mean.detach() + log_prob - log_prob.detach()
         return F.importance_ratio(mean, torch.zeros_like(mean)).expand_as(log_prob)
@@ -196,7 +242,7 @@ class GRPOLoss(LossModule):
         Args:
             ratio: [B, T], as ``ratio`` gives it.
             log_prob: [B, T], current log-probs.
-            advantage: [B, 1].
+            advantage: [B, 1] or [B, T].
         """
         return F.clipped_surrogate(ratio, advantage, self.clip_epsilon_low, self.clip_epsilon_high)
 
@@ -204,7 +250,7 @@ class GRPOLoss(LossModule):
         """Computes the loss terms and the metrics of a batch [B], ragged or padded on the right; see the class."""
         data = self.actor_network(tensordict.copy())
         cur = data.get(self.tensor_keys.cur_log_prob)
-        mask = pad(data, self.tensor_keys.mask, False).to(cur.device)
+        mask = self._mask(data).to(cur.device)
 
         def per_token(key: NestedKey) -> Tensor:
             return torch.where(mask, pad(data, key).to(cur.device), 0.0)
@@ -215,12 +261,23 @@ class GRPOLoss(LossModule):
         count = mask.sum().clamp(min=1) if count is None else count[0, 0].to(cur.device)
         cur = torch.where(mask, cur, 0.0)
         sample, entropy = per_token(self.tensor_keys.sample_log_prob), per_token(self.tensor_keys.entropy)
-        advantage = data.get(self.tensor_keys.advantage).flatten(1).to(cur.device)
+        advantage = pad(data, self.tensor_keys.advantage).flatten(1).to(cur.device)
 
-        ratio = self.ratio(cur, sample, mask)
+        if self.proximal == "recomputed":
+            prox = per_token(self.tensor_keys.prox_log_prob)
+        elif self.proximal == "interpolated":
+            staleness = data.get(self.tensor_keys.staleness).flatten(1).to(cur.device)
+            prox = F.interpolated_log_prob(cur, sample, staleness)
+        else:
+            prox = cur.detach() if self.proximal == "current" else sample
+        ratio = self.ratio(cur, prox, mask)
         surrogate = self.surrogate(ratio, cur, advantage)
         if self.dual_clip is not None:
             surrogate = F.dual_clip(surrogate, advantage, self.dual_clip)
+        weight = F.behaviour_weight(
+            prox - sample, mask, self.behaviour_weight, self.behaviour_level, self.behaviour_cap
+        )
+        surrogate = weight * surrogate
         kl = F.KL_ESTIMATORS[self.kl_estimator]
         out = {"loss_objective": -(weights * surrogate).sum()}
         reference = None
@@ -234,6 +291,10 @@ class GRPOLoss(LossModule):
             out["loss_entropy"] = -self.entropy_coeff * (weights * entropy).sum()
         with torch.no_grad():
             out |= self._metrics(cur, sample, reference, ratio, surrogate, advantage, entropy, mask, count)
+            if self.behaviour_weight != "none":
+                plain = F.behaviour_weight(prox - sample, mask, "truncate", self.behaviour_level, math.inf)
+                out["behaviour_weight"] = F.masked_mean(weight, mask, count)
+                out["behaviour_capped"] = F.masked_mean((weight != plain).to(weight.dtype), mask, count)
         return TensorDict(out)
 
     def _metrics(

@@ -17,8 +17,9 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_grpo import keys
 from torchrl_grpo.functional import effective_sample_size
 from torchrl_grpo.models.packing import has, micro_batches, pad, pad_batch, slice_tokens
-from torchrl_grpo.models.scoring import autocast
+from torchrl_grpo.models.scoring import TokenScorer, autocast
 from torchrl_grpo.objectives.grpo import GRPOLoss
+from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weight_sync import named_weights
 
 
@@ -103,10 +104,26 @@ class GRPOTrainer:
         Raises:
             NonFiniteError: too many bad steps in a row.
         """
+        if self.loss.proximal == "recomputed":
+            batch = self._with_proximal_log_probs(batch)
         steps = [self.train_step(part) for _ in range(self.epochs) for part in batch.split(self.optim_batch_size)]
         self.version += 1
         metrics = {name: _finite_mean([step[name] for step in steps]) for name in steps[0]}
         return metrics | {"train/skipped_steps": float(self.skipped_steps)}
+
+    def _with_proximal_log_probs(self, batch: TensorDictBase) -> TensorDictBase:
+        """The batch with the log-probs that the policy has now, before the first step that it takes on it."""
+        scorer = self.loss.actor_network
+        if not isinstance(scorer, TokenScorer):
+            raise TypeError(
+                f"proximal='recomputed' needs a TokenScorer as actor network, got {type(scorer).__name__}: write "
+                f"{self.loss.tensor_keys.prox_log_prob} into the batch and call train_step."
+            )
+        out_key = self.loss.tensor_keys.prox_log_prob
+        scoring = KLScoring(
+            scorer, max_tokens=self.micro_batch_tokens, autocast_dtype=self.autocast_dtype, out_key=out_key
+        )
+        return scoring(batch.exclude(out_key))
 
     def train_step(self, batch: TensorDictBase) -> dict[str, float]:
         """Makes one optimizer step of an optimisation batch [n], ragged or padded.
@@ -133,10 +150,13 @@ class GRPOTrainer:
     def _prepare(self, batch: TensorDictBase) -> TensorDict:
         """The padded batch on the model's device, with the weight of each token over the whole batch."""
         names = self.loss.tensor_keys
-        per_token = {keys.FULL: 0, names.mask: False, names.sample_log_prob: 0.0}
-        if has(batch, names.ref_log_probs):
-            per_token[names.ref_log_probs] = 0.0
-        data = pad_batch(batch, per_token, [names.advantage])
+        per_token = {keys.FULL: 0, names.mask: False, names.sample_log_prob: 0.0, names.advantage: 0.0}
+        for name in (names.ref_log_probs, names.prox_log_prob):
+            if has(batch, name):
+                per_token[name] = 0.0
+        data = pad_batch(batch, per_token, [names.truncated] if self.loss.mask_truncated else [])
+        if self.loss.proximal == "interpolated":
+            data.set(names.staleness, self.version - batch.get(keys.POLICY_VERSION))
         masked = has(batch, keys.ATTENTION_MASK)
         real = pad(batch, keys.ATTENTION_MASK, False) if masked else pad(batch, keys.FULL, -1) >= 0
         data.set("length", real.sum(-1))

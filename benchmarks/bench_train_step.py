@@ -20,15 +20,12 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import resource
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
-from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,6 +34,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
 
 import torch
+from machine import surroundings
 from tensordict import TensorDict, lazy_stack
 from tokenizers import Tokenizer, models
 from torch import Tensor
@@ -55,6 +53,7 @@ MODELS: dict[str, dict[str, int]] = {
 }
 HEADS = {"tiny": 4, "small": 8, "qwen05": 14}
 GROUP_SIZE = {"tiny": 8, "small": 8, "qwen05": 2}
+PACKAGES = ("torch", "transformers", "tensordict", "torchrl", "trl")
 GROUPS, PROMPT_TOKENS, MIN_RESPONSE, MAX_RESPONSE = 2, 64, 32, 128
 CLIP_EPSILON = 0.2
 LOG_RATIOS = torch.tensor([-0.4, -0.05, 0.05, 0.4])
@@ -258,20 +257,6 @@ def measure(name: str, dtype: str, repeats: int) -> dict[str, Any]:
     }
 
 
-def surroundings() -> dict[str, Any]:
-    """The machine, the versions, and what every side inherits."""
-    packages = ("torch", "transformers", "tensordict", "torchrl", "trl")
-    versions = {package: version(package) for package in packages if find_spec(package)}
-    cpu = Path("/proc/cpuinfo").read_text().partition("model name")[2].partition("\n")[0].strip("\t :")
-    prefixes = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
-    return {
-        "machine": {"platform": platform.platform(), "cpu": cpu, "cores": os.cpu_count()},
-        "versions": versions | {"python": platform.python_version()},
-        "environment": {name: value for name, value in os.environ.items() if name.startswith(prefixes)},
-        "allocator": f"glibc {platform.libc_ver()[1]}, with its defaults but for what the environment says",
-    }
-
-
 def main() -> None:
     """Measures each setting, writes its JSON and prints its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -283,7 +268,7 @@ def main() -> None:
     for name, dtype in itertools.product(args.models, args.dtypes):
         setting = MODELS[name] | {"model": name, "dtype": dtype, "repeats": args.repeats, "groups": GROUPS}
         setting |= {"group_size": GROUP_SIZE[name], "prompt": PROMPT_TOKENS, "responses": [MIN_RESPONSE, MAX_RESPONSE]}
-        result = surroundings() | {"setting": setting} | measure(name, dtype, args.repeats)
+        result = surroundings(PACKAGES) | {"setting": setting} | measure(name, dtype, args.repeats)
         path = Path(args.output.format(model=name, dtype=dtype))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

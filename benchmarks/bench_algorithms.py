@@ -1,0 +1,207 @@
+"""How each algorithm preset learns the arithmetic task: one run a preset and seed, one figure that compares all.
+
+    python benchmarks/bench_algorithms.py
+    python benchmarks/bench_algorithms.py --presets grpo cispo --seeds 0 --override train.total_dialog_turns=1280
+    python benchmarks/bench_algorithms.py --plot-only
+
+Every file in ``config/algo`` is a preset. The runs follow one another, each in a process of its own; all of them take
+about 20 minutes on 2 cores. After each run the JSON is written anew, so that ``--resume`` continues where an
+interrupted comparison stopped. At the end the figure is drawn and the table of ``docs/algorithms.md`` is printed.
+
+Accuracy is that of greedy responses to the test problems. Wall seconds are those of the whole process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from machine import surroundings
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+ROOT = Path(__file__).resolve().parents[1]
+PRESETS = sorted(path.stem for path in (ROOT / "config" / "algo").glob("*.yaml"))
+PACKAGES = ("torch", "transformers", "tensordict", "torchrl")
+SOURCES = ("torchrl_grpo", "config", "sota")
+REFERENCE = "grpo"
+REWARD_STEPS = 10
+"""The training reward after the run is the mean over this many last steps."""
+TIMEOUT = 1800
+"""Seconds after which a run is given up; it takes about 35."""
+COLUMNS = 4
+# Blue and grey differ in lightness too, and in every form of colour blindness.
+INK, GREY, GRID, BLUE = "#333a45", "#8a929e", "#dfe3e8", "#0062b0"
+
+Run = dict[str, Any]
+
+
+def run(preset: str, seed: int, overrides: list[str]) -> Run:
+    """Trains once and gives the figures of the run.
+
+    Raises:
+        RuntimeError: the process failed, with the end of what it wrote.
+        subprocess.TimeoutExpired: it took longer than ``TIMEOUT``.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "sota/grpo/grpo.py", "--config-name", "grpo_arithmetic", *overrides]
+        command += [f"algo={preset}", f"seed={seed}", f"hydra.run.dir={folder}", "logging.tensorboard=false"]
+        start = time.perf_counter()
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        seconds = time.perf_counter() - start
+        if done.returncode:
+            said = (done.stdout + done.stderr)[-3000:]
+            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{said}")
+        lines = Path(folder, "metrics.jsonl").read_text("utf-8").splitlines()
+    return summary([json.loads(line) for line in lines]) | {"wall_seconds": seconds}
+
+
+def summary(records: list[dict[str, Any]]) -> Run:
+    """What the comparison keeps of the metrics of a run."""
+    evaluations = [record for record in records if record.get("eval/pass@1") is not None]
+    steps = [record for record in records if record.get("rollout/reward_mean") is not None]
+    accuracy = [record["eval/pass@1"] for record in evaluations]
+    reward = [record["rollout/reward_mean"] for record in steps]
+    return {
+        "accuracy_before": accuracy[0],
+        "accuracy_after": accuracy[-1],
+        "accuracy_mean": statistics.fmean(accuracy),
+        "reward_after": statistics.fmean(reward[-REWARD_STEPS:]),
+        "sequences": sum(record["rollout/sequences"] for record in steps),
+        "evaluations": {"step": [record["step"] for record in evaluations], "accuracy": accuracy},
+        "train": {"step": [record["step"] for record in steps], "reward": reward},
+    }
+
+
+def commit() -> str:
+    """The commit of the checkout, marked when what a run reads differs from it."""
+    git = ["git", "-C", str(ROOT)]
+    head, changed = (
+        subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout.strip()
+        for command in (["rev-parse", "--short=12", "HEAD"], ["diff", "--stat", "HEAD", "--", *SOURCES])
+    )
+    return head + ("-dirty" if changed else "")
+
+
+def over_seeds(runs: dict[str, Run], name: str) -> tuple[float, float, float]:
+    """Mean, least and largest of one figure over the seeds."""
+    values = [one[name] for one in runs.values()]
+    return statistics.fmean(values), min(values), max(values)
+
+
+def table(results: dict[str, dict[str, Run]]) -> str:
+    """The comparison as a Markdown table, best first."""
+    lines = [
+        "| preset | test accuracy before | after: mean (range) | mean over the run | train reward, end | seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for preset in sorted(results, key=lambda name: -over_seeds(results[name], "accuracy_after")[0]):
+        runs = results[preset]
+        after, low, high = over_seeds(runs, "accuracy_after")
+        before, during = over_seeds(runs, "accuracy_before")[0], over_seeds(runs, "accuracy_mean")[0]
+        cells = [f"`{preset}`", f"{before:.1%}", f"{after:.1%} ({low:.1%} to {high:.1%})", f"{during:.1%}"]
+        cells += [f"{over_seeds(runs, 'reward_after')[0]:.3f}", f"{over_seeds(runs, 'wall_seconds')[0]:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(results: dict[str, dict[str, Run]], path: Path) -> None:
+    """Writes the figure: a panel a preset, its mean over the seeds and each seed, and the reference in grey."""
+    names = sorted(results, key=lambda name: (name != REFERENCE, name))
+    columns = min(COLUMNS, len(names))
+    rows = math.ceil(len(names) / columns)
+    spacing = ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.1)
+    figure = Figure(figsize=(2.75 * columns + 0.4, 2.15 * rows + 0.7), layout=spacing, facecolor="white")
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    for index, axes in enumerate(panels.flat):
+        if index >= len(names):
+            axes.remove()
+            continue
+        draw_panel(axes, names[index], results)
+        # The lowest panel of each column has the numbers of the steps.
+        axes.tick_params(labelbottom=index + columns >= len(names))
+    seeds = max(len(runs) for runs in results.values())
+    figure.supxlabel("step (one batch of sampled responses, one weight update of the sampler)", fontsize=10, color=INK)
+    figure.supylabel("test accuracy, greedy (%)", fontsize=10, color=INK)
+    figure.suptitle(
+        f"Bold: mean over {seeds} seed{'s' if seeds > 1 else ''}. Thin: each seed. Grey, dashed: mean of {REFERENCE}.",
+        fontsize=10, color=INK, x=0.01, ha="left",
+    )  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=140)
+
+
+def draw_panel(axes: Axes, preset: str, results: dict[str, dict[str, Run]]) -> None:
+    """One preset."""
+    if preset != REFERENCE and REFERENCE in results:
+        axes.plot(*mean_curve(results[REFERENCE]), color=GREY, linewidth=1.6, linestyle=(0, (3, 1.5)))
+    for one in results[preset].values():
+        percent = [100 * value for value in one["evaluations"]["accuracy"]]
+        axes.plot(one["evaluations"]["step"], percent, color=BLUE, linewidth=0.7, alpha=0.55)
+    steps, mean = mean_curve(results[preset])
+    axes.plot(steps, mean, color=BLUE, linewidth=2.2)
+    axes.set_title(preset, loc="left", fontsize=11, fontweight="bold", color=INK)
+    axes.text(0.97, 0.06, f"ends at {mean[-1]:.1f}%", transform=axes.transAxes, ha="right", fontsize=10, color=BLUE)
+    axes.set_ylim(0, 103)
+    axes.set_yticks(range(0, 101, 25))
+    axes.set_xlim(steps[0], steps[-1])
+    axes.grid(True, color=GRID, linewidth=0.7)
+    axes.tick_params(colors=INK, labelsize=9, length=0)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(GREY)
+
+
+def mean_curve(runs: dict[str, Run]) -> tuple[list[int], list[float]]:
+    """The steps of the evaluations and the mean accuracy over the seeds in per cent."""
+    curves = [dict(zip(*one["evaluations"].values(), strict=True)) for one in runs.values()]
+    steps = sorted(set(curves[0]).intersection(*curves))
+    return steps, [100 * statistics.fmean(curve[step] for curve in curves) for step in steps]
+
+
+def main() -> None:
+    """Runs what is to be run, draws the figure and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=PRESETS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--override", action="append", default=[], help="config override of every run; repeatable")
+    parser.add_argument("--resume", action="store_true", help="keep the runs that the JSON already has")
+    parser.add_argument("--plot-only", action="store_true", help="draw and print what the JSON has")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "algorithms.json")
+    parser.add_argument("--figure", type=Path, default=ROOT / "docs" / "images" / "algorithms.png")
+    args = parser.parse_args()
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
+    setting = {"config": "grpo_arithmetic", "overrides": args.override, "commit": commit()}
+    result: dict[str, Any] = surroundings(PACKAGES) | {"setting": setting, "runs": {}}
+    if args.plot_only or (args.resume and args.output.exists()):
+        result = json.loads(args.output.read_text("utf-8"))
+        if args.resume and result["setting"] != setting:
+            parser.error(
+                f"--resume needs the setting of {args.output}, {result['setting']}, not {setting}: start anew."
+            )
+    for preset in [] if args.plot_only else args.presets:
+        for seed in args.seeds:
+            runs = result["runs"].setdefault(preset, {})
+            if str(seed) not in runs:
+                one = runs[str(seed)] = run(preset, seed, args.override)
+                args.output.parent.mkdir(parents=True, exist_ok=True)
+                args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                sys.stdout.write(f"{preset} seed {seed}: {one['accuracy_after']:.1%} in {one['wall_seconds']:.0f} s\n")
+                sys.stdout.flush()
+    draw(result["runs"], args.figure)
+    sys.stdout.write(f"{args.output}\n{args.figure}\n\n{table(result['runs'])}\n")
+
+
+if __name__ == "__main__":
+    main()

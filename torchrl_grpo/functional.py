@@ -112,6 +112,20 @@ def _statistics(values: Tensor, index: Tensor, valid: Tensor) -> tuple[Tensor, T
     return mean, count, (high > low)[index]
 
 
+def overlong_penalty(length: Tensor, longest: int, buffer: int) -> Tensor:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, equation 13).
+
+    Args:
+        length: any shape, tokens of a response.
+        longest: the length that gets the full penalty.
+        buffer: tokens over which the penalty grows, at least 1.
+
+    Returns:
+        float64 of the same shape: 0 up to ``longest - buffer``, from there linear down to -1 at ``longest``, -1 beyond.
+    """
+    return ((longest - buffer - length.to(torch.float64)) / buffer).clamp(-1, 0)
+
+
 def kl_k1(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Estimator k1 of KL(p || q) at samples of p: ``log p - log q``. Unbiased, can be negative.
 

@@ -13,7 +13,12 @@ key                               shape, dtype       meaning
 ``("masks", "all_assistant_mask")``  [T] bool        True on the tokens that the policy sampled
 ``("log_probs", "full")``         [T] float32        behaviour log-probs, 0 on tokens that were not sampled
 ``("next", "ref_log_probs", "full")``  [T] float32   reference log-probs, 0 on tokens that were not sampled
-``("next", "reward")``            [1] float32        score of the trajectory, 0 where it is not valid
+``("next", "reward")``            [1] float32        score of the trajectory, the sum over its turns; 0 where not valid
+``("next", "turn_rewards")``      [T] float32        each turn's reward on the last token that the turn sampled, where a
+                                                     dialog of the rollout had several turns; else all of the reward is
+                                                     the last turn's
+``("next", "shaped_reward")``     [1] float32        written by ``RewardShaping``: what the policy is trained for
+``("next", "token_reward")``      [T] float32        likewise: its parts, 0 on tokens that were not sampled
 ``("next", "done")``              [1] bool           terminated or truncated
 ``("next", "terminated")``        [1] bool           the policy ended its last turn itself
 ``("next", "truncated")``         [1] bool           cut off by a token or turn limit; recorded, never inferred
@@ -39,6 +44,9 @@ ASSISTANT_MASK = ("masks", "all_assistant_mask")
 LOG_PROBS = ("log_probs", "full")
 REF_LOG_PROBS = ("next", "ref_log_probs", "full")
 REWARD = ("next", "reward")
+TURN_REWARDS = ("next", "turn_rewards")
+SHAPED_REWARD = ("next", "shaped_reward")
+TOKEN_REWARD = ("next", "token_reward")
 DONE = ("next", "done")
 TERMINATED = ("next", "terminated")
 TRUNCATED = ("next", "truncated")

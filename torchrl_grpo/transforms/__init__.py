@@ -1,6 +1,7 @@
-"""TorchRL transforms: advantages of groups and reference log-probs."""
+"""TorchRL transforms: shaped rewards, advantages of groups, reference log-probs."""
 
 from torchrl_grpo.transforms.advantage import GroupAdvantage
 from torchrl_grpo.transforms.kl_scoring import KLScoring
+from torchrl_grpo.transforms.reward import RewardShaping
 
-__all__ = ["GroupAdvantage", "KLScoring"]
+__all__ = ["GroupAdvantage", "KLScoring", "RewardShaping"]

@@ -1,0 +1,158 @@
+"""``RewardShaping``: from the task's reward to what the policy is trained for, as a TorchRL transform."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl.envs import Transform
+
+from torchrl_grpo import keys
+from torchrl_grpo.functional import KL_ESTIMATORS, overlong_penalty
+from torchrl_grpo.models.packing import has, pad
+from torchrl_grpo.transforms.ragged import flatten, set_rows
+
+
+class RewardShaping(Transform):
+    """Writes the shaped reward of each sequence, and how it is spread over the tokens.
+
+    ``("next", "shaped_reward")`` [1] float32 is ``clip(scale * reward + bias) + overlong - kl_coef * sum_t KL_t``.
+    ``("next", "token_reward")`` [T] float32 are its parts: ``-kl_coef * KL_t`` on each sampled token and the rest on
+    the last sampled token; on the other tokens 0. Where the batch has ``("next", "turn_rewards")``, each turn keeps
+    ``scale`` times its reward, and the last sampled token gets what is missing from the shaped reward: bias, penalty
+    and what the clip changed. So the token rewards of a sequence add up to its shaped reward, unless it has no sampled
+    token; they are then 0, and its shaped reward is that of the task. Both are 0 where ``"reward_valid"`` is False.
+    ``("next", "reward")`` stays as it is.
+
+    It works on finished sequences: called on a batch, in place, or in a replay buffer, where ``extend`` shapes what is
+    written. A batch that has both entries is left as it is. A buffer applies its transforms in reverse order when it is
+    written to, so there it comes *after* ``GroupAdvantage``: ``Compose(GroupAdvantage(...), RewardShaping(...))``.
+
+    Keyword Args:
+        scale: factor of the reward.
+        bias: added to the scaled reward.
+        clip: lowest and highest value of the scaled and biased reward; None for no bounds. The overlong penalty comes
+            on top of it, so that a clip never hides the penalty.
+        overlong_buffer: tokens before ``max_response_tokens`` over which a penalty grows from 0 to 1 (arXiv 2503.14476,
+            equation 13), by the number of sampled tokens of all turns; 0 for no penalty.
+        max_response_tokens: sampled tokens of a sequence from which on the penalty is 1.
+        kl_coef: weight of the KL to the reference policy, taken off token by token; 0 needs no reference log-probs.
+        kl_estimator: ``"k1"`` (as in arXiv 2501.03262), ``"k2"`` or ``"k3"``, of the policy that sampled.
+
+    Raises:
+        ValueError: an argument is out of its range.
+        KeyError: ``kl_coef`` is not 0 and the batch has no reference log-probs.
+        RuntimeError: it is in an environment.
+
+    Examples:
+        >>> from tensordict import TensorDict, lazy_stack
+        >>> row = TensorDict({"masks": {"all_assistant_mask": torch.tensor([False, True, True])}})
+        >>> row["next", "reward"] = torch.tensor([1.0])
+        >>> RewardShaping(scale=2.0, bias=-0.5)(lazy_stack([row]))[0]["next", "token_reward"]
+        tensor([0.0000, 0.0000, 1.5000])
+    """
+
+    def __init__(
+        self,
+        *,
+        scale: float = 1.0,
+        bias: float = 0.0,
+        clip: tuple[float, float] | None = None,
+        overlong_buffer: int = 0,
+        max_response_tokens: int | None = None,
+        kl_coef: float = 0.0,
+        kl_estimator: str = "k1",
+    ) -> None:
+        if clip is not None and not clip[0] < clip[1]:
+            raise ValueError(f"clip={clip} must be a lower and a higher bound: use (-1.0, 1.0), or None for none.")
+        if overlong_buffer < 0:
+            raise ValueError(f"overlong_buffer={overlong_buffer} must be at least 0: use 0 for no penalty.")
+        if overlong_buffer and (max_response_tokens is None or overlong_buffer > max_response_tokens):
+            raise ValueError(
+                f"overlong_buffer={overlong_buffer} must be at most max_response_tokens={max_response_tokens}: "
+                "use a smaller buffer, or 0 for no penalty, and say how long a response may be."
+            )
+        if kl_estimator not in KL_ESTIMATORS:
+            raise ValueError(f"kl_estimator={kl_estimator!r} must be one of {tuple(KL_ESTIMATORS)}: use 'k1'.")
+        if kl_coef < 0:
+            raise ValueError(f"kl_coef={kl_coef} must be at least 0: use 0.01, or 0 for no KL in the reward.")
+        in_keys = [keys.REWARD, keys.REWARD_VALID, keys.ASSISTANT_MASK, keys.TURN_REWARDS]
+        super().__init__(
+            in_keys=[*in_keys, keys.LOG_PROBS, keys.REF_LOG_PROBS] if kl_coef else in_keys,
+            out_keys=[keys.SHAPED_REWARD, keys.TOKEN_REWARD],
+        )
+        self.scale = scale
+        self.bias = bias
+        self.clip = clip
+        self.overlong_buffer = overlong_buffer
+        self.max_response_tokens = max_response_tokens
+        self.kl_coef = kl_coef
+        self.kl_estimator = kl_estimator
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Shapes the rewards of a batch in place; one that has both entries is left as it is."""
+        if has(tensordict, keys.TOKEN_REWARD) and has(tensordict, keys.SHAPED_REWARD):
+            return tensordict
+        flat = flatten(tensordict)
+        mask = pad(flat, keys.ASSISTANT_MASK, False)
+        valid = torch.ones_like(mask[:, :1])
+        if has(flat, keys.REWARD_VALID):
+            valid = flat.get(keys.REWARD_VALID).reshape(-1, 1)
+        # In float64 until it is written, so that the parts add up to the whole.
+        kl = torch.where(valid & mask, self._kl(flat, mask), 0.0)
+        task = torch.where(valid, self._task_reward(flat, mask), 0.0)
+        shaped = task - kl.sum(-1, keepdim=True)
+        rows = flat.unbind(0)
+        token = torch.where(valid & mask, self._turn_rewards(rows, mask), 0.0)
+        token = token + torch.where(_last(mask), task - token.sum(-1, keepdim=True), 0.0) - kl
+        widths = [row.get(keys.ASSISTANT_MASK).shape[-1] for row in rows]
+        token_rows = [row[:width] for row, width in zip(token.float(), widths, strict=True)]
+        tensordict = set_rows(tensordict, keys.TOKEN_REWARD, token_rows)
+        return tensordict.set(keys.SHAPED_REWARD, shaped.float().reshape(*tensordict.batch_size, 1))
+
+    def _task_reward(self, flat: TensorDictBase, mask: Tensor) -> Tensor:
+        """[N, 1] float64, all but the KL."""
+        reward = flat.get(keys.REWARD).reshape(-1, 1).double() * self.scale + self.bias
+        if self.clip is not None:
+            reward = reward.clamp(*self.clip)
+        if self.overlong_buffer and self.max_response_tokens is not None:
+            reward = reward + overlong_penalty(
+                mask.sum(-1, keepdim=True), self.max_response_tokens, self.overlong_buffer
+            )
+        return reward
+
+    def _turn_rewards(self, rows: tuple[TensorDictBase, ...], mask: Tensor) -> Tensor:
+        """[N, T] float64, the scaled rewards of the turns where a sequence has them."""
+        out = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
+        for row, target in zip(rows, out, strict=True):
+            rewards = row.get(keys.TURN_REWARDS, None)
+            if rewards is not None:
+                target[: rewards.shape[-1]] = rewards * self.scale
+        return out
+
+    def _kl(self, flat: TensorDictBase, mask: Tensor) -> Tensor:
+        """[N, T] float64, the weighted KL of each token; outside the mask anything."""
+        if not self.kl_coef:
+            return torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
+        if not has(flat, keys.REF_LOG_PROBS):
+            raise KeyError(
+                f"kl_coef={self.kl_coef} needs the entry {keys.REF_LOG_PROBS}, the batch has none: "
+                "apply KLScoring before RewardShaping, or use kl_coef=0."
+            )
+        sample, ref = (pad(flat, key).double() for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS))
+        return self.kl_coef * KL_ESTIMATORS[self.kl_estimator](sample, ref)
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Shapes what is written to a replay buffer."""
+        return self.forward(tensordict)
+
+    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        raise RuntimeError(
+            "RewardShaping must get finished sequences, it is in an environment, where a step has one turn of them: "
+            "call it on the collector's batch, or put it into a ReplayBuffer."
+        )
+
+
+def _last(mask: Tensor) -> Tensor:
+    """[N, T] bool, True on the last True of each row."""
+    return mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)

@@ -439,6 +439,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": {"advantage": ("group", "group"), "aggregation": "token_mean", "clip": (1.0, 4.0), "loss": CISPOLoss},
     "sapo": {"advantage": ("group", "group"), "loss": SAPOLoss, "tau_positive": 1.0, "tau_negative": 1.05},
     "rloo": {"advantage": ("leave_one_out", "none"), "aggregation": "constant", "constant_length": 1},
+    "decoupled_ppo": {
+        "advantage": ("group", "group"),
+        "aggregation": "token_mean",
+        "proximal": "recomputed",
+        "behaviour": ("mask", "token", 5.0),
+    },
 }
 SMALL = (
     "env.num_envs=16", "env.repeats=4", "train.total_dialog_turns=32", "train.optim_batch_size=8",
@@ -452,7 +458,8 @@ def test_every_preset_is_here() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path) -> None:
-    expected = {"kl_coef": 0.0, "ratio_level": "token", "aggregation": "sequence_mean"} | PRESETS[name]
+    expected = {"kl_coef": 0.0, "ratio_level": "token", "aggregation": "sequence_mean"}
+    expected |= {"proximal": "behaviour", "behaviour": ("none", "token", 5.0)} | PRESETS[name]
     run = build(compose_config(*SMALL, f"algo={name}"), tmp_path)
     try:
         run.fit()
@@ -467,12 +474,67 @@ def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path)
         expected["kl_coef"], expected["ratio_level"], expected["aggregation"], "k3", None,
     )  # fmt: skip
     assert (loss.entropy_coeff, loss.kl_to_inference_coeff) == (0.0, 0.0)
+    assert (loss.proximal, loss.mask_truncated) == (expected["proximal"], False)
+    assert (loss.behaviour_weight, loss.behaviour_level, loss.behaviour_cap) == expected["behaviour"]
     for setting in ("constant_length", "tau_positive", "tau_negative"):
         if setting in expected:
             assert getattr(loss, setting) == expected[setting]
     advantage = dict(run.source.transforms)["advantage"]
     assert (advantage.mean, advantage.std) == expected["advantage"]
     assert (run.trainer.version, run.trainer.optim_steps) == (2, 4)
+
+
+def test_with_one_optimizer_step_a_batch_the_proximal_policy_needs_no_forward_pass(tmp_path: Path) -> None:
+    run = build(compose_config(*SMALL, "algo=decoupled_ppo", "train.optim_batch_size=16"), tmp_path)
+    try:
+        assert run.trainer.loss.proximal == "current"
+    finally:
+        run.close()
+
+
+def test_the_reference_model_is_refreshed_every_n_steps(tmp_path: Path) -> None:
+    """Before its first refresh it has the weights of the start, after a refresh at step 2 those of step 2."""
+    overrides = ["ref_model.refresh_every=2", "train.total_dialog_turns=48", "policy.kl_coef=0.01"]
+    run = build(compose_config(*SMALL, *overrides), tmp_path)
+    reference, trained = run.reference.scorer.model, run.trainer.model
+    weights = {0: _copy(trained)}
+    seen: dict[int, dict[str, Tensor]] = {}
+    train_batch = run.trainer.train_batch
+
+    def spy(batch: TensorDict) -> dict[str, float]:
+        seen[run.trainer.version] = _copy(reference)
+        out = train_batch(batch)
+        weights[run.trainer.version] = _copy(trained)
+        return out
+
+    run.trainer.train_batch = spy  # type: ignore[method-assign]
+    try:
+        run.fit()
+    finally:
+        run.close()
+    for version, source in {0: 0, 1: 0, 2: 2}.items():
+        for name, value in weights[source].items():
+            assert torch.equal(seen[version][name], value)
+    assert any(not torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
+
+
+def _copy(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["policy.behaviour_weight=mask"], "policy.behaviour_weight=mask needs a proximal policy"),
+        (["policy.behaviour_cap=0"], "policy.behaviour_cap=0.0 must be above 0"),
+        (["ref_model.refresh_every=2", "policy.kl_coef=0"], "ref_model.refresh_every=2 needs a reference model"),
+        (["ref_model.refresh_every=2", "train_model.lora.enabled=true"], "adapters switched off are the reference"),
+        (["ref_model.refresh_every=0"], "ref_model.refresh_every=0 must be at least 1"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose_config(*SMALL, *overrides)
 
 
 def test_a_loss_and_an_advantage_of_ones_own_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

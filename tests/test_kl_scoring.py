@@ -124,3 +124,20 @@ def test_autocast_is_the_trainers() -> None:
     for row, other in zip(out.unbind(0), expected, strict=True):
         got = row.get(keys.REF_LOG_PROBS)
         torch.testing.assert_close(got, other[: len(got)], rtol=0, atol=1e-6)
+
+
+def test_other_weights_become_the_reference_and_bad_ones_are_refused() -> None:
+    scoring, other = KLScoring(TokenScorer(make_tiny_model())), make_tiny_model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.1)
+    scoring.update_weights(other.named_parameters())
+    for name, value in scoring.scorer.model.named_parameters():
+        assert torch.equal(value, dict(other.named_parameters())[name])
+    names = list(other.named_parameters())
+    with pytest.raises(RuntimeError, match="1 weights are missing from the update"):
+        scoring.update_weights(names[1:])
+    with pytest.raises(RuntimeError, match="lacks it or was given it twice"):
+        scoring.update_weights([*names, names[0]])
+    with pytest.raises(RuntimeError, match=r"of shape \[1\] does not fit the reference model, which has"):
+        scoring.update_weights([(names[0][0], torch.zeros(1))])

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.source import LocalSource
-from torchrl_grpo.config import Backend, ConfigError, GRPOConfig, Precision
+from torchrl_grpo.config import Backend, ConfigError, GRPOConfig, Precision, Proximal
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Engine, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
@@ -75,6 +75,7 @@ class Run:
     console: Console
     tokenizer: PreTrainedTokenizerBase
     probe_prompts: list[torch.Tensor]
+    reference: KLScoring | None
     resources: ExitStack
 
     def fit(self) -> dict[str, Any]:
@@ -93,7 +94,7 @@ class Run:
                 evaluation_frequency=config.evaluation.frequency,
                 checkpoint_frequency=config.train.checkpoint_frequency,
                 sample_frequency=config.logging.sample_frequency,
-                after_publish=self._check_sync if config.inference_model.check_sync else None,
+                after_publish=self._after_publish,
             )
             model = self.checkpointer.export(self.trainer.model, self.tokenizer)
         except BaseException:
@@ -114,6 +115,13 @@ class Run:
             },
         )
         return summary
+
+    def _after_publish(self) -> dict[str, float]:
+        version, every = self.trainer.version, self.config.ref_model.refresh_every
+        if every is not None and version and version % every == 0:
+            assert self.reference is not None
+            self.reference.update_weights(self.trainer.weights())
+        return self._check_sync() if self.config.inference_model.check_sync else {}
 
     def _check_sync(self) -> dict[str, float]:
         """Scores a few sampled tokens with engine and trainer; a large difference ends the run."""
@@ -306,9 +314,11 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str]) -> Run:
             repeats=config.env.repeats, mean=policy.advantage_mean.value, std=policy.advantage_std.value
         )
         transforms: list[Any] = [("advantage", advantage)]
+        reference = None
         if config.needs_reference:
             scorer = _reference_scorer(blueprint, trainer.model)
-            transforms.append(("reference", KLScoring(scorer, autocast_dtype=trainer.autocast_dtype)))
+            reference = KLScoring(scorer, autocast_dtype=trainer.autocast_dtype)
+            transforms.append(("reference", reference))
         source = LocalSource(collector, transforms, colocated=blueprint.plan.colocated)
         evaluator = None
         if blueprint.greedy_env is not None:
@@ -324,6 +334,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str]) -> Run:
             console=console,
             tokenizer=blueprint.tokenizer,
             probe_prompts=blueprint.train_env.first_prompts(4),
+            reference=reference,
             resources=resources.pop_all(),
         )
 
@@ -350,6 +361,9 @@ def _make_trainer(blueprint: Blueprint) -> GRPOTrainer:
     if config.train_model.gradient_checkpointing:
         loading.enable_gradient_checkpointing(model)
     policy = config.policy
+    proximal = policy.proximal.value
+    if policy.proximal is Proximal.recomputed and config.optim_steps_per_batch == 1:
+        proximal = "current"  # the same values, without a forward pass of their own
     loss = _class_of("policy.loss", policy.loss, GRPOLoss)(
         TokenScorer(model, temperature=config.inference_model.temperature),
         clip_epsilon=config.clip_epsilon,
@@ -357,6 +371,11 @@ def _make_trainer(blueprint: Blueprint) -> GRPOTrainer:
         aggregation=policy.aggregation.value,
         constant_length=policy.constant_length or config.inference_model.max_new_tokens,
         dual_clip=policy.dual_clip,
+        proximal=proximal,
+        behaviour_weight=policy.behaviour_weight.value,
+        behaviour_level=policy.behaviour_level.value,
+        behaviour_cap=policy.behaviour_cap,
+        mask_truncated=policy.mask_truncated,
         kl_estimator=policy.kl_estimator.value,
         kl_to_ref_coeff=policy.kl_coef,
         kl_to_inference_coeff=policy.kl_to_inference_coef,
@@ -459,12 +478,11 @@ def geometry_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
     """The batch geometry: what one step and the whole run consist of."""
     config = blueprint.config
     batch, steps = config.dialog_turns_per_batch, config.num_batches
-    optimizer_steps = batch // config.optim_batch_size * config.train.epochs
     tokens = batch * config.inference_model.max_new_tokens
     per_step = {
         "sequences": batch,
         f"groups of {config.env.repeats}": batch // config.env.repeats,
-        "optimizer steps": optimizer_steps,
+        "optimizer steps": config.optim_steps_per_batch,
         "response tokens, at most": tokens,
     }
     rows: list[dict[str, Any]] = [{"quantity": "steps (weight syncs)", "per step": 1, "whole run": steps}]

@@ -73,6 +73,29 @@ class Aggregation(Enum):
     constant = "constant"
 
 
+class Proximal(Enum):
+    """Policies that the ratio can be taken to."""
+
+    behaviour = "behaviour"
+    recomputed = "recomputed"
+    interpolated = "interpolated"
+
+
+class WeightBound(Enum):
+    """How an importance weight is bounded."""
+
+    none = "none"
+    truncate = "truncate"
+    mask = "mask"
+
+
+class WeightLevel(Enum):
+    """What an importance weight is taken over."""
+
+    token = "token"
+    sequence = "sequence"
+
+
 class KLEstimator(Enum):
     """Estimators of the KL."""
 
@@ -191,6 +214,8 @@ class RefModelConfig:
     """Which accelerators, by index, instead of num_devices."""
     dtype: Dtype = Dtype.float32
     """Type of the weights."""
+    refresh_every: int | None = limited(None, ge=1)
+    """Steps after which the trained weights become the reference model's, again and again; null never."""
 
 
 @dataclass
@@ -231,6 +256,17 @@ class PolicyConfig:
     """Clip range of the ratio: a number, or a pair [low, high]. Low is in [0, 1], high is at least 0."""
     dual_clip: float | None = limited(None, gt=1)
     """Bound of the objective where the advantage is negative, above 1; null is none."""
+    proximal: Proximal = Proximal.behaviour
+    """Policy that the ratio is taken to: the one that sampled, the one the batch started from (recomputed by a forward
+    pass), or an estimate of that one from staleness (interpolated)."""
+    behaviour_weight: WeightBound = WeightBound.none
+    """Importance weight of proximal to sampling policy: none, with larger weights truncated, or masked."""
+    behaviour_level: WeightLevel = WeightLevel.token
+    """That weight for each token, or for the sequence."""
+    behaviour_cap: float = limited(5.0, gt=0)
+    """Largest such weight, above 0."""
+    mask_truncated: bool = False
+    """Whether truncated responses leave the loss; they stay in their group's statistics."""
     ratio_level: RatioLevel = RatioLevel.token
     """Ratio of each token, of the sequence, or of the sequence with each token's gradient (sequence_token)."""
     aggregation: Aggregation = Aggregation.sequence_mean
@@ -352,6 +388,11 @@ class GRPOConfig:
         return self.train.optim_batch_size or self.dialog_turns_per_batch
 
     @property
+    def optim_steps_per_batch(self) -> int:
+        """Optimizer steps between two weight syncs."""
+        return self.dialog_turns_per_batch // self.optim_batch_size * self.train.epochs
+
+    @property
     def num_batches(self) -> int:
         """Batches in the run."""
         return -(-self.train.total_dialog_turns // self.dialog_turns_per_batch)
@@ -434,6 +475,7 @@ def validate(config: GRPOConfig) -> None:
         )
     _validate_dataset(config)
     _validate_clip_epsilon(config)
+    _validate_policy(config)
     _validate_batches(config)
     _validate_devices(config)
 
@@ -456,6 +498,21 @@ def _validate_clip_epsilon(config: GRPOConfig) -> None:
         raise ConfigError(
             f"policy.clip_epsilon={value} must be a number, or a pair [low, high], with 0 <= low <= 1 and high >= 0: "
             "use 0.2 or [0.2,0.28]."
+        )
+
+
+def _validate_policy(config: GRPOConfig) -> None:
+    policy, lora = config.policy, config.train_model.lora.enabled
+    if policy.behaviour_weight is not WeightBound.none and policy.proximal is Proximal.behaviour:
+        raise ConfigError(
+            f"policy.behaviour_weight={policy.behaviour_weight.value} needs a proximal policy apart from the one that "
+            "sampled, policy.proximal=behaviour makes every weight 1: use policy.proximal=recomputed."
+        )
+    if config.ref_model.refresh_every is not None and (lora or not config.needs_reference):
+        why = "the adapters switched off are the reference (LoRA)" if lora else "policy.kl_coef=0 needs none"
+        raise ConfigError(
+            f"ref_model.refresh_every={config.ref_model.refresh_every} needs a reference model of its own, but {why}: "
+            "leave ref_model.refresh_every out."
         )
 
 

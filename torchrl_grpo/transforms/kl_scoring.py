@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack
@@ -11,6 +11,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs.transforms import Transform
 
 from torchrl_grpo import keys
+from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import has, micro_batches, pad
 from torchrl_grpo.models.scoring import TokenScorer, autocast
 
@@ -51,6 +52,28 @@ class KLScoring(Transform):
         self.max_tokens = max_tokens
         self.autocast_dtype = autocast_dtype
         self.out_key = out_key
+
+    @torch.no_grad()
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Makes other weights the reference from here on.
+
+        Args:
+            weights: pairs (name in the Hugging Face checkpoint, tensor), every parameter once, as an engine takes them.
+
+        Raises:
+            RuntimeError: a name is unknown or missing, or a shape differs.
+        """
+        base = base_model_of(self.scorer.model)
+        own = {name: parameter for name, parameter in base.named_parameters()}
+        for name, weight in weights:
+            if name not in own or own[name].shape != weight.shape:
+                raise RuntimeError(
+                    f"weight {name!r} of shape {list(weight.shape)} does not fit the reference model, which "
+                    + (f"has {list(own[name].shape)} there." if name in own else "lacks it or was given it twice.")
+                )
+            own.pop(name).copy_(weight)
+        if own:
+            raise RuntimeError(f"{len(own)} weights are missing from the update, first {list(own)[:3]}.")
 
     @torch.no_grad()
     def log_probs(self, tokens: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:

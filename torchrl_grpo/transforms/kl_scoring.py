@@ -124,8 +124,10 @@ class KLScoring(Transform):
         *path, leaf = key if isinstance(key, tuple) else (key,)
         return target.set(tuple(path), lazy_stack([TensorDict({leaf: row}) for row in rows]))
 
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         """Scores what is written to a replay buffer. An environment's input is left alone: ``_step`` scores it."""
+        if tensordict is None:  # a transform of the same buffer, such as GroupAdvantage, holds everything back
+            return None
         return tensordict if self.parent is not None else self.forward(tensordict)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:

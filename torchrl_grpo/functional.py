@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torchrl.objectives.value.functional import generalized_advantage_estimate
 
 AdvantageMean = Literal["group", "leave_one_out", "batch", "none"]
 AdvantageStd = Literal["group", "batch", "none"]
@@ -110,6 +111,34 @@ def _statistics(values: Tensor, index: Tensor, valid: Tensor) -> tuple[Tensor, T
     high = (-low).scatter_reduce(0, index, torch.where(valid, values, -math.inf), "amax")
     low = low.scatter_reduce(0, index, torch.where(valid, values, math.inf), "amin")
     return mean, count, (high > low)[index]
+
+
+def sampled_token_gae(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lmbda: float) -> Tensor:
+    """Generalised advantage estimate along the sampled tokens of each sequence (arXiv 1506.02438).
+
+    Tokens outside the mask are skipped, so that no time passes on them; after the last one the value is 0.
+
+    Args:
+        reward: [N, T] floating.
+        value: [N, T] of the same type: the value of the state that each token was sampled in.
+        mask: [N, T] bool, the sampled tokens. ``reward`` and ``value`` may be anything outside it.
+        gamma: discount from one sampled token to the next.
+        lmbda: weight of what lies past the next value.
+
+    Returns:
+        [N, T], 0 outside the mask.
+    """
+    count = mask.sum(-1, keepdim=True)
+    most = int(count.max()) if count.numel() else 0
+    if not most:
+        return torch.zeros_like(reward)
+    order = (~mask).to(torch.int8).sort(dim=-1, stable=True).indices[:, :most]  # sampled tokens first
+    rewards, values = (torch.where(mask, entry, 0.0).gather(-1, order).unsqueeze(-1) for entry in (reward, value))
+    next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
+    done = (torch.arange(most, device=mask.device) == count - 1).unsqueeze(-1)
+    # The loop over time, not the convolution: a sequence's result must not depend on how long the others are.
+    advantage, _ = generalized_advantage_estimate(gamma, lmbda, values, next_values, rewards, done)
+    return torch.where(mask, torch.zeros_like(reward).scatter(-1, order, advantage.squeeze(-1)), 0.0)
 
 
 def overlong_penalty(length: Tensor, longest: int, buffer: int) -> Tensor:

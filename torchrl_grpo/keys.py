@@ -26,7 +26,8 @@ key                               shape, dtype       meaning
 ``"reward_valid"``                [1] bool           False where the reward crashed or timed out
 ``"group_id"``                    [1] int64          equal for the G responses to one prompt, unique in a run
 ``"policy_version"``              [1] int64          the oldest weights that sampled a token of the sequence
-``"advantage"``                   [1] float32        written by ``GroupAdvantage``
+``"advantage"``                   [1] float32        written by ``GroupAdvantage``; [T] at its level "token"
+``"state_value"``                 [T] float32        read by it if there: value of the state a token was sampled in
 ``("prox_log_probs", "full")``    [T] float32        proximal log-probs, written by the trainer where a loss reads them
 ``"staleness"``                   [1] int64          trained batches since ``"policy_version"``, likewise
 ``"query"``                       non-tensor str     the question, as text
@@ -55,6 +56,7 @@ REWARD_VALID = "reward_valid"
 GROUP_ID = "group_id"
 POLICY_VERSION = "policy_version"
 ADVANTAGE = "advantage"
+STATE_VALUE = "state_value"
 PROX_LOG_PROBS = ("prox_log_probs", "full")
 STALENESS = "staleness"
 QUERY = "query"

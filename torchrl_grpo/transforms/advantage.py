@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase, lazy_stack
@@ -10,8 +11,21 @@ from torch import Tensor
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import EnvBase, Transform
 
-from torchrl_grpo.functional import AdvantageMean, AdvantageStd, group_advantage
-from torchrl_grpo.keys import ADVANTAGE, DONE, GROUP_ID, REWARD, REWARD_VALID
+from torchrl_grpo.functional import AdvantageMean, AdvantageStd, group_advantage, sampled_token_gae
+from torchrl_grpo.keys import (
+    ADVANTAGE,
+    ASSISTANT_MASK,
+    DONE,
+    GROUP_ID,
+    REWARD,
+    REWARD_VALID,
+    STATE_VALUE,
+    TOKEN_REWARD,
+)
+from torchrl_grpo.models.packing import has, pad
+from torchrl_grpo.transforms.ragged import flatten, set_rows
+
+AdvantageLevel = Literal["sequence", "token"]
 
 
 class GroupAdvantage(Transform):
@@ -23,6 +37,16 @@ class GroupAdvantage(Transform):
     - in a replay buffer: ``extend`` holds the members of a group back until all ``repeats`` are there, then writes the
       group. Samples that have their advantage already are left alone;
     - in a ``TransformedEnv``: ``("next", "advantage")`` is the advantage where all rows of a group are done, else 0.
+      It sees the reward of the last step alone; where earlier steps have one, let ``RewardSum`` add them up.
+
+    With ``level="token"`` the advantage is one for each sampled token: the generalised advantage estimate (arXiv
+    1506.02438, TorchRL's function) over ``token_reward`` along the tokens that the policy sampled; tokens of the
+    environment in between take no time. It is then centred and scaled as the rewards are, over all sampled tokens of
+    the valid sequences of the group or the batch. With ``RewardShaping(kl_coef=...)`` before it and ``mean="batch",
+    std="batch"`` this is REINFORCE++ (arXiv 2501.03262). Not in a ``TransformedEnv``, where no sequence is whole.
+
+    ``"batch"`` means all that is computed at once: the batch that was passed; in a replay buffer, the groups that one
+    ``extend`` completed, so extend with the whole batch; in an environment, the groups that are done at that step.
 
     Attributes:
         num_groups: groups completed so far.
@@ -35,14 +59,25 @@ class GroupAdvantage(Transform):
     Keyword Args:
         mean: the baseline, see ``functional.group_advantage``.
         std: the scale, see there.
-        reward_key: [..., 1] floating, one reward a sequence.
+        level: one advantage for each ``"sequence"`` or for each sampled ``"token"``.
+        gamma: discount from one sampled token to the next, in [0, 1]; at level token.
+        lmbda: how far the estimate looks past the state values, in [0, 1]; at level token.
+        reward_key: [..., 1] floating, one reward a sequence, ``("next", "reward")`` if None. At level token [..., T],
+            one reward a token, ``("next", "token_reward")`` if None.
         valid_key: [..., 1] bool; where the key is missing every reward is valid.
         group_key: [..., 1] int64, or text that is equal within a group.
         done_key: [..., 1] bool, read in an environment.
-        advantage_key: [..., 1] float32, written.
+        advantage_key: [..., 1] float32, written; at level token [..., T], ragged like the tokens and 0 on those that
+            were not sampled.
+
+    At level token, ``"state_value"`` is read where the batch has it: [..., T] floating, at each sampled token the value
+    of the state that it was sampled in. Without it the values are 0. A sequence has no value after its last token,
+    whether it was truncated or not.
 
     Raises:
-        ValueError: ``repeats`` is less than 2, or a batch has a group of another size.
+        ValueError: an argument is out of its range, or a batch has a group of another size.
+        KeyError: at level token, the batch has no token rewards.
+        RuntimeError: at level token, it is in an environment.
 
     Examples:
         >>> import torch
@@ -59,7 +94,10 @@ class GroupAdvantage(Transform):
         *,
         mean: AdvantageMean = "group",
         std: AdvantageStd = "group",
-        reward_key: NestedKey = REWARD,
+        level: AdvantageLevel = "sequence",
+        gamma: float = 1.0,
+        lmbda: float = 1.0,
+        reward_key: NestedKey | None = None,
         valid_key: NestedKey = REWARD_VALID,
         group_key: NestedKey = GROUP_ID,
         done_key: NestedKey = DONE,
@@ -67,7 +105,27 @@ class GroupAdvantage(Transform):
     ) -> None:
         if repeats < 2:
             raise ValueError(f"repeats={repeats} must be at least 2, a group of 1 has no advantage: use 2 or more.")
-        super().__init__(in_keys=[reward_key, valid_key, group_key], out_keys=[advantage_key])
+        if level not in get_args(AdvantageLevel):
+            raise ValueError(f"level={level!r} must be one of {get_args(AdvantageLevel)}: use 'sequence'.")
+        if level == "token" and mean == "leave_one_out":
+            raise ValueError(
+                "mean='leave_one_out' must go with level='sequence', the tokens of a sequence have no others to be "
+                "compared with one by one: use mean='group' or 'batch', or level='sequence'."
+            )
+        for name, value in (("gamma", gamma), ("lmbda", lmbda)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name}={value} must be in [0, 1]: use 1.0.")
+            if level == "sequence" and value != 1:
+                raise ValueError(
+                    f"{name}={value} must be 1 with level='sequence', nothing reads it: use level='token'."
+                )
+        if reward_key is None:
+            reward_key = REWARD if level == "sequence" else TOKEN_REWARD
+        per_token = [ASSISTANT_MASK, STATE_VALUE] if level == "token" else []
+        super().__init__(in_keys=[reward_key, valid_key, group_key, *per_token], out_keys=[advantage_key])
+        self.level = level
+        self.gamma = gamma
+        self.lmbda = lmbda
         self.repeats = repeats
         self.mean = mean
         self.std = std
@@ -98,12 +156,9 @@ class GroupAdvantage(Transform):
         Raises:
             ValueError: a group has not ``repeats`` members.
         """
-        if tensordict.get(self.advantage_key, None) is None:
-            self._write(tensordict)
-        return tensordict
+        return tensordict if has(tensordict, self.advantage_key) else self._write(tensordict)
 
-    def _write(self, tensordict: TensorDictBase) -> None:
-        reward = tensordict.get(self.reward_key)
+    def _write(self, tensordict: TensorDictBase) -> TensorDictBase:
         group = _group_ids(tensordict, self.group_key)
         ids, sizes = group.unique(return_counts=True)
         wrong = (sizes != self.repeats).nonzero().reshape(-1)
@@ -113,16 +168,48 @@ class GroupAdvantage(Transform):
                 f"each group of the batch must have repeats={self.repeats} members, {wrong.numel()} of {ids.numel()} "
                 f"have not (the first has {int(sizes[first])}): pass whole groups, each once."
             )
-        valid = _column(tensordict, self.valid_key, torch.ones_like(group, dtype=torch.bool))
-        advantage = group_advantage(reward.reshape(-1), group, valid, mean=self.mean, std=self.std)
-        self._count(advantage, group, valid, torch.ones_like(valid))
-        tensordict.set(self.advantage_key, advantage.reshape(*tensordict.batch_size, 1))
+        every = torch.ones_like(group, dtype=torch.bool)
+        valid = _column(tensordict, self.valid_key, every)
+        if self.level == "token":
+            return self._write_tokens(tensordict, group, valid)
+        reward = tensordict.get(self.reward_key).reshape(-1)
+        advantage = group_advantage(reward, group, valid, mean=self.mean, std=self.std)
+        self._count(advantage != 0, group, valid, every)
+        return tensordict.set(self.advantage_key, advantage.reshape(*tensordict.batch_size, 1))
 
-    def _count(self, advantage: Tensor, group: Tensor, valid: Tensor, counted: Tensor) -> None:
-        """Adds the groups whose members are ``counted`` to the counts."""
+    def _write_tokens(self, tensordict: TensorDictBase, group: Tensor, valid: Tensor) -> TensorDictBase:
+        """Writes one advantage for each sampled token.
+
+        Args:
+            tensordict: batch of N sequences.
+            group: [N] int64.
+            valid: [N] bool.
+        """
+        flat = flatten(tensordict)
+        if not has(flat, self.reward_key):
+            raise KeyError(
+                f"level='token' needs the entry {self.reward_key}, the batch has none: apply RewardShaping before "
+                "GroupAdvantage, or use level='sequence'."
+            )
+        reward, mask = pad(flat, self.reward_key).double(), pad(flat, ASSISTANT_MASK, False)
+        value = pad(flat, STATE_VALUE).double() if has(flat, STATE_VALUE) else torch.zeros_like(reward)
+        counted = mask & valid.unsqueeze(-1)
+        estimate = sampled_token_gae(reward, value, counted, self.gamma, self.lmbda)
+        of_token = group.unsqueeze(-1).expand_as(counted)[counted]
+        every = torch.ones_like(of_token, dtype=torch.bool)
+        advantage = torch.zeros(counted.shape, dtype=torch.float32, device=counted.device)
+        advantage[counted] = group_advantage(estimate[counted], of_token, every, mean=self.mean, std=self.std)
+        self._count((advantage != 0).any(-1), group, valid, torch.ones_like(valid))
+        widths = [row.get(ASSISTANT_MASK).shape[-1] for row in flat.unbind(0)]
+        return set_rows(
+            tensordict, self.advantage_key, [row[:width] for row, width in zip(advantage, widths, strict=True)]
+        )
+
+    def _count(self, signal: Tensor, group: Tensor, valid: Tensor, counted: Tensor) -> None:
+        """Adds the groups whose members are ``counted`` to the counts; ``signal`` is an advantage that is not 0."""
         groups = group[counted].unique()
         self.num_groups += groups.numel()
-        self.num_zero_signal_groups += groups.numel() - group[counted & (advantage != 0)].unique().numel()
+        self.num_zero_signal_groups += groups.numel() - group[counted & signal].unique().numel()
         self.num_invalid += int((counted & ~valid).sum())
 
     # In a replay buffer
@@ -139,9 +226,7 @@ class GroupAdvantage(Transform):
                 complete.extend(self._waiting.pop(key))
         if not complete:
             return None
-        batch = lazy_stack(complete)
-        self._write(batch)
-        return batch
+        return self._write(lazy_stack(complete))
 
     def _in_env(self) -> bool:
         try:
@@ -159,13 +244,18 @@ class GroupAdvantage(Transform):
         before = _all_of_group(group, _column(tensordict, _in_next(self.done_key), ~every))
         valid = _column(next_tensordict, _in_next(self.valid_key), every)
         reward = next_tensordict.get(_in_next(self.reward_key)).reshape(-1)
-        advantage = group_advantage(reward, group, valid, mean=self.mean, std=self.std)
-        advantage = torch.where(complete, advantage, 0.0)
-        self._count(advantage, group, valid, complete & ~before)
+        # What the batch means here: rewards of dialogs that still go on are not known yet.
+        advantage = group_advantage(reward, group, valid & complete, mean=self.mean, std=self.std)
+        self._count(advantage != 0, group, valid, complete & ~before)
         next_tensordict.set(_in_next(self.advantage_key), advantage.reshape(*next_tensordict.batch_size, 1))
         return next_tensordict
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+        if self.level == "token":
+            raise RuntimeError(
+                "level='token' must get finished sequences, GroupAdvantage is in an environment, where a step has one "
+                "turn of them: call it on the collector's batch, put it into a ReplayBuffer, or use level='sequence'."
+            )
         zeros = torch.zeros((*tensordict_reset.batch_size, 1), dtype=torch.float32)
         return tensordict_reset.set(_in_next(self.advantage_key), zeros)
 

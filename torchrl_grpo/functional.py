@@ -238,7 +238,8 @@ def sapo_objective(ratio: Tensor, advantage: Tensor, tau_positive: float, tau_ne
         tau_positive: temperature where the advantage is positive, above 0.
         tau_negative: temperature elsewhere, above 0.
     """
-    tau = torch.where(advantage > 0, tau_positive, tau_negative)
+    # Tensors, because torch.where makes two numbers float32.
+    tau = torch.where(advantage > 0, ratio.new_tensor(tau_positive), ratio.new_tensor(tau_negative))
     return 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
 
 

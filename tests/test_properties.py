@@ -1,0 +1,378 @@
+"""Properties of the pure functions that hold for every input, looked for with hypothesis.
+
+``tests/test_functional.py`` has their values by hand. Rewards are multiples of 1/8, so that a difference of two of
+them is either exactly 0 or far above rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torchrl_grpo import functional as F
+
+quick = settings(deadline=None)
+junk = st.sampled_from([math.nan, math.inf, -math.inf, 1e30])
+eighths = st.integers(-80, 80).map(lambda value: value / 8)
+rewarded = st.lists(st.tuples(eighths, st.integers(0, 3), st.booleans()), min_size=1, max_size=12)
+small = st.floats(-3, 3)
+advantages = st.floats(-5, 5)
+ratios = st.floats(1e-3, 1e3)
+clips = st.floats(0, 0.9)
+
+
+def column(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64).reshape(-1, 1)
+
+
+def advantage(rows: list[tuple[float, int, bool]], **settings: Any) -> Tensor:
+    reward, group, valid = zip(*rows, strict=True)
+    return F.group_advantage(
+        torch.tensor(reward, dtype=torch.float64), torch.tensor(group), torch.tensor(valid), **settings
+    )
+
+
+@st.composite
+def masks(draw: Any, *, empty_rows: bool = True) -> Tensor:
+    """[N, T] bool with at least one True."""
+    rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    least = 0 if empty_rows else 1
+    row = st.lists(st.booleans(), min_size=width, max_size=width).filter(lambda values: sum(values) >= least)
+    mask = torch.tensor(draw(st.lists(row, min_size=rows, max_size=rows)))
+    assume(bool(mask.any()))
+    return mask
+
+
+def filled(mask: Tensor, data: Any, inside: Any = small, outside: Any = junk) -> Tensor:
+    """[N, T] float64 with other values outside of the mask."""
+    values = [data.draw(inside if keep else outside) for keep in mask.flatten().tolist()]
+    return torch.tensor(values, dtype=torch.float64).view(mask.shape)
+
+
+# Reductions
+
+
+@quick
+@given(masks(), st.data())
+def test_masked_mean_is_the_mean_of_what_is_inside_in_any_order_whatever_is_outside(mask: Tensor, data: Any) -> None:
+    values = filled(mask, data)
+    inside = values[mask].tolist()
+    expected = math.fsum(inside) / len(inside)
+    order = torch.tensor(data.draw(st.permutations(range(mask.numel()))))
+    assert F.masked_mean(values, mask).item() == pytest.approx(expected, abs=1e-12)
+    assert F.masked_mean(values.flatten()[order], mask.flatten()[order]).item() == pytest.approx(expected, abs=1e-12)
+    assert F.masked_mean(values, mask, 7).item() == pytest.approx(math.fsum(inside) / 7, abs=1e-12)
+
+
+@quick
+@given(masks(), st.integers(1, 9))
+def test_token_weights_add_up(mask: Tensor, length: int) -> None:
+    """To 1 as a mean over sequences or tokens; as a sum by a constant, to the tokens of a sequence over it."""
+    sequences, tokens = int(mask.any(-1).sum()), int(mask.sum())
+    sequence_mean, token_mean = F.token_weights(mask), F.token_weights(mask, "token_mean")
+    constant = F.token_weights(mask, "constant", constant_length=length)
+    assert sequence_mean.sum().item() == pytest.approx(1, rel=1e-5)
+    assert token_mean.sum().item() == pytest.approx(1, rel=1e-5)
+    assert constant.sum().item() == pytest.approx(tokens / length / sequences, rel=1e-5)
+    for weights in (sequence_mean, token_mean, constant):
+        assert weights.shape == mask.shape and weights.dtype == torch.float32
+        assert ((weights > 0) == mask).all()
+    # Each sequence has the same share, or each token has.
+    assert sequence_mean.sum(-1)[mask.any(-1)].tolist() == pytest.approx([1 / sequences] * sequences, rel=1e-5)
+    assert token_mean[mask].tolist() == pytest.approx([1 / tokens] * tokens, rel=1e-5)
+    assert constant[mask].tolist() == pytest.approx([1 / length / sequences] * tokens, rel=1e-5)
+
+
+@quick
+@given(masks(), st.sampled_from(["sequence_mean", "token_mean", "constant"]), st.integers(1, 5), st.randoms())
+def test_padding_empty_sequences_and_order_do_not_change_a_tokens_weight(
+    mask: Tensor, aggregation: Any, extra: int, random: Any
+) -> None:
+    weights = F.token_weights(mask, aggregation, constant_length=3)
+    order = list(range(len(mask) + 1))
+    random.shuffle(order)
+    wide = torch.zeros(len(mask) + 1, mask.shape[1] + extra, dtype=torch.bool)
+    wide[: len(mask), : mask.shape[1]] = mask
+    got = F.token_weights(wide[order], aggregation, constant_length=3)[torch.tensor(order).argsort()]
+    assert torch.equal(got[: len(mask), : mask.shape[1]], weights)
+    assert got.count_nonzero() == mask.sum()
+
+
+# Advantages
+
+
+@quick
+@given(
+    rewarded, eighths, st.sampled_from(["group", "leave_one_out", "batch"]), st.sampled_from(["group", "batch", "none"])
+)
+def test_a_constant_added_to_all_rewards_changes_no_advantage(rows: Any, constant: float, mean: Any, std: Any) -> None:
+    moved = [(reward + constant, group, valid) for reward, group, valid in rows]
+    torch.testing.assert_close(
+        advantage(moved, mean=mean, std=std), advantage(rows, mean=mean, std=std), rtol=1e-5, atol=1e-6
+    )
+
+
+@quick
+@given(rewarded, st.floats(0.01, 100), st.sampled_from(["group", "leave_one_out", "batch", "none"]))
+def test_scaling_all_rewards_changes_no_advantage_over_a_std_and_scales_those_without(
+    rows: Any, factor: float, mean: Any
+) -> None:
+    scaled = [(reward * factor, group, valid) for reward, group, valid in rows]
+    for std in ("group", "batch"):
+        torch.testing.assert_close(
+            advantage(scaled, mean=mean, std=std, eps=0.0), advantage(rows, mean=mean, std=std, eps=0.0),
+            rtol=1e-4, atol=1e-6,
+        )  # fmt: skip
+    torch.testing.assert_close(
+        advantage(scaled, mean=mean, std="none"), factor * advantage(rows, mean=mean, std="none"), rtol=1e-4, atol=1e-6
+    )
+
+
+EVERY_MEAN = st.sampled_from(["group", "leave_one_out", "batch", "none"])
+EVERY_STD = st.sampled_from(["group", "batch", "none"])
+
+
+@quick
+@given(rewarded, st.permutations([-(2**40), -1, 5, 2**40]), EVERY_MEAN, EVERY_STD, st.data())
+def test_order_and_the_names_of_groups_do_not_matter(rows: Any, names: Any, mean: Any, std: Any, data: Any) -> None:
+    order = data.draw(st.permutations(range(len(rows))))
+    renamed = [(rows[i][0], names[rows[i][1]], rows[i][2]) for i in order]
+    expected = advantage(rows, mean=mean, std=std)[list(order)]
+    torch.testing.assert_close(advantage(renamed, mean=mean, std=std), expected, rtol=1e-5, atol=1e-6)
+
+
+@quick
+@given(rewarded, EVERY_MEAN, EVERY_STD, st.data())
+def test_invalid_members_get_nothing_and_change_nothing(rows: Any, mean: Any, std: Any, data: Any) -> None:
+    spoiled = [(reward if valid else data.draw(junk), group, valid) for reward, group, valid in rows]
+    got = advantage(spoiled, mean=mean, std=std)
+    valid = torch.tensor([row[2] for row in rows])
+    assert (got[~valid] == 0).all() and torch.isfinite(got).all()
+    if valid.any():
+        alone = advantage([row for row in rows if row[2]], mean=mean, std=std)
+        torch.testing.assert_close(got[valid], alone, rtol=1e-5, atol=1e-6)
+
+
+@quick
+@given(rewarded, st.sampled_from(["group", "leave_one_out"]), EVERY_STD)
+def test_advantages_of_a_group_add_up_to_0(rows: Any, mean: Any, std: Any) -> None:
+    got, group = advantage(rows, mean=mean, std=std), torch.tensor([row[1] for row in rows])
+    for name in group.unique():
+        assert got[group == name].sum().item() == pytest.approx(0, abs=1e-4)
+
+
+@quick
+@given(rewarded)
+def test_advantages_over_the_batch_have_mean_0_and_std_1(rows: Any) -> None:
+    valid = torch.tensor([row[2] for row in rows])
+    got = advantage(rows, mean="batch", std="batch", eps=0.0)[valid]
+    if len({row[0] for row in rows if row[2]}) < 2:
+        assert (got == 0).all()
+    else:
+        assert got.mean().item() == pytest.approx(0, abs=1e-5)
+        assert got.std().item() == pytest.approx(1, rel=1e-5)
+
+
+# KL estimators
+
+vocabularies = st.integers(2, 8).flatmap(lambda size: st.tuples(*[st.lists(small, min_size=size, max_size=size)] * 2))
+
+
+@quick
+@given(vocabularies)
+def test_expected_over_a_vocabulary_k1_and_k3_are_the_kl(logits: tuple[list[float], list[float]]) -> None:
+    log_p, log_q = (torch.tensor(values, dtype=torch.float64).log_softmax(0) for values in logits)
+    kl = torch.nn.functional.kl_div(log_q, log_p, reduction="sum", log_target=True)
+    for estimate in (F.kl_k1, F.kl_k3):
+        assert (log_p.exp() * estimate(log_p, log_q)).sum().item() == pytest.approx(kl.item(), abs=1e-9)
+
+
+@quick
+@given(vocabularies)
+def test_expected_gradients_of_the_kl_estimators(logits: tuple[list[float], list[float]]) -> None:
+    """At samples of p, as a loss: k1's is 0, k2's that of KL(p || q), k3's that of KL(q || p)."""
+    raw = torch.tensor(logits[0], dtype=torch.float64, requires_grad=True)
+    log_q = torch.tensor(logits[1], dtype=torch.float64).log_softmax(0)
+
+    def gradient(loss: Tensor) -> Tensor:
+        return torch.autograd.grad(loss, raw)[0]
+
+    log_p = raw.log_softmax(0)
+    sampled = log_p.detach().exp()
+    forward = gradient((log_p.exp() * (log_p - log_q)).sum())
+    log_p = raw.log_softmax(0)
+    backward = gradient((log_q.exp() * (log_q - log_p)).sum())
+    for name, expected in {"k1": torch.zeros_like(forward), "k2": forward, "k3": backward}.items():
+        got = gradient((sampled * F.KL_ESTIMATORS[name](raw.log_softmax(0), log_q)).sum())
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-9)
+
+
+@quick
+@given(st.floats(-60, 0), st.floats(-60, 0))
+def test_kl_estimators_are_0_at_equality_and_finite_far_from_it(a: float, b: float) -> None:
+    log_p, log_q = column([a]), column([b])
+    for estimate in F.KL_ESTIMATORS.values():
+        assert estimate(log_p, log_p).item() == 0
+    assert 0 <= F.kl_k3(log_p, log_q).item() + 1e-12 <= math.exp(20)
+    assert F.kl_k1(log_p, log_q).item() == -F.kl_k1(log_q, log_p).item() == a - b
+    assert F.kl_k2(log_p, log_q).item() == F.kl_k2(log_q, log_p).item() >= 0
+
+
+# Objectives
+
+
+@quick
+@given(st.floats(-60, 0), st.floats(-60, 0))
+def test_importance_ratios_are_inverse_to_one_another_and_bounded(a: float, b: float) -> None:
+    forth, back = (
+        F.importance_ratio(column([a]), column([b])).item(),
+        F.importance_ratio(column([b]), column([a])).item(),
+    )
+    assert forth * back == pytest.approx(1)
+    assert forth == pytest.approx(math.exp(max(-20, min(20, a - b))))
+
+
+@quick
+@given(ratios, advantages, clips, clips, st.floats(0, 0.09), st.floats(0, 2))
+def test_the_clipped_surrogate_is_a_lower_bound_and_tight_inside_the_range(
+    ratio: float, value: float, low: float, high: float, lower: float, higher: float
+) -> None:
+    r, a = column([ratio]), column([value])
+    clipped, plain = F.clipped_surrogate(r, a, low, high).item(), ratio * value
+    assert clipped <= plain + 1e-12
+    if 1 - low <= ratio <= 1 + high:
+        assert clipped == plain
+    # It is tight too where the clip would make the objective larger, and a wider range never makes it smaller.
+    if (value > 0 and ratio < 1 - low) or (value < 0 and ratio > 1 + high):
+        assert clipped == plain
+    assert clipped <= F.clipped_surrogate(r, a, low + lower, high + higher).item() + 1e-12
+
+
+@quick
+@given(ratios, advantages, clips, st.floats(1.01, 5))
+def test_dual_clip_bounds_the_objective_of_a_negative_advantage_alone(
+    ratio: float, value: float, clip: float, bound: float
+) -> None:
+    surrogate = F.clipped_surrogate(column([ratio]), column([value]), clip, clip)
+    got = F.dual_clip(surrogate, column([value]), bound).item()
+    if value >= 0:
+        assert got == surrogate.item()
+    else:
+        assert got == max(surrogate.item(), bound * value)
+
+
+@quick
+@given(ratios, st.floats(-10, 0), advantages, st.floats(0, 1), st.floats(0, 4))
+def test_cispos_gradient_is_its_bounded_weight_times_the_advantage(
+    ratio: float, log_prob: float, value: float, low: float, high: float
+) -> None:
+    """Everywhere, also where the weight is at a bound, and none of it through the ratio."""
+    r, p = column([ratio]).requires_grad_(), column([log_prob]).requires_grad_()
+    objective = F.cispo_objective(r, p, column([value]), low, high)
+    through_ratio, through_log_prob = torch.autograd.grad(objective.sum(), (r, p), allow_unused=True)
+    weight = max(1 - low, min(1 + high, ratio))
+    assert objective.item() == pytest.approx(weight * value * log_prob)
+    assert through_ratio is None
+    assert through_log_prob.item() == pytest.approx(weight * value)
+
+
+@quick
+@given(ratios, advantages, st.floats(0.1, 5), st.floats(0.1, 5))
+def test_sapos_slope_is_the_advantage_at_ratio_1_and_smaller_elsewhere(
+    ratio: float, value: float, positive: float, negative: float
+) -> None:
+    tau = positive if value > 0 else negative
+
+    def slope(at: float) -> float:
+        r = column([at]).requires_grad_()
+        return torch.autograd.grad(F.sapo_objective(r, column([value]), positive, negative).sum(), r)[0].item()
+
+    sigmoid = 1 / (1 + math.exp(-min(tau * (ratio - 1), 700)))
+    assert slope(1.0) == pytest.approx(value, rel=1e-12)
+    assert slope(ratio) == pytest.approx(4 * sigmoid * (1 - sigmoid) * value, rel=1e-9, abs=1e-12)
+    assert abs(slope(ratio)) <= abs(value) + 1e-12
+
+
+@quick
+@given(masks(), small, st.data())
+def test_a_sequences_log_ratio_is_its_mean_over_its_own_tokens(mask: Tensor, shift: float, data: Any) -> None:
+    values = filled(mask, data)
+    got = F.sequence_log_ratio(values, mask)
+    assert got.shape == (len(mask), 1)
+    for row, keep, mean in zip(values, mask, got.flatten().tolist(), strict=True):
+        inside = row[keep].tolist()
+        assert mean == pytest.approx(math.fsum(inside) / len(inside) if inside else 0.0, abs=1e-12)
+    moved = F.sequence_log_ratio(values + shift, mask) - got
+    assert moved.flatten().tolist() == pytest.approx([shift * float(keep.any()) for keep in mask], abs=1e-12)
+
+
+# Behaviour and proximal policy
+
+
+@quick
+@given(st.floats(-10, 0), st.floats(-10, 0), st.integers(0, 50))
+def test_the_interpolated_proximal_policy_lies_between_and_nearer_to_the_current_one_with_staleness(
+    current: float, sample: float, staleness: int
+) -> None:
+    cur = column([current]).requires_grad_()
+    got, staler = (
+        F.interpolated_log_prob(cur, column([sample]), torch.tensor([[d]])) for d in (staleness, staleness + 1)
+    )
+    assert not got.requires_grad
+    expected = (sample + staleness * current) / (staleness + 1)
+    assert got.item() == pytest.approx(expected)
+    assert min(current, sample) - 1e-12 <= got.item() <= max(current, sample) + 1e-12
+    assert abs(staler.item() - current) <= abs(got.item() - current) + 1e-12
+
+
+@quick
+@given(
+    masks(), st.floats(0.1, 5), st.sampled_from(["truncate", "mask"]), st.sampled_from(["token", "sequence"]), st.data()
+)
+def test_behaviour_weights_are_bounded_ratios_of_tokens_or_sequences(
+    mask: Tensor, cap: float, bound: Any, level: Any, data: Any
+) -> None:
+    log_ratio = filled(mask, data).requires_grad_()
+    got = F.behaviour_weight(log_ratio, mask, bound, level, cap)
+    assert got.shape == mask.shape and not got.requires_grad
+    for row, keep, weights in zip(log_ratio.tolist(), mask.tolist(), got.tolist(), strict=True):
+        inside = [value for value, kept in zip(row, keep, strict=True) if kept]
+        for value, kept, weight in zip(row, keep, weights, strict=True):
+            if not kept:
+                assert math.isfinite(weight)
+                continue
+            plain = math.exp(value if level == "token" else max(-20, min(20, math.fsum(inside))))
+            if plain > cap * (1 + 1e-9):
+                assert weight == (cap if bound == "truncate" else 0.0)
+            elif plain < cap * (1 - 1e-9):
+                assert weight == pytest.approx(plain)
+    assert (F.behaviour_weight(log_ratio, mask, "none", level, cap) == 1).all()
+
+
+# Statistics
+
+
+@quick
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20), st.floats(1e-3, 1e3))
+def test_the_effective_sample_size_is_a_share_that_scale_does_not_change(weights: list[float], factor: float) -> None:
+    w = torch.tensor(weights, dtype=torch.float64)
+    share = F.effective_sample_size(w.mean(), w.square().mean()).item()
+    assert 1 / len(weights) - 1e-9 <= share <= 1 + 1e-9
+    scaled = F.effective_sample_size((factor * w).mean(), (factor * w).square().mean()).item()
+    assert scaled == pytest.approx(share)
+
+
+@pytest.mark.parametrize("samples", range(1, 8))
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(samples: int) -> None:
+    for correct in range(samples + 1):
+        for k in range(1, samples + 1):
+            subsets = list(combinations(range(samples), k))
+            right = sum(min(subset) < correct for subset in subsets)
+            assert F.pass_at_k(samples, correct, k) == pytest.approx(right / len(subsets))

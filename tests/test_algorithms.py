@@ -438,7 +438,20 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gspo_token": {"advantage": ("group", "group"), "clip": (3e-4, 4e-4), "ratio_level": "sequence_token"},
     "cispo": {"advantage": ("group", "group"), "aggregation": "token_mean", "clip": (1.0, 4.0), "loss": CISPOLoss},
     "sapo": {"advantage": ("group", "group"), "loss": SAPOLoss, "tau_positive": 1.0, "tau_negative": 1.05},
-    "rloo": {"advantage": ("leave_one_out", "none"), "aggregation": "constant", "constant_length": 1},
+    "rloo": {
+        "advantage": ("leave_one_out", "none"),
+        "aggregation": "constant",
+        "constant_length": 1,
+        "kl_estimator": "k1",
+        "shaping": {"kl_coef": 0.01, "kl_estimator": "k1"},
+    },
+    "reinforce_pp": {
+        "advantage": ("batch", "batch"),
+        "level": "token",
+        "aggregation": "token_mean",
+        "kl_estimator": "k1",
+        "shaping": {"kl_coef": 0.01, "kl_estimator": "k1"},
+    },
     "decoupled_ppo": {
         "advantage": ("group", "group"),
         "aggregation": "token_mean",
@@ -459,7 +472,8 @@ def test_every_preset_is_here() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path) -> None:
     expected = {"kl_coef": 0.0, "ratio_level": "token", "aggregation": "sequence_mean"}
-    expected |= {"proximal": "behaviour", "behaviour": ("none", "token", 5.0)} | PRESETS[name]
+    expected |= {"proximal": "behaviour", "behaviour": ("none", "token", 5.0), "kl_estimator": "k3"}
+    expected |= {"level": "sequence", "shaping": None, "dynamic_sampling": False} | PRESETS[name]
     run = build(compose_config(*SMALL, f"algo={name}"), tmp_path)
     try:
         run.fit()
@@ -471,7 +485,7 @@ def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path)
     assert loss.clip_epsilon_low.item() == pytest.approx(low)
     assert loss.clip_epsilon_high.item() == pytest.approx(high)
     assert (loss.kl_to_ref_coeff, loss.ratio_level, loss.aggregation, loss.kl_estimator, loss.dual_clip) == (
-        expected["kl_coef"], expected["ratio_level"], expected["aggregation"], "k3", None,
+        expected["kl_coef"], expected["ratio_level"], expected["aggregation"], expected["kl_estimator"], None,
     )  # fmt: skip
     assert (loss.entropy_coeff, loss.kl_to_inference_coeff) == (0.0, 0.0)
     assert (loss.proximal, loss.mask_truncated) == (expected["proximal"], False)
@@ -479,8 +493,16 @@ def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path)
     for setting in ("constant_length", "tau_positive", "tau_negative"):
         if setting in expected:
             assert getattr(loss, setting) == expected[setting]
-    advantage = dict(run.source.transforms)["advantage"]
+    transforms = dict(run.source.transforms)
+    advantage, shaping = transforms["advantage"], transforms.get("shaping")
     assert (advantage.mean, advantage.std) == expected["advantage"]
+    assert (advantage.level, advantage.gamma, advantage.lmbda) == (expected["level"], 1.0, 1.0)
+    assert (shaping is None) == (expected["shaping"] is None)
+    if shaping is not None:
+        assert advantage.reward_key == ("next", "token_reward" if advantage.level == "token" else "shaped_reward")
+        plain = {"scale": 1.0, "bias": 0.0, "clip": None, "overlong_buffer": 0, "kl_coef": 0.0}
+        for setting, value in (plain | expected["shaping"]).items():
+            assert getattr(shaping, setting) == value
     assert (run.trainer.version, run.trainer.optim_steps) == (2, 4)
 
 
@@ -526,6 +548,11 @@ def _copy(model: torch.nn.Module) -> dict[str, Tensor]:
     ("overrides", "message"),
     [
         (["policy.behaviour_weight=mask"], "policy.behaviour_weight=mask needs a proximal policy"),
+        (["policy.reward_clip=[1]"], r"policy.reward_clip=\[1.0\] must be a pair"),
+        (["policy.reward_clip=[1,-1]"], r"policy.reward_clip=\[1.0, -1.0\] must be a pair"),
+        (["policy.advantage_level=token", "policy.advantage_mean=leave_one_out"], "leaves a sequence out, not a token"),
+        (["policy.gae_gamma=0.9"], "policy.gae_gamma=0.9 must be 1 with policy.advantage_level=sequence"),
+        (["policy.overlong_buffer=1.5"], "policy.overlong_buffer=1.5 must be above 0 and at most 1"),
         (["policy.behaviour_cap=0"], "policy.behaviour_cap=0.0 must be above 0"),
         (["ref_model.refresh_every=2", "policy.kl_coef=0"], "ref_model.refresh_every=2 needs a reference model"),
         (["ref_model.refresh_every=2", "train_model.lora.enabled=true"], "adapters switched off are the reference"),

@@ -18,12 +18,14 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 from torch import nn
 from torchrl._utils import logger as torchrl_logger
+from torchrl.envs import Transform
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from torchrl_grpo import keys
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.source import LocalSource
-from torchrl_grpo.config import Backend, ConfigError, GRPOConfig, Precision, Proximal
+from torchrl_grpo.config import AdvantageLevel, Backend, ConfigError, GRPOConfig, Precision, Proximal
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Engine, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
@@ -42,6 +44,7 @@ from torchrl_grpo.trainer.report import summarize, write_report
 from torchrl_grpo.trainer.step import GRPOTrainer
 from torchrl_grpo.transforms.advantage import GroupAdvantage
 from torchrl_grpo.transforms.kl_scoring import KLScoring
+from torchrl_grpo.transforms.reward import RewardShaping
 from torchrl_grpo.weight_sync import sync_gap
 
 
@@ -309,16 +312,13 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str]) -> Run:
             dialog_turns_per_batch=config.dialog_turns_per_batch,
         )
         resources.callback(collector.shutdown)
-        policy = config.policy
-        advantage = _class_of("policy.advantage", policy.advantage, GroupAdvantage)(
-            repeats=config.env.repeats, mean=policy.advantage_mean.value, std=policy.advantage_std.value
-        )
-        transforms: list[Any] = [("advantage", advantage)]
+        transforms: list[Any] = []
         reference = None
         if config.needs_reference:
             scorer = _reference_scorer(blueprint, trainer.model)
             reference = KLScoring(scorer, autocast_dtype=trainer.autocast_dtype)
             transforms.append(("reference", reference))
+        transforms += _batch_transforms(config)
         source = LocalSource(collector, transforms, colocated=blueprint.plan.colocated)
         evaluator = None
         if blueprint.greedy_env is not None:
@@ -337,6 +337,35 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str]) -> Run:
             reference=reference,
             resources=resources.pop_all(),
         )
+
+
+def _batch_transforms(config: GRPOConfig) -> list[tuple[str, Transform]]:
+    """What makes advantages of the rewards of a whole batch, after reference scoring, in order."""
+    policy, shaping, settings = config.policy, [], {}
+    if config.shapes_reward:
+        longest = config.inference_model.max_new_tokens * config.env.max_turns
+        transform = RewardShaping(
+            scale=policy.reward_scale,
+            bias=policy.reward_bias,
+            clip=None if policy.reward_clip is None else (policy.reward_clip[0], policy.reward_clip[1]),
+            overlong_buffer=max(1, round(policy.overlong_buffer * longest)) if policy.overlong_buffer else 0,
+            max_response_tokens=longest,
+            kl_coef=policy.kl_coef if policy.kl_in_reward else 0.0,
+            kl_estimator=policy.kl_estimator.value,
+        )
+        shaping = [("shaping", transform)]
+        if policy.advantage_level is AdvantageLevel.sequence:
+            settings = {"reward_key": keys.SHAPED_REWARD}
+    advantage = _class_of("policy.advantage", policy.advantage, GroupAdvantage)(
+        repeats=config.env.repeats,
+        mean=policy.advantage_mean.value,
+        std=policy.advantage_std.value,
+        level=policy.advantage_level.value,
+        gamma=policy.gae_gamma,
+        lmbda=policy.gae_lambda,
+        **settings,
+    )
+    return [*shaping, ("advantage", advantage)]
 
 
 def _load(blueprint: Blueprint, dtype: str, device: torch.device) -> Any:
@@ -377,7 +406,7 @@ def _make_trainer(blueprint: Blueprint) -> GRPOTrainer:
         behaviour_cap=policy.behaviour_cap,
         mask_truncated=policy.mask_truncated,
         kl_estimator=policy.kl_estimator.value,
-        kl_to_ref_coeff=policy.kl_coef,
+        kl_to_ref_coeff=0.0 if policy.kl_in_reward else policy.kl_coef,
         kl_to_inference_coeff=policy.kl_to_inference_coef,
         entropy_coeff=policy.entropy_coef,
         **policy.loss_kwargs,

@@ -121,6 +121,13 @@ class AdvantageStd(Enum):
     none = "none"
 
 
+class AdvantageLevel(Enum):
+    """What gets an advantage of its own."""
+
+    sequence = "sequence"
+    token = "token"
+
+
 class WandbMode(Enum):
     """What Weights & Biases does."""
 
@@ -252,6 +259,20 @@ class PolicyConfig:
     """Baseline: mean of the group, of its other members (leave_one_out), of the batch, or none."""
     advantage_std: AdvantageStd = AdvantageStd.group
     """Scale: standard deviation of the group, of the batch, or none."""
+    advantage_level: AdvantageLevel = AdvantageLevel.sequence
+    """One advantage for a sequence, from its reward, or one for each token, from the rewards that follow it (GAE)."""
+    gae_gamma: float = limited(1.0, gt=0, le=1)
+    """advantage_level=token: discount of later rewards, in (0, 1]."""
+    gae_lambda: float = limited(1.0, ge=0, le=1)
+    """advantage_level=token: lambda of GAE (arXiv 1506.02438), in [0, 1]."""
+    reward_scale: float = limited(1.0, gt=0)
+    """Factor of the reward before the advantage; the logged rewards stay the task's."""
+    reward_bias: float = limited(0.0, ge=-1e6, le=1e6)
+    """Added to the scaled reward."""
+    reward_clip: list[float] | None = None
+    """Bounds [low, high] of the scaled and biased reward; null is none."""
+    overlong_buffer: float | None = limited(None, gt=0, le=1)
+    """Last share of the longest response over which a penalty grows from 0 to 1 (arXiv 2503.14476); null is none."""
     clip_epsilon: Any = 0.2
     """Clip range of the ratio: a number, or a pair [low, high]. Low is in [0, 1], high is at least 0."""
     dual_clip: float | None = limited(None, gt=1)
@@ -276,7 +297,9 @@ class PolicyConfig:
     kl_estimator: KLEstimator = KLEstimator.k3
     """Estimator of both KL terms."""
     kl_coef: float = limited(0.0, ge=0)
-    """Weight of the KL to the reference model, in the loss; 0 needs no reference model."""
+    """Weight of the KL to the reference model; 0 needs no reference model."""
+    kl_in_reward: bool = False
+    """Whether that KL is taken off the reward, token by token, instead of being part of the loss."""
     kl_to_inference_coef: float = limited(0.0, ge=0)
     """Weight of the KL to the policy that sampled."""
     entropy_coef: float = limited(0.0, ge=0)
@@ -409,6 +432,14 @@ class GRPOConfig:
         """Whether reference log-probs are used."""
         return self.policy.kl_coef > 0
 
+    @property
+    def shapes_reward(self) -> bool:
+        """Whether the advantage is made of something else than the task's reward."""
+        policy = self.policy
+        plain = (policy.reward_scale, policy.reward_bias, policy.reward_clip, policy.overlong_buffer)
+        token = policy.advantage_level is AdvantageLevel.token
+        return plain != (1.0, 0.0, None, None) or policy.kl_in_reward or token
+
 
 DATASETS = ("arithmetic", "gsm8k", "ifeval")
 
@@ -508,6 +539,21 @@ def _validate_policy(config: GRPOConfig) -> None:
             f"policy.behaviour_weight={policy.behaviour_weight.value} needs a proximal policy apart from the one that "
             "sampled, policy.proximal=behaviour makes every weight 1: use policy.proximal=recomputed."
         )
+    bounds = policy.reward_clip
+    if bounds is not None and not (len(bounds) == 2 and bounds[0] < bounds[1]):
+        raise ConfigError(f"policy.reward_clip={list(bounds)} must be a pair [low, high], low < high: use [-1,1], say.")
+    per_token = policy.advantage_level is AdvantageLevel.token
+    if per_token and policy.advantage_mean is AdvantageMean.leave_one_out:
+        raise ConfigError(
+            "policy.advantage_mean=leave_one_out must not be used with policy.advantage_level=token, because it leaves "
+            "a sequence out, not a token: use policy.advantage_mean=group or batch."
+        )
+    for name, value in (("gae_gamma", policy.gae_gamma), ("gae_lambda", policy.gae_lambda)):
+        if value != 1 and not per_token:
+            raise ConfigError(
+                f"policy.{name}={value} must be 1 with policy.advantage_level=sequence, where nothing reads it: use "
+                "policy.advantage_level=token."
+            )
     if config.ref_model.refresh_every is not None and (lora or not config.needs_reference):
         why = "the adapters switched off are the reference (LoRA)" if lora else "policy.kl_coef=0 needs none"
         raise ConfigError(

@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.functional import pass_at_k
+from torchrl_grpo.functional import masked_mean, pass_at_k
 from torchrl_grpo.generation.base import Engine, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.models.packing import pad
@@ -98,5 +98,8 @@ def sample_rows(batch: TensorDictBase, split: str, most: int | None = None) -> l
     for row in rows:
         entry = {"split": split, "query": row[keys.QUERY], "response": row[keys.RESPONSE_TEXT]}
         present = {name: row.get(key, None) for name, key in names.items()}
+        advantage = present["advantage"]
+        if advantage is not None and advantage.numel() > 1:  # one for each token
+            present["advantage"] = masked_mean(advantage, row[keys.ASSISTANT_MASK])
         out.append(entry | {name: value.item() for name, value in present.items() if value is not None})
     return out

@@ -133,9 +133,9 @@ def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
     count = valid.sum().clamp(min=1)
     mean = torch.where(valid, reward, 0.0).sum() / count
     variance = torch.where(valid, (reward - mean).square(), 0.0).sum() / count
-    advantage = batch.get(keys.ADVANTAGE).reshape(-1)
+    advantage = pad(batch, keys.ADVANTAGE).abs().amax(-1)  # of a sequence, or of its tokens
     _, group = batch.get(keys.GROUP_ID).reshape(-1).unique(return_inverse=True)
-    signal = torch.zeros(int(group.max()) + 1).index_add_(0, group, (advantage != 0).float()) > 0
+    signal = torch.zeros(int(group.max()) + 1).index_add_(0, group, (advantage > 0).float()) > 0
     lengths = (pad(batch, keys.RESPONSE, -1) >= 0).sum(-1).float()
     values: dict[str, Any] = {
         "reward_mean": mean,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from tensordict import NestedKey, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
+from torchrl._utils import logger as torchrl_logger
 from torchrl.collectors import BaseCollector
 from torchrl.envs import EnvBase, TransformedEnv
 
+from torchrl_grpo.collectors.dynamic import GroupCounts, collect_with_signal
 from torchrl_grpo.envs import LENGTH_STOPPED
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.keys import (
@@ -27,18 +29,24 @@ from torchrl_grpo.keys import (
     REF_LOG_PROBS,
     RESPONSE,
     RESPONSE_TEXT,
+    REWARD,
     REWARD_VALID,
+    TURN_REWARDS,
 )
 
 
 @dataclass
 class RolloutCounts:
-    """What a rollout did: ``turns`` and ``tokens`` of the policy, seconds in the policy and in the environment."""
+    """What a rollout did: ``turns`` and ``tokens`` of the policy, seconds in the policy and in the environment.
+
+    They count everything that was played; ``groups`` says what dynamic sampling dropped of it.
+    """
 
     turns: int = 0
     tokens: int = 0
     generate_seconds: float = 0.0
     env_seconds: float = 0.0
+    groups: GroupCounts = field(default_factory=GroupCounts)
 
 
 class RolloutCollector(BaseCollector):
@@ -48,7 +56,9 @@ class RolloutCollector(BaseCollector):
     turns of a dialog are one sequence: ``("tokens", "prompt")`` is the first prompt, ``("tokens", "response")`` all
     that came after it, ``("masks", "all_assistant_mask")`` is True on the tokens that the policy sampled, the
     log-probs are 0 elsewhere, ``"policy_version"`` is the oldest of the turns, and ``("next", ...)`` is that of the
-    last turn. Rows that are done cost nothing in later turns.
+    last turn, but for the reward: it is the sum over the turns, valid if all of them are, and
+    ``("next", "turn_rewards")`` has the parts where a dialog of the rollout had several turns. Rows that are done cost
+    nothing in later turns.
 
     Attributes:
         last: counts of the latest rollout.
@@ -61,9 +71,13 @@ class RolloutCollector(BaseCollector):
         dialog_turns_per_batch: a batch is made of whole rollouts until it has at least so many trajectories (TorchRL's
             name; a dialog counts once, however many turns it has). None is one rollout, ``num_envs`` trajectories.
         total_dialog_turns: iteration ends when so many turns were played; -1 never ends.
+        dynamic_sampling: drop the groups whose valid rewards are all equal and play on until the batch has exactly
+            ``dialog_turns_per_batch`` trajectories of groups that have signal (arXiv 2503.14476, section 3.2).
+        max_sampling_rounds: after so many rollouts for one batch it is filled with the groups without signal that were
+            played last.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a number is out of its range, or dynamic sampling cannot give a batch of that size.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -92,6 +106,8 @@ class RolloutCollector(BaseCollector):
         *,
         dialog_turns_per_batch: int | None = None,
         total_dialog_turns: int = -1,
+        dynamic_sampling: bool = False,
+        max_sampling_rounds: int = 10,
     ) -> None:
         super().__init__()
         if dialog_turns_per_batch is not None and dialog_turns_per_batch < 1:
@@ -105,9 +121,27 @@ class RolloutCollector(BaseCollector):
         # These three names are TorchRL's: __len__ and stats() of the base class read them.
         self.requested_frames_per_batch = dialog_turns_per_batch or env.batch_size[0]
         self.total_frames = total_dialog_turns
+        self._group_size = _base_env(env).repeats if dynamic_sampling else 0
+        self.max_sampling_rounds = max_sampling_rounds
+        if dynamic_sampling:
+            self._check_dynamic_sampling()
+        self._warned = False
         self._frames = 0
         self.last = RolloutCounts()
         self._closed = False
+
+    def _check_dynamic_sampling(self) -> None:
+        wanted, rows, size = self.requested_frames_per_batch, self.env.batch_size[0], self._group_size
+        if wanted % size:
+            raise ValueError(
+                f"dialog_turns_per_batch={wanted} must be a multiple of the group size {size} with dynamic sampling, "
+                f"which makes batches of exactly that many: use {wanted - wanted % size or size}."
+            )
+        if wanted > rows * self.max_sampling_rounds:
+            raise ValueError(
+                f"max_sampling_rounds={self.max_sampling_rounds} rollouts of {rows} trajectories must make up "
+                f"dialog_turns_per_batch={wanted}: use at least {-(-wanted // rows)} rounds."
+            )
 
     @property
     def dialog_turns(self) -> int:
@@ -138,11 +172,24 @@ class RolloutCollector(BaseCollector):
         if self._closed:
             raise RuntimeError("the collector was shut down and cannot play: build a new one.")
         self.last = RolloutCounts()
-        trajectories: list[TensorDictBase] = []
-        while len(trajectories) < self.requested_frames_per_batch:
-            trajectories.extend(self._play())
+        sequences = self._play_dynamic() if self._group_size else []
+        while len(sequences) < self.requested_frames_per_batch:
+            sequences.extend(self._play())
         self._frames += self.last.turns
-        return lazy_stack(trajectories)
+        return lazy_stack(sequences)
+
+    def _play_dynamic(self) -> list[TensorDictBase]:
+        """A batch of groups with signal, as far as ``max_sampling_rounds`` rollouts give them."""
+        groups = self.requested_frames_per_batch // self._group_size
+        sequences, self.last.groups = collect_with_signal(self._play, groups, self.max_sampling_rounds)
+        if self.last.groups.filled and not self._warned:
+            self._warned = True
+            torchrl_logger.warning(
+                f"dynamic sampling: {self.max_sampling_rounds} rollouts had {groups - self.last.groups.filled} groups "
+                f"with signal of {groups} wanted; {self.last.groups.filled} without signal fill the batch. Further "
+                "batches like it are only counted."
+            )
+        return sequences
 
     def _play(self) -> Iterable[TensorDictBase]:
         """Resets the environment and plays until all rows are done; one TensorDict per row."""
@@ -220,7 +267,7 @@ def _base_env(env: EnvBase) -> EnvBase:
     return env
 
 
-def _trajectories(last: TensorDictBase, turns: list[list[TensorDictBase]]) -> Iterable[TensorDictBase]:
+def _trajectories(last: TensorDictBase, turns: list[list[TensorDictBase]]) -> Sequence[TensorDictBase]:
     """The rows of the last transition with the token entries of all turns.
 
     Args:
@@ -228,20 +275,42 @@ def _trajectories(last: TensorDictBase, turns: list[list[TensorDictBase]]) -> It
         turns: for each row, its turns.
     """
     nxt = last.get("next")
+    several = any(len(row) > 1 for row in turns)
     out = last.exclude("next", "done", "terminated", "truncated", "correct", LENGTH_STOPPED)
     out.set("text", nxt.get("text"))
-    if any(len(row) > 1 for row in turns):
+    if several:
         _set_merged(out, turns)
+        for name in (REWARD[-1], REWARD_VALID):
+            if nxt.get(name, None) is not None:
+                nxt.set(name, torch.stack([_over_turns(row, ("next", name)) for row in turns]))
     # An environment writes all it has to say under "next"; these two belong to the sequence.
     for key in (REWARD_VALID, ADVANTAGE):
         value = nxt.get(key, None)
         if value is not None:
             out.set(key, value)
     nxt = nxt.exclude("tokens", "text", REWARD_VALID, ADVANTAGE)
-    if nxt.get("ref_log_probs", None) is not None and any(len(row) > 1 for row in turns):
+    if nxt.get("ref_log_probs", None) is not None and several:
         nxt.set("ref_log_probs", lazy_stack([TensorDict({"full": _sum_turns(row, REF_LOG_PROBS)}) for row in turns]))
     out.set("next", nxt)
-    return out.unbind(0)
+    rows = out.unbind(0)
+    if several:
+        for trajectory, row in zip(rows, turns, strict=True):
+            trajectory.set(TURN_REWARDS, _turn_rewards(row))
+    return rows
+
+
+def _over_turns(turns: list[TensorDictBase], key: NestedKey) -> Tensor:
+    """[1] what a dialog has of an entry: a number summed over its turns, a flag that is True where it always was."""
+    values = torch.stack([turn.get(key) for turn in turns])
+    return values.all(0) if values.dtype == torch.bool else values.sum(0)
+
+
+def _turn_rewards(turns: list[TensorDictBase]) -> Tensor:
+    """[T] float32, the reward of each turn on the last token that the turn sampled."""
+    out = torch.zeros(turns[-1].get(FULL).shape, dtype=torch.float32)
+    for turn in turns:
+        out[turn.get(ASSISTANT_MASK).nonzero().reshape(-1)[-1:]] = turn.get(REWARD).float()
+    return out
 
 
 def _set_merged(out: TensorDictBase, turns: list[list[TensorDictBase]]) -> None:

@@ -142,9 +142,9 @@ class RewardShaping(Transform):
         sample, ref = (pad(flat, key).double() for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS))
         return self.kl_coef * KL_ESTIMATORS[self.kl_estimator](sample, ref)
 
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Shapes what is written to a replay buffer."""
-        return self.forward(tensordict)
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        """Shapes what is written to a replay buffer; None where another transform of it holds everything back."""
+        return None if tensordict is None else self.forward(tensordict)
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         raise RuntimeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,10 @@ from tests.conftest import make_tiny_model
 from tests.test_config import compose_config
 from torchrl_grpo import build as build_module
 from torchrl_grpo import config as config_module
-from torchrl_grpo.build import build, prepare
+from torchrl_grpo.build import build, plan_rows, prepare
 from torchrl_grpo.config import ConfigError, GRPOConfig, leaves
 from torchrl_grpo.models import loading
+from torchrl_grpo.placement import DevicePlan
 from torchrl_grpo.weight_sync import sync_gap
 
 SMALL = (
@@ -56,7 +58,7 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
     ("overrides", "message"),
     [
         (["model.name=nobody/nothing"], r"model\.name=nobody/nothing must be a folder or a model"),
-        (["train_model.num_devices=2"], r"train_model\.num_devices=2 must be one device.*num_devices=1"),
+        (["train_model.num_devices=2"], r"train_model has 2 devices and must have one.*num_devices=1"),
         (["inference_model.devices=[0]"], r"inference_model\.devices=\[0\] must be accelerators of this machine"),
         (["inference_model.max_new_tokens=2048"], r"max_new_tokens=2048 must leave room for a prompt in the context"),
         (["env.max_prompt_tokens=3"], r"max_prompt_tokens=3"),
@@ -112,6 +114,29 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
     blueprint = prepare(config)
     assert blueprint.train_env.num_dropped == 1
     assert blueprint.greedy_env is not None and blueprint.greedy_env.batch_size == (1,)  # no problem is counted twice
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_the_plan_table_lists_the_devices_and_what_one_of_them_holds() -> None:
+    def table(plan: DevicePlan, *overrides: str) -> list[tuple[str, str, float]]:
+        rows = plan_rows(dataclasses.replace(prepare(compose_config(*SMALL, *overrides)), plan=plan))
+        return [(row["role"], row["devices"], row["memory per device"] / row["parameters"]) for row in rows]
+
+    cpu, gpu = torch.device("cpu"), [torch.device("cuda", index) for index in range(8)]
+    plan = DevicePlan((cpu,), ((cpu,),), (cpu,), colocated=False)
+    assert table(plan) == [("train", "cpu", 16), ("inference (transformers)", "cpu", 4), ("reference", "cpu", 4)]
+    plan = DevicePlan((cpu,) * 2, ((cpu,),) * 3, (), colocated=False)
+    assert table(plan, "train_model.lora.enabled=true") == [
+        ("train (LoRA)", "2 x cpu", 2),
+        ("inference (transformers)", "3 x cpu", 4),
+        ("reference (adapters off)", "2 x cpu", 0),
+    ]
+    plan = DevicePlan(tuple(gpu[:4]), (tuple(gpu[4:6]), tuple(gpu[6:8])), (gpu[0],), colocated=False)
+    assert table(plan, "inference_model.dtype=bfloat16", "ref_model.dtype=bfloat16") == [
+        ("train", "cuda:0, cuda:1, cuda:2, cuda:3", 4),
+        ("inference (transformers)", "cuda:4+cuda:5, cuda:6+cuda:7", 1),
+        ("reference", "cuda:0", 2),
+    ]
 
 
 def test_vllm_use_v1_is_answered_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,7 @@ def test_defaults_of_every_config_file_are_valid() -> None:
             ["train_model.num_devices=1", "train_model.devices=[0]"],
             r"train_model\.num_devices=1 and train_model\.devices=\[0\] exclude each other",
         ),
+        (["inference_model.tensor_parallel_size=2"], r"tensor_parallel_size=2 must be 1 with .*: use .*backend=vllm"),
         (["ref_model.devices=[1,1]"], r"ref_model\.devices=\[1, 1\] must be different indices"),
         (["inference_model.gpu_memory_utilization=1.2"], r"gpu_memory_utilization=1\.2 must be above 0 and at most 1"),
     ],

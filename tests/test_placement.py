@@ -5,60 +5,126 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchrl_grpo.placement import ROLES, RoleRequest, plan_devices
+from torchrl_grpo.placement import ROLES, DevicePlan, RoleRequest, plan_devices
 
 CPU = torch.device("cpu")
+TWO = {role: RoleRequest(num_devices=2) for role in ROLES}
+PAIRS = {
+    "train": RoleRequest(devices=[0, 1]),
+    "reference": RoleRequest(devices=[2, 3]),
+    "inference": RoleRequest(devices=[4, 5]),
+}
 
 
-def gpus(count: int) -> list[torch.device]:
-    return [torch.device("cuda", index) for index in range(count)]
+def gpus(*indices: int) -> tuple[torch.device, ...]:
+    return tuple(torch.device("cuda", index) for index in indices)
 
 
-def plan(count: int, needs_reference: bool = True, **requests: RoleRequest):
+def plan(
+    count: int,
+    needs_reference: bool = True,
+    tensor_parallel_size: int = 1,
+    cluster: str | None = None,
+    **requests: RoleRequest,
+) -> DevicePlan:
     everything = {role: requests.get(role, RoleRequest()) for role in ROLES}
-    return plan_devices(everything, gpus(count), needs_reference=needs_reference)
+    return plan_devices(
+        everything,
+        gpus(*range(count)),
+        needs_reference=needs_reference,
+        tensor_parallel_size=tensor_parallel_size,
+        cluster=cluster,
+    )
 
 
-def test_without_accelerators_all_roles_are_on_the_cpu() -> None:
-    got = plan(0)
-    assert (got.train, got.inference, got.reference, got.colocated) == (CPU, CPU, CPU, False)
-    assert plan(0, needs_reference=False).reference is None
+def test_without_accelerators_each_role_is_one_cpu_process_and_all_may_be_the_same() -> None:
+    assert plan(0) == DevicePlan((CPU,), ((CPU,),), (CPU,), colocated=False)
+    assert plan(0, needs_reference=False).reference == ()
+    assert not plan(0).distributed
+
+
+def test_without_accelerators_a_device_is_a_process_and_there_is_no_limit() -> None:
+    got = plan(0, train=RoleRequest(num_devices=64), inference=RoleRequest(num_devices=2))
+    assert got == DevicePlan((CPU,) * 64, ((CPU,), (CPU,)), (CPU,), colocated=False)
+    assert got.distributed
 
 
 def test_one_accelerator_is_shared_in_turns() -> None:
-    got = plan(1)
-    assert {got.train, got.inference, got.reference} == set(gpus(1))
-    assert got.colocated
+    assert plan(1) == DevicePlan(gpus(0), (gpus(0),), gpus(0), colocated=True)
+    assert plan(1, train=RoleRequest(devices=[0]), inference=RoleRequest(devices=[0])) == plan(1)
+    assert not plan(1).distributed
 
 
-def test_enough_accelerators_give_each_role_its_own() -> None:
-    got = plan(3)
-    assert [got.train, got.inference, got.reference] == gpus(3)
-    assert not got.colocated
-    assert not plan(2, needs_reference=False).colocated
+@pytest.mark.parametrize("count", [3, 6, 8])
+def test_enough_accelerators_give_each_role_its_own(count: int) -> None:
+    got = plan(count)
+    assert got == DevicePlan(gpus(0), (gpus(1),), gpus(2), colocated=False)
+    assert not got.distributed
+
+
+def test_with_two_accelerators_the_reference_model_shares_the_trainers() -> None:
+    assert plan(2) == DevicePlan(gpus(0), (gpus(1),), gpus(0), colocated=False)
+    assert plan(2, needs_reference=False) == DevicePlan(gpus(0), (gpus(1),), (), colocated=False)
+
+
+def test_the_reference_model_shares_the_first_of_the_trainers_when_the_others_take_all() -> None:
+    got = plan(4, train=RoleRequest(num_devices=2), inference=RoleRequest(num_devices=2))
+    assert got == DevicePlan(gpus(0, 1), (gpus(2), gpus(3)), gpus(0), colocated=False)
+
+
+@pytest.mark.parametrize("count", [6, 8])
+def test_two_devices_a_role_are_two_ranks_two_replicas_and_two_reference_models(count: int) -> None:
+    got = plan(count, **TWO)
+    assert got == DevicePlan(gpus(0, 1), (gpus(2), gpus(3)), gpus(4, 5), colocated=False)
+    assert got.distributed
+
+
+@pytest.mark.parametrize("count", [6, 8])
+def test_given_pairs_of_devices_are_kept(count: int) -> None:
+    assert plan(count, **PAIRS) == DevicePlan(gpus(0, 1), (gpus(4), gpus(5)), gpus(2, 3), colocated=False)
+
+
+def test_two_devices_a_role_on_a_cpu_are_two_processes_each() -> None:
+    assert plan(0, **TWO) == DevicePlan((CPU, CPU), ((CPU,), (CPU,)), (CPU, CPU), colocated=False)
 
 
 def test_given_devices_are_kept_and_the_others_placed_around_them() -> None:
-    got = plan(3, train=RoleRequest(devices=[2]))
-    assert got.train == gpus(3)[2]
-    assert {got.inference, got.reference} == set(gpus(2))
+    assert plan(3, train=RoleRequest(devices=[2])) == DevicePlan(gpus(2), (gpus(0),), gpus(1), colocated=False)
+
+
+def test_tensor_parallel_devices_are_one_replica() -> None:
+    got = plan(8, tensor_parallel_size=2, train=RoleRequest(num_devices=2), inference=RoleRequest(num_devices=4))
+    assert got == DevicePlan(gpus(0, 1), (gpus(2, 3), gpus(4, 5)), gpus(6), colocated=False)
+    assert plan(4, tensor_parallel_size=2) == DevicePlan(gpus(0), (gpus(1, 2),), gpus(3), colocated=False)
+    assert plan(0, tensor_parallel_size=2).inference == ((CPU, CPU),)
+    assert plan(0, tensor_parallel_size=2).distributed
+
+
+def test_the_plan_of_a_cluster_has_the_clusters_accelerators() -> None:
+    assert plan(6, cluster="auto", **TWO) == plan(6, **TWO)
 
 
 @pytest.mark.parametrize(
     ("count", "requests", "message"),
     [
         (0, {"train": RoleRequest(devices=[0])}, r"train_model\.devices=\[0\] must be accelerators of this machine"),
-        (2, {"inference": RoleRequest(devices=[5])}, r"inference_model\.devices=\[5\].*use indices below 2"),
-        (2, {"train": RoleRequest(num_devices=4)}, r"train_model\.num_devices=4 must not be more than the 2"),
-        (0, {"reference": RoleRequest(num_devices=2)}, r"ref_model\.num_devices=2 must be one device"),
-        (8, {"train": RoleRequest(num_devices=2)}, r"train_model\.num_devices=2 must be one device"),
-        (8, {"train": RoleRequest(devices=[0, 1])}, r"train_model\.devices=\[0, 1\] must be one device"),
+        (0, PAIRS, r"train_model\.devices=\[0, 1\].*, which has 0: .*use train_model\.num_devices=2 for CPU processes"),
+        (1, PAIRS, r"train_model\.devices=\[0, 1\].*, which has 1: .*use indices below 1"),
+        (3, PAIRS, r"inference_model\.devices=\[4, 5\].*, which has 3: .*use indices below 3"),
+        (1, TWO, r"train_model\.num_devices=2 must not be more than the 1 accelerators of this machine: use .*=1"),
+        (3, TWO, r"=2, inference_model\.num_devices=2, ref_model\.num_devices=2 .* need 6, and 3 of 3 are free"),
+        (5, TWO, r"need 6, and 5 of 5 are free; lower num_devices"),
         (
             4,
-            {"train": RoleRequest(devices=[1]), "inference": RoleRequest(devices=[1])},
-            r"inference_model\.devices=\[1\] must not overlap train_model\.devices",
+            {"train": RoleRequest(devices=[0, 1, 2]), "inference": RoleRequest(num_devices=2)},
+            r"inference_model\.num_devices=2, ref_model\.num_devices=1 must fit .*: they need 3, and 1 of 4",
         ),
-        (2, {role: RoleRequest(num_devices=1) for role in ROLES}, "need 3 more devices, but only 2 of 2 are free"),
+        (
+            4,
+            {"train": RoleRequest(devices=[0, 1]), "inference": RoleRequest(devices=[1, 2])},
+            r"inference_model\.devices=\[1, 2\] must not overlap train_model\.devices=\[0, 1\]: both name cuda:1",
+        ),
+        (2, {role: RoleRequest(num_devices=1) for role in ROLES}, "need 3, and 2 of 2 are free"),
     ],
 )
 def test_what_cannot_be_placed_is_refused_with_numbers(count: int, requests: dict, message: str) -> None:
@@ -66,11 +132,20 @@ def test_what_cannot_be_placed_is_refused_with_numbers(count: int, requests: dic
         plan(count, **requests)
 
 
-def test_with_two_accelerators_the_reference_model_shares_the_trainers() -> None:
-    got = plan(2)
-    assert [got.train, got.inference, got.reference] == [*gpus(2), gpus(2)[0]]
-    assert not got.colocated
+def test_a_replica_must_have_all_its_devices() -> None:
+    request = RoleRequest(num_devices=3)
+    with pytest.raises(
+        ValueError, match=r"num_devices=3 must be a multiple of .*tensor_parallel_size=2: use 4 devices"
+    ):
+        plan(8, tensor_parallel_size=2, inference=request)
+
+
+def test_indices_are_refused_on_a_cluster_and_its_address_is_named() -> None:
+    with pytest.raises(ValueError, match=r"devices=\[0, 1\] must be left out with ray\.address=auto.*num_devices=2"):
+        plan(8, cluster="auto", **PAIRS)
+    with pytest.raises(ValueError, match="must not be more than the 1 accelerators of the Ray cluster at auto"):
+        plan(1, cluster="auto", **TWO)
 
 
 def test_the_reference_request_does_not_count_without_a_reference_model() -> None:
-    assert plan(1, needs_reference=False, reference=RoleRequest(num_devices=7)).reference is None
+    assert plan(1, needs_reference=False, reference=RoleRequest(num_devices=7)).reference == ()

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,7 +192,13 @@ def _prepare(config: GRPOConfig) -> Blueprint:
         role: RoleRequest(node.num_devices, node.devices)
         for role, node in (("train", config.train_model), ("inference", inference), ("reference", config.ref_model))
     }
-    plan = plan_devices(requests, available_accelerators(), needs_reference=own_reference)
+    plan = plan_devices(
+        requests,
+        available_accelerators(),
+        needs_reference=own_reference,
+        tensor_parallel_size=inference.tensor_parallel_size,
+    )
+    _check_one_process(plan)
     if inference.backend is Backend.vllm:
         from torchrl_grpo.generation.vllm import require_vllm
 
@@ -241,6 +248,20 @@ def _prepare(config: GRPOConfig) -> Blueprint:
         greedy_env=greedy_env,
         sampled_env=make_env("test", num_test * k, k) if num_test and k else None,
     )
+
+
+def _check_one_process(plan: DevicePlan) -> None:
+    counts = {
+        "train_model": len(plan.train),
+        "inference_model": sum(map(len, plan.inference)),
+        "ref_model": len(plan.reference),
+    }
+    for role, count in counts.items():
+        if count > 1:
+            raise ConfigError(
+                f"{role} has {count} devices and must have one, because this version runs all roles in one process: "
+                f"use {role}.num_devices=1."
+            )
 
 
 def _class_of(field: str, name: str, base: type[Any]) -> type[Any]:
@@ -381,7 +402,7 @@ def _load(blueprint: Blueprint, dtype: str, device: torch.device) -> Any:
 
 def _make_trainer(blueprint: Blueprint) -> GRPOTrainer:
     config = blueprint.config
-    model: nn.Module = _load(blueprint, config.train_model.dtype.value, blueprint.plan.train)
+    model: nn.Module = _load(blueprint, config.train_model.dtype.value, blueprint.plan.train[0])
     lora = config.train_model.lora
     if lora.enabled:
         names = lora.target_modules
@@ -410,7 +431,7 @@ def _make_trainer(blueprint: Blueprint) -> GRPOTrainer:
         kl_to_inference_coeff=policy.kl_to_inference_coef,
         entropy_coeff=policy.entropy_coef,
         **policy.loss_kwargs,
-    ).to(blueprint.plan.train)
+    ).to(blueprint.plan.train[0])
     settings = config.optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = {
@@ -423,7 +444,7 @@ def _make_trainer(blueprint: Blueprint) -> GRPOTrainer:
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
-        fused=blueprint.plan.train.type == "cuda",
+        fused=blueprint.plan.train[0].type == "cuda",
     )
     scheduler = None
     if settings.warmup_steps:
@@ -450,12 +471,12 @@ def _make_engine(blueprint: Blueprint) -> Engine:
     if config.backend is Backend.transformers:
         from torchrl_grpo.generation.transformers import TransformersEngine
 
-        return TransformersEngine(_load(blueprint, config.dtype.value, plan.inference), copy=False)
+        return TransformersEngine(_load(blueprint, config.dtype.value, plan.inference[0][0]), copy=False)
     from torchrl_grpo.generation.vllm import VLLMEngine
 
     return VLLMEngine(
         loading.resolve_name(blueprint.config.model.name),
-        device=plan.inference,
+        device=plan.inference[0][0],
         dtype=config.dtype.value,
         max_model_len=config.max_model_len or blueprint.max_prompt_tokens + config.max_new_tokens,
         seed=blueprint.config.seed,
@@ -472,35 +493,48 @@ def _reference_scorer(blueprint: Blueprint, trained: nn.Module) -> TokenScorer:
     temperature = config.inference_model.temperature
     if config.train_model.lora.enabled:
         return AdapterOffScorer(trained, temperature=temperature)
-    assert blueprint.plan.reference is not None
-    model = _load(blueprint, config.ref_model.dtype.value, blueprint.plan.reference)
+    model = _load(blueprint, config.ref_model.dtype.value, blueprint.plan.reference[0])
     return TokenScorer(model.requires_grad_(False), temperature=temperature)
 
 
 def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
-    """The device plan: a row a role, with the memory that its weights (and the optimizer's state) will take."""
+    """The device plan: a row a role, with what its weights (and the optimizer's state) take on one device."""
     config, plan = blueprint.config, blueprint.plan
     count, lora = loading.count_parameters(blueprint.model_config), config.train_model.lora.enabled
+    ranks = [(device,) for device in plan.train]
     copies = 1 if lora else 4  # weights, gradients and Adam's two moments
-    engine = f"inference ({config.inference_model.backend.value})"
+    # Of each role: its devices in groups, and how many times the model's weights one device holds.
     roles = [
-        ("train (LoRA)" if lora else "train", plan.train, config.train_model.dtype, copies),
-        (engine, plan.inference, config.inference_model.dtype, 1),
+        ("train (LoRA)" if lora else "train", ranks, config.train_model.dtype, copies / len(ranks)),
+        (
+            f"inference ({config.inference_model.backend.value})",
+            plan.inference,
+            config.inference_model.dtype,
+            1 / len(plan.inference[0]),
+        ),
     ]
-    if plan.reference is not None:
-        roles.append(("reference", plan.reference, config.ref_model.dtype, 1))
+    if plan.reference:
+        roles.append(("reference", [(device,) for device in plan.reference], config.ref_model.dtype, 1))
     elif config.needs_reference:
-        roles.append(("reference (adapters off)", plan.train, config.train_model.dtype, 0))
+        roles.append(("reference (adapters off)", ranks, config.train_model.dtype, 0))
     return [
         {
             "role": role,
-            "device": str(device),
+            "devices": _listed(devices),
             "dtype": dtype.value,
             "parameters": count,
-            "memory": count * getattr(torch, dtype.value).itemsize * copies,
+            "memory per device": math.ceil(count * getattr(torch, dtype.value).itemsize * share),
         }
-        for role, device, dtype, copies in roles
+        for role, devices, dtype, share in roles
     ]
+
+
+def _listed(groups: Sequence[Sequence[torch.device]]) -> str:
+    """Devices as ``cuda:0, cuda:1``, those of a tensor-parallel replica as ``cuda:0+cuda:1``, CPU processes counted."""
+    names = ["+".join(map(str, group)) for group in groups]
+    if len(names) > 1 and len(set(names)) == 1:
+        return f"{len(names)} x {names[0]}"
+    return ", ".join(names)
 
 
 def geometry_rows(blueprint: Blueprint) -> list[dict[str, Any]]:

@@ -191,6 +191,8 @@ class InferenceModelConfig:
     """How many devices, at least 1; by default placed by itself."""
     devices: list[int] | None = None
     """Which accelerators, by index, instead of num_devices."""
+    tensor_parallel_size: int = limited(1, ge=1)
+    """vllm: devices that share one replica's weights; num_devices divided by it is the number of replicas."""
     dtype: Dtype = Dtype.float32
     """Type of the engine's weights."""
     temperature: float = limited(1.0, gt=0)
@@ -607,6 +609,13 @@ def _validate_devices(config: GRPOConfig) -> None:
             raise ConfigError(
                 f"{role}.devices={list(node.devices)} must be different indices of accelerators, from 0: use [0], say."
             )
+
+    engine = config.inference_model
+    if engine.tensor_parallel_size > 1 and engine.backend is not Backend.vllm:
+        raise ConfigError(
+            f"inference_model.tensor_parallel_size={engine.tensor_parallel_size} must be 1 with "
+            f"inference_model.backend={engine.backend.value}: use inference_model.backend=vllm."
+        )
 
 
 def _schema_leaves() -> dict[str, dataclasses.Field[Any]]:

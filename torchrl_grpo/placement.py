@@ -1,7 +1,8 @@
-"""Which role runs on which device: ``num_devices`` or ``devices`` of each role to a ``DevicePlan``.
+"""Which role runs on which devices: ``num_devices`` or ``devices`` of each role to a ``DevicePlan``.
 
-One process drives everything here: on a CPU all roles share it, on one accelerator they take turns (colocated), and
-with more each role gets one of its own (with two, the reference model shares the trainer's).
+On a machine without accelerators a device is a process, and there is no limit to them. With one accelerator the roles
+take turns on it (colocated); with more, each role gets its own, and if just the reference model is left without one and
+nobody asked for one, it shares the trainer's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _FIELDS = {"train": "train_model", "inference": "inference_model", "reference": 
 
 @dataclass(frozen=True)
 class RoleRequest:
-    """What was asked for one role: a number, or indices, or neither."""
+    """What was asked for one role: a number, or indices of accelerators, or neither."""
 
     num_devices: int | None = None
     devices: Sequence[int] | None = None
@@ -28,16 +29,21 @@ class DevicePlan:
     """Where each role runs.
 
     Attributes:
-        train: device of the trained model.
-        inference: device of the generation engine.
-        reference: device of the reference model, None when there is none.
+        train: the trained model's devices, one for each rank.
+        inference: the engine's replicas, each with its devices: as many as ``tensor_parallel_size``.
+        reference: the reference model's devices, each with a whole copy; empty when there is no such model.
         colocated: whether the engine shares its accelerator, and must give its memory back while the others work.
     """
 
-    train: torch.device
-    inference: torch.device
-    reference: torch.device | None
+    train: tuple[torch.device, ...]
+    inference: tuple[tuple[torch.device, ...], ...]
+    reference: tuple[torch.device, ...]
     colocated: bool
+
+    @property
+    def distributed(self) -> bool:
+        """Whether a role has more than one device, which takes more than one process."""
+        return max(len(self.train), sum(map(len, self.inference)), len(self.reference)) > 1
 
 
 def available_accelerators() -> list[torch.device]:
@@ -50,84 +56,133 @@ def available_accelerators() -> list[torch.device]:
 
 
 def plan_devices(
-    requests: Mapping[str, RoleRequest], accelerators: Sequence[torch.device], *, needs_reference: bool
+    requests: Mapping[str, RoleRequest],
+    accelerators: Sequence[torch.device],
+    *,
+    needs_reference: bool,
+    tensor_parallel_size: int = 1,
+    cluster: str | None = None,
 ) -> DevicePlan:
     """Places the roles.
 
     Args:
         requests: what was asked for each role of ``ROLES``; the reference model's request counts only if it is needed.
-        accelerators: those of this machine, empty on a CPU-only one.
+        accelerators: those of the machine or of the cluster, empty if it has CPUs only.
         needs_reference: whether there is a reference model of its own.
+        tensor_parallel_size: devices of one replica of the engine.
+        cluster: address of the Ray cluster that the accelerators belong to, None for this machine. Ray decides which
+            of its accelerators a process gets, so in the plan of a cluster the indices only tell them apart.
 
     Raises:
-        ValueError: more devices than there are, an index that does not exist, overlapping devices, or a role on
-            several devices, which takes more than one process.
+        ValueError: more devices than there are, an index that does not exist or that names a cluster's accelerator,
+            overlapping devices, or a number of the engine's devices that is no multiple of ``tensor_parallel_size``.
     """
+    where = "this machine" if cluster is None else f"the Ray cluster at {cluster}"
     roles = [role for role in ROLES if role != "reference" or needs_reference]
+    counts = {role: _count(role, requests[role], tensor_parallel_size) for role in roles}
     for role in roles:
-        _check_request(role, requests[role], accelerators)
+        _check_indices(role, requests[role], len(accelerators), cluster)
     if not accelerators:
-        cpu = torch.device("cpu")
-        return DevicePlan(cpu, cpu, cpu if needs_reference else None, colocated=False)
-    placed = _place_manual(requests, roles, accelerators)
-    free = [device for device in accelerators if device not in placed.values()]
-    explicit = any(requests[role].num_devices is not None for role in roles) or bool(placed)
-    missing = [role for role in roles if role not in placed]
-    may_share = "reference" in missing and requests["reference"].num_devices is None
-    if may_share and len(free) == len(missing) - 1 and len(accelerators) > 1:
-        placed |= dict(zip([role for role in missing if role != "reference"], free, strict=True))
-        placed["reference"] = placed["train"]  # it works while the trainer waits
-    elif len(free) >= len(missing):
-        placed |= dict(zip(missing, free, strict=False))
-    elif explicit and len(accelerators) > 1:
-        raise ValueError(
-            f"the roles {', '.join(_FIELDS[role] for role in missing)} need {len(missing)} more devices, but only "
-            f"{len(free)} of {len(accelerators)} are free: lower num_devices, or give fewer devices."
-        )
+        placed = {role: [torch.device("cpu")] * counts[role] for role in roles}
     else:
-        placed |= dict.fromkeys(missing, accelerators[0])
-    shared = placed["inference"] in [device for role, device in placed.items() if role != "inference"]
-    return DevicePlan(placed["train"], placed["inference"], placed.get("reference"), colocated=shared)
+        placed = _place(requests, counts, accelerators, where)
+    engine = placed["inference"]
+    others = {device for role in roles if role != "inference" for device in placed[role]}
+    return DevicePlan(
+        train=tuple(placed["train"]),
+        inference=tuple(
+            tuple(engine[start : start + tensor_parallel_size]) for start in range(0, len(engine), tensor_parallel_size)
+        ),
+        reference=tuple(placed.get("reference", ())),
+        colocated=bool(accelerators) and not others.isdisjoint(engine),
+    )
 
 
-def _check_request(role: str, request: RoleRequest, accelerators: Sequence[torch.device]) -> None:
-    name = _FIELDS[role]
-    if request.devices is not None:
-        unknown = [index for index in request.devices if index >= len(accelerators)]
-        if unknown:
-            raise ValueError(
-                f"{name}.devices={list(request.devices)} must be accelerators of this machine, which has "
-                f"{len(accelerators)}: leave {name}.devices out"
-                + (f", or use indices below {len(accelerators)}." if accelerators else " to run on the CPU.")
-            )
+def _asked(role: str, request: RoleRequest, count: int) -> str:
+    """The config override that stands for a request."""
+    devices = request.devices
+    return f"{_FIELDS[role]}." + (f"devices={list(devices)}" if devices is not None else f"num_devices={count}")
+
+
+def _count(role: str, request: RoleRequest, tensor_parallel_size: int) -> int:
+    """How many devices a role gets."""
+    group = tensor_parallel_size if role == "inference" else 1
+    if request.num_devices is None and request.devices is None:
+        return group
     count = len(request.devices) if request.devices is not None else request.num_devices or 1
-    if accelerators and count > len(accelerators):
+    if count % group:
         raise ValueError(
-            f"{name}.num_devices={count} must not be more than the {len(accelerators)} accelerators of this machine: "
-            f"use {name}.num_devices={len(accelerators)} or less."
+            f"{_asked(role, request, count)} must be a multiple of inference_model.tensor_parallel_size={group}: "
+            f"use {-(-count // group) * group} devices, or a tensor_parallel_size that divides {count}."
         )
-    if count > 1:
-        asked = f"devices={list(request.devices)}" if request.devices is not None else f"num_devices={count}"
-        raise ValueError(
-            f"{name}.{asked} must be one device, because this version runs each role in one process: "
-            f"use {name}.num_devices=1."
-        )
+    return count
 
 
-def _place_manual(
-    requests: Mapping[str, RoleRequest], roles: Sequence[str], accelerators: Sequence[torch.device]
-) -> dict[str, torch.device]:
-    placed: dict[str, torch.device] = {}
-    for role in roles:
-        devices = requests[role].devices
-        if devices is None:
-            continue
-        device = accelerators[devices[0]]
-        other = next((name for name, taken in placed.items() if taken == device), None)
-        if other is not None and len(accelerators) > 1:
+def _place(
+    requests: Mapping[str, RoleRequest],
+    counts: Mapping[str, int],
+    accelerators: Sequence[torch.device],
+    where: str,
+) -> dict[str, list[torch.device]]:
+    """The devices of each role of ``counts`` where there are accelerators."""
+    total = len(accelerators)
+    placed: dict[str, list[torch.device]] = {}
+    for role, count in counts.items():
+        if count > total:
             raise ValueError(
-                f"{_FIELDS[role]}.devices={list(devices)} must not overlap {_FIELDS[other]}.devices: both name "
-                f"{device}; give each role its own, or leave both out to have them placed."
+                f"{_asked(role, requests[role], count)} must not be more than the {total} accelerators of {where}: "
+                f"use {_FIELDS[role]}.num_devices={total} or less."
             )
-        placed[role] = device
+        devices = requests[role].devices
+        if devices is not None:
+            placed[role] = [accelerators[index] for index in devices]
+            if total > 1:  # a single accelerator is shared by all
+                _check_overlap(role, placed, requests)
+    free = [device for device in accelerators if not any(device in devices for devices in placed.values())]
+    missing = [role for role in counts if role not in placed]
+    if total == 1:
+        return placed | {role: list(accelerators) for role in missing}
+    shares = "reference" in missing and requests["reference"].num_devices is None
+    if shares and sum(counts[role] for role in missing) == len(free) + 1:
+        missing.remove("reference")
+    needed = sum(counts[role] for role in missing)
+    if needed > len(free):
+        asked = ", ".join(_asked(role, requests[role], counts[role]) for role in missing)
+        raise ValueError(
+            f"{asked} must fit on the accelerators of {where}: they need {needed}, and {len(free)} of {total} are "
+            "free; lower num_devices, or give fewer devices."
+        )
+    for role in missing:
+        placed[role], free = free[: counts[role]], free[counts[role] :]
+    if needs_place := set(counts) - set(placed):
+        assert needs_place == {"reference"}
+        placed["reference"] = placed["train"][:1]  # it works while the trainer waits
     return placed
+
+
+def _check_indices(role: str, request: RoleRequest, total: int, cluster: str | None) -> None:
+    if request.devices is None or (cluster is None and all(index < total for index in request.devices)):
+        return
+    name, devices = _FIELDS[role], list(request.devices)
+    if cluster is not None:
+        raise ValueError(
+            f"{name}.devices={devices} must be left out with ray.address={cluster}, because indices name the "
+            f"accelerators of one machine: use {name}.num_devices={len(devices)}."
+        )
+    instead = f"use indices below {total}" if total else f"use {name}.num_devices={len(devices)} for CPU processes"
+    raise ValueError(
+        f"{name}.devices={devices} must be accelerators of this machine, which has {total}: leave {name}.devices out, "
+        f"or {instead}."
+    )
+
+
+def _check_overlap(
+    role: str, placed: Mapping[str, Sequence[torch.device]], requests: Mapping[str, RoleRequest]
+) -> None:
+    for other in placed:
+        shared = [str(device) for device in placed[other] if device in placed[role]]
+        if other != role and shared:
+            raise ValueError(
+                f"{_asked(role, requests[role], 0)} must not overlap {_asked(other, requests[other], 0)}: both name "
+                f"{', '.join(shared)}; give each role its own, or leave both out to have them placed."
+            )

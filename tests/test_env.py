@@ -154,6 +154,17 @@ def test_state_resumes_in_the_middle_of_an_epoch(tokenizer):
         assert torch.equal(again["group_id"], data["group_id"])
 
 
+def test_skipped_groups_are_those_that_a_reset_would_have_drawn(tokenizer):
+    env, other = (LLMEnv(EchoTask(5), tokenizer, num_envs=6, repeats=2, seed=3) for _ in range(2))
+    for _ in range(3):  # into the second epoch
+        env.reset()
+        other.skip(3)
+    assert other.state_dict() == env.state_dict()
+    drawn, expected = other.reset(), env.reset()
+    assert drawn["query"] == expected["query"]
+    assert drawn["group_id"].squeeze(-1).tolist() == expected["group_id"].squeeze(-1).tolist() == [9, 9, 10, 10, 11, 11]
+
+
 def test_state_of_another_dataset_is_refused(tokenizer):
     state = LLMEnv(EchoTask(10), tokenizer, num_envs=2, repeats=2).state_dict()
     with pytest.raises(ValueError, match="num_problems=10, this one has 9"):

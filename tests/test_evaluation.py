@@ -11,12 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from torchrl_grpo import keys
+from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.functional import pass_at_k
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.tasks.base import Problem, Score, Split, Task
-from torchrl_grpo.trainer.evaluation import Evaluator, sample_rows
-from torchrl_grpo.trainer.loop import rollout_metrics
+from torchrl_grpo.trainer.evaluation import Evaluator
 
 
 class CopyTask(Task):

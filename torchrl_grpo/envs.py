@@ -220,6 +220,13 @@ class LLMEnv(EnvBase):
         self._copies_left -= 1
         return self._current
 
+    def skip(self, groups: int) -> None:
+        """Goes on in the order of the problems as if a reset had drawn so many groups."""
+        for _ in range(groups):
+            self._copies_left = 0
+            self._draw()
+        self._copies_left = 0
+
     def _start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         self._position = 0

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.rollout import RolloutCollector
+from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
 
 
 class RolloutSource(Protocol):
@@ -22,14 +23,17 @@ class RolloutSource(Protocol):
 
     max_staleness: int
 
-    def next_batch(self) -> TensorDictBase:
-        """The next batch [N], with advantages, and reference log-probs where they are used."""
+    def next_batch(self) -> Any:
+        """The next batch, as the trainer that goes with this source takes it."""
 
-    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Gives the engines the weights of a trained batch."""
+    def publish(self, weights: Any, version: int) -> None:
+        """Gives the engines the weights of a trained batch, as that trainer gives them."""
 
     def metrics(self) -> dict[str, float]:
-        """Seconds spent on the latest batch and its staleness, named ``section/name``."""
+        """What is known here of the latest batch, named ``section/name``: seconds, staleness, rewards and lengths."""
+
+    def samples(self, most: int) -> list[dict[str, Any]]:
+        """At most so many sequences of the latest batch, as rows of ``samples.jsonl``."""
 
     def state_dict(self) -> dict[str, Any]:
         """What the next batches depend on, apart from the weights."""
@@ -64,9 +68,10 @@ class LocalSource:
         self.transforms = list(transforms)
         self._version = collector.policy_version
         self._metrics: dict[str, float] = {}
+        self._batch: TensorDictBase | None = None
 
     def next_batch(self) -> TensorDictBase:
-        """Collects one batch.
+        """Collects one batch [N], with advantages, and reference log-probs where they are used.
 
         Raises:
             RuntimeError: a sequence was sampled by weights that are older than the latest published ones.
@@ -88,6 +93,7 @@ class LocalSource:
             )
         self._metrics = {f"time/{name}_s": seconds for name, seconds in times.items()}
         self._metrics["staleness/max"] = float(self._version - oldest)
+        self._batch = batch
         return batch
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -101,7 +107,11 @@ class LocalSource:
 
     def metrics(self) -> dict[str, float]:
         """See ``RolloutSource``."""
-        return dict(self._metrics)
+        return self._metrics | ({} if self._batch is None else rollout_metrics(self._batch))
+
+    def samples(self, most: int) -> list[dict[str, Any]]:
+        """See ``RolloutSource``."""
+        return [] if self._batch is None else sample_rows(self._batch, "train", most)
 
     def state_dict(self) -> dict[str, Any]:
         """See ``RolloutSource``."""

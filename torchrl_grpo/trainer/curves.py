@@ -19,8 +19,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 Record = Mapping[str, Any]
 
 # Readable on white and on near-black.
-COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#ec4899", "#8b5cf6", "#14b8a6", "#94a3b8")
-TIME_PARTS = ("generate", "reward", "reference", "train", "sync", "eval", "other")
+COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#ec4899", "#8b5cf6", "#14b8a6", "#94a3b8", "#eab308")
+TIME_PARTS = ("generate", "reward", "reference", "train", "sync", "eval", "other", "wait")
 # In an SVG these two become CSS variables, so that one picture suits a light and a dark page.
 _INK, _LINE = "#333a45", "#c9ced6"
 _SPLITS = {"eval": "test ", "rollout": "train "}
@@ -93,9 +93,12 @@ def time_parts(record: Record) -> dict[str, float]:
         record: ``time/<part>_s`` for the parts that were timed, and ``time/step_s`` for the whole step.
 
     Returns:
-        every part of ``TIME_PARTS``; ``other`` is what the step spent outside of the timed parts.
+        every part of ``TIME_PARTS``; ``other`` is what the step spent outside of the timed parts. ``wait`` is counted
+        where the batch was made elsewhere meanwhile: otherwise it is the sum of the parts that made it.
     """
     parts = {part: float(record.get(f"time/{part}_s") or 0) for part in TIME_PARTS}
+    if record.get("time/generate_s") is not None:
+        parts["wait"] = 0.0
     parts["other"] += max(0.0, float(record.get("time/step_s") or 0) - sum(parts.values()))
     return parts
 

@@ -8,8 +8,9 @@ from tensordict import TensorDictBase
 
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.rollout import RolloutCollector
+from torchrl_grpo.collectors.summary import sample_rows
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.functional import masked_mean, pass_at_k
+from torchrl_grpo.functional import pass_at_k
 from torchrl_grpo.generation.base import Engine, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.models.packing import pad
@@ -75,31 +76,3 @@ class Evaluator:
         batch = self._play(env, self._sampling_policy)
         correct = batch.get(keys.CORRECT).reshape(-1, k).sum(-1).tolist()
         return {f"eval/pass@{k}": sum(pass_at_k(k, count, k) for count in correct) / len(correct)}
-
-
-def sample_rows(batch: TensorDictBase, split: str, most: int | None = None) -> list[dict[str, Any]]:
-    """The sequences of a batch as rows of ``samples.jsonl``.
-
-    Args:
-        batch: flat, as a collector gives it.
-        split: ``"train"`` or ``"test"``.
-        most: take so many rows, the first of each group first.
-    """
-    rows = list(batch.unbind(0))
-    if most is not None:
-        seen: dict[int, int] = {}
-        order = []
-        for position, group in enumerate(batch.get(keys.GROUP_ID).reshape(-1).tolist()):
-            seen[group] = seen.get(group, -1) + 1
-            order.append((seen[group], position))
-        rows = [rows[position] for _, position in sorted(order)[:most]]
-    names = {"reward": keys.REWARD, "correct": keys.CORRECT, "valid": keys.REWARD_VALID, "advantage": keys.ADVANTAGE}
-    out = []
-    for row in rows:
-        entry = {"split": split, "query": row[keys.QUERY], "response": row[keys.RESPONSE_TEXT]}
-        present = {name: row.get(key, None) for name, key in names.items()}
-        advantage = present["advantage"]
-        if advantage is not None and advantage.numel() > 1:  # one for each token
-            present["advantage"] = masked_mean(advantage, row[keys.ASSISTANT_MASK])
-        out.append(entry | {name: value.item() for name, value in present.items() if value is not None})
-    return out

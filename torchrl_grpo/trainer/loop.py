@@ -2,35 +2,53 @@
 
 It consumes batches from a ``RolloutSource`` and produces weights: next_batch -> train_batch -> publish, ``num_batches``
 times. A synchronous source collects inside ``next_batch``, an asynchronous one has been collecting all along; nothing
-here knows which. What unblocks it is the source: a batch is ready, or a deadline has passed.
+here knows which, and nothing here looks inside a batch: it may be references to data that is elsewhere. What unblocks
+the loop is the source: a batch is ready, or a deadline has passed.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-import torch
-from tensordict import TensorDictBase
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_grpo import keys
 from torchrl_grpo.collectors.source import RolloutSource
-from torchrl_grpo.models.packing import pad
 from torchrl_grpo.trainer.checkpoint import Checkpointer
 from torchrl_grpo.trainer.console import Console
-from torchrl_grpo.trainer.evaluation import Evaluator, sample_rows
 from torchrl_grpo.trainer.metrics import MetricsLogger
-from torchrl_grpo.trainer.step import GRPOTrainer
 
 _SAMPLES = 4
 
 
+class Trainer(Protocol):
+    """What ``fit`` asks of a trainer, in this process or in others. ``GRPOTrainer`` says what each member means."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def optim_steps(self) -> int: ...
+
+    def train_batch(self, batch: Any) -> dict[str, float]: ...
+
+    def weights(self) -> Any: ...
+
+    def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path: ...
+
+
+class EvaluatorLike(Protocol):
+    """What ``fit`` asks of an ``Evaluator``."""
+
+    def evaluate(self, *, sampled: bool) -> tuple[dict[str, float], list[dict[str, Any]]]: ...
+
+
 def fit(
-    trainer: GRPOTrainer,
+    trainer: Trainer,
     source: RolloutSource,
-    evaluator: Evaluator | None,
+    evaluator: EvaluatorLike | None,
     checkpointer: Checkpointer,
     logger: MetricsLogger,
     console: Console,
@@ -89,7 +107,7 @@ def fit(
         if boundary != (trainer.version, trainer.optim_steps):
             torchrl_logger.warning(f"stopped inside step {boundary[0] + 1}: the last checkpoint is of step {saved}.")
         elif saved != trainer.version:
-            checkpointer.save(trainer.version, trainer.state_dict(), source_state)
+            trainer.save(checkpointer, source_state)
             saved = trainer.version
 
     metrics = publish()
@@ -102,10 +120,10 @@ def fit(
             batch = source.next_batch()
             next_source_state = source.state_dict()
             train_start = time.perf_counter()
-            metrics = trainer.train_batch(batch)
+            metrics = {"time/wait_s": train_start - start} | trainer.train_batch(batch)
             source_state, boundary = next_source_state, (trainer.version, trainer.optim_steps)
             metrics["time/train_s"] = time.perf_counter() - train_start
-            metrics |= source.metrics() | rollout_metrics(batch)
+            metrics |= source.metrics()
             step = trainer.version
             metrics |= publish()
             last = step == num_batches
@@ -117,36 +135,10 @@ def fit(
             logger.log(step, metrics)
             console.step(step, metrics, step * sequences_per_batch, total)
             if last or step == first + 1 or step % sample_frequency == 0:
-                rows = sample_rows(batch, "train", _SAMPLES)
+                rows = source.samples(_SAMPLES)
                 logger.log_samples(step, rows)
                 console.samples(step, rows)
             if checkpoint_frequency and step % checkpoint_frequency == 0:
                 save()
     finally:
         save()
-
-
-def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
-    """What a batch [N] was like: rewards over valid sequences, lengths, and how many were cut or not valid."""
-    valid = batch.get(keys.REWARD_VALID).reshape(-1)
-    reward = batch.get(keys.REWARD).reshape(-1).float()
-    count = valid.sum().clamp(min=1)
-    mean = torch.where(valid, reward, 0.0).sum() / count
-    variance = torch.where(valid, (reward - mean).square(), 0.0).sum() / count
-    advantage = pad(batch, keys.ADVANTAGE).abs().amax(-1)  # of a sequence, or of its tokens
-    _, group = batch.get(keys.GROUP_ID).reshape(-1).unique(return_inverse=True)
-    signal = torch.zeros(int(group.max()) + 1).index_add_(0, group, (advantage > 0).float()) > 0
-    lengths = (pad(batch, keys.RESPONSE, -1) >= 0).sum(-1).float()
-    values: dict[str, Any] = {
-        "reward_mean": mean,
-        "reward_std": variance.sqrt(),
-        "accuracy": (batch.get(keys.CORRECT).reshape(-1) & valid).sum() / count,
-        "response_length": lengths.mean(),
-        "response_length_max": lengths.max(),
-        "truncated": batch.get(keys.TRUNCATED).float().mean(),
-        "zero_signal_groups": (~signal).float().mean(),
-        "invalid": (~valid).sum(),
-        "sequences": len(valid),
-        "tokens": pad(batch, keys.ASSISTANT_MASK, False).sum(),
-    }
-    return {f"rollout/{name}": float(value) for name, value in values.items()}

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torchrl._utils import logger as torchrl_logger
+from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo import keys
 from torchrl_grpo.functional import effective_sample_size
 from torchrl_grpo.models.packing import has, micro_batches, pad, pad_batch, slice_tokens
 from torchrl_grpo.models.scoring import TokenScorer, autocast
 from torchrl_grpo.objectives.grpo import GRPOLoss
+from torchrl_grpo.trainer.checkpoint import Checkpointer
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weight_sync import named_weights
 
@@ -226,6 +229,14 @@ class GRPOTrainer:
             "optim_steps": self.optim_steps,
             "skipped_steps": self.skipped_steps,
         }
+
+    def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
+        """Writes a checkpoint of this state and the given state of the source; returns the file."""
+        return checkpointer.save(self.version, self.state_dict(), source)
+
+    def export(self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase) -> Path:
+        """Writes the model as ``from_pretrained`` reads it; returns the folder."""
+        return checkpointer.export(self.model, tokenizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what ``state_dict`` gave.

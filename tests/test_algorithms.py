@@ -445,6 +445,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl_estimator": "k1",
         "shaping": {"kl_coef": 0.01, "kl_estimator": "k1"},
     },
+    "dapo": {
+        "advantage": ("group", "group"),
+        "aggregation": "token_mean",
+        "clip": (0.2, 0.28),
+        "dynamic_sampling": True,
+        "shaping": {"overlong_buffer": 6, "max_response_tokens": 32},  # a fifth of 32, rounded
+    },
     "reinforce_pp": {
         "advantage": ("batch", "batch"),
         "level": "token",
@@ -497,6 +504,7 @@ def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path)
     advantage, shaping = transforms["advantage"], transforms.get("shaping")
     assert (advantage.mean, advantage.std) == expected["advantage"]
     assert (advantage.level, advantage.gamma, advantage.lmbda) == (expected["level"], 1.0, 1.0)
+    assert run.source.collector.dynamic_sampling == expected["dynamic_sampling"]
     assert (shaping is None) == (expected["shaping"] is None)
     if shaping is not None:
         assert advantage.reward_key == ("next", "token_reward" if advantage.level == "token" else "shaped_reward")
@@ -551,6 +559,10 @@ def _copy(model: torch.nn.Module) -> dict[str, Tensor]:
         (["policy.reward_clip=[1]"], r"policy.reward_clip=\[1.0\] must be a pair"),
         (["policy.reward_clip=[1,-1]"], r"policy.reward_clip=\[1.0, -1.0\] must be a pair"),
         (["policy.advantage_level=token", "policy.advantage_mean=leave_one_out"], "leaves a sequence out, not a token"),
+        (
+            ["policy.dynamic_sampling=true", "policy.max_sampling_rounds=1", "train.dialog_turns_per_batch=32"],
+            "policy.max_sampling_rounds=1 rollouts of env.num_envs=16 must make up train.dialog_turns_per_batch=32: use 4",
+        ),
         (["policy.gae_gamma=0.9"], "policy.gae_gamma=0.9 must be 1 with policy.advantage_level=sequence"),
         (["policy.overlong_buffer=1.5"], "policy.overlong_buffer=1.5 must be above 0 and at most 1"),
         (["policy.behaviour_cap=0"], "policy.behaviour_cap=0.0 must be above 0"),

@@ -331,6 +331,8 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str]) -> Run:
             blueprint.train_env,
             GenerationPolicy(engine, blueprint.params),
             dialog_turns_per_batch=config.dialog_turns_per_batch,
+            dynamic_sampling=config.policy.dynamic_sampling,
+            max_sampling_rounds=config.policy.max_sampling_rounds,
         )
         resources.callback(collector.shutdown)
         transforms: list[Any] = []

@@ -275,6 +275,10 @@ class PolicyConfig:
     """Bounds [low, high] of the scaled and biased reward; null is none."""
     overlong_buffer: float | None = limited(None, gt=0, le=1)
     """Last share of the longest response over which a penalty grows from 0 to 1 (arXiv 2503.14476); null is none."""
+    dynamic_sampling: bool = False
+    """Whether groups whose rewards are all equal are dropped and others sampled in their place (arXiv 2503.14476)."""
+    max_sampling_rounds: int = limited(10, ge=1)
+    """dynamic_sampling: most rollouts for one batch; after them it is filled with groups without signal."""
     clip_epsilon: Any = 0.2
     """Clip range of the ratio: a number, or a pair [low, high]. Low is in [0, 1], high is at least 0."""
     dual_clip: float | None = limited(None, gt=1)
@@ -544,6 +548,12 @@ def _validate_policy(config: GRPOConfig) -> None:
     bounds = policy.reward_clip
     if bounds is not None and not (len(bounds) == 2 and bounds[0] < bounds[1]):
         raise ConfigError(f"policy.reward_clip={list(bounds)} must be a pair [low, high], low < high: use [-1,1], say.")
+    rounds = -(-config.dialog_turns_per_batch // config.env.num_envs)
+    if policy.dynamic_sampling and policy.max_sampling_rounds < rounds:
+        raise ConfigError(
+            f"policy.max_sampling_rounds={policy.max_sampling_rounds} rollouts of env.num_envs={config.env.num_envs} "
+            f"must make up train.dialog_turns_per_batch={config.dialog_turns_per_batch}: use {2 * rounds} or more."
+        )
     per_token = policy.advantage_level is AdvantageLevel.token
     if per_token and policy.advantage_mean is AdvantageMean.leave_one_out:
         raise ConfigError(

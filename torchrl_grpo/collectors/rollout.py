@@ -121,6 +121,7 @@ class RolloutCollector(BaseCollector):
         # These three names are TorchRL's: __len__ and stats() of the base class read them.
         self.requested_frames_per_batch = dialog_turns_per_batch or env.batch_size[0]
         self.total_frames = total_dialog_turns
+        self.dynamic_sampling = dynamic_sampling
         self._group_size = _base_env(env).repeats if dynamic_sampling else 0
         self.max_sampling_rounds = max_sampling_rounds
         if dynamic_sampling:
@@ -172,7 +173,7 @@ class RolloutCollector(BaseCollector):
         if self._closed:
             raise RuntimeError("the collector was shut down and cannot play: build a new one.")
         self.last = RolloutCounts()
-        sequences = self._play_dynamic() if self._group_size else []
+        sequences = self._play_dynamic() if self.dynamic_sampling else []
         while len(sequences) < self.requested_frames_per_batch:
             sequences.extend(self._play())
         self._frames += self.last.turns

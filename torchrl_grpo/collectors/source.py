@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -93,6 +94,9 @@ class LocalSource:
             )
         self._metrics = {f"time/{name}_s": seconds for name, seconds in times.items()}
         self._metrics["staleness/max"] = float(self._version - oldest)
+        if collector.dynamic_sampling:
+            counts = dataclasses.asdict(collector.last.groups)
+            self._metrics |= {f"rollout/groups_{name}": float(count) for name, count in counts.items()}
         self._batch = batch
         return batch
 

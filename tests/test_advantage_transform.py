@@ -16,6 +16,7 @@ from torchrl.envs.utils import check_env_specs
 from tests.test_env import END, EchoTask, TwoTurnTask, respond
 from torchrl_grpo import keys
 from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.functional import sampled_token_gae
 from torchrl_grpo.models.packing import pad_batch
 from torchrl_grpo.tasks.base import Problem
 from torchrl_grpo.transforms.advantage import GroupAdvantage
@@ -284,6 +285,17 @@ def test_the_estimate_alone_is_the_sum_of_discounted_errors(seed, gamma, lmbda, 
     transform = GroupAdvantage(4, level="token", mean="none", std="none", gamma=gamma, lmbda=lmbda)
     expected = token_advantages_by_loop(rows, mean="none", std="none", gamma=gamma, lmbda=lmbda)
     assert_tokens_close(token_lists(transform(lazy_stack(rows))), expected)
+
+
+def test_estimates_by_hand_skip_what_was_not_sampled():
+    """gamma 0.5, lmbda 0.5, values 2 and 4, rewards 1 and 3, a token of the environment in between.
+
+    Last token: 3 - 4 = -1. First: 1 + 0.5 * 4 - 2 = 1, and 0.5 * 0.5 * (-1) from the last: 0.75.
+    """
+    reward, value = torch.tensor([[1.0, 9, 3, 9]]).double(), torch.tensor([[2.0, math.nan, 4, 9]]).double()
+    mask = torch.tensor([[True, False, True, False]])
+    assert sampled_token_gae(reward, value, mask, 0.5, 0.5).tolist() == [[0.75, 0, -1, 0]]
+    assert sampled_token_gae(reward[:0], value[:0], mask[:0], 0.5, 0.5).shape == (0, 4)
 
 
 def test_reinforce_pp_by_hand():

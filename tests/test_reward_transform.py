@@ -274,6 +274,11 @@ def test_a_shaped_batch_and_a_single_sequence() -> None:
     assert single[keys.TOKEN_REWARD].tolist() == [0, 0, 3] and single[keys.SHAPED_REWARD].tolist() == [3]
     again = RewardShaping(scale=100.0)(single)
     assert again[keys.TOKEN_REWARD].tolist() == [0, 0, 3]
+    for key in (keys.TOKEN_REWARD, keys.SHAPED_REWARD):  # one of the two alone is not a shaped batch
+        half = single.clone()
+        del half["next", key[1]]
+        out = RewardShaping(scale=4.0)(half)
+        assert out[keys.TOKEN_REWARD].tolist() == [0, 0, 6] and out[keys.SHAPED_REWARD].tolist() == [6]
 
 
 def test_it_says_that_it_does_not_belong_in_an_environment(tokenizer) -> None:
@@ -291,6 +296,7 @@ def test_missing_reference_log_probs_are_named() -> None:
     ("arguments", "message"),
     [
         ({"clip": (1.0, -1.0)}, r"clip=\(1.0, -1.0\) must be a lower and a higher bound"),
+        ({"clip": (1.0, 1.0)}, r"clip=\(1.0, 1.0\) must be a lower and a higher bound"),
         ({"overlong_buffer": -1}, "overlong_buffer=-1 must be at least 0"),
         ({"overlong_buffer": 4}, "overlong_buffer=4 must be at most max_response_tokens=None"),
         ({"overlong_buffer": 9, "max_response_tokens": 8}, "overlong_buffer=9 must be at most max_response_tokens=8"),

@@ -14,6 +14,7 @@ from tests.test_trainer import make_batch, make_trainer
 from torchrl_grpo.build import build
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.models.sharding import compute_device, init_mesh, shard_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -70,3 +71,17 @@ def test_a_whole_run_with_all_roles_on_one_gpu(tmp_path: Path) -> None:
         run.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
+
+
+def test_with_cpu_offload_the_weights_rest_on_the_cpu_and_the_gpu_computes(tmp_path: Path) -> None:
+    mesh = init_mesh(0, 1, f"file://{tmp_path}/meet", device=torch.device("cuda:0"), timeout_s=60)
+    try:
+        model = shard_model(make_tiny_model(), mesh, cpu_offload=True)
+        got = make_trainer(model).train_batch(make_batch())
+        assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+        assert compute_device(model).type == "cuda"
+    finally:
+        torch.distributed.destroy_process_group()
+    expected = make_trainer().train_batch(make_batch())
+    assert got["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-4)
+    assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-3)

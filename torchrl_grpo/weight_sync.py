@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 Layout = list[tuple[str, tuple[int, ...]]]
 
@@ -23,18 +24,25 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The weights of a causal language model under the names of its Hugging Face checkpoint.
 
     A LoRA model gives its base model's weights with the active adapters merged in; the model itself is left unchanged
-    and the merged tensors are made one at a time.
+    and the merged tensors are made one at a time. So are those of a sharded model: each is gathered when it is asked
+    for, which all of its ranks must do.
 
     Args:
-        model: a Hugging Face model, or a peft model around one.
+        model: a Hugging Face model, or a peft model around one; sharded or not.
 
     Yields:
         (name, tensor); a parameter that several modules share comes once. The tensors are detached, and are the
-        model's own memory where nothing had to be merged.
+        model's own memory where nothing had to be merged or gathered.
 
     Raises:
         ValueError: an adapter is not plain LoRA (DoRA, for example), so that it cannot be added to the base weight.
     """
+    for name, weight in _merged_weights(model):
+        yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def _merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """As ``named_weights``, with sharded weights merged part by part and not yet gathered."""
     if not hasattr(model, "peft_config"):
         for name, weight in model.named_parameters():
             yield name, weight.detach()

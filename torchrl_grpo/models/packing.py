@@ -6,6 +6,7 @@ attention mask is needed and padding cannot change a result.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -146,6 +147,39 @@ def micro_batches(lengths: Tensor, max_tokens: int) -> list[Tensor]:
         parts.append(order[start : start + rows])
         start += rows
     return parts
+
+
+def rank_micro_batches(lengths: Tensor, max_tokens: int, rank: int, world_size: int) -> list[Tensor]:
+    """One rank's micro-batches of a batch that several ranks share; each has about the same number of tokens.
+
+    All ranks get the same number of micro-batches, because each of them is a collective operation of a sharded model.
+
+    Args:
+        lengths: [N] int64, tokens in each sequence of the whole batch.
+        max_tokens: as in ``micro_batches``.
+        rank: 0 to ``world_size - 1``.
+        world_size: number of ranks; 1 gives just ``micro_batches``.
+
+    Returns:
+        index tensors [n_i] int64; an empty one stands for a micro-batch that this rank has no sequences for.
+
+    Example:
+        >>> [part.tolist() for part in rank_micro_batches(torch.tensor([2, 5, 3, 4]), 6, rank=0, world_size=2)]
+        [[1], [0]]
+    """
+    lengths = lengths.cpu()
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    loads = [(0, number) for number in range(world_size)]  # a heap
+    for index in lengths.sort(descending=True, stable=True).indices.tolist():
+        tokens, number = heapq.heappop(loads)
+        shares[number].append(index)
+        heapq.heappush(loads, (tokens + int(lengths[index]), number))
+    split = []
+    for share in shares:
+        of_rank = torch.tensor(share, dtype=torch.int64)
+        split.append([of_rank[part] for part in micro_batches(lengths[of_rank], max_tokens)])
+    missing = max(len(parts) for parts in split) - len(split[rank])
+    return split[rank] + [torch.empty(0, dtype=torch.int64)] * missing
 
 
 def slice_tokens(batch: TensorDict, index: Tensor, length: int) -> TensorDict:

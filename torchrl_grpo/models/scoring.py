@@ -20,6 +20,7 @@ from torchrl.modules.llm import LLMWrapperBase
 from torchrl_grpo import keys
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import pad, sequences_of
+from torchrl_grpo.models.sharding import call_gathered, compute_device
 
 MAX_CHUNK_ELEMENTS = {"cpu": 2**23, "other": 2**25}
 """Logits held at once: in float32 32 MiB, near the size of a CPU's caches, and 128 MiB to keep an accelerator busy."""
@@ -211,6 +212,11 @@ class TokenScorer(TensorDictModuleBase):
         Returns:
             log-probs and entropies, both [B, T] float32, 0 outside the mask.
         """
+        log_prob, entropy = call_gathered(self.base, self._score, tokens_BT, mask_BT)
+        return log_prob.view(tokens_BT.shape), entropy.view(tokens_BT.shape)
+
+    def _score(self, tokens_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``score``, but [B * T], and with the LM head gathered: FSDP2 wants no views from what it calls."""
         base = self.base
         hidden_BTD = base.base_model(input_ids=tokens_BT[:, :-1], use_cache=False).last_hidden_state
         select = mask_BT[:, 1:].flatten().nonzero().squeeze(-1)
@@ -226,12 +232,11 @@ class TokenScorer(TensorDictModuleBase):
         width = tokens_BT.shape[1]
         place = select + select // (width - 1) + 1  # the same tokens in rows that have the first token too
         zeros = torch.zeros(tokens_BT.numel(), dtype=log_prob_N.dtype, device=tokens_BT.device)
-        log_prob_BT, entropy_BT = (zeros.index_put((place,), value) for value in (log_prob_N, entropy_N))
-        return log_prob_BT.view(tokens_BT.shape), entropy_BT.view(tokens_BT.shape)
+        return zeros.index_put((place,), log_prob_N), zeros.index_put((place,), entropy_N)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Writes the log-probs and entropies of the sampled tokens; see the class."""
-        device = next(self.model.parameters()).device
+        device = compute_device(self.model)
         tokens = pad(tensordict, keys.FULL).to(device)
         mask = pad(tensordict, keys.ASSISTANT_MASK, False).to(device)
         log_probs, entropy = self.score(tokens, mask)

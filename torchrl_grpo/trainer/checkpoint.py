@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.models.loading import base_model_of
+from torchrl_grpo.models.sharding import mesh_of
 from torchrl_grpo.weight_sync import named_weights
 
 
@@ -31,10 +32,14 @@ class Checkpointer:
         self.directory = Path(directory)
         self.config = config
 
+    def path(self, step: int) -> Path:
+        """The file of the checkpoint after ``step`` steps."""
+        return self.directory / f"checkpoint_{step:06d}.pt"
+
     def save(self, step: int, trainer: dict[str, Any], source: dict[str, Any]) -> Path:
         """Writes the state after ``step`` steps; returns the file."""
         state = {"step": step, "trainer": trainer, "source": source, "rng": rng_state(), "config": self.config}
-        path = self.directory / f"checkpoint_{step:06d}.pt"
+        path = self.path(step)
         self.directory.mkdir(parents=True, exist_ok=True)
         staging = path.with_suffix(".tmp")
         with staging.open("wb") as file:
@@ -47,12 +52,16 @@ class Checkpointer:
     def export(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> Path:
         """Writes the model, adapters merged, and its tokenizer into ``model/``, in place of an earlier export.
 
-        ``AutoModelForCausalLM.from_pretrained`` and vLLM load the folder as it is.
+        ``AutoModelForCausalLM.from_pretrained`` and vLLM load the folder as it is. Of a sharded model all ranks must
+        call this: rank 0 writes.
         """
-        base = base_model_of(model)
+        base, mesh = base_model_of(model), mesh_of(model)
         target, staging, old = (self.directory / name for name in ("model", "model.tmp", "model.old"))
+        writes = mesh is None or mesh.get_local_rank() == 0
+        state = {name: tensor.cpu().contiguous() for name, tensor in named_weights(model) if writes}
+        if not writes:
+            return target
         shutil.rmtree(staging, ignore_errors=True)
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in named_weights(model)}
         base.save_pretrained(staging, state_dict=state)
         tokenizer.save_pretrained(staging)
         shutil.rmtree(old, ignore_errors=True)

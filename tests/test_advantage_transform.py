@@ -132,14 +132,15 @@ def test_specs_with_the_advantage_are_right(tokenizer):
     check_env_specs(env)
 
 
-@pytest.mark.parametrize("others", [[], [RewardSum()]])
+@pytest.mark.parametrize("others", [[], [RewardSum]])
 def test_the_advantage_is_written_when_the_last_row_of_a_group_is_done(tokenizer, others):
     def encode(text):
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     transform = GroupAdvantage(2, std="none")
     env = TransformedEnv(
-        LLMEnv(TwoTurnTask(), tokenizer, num_envs=4, repeats=2, max_turns=2), Compose(transform, *others)
+        LLMEnv(TwoTurnTask(), tokenizer, num_envs=4, repeats=2, max_turns=2),
+        Compose(transform, *(other() for other in others)),
     )
     data = env.reset()
     assert data["advantage"].tolist() == [[0.0]] * 4

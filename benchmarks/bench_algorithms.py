@@ -8,7 +8,8 @@ Every file in ``config/algo`` is a preset. The runs follow one another, each in 
 about 20 minutes on 2 cores. After each run the JSON is written anew, so that ``--resume`` continues where an
 interrupted comparison stopped. At the end the figure is drawn and the table of ``docs/algorithms.md`` is printed.
 
-Accuracy is that of greedy responses to the test problems. Wall seconds are those of the whole process.
+Accuracy is that of greedy responses to the test problems. "Sampled" are the responses that a run sampled: with dynamic
+sampling more than it trains on. Seconds are those of the whole process.
 """
 
 from __future__ import annotations
@@ -77,10 +78,18 @@ def summary(records: list[dict[str, Any]]) -> Run:
         "accuracy_after": accuracy[-1],
         "accuracy_mean": statistics.fmean(accuracy),
         "reward_after": statistics.fmean(reward[-REWARD_STEPS:]),
-        "sequences": sum(record["rollout/sequences"] for record in steps),
+        "responses_trained": sum(record["rollout/sequences"] for record in steps),
+        "responses_sampled": sum(sampled(record) for record in steps),
         "evaluations": {"step": [record["step"] for record in evaluations], "accuracy": accuracy},
         "train": {"step": [record["step"] for record in steps], "reward": reward},
     }
+
+
+def sampled(record: dict[str, Any]) -> float:
+    """Responses sampled for a step: those trained on, and with dynamic sampling those of the groups dropped."""
+    played = record.get("rollout/groups_played")
+    dropped = sum(record.get(f"rollout/groups_{reason}") or 0.0 for reason in ("no_signal", "surplus"))
+    return record["rollout/sequences"] * (played / (played - dropped) if played else 1.0)
 
 
 def commit() -> str:
@@ -102,15 +111,16 @@ def over_seeds(runs: dict[str, Run], name: str) -> tuple[float, float, float]:
 def table(results: dict[str, dict[str, Run]]) -> str:
     """The comparison as a Markdown table, best first."""
     lines = [
-        "| preset | test accuracy before | after: mean (range) | mean over the run | train reward, end | seconds |",
-        "|---|---|---|---|---|---|",
+        "| preset | test accuracy before | after: mean (range) | mean over the run | reward, end | sampled | seconds |",
+        "|---|---|---|---|---|---|---|",
     ]
     for preset in sorted(results, key=lambda name: -over_seeds(results[name], "accuracy_after")[0]):
         runs = results[preset]
         after, low, high = over_seeds(runs, "accuracy_after")
         before, during = over_seeds(runs, "accuracy_before")[0], over_seeds(runs, "accuracy_mean")[0]
         cells = [f"`{preset}`", f"{before:.1%}", f"{after:.1%} ({low:.1%} to {high:.1%})", f"{during:.1%}"]
-        cells += [f"{over_seeds(runs, 'reward_after')[0]:.3f}", f"{over_seeds(runs, 'wall_seconds')[0]:.0f}"]
+        cells += [f"{over_seeds(runs, 'reward_after')[0]:.3f}", f"{over_seeds(runs, 'responses_sampled')[0]:,.0f}"]
+        cells += [f"{over_seeds(runs, 'wall_seconds')[0]:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -151,6 +161,11 @@ def draw_panel(axes: Axes, preset: str, results: dict[str, dict[str, Run]]) -> N
     steps, mean = mean_curve(results[preset])
     axes.plot(steps, mean, color=BLUE, linewidth=2.2)
     axes.set_title(preset, loc="left", fontsize=11, fontweight="bold", color=INK)
+    responses = {name: over_seeds(results[preset], f"responses_{name}")[0] for name in ("sampled", "trained")}
+    more = responses["sampled"] / responses["trained"]
+    if more > 1.05:
+        note = f"samples {more:.1f}x the responses"
+        axes.text(0.97, 0.18, note, transform=axes.transAxes, ha="right", fontsize=9, color=INK)
     axes.text(0.97, 0.06, f"ends at {mean[-1]:.1f}%", transform=axes.transAxes, ha="right", fontsize=10, color=BLUE)
     axes.set_ylim(0, 103)
     axes.set_yticks(range(0, 101, 25))

@@ -179,6 +179,9 @@ def test_reduced_precision_stays_within_its_bounds_of_float64(
 
 # Algorithms that are not what their name says
 
+WRITTEN = (keys.ADVANTAGE, keys.SHAPED_REWARD, keys.TOKEN_REWARD)
+"""What the transforms of a preset make of the rewards."""
+
 
 @pytest.mark.parametrize("algo", ["grpo", "dr_grpo", "rloo"])
 def test_dr_grpo_and_rloo_divide_by_no_standard_deviation_anywhere(algo: str, tmp_path: Path) -> None:
@@ -186,13 +189,16 @@ def test_dr_grpo_and_rloo_divide_by_no_standard_deviation_anywhere(algo: str, tm
     run = build(compose_config(*SMALL, f"algo={algo}", "policy.kl_coef=0"), tmp_path)
     try:
         batch = run.source.next_batch()
-        advantage, loss, model = dict(run.source.transforms)["advantage"], run.trainer.loss, run.trainer.model
+        loss, model = run.trainer.loss, run.trainer.model
         gradients = []
         for factor in (1.0, 10.0):
-            rows = [row.exclude(keys.ADVANTAGE) for row in batch.unbind(0)]
+            rows = [row.exclude(*WRITTEN) for row in batch.unbind(0)]
             for index, row in enumerate(rows):
                 row[keys.REWARD] = torch.tensor([factor * (index % 3)])
-            gradients.append(gradient(model, total(loss(advantage(lazy_stack(rows))))))
+            data = lazy_stack(rows)
+            for _, transform in run.source.transforms:
+                data = transform(data)
+            gradients.append(gradient(model, total(loss(data))))
     finally:
         run.close()
     assert gradients[0].norm() > 0

@@ -526,7 +526,7 @@ def test_the_reference_model_is_refreshed_every_n_steps(tmp_path: Path) -> None:
     """Before its first refresh it has the weights of the start, after a refresh at step 2 those of step 2."""
     overrides = ["ref_model.refresh_every=2", "train.total_dialog_turns=48", "policy.kl_coef=0.01"]
     run = build(compose_config(*SMALL, *overrides), tmp_path)
-    reference, trained = run.reference.scorer.model, run.trainer.model
+    reference, trained = run.parts.reference.scorer.model, run.trainer.model
     weights = {0: _copy(trained)}
     seen: dict[int, dict[str, Tensor]] = {}
     train_batch = run.trainer.train_batch

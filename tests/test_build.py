@@ -19,6 +19,7 @@ from torchrl_grpo import build as build_module
 from torchrl_grpo import config as config_module
 from torchrl_grpo.build import build, plan_rows, prepare
 from torchrl_grpo.config import ConfigError, GRPOConfig, leaves
+from torchrl_grpo.distributed import cluster
 from torchrl_grpo.models import loading
 from torchrl_grpo.placement import DevicePlan
 from torchrl_grpo.weight_sync import sync_gap
@@ -58,7 +59,15 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
     ("overrides", "message"),
     [
         (["model.name=nobody/nothing"], r"model\.name=nobody/nothing must be a folder or a model"),
-        (["train_model.num_devices=2"], r"train_model has 2 devices and must have one.*num_devices=1"),
+        (
+            ["inference_model.num_devices=3"],
+            r"env\.num_envs=16 must be a multiple of env\.repeats=4 times the 3 replicas",
+        ),
+        (["train.max_staleness=1"], r"train\.max_staleness=1 must be 0 in grpo\.py.*grpo-async\.py"),
+        (
+            ["inference_model.num_devices=2", "policy.dynamic_sampling=true"],
+            r"policy\.dynamic_sampling=true must be false",
+        ),
         (["inference_model.devices=[0]"], r"inference_model\.devices=\[0\] must be accelerators of this machine"),
         (["inference_model.max_new_tokens=2048"], r"max_new_tokens=2048 must leave room for a prompt in the context"),
         (["env.max_prompt_tokens=3"], r"max_prompt_tokens=3"),
@@ -296,11 +305,11 @@ def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(tmp_path: Path) 
     assert rows[2]["train/kl_k3_to_ref"] > 1e-6  # the weights did change
     assert rows[2]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-3)
     assert (tmp_path / "checkpoints" / "checkpoint_000002.pt").exists()
-    prompts = run.probe_prompts
+    prompts = run.parts.probe_prompts
     with vllm_module.VLLMEngine(
         str(tmp_path / "checkpoints" / "model"), max_model_len=128, enforce_eager=True
     ) as engine:
-        gap = sync_gap(engine, run._score, prompts, run.source.collector.policy.params)
+        gap = sync_gap(engine, run.trainer.score, prompts, run.source.collector.policy.params)
     assert gap[1] < 1e-3
 
 
@@ -367,6 +376,9 @@ def test_every_config_key_is_read_by_something_that_uses_it(
             monkeypatch.setattr(vllm_module, "VLLMEngine", stand_in)
             with pytest.raises(Stop):
                 build(config, tmp_path / "vllm")
+            monkeypatch.setattr(cluster, "start", stand_in)
+            with pytest.raises(Stop):
+                build(config, tmp_path / "ray", asynchronous=True)
             continue
         run = build(config, tmp_path / str(index))
         try:

@@ -57,9 +57,13 @@ def test_help_and_cfg_work_without_cuda(script: Path, tmp_path: Path) -> None:
         (SYNC, ["optimiser.lr=1e-4"], "did you mean optimizer.lr?"),
         (SYNC, ["--config-name", "grpo_ifeval"], "error: env.dataset=ifeval has no task yet in this version"),
         (SYNC, ["env.dataset=ifeval"], "error: env.dataset=ifeval has no task yet in this version"),
-        (SYNC, [*DEVICES], "error: train_model.num_devices=2 must be one device"),
         (SYNC, ["train_model.devices=[0,1]"], "error: train_model.devices=[0, 1] must be accelerators of this machine"),
-        (ASYNC, [*DEVICES], "error: grpo-async.py needs the Ray source"),
+        (SYNC, ["train.max_staleness=1"], "error: train.max_staleness=1 must be 0 in grpo.py"),
+        (
+            ASYNC,
+            ["--config-name", "grpo_arithmetic", "inference_model.in_flight=keep"],
+            "error: inference_model.in_flight=keep must be wait with inference_model.backend=transformers",
+        ),
     ],
 )
 def test_a_user_error_is_one_line_without_a_traceback(

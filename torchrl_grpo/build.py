@@ -11,13 +11,15 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torchrl._utils import logger as torchrl_logger
 from torchrl.envs import Transform
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -32,10 +34,11 @@ from torchrl_grpo.generation.base import Engine, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer, check_logits_are_plain
+from torchrl_grpo.models.sharding import shard_model
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.placement import DevicePlan, RoleRequest, available_accelerators, plan_devices
 from torchrl_grpo.tasks import make_task
-from torchrl_grpo.tasks.base import Task
+from torchrl_grpo.tasks.base import Split, Task
 from torchrl_grpo.trainer.checkpoint import Checkpointer
 from torchrl_grpo.trainer.console import Console
 from torchrl_grpo.trainer.evaluation import Evaluator
@@ -47,6 +50,11 @@ from torchrl_grpo.transforms.advantage import GroupAdvantage
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.transforms.reward import RewardShaping
 from torchrl_grpo.weight_sync import sync_gap
+
+if TYPE_CHECKING:
+    from torchrl_grpo.build_distributed import DistributedParts
+    from torchrl_grpo.distributed.source import RaySource
+    from torchrl_grpo.distributed.trainer import RayTrainer
 
 
 @dataclass
@@ -66,21 +74,52 @@ class Blueprint:
 
 
 @dataclass
+class LocalParts:
+    """The roles of a run in one process."""
+
+    trainer: GRPOTrainer
+    source: LocalSource
+    evaluator: Evaluator | None
+    reference: KLScoring | None
+    probe_prompts: list[torch.Tensor]
+
+    def refresh_reference(self) -> None:
+        """Gives the reference model the trained weights."""
+        assert self.reference is not None
+        self.reference.update_weights(self.trainer.weights())
+
+    def sync_gap(self) -> tuple[float, float]:
+        """Mean and largest difference between the engine's and the trainer's log-probs of a few sampled tokens."""
+        policy = self.source.collector.policy
+        state = policy.engine.state_dict()
+        try:
+            return sync_gap(policy.engine, self.trainer.score, self.probe_prompts, policy.params)
+        finally:
+            policy.engine.load_state_dict(state)
+
+
+@dataclass
 class Run:
     """A run that is ready: ``fit`` it, then ``close`` it (also after an error)."""
 
     config: GRPOConfig
     directory: Path
-    trainer: GRPOTrainer
-    source: LocalSource
-    evaluator: Evaluator | None
+    parts: LocalParts | DistributedParts
     checkpointer: Checkpointer
     logger: MetricsLogger
     console: Console
     tokenizer: PreTrainedTokenizerBase
-    probe_prompts: list[torch.Tensor]
-    reference: KLScoring | None
     resources: ExitStack
+
+    @property
+    def trainer(self) -> GRPOTrainer | RayTrainer:
+        """Makes the steps."""
+        return self.parts.trainer
+
+    @property
+    def source(self) -> LocalSource | RaySource:
+        """Gives the batches."""
+        return self.parts.source
 
     def fit(self) -> dict[str, Any]:
         """Trains, exports the model, writes the report; returns the run in a few numbers."""
@@ -89,7 +128,7 @@ class Run:
             fit(
                 self.trainer,
                 self.source,
-                self.evaluator,
+                self.parts.evaluator,
                 self.checkpointer,
                 self.logger,
                 self.console,
@@ -100,7 +139,7 @@ class Run:
                 sample_frequency=config.logging.sample_frequency,
                 after_publish=self._after_publish,
             )
-            model = self.checkpointer.export(self.trainer.model, self.tokenizer)
+            model = self.trainer.export(self.checkpointer, self.tokenizer)
         except BaseException:
             torchrl_logger.warning(f"The run ended early. What it did lies in {self.directory}.")
             raise
@@ -123,16 +162,12 @@ class Run:
     def _after_publish(self) -> dict[str, float]:
         version, every = self.trainer.version, self.config.ref_model.refresh_every
         if every is not None and version and version % every == 0:
-            assert self.reference is not None
-            self.reference.update_weights(self.trainer.weights())
+            self.parts.refresh_reference()
         return self._check_sync() if self.config.inference_model.check_sync else {}
 
     def _check_sync(self) -> dict[str, float]:
         """Scores a few sampled tokens with engine and trainer; a large difference ends the run."""
-        policy = self.source.collector.policy
-        engine, state = policy.engine, policy.engine.state_dict()
-        mean, largest = sync_gap(engine, self._score, self.probe_prompts, policy.params)
-        engine.load_state_dict(state)
+        mean, largest = self.parts.sync_gap()
         limit = self.config.inference_model.check_sync_tolerance
         if not mean <= limit:
             raise RuntimeError(
@@ -141,17 +176,6 @@ class Run:
                 "have the trainer's weights."
             )
         return {"sync/gap_mean": mean, "sync/gap_max": largest}
-
-    @torch.no_grad()
-    def _score(self, sequences: list[torch.Tensor], prompt_lengths: list[int]) -> list[torch.Tensor]:
-        scorer = self.trainer.loss.actor_network
-        assert isinstance(scorer, TokenScorer)
-        scores = []
-        for tokens, start in zip(sequences, prompt_lengths, strict=True):
-            mask = torch.arange(len(tokens)) >= start
-            log_probs, _ = scorer.score(tokens[None].to(self.trainer.device), mask[None].to(self.trainer.device))
-            scores.append(log_probs[0, start:].cpu())
-        return scores
 
     def close(self) -> None:
         """Ends engine, files and terminal output. May be called again."""
@@ -198,7 +222,6 @@ def _prepare(config: GRPOConfig) -> Blueprint:
         needs_reference=own_reference,
         tensor_parallel_size=inference.tensor_parallel_size,
     )
-    _check_one_process(plan)
     if inference.backend is Backend.vllm:
         from torchrl_grpo.generation.vllm import require_vllm
 
@@ -218,24 +241,13 @@ def _prepare(config: GRPOConfig) -> Blueprint:
     )
     max_prompt_tokens = _max_prompt_tokens(config, model_config)
 
-    def make_env(split: Any, num_envs: int, repeats: int) -> LLMEnv:
-        return LLMEnv(
-            task,
-            tokenizer,
-            num_envs=num_envs,
-            repeats=repeats,
-            split=split,
-            max_prompt_tokens=max_prompt_tokens,
-            max_turns=env.max_turns,
-            seed=config.seed if split == "train" else 0,  # all runs are tested on the same problems
-        )
-
-    train_env = make_env("train", env.num_envs, env.repeats)
+    make = partial(_make_env, config, task, tokenizer, max_prompt_tokens)
+    train_env = make("train", env.num_envs, env.repeats)
     num_test, k = min(config.evaluation.num_prompts, len(task.problems("test"))), config.evaluation.k
-    greedy_env = make_env("test", num_test, 1) if num_test else None
+    greedy_env = make("test", num_test, 1) if num_test else None
     if greedy_env is not None and greedy_env.num_problems < num_test:  # some prompts were too long
         num_test = greedy_env.num_problems
-        greedy_env = make_env("test", num_test, 1)
+        greedy_env = make("test", num_test, 1)
     return Blueprint(
         config=config,
         plan=plan,
@@ -246,22 +258,35 @@ def _prepare(config: GRPOConfig) -> Blueprint:
         max_prompt_tokens=max_prompt_tokens,
         train_env=train_env,
         greedy_env=greedy_env,
-        sampled_env=make_env("test", num_test * k, k) if num_test and k else None,
+        sampled_env=make("test", num_test * k, k) if num_test and k else None,
     )
 
 
-def _check_one_process(plan: DevicePlan) -> None:
-    counts = {
-        "train_model": len(plan.train),
-        "inference_model": sum(map(len, plan.inference)),
-        "ref_model": len(plan.reference),
-    }
-    for role, count in counts.items():
-        if count > 1:
-            raise ConfigError(
-                f"{role} has {count} devices and must have one, because this version runs all roles in one process: "
-                f"use {role}.num_devices=1."
-            )
+def _make_env(
+    config: GRPOConfig,
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int,
+    split: Split,
+    num_envs: int,
+    repeats: int,
+) -> LLMEnv:
+    return LLMEnv(
+        task,
+        tokenizer,
+        num_envs=num_envs,
+        repeats=repeats,
+        split=split,
+        max_prompt_tokens=max_prompt_tokens,
+        max_turns=config.env.max_turns,
+        seed=config.seed if split == "train" else 0,  # all runs are tested on the same problems
+    )
+
+
+def make_env(blueprint: Blueprint, split: Split, num_envs: int, repeats: int) -> LLMEnv:
+    """An environment like those of the blueprint, of another size."""
+    parts = (blueprint.config, blueprint.task, blueprint.tokenizer, blueprint.max_prompt_tokens)
+    return _make_env(*parts, split, num_envs, repeats)
 
 
 def _class_of(field: str, name: str, base: type[Any]) -> type[Any]:
@@ -292,18 +317,27 @@ def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> in
     return min(room, config.env.max_prompt_tokens or room)
 
 
-def build(config: GRPOConfig, directory: str | os.PathLike[str]) -> Run:
+def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous: bool = False) -> Run:
     """Makes a run: checks, shows the plan, loads the models, starts the engine.
 
     Args:
         config: validated.
         directory: where the run's files go.
+        asynchronous: whether sampling and training overlap. They are then processes on Ray, as they are where a role
+            has several devices.
 
     Raises:
         ConfigError: a rule is broken, before any weights are loaded.
     """
     transformers_logging.disable_progress_bar()  # it would write over the run's own
+    max_staleness = _max_staleness(config, asynchronous)
     blueprint = prepare(config)
+    distributed = asynchronous or blueprint.plan.distributed
+    if distributed:
+        from torchrl_grpo.build_distributed import check_distributed, distributed_parts
+
+        with _as_config_errors():
+            check_distributed(blueprint)
     directory = Path(directory)
     plain: Any = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     with _as_config_errors(), ExitStack() as resources:
@@ -323,46 +357,62 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str]) -> Run:
         )
         random.seed(config.seed)
         torch.manual_seed(config.seed)
-        trainer = _make_trainer(blueprint)
-        engine = _make_engine(blueprint)
-        resources.callback(engine.close)
-        engine.seed(config.seed)
-        collector = RolloutCollector(
-            blueprint.train_env,
-            GenerationPolicy(engine, blueprint.params),
-            dialog_turns_per_batch=config.dialog_turns_per_batch,
-            dynamic_sampling=config.policy.dynamic_sampling,
-            max_sampling_rounds=config.policy.max_sampling_rounds,
-        )
-        resources.callback(collector.shutdown)
-        transforms: list[Any] = []
-        reference = None
-        if config.needs_reference:
-            scorer = _reference_scorer(blueprint, trainer.model)
-            reference = KLScoring(scorer, autocast_dtype=trainer.autocast_dtype)
-            transforms.append(("reference", reference))
-        transforms += _batch_transforms(config)
-        source = LocalSource(collector, transforms, colocated=blueprint.plan.colocated)
-        evaluator = None
-        if blueprint.greedy_env is not None:
-            evaluator = Evaluator(engine, blueprint.greedy_env, blueprint.sampled_env, params=blueprint.params)
+        parts: LocalParts | DistributedParts
+        if distributed:
+            parts = distributed_parts(blueprint, max_staleness, resources)
+        else:
+            parts = local_parts(blueprint, resources)
         return Run(
             config=config,
             directory=directory,
-            trainer=trainer,
-            source=source,
-            evaluator=evaluator,
+            parts=parts,
             checkpointer=Checkpointer(directory / "checkpoints", plain),
             logger=logger,
             console=console,
             tokenizer=blueprint.tokenizer,
-            probe_prompts=blueprint.train_env.first_prompts(4),
-            reference=reference,
             resources=resources.pop_all(),
         )
 
 
-def _batch_transforms(config: GRPOConfig) -> list[tuple[str, Transform]]:
+def _max_staleness(config: GRPOConfig, asynchronous: bool) -> int:
+    asked = config.train.max_staleness
+    if asked and not asynchronous:
+        raise ConfigError(
+            f"train.max_staleness={asked} must be 0 in grpo.py, which trains on what the current weights sampled: use "
+            "sota/grpo/grpo-async.py, or leave it out."
+        )
+    return (1 if asynchronous else 0) if asked is None else asked
+
+
+def local_parts(blueprint: Blueprint, resources: ExitStack) -> LocalParts:
+    """The roles in this process; what must be ended is put into ``resources``."""
+    config = blueprint.config
+    trainer = make_trainer(blueprint)
+    engine = make_engine(blueprint)
+    resources.callback(engine.close)
+    engine.seed(config.seed)
+    collector = RolloutCollector(
+        blueprint.train_env,
+        GenerationPolicy(engine, blueprint.params),
+        dialog_turns_per_batch=config.dialog_turns_per_batch,
+        dynamic_sampling=config.policy.dynamic_sampling,
+        max_sampling_rounds=config.policy.max_sampling_rounds,
+    )
+    resources.callback(collector.shutdown)
+    transforms: list[Any] = []
+    reference = None
+    if config.needs_reference:
+        reference = KLScoring(reference_scorer(blueprint, trainer.model), autocast_dtype=trainer.autocast_dtype)
+        transforms.append(("reference", reference))
+    transforms += batch_transforms(config)
+    source = LocalSource(collector, transforms, colocated=blueprint.plan.colocated)
+    evaluator = None
+    if blueprint.greedy_env is not None:
+        evaluator = Evaluator(engine, blueprint.greedy_env, blueprint.sampled_env, params=blueprint.params)
+    return LocalParts(trainer, source, evaluator, reference, blueprint.train_env.first_prompts(4))
+
+
+def batch_transforms(config: GRPOConfig) -> list[tuple[str, Transform]]:
     """What makes advantages of the rewards of a whole batch, after reference scoring, in order."""
     policy, shaping, settings = config.policy, [], {}
     if config.shapes_reward:
@@ -402,7 +452,8 @@ def _load(blueprint: Blueprint, dtype: str, device: torch.device) -> Any:
     )
 
 
-def _make_trainer(blueprint: Blueprint) -> GRPOTrainer:
+def make_trainer(blueprint: Blueprint, mesh: DeviceMesh | None = None) -> GRPOTrainer:
+    """The trainer with its model, loss and optimizer; the model is sharded over the ranks of a mesh."""
     config = blueprint.config
     model: nn.Module = _load(blueprint, config.train_model.dtype.value, blueprint.plan.train[0])
     lora = config.train_model.lora
@@ -412,6 +463,8 @@ def _make_trainer(blueprint: Blueprint) -> GRPOTrainer:
         model = loading.add_lora(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout, target_modules=targets)
     if config.train_model.gradient_checkpointing:
         loading.enable_gradient_checkpointing(model)
+    if mesh is not None:
+        model = shard_model(model, mesh)
     policy = config.policy
     proximal = policy.proximal.value
     if policy.proximal is Proximal.recomputed and config.optim_steps_per_batch == 1:
@@ -453,7 +506,6 @@ def _make_trainer(blueprint: Blueprint) -> GRPOTrainer:
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min(1.0, (step + 1) / settings.warmup_steps)
         )
-    autocast = {Precision.full: None, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
     return GRPOTrainer(
         loss,
         model,
@@ -462,13 +514,21 @@ def _make_trainer(blueprint: Blueprint) -> GRPOTrainer:
         optim_batch_size=config.optim_batch_size,
         epochs=config.train.epochs,
         micro_batch_tokens=config.train.micro_batch_tokens,
-        autocast_dtype=autocast[config.train.mixed_precision],
+        autocast_dtype=autocast_dtype(config),
         clip_grad_norm=settings.clip_grad_norm,
         max_nonfinite_steps=config.train.max_nonfinite_steps,
     )
 
 
-def _make_engine(blueprint: Blueprint) -> Engine:
+def autocast_dtype(config: GRPOConfig) -> torch.dtype | None:
+    """What the training step computes in; None is the dtype of the weights."""
+    return {Precision.full: None, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}[
+        config.train.mixed_precision
+    ]
+
+
+def make_engine(blueprint: Blueprint) -> Engine:
+    """The generation engine with its model."""
     config, plan = blueprint.config.inference_model, blueprint.plan
     if config.backend is Backend.transformers:
         from torchrl_grpo.generation.transformers import TransformersEngine
@@ -490,10 +550,12 @@ def _make_engine(blueprint: Blueprint) -> Engine:
     )
 
 
-def _reference_scorer(blueprint: Blueprint, trained: nn.Module) -> TokenScorer:
+def reference_scorer(blueprint: Blueprint, trained: nn.Module | None) -> TokenScorer:
+    """The reference model; with LoRA the trained one with its adapters off."""
     config = blueprint.config
     temperature = config.inference_model.temperature
     if config.train_model.lora.enabled:
+        assert trained is not None
         return AdapterOffScorer(trained, temperature=temperature)
     model = _load(blueprint, config.ref_model.dtype.value, blueprint.plan.reference[0])
     return TokenScorer(model.requires_grad_(False), temperature=temperature)

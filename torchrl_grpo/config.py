@@ -73,6 +73,14 @@ class Aggregation(Enum):
     constant = "constant"
 
 
+class InFlight(Enum):
+    """What becomes of the sequences that are being sampled when new weights come."""
+
+    wait = "wait"
+    keep = "keep"
+    abort = "abort"
+
+
 class Proximal(Enum):
     """Policies that the ratio can be taken to."""
 
@@ -207,6 +215,9 @@ class InferenceModelConfig:
     """vllm on a CPU: memory for the KV cache in GiB, above 0."""
     enforce_eager: bool = False
     """vllm: start faster, without compiled graphs."""
+    in_flight: InFlight = InFlight.wait
+    """What new weights do to sequences that are being sampled: wait for their end, keep them and go on with the new
+    weights, or abort them and begin them again. keep and abort need vllm."""
     check_sync: bool = False
     """Whether engine and trainer are compared on a few tokens after each weight sync."""
     check_sync_tolerance: float = limited(0.05, gt=0)
@@ -326,6 +337,9 @@ class TrainConfig:
     """Passes over each collected batch, at least 1."""
     micro_batch_tokens: int = limited(16_384, ge=1)
     """Most tokens, padding included, in one forward and backward pass; gradients add up exactly."""
+    max_staleness: int | None = limited(None, ge=0)
+    """Most steps by which the weights that sampled a sequence may be older than those that train on it: 0 in grpo.py,
+    any number in grpo-async.py, whose default is 1."""
     mixed_precision: Precision = Precision.full
     """Autocast of the training step: full (none), bf16 or fp16 (with a loss scaler)."""
     checkpoint_frequency: int = limited(0, ge=0)
@@ -621,6 +635,12 @@ def _validate_devices(config: GRPOConfig) -> None:
             )
 
     engine = config.inference_model
+    if engine.in_flight is not InFlight.wait and engine.backend is not Backend.vllm:
+        raise ConfigError(
+            f"inference_model.in_flight={engine.in_flight.value} must be wait with inference_model.backend="
+            f"{engine.backend.value}, which samples a batch from beginning to end: use wait, or "
+            "inference_model.backend=vllm."
+        )
     if engine.tensor_parallel_size > 1 and engine.backend is not Backend.vllm:
         raise ConfigError(
             f"inference_model.tensor_parallel_size={engine.tensor_parallel_size} must be 1 with "

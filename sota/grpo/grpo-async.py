@@ -1,34 +1,39 @@
 """Asynchronous GRPO on Ray: rollout, reward, reference scoring and training overlap.
 
-The config is that of ``grpo.py`` and composes as there; running it is refused with a clear message in this version.
+Sequences are trained at most ``train.max_staleness`` steps after the weights that sampled them. The config is that of
+``grpo.py``.
 
 Launch lines:
 
-    python sota/grpo/grpo-async.py --help
-    python sota/grpo/grpo-async.py --cfg job train_model.num_devices=2
+    python sota/grpo/grpo-async.py --config-name grpo_arithmetic
+    python sota/grpo/grpo-async.py --config-name grpo_arithmetic train.max_staleness=4 inference_model.num_devices=2
+    python sota/grpo/grpo-async.py train_model.num_devices=2 ref_model.num_devices=2 inference_model.num_devices=2
+    python sota/grpo/grpo-async.py --cfg job
 """
 
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from torchrl_grpo.config import ConfigError, check_command_line, from_hydra, orderly_exit, register
+from torchrl_grpo.config import check_command_line, from_hydra, orderly_exit, register
 
 register()
 
 
 @hydra.main(version_base="1.3", config_path="../../config", config_name="grpo_gsm8k")
 def main(cfg: DictConfig) -> None:
-    """Checks the config; there is no asynchronous source yet."""
+    """Builds the run that the config describes, trains, and closes it whatever happens."""
     with orderly_exit():
-        from_hydra(cfg)
-        raise ConfigError(
-            "grpo-async.py needs the Ray source, which this version does not have: use sota/grpo/grpo.py, which takes "
-            "the same config."
-        )
+        config = from_hydra(cfg)
+        from torchrl_grpo.build import build  # takes seconds; --help and mistakes are answered before
+
+        with closing(build(config, HydraConfig.get().runtime.output_dir, asynchronous=True)) as run:
+            run.fit()
 
 
 if __name__ == "__main__":

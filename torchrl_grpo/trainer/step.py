@@ -115,6 +115,26 @@ class GRPOTrainer:
         """
         return named_weights(self.model)
 
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> list[Tensor]:
+        """The policy's log-probs of responses, one sequence at a time: for the check of a weight sync.
+
+        Args:
+            sequences: prompt and response together, [T] int64 each.
+            prompt_lengths: how many of the tokens are the prompt.
+
+        Returns:
+            for each sequence, [T - prompt_length] float32 on the CPU.
+        """
+        scorer = self.loss.actor_network
+        assert isinstance(scorer, TokenScorer)
+        scores = []
+        for tokens, start in zip(sequences, prompt_lengths, strict=True):
+            mask = torch.arange(len(tokens)) >= start
+            log_probs, _ = scorer.score(tokens[None].to(self.device), mask[None].to(self.device))
+            scores.append(log_probs[0, start:].cpu())
+        return scores
+
     def train_batch(self, batch: TensorDictBase) -> dict[str, float]:
         """Makes all optimizer steps of one batch [N] and raises ``version``.
 

@@ -1,0 +1,178 @@
+"""From the config to the objects of a run whose roles are processes on Ray.
+
+The ``make_*`` functions are called in the process of the actor that they make a part for. They get the blueprint that
+the driver checked, so that all processes draw the same problems, and only the driver needs the data.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchrl_grpo import build
+from torchrl_grpo.collectors.rollout import RolloutCollector
+from torchrl_grpo.config import Backend, ConfigError, GRPOConfig
+from torchrl_grpo.distributed import cluster
+from torchrl_grpo.distributed.actors import Rank, Replica, own_device
+from torchrl_grpo.distributed.source import RaySource
+from torchrl_grpo.distributed.trainer import RayTrainer
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.placement import DevicePlan
+from torchrl_grpo.trainer.evaluation import Evaluator
+from torchrl_grpo.transforms.kl_scoring import KLScoring
+
+
+@dataclass
+class DistributedParts:
+    """The driver's handles on the roles, and what a run does after a weight sync."""
+
+    trainer: RayTrainer
+    source: RaySource
+    evaluator: RaySource | None
+
+    def refresh_reference(self) -> None:
+        """Gives the reference actors the trained weights."""
+        self.source.update_reference(self.trainer.weights())
+
+    def sync_gap(self) -> tuple[float, float]:
+        """The largest mean and the largest difference of log-probs between the trainer and any replica."""
+        gaps = [self.trainer.gap(probe) for probe in self.source.probes()]
+        return max(mean for mean, _ in gaps), max(largest for _, largest in gaps)
+
+
+def check_distributed(blueprint: build.Blueprint) -> None:
+    """Checks what a distributed run asks for, before anything starts.
+
+    Raises:
+        ValueError: Ray is missing or too old, or an option does not work over several processes.
+    """
+    cluster.require_ray()
+    unit_geometry(blueprint.config, len(blueprint.plan.inference))
+    if blueprint.config.policy.dynamic_sampling:
+        raise ConfigError(
+            "policy.dynamic_sampling=true must be false where the roles are processes of their own, which do not drop "
+            "groups yet: use grpo.py with one device for each role, or policy.dynamic_sampling=false."
+        )
+
+
+def distributed_parts(blueprint: build.Blueprint, max_staleness: int, resources: ExitStack) -> DistributedParts:
+    """Starts the actors of a run.
+
+    Args:
+        blueprint: checked.
+        max_staleness: 0 is synchronous.
+        resources: what must be ended is put there.
+
+    Raises:
+        ValueError: Ray cannot start, has no room, or a part was refused where it was made.
+    """
+    config, plan = blueprint.config, blueprint.plan
+    unit_rows, slots = unit_geometry(config, len(plan.inference))
+    unit_env = build.make_env(blueprint, "train", unit_rows, config.env.repeats)
+    in_flight: Any = config.inference_model.in_flight.value
+    ray = cluster.start()
+    resources.callback(ray.shutdown)
+    place = ray.place(plan)
+    refreshed = config.ref_model.refresh_every is not None
+    trainer = RayTrainer(
+        partial(make_rank, _without_test_split(blueprint)),
+        options=place.train,
+        weights_dtype=None if refreshed else getattr(torch, config.inference_model.dtype.value),
+    )
+    resources.callback(trainer.close)
+    groups = config.dialog_turns_per_batch // config.env.repeats
+    source = RaySource(
+        blueprint.train_env,
+        replicas=[(partial(make_replica, blueprint, unit_env, slots), options) for options in place.inference],
+        references=[(partial(make_reference, _without_test_split(blueprint)), options) for options in place.reference],
+        slots=slots,
+        unit_groups=unit_rows // config.env.repeats,
+        groups_per_batch=groups,
+        total_groups=groups * config.num_batches,
+        max_staleness=max_staleness,
+        in_flight=in_flight,
+        seed=config.seed,
+        samples=trainer.samples,
+    )
+    resources.callback(source.close)
+    source.start()
+    trainer.start()
+    source.wait_until_ready()
+    return DistributedParts(trainer, source, source if blueprint.greedy_env is not None else None)
+
+
+def unit_geometry(config: GRPOConfig, replicas: int) -> tuple[int, int]:
+    """Rows of a unit, and units that a replica plays at a time.
+
+    The ``transformers`` engine plays one static batch at a time, vLLM any number of groups that come and go.
+
+    Raises:
+        ConfigError: ``env.num_envs`` cannot be shared out in whole groups.
+    """
+    rows, repeats = config.env.num_envs, config.env.repeats
+    if rows % (replicas * repeats):
+        step = replicas * repeats
+        below, above = rows // step * step, -(-rows // step) * step
+        raise ConfigError(
+            f"env.num_envs={rows} must be a multiple of env.repeats={repeats} times the {replicas} replicas of the "
+            f"inference model: use {f'{below} or {above}' if below else above}."
+        )
+    share = rows // replicas
+    return (share, 1) if config.inference_model.backend is Backend.transformers else (repeats, share // repeats)
+
+
+def make_rank(blueprint: build.Blueprint, mesh: DeviceMesh | None) -> Rank:
+    """A training rank, in its process."""
+    blueprint = _here(blueprint)
+    config = blueprint.config
+    random.seed(config.seed)
+    torch.manual_seed(config.seed)
+    trainer = build.make_trainer(blueprint, mesh)
+    transforms: list[tuple[str, Any]] = []
+    if config.needs_reference and config.train_model.lora.enabled:
+        scorer = build.reference_scorer(blueprint, trainer.model)
+        transforms.append(("reference", KLScoring(scorer, autocast_dtype=trainer.autocast_dtype)))
+    return Rank(trainer, [*transforms, *build.batch_transforms(config)])
+
+
+def make_replica(blueprint: build.Blueprint, unit_env: LLMEnv, slots: int) -> Replica:
+    """An inference replica, in its process."""
+    blueprint = _here(blueprint)
+    engine = build.make_engine(blueprint)
+    policy = GenerationPolicy(engine, blueprint.params)
+    # The environments differ in the dialogs that they are in; problems and prompts they share.
+    collectors = [RolloutCollector(copy.copy(unit_env), policy) for _ in range(slots)]
+    evaluator = None
+    if blueprint.greedy_env is not None:
+        evaluator = Evaluator(engine, blueprint.greedy_env, blueprint.sampled_env, params=blueprint.params)
+    return Replica(engine, collectors, evaluator, blueprint.params, blueprint.train_env.first_prompts(4))
+
+
+def make_reference(blueprint: build.Blueprint) -> KLScoring:
+    """The reference model, in its process."""
+    blueprint = _here(blueprint)
+    scorer = build.reference_scorer(blueprint, None)
+    return KLScoring(scorer, autocast_dtype=build.autocast_dtype(blueprint.config))
+
+
+def _without_test_split(blueprint: build.Blueprint) -> build.Blueprint:
+    return replace(blueprint, greedy_env=None, sampled_env=None)
+
+
+def _here(blueprint: build.Blueprint) -> build.Blueprint:
+    """The blueprint as an actor sees it: the devices that it was given are the only ones, and they are its own."""
+    config, plan = blueprint.config, blueprint.plan
+    device = own_device()
+    inference = config.inference_model
+    if plan.colocated and inference.gpu_memory_utilization is None:
+        config = replace(config, inference_model=replace(inference, gpu_memory_utilization=0.4))
+    here = DevicePlan(train=(device,), inference=((device,),), reference=(device,), colocated=False)
+    return replace(blueprint, config=config, plan=here)

@@ -1,0 +1,300 @@
+"""What runs in the processes of a distributed run: plain classes, which ``source`` and ``trainer`` make Ray actors of.
+
+An actor is made of a factory, which is called in the actor's own process by ``setup``. Data goes from actor to actor as
+object references: of a group, the driver sees the numbers in a ``UnitReport`` and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase, lazy_stack
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.utils import logging as transformers_logging
+
+from torchrl_grpo import keys
+from torchrl_grpo.collectors.rollout import RolloutCollector
+from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
+from torchrl_grpo.generation.base import Engine, SamplingParams
+from torchrl_grpo.models.sharding import init_mesh
+from torchrl_grpo.trainer.checkpoint import Checkpointer
+from torchrl_grpo.trainer.evaluation import Evaluator
+from torchrl_grpo.trainer.step import GRPOTrainer
+from torchrl_grpo.transforms.kl_scoring import KLScoring
+from torchrl_grpo.weight_sync import log_prob_gap, sample_probe
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Groups that one replica plays in one go.
+
+    Attributes:
+        state: state of the environment that draws them.
+        groups: their ids, as that environment gives them.
+    """
+
+    state: dict[str, Any]
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class UnitReport:
+    """What the driver is told about a unit.
+
+    Attributes:
+        groups: ids in the order of the data.
+        versions: for each group, the oldest weights that sampled one of its tokens.
+        generate_s: seconds in the engine.
+        env_s: seconds in the environment, rewards included.
+        engine: the engine's state afterwards, None where units overlap.
+    """
+
+    groups: tuple[int, ...]
+    versions: tuple[int, ...]
+    generate_s: float
+    env_s: float
+    engine: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """All weights of a model as arrays, which Ray shares between the processes of a host without copying them.
+
+    Attributes:
+        parts: name, shape, dtype and bytes of each weight.
+    """
+
+    parts: tuple[tuple[str, tuple[int, ...], torch.dtype, np.ndarray[Any, Any]], ...]
+
+    @classmethod
+    def pack(cls, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> PackedWeights:
+        """Takes weights, which may come one at a time; ``dtype`` None keeps theirs."""
+        parts = []
+        for name, weight in weights:
+            value = weight.detach().to("cpu", dtype or weight.dtype).contiguous()
+            # NumPy has no bfloat16.
+            parts.append((name, tuple(value.shape), value.dtype, value.reshape(-1).view(torch.uint8).numpy()))
+        return cls(tuple(parts))
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of each weight; the tensors are views that must not be written to."""
+        for name, shape, dtype, data in self.parts:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns that the memory is read-only, and nobody writes to it
+                flat = torch.from_numpy(data)
+            yield name, flat.view(dtype).view(shape)
+
+
+@dataclass
+class Replica:
+    """The parts of one inference replica.
+
+    Attributes:
+        engine: samples; must be thread-safe if there is more than one collector.
+        collectors: one for each unit that may be played at a time, all on that engine.
+        evaluator: or None.
+        params: how training samples are drawn, for the check of the weight sync.
+        probe_prompts: prompts for that check, [T] int64 each.
+    """
+
+    engine: Engine
+    collectors: Sequence[RolloutCollector]
+    evaluator: Evaluator | None
+    params: SamplingParams
+    probe_prompts: Sequence[Tensor]
+
+
+class RolloutActor:
+    """One inference replica: an engine and the environments that it plays."""
+
+    def __init__(self, factory: Callable[[], Replica]) -> None:
+        self._factory = factory
+
+    def setup(self) -> int:
+        """Makes the parts; returns the process id."""
+        _be_quiet()
+        self._replica = self._factory()
+        self._idle: queue.SimpleQueue[RolloutCollector] = queue.SimpleQueue()
+        for collector in self._replica.collectors:
+            self._idle.put(collector)
+        return os.getpid()
+
+    def restore(self, seed: int, state: dict[str, Any] | None) -> None:
+        """Seeds the engine, or goes on from the state that an earlier actor reported."""
+        if state is None:
+            self._replica.engine.seed(seed)
+        else:
+            self._replica.engine.load_state_dict(state)
+
+    def update(self, weights: PackedWeights, version: int) -> float:
+        """Gives the engine new weights; returns the seconds that it took."""
+        start = time.perf_counter()
+        self._replica.engine.update_weights(weights.named(), version)
+        return time.perf_counter() - start
+
+    def play(self, unit: Unit) -> tuple[Any, ...]:
+        """Plays a unit; returns its report and one lazy stack a group."""
+        collector = self._idle.get_nowait()
+        try:
+            collector.env.load_state_dict(unit.state)
+            batch = collector.rollout()
+            spent = collector.last
+        finally:
+            self._idle.put(collector)
+        groups = [lazy_stack(list(part.unbind(0))) for part in batch.split(len(batch) // len(unit.groups))]
+        report = UnitReport(
+            groups=tuple(int(group.get(keys.GROUP_ID)[0]) for group in groups),
+            versions=tuple(int(group.get(keys.POLICY_VERSION).min()) for group in groups),
+            generate_s=spent.generate_seconds,
+            env_s=spent.env_seconds,
+            engine=self._replica.engine.state_dict() if len(self._replica.collectors) == 1 else None,
+        )
+        return (report, *groups)
+
+    def evaluate(self, sampled: bool) -> tuple[int, dict[str, float], list[dict[str, Any]]]:
+        """The engine's version and what its ``Evaluator`` gives."""
+        evaluator = self._replica.evaluator
+        assert evaluator is not None
+        return (self._replica.engine.policy_version, *evaluator.evaluate(sampled=sampled))
+
+    def probe(self) -> Any:
+        """A few sampled tokens with their log-probs, for ``TrainerActor.gap``; the engine's draws stay as they were."""
+        engine = self._replica.engine
+        state = engine.state_dict()
+        try:
+            return sample_probe(engine, self._replica.probe_prompts, self._replica.params)
+        finally:
+            engine.load_state_dict(state)
+
+    def close(self) -> None:
+        """Ends the engine and its processes."""
+        for collector in self._replica.collectors:
+            collector.shutdown()
+        self._replica.engine.close()
+
+
+class ReferenceActor:
+    """A reference model on its own device."""
+
+    def __init__(self, factory: Callable[[], KLScoring]) -> None:
+        self._factory = factory
+
+    def setup(self) -> int:
+        """Makes the model; returns the process id."""
+        _be_quiet()
+        self._scoring = self._factory()
+        return os.getpid()
+
+    def update(self, weights: PackedWeights) -> None:
+        """Replaces the reference model's weights."""
+        self._scoring.update_weights(weights.named())
+
+    def score(self, *groups: TensorDictBase) -> tuple[Any, ...]:
+        """Scores the groups of a unit in one batch; returns the seconds and the groups."""
+        start = time.perf_counter()
+        batch = self._scoring(lazy_stack([row for group in groups for row in group.unbind(0)]))
+        rows = list(batch.unbind(0))
+        scored = [lazy_stack([rows.pop(0) for _ in range(len(group))]) for group in groups]
+        return (time.perf_counter() - start, *scored)
+
+
+@dataclass
+class Rank:
+    """The parts of one training rank.
+
+    Attributes:
+        trainer: sees the whole batch and trains its share.
+        transforms: what is applied to the whole batch first, by name: reward shaping, advantage.
+    """
+
+    trainer: GRPOTrainer
+    transforms: Sequence[tuple[str, Callable[[TensorDictBase], TensorDictBase]]]
+
+
+class TrainerActor:
+    """One rank of the trainer."""
+
+    def __init__(self, factory: Callable[[DeviceMesh | None], Rank], rank: int, world_size: int) -> None:
+        self._factory = factory
+        self._rank = rank
+        self._world_size = world_size
+        self._batch: TensorDictBase | None = None
+
+    def address(self) -> str:
+        """Where the ranks can meet: a port of this process's host that is free now."""
+        import ray
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+
+    def setup(self, address: str, timeout_s: float) -> int:
+        """Joins the process group, if there is more than one rank, and makes the parts; returns the process id."""
+        _be_quiet()
+        mesh = None
+        if self._world_size > 1:
+            mesh = init_mesh(self._rank, self._world_size, address, device=own_device(), timeout_s=timeout_s)
+        self._parts = self._factory(mesh)
+        return os.getpid()
+
+    def train(self, *groups: TensorDictBase) -> tuple[int, int, dict[str, float]]:
+        """Trains on the groups of a batch; returns the new version, the optimizer steps so far, and the metrics."""
+        start = time.perf_counter()
+        batch = lazy_stack([row for group in groups for row in group.unbind(0)])
+        times = {"workers/transfer_s": time.perf_counter() - start}
+        for name, transform in self._parts.transforms:
+            start = time.perf_counter()
+            batch = transform(batch)
+            times[f"workers/{name}_s"] = time.perf_counter() - start
+        trainer = self._parts.trainer
+        metrics = trainer.train_batch(batch) | times
+        if self._rank == 0:
+            metrics |= rollout_metrics(batch)
+            self._batch = batch
+        return trainer.version, trainer.optim_steps, metrics
+
+    def weights(self, dtype: torch.dtype | None) -> tuple[int, PackedWeights | None]:
+        """The version and, on rank 0, all weights; the other ranks take part in gathering them, one at a time."""
+        trainer = self._parts.trainer
+        if self._rank == 0:
+            return trainer.version, PackedWeights.pack(trainer.weights(), dtype)
+        for _ in trainer.weights():
+            pass
+        return trainer.version, None
+
+    def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path | None:
+        """Writes a checkpoint, from rank 0."""
+        return self._parts.trainer.save(checkpointer, source)
+
+    def export(self, checkpointer: Checkpointer, tokenizer: Any) -> Path | None:
+        """Writes the model, from rank 0."""
+        return self._parts.trainer.export(checkpointer, tokenizer)
+
+    def samples(self, most: int) -> list[dict[str, Any]]:
+        """Rows of the latest batch, on rank 0."""
+        return [] if self._batch is None else sample_rows(self._batch, "train", most)
+
+    def gap(self, probe: Any) -> tuple[float, float]:
+        """Mean and largest difference to the log-probs of an engine, in nats."""
+        return log_prob_gap(probe, self._parts.trainer.score)
+
+
+def own_device() -> torch.device:
+    """What this process computes on: an actor sees the devices that it was given and no others."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _be_quiet() -> None:
+    """Ray copies what an actor prints to the user's terminal, which has a progress bar of its own."""
+    transformers_logging.disable_progress_bar()

@@ -1,0 +1,140 @@
+"""``RayTrainer``: the driver's handle on the training ranks, with the surface of ``GRPOTrainer`` that ``fit`` uses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_grpo.distributed.actors import Rank, TrainerActor
+from torchrl_grpo.distributed.source import RayBatch
+from torchrl_grpo.distributed.workers import cause_of, is_loss
+from torchrl_grpo.trainer.checkpoint import Checkpointer
+
+_TICK_S = 1.0
+
+
+class TrainerLostError(RuntimeError):
+    """A training rank died: the run has ended, and can go on from a checkpoint alone."""
+
+
+class RayTrainer:
+    """Training ranks as Ray actors.
+
+    A rank that dies takes the run with it: the others hold a part of the model each, and what they would wait for never
+    comes. Every method but ``close`` raises ``TrainerLostError`` then, with the last checkpoint.
+
+    Attributes:
+        version: batches trained so far.
+        optim_steps: optimizer steps so far; -1 while that is not known, inside a batch or after a loss.
+        pids: the process of each rank.
+
+    Args:
+        factory: makes the parts of a rank in its process; it is given the mesh of all ranks, None for one rank.
+
+    Keyword Args:
+        options: for each rank, Ray's options for its actor.
+        weights_dtype: dtype in which ``weights`` travel; None is the trainer's own.
+        patience_s: longest wait for anything, and the timeout of the process group.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[DeviceMesh | None], Rank],
+        *,
+        options: Sequence[Mapping[str, Any]],
+        weights_dtype: torch.dtype | None = None,
+        patience_s: float = 1800.0,
+    ) -> None:
+        import ray
+
+        self.version = 0
+        self.optim_steps = 0
+        self.pids: list[int] = []
+        self._weights_dtype = weights_dtype
+        self._patience_s = patience_s
+        self._last_checkpoint: Path | None = None
+        remote = ray.remote(TrainerActor)
+        self._ranks = [
+            remote.options(**given).remote(factory, rank, len(options)) for rank, given in enumerate(options)
+        ]
+
+    def start(self) -> None:
+        """Makes the parts of all ranks.
+
+        Raises:
+            Exception: what the factory raised.
+        """
+        [address] = self._ask("find an address", [self._ranks[0].address.remote()])
+        setup = [rank.setup.remote(address, self._patience_s) for rank in self._ranks]
+        self.pids = self._ask("load the model", setup)
+
+    def train_batch(self, batch: RayBatch) -> dict[str, float]:
+        """See ``GRPOTrainer.train_batch``; the metrics of the batch itself (``rollout/*``) come with it."""
+        self.optim_steps = -1
+        answers = self._ask("train a batch", [rank.train.remote(*batch.refs) for rank in self._ranks])
+        self.version, self.optim_steps, metrics = answers[0]
+        return metrics
+
+    def weights(self) -> Any:
+        """A reference to the ``PackedWeights`` of the current version."""
+        answers = [rank.weights.options(num_returns=2).remote(self._weights_dtype) for rank in self._ranks]
+        self._ask("gather the weights", [version for version, _ in answers])
+        return answers[0][1]
+
+    def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
+        """See ``GRPOTrainer.save``; rank 0 writes the file."""
+        self._last_checkpoint = self._ask("save", [rank.save.remote(checkpointer, source) for rank in self._ranks])[0]
+        assert self._last_checkpoint is not None
+        return self._last_checkpoint
+
+    def export(self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase) -> Path:
+        """See ``GRPOTrainer.export``; rank 0 writes the files."""
+        path = self._ask("export", [rank.export.remote(checkpointer, tokenizer) for rank in self._ranks])[0]
+        assert path is not None
+        return path
+
+    def samples(self, most: int) -> list[dict[str, Any]]:
+        """Rows of the latest batch, for ``samples.jsonl``."""
+        return self._ask("show samples", [self._ranks[0].samples.remote(most)])[0]
+
+    def gap(self, probe: Any) -> tuple[float, float]:
+        """Mean and largest difference to the log-probs that an engine gave, in nats."""
+        return self._ask("score a probe", [rank.gap.remote(probe) for rank in self._ranks])[0]
+
+    def close(self) -> None:
+        """Ends the ranks. May be called again."""
+        import ray
+
+        for rank in self._ranks:
+            ray.kill(rank)
+        self._ranks = []
+
+    def _ask(self, what: str, references: list[Any]) -> list[Any]:
+        """The answers of the ranks; the first failure ends the wait, because the other ranks may wait for that one."""
+        import ray
+
+        deadline = time.monotonic() + self._patience_s
+        pending = list(references)
+        while pending:
+            done, pending = ray.wait(pending, timeout=_TICK_S)
+            try:
+                for reference in done:
+                    ray.get(reference)
+            except Exception as error:
+                self.optim_steps = -1
+                if not is_loss(error):
+                    raise cause_of(error) from None
+                saved = self._last_checkpoint
+                go_on = f"the last checkpoint is {saved}" if saved else "no checkpoint was written before"
+                raise TrainerLostError(
+                    f"a training rank died while the ranks were to {what} (version {self.version}): {go_on}."
+                ) from error
+            if pending and time.monotonic() > deadline:
+                raise TimeoutError(f"waited {self._patience_s:.0f} s for the training ranks to {what}.")
+        return ray.get(references)

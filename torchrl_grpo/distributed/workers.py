@@ -1,0 +1,115 @@
+"""Driver-side handles on actors that may die and are made again: their state, and the references that they owe."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+_LONGEST_PAUSE_S = 30.0
+
+
+class Events:
+    """Answers of actors, in the order in which they come; ``run_next`` calls the handler of the next one.
+
+    Ray tells of an answer in a thread of its own, in which nothing may be asked of Ray: so the handlers wait in a queue
+    until the thread that owns the state takes them out.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def when(self, reference: Any, done: Callable[[Any], None], failed: Callable[[BaseException], None]) -> None:
+        """Calls ``done`` with the value of an object reference, or ``failed`` with what was raised instead."""
+
+        def answered(future: Any) -> None:
+            error = future.exception()
+            self._queue.put(partial(failed, error) if error is not None else partial(done, future.result()))
+
+        reference.future().add_done_callback(answered)
+
+    def wake(self) -> None:
+        """Lets ``run_next`` return."""
+        self._queue.put(lambda: None)
+
+    def next(self, timeout_s: float) -> Callable[[], None] | None:
+        """The next handler, None when there is none in time."""
+        try:
+            return self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+
+class Worker:
+    """One actor and its successors.
+
+    Attributes:
+        name: for messages.
+        actor: the handle of the current actor, None while there is none.
+        ready: whether its parts are made.
+        pid: its process, once it is ready.
+        restarts: how many successors there were.
+        alive_at: when it was last known to be ready (``time.monotonic``).
+
+    Args:
+        name: for messages.
+        make: makes an actor and returns its handle.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Any]) -> None:
+        self.name = name
+        self.actor: Any = None
+        self.ready = False
+        self.pid = 0
+        self.restarts = 0
+        self.alive_at = time.monotonic()
+        self.error: BaseException | None = None
+        self._make = make
+        self._failures = 0
+        self._start_at = 0.0
+
+    def start(self) -> Any:
+        """Makes the actor; returns the reference to the process id that ``setup`` answers."""
+        self.actor = self._make()
+        return self.actor.setup.remote()
+
+    def started(self, pid: int) -> None:
+        """Notes that the parts are made."""
+        self.ready, self.pid, self._failures, self.alive_at = True, pid, 0, time.monotonic()
+
+    def lost(self, error: BaseException) -> None:
+        """Notes that the actor is gone; the next one may start at once, after repeated failures only after a pause."""
+        if self.ready:
+            self.alive_at = time.monotonic()
+        self.kill()
+        self.restarts += 1
+        self.error = error
+        self._start_at = time.monotonic() + (0 if not self._failures else min(2.0**self._failures, _LONGEST_PAUSE_S))
+        self._failures += 1
+
+    @property
+    def must_start(self) -> bool:
+        """Whether there is no actor and it is time to make one."""
+        return self.actor is None and time.monotonic() >= self._start_at
+
+    def kill(self) -> None:
+        """Ends the actor's process at once. May be called again."""
+        if self.actor is not None:
+            import ray
+
+            ray.kill(self.actor)
+        self.actor, self.ready = None, False
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an error says that an actor is gone, and not that its work raised."""
+    import ray
+
+    return isinstance(error, ray.exceptions.RayActorError)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What was raised in the actor, without Ray's wrapping."""
+    return getattr(error, "cause", None) or error

@@ -27,7 +27,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.packing import micro_batches, rank_micro_batches
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
-from torchrl_grpo.models.sharding import init_mesh, mesh_of, shard_model
+from torchrl_grpo.models.sharding import init_mesh, is_writer, mesh_of, shard_model
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.trainer.checkpoint import Checkpointer
 from torchrl_grpo.trainer.step import GRPOTrainer, NonFiniteError
@@ -173,7 +173,7 @@ def save_and_go_on(mesh: DeviceMesh | None, path: Path, *, lora: bool) -> dict[s
     for _ in range(2):
         trainer.train_batch(batch)
     state = trainer.state_dict()
-    if trainer.rank == 0:
+    if is_writer(trainer.model):
         torch.save(state, path)
     at_save = weights(trainer)
     return {"at_save": at_save, "metrics": trainer.train_batch(batch), "weights": weights(trainer)}
@@ -210,6 +210,30 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def run_grid_rank(rank: int, world_size: int, folder: str) -> None:
+    """What each process of 2 x 2 does, where pairs split the layers between them."""
+    torch.set_num_threads(1)
+    path = Path(folder)
+    mesh = init_mesh(rank, 4, f"file://{folder}/meet_grid", device=CPU, timeout_s=120, tensor_parallel_size=2)
+    names = ("full", "full_float64", "two_sequences", "overflow", "recomputed_layers")
+    out: dict[str, Any] = {name: COMPARED[name](mesh) for name in names}
+    out["share"] = share_of_memory(mesh)
+    out["save_False"] = save_and_go_on(mesh, path / "ranks_grid.pt", lora=False)
+    dist.barrier()
+    out["load_False"] = load_and_go_on(mesh, path / "ranks_grid.pt", lora=False)
+    out["load_single_False"] = load_and_go_on(mesh, path / "single_False.pt", lora=False)
+    out["refused"] = []
+    for model in (
+        loading.add_lora(make_tiny_model(), r=2, alpha=4, dropout=0.0),
+        make_tiny_model(num_key_value_heads=1),
+    ):
+        with pytest.raises(ValueError) as error:
+            shard_model(model, mesh)
+        out["refused"].append(str(error.value))
+    torch.save(out, path / f"rank_grid_{rank}.pt")
+    dist.destroy_process_group()
+
+
 class _NoTokenizer:
     def save_pretrained(self, folder: os.PathLike[str]) -> None:
         """Nothing to save."""
@@ -232,21 +256,26 @@ def single(folder: Path) -> dict[str, Any]:
     return out
 
 
-def start(world_size: int, folder: Path) -> list[dict[str, Any]]:
+def start(run: Callable[..., None], name: str, world_size: int, folder: Path) -> list[dict[str, Any]]:
     """What each rank of a group gives. One process imports, the ranks are its forks."""
     multiprocessing.set_forkserver_preload(["tests.test_fsdp"])
-    multiprocessing.start_processes(run_rank, (world_size, str(folder)), world_size, start_method="forkserver")
-    return [torch.load(folder / f"rank_{world_size}_{rank}.pt") for rank in range(world_size)]
+    multiprocessing.start_processes(run, (world_size, str(folder)), world_size, start_method="forkserver")
+    return [torch.load(folder / f"rank_{name}_{rank}.pt") for rank in range(world_size)]
 
 
 @pytest.fixture(scope="module")
 def two(folder: Path, single: dict[str, Any]) -> list[dict[str, Any]]:
-    return start(2, folder)
+    return start(run_rank, "2", 2, folder)
 
 
 @pytest.fixture(scope="module")
 def four(folder: Path, single: dict[str, Any]) -> list[dict[str, Any]]:
-    return start(4, folder)
+    return start(run_rank, "4", 4, folder)
+
+
+@pytest.fixture(scope="module")
+def grid(folder: Path, single: dict[str, Any]) -> list[dict[str, Any]]:
+    return start(run_grid_rank, "grid", 4, folder)
 
 
 @pytest.fixture(params=["two", "four"])
@@ -395,6 +424,46 @@ def test_the_exported_model_is_the_merged_one(two: list[dict[str, Any]], folder:
     assert exported.config.architectures == ["Qwen2ForCausalLM"]
     expected = dict(make_trainer(None, lora=True).weights())
     assert worst(dict(exported.named_parameters()), expected) < 1e-7
+
+
+@pytest.mark.parametrize(("name", "within"), [("full", 1e-6), ("full_float64", 1e-15), ("two_sequences", 1e-15)])
+def test_layers_split_over_pairs_train_like_one_process(
+    name: str, within: float, grid: list[dict[str, Any]], single: dict[str, Any]
+) -> None:
+    for rank in grid:
+        assert distance(rank[name]["weights"], single[name]["weights"]) < within
+        assert worst(rank[name]["weights"], grid[0][name]["weights"]) == 0
+        assert rank[name]["metrics"] == grid[0][name]["metrics"]
+    for got, metrics in zip(grid[0][name]["metrics"], single[name]["metrics"], strict=True):
+        for key in metrics.keys() - {"train/micro_batches"}:
+            assert got[key] == pytest.approx(metrics[key], rel=1e-6, abs=1e-6), key
+
+
+def test_split_layers_are_scaled_recomputed_and_held_like_whole_ones(grid: list[dict[str, Any]]) -> None:
+    for rank in grid:
+        assert rank["overflow"]["scale"] == grid[0]["overflow"]["scale"] < 2.0**24
+        assert rank["overflow"]["metrics"] == grid[0]["overflow"]["metrics"]
+        assert rank["recomputed_layers"] == 2
+        assert 1 / 4 < rank["share"] < 1 / 2  # the embedding is in two parts, the layers are in four
+
+
+def test_a_checkpoint_of_split_layers_is_one_of_any_number_of_ranks(
+    grid: list[dict[str, Any]], single: dict[str, Any], folder: Path
+) -> None:
+    saved, loaded = grid[0]["save_False"], grid[0]["load_False"]
+    assert worst(loaded["weights"], saved["weights"]) == 0
+    assert distance(grid[0]["load_single_False"]["weights"], single["save_False"]["weights"]) < 1e-6
+    to_single = load_and_go_on(None, folder / "ranks_grid.pt", lora=False)
+    assert worst(to_single["at_save"], saved["at_save"]) == 0
+    assert distance(to_single["weights"], saved["weights"]) < 1e-6
+
+
+def test_what_cannot_be_split_is_refused(grid: list[dict[str, Any]], tmp_path: Path) -> None:
+    adapters, heads = grid[0]["refused"]
+    assert adapters == "tensor_parallel_size=2 must be 1 with LoRA adapters: shard over more ranks instead."
+    assert heads == "tensor_parallel_size=2 must divide the model's 1 key and value heads: use 1."
+    with pytest.raises(ValueError, match="world_size=3 must be a multiple of tensor_parallel_size=2: use 2 or 4 ranks"):
+        init_mesh(0, 3, f"file://{tmp_path}/meet", device=CPU, timeout_s=5, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])

@@ -1,5 +1,7 @@
 """Sharding a model over processes with FSDP2: each rank holds a part of every parameter, and of the optimizer's state.
 
+Optionally, groups of ranks also compute each layer together (tensor parallelism), by the plan in the model's config.
+
 A rank of a group calls ``init_mesh`` once, loads the whole model (on the CPU), and gives both to ``shard_model``.
 Afterwards the parameters are DTensors. Layers are gathered when they run, and what belongs to no layer (embedding, last
 norm, LM head) when ``call_gathered`` runs a function of the model. Gradients are summed over the ranks, not averaged.
@@ -9,7 +11,7 @@ Everything here that gathers is collective: all ranks must call it, in the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import chain
 from typing import Any
@@ -32,7 +34,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from torchrl_grpo.models.loading import base_model_of
 
 
-def init_mesh(rank: int, world_size: int, init_method: str, *, device: torch.device, timeout_s: float) -> DeviceMesh:
+def init_mesh(
+    rank: int,
+    world_size: int,
+    init_method: str,
+    *,
+    device: torch.device,
+    timeout_s: float,
+    tensor_parallel_size: int = 1,
+) -> DeviceMesh:
     """Joins the process group of the trainer's ranks; call it once in each process, before anything is sharded.
 
     Args:
@@ -43,17 +53,27 @@ def init_mesh(rank: int, world_size: int, init_method: str, *, device: torch.dev
         device: what this rank computes on. On a CPU the ranks talk through gloo, on CUDA through NCCL (and through
             gloo about what lies on the CPU).
         timeout_s: how long a rank waits for the others, here and in each collective call, before it raises.
+        tensor_parallel_size: ranks that compute the same sequences together, each a part of every layer.
 
     Returns:
-        a mesh of one dimension.
+        a mesh of two dimensions, ``"shard"`` and ``"tensor"``.
+
+    Raises:
+        ValueError: ``world_size`` is no multiple of ``tensor_parallel_size``.
     """
+    if world_size % tensor_parallel_size:
+        raise ValueError(
+            f"world_size={world_size} must be a multiple of tensor_parallel_size={tensor_parallel_size}: use "
+            f"{tensor_parallel_size} or {2 * tensor_parallel_size} ranks."
+        )
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
-    return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    shape = (world_size // tensor_parallel_size, tensor_parallel_size)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("shard", "tensor"))
 
 
 def shard_model(
@@ -63,6 +83,9 @@ def shard_model(
 
     Call it after adapters were added and before the optimizer is made. With a mesh of one rank and no offload the model
     stays as it is.
+
+    Along the mesh's ``"tensor"`` dimension the linear layers are split as the model's own plan says
+    (``base_model_tp_plan`` of its config); what is outside of the layers is not. Those ranks must see the same data.
 
     Args:
         model: a Hugging Face causal LM or a peft model around one, the same on all ranks, on the CPU or the mesh's
@@ -75,20 +98,47 @@ def shard_model(
 
     Returns:
         the model.
+
+    Raises:
+        ValueError: the model cannot be split along ``"tensor"``: it has adapters, no plan, or heads that do not
+            divide.
     """
     if mesh.size() == 1 and not cpu_offload:
         return model
     base = base_model_of(model)
+    if mesh["tensor"].size() > 1:
+        _split_layers(base, mesh["tensor"], adapters=base is not model)
     mixed = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32 if param_dtype else None)
     offload = CPUOffloadPolicy() if cpu_offload and mesh.device_type != "cpu" else OffloadPolicy()
     layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in [*layers, base]:
-        sharded = fully_shard(module, mesh=mesh, mp_policy=mixed, offload_policy=offload)
+        sharded = fully_shard(module, mesh=mesh["shard"], mp_policy=mixed, offload_policy=offload)
         sharded.set_gradient_divide_factor(1.0)  # a sum: the loss is normalised over the batch of all ranks
         sharded.set_force_sum_reduction_for_comms(True)  # the factor alone would ask for an operation gloo lacks
     base.call_gathered = lambda function, *args: function(*args)
     register_fsdp_forward_method(base, "call_gathered")
     return model
+
+
+def _split_layers(base: Any, mesh: DeviceMesh, *, adapters: bool) -> None:
+    """Splits the linear layers over the ranks of a mesh of one dimension."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism  # as young as this plan's styles
+
+    field = f"tensor_parallel_size={mesh.size()}"
+    if adapters:
+        raise ValueError(f"{field} must be 1 with LoRA adapters: shard over more ranks instead.")
+    # The head stays whole, and so does the embedding that may be tied to it: log-probs are taken from it in chunks.
+    outside = (base.get_input_embeddings(), base.get_output_embeddings())
+    whole = {name for name, module in base.named_modules() if module in outside}
+    plan = {name: style for name, style in base.tp_plan.items() if name not in whole}
+    if not plan:
+        raise ValueError(f"{field} must be 1 for {type(base).__name__}, which has no plan for splitting its layers.")
+    config = base.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if heads % mesh.size():
+        fits = ", ".join(str(size) for size in range(1, mesh.size()) if heads % size == 0)
+        raise ValueError(f"{field} must divide the model's {heads} key and value heads: use {fits}.")
+    apply_tensor_parallelism(base, mesh, plan)
 
 
 def call_gathered(base: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
@@ -112,9 +162,29 @@ def call_gathered(base: nn.Module, function: Callable[..., Any], *args: Any) -> 
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """The mesh that a model is sharded over, or None."""
+    """The ranks that a model is sharded over and that see different data, or None."""
     parameter = next(model.parameters())
-    return parameter.device_mesh if isinstance(parameter, DTensor) else None
+    return parameter.device_mesh["shard"] if isinstance(parameter, DTensor) else None
+
+
+def is_writer(model: nn.Module) -> bool:
+    """Whether this process writes what the ranks of a model gathered: the only one, or rank 0."""
+    return mesh_of(model) is None or dist.get_rank() == 0
+
+
+def clip_grad_norm(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+    """Scales the gradients down to a norm of at most ``max_norm`` over all ranks; returns what it was, scalar."""
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    for parameter in parameters:  # one operation cannot take tensors of different meshes
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    norms = []
+    for group in groups.values():
+        norm: Any = torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    for group in groups.values():
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return total
 
 
 def compute_device(model: nn.Module) -> torch.device:

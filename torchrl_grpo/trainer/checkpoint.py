@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.models.loading import base_model_of
-from torchrl_grpo.models.sharding import mesh_of
+from torchrl_grpo.models.sharding import is_writer
 from torchrl_grpo.weight_sync import named_weights
 
 
@@ -55,9 +55,8 @@ class Checkpointer:
         ``AutoModelForCausalLM.from_pretrained`` and vLLM load the folder as it is. Of a sharded model all ranks must
         call this: rank 0 writes.
         """
-        base, mesh = base_model_of(model), mesh_of(model)
+        base, writes = base_model_of(model), is_writer(model)
         target, staging, old = (self.directory / name for name in ("model", "model.tmp", "model.old"))
-        writes = mesh is None or mesh.get_local_rank() == 0
         state = {name: tensor.cpu().contiguous() for name, tensor in named_weights(model) if writes}
         if not writes:
             return target

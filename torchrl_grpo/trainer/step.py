@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
@@ -23,8 +22,10 @@ from torchrl_grpo.functional import effective_sample_size
 from torchrl_grpo.models.packing import has, pad, pad_batch, rank_micro_batches, slice_tokens
 from torchrl_grpo.models.scoring import TokenScorer, autocast
 from torchrl_grpo.models.sharding import (
+    clip_grad_norm,
     compute_device,
     gather_state,
+    is_writer,
     mesh_of,
     shard_model_state,
     shard_optimizer_state,
@@ -242,8 +243,7 @@ class GRPOTrainer:
         """
         learning_rate = self.optimizer.param_groups[0]["lr"]
         self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_grad_norm)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = clip_grad_norm(self.parameters, self.clip_grad_norm)
         loss_value, norm_value = torch.stack([loss.to(norm.device, torch.float32), norm.float()]).tolist()
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         if finite:
@@ -292,12 +292,14 @@ class GRPOTrainer:
             "optim_steps": self.optim_steps,
             "skipped_steps": self.skipped_steps,
         }
-        return gather_state(state, keep=self.rank == 0)
+        return gather_state(state, keep=is_writer(self.model))
 
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
         """Writes a checkpoint of this state and the given state of the source; returns the file. Rank 0 writes."""
         state = self.state_dict()
-        return checkpointer.save(self.version, state, source) if self.rank == 0 else checkpointer.path(self.version)
+        if not is_writer(self.model):
+            return checkpointer.path(self.version)
+        return checkpointer.save(self.version, state, source)
 
     def export(self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase) -> Path:
         """Writes the model as ``from_pretrained`` reads it; returns the folder."""

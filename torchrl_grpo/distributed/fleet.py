@@ -1,0 +1,371 @@
+"""``Fleet``: the rollout and reference actors of a run, what each of them does, and what is given out next.
+
+Work travels as ``Unit``s: a unit is played by a rollout actor, scored by a reference actor, and then its groups wait in
+the ``GroupBuffer``. An actor that dies is made again, and what it had is given out again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_grpo.collectors.staleness import GroupBuffer
+from torchrl_grpo.distributed.actors import ReferenceActor, Replica, RolloutActor, Unit, UnitReport
+from torchrl_grpo.distributed.workers import Events, Worker, cause_of, is_loss
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.transforms.kl_scoring import KLScoring
+
+InFlight = Literal["wait", "keep", "abort"]
+_MOST_ATTEMPTS = 3
+
+
+class WorkersLostError(RuntimeError):
+    """The run cannot go on, because actors are gone and could not be replaced."""
+
+
+@dataclass(eq=False)
+class Work:
+    """A unit on its way: how often it was begun, its groups that no batch has taken, and what its actors gave."""
+
+    unit: Unit
+    left: set[int]
+    attempts: int = 0
+    report: UnitReport | None = None
+    refs: list[Any] = field(default_factory=list)
+    reference_s: float = 0.0
+
+
+class ReplicaWorker(Worker):
+    """A rollout actor: its weights, and the units that it plays."""
+
+    def __init__(self, name: str, make: Callable[[], Any], seed: int) -> None:
+        super().__init__(name, make)
+        self.seed = seed
+        self.version: int | None = None
+        self.updating = False
+        self.units: list[Work] = []
+        self.engine_state: dict[str, Any] | None = None
+
+
+class Fleet:
+    """Actors and their work.
+
+    No method waits, and none may be called by two threads at a time: ``RaySource`` sees to that. ``work`` is to be
+    called after each handler of ``events`` and once in a while.
+
+    Attributes:
+        buffer: the groups.
+        events: the actors' answers.
+        published: the latest version, None before the first.
+
+    Args:
+        env: draws the problems.
+
+    Keyword Args: those of ``RaySource``.
+    """
+
+    def __init__(
+        self,
+        env: LLMEnv,
+        *,
+        replicas: Sequence[tuple[Callable[[], Replica], Mapping[str, Any]]],
+        references: Sequence[tuple[Callable[[], KLScoring], Mapping[str, Any]]],
+        slots: int,
+        unit_groups: int,
+        groups_per_batch: int,
+        total_groups: int,
+        max_staleness: int,
+        in_flight: InFlight,
+        seed: int,
+        dead_s: float,
+    ) -> None:
+        import ray
+
+        self._env = env
+        self._slots = slots
+        self._unit_groups = unit_groups
+        self._total_groups = total_groups
+        self._in_flight = in_flight
+        self._dead_s = dead_s
+        self.buffer = GroupBuffer(groups_per_batch, max_staleness)
+        self.events = Events()
+        self.published: int | None = None
+        rollout, reference = ray.remote(RolloutActor), ray.remote(ReferenceActor)
+        threads = slots + 2 if slots > 1 else 1  # beside the units, an update and an evaluation
+        self.replicas = [
+            ReplicaWorker(
+                f"rollout actor {index}",
+                partial(_make, rollout.options(max_concurrency=threads, **options), factory),
+                seed + index,
+            )
+            for index, (factory, options) in enumerate(replicas)
+        ]
+        self.references = [
+            Worker(f"reference actor {index}", partial(_make, reference.options(**options), factory))
+            for index, (factory, options) in enumerate(references)
+        ]
+        self.workers: list[Worker] = [*self.replicas, *self.references]
+        self._works: list[Work] = []
+        self._unplayed: deque[Work] = deque()
+        self._unscored: deque[Work] = deque()
+        self._scoring: dict[Worker, list[Work]] = {worker: [] for worker in self.references}
+        self._weights: Any = None
+        self._reference_weights: Any = None
+        self._update_s = 0.0
+        self._most_waiting = 0
+
+    def publish(self, weights: Any, version: int) -> None:
+        """Takes the weights of a trained batch, a reference to ``PackedWeights``."""
+        self._weights, self.published = weights, version
+        self.buffer.publish(version)
+        self.work()
+
+    def update_reference(self, weights: Any) -> None:
+        """Replaces the weights of the reference actors, for all that they score from now on."""
+        self._reference_weights = weights
+        for worker in self.references:
+            if worker.ready:
+                self.ask(worker, worker.actor.update.remote(weights), lambda _: None)
+
+    def take(self) -> list[tuple[int, Work, Any]] | None:
+        """The next batch, as group, its unit and the reference to its data; None while it is not there."""
+        taken = self.buffer.take()
+        if taken is None:
+            return None
+        for group, (work, _) in taken:
+            work.left.discard(group)
+        self._works = [work for work in self._works if work.left]
+        return [(group, work, ref) for group, (work, ref) in taken]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the problems are, which units no batch has taken whole, and the engines' states."""
+        works = sorted(self._works, key=lambda work: work.unit.groups)
+        return {
+            "env": self._env.state_dict(),
+            "units": [
+                {"env": work.unit.state, "groups": list(work.unit.groups), "wanted": sorted(work.left)}
+                for work in works
+            ],
+            "engines": [replica.engine_state for replica in self.replicas],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what ``state_dict`` gave; before the actors start."""
+        self._env.load_state_dict(state["env"])
+        for unit in state["units"]:
+            work = Work(Unit(unit["env"], tuple(unit["groups"])), set(unit["wanted"]))
+            self._works.append(work)
+            self._unplayed.append(work)
+        for replica, engine_state in zip(self.replicas, state["engines"], strict=False):
+            replica.engine_state = engine_state
+
+    def work(self) -> None:
+        """Gives everyone something to do."""
+        for worker in self.workers:
+            if worker.must_start:
+                self._start(worker)
+        for replica in self.replicas:
+            idle = self._in_flight != "wait" or not replica.units
+            if replica.ready and not replica.updating and replica.version != self.published and idle:
+                self._update(replica)
+        self._score()
+        self._play()
+        self._most_waiting = max(self._most_waiting, self.buffer.waiting)
+        for kind in (self.replicas, self.references):
+            self._check_alive(kind)
+
+    def _start(self, worker: Worker) -> None:
+        first = worker.start()
+        actor = worker.actor
+        self.events.when(first, partial(self._started, worker, actor), partial(self._setup_failed, worker, actor))
+
+    def _started(self, worker: Worker, actor: Any, pid: int) -> None:
+        if worker.actor is not actor:
+            return
+        worker.started(pid)
+        if isinstance(worker, ReplicaWorker):
+            worker.version, worker.updating = None, False
+            self.ask(worker, actor.restore.remote(worker.seed, worker.engine_state), lambda _: None)
+        elif self._reference_weights is not None:
+            self.ask(worker, actor.update.remote(self._reference_weights), lambda _: None)
+
+    def _setup_failed(self, worker: Worker, actor: Any, error: BaseException) -> None:
+        if worker.actor is not actor:
+            return
+        if not worker.restarts and not worker.ready and not is_loss(error):
+            raise cause_of(error)
+        if not worker.restarts and not worker.ready:
+            raise WorkersLostError(f"{worker.name} died while it started: {_first_line(error)}") from error
+        self._lost(worker, error)
+
+    def ask(self, worker: Worker, answer: Any, done: Callable[[Any], None]) -> None:
+        """Calls ``done`` with an actor's answer, unless the actor is replaced before."""
+        actor = worker.actor
+
+        def answered(value: Any) -> None:
+            if worker.actor is actor:
+                done(value)
+
+        def failed(error: BaseException) -> None:
+            if worker.actor is not actor:
+                return
+            if not is_loss(error):
+                raise cause_of(error)
+            self._lost(worker, error)
+
+        self.events.when(answer, answered, failed)
+
+    def _lost(self, worker: Worker, error: BaseException) -> None:
+        """Puts what an actor had back into the queues, and lets it be made again."""
+        torchrl_logger.warning(f"{worker.name} (process {worker.pid}) is gone, a new one starts: {_first_line(error)}")
+        worker.lost(error)
+        if isinstance(worker, ReplicaWorker):
+            for work in reversed(worker.units):
+                if work.attempts == _MOST_ATTEMPTS:
+                    raise WorkersLostError(
+                        f"groups {work.unit.groups[0]} to {work.unit.groups[-1]} ended {work.attempts} rollout actors, "
+                        f"the last one with: {_first_line(error)}"
+                    ) from error
+                for group in work.left:
+                    self.buffer.withdraw(group)
+                self._unplayed.appendleft(work)
+            worker.units = []
+        else:
+            self._unscored.extendleft(reversed(self._scoring[worker]))
+            self._scoring[worker] = []
+
+    def _check_alive(self, workers: Sequence[Worker]) -> None:
+        if not workers or any(worker.ready or not worker.restarts for worker in workers):
+            return
+        dead_for = time.monotonic() - max(worker.alive_at for worker in workers)
+        if dead_for > self._dead_s:
+            last = next(worker.error for worker in workers if worker.error is not None)
+            raise WorkersLostError(
+                f"all of {', '.join(worker.name for worker in workers)} have been dead for {dead_for:.0f} s, more than "
+                f"the {self._dead_s:.0f} s allowed, and could not be replaced. The last error was: {_first_line(last)}"
+            ) from last
+
+    def _update(self, replica: ReplicaWorker) -> None:
+        assert self.published is not None
+        replica.updating = True
+        answer = replica.actor.update.remote(self._weights, self.published)
+        self.ask(replica, answer, partial(self._updated, replica, self.published))
+
+    def _updated(self, replica: ReplicaWorker, version: int, seconds: float) -> None:
+        replica.updating, replica.version = False, version
+        self._update_s = seconds
+
+    def _play(self) -> None:
+        """Gives units to the replicas that have the published weights, the one with the fewest first."""
+        while self.published is not None:
+            free = [r for r in self.replicas if self.is_current(r) and len(r.units) < self._slots]
+            if not free or (not self._unplayed and not self._draw()):
+                return
+            work = self._unplayed[0]
+            if len(work.left) > self.buffer.room:
+                return
+            self._unplayed.popleft()
+            for group in work.left:
+                self.buffer.admit(group)
+            work.attempts += 1
+            replica = min(free, key=lambda r: len(r.units))
+            replica.units.append(work)
+            returns = 1 + len(work.unit.groups)
+            report, *refs = replica.actor.play.options(num_returns=returns).remote(work.unit)
+            self.ask(replica, report, partial(self._played, replica, work, refs))
+
+    def _draw(self) -> bool:
+        """Draws the next unit, if the run has one more and there is room for it."""
+        state = self._env.state_dict()
+        first = state["next_group"]
+        if first >= self._total_groups or self.buffer.room < self._unit_groups:
+            return False
+        self._env.skip(self._unit_groups)
+        groups = tuple(range(first, first + self._unit_groups))
+        work = Work(Unit(state, groups), set(groups))
+        self._works.append(work)
+        self._unplayed.append(work)
+        return True
+
+    def _played(self, replica: ReplicaWorker, work: Work, refs: list[Any], report: UnitReport) -> None:
+        if report.groups != work.unit.groups:
+            raise RuntimeError(f"{replica.name} played groups {report.groups} instead of {work.unit.groups}.")
+        replica.units.remove(work)
+        replica.engine_state = report.engine
+        work.report, work.refs = report, refs
+        if self.references:
+            self._unscored.append(work)
+        else:
+            self._finish(work)
+
+    def _score(self) -> None:
+        while self._unscored:
+            ready = [worker for worker in self.references if worker.ready]
+            if not ready:
+                return
+            work = self._unscored.popleft()
+            worker = min(ready, key=lambda w: len(self._scoring[w]))
+            self._scoring[worker].append(work)
+            seconds, *refs = worker.actor.score.options(num_returns=1 + len(work.refs)).remote(*work.refs)
+            self.ask(worker, seconds, partial(self._scored, worker, work, refs))
+
+    def _scored(self, worker: Worker, work: Work, refs: list[Any], seconds: float) -> None:
+        self._scoring[worker].remove(work)
+        work.refs, work.reference_s = refs, seconds
+        self._finish(work)
+
+    def _finish(self, work: Work) -> None:
+        """Lets the groups of a unit wait for a batch."""
+        assert work.report is not None
+        for group, version, ref in zip(work.report.groups, work.report.versions, work.refs, strict=True):
+            if group in work.left:
+                self.buffer.finish(group, version, (work, ref))
+        work.refs = []  # a group's data lives as long as something waits for it
+
+    def is_current(self, replica: ReplicaWorker) -> bool:
+        """Whether a replica is there and has the published weights."""
+        return replica.ready and not replica.updating and replica.version == self.published
+
+    def batch_metrics(self, works: Sequence[Work]) -> dict[str, float]:
+        """What is known of the batch that was taken and of the work around it, named ``section/name``."""
+        staleness = self.buffer.staleness()
+        reports = [work.report for work in works if work.report is not None]
+        metrics = {
+            "staleness/max": float(max(staleness)),
+            "staleness/mean": sum(staleness) / len(staleness),
+            "buffer/in_flight": self.buffer.in_flight,
+            "buffer/waiting": self.buffer.waiting,
+            "buffer/waiting_max": self._most_waiting,
+            "workers/generate_s": sum(report.generate_s / len(report.groups) for report in reports),
+            "workers/reward_s": sum(report.env_s / len(report.groups) for report in reports),
+            "workers/update_s": self._update_s,
+            "workers/restarts_rollout": sum(worker.restarts for worker in self.replicas),
+            "workers/restarts_reference": sum(worker.restarts for worker in self.references),
+        }
+        if self.references:
+            metrics["workers/reference_s"] = sum(work.reference_s / len(work.unit.groups) for work in works)
+        self._most_waiting = self.buffer.waiting
+        return metrics
+
+    def what_is_missing(self) -> str:
+        """Where the groups of the next batch are, in words."""
+        playing = [f"{r.name} {'has' if r.ready else 'is starting, with'} {len(r.units)}" for r in self.replicas]
+        scoring = sum(len(works) for works in self._scoring.values()) + len(self._unscored)
+        return (
+            f"a batch of {self.buffer.groups_per_batch} groups: {self.buffer.waiting} wait, "
+            f"{', '.join(playing)} units, {scoring} units are being scored"
+        )
+
+
+def _make(remote_class: Any, factory: Callable[[], Any]) -> Any:
+    return remote_class.remote(factory)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]

@@ -250,7 +250,7 @@ def test_a_run_that_is_told_to_end_leaves_no_process(number: signal.Signals, sta
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("127.0.0.1:1", r"ray\.address=127\.0\.0\.1:1 must be .* that can be reached \(.*refused.*\): start one"),
+        ("127.0.0.1:1", r"ray\.address=127\.0\.0\.1:1 must be .* that can be joined \(.*refused.*\): start one"),
         ("somewhere", r"ray\.address=somewhere must be auto or host:port: use ray\.address=auto"),
         ("ray://127.0.0.1:10001", r"ray\.address=ray://127\.0\.0\.1:10001 must be auto or host:port"),
     ],

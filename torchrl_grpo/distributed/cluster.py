@@ -228,15 +228,18 @@ def start(address: str | None = None) -> Cluster:
     # Ray would replace the handler by its own, and a run that is told to end would not be saved.
     on_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
-    folder = None
+    folder = _short_folder() if address is None else None
     try:
-        if address is None:
-            folder = _short_folder()
+        if folder is not None:
             ray.init(address="local", include_dashboard=False, logging_level="error", _temp_dir=str(folder))
         else:
             ray.init(address=address, logging_level="error")
-    except ConnectionError as error:
-        raise _unreachable(address, error) from error
+    except BaseException as error:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        elif isinstance(error, ConnectionError | RuntimeError):  # none there, a wrong token, another version of Ray
+            raise _unreachable(address, error) from error
+        raise
     finally:
         if on_main_thread and callable(handler):
             signal.signal(signal.SIGTERM, handler)
@@ -254,10 +257,10 @@ def _check_reachable(address: str) -> None:
         raise _unreachable(address, error) from error
 
 
-def _unreachable(address: str | None, error: OSError) -> ValueError:
+def _unreachable(address: str | None, error: Exception) -> ValueError:
     return ValueError(
-        f"ray.address={address} must be a Ray cluster that can be reached ({error}): start one with "
-        "`ray start --head`, or leave ray.address out to have one started for the run."
+        f"ray.address={address} must be a Ray cluster that can be joined ({error}): start one with `ray start --head`, "
+        "set RAY_AUTH_MODE=token if it asks for a token, or leave ray.address out to have one started for the run."
     )
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,7 +16,7 @@ from torch import Tensor, nn
 from tests.conftest import make_tiny_model
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.transformers import TransformersEngine
-from torchrl_grpo.weight_sync import SharedWeights, WeightSyncExtension, named_weights, sync_gap
+from torchrl_grpo.weight_sync import SharedWeights, named_weights, sync_gap
 
 
 def make_lora(**overrides: object) -> nn.Module:
@@ -76,33 +80,58 @@ def test_named_weights_refuse_an_adapter_that_is_not_added_to_the_weight():
 @pytest.fixture
 def shared(tiny_model) -> SharedWeights:
     shapes = {name: weight.shape for name, weight in tiny_model.named_parameters()}
-    shared = SharedWeights(shapes, {"lm_head.weight"}, torch.float32)
-    yield shared
-    shared.unlink()
+    return SharedWeights(shapes, {"lm_head.weight"}, torch.float32)
 
 
-def test_shared_weights_are_seen_through_a_second_mapping_after_their_name_is_gone(shared, tiny_model):
-    worker = WeightSyncExtension()
-    worker.map_shared_weights(shared.path, shared.dtype, shared.layout)
-    shared.unlink()
-    shared.unlink()
-    assert not os.path.exists(shared.path)
+def test_shared_weights_are_seen_by_every_reader_as_they_change(shared):
+    readers = [dict(shared.block.weights()) for _ in range(3)]
     for seed in (5, 6):
         sent = dict(named_weights(make_tiny_model(seed)))
         shared.fill(sent.items())
-        seen = dict(worker._shared_weights)
-        assert list(seen) == list(sent)
-        assert all(torch.equal(seen[name], sent[name]) for name in sent)
+        for seen in readers:
+            assert list(seen) == list(sent)
+            assert all(torch.equal(seen[name], sent[name]) for name in sent)
+
+
+READER = """
+import pickle, sys
+weights = dict(pickle.loads(bytes.fromhex(sys.argv[1])).weights())
+print(weights["norm"].sum().item(), flush=True)
+sys.stdin.readline()
+print(weights["norm"].sum().item(), flush=True)
+"""
+
+
+def test_another_process_reads_the_weights_and_keeps_them_when_their_maker_is_gone():
+    shared = SharedWeights({"embed": (4, 2), "norm": (3,)}, (), torch.float32)
+    shared.fill([("norm", torch.full((3,), 2.0)), ("embed", torch.zeros(4, 2))])
+    block, before = shared.block, set(os.listdir("/dev/shm"))
+    command = [sys.executable, "-c", READER, pickle.dumps(block).hex()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert float(reader.stdout.readline()) == 6.0
+        del shared
+        gc.collect()
+        assert reader.communicate("\n")[0].strip() == "6.0"
+    assert set(os.listdir("/dev/shm")) <= before
+    with pytest.raises(RuntimeError, match="are gone: the process that made them dropped them"):
+        block.weights()
+
+
+def test_another_file_at_the_same_place_is_not_taken_for_the_weights():
+    shared = SharedWeights({"norm": (3,)}, (), torch.float32)
+    block = shared.block
+    del shared
+    others = [SharedWeights({"norm": (3,)}, (), torch.float32) for _ in range(50)]
+    assert block.path in [other.block.path for other in others]
+    with pytest.raises(RuntimeError, match="are gone"):
+        block.weights()
 
 
 def test_shared_weights_are_cast_to_the_engine_s_dtype(tiny_model):
     weight = tiny_model.model.norm.weight.detach() + torch.linspace(0, 1, 32)
     shared = SharedWeights({"norm": weight.shape}, (), torch.bfloat16)
     shared.fill([("norm", weight)])
-    worker = WeightSyncExtension()
-    worker.map_shared_weights(shared.path, shared.dtype, shared.layout)
-    shared.unlink()
-    assert torch.equal(dict(worker._shared_weights)["norm"], weight.bfloat16())
+    assert torch.equal(dict(shared.block.weights())["norm"], weight.bfloat16())
 
 
 def test_shared_weights_refuse_unknown_missing_repeated_and_misshapen_weights(shared, tiny_model):

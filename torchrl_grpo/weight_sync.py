@@ -8,9 +8,13 @@ its worker by vLLM itself.
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
-import tempfile
+import signal
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -80,30 +84,71 @@ def _lora_delta(name: str, layer: Any) -> Tensor | None:
     return delta
 
 
+@dataclass(frozen=True)
+class SharedBlock:
+    """Where the weights are: all that another process of this machine needs to read them. Small, and may be pickled.
+
+    Attributes:
+        path: the block, as every process of this machine and user can open it.
+        name: what must be found there, so that nothing else is taken for the block when its maker is gone.
+        dtype: of all weights, such as ``"float32"``.
+        layout: name and shape of each weight, in the order in which they lie in the block.
+    """
+
+    path: str
+    name: str
+    dtype: str
+    layout: Layout
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Maps the block and gives the named weights; they are the block's own memory and hold it.
+
+        Raises:
+            RuntimeError: the process that made the block dropped it or has ended.
+        """
+        if not os.path.exists(self.path) or self.name not in os.readlink(self.path):
+            raise RuntimeError(f"the shared weights at {self.path} are gone: the process that made them dropped them.")
+        size = sum(torch.Size(shape).numel() for _, shape in self.layout)
+        flat = torch.from_file(self.path, shared=True, size=size, dtype=getattr(torch, self.dtype))
+        return _views(flat, self.layout)
+
+
 class SharedWeights:
     """A block of shared memory with a place for each weight of a model.
 
-    The block is a file in ``/dev/shm`` (in the temporary folder where that is missing or full). Once every worker has
-    mapped it, ``unlink`` takes its name away: the memory then lives exactly as long as the processes that use it, and
-    nothing is left behind however they end.
+    One process makes and fills it, and any number of others on the same machine read it through ``block``. It has no
+    name in any file system (it is a ``memfd``, Linux only): it can be opened as long as this object lives, and its
+    memory is gone with the last process that uses it, however these processes end.
+
+    ``fill`` does not know who is reading: fill again only after everyone who was told of the last weights has them.
+
+    Attributes:
+        block: what the readers need.
 
     Args:
         shapes: name to shape of each weight.
         tied: further names that ``fill`` accepts and ignores, because they share the memory of another weight.
-        dtype: dtype in which the weights travel: the engine's.
+        dtype: dtype in which the weights travel, best the engine's.
 
     Raises:
-        OSError: neither place has room for the block.
+        OSError: there is not enough memory for the block.
+
+    Examples:
+        >>> shared = SharedWeights({"norm": (3,)}, (), torch.float32)
+        >>> shared.fill([("norm", torch.ones(3))])
+        >>> list(shared.block.weights())
+        [('norm', tensor([1., 1., 1.]))]
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], tied: Iterable[str], dtype: torch.dtype) -> None:
-        self.layout: Layout = [(name, tuple(shape)) for name, shape in shapes.items()]
         self.tied = frozenset(tied)
-        self.dtype = dtype
-        size = sum(torch.Size(shape).numel() for _, shape in self.layout)
-        self.path = _reserve_file(size * dtype.itemsize)
-        flat = torch.from_file(self.path, shared=True, size=size, dtype=dtype)
-        self._views = dict(_views(flat, self.layout))
+        layout = [(name, tuple(shape)) for name, shape in shapes.items()]
+        nbytes = sum(torch.Size(shape).numel() for _, shape in layout) * dtype.itemsize
+        name = f"torchrl_grpo_weights_{uuid.uuid4().hex}"
+        self._file = open(os.memfd_create(name), "r+b")  # noqa: SIM115  closed with this object
+        os.posix_fallocate(self._file.fileno(), 0, max(nbytes, 1))  # a lack of memory shows here, not as a SIGBUS later
+        self.block = SharedBlock(f"/proc/{os.getpid()}/fd/{self._file.fileno()}", name, dtype_name(dtype), layout)
+        self._views = dict(self.block.weights())
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies the weights into the block.
@@ -134,27 +179,10 @@ class SharedWeights:
                 f"{len(missing)} of {len(self._views)} weights are missing from the update, first {missing[:3]}."
             )
 
-    def unlink(self) -> None:
-        """Takes the block's name away; who has mapped it keeps it. May be called again."""
-        if os.path.exists(self.path):
-            os.unlink(self.path)
 
-
-def _reserve_file(nbytes: int) -> str:
-    """A new file of the given size whose space is really there (a sparse one would end the process when it is not)."""
-    folders = [folder for folder in ("/dev/shm", tempfile.gettempdir()) if os.path.isdir(folder)]
-    for folder in folders:
-        handle, path = tempfile.mkstemp(prefix="torchrl_grpo_weights_", dir=folder)
-        try:
-            os.posix_fallocate(handle, 0, max(nbytes, 1))
-            return path
-        except OSError:
-            os.unlink(path)
-            if folder == folders[-1]:
-                raise
-        finally:
-            os.close(handle)
-    raise AssertionError("there is always a temporary folder")
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float32"`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _views(flat: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
@@ -166,6 +194,19 @@ def _views(flat: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
         start += size
 
 
+def die_with_parent() -> None:
+    """Lets the kernel kill this process when the thread that started it ends, be it by SIGKILL (Linux only).
+
+    Raises:
+        SystemExit: the parent has already ended.
+    """
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:
+        raise SystemExit("the process that started this one has ended.")
+
+
 class WeightSyncExtension:
     """Methods that vLLM adds to its worker class (``worker_extension_cls``), called by name through ``collective_rpc``.
 
@@ -173,17 +214,11 @@ class WeightSyncExtension:
     serves every device and every tensor-parallel rank (on CUDA it has not been run yet).
     """
 
-    def map_shared_weights(self, path: str, dtype: torch.dtype, layout: Layout) -> None:
-        """Maps the trainer's block; see ``SharedWeights``."""
-        size = sum(torch.Size(shape).numel() for _, shape in layout)
-        flat = torch.from_file(path, shared=True, size=size, dtype=dtype)
-        self._shared_weights = list(_views(flat, layout))
-
     @torch.no_grad()
-    def load_shared_weights(self) -> None:
-        """Loads what now stands in the block."""
+    def load_shared_weights(self, path: str, name: str, dtype: str, layout: Layout) -> None:
+        """Loads what now stands in the ``SharedBlock`` that has these attributes."""
         worker: Any = self
-        worker.reload_weights(weights_iterator=iter(self._shared_weights))
+        worker.reload_weights(weights_iterator=SharedBlock(path, name, dtype, layout).weights())
         # On a CPU vLLM keeps a packed copy of each linear weight. The reload remakes it for the layers that were sent,
         # but a tied head is not sent: it would go on with the copy of the old embedding.
         for module in worker.model_runner.get_model().modules():
@@ -194,18 +229,25 @@ class WeightSyncExtension:
         """Seeds the generator that sampling draws from."""
         torch.manual_seed(seed)
 
-    def sampler_state(self) -> Tensor:
+    def sampler_state(self) -> bytes:
         """The state of that generator."""
         device = self.device  # type: ignore[attr-defined]
-        return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        return state.numpy().tobytes()
 
-    def set_sampler_state(self, state: Tensor) -> None:
+    def set_sampler_state(self, state: bytes) -> None:
         """Restores what ``sampler_state`` gave."""
         device = self.device  # type: ignore[attr-defined]
+        tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
         if device.type == "cuda":
-            torch.cuda.set_rng_state(state, device)
+            torch.cuda.set_rng_state(tensor, device)
         else:
-            torch.set_rng_state(state)
+            torch.set_rng_state(tensor)
+
+    def die_with_parent(self) -> int:
+        """Makes the worker end with the process that started it; returns the worker's process id."""
+        die_with_parent()
+        return os.getpid()
 
 
 class _Generates(Protocol):

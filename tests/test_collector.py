@@ -25,6 +25,7 @@ KEYS = {
     *(("tokens", name) for name in ("prompt", "response", "full")),
     *(("masks", name) for name in ("all_attention_mask", "all_assistant_mask")),
     ("log_probs", "full"),
+    ("policy_versions", "full"),
     *(("next", name) for name in ("reward", "done", "terminated", "truncated", "correct")),
     *(("reward_valid",), ("group_id",), ("policy_version",), ("query",), ("text", "response")),
 }
@@ -74,6 +75,7 @@ def test_policy_writes_masks_log_probs_version_and_finish_reason():
     assert lists(out, "log_probs", "full") == [[0.0, 0.0, -1.0, -2.0], [0.0, 0.0, -1.0, -2.0, -3.0]]
     assert out[0]["log_probs", "full"].dtype == torch.float32
     assert out["policy_version"].tolist() == [[7], [7]]
+    assert lists(out, "policy_versions", "full") == [[-1, -1, 7, 7], [-1, -1, 7, 7, 7]]
     assert out["length_stopped"].tolist() == [[False], [True]]
 
 
@@ -86,6 +88,23 @@ def test_the_version_is_the_one_before_generation():
 
     engine.rule = publish_while_generating
     assert GenerationPolicy(engine, PARAMS)(rows_of([5]))["policy_version"].tolist() == [[0]]
+
+
+def test_versions_that_the_engine_reports_are_kept_and_the_oldest_is_the_sequence_s():
+    engine = copies_of(lambda prompt, copy: ([20, 21, 22], "length") if copy else ([9, END], "stop"))
+    plain, reported = engine.generate, iter([[3, 4], [4, 4, 5]])
+
+    def generate(prompts, n, params):
+        groups = plain(prompts, n, params)
+        for done in groups[0]:
+            done.versions = torch.tensor(next(reported))
+        return groups
+
+    engine.generate = generate
+    engine.policy_version = 9
+    out = GenerationPolicy(engine, PARAMS)(rows_of([5, 6], [5, 6], groups=[3, 3]))
+    assert lists(out, "policy_versions", "full") == [[-1, -1, 3, 4], [-1, -1, 4, 4, 5]]
+    assert out["policy_version"].tolist() == [[3], [4]]
 
 
 def test_policy_takes_any_batch_size_and_lazy_stacks():
@@ -186,6 +205,9 @@ def test_turns_become_one_sequence(tokenizer):
     log_probs = [*[0.0] * len(prompt), -1.0, -2.0, *[0.0] * len(again), -1.0, -2.0, -3.0]
     assert went_on["log_probs", "full"].tolist() == log_probs
     assert went_on["policy_version"].tolist() == [0]
+    first, second = 0, 4  # four answers were asked for in the first turn, and the version rose with each
+    versions = [*[-1] * len(prompt), first, first, *[-1] * len(again), second, second, second]
+    assert went_on["policy_versions", "full"].tolist() == versions
     assert [went_on["next", key].item() for key in ("reward", "done", "terminated", "truncated")] == [
         2,
         True,

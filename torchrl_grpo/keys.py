@@ -26,6 +26,7 @@ key                               shape, dtype       meaning
 ``"reward_valid"``                [1] bool           False where the reward crashed or timed out
 ``"group_id"``                    [1] int64          equal for the G responses to one prompt, unique in a run
 ``"policy_version"``              [1] int64          the oldest weights that sampled a token of the sequence
+``("policy_versions", "full")``   [T] int64          the weights that sampled each token, -1 on tokens not sampled
 ``"advantage"``                   [1] float32        written by ``GroupAdvantage``; [T] at its level "token"
 ``"state_value"``                 [T] float32        read by it if there: value of the state a token was sampled in
 ``("prox_log_probs", "full")``    [T] float32        proximal log-probs, written by the trainer where a loss reads them
@@ -55,6 +56,7 @@ CORRECT = ("next", "correct")
 REWARD_VALID = "reward_valid"
 GROUP_ID = "group_id"
 POLICY_VERSION = "policy_version"
+POLICY_VERSIONS = ("policy_versions", "full")
 ADVANTAGE = "advantage"
 STATE_VALUE = "state_value"
 PROX_LOG_PROBS = ("prox_log_probs", "full")

@@ -25,6 +25,7 @@ from torchrl_grpo.keys import (
     FULL,
     LOG_PROBS,
     POLICY_VERSION,
+    POLICY_VERSIONS,
     PROMPT,
     REF_LOG_PROBS,
     RESPONSE,
@@ -317,7 +318,7 @@ def _turn_rewards(turns: list[TensorDictBase]) -> Tensor:
 def _set_merged(out: TensorDictBase, turns: list[list[TensorDictBase]]) -> None:
     """Replaces what the policy wrote in the last turn by what it wrote in all turns of each row."""
     merged = [_merge(row) for row in turns]
-    for name in ("tokens", "masks", "log_probs"):
+    for name in ("tokens", "masks", "log_probs", POLICY_VERSIONS[0]):
         out.set(name, lazy_stack([row.get(name) for row in merged]))
     out.set(POLICY_VERSION, torch.stack([row.get(POLICY_VERSION) for row in merged]))
     texts = ["\n".join(turn[("next", *RESPONSE_TEXT)] for turn in row) for row in turns]
@@ -339,6 +340,7 @@ def _merge(turns: list[TensorDictBase]) -> TensorDictBase:
         return turns[0]
     prompt, full = turns[0].get(PROMPT), turns[-1].get(FULL)
     sampled = torch.zeros_like(full, dtype=torch.bool)
+    versions = torch.full_like(full, -1)
     for turn in turns:
         length = turn.get(FULL).numel()
         if not torch.equal(turn.get(FULL), full[:length]):
@@ -347,6 +349,7 @@ def _merge(turns: list[TensorDictBase]) -> TensorDictBase:
                 "a transform of the environment changed tokens that the policy was given or sampled."
             )
         sampled[:length] |= turn.get(ASSISTANT_MASK)
+        versions[:length] = versions[:length].maximum(turn.get(POLICY_VERSIONS))
     oldest = torch.stack([turn.get(POLICY_VERSION) for turn in turns]).amin(0)
     return TensorDict(
         {
@@ -357,5 +360,6 @@ def _merge(turns: list[TensorDictBase]) -> TensorDictBase:
             ASSISTANT_MASK: sampled,
             LOG_PROBS: _sum_turns(turns, LOG_PROBS),
             POLICY_VERSION: oldest,
+            POLICY_VERSIONS: versions,
         }
     )

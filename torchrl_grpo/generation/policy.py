@@ -19,6 +19,7 @@ from torchrl_grpo.keys import (
     GROUP_ID,
     LOG_PROBS,
     POLICY_VERSION,
+    POLICY_VERSIONS,
     PROMPT,
     RESPONSE,
 )
@@ -29,7 +30,8 @@ class GenerationPolicy(TensorDictModuleBase):
 
     Rows that share group and prompt become one request, so that the engine computes their prompt once. Where the
     tensordict has a ``"_step"`` entry (TorchRL's mark for rows that take part in the next step), the other rows get an
-    empty response and cost nothing. ``"policy_version"`` is read before generation starts.
+    empty response and cost nothing. An engine whose weights may change meanwhile says which of them sampled each token; of
+    the others, ``policy_version`` is read before generation starts.
 
     Args:
         engine: samples the tokens.
@@ -58,11 +60,12 @@ class GenerationPolicy(TensorDictModuleBase):
             ASSISTANT_MASK,
             LOG_PROBS,
             POLICY_VERSION,
+            POLICY_VERSIONS,
             LENGTH_STOPPED,
         ]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Writes the response, its log-probs and masks, the policy version and ``"length_stopped"``.
+        """Writes the response, its log-probs, masks and policy versions, and ``"length_stopped"``.
 
         Args:
             tensordict: any batch size, with ``("tokens", "prompt")`` ([T] int64 a row, without padding); rows may have
@@ -81,23 +84,29 @@ class GenerationPolicy(TensorDictModuleBase):
         prompts = [row.get(PROMPT[-1]) for row in token_rows]
         completions = self._generate(prompts, self._group_ids(tensordict, size), self._active(tensordict, size))
 
-        masks, log_probs = [], []
+        masks, log_probs, versions, oldest = [], [], [], []
         for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             response = prompt.new_empty(0) if completion is None else completion.tokens
             full = torch.cat([prompt, response])
             sampled = torch.ones_like(full, dtype=torch.bool)
             sampled[: prompt.numel()] = False
             row_log_probs = torch.zeros(full.shape, dtype=torch.float32)
+            row_versions = torch.where(sampled, version, -1)
             if completion is not None:
                 row_log_probs[prompt.numel() :] = completion.log_probs
+                if completion.versions is not None:
+                    row_versions[prompt.numel() :] = completion.versions
             token_rows[row] = TensorDict({**token_rows[row], RESPONSE[-1]: response, FULL[-1]: full})
             masks.append(TensorDict({ATTENTION_MASK[-1]: torch.ones_like(sampled), ASSISTANT_MASK[-1]: sampled}))
             log_probs.append(TensorDict({LOG_PROBS[-1]: row_log_probs}))
+            versions.append(TensorDict({POLICY_VERSIONS[-1]: row_versions}))
+            oldest.append(row_versions[sampled].min().item() if response.numel() else version)
         cut = [completion is not None and completion.finish_reason == "length" for completion in completions]
         tensordict.set("tokens", _stack(token_rows, shape))
         tensordict.set("masks", _stack(masks, shape))
         tensordict.set("log_probs", _stack(log_probs, shape))
-        tensordict.set(POLICY_VERSION, torch.full((*shape, 1), version, dtype=torch.int64))
+        tensordict.set(POLICY_VERSIONS[0], _stack(versions, shape))
+        tensordict.set(POLICY_VERSION, torch.tensor(oldest, dtype=torch.int64).reshape(*shape, 1))
         tensordict.set(LENGTH_STOPPED, torch.tensor(cut, dtype=torch.bool).reshape(*shape, 1))
         return tensordict
 

@@ -130,15 +130,15 @@ class AsyncVLLMEngine(VLLMBase):
                 )
                 # All of vLLM's objects live in the loop's thread. A process that is to die with its parent dies, in
                 # truth, with the thread that started it, and this one lasts until the end.
-                asyncio.run_coroutine_threadsafe(self._start(arguments), self._loop).result()
-            super().__init__(config, self._llm.model_config)
+                model_config = asyncio.run_coroutine_threadsafe(self._start(arguments), self._loop).result()
+            super().__init__(config, model_config)
             self._workers = [os.pidfd_open(pid) for pid in self._rpc("die_with_parent")]
-            self._call(self._llm.update_weight_version("0"))
+            self._call(self._set_version(0))
         except BaseException:
             self.close()
             raise
 
-    async def _start(self, arguments: dict[str, Any]) -> None:
+    async def _start(self, arguments: dict[str, Any]) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -157,6 +157,7 @@ class AsyncVLLMEngine(VLLMBase):
             asyncio.get_running_loop().add_reader(
                 sentinel, self._finish, f"the vLLM engine's process {pid} has ended: make a new engine."
             )
+        return self._llm.model_config
 
     def _finish(self, reason: str) -> None:
         """Makes every call, the waiting ones included, raise; runs in the loop."""
@@ -179,11 +180,12 @@ class AsyncVLLMEngine(VLLMBase):
 
     async def _until_end(self, coroutine: Coroutine[Any, Any, T]) -> T:
         task = asyncio.ensure_future(coroutine)
-        await asyncio.wait({task, self._end}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([task, self._end], return_when=asyncio.FIRST_COMPLETED)
         if task.done() and not (task.exception() and self._llm.errored):
             return task.result()
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # or asyncio reports it
         task.cancel()
+        del task  # its traceback would keep vLLM's objects alive with our error
         await asyncio.wait({self._end}, timeout=5)  # vLLM may have seen the end of its process a moment before us
         raise RuntimeError(self._end.result() if self._end.done() else "the vLLM engine failed: make a new engine.")
 
@@ -304,12 +306,16 @@ class AsyncVLLMEngine(VLLMBase):
         except BaseException:
             self._finish(f"the update to version {version} failed while loading: make a new engine.")
             raise
+        await self._set_version(version)
+
+    async def _set_version(self, version: int) -> None:
+        """Has vLLM's scheduler label what is sampled from here on."""
         await self._llm.update_weight_version(str(version))
         self.policy_version = version
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._call(self._llm.update_weight_version(str(self.policy_version)))
+        self._call(self._set_version(self.policy_version))
 
     def close(self) -> None:
         """Ends the engine and every process of its own; calls that are waiting raise. May be called again."""

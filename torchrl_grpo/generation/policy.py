@@ -30,8 +30,8 @@ class GenerationPolicy(TensorDictModuleBase):
 
     Rows that share group and prompt become one request, so that the engine computes their prompt once. Where the
     tensordict has a ``"_step"`` entry (TorchRL's mark for rows that take part in the next step), the other rows get an
-    empty response and cost nothing. An engine whose weights may change meanwhile says which of them sampled each token; of
-    the others, ``policy_version`` is read before generation starts.
+    empty response and cost nothing. An engine whose weights may change meanwhile says which of them sampled each
+    token; the version of any other is read before generation starts.
 
     Args:
         engine: samples the tokens.

@@ -179,8 +179,8 @@ class AsyncVLLMEngine(VLLMBase):
         return asyncio.run_coroutine_threadsafe(self._until_end(coroutine), loop).result()
 
     async def _until_end(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.ensure_future(coroutine)
-        await asyncio.wait([task, self._end], return_when=asyncio.FIRST_COMPLETED)
+        task: asyncio.Future[Any] = asyncio.ensure_future(coroutine)
+        await asyncio.wait({task, self._end}, return_when=asyncio.FIRST_COMPLETED)
         if task.done() and not (task.exception() and self._llm.errored):
             return task.result()
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # or asyncio reports it

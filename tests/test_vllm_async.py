@@ -192,17 +192,17 @@ def test_weights_that_another_process_could_have_written_are_loaded_from_its_blo
 
 def test_an_update_that_waits_too_long_says_for_what_and_changes_nothing(engine, pool):
     engine._in_flight = "wait"
-    model = make_model(11)
+    model, later = make_model(11), make_model(12)
     engine.update_weights(named_weights(model), 11)
     calls = start(engine, pool, LONG)
     engine._update_timeout = 0.05
     with pytest.raises(TimeoutError, match=r"version 12 waited over 0\.05 s for running calls of generate to end \(4 "):
-        engine.update_weights(named_weights(make_model(12)), 12)
+        engine.update_weights(named_weights(later), 12)
     engine._update_timeout = 60.0
     for prompt, call in zip(PROMPTS, calls, strict=True):
         assert all(errors(model, prompt, done).max() < ROUNDING for done in call.result()[0])
     assert engine.policy_version == 11
-    engine.update_weights(named_weights(make_model(12)), 12)
+    engine.update_weights(named_weights(later), 12)
     assert engine.generate([PROMPTS[0]], 1, SHORT)[0][0].versions.unique().tolist() == [12]
 
 

@@ -194,17 +194,19 @@ def _views(flat: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
         start += size
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int) -> None:
     """Lets the kernel kill this process when the thread that started it ends, be it by SIGKILL (Linux only).
 
+    Args:
+        parent: process id of the parent.
+
     Raises:
-        SystemExit: the parent has already ended.
+        SystemExit: it has already ended.
     """
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:
-        raise SystemExit("the process that started this one has ended.")
+    if os.getppid() != parent:
+        raise SystemExit(f"the process {parent} that started this one has ended.")
 
 
 class WeightSyncExtension:
@@ -246,7 +248,9 @@ class WeightSyncExtension:
 
     def die_with_parent(self) -> int:
         """Makes the worker end with the process that started it; returns the worker's process id."""
-        die_with_parent()
+        parent = multiprocessing.parent_process()
+        if parent is not None and parent.pid is not None:
+            die_with_parent(parent.pid)
         return os.getpid()
 
 

@@ -40,6 +40,8 @@ InFlight = Literal["wait", "keep", "abort"]
 SHUTDOWN_TIMEOUT_S = 10.0
 """Seconds that vLLM's processes may take to end by themselves."""
 
+_EXECUTOR = "GuardedExecutor_"
+
 T = TypeVar("T")
 
 
@@ -356,20 +358,24 @@ def _end_process(pidfd: int) -> None:
 
 @functools.cache
 def _guarded_executor() -> type:
-    """vLLM's executor, which is made in the scheduler's process before anything else there."""
+    """vLLM's executor under a name of ours, which brings our code into the scheduler's process; see ``__getattr__``."""
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     class GuardedExecutor(MultiprocExecutor):
-        def _init_executor(self) -> None:
-            die_with_parent()
-            super()._init_executor()
+        pass
 
-    GuardedExecutor.__qualname__ = "GuardedExecutor"
+    # Pickle looks for it in this module, under a name that tells a new process whose child it is.
+    GuardedExecutor.__qualname__ = f"{_EXECUTOR}{os.getpid()}"
+    globals()[GuardedExecutor.__qualname__] = GuardedExecutor
     return GuardedExecutor
 
 
 def __getattr__(name: str) -> Any:
-    """Where pickle finds the class when the scheduler's process starts; defined lazily, as its base class is vLLM's."""
-    if name == "GuardedExecutor":
-        return _guarded_executor()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Where the scheduler's process, new and reading its arguments, finds the executor, which is not defined there yet.
+
+    It is the first that we hear of that process, before it waits for anything from us, and the time to tie it to us.
+    """
+    if not name.startswith(_EXECUTOR):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    die_with_parent(int(name.removeprefix(_EXECUTOR)))
+    return _guarded_executor()

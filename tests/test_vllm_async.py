@@ -206,9 +206,9 @@ def test_an_update_that_waits_too_long_says_for_what_and_changes_nothing(engine,
     assert engine.generate([PROMPTS[0]], 1, SHORT)[0][0].versions.unique().tolist() == [12]
 
 
-def test_seed_and_state_repeat_the_draws_of_one_thread(engine):
-    def draw() -> list[list[int]]:
-        return [done.tokens.tolist() for done in engine.generate([PROMPTS[0]], 4, LONG)[0]]
+def test_seed_and_state_repeat_the_draws_of_one_response_at_a_time(engine):
+    def draw() -> list[int]:
+        return engine.generate([PROMPTS[0]], 1, LONG)[0][0].tokens.tolist()
 
     engine.seed(7)
     first = draw()

@@ -60,8 +60,8 @@ class AsyncVLLMEngine(VLLMBase):
       ``restarted_requests`` counts them. A request is restarted whole, with the responses that had already ended:
       replacing only the others would favour short responses.
 
-    Requests carry no seed of their own (vLLM's CPU sampler fails when a paused one does), so with several threads the
-    draws depend on how their requests were batched.
+    Requests carry no seed of their own (vLLM's CPU sampler fails when a paused one does), so the draws depend on how
+    the responses were batched: ``seed`` and ``state_dict`` repeat them only where one response is sampled at a time.
 
     Attributes:
         restarted_requests: how often an update with ``in_flight="abort"`` made a request start again.

@@ -63,6 +63,19 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
             ["inference_model.num_devices=3"],
             r"env\.num_envs=16 must be a multiple of env\.repeats=4 times the 3 replicas",
         ),
+        (
+            ["train_model.num_devices=3", "train_model.tensor_parallel_size=2"],
+            r"tensor_parallel_size=2 must divide the trainer's devices, which are 3: use train_model\.num_devices=4",
+        ),
+        (
+            ["train_model.num_devices=64", "train_model.tensor_parallel_size=64"],
+            r"tensor_parallel_size=64 must divide the model's \d+ key and value heads: use \d+\.",
+        ),
+        (
+            ["train_model.num_devices=2", "train_model.tensor_parallel_size=2", "train_model.lora.enabled=true"],
+            r"tensor_parallel_size=2 must be 1 with train_model\.lora\.enabled=true",
+        ),
+        (["train_model.cpu_offload=true"], r"cpu_offload=true needs a model that is sharded"),
         (["train.max_staleness=1"], r"train\.max_staleness=1 must be 0 in grpo\.py.*grpo-async\.py"),
         (
             ["inference_model.num_devices=2", "policy.dynamic_sampling=true"],

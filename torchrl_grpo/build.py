@@ -234,6 +234,7 @@ def _prepare(config: GRPOConfig) -> Blueprint:
     )
     loading.check_vocabulary(model_config, tokenizer, config.model.name)
     check_logits_are_plain(model_config.get_text_config())
+    _check_sharding(config, len(plan.train), model_config.get_text_config())
     params = SamplingParams(
         inference.max_new_tokens,
         temperature=inference.temperature,
@@ -287,6 +288,33 @@ def make_env(blueprint: Blueprint, split: Split, num_envs: int, repeats: int) ->
     """An environment like those of the blueprint, of another size."""
     parts = (blueprint.config, blueprint.task, blueprint.tokenizer, blueprint.max_prompt_tokens)
     return _make_env(*parts, split, num_envs, repeats)
+
+
+def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedConfig) -> None:
+    """The rules of ``shard_model``, before anything is loaded."""
+    train = config.train_model
+    size = train.tensor_parallel_size
+    if devices % size:
+        raise ConfigError(
+            f"train_model.tensor_parallel_size={size} must divide the trainer's devices, which are {devices}: use "
+            f"train_model.num_devices={-(-devices // size) * size}, or leave it out."
+        )
+    heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
+    if heads % size:
+        raise ConfigError(
+            f"train_model.tensor_parallel_size={size} must divide the model's {heads} key and value heads: use "
+            f"{max(fits for fits in range(1, size) if heads % fits == 0)}."
+        )
+    if size > 1 and train.lora.enabled:
+        raise ConfigError(
+            f"train_model.tensor_parallel_size={size} must be 1 with train_model.lora.enabled=true: leave it out, and "
+            "the model is sharded over all devices."
+        )
+    if train.cpu_offload and devices == 1:
+        raise ConfigError(
+            "train_model.cpu_offload=true needs a model that is sharded, but the trainer has 1 device: use "
+            "train_model.num_devices=2 or more, or train_model.gradient_checkpointing=true to save memory."
+        )
 
 
 def _class_of(field: str, name: str, base: type[Any]) -> type[Any]:
@@ -455,7 +483,10 @@ def _load(blueprint: Blueprint, dtype: str, device: torch.device) -> Any:
 def make_trainer(blueprint: Blueprint, mesh: DeviceMesh | None = None) -> GRPOTrainer:
     """The trainer with its model, loss and optimizer; the model is sharded over the ranks of a mesh."""
     config = blueprint.config
-    model: nn.Module = _load(blueprint, config.train_model.dtype.value, blueprint.plan.train[0])
+    device = blueprint.plan.train[0]
+    # Sharding moves the model to its device layer by layer: it need not fit there as a whole.
+    at_first = device if mesh is None else torch.device("cpu")
+    model: nn.Module = _load(blueprint, config.train_model.dtype.value, at_first)
     lora = config.train_model.lora
     if lora.enabled:
         names = lora.target_modules
@@ -464,7 +495,7 @@ def make_trainer(blueprint: Blueprint, mesh: DeviceMesh | None = None) -> GRPOTr
     if config.train_model.gradient_checkpointing:
         loading.enable_gradient_checkpointing(model)
     if mesh is not None:
-        model = shard_model(model, mesh)
+        shard_model(model, mesh, param_dtype=autocast_dtype(config), cpu_offload=config.train_model.cpu_offload)
     policy = config.policy
     proximal = policy.proximal.value
     if policy.proximal is Proximal.recomputed and config.optim_steps_per_batch == 1:
@@ -486,7 +517,9 @@ def make_trainer(blueprint: Blueprint, mesh: DeviceMesh | None = None) -> GRPOTr
         kl_to_inference_coeff=policy.kl_to_inference_coef,
         entropy_coeff=policy.entropy_coef,
         **policy.loss_kwargs,
-    ).to(blueprint.plan.train[0])
+    )
+    for name, buffer in loss.named_buffers(recurse=False):  # the model is where it belongs
+        setattr(loss, name, buffer.to(device))
     settings = config.optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = {
@@ -499,7 +532,7 @@ def make_trainer(blueprint: Blueprint, mesh: DeviceMesh | None = None) -> GRPOTr
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
-        fused=blueprint.plan.train[0].type == "cuda",
+        fused=device.type == "cuda" and not config.train_model.cpu_offload,
     )
     scheduler = None
     if settings.warmup_steps:

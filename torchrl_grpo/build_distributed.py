@@ -85,6 +85,7 @@ def distributed_parts(blueprint: build.Blueprint, max_staleness: int, resources:
     trainer = RayTrainer(
         partial(make_rank, _without_test_split(blueprint)),
         options=place.train,
+        tensor_parallel_size=config.train_model.tensor_parallel_size,
         weights_dtype=None if refreshed else getattr(torch, config.inference_model.dtype.value),
     )
     resources.callback(trainer.close)

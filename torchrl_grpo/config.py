@@ -186,6 +186,10 @@ class TrainModelConfig:
     """Type of the master weights and of the optimizer state."""
     gradient_checkpointing: bool = False
     """Whether layers are computed again in backward to save memory."""
+    tensor_parallel_size: int = limited(1, ge=1)
+    """Devices that compute each layer together, at least 1; it divides the number of devices. The rest is sharding."""
+    cpu_offload: bool = False
+    """Whether weights, gradients and optimizer state rest in the CPU's memory while the accelerators do not use them."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 

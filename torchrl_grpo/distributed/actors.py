@@ -225,10 +225,13 @@ class Rank:
 class TrainerActor:
     """One rank of the trainer."""
 
-    def __init__(self, factory: Callable[[DeviceMesh | None], Rank], rank: int, world_size: int) -> None:
+    def __init__(
+        self, factory: Callable[[DeviceMesh | None], Rank], rank: int, world_size: int, tensor_parallel_size: int
+    ) -> None:
         self._factory = factory
         self._rank = rank
         self._world_size = world_size
+        self._tensor_parallel_size = tensor_parallel_size
         self._batch: TensorDictBase | None = None
 
     def address(self) -> str:
@@ -244,7 +247,14 @@ class TrainerActor:
         _be_quiet()
         mesh = None
         if self._world_size > 1:
-            mesh = init_mesh(self._rank, self._world_size, address, device=own_device(), timeout_s=timeout_s)
+            mesh = init_mesh(
+                self._rank,
+                self._world_size,
+                address,
+                device=own_device(),
+                timeout_s=timeout_s,
+                tensor_parallel_size=self._tensor_parallel_size,
+            )
         self._parts = self._factory(mesh)
         return os.getpid()
 

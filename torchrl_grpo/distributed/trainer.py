@@ -39,6 +39,7 @@ class RayTrainer:
 
     Keyword Args:
         options: for each rank, Ray's options for its actor.
+        tensor_parallel_size: ranks that compute each layer together.
         weights_dtype: dtype in which ``weights`` travel; None is the trainer's own.
         patience_s: longest wait for anything, and the timeout of the process group.
     """
@@ -48,6 +49,7 @@ class RayTrainer:
         factory: Callable[[DeviceMesh | None], Rank],
         *,
         options: Sequence[Mapping[str, Any]],
+        tensor_parallel_size: int = 1,
         weights_dtype: torch.dtype | None = None,
         patience_s: float = 1800.0,
     ) -> None:
@@ -61,7 +63,8 @@ class RayTrainer:
         self._last_checkpoint: Path | None = None
         remote = ray.remote(TrainerActor)
         self._ranks = [
-            remote.options(**given).remote(factory, rank, len(options)) for rank, given in enumerate(options)
+            remote.options(**given).remote(factory, rank, len(options), tensor_parallel_size)
+            for rank, given in enumerate(options)
         ]
 
     def start(self) -> None:

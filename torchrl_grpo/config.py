@@ -189,7 +189,7 @@ class TrainModelConfig:
     tensor_parallel_size: int = limited(1, ge=1)
     """Devices that compute each layer together, at least 1; it divides the number of devices. The rest is sharding."""
     cpu_offload: bool = False
-    """Whether weights, gradients and optimizer state rest in the CPU's memory while the accelerators do not use them."""
+    """Whether weights, gradients and optimizer state rest in the CPU's memory while they are not used."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 

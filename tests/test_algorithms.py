@@ -423,6 +423,7 @@ def test_leave_one_out_equals_the_mean_of_the_others_by_loop() -> None:
         (GRPOLoss, {"behaviour_weight": "mask"}, "behaviour_weight='mask' needs a proximal policy apart from"),
         (GRPOLoss, {"behaviour_cap": 0.0}, r"behaviour_cap=0\.0 must be above 0"),
         (GRPOLoss, {"constant_length": 0}, "constant_length=0 must be at least 1"),
+        (SAPOLoss, {"tau_positive": 0.0}, r"tau_positive=0\.0 and tau_negative=1\.05 must be above 0"),
         (SAPOLoss, {"tau_negative": 0.0}, r"tau_negative=0\.0 must be above 0"),
     ],
 )
@@ -606,3 +607,79 @@ def test_a_loss_and_an_advantage_of_ones_own_by_name(tmp_path: Path, monkeypatch
 def test_a_bad_name_is_refused_before_anything_loads(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         prepare(compose_config(*SMALL, override))
+
+
+def one_token(reference: bool = True) -> TensorDict:
+    """A sequence of one sampled token: cur 1/2, sample 1/4, ref 1/8, prox 1/3, one version old."""
+    row = one_row([2.0], 1.0)
+    row["prox_log_probs", "full"] = torch.tensor([0.0, math.log(1 / 3)], dtype=torch.float64)
+    if reference:
+        row["next", "ref_log_probs", "full"] = torch.tensor([0.0, math.log(1 / 8)], dtype=torch.float64)
+    return row
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_metrics_of_a_single_token_by_hand(normalized: bool) -> None:
+    """A batch of one token counts once: k1 = ln(cur / other), k3 = other / cur - 1 + ln(cur / other)."""
+    batch = lazy_stack([one_token()])
+    loss = GRPOLoss(Table(torch.zeros(1, 2, 2, dtype=torch.float64)))
+    if normalized:
+        loss.normalize(batch)
+        assert batch["loss", "num_tokens"].tolist() == [[1]]
+    out = loss(batch)
+    expected = {
+        "objective": 1.2, "ratio_mean": 2.0, "ratio_square_mean": 4.0, "clip_fraction_low": 0.0,
+        "clip_fraction_high": 1.0, "ESS": 1.0, "entropy": math.log(2), "kl_k1_to_inference": math.log(2),
+        "kl_k3_to_inference": 0.5 - 1 + math.log(2), "kl_k1_to_ref": math.log(4),
+        "kl_k3_to_ref": 0.25 - 1 + math.log(4), "loss_objective": -1.2,
+    }  # fmt: skip
+    assert {name: value.item() for name, value in out.items()} == pytest.approx(expected)
+
+
+def test_reference_log_probs_without_a_weight_are_a_metric_and_no_loss() -> None:
+    loss = GRPOLoss(Table(torch.zeros(1, 2, 2, dtype=torch.float64)))
+    assert {"kl_k1_to_ref", "loss_kl_to_ref"} & set(loss(lazy_stack([one_token()])).keys()) == {"kl_k1_to_ref"}
+    assert not {"kl_k1_to_ref", "loss_kl_to_ref"} & set(loss(lazy_stack([one_token(reference=False)])).keys())
+
+
+@pytest.mark.parametrize(
+    ("level", "bound", "cap", "mean", "capped"),
+    [
+        # prox / sample = 1/2 and 3/2 on the two tokens
+        ("token", "truncate", 2.0, 1.0, 0.0),
+        ("token", "truncate", 1.2, 0.85, 0.5),
+        ("token", "mask", 1.2, 0.25, 0.5),
+        # 3/4 for the sequence
+        ("sequence", "truncate", 2.0, 0.75, 0.0),
+        ("sequence", "truncate", 0.6, 0.6, 1.0),
+        ("sequence", "mask", 0.6, 0.0, 1.0),
+    ],
+)
+def test_metrics_of_the_behaviour_weight_by_hand(
+    level: Any, bound: Any, cap: float, mean: float, capped: float
+) -> None:
+    row = one_row([1.0, 1.0], 1.0)
+    row["prox_log_probs", "full"] = torch.tensor([0.0, math.log(0.25), math.log(0.75)], dtype=torch.float64)
+    settings: dict[str, Any] = {"behaviour_weight": bound, "behaviour_level": level, "behaviour_cap": cap}
+    loss = GRPOLoss(Table(torch.zeros(1, 3, 2, dtype=torch.float64)), proximal="recomputed", **settings)
+    out = loss(lazy_stack([row]))
+    assert set(out.keys()) == set(loss.out_keys)
+    assert (out["behaviour_weight"].item(), out["behaviour_capped"].item()) == pytest.approx((mean, capped))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_advantage_outside_the_mask_may_be_anything(value: float) -> None:
+    logits, rows = rich_batch(0, token_level=True)
+    expected = total(GRPOLoss(Table(logits))(lazy_stack(rows)))
+    for row in rows:
+        row["advantage"] = torch.where(row["masks", "all_assistant_mask"], row["advantage"], value)
+    assert total(GRPOLoss(Table(logits))(lazy_stack(rows))).item() == expected.item()
+
+
+@pytest.mark.parametrize("extra", [{}, {"tau_positive": 0.5, "tau_negative": 0.5}])
+def test_sapo_passes_the_other_settings_on(extra: dict[str, float]) -> None:
+    loss = SAPOLoss(Table(torch.zeros(1, 1, 2)), clip_epsilon=0.3, aggregation="token_mean", **extra)
+    assert loss.clip_epsilon_low.item() == pytest.approx(0.3)
+    assert (loss.aggregation, loss.tau_positive, loss.tau_negative) == (
+        "token_mean", extra.get("tau_positive", 1.0), extra.get("tau_negative", 1.05),
+    )  # fmt: skip

@@ -178,3 +178,33 @@ def test_pass_at_k_equals_counting_all_subsets(n: int, c: int, k: int) -> None:
 def test_pass_at_k_wants_enough_samples() -> None:
     with pytest.raises(ValueError, match="k=3 must be between 1 and the 2 samples"):
         F.pass_at_k(2, 1, 3)
+
+
+@pytest.mark.parametrize(("mean", "std"), [("median", "group"), ("group", "median"), ("median", "median")])
+def test_an_unknown_baseline_or_scale_is_refused_with_the_choices(mean: str, std: str) -> None:
+    message = (
+        rf"mean='{mean}' must be one of \('group', .*'none'\) and std='{std}' one of \('group', .*: use 'group' for"
+    )
+    with pytest.raises(ValueError, match=message):
+        F.group_advantage(torch.ones(2), torch.zeros(2), torch.ones(2) > 0, mean=mean, std=std)  # type: ignore[arg-type]
+
+
+def test_epsilon_is_added_to_the_standard_deviation() -> None:
+    """Rewards 0 and 2: mean 1, standard deviation sqrt(2), so 1 / (sqrt(2) + 0.5)."""
+    got = F.group_advantage(torch.tensor([0.0, 2.0]), torch.zeros(2), torch.ones(2) > 0, eps=0.5)
+    expected = 1 / (2**0.5 + 0.5)
+    torch.testing.assert_close(got, torch.tensor([-expected, expected]))
+
+
+def test_advantages_of_large_rewards_are_computed_in_float64() -> None:
+    """In float32 the mean of these rewards is off by 2/3: 2^24 + 4/3 has no float32."""
+    reward = torch.tensor([2.0**24, 2.0**24 + 2, 2.0**24 + 2])
+    got = F.group_advantage(reward, torch.zeros(3), torch.ones(3) > 0, std="none")
+    torch.testing.assert_close(got, torch.tensor([-4 / 3, 2 / 3, 2 / 3]))
+
+
+def test_dynamic_lengths_of_int_type_do_not_round_the_overlong_penalty() -> None:
+    """(100 - 7 - 95) / 7 = -2/7, from an int64 length."""
+    got = F.overlong_penalty(torch.tensor([95]), 100, 7)
+    assert got.dtype == torch.float64
+    assert got.item() == pytest.approx(-2 / 7, abs=1e-12)

@@ -128,17 +128,17 @@ def sampled_token_gae(reward: Tensor, value: Tensor, mask: Tensor, gamma: float,
     Returns:
         [N, T], 0 outside the mask.
     """
-    count = mask.sum(-1, keepdim=True)
+    count = mask.sum(1, keepdim=True)
     most = int(count.max()) if count.numel() else 0
     if not most:
         return torch.zeros_like(reward)
-    order = (~mask).to(torch.int8).sort(dim=-1, stable=True).indices[:, :most]  # sampled tokens first
-    rewards, values = (torch.where(mask, entry, 0.0).gather(-1, order).unsqueeze(-1) for entry in (reward, value))
+    order = (~mask).to(torch.int8).sort(dim=1, stable=True).indices[:, :most]  # sampled tokens first
+    rewards, values = (torch.where(mask, entry, 0.0).gather(1, order).unsqueeze(-1) for entry in (reward, value))
     next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
     done = (torch.arange(most, device=mask.device) == count - 1).unsqueeze(-1)
     # The loop over time, not the convolution: a sequence's result must not depend on how long the others are.
     advantage, _ = generalized_advantage_estimate(gamma, lmbda, values, next_values, rewards, done)
-    return torch.where(mask, torch.zeros_like(reward).scatter(-1, order, advantage.squeeze(-1)), 0.0)
+    return torch.where(mask, torch.zeros_like(reward).scatter(1, order, advantage.squeeze(-1)), 0.0)
 
 
 def overlong_penalty(length: Tensor, longest: int, buffer: int) -> Tensor:
@@ -253,8 +253,8 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     Returns:
         [N, 1]; 0 for a sequence without tokens.
     """
-    length = mask.sum(-1, keepdim=True).clamp(min=1)
-    return torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True) / length
+    length = mask.sum(1, keepdim=True).clamp(min=1)
+    return torch.where(mask, log_ratio, 0.0).sum(1, keepdim=True) / length
 
 
 def interpolated_log_prob(log_prob: Tensor, sample_log_prob: Tensor, staleness: Tensor) -> Tensor:
@@ -296,7 +296,7 @@ def behaviour_weight(log_ratio: Tensor, mask: Tensor, bound: WeightBound, level:
     if bound == "none":
         return torch.ones_like(log_ratio)
     if level == "sequence":
-        log_ratio = log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
+        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
     weight = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return weight.clamp(max=cap) if bound == "truncate" else torch.where(weight <= cap, weight, 0.0)
 
@@ -321,7 +321,7 @@ def token_weights(
     Returns:
         [N, T] float32; 0 outside the mask. A sequence without tokens has no effect.
     """
-    length = mask.sum(-1, keepdim=True)
+    length = mask.sum(1, keepdim=True)
     sequences, tokens = (length > 0).sum().clamp(min=1), mask.sum().clamp(min=1)
     divisor = {
         "sequence_mean": length.clamp(min=1) * sequences,
@@ -349,6 +349,4 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """
     if not 1 <= k <= num_samples:
         raise ValueError(f"k={k} must be between 1 and the {num_samples} samples drawn: draw more, or lower k.")
-    if num_samples - num_correct < k:
-        return 1.0
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

@@ -242,7 +242,7 @@ class GRPOLoss(LossModule):
         Args:
             ratio: [B, T], as ``ratio`` gives it.
             log_prob: [B, T], current log-probs.
-            advantage: [B, 1] or [B, T].
+            advantage: [B, T], the same for all tokens of a sequence unless the batch has one for each.
         """
         return F.clipped_surrogate(ratio, advantage, self.clip_epsilon_low, self.clip_epsilon_high)
 
@@ -261,7 +261,7 @@ class GRPOLoss(LossModule):
         count = mask.sum().clamp(min=1) if count is None else count[0, 0].to(cur.device)
         cur = torch.where(mask, cur, 0.0)
         sample, entropy = per_token(self.tensor_keys.sample_log_prob), per_token(self.tensor_keys.entropy)
-        advantage = pad(data, self.tensor_keys.advantage).flatten(1).to(cur.device)
+        advantage = torch.where(mask, pad(data, self.tensor_keys.advantage).flatten(1).to(cur.device), 0.0)
 
         if self.proximal == "recomputed":
             prox = per_token(self.tensor_keys.prox_log_prob)

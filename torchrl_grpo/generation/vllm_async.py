@@ -77,7 +77,7 @@ class AsyncVLLMEngine(VLLMBase):
         kv_cache_gib: CPU only: size of the KV cache in GiB.
         enforce_eager: do not compile the model: a faster start, and on CUDA slower decoding.
         trust_remote_code: whether the repository's own code may run.
-        update_timeout: seconds that an update may take, running requests included.
+        update_timeout: seconds that an update may take, the wait for running requests included.
 
     Raises:
         ValueError: vLLM is not installed, or cannot run this model on this machine.
@@ -248,8 +248,8 @@ class AsyncVLLMEngine(VLLMBase):
 
         Raises:
             RuntimeError: a name is unknown, missing or has another shape (the engine then goes on with the weights and
-                the version that it has); or the engine is closed or its process has ended.
-            TimeoutError: the update took longer than ``update_timeout``. See ``load_shared``.
+                the version that it has); or as in ``load_shared``.
+            TimeoutError: as in ``load_shared``.
         """
         with self._updating:
             self._call(self._update(self._fill(weights), version))
@@ -264,9 +264,10 @@ class AsyncVLLMEngine(VLLMBase):
 
         Raises:
             RuntimeError: the block is gone, or its weights are not those of the engine's model (the engine then goes on
-                with the weights and the version that it has); or the engine is closed or its process has ended.
-            TimeoutError: the update took longer than ``update_timeout``. If it was while the requests were waited for,
-                the engine goes on with the weights that it has; if it was while loading, no call works any more.
+                with the weights and the version that it has); the workers failed to load them in time (no call works
+                any more); or the engine is closed or its process has ended.
+            TimeoutError: requests ran for longer than ``update_timeout``; the engine goes on with the weights and the
+                version that it has.
         """
         names_and_shapes = {name: torch.Size(shape) for name, shape in block.layout}
         expected = self._expected_weights[0]
@@ -299,14 +300,23 @@ class AsyncVLLMEngine(VLLMBase):
                 f"({self._running} calls of generate are running)."
             ) from None
         finally:
-            await self._llm.resume_generation()
             self._admitting.set()
+            await self._resume()
+
+    async def _resume(self) -> None:
+        try:
+            await asyncio.wait_for(self._llm.resume_generation(), SHUTDOWN_TIMEOUT_S)
+        except TimeoutError:
+            self._finish(f"vLLM did not resume within {SHUTDOWN_TIMEOUT_S:g} s of an update: make a new engine.")
 
     async def _load(self, block: SharedBlock, version: int) -> None:
         try:
             await self._llm.collective_rpc("load_shared_weights", args=astuple(block))
         except BaseException:
-            self._finish(f"the update to version {version} failed while loading: make a new engine.")
+            self._finish(
+                f"vLLM's workers failed to load the weights of version {version}, or did not within "
+                f"{self._update_timeout:g} s: make a new engine."
+            )
             raise
         await self._set_version(version)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.distributed.actors import Rank, TrainerActor
@@ -80,7 +81,13 @@ class RayTrainer:
     def train_batch(self, batch: RayBatch) -> dict[str, float]:
         """See ``GRPOTrainer.train_batch``; the metrics of the batch itself (``rollout/*``) come with it."""
         self.optim_steps = -1
-        answers = self._ask("train a batch", [rank.train.remote(*batch.refs) for rank in self._ranks])
+        steps = [rank.train.remote(*batch.refs) for rank in self._ranks]
+        try:
+            answers = self._ask("train a batch", steps)
+        except (KeyboardInterrupt, SystemExit):
+            torchrl_logger.warning("The ranks end their step first, so that the run can be saved.")
+            self.version, self.optim_steps, _ = self._ask("train a batch", steps)[0]
+            raise
         self.version, self.optim_steps, metrics = answers[0]
         return metrics
 

@@ -98,17 +98,19 @@ def fit(
         metrics = {"time/sync_s": time.perf_counter() - start}
         return metrics | (after_publish() if after_publish is not None else {})
 
-    saved, boundary = trainer.version, (trainer.version, trainer.optim_steps)
-    source_state = source.state_dict()
+    saved, optim_steps = trainer.version, trainer.optim_steps
+    source_states = {trainer.version: source.state_dict()}  # by the version of the trainer that it goes with
 
     def save() -> None:
         """Saves the state between two steps; one that was left in the middle of a step is not a state to go on from."""
         nonlocal saved
-        if boundary != (trainer.version, trainer.optim_steps):
-            torchrl_logger.warning(f"stopped inside step {boundary[0] + 1}: the last checkpoint is of step {saved}.")
-        elif saved != trainer.version:
-            trainer.save(checkpointer, source_state)
-            saved = trainer.version
+        version = trainer.version
+        inside = version + 1 in source_states and trainer.optim_steps != optim_steps
+        if inside or trainer.optim_steps < 0:
+            torchrl_logger.warning(f"stopped inside step {version + 1}: the last checkpoint is of step {saved}.")
+        elif saved != version:
+            trainer.save(checkpointer, source_states[version])
+            saved = version
 
     metrics = publish()
     console.start(trainer.version * sequences_per_batch, total)
@@ -118,10 +120,10 @@ def fit(
         while trainer.version < num_batches:
             start = time.perf_counter()
             batch = source.next_batch()
-            next_source_state = source.state_dict()
+            source_states[trainer.version + 1] = source.state_dict()
             train_start = time.perf_counter()
             metrics = {"time/wait_s": train_start - start} | trainer.train_batch(batch)
-            source_state, boundary = next_source_state, (trainer.version, trainer.optim_steps)
+            optim_steps, source_states = trainer.optim_steps, {trainer.version: source_states[trainer.version]}
             metrics["time/train_s"] = time.perf_counter() - train_start
             metrics |= source.metrics()
             step = trainer.version

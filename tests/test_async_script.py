@@ -1,0 +1,131 @@
+"""The asynchronous run as a whole: its losses against the synchronous one, its files, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.test_config import compose_config
+from torchrl_grpo.build import build
+from torchrl_grpo.trainer.metrics import read_jsonl
+
+pytest.importorskip("ray")
+
+pytestmark = pytest.mark.ray
+
+ROOT = Path(__file__).parents[1]
+ASYNC = ROOT / "sota" / "grpo" / "grpo-async.py"
+SMALL = ("env.num_envs=16", "env.repeats=4", "optimizer.lr=1e-3", "logging.tensorboard=false", "evaluation.k=2")
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return read_jsonl(folder / "metrics.jsonl")
+
+
+def run(folder: Path, *overrides: str, asynchronous: bool) -> list[dict[str, Any]]:
+    made = build(compose_config(*SMALL, *overrides), folder, asynchronous=asynchronous)
+    try:
+        made.fit()
+    finally:
+        made.close()
+    return rows_of(folder)
+
+
+def test_with_bound_0_the_losses_are_those_of_the_synchronous_run_to_the_last_bit(tmp_path: Path) -> None:
+    steps = ("train.total_dialog_turns=160", "evaluation.num_prompts=8", "evaluation.frequency=4")
+    expected = run(tmp_path / "sync", *steps, asynchronous=False)
+    got = run(tmp_path / "async", *steps, "train.max_staleness=0", asynchronous=True)
+    losses = [row["train/loss"] for row in expected[1:]]
+    assert [row["train/loss"] for row in got[1:]] == losses
+    assert len(losses) == 10 and len(set(losses)) == 10
+    for name in ("train/grad_norm", "train/kl_k3_to_ref", "rollout/reward_mean", "eval/pass@1", "eval/pass@2"):
+        assert [row.get(name) for row in got] == [row.get(name) for row in expected], name
+    assert {row["staleness/max"] for row in got[1:]} == {0}
+    for name in ("checkpoints/checkpoint_000010.pt", "checkpoints/model/model.safetensors", "report.html"):
+        assert (tmp_path / "async" / name).exists()
+
+
+def test_several_ranks_replicas_and_references_train_on_fresh_enough_data(tmp_path: Path) -> None:
+    devices = [f"{role}.num_devices=2" for role in ("train_model", "inference_model", "ref_model")]
+    rows = run(
+        tmp_path, *devices, "train.total_dialog_turns=96", "inference_model.check_sync=true",
+        "ref_model.refresh_every=3", "evaluation.num_prompts=0", asynchronous=True,
+    )  # fmt: skip
+    assert [row["step"] for row in rows] == list(range(7))
+    assert max(row["sync/gap_max"] for row in rows) < 1e-4  # both replicas have the weights of both ranks
+    assert {row["staleness/max"] for row in rows[1:]} <= {0, 1}
+    assert rows[6]["rollout/sequences"] == 16
+    for row in rows[1:]:
+        assert row["time/wait_s"] + row["time/train_s"] + row["time/sync_s"] <= row["time/step_s"]
+        assert row["buffer/waiting_max"] <= 2 * 4
+        assert row["workers/restarts_rollout"] == row["workers/restarts_reference"] == 0
+        assert row["workers/generate_s"] > 0 and row["workers/reference_s"] > 0
+    assert rows[3]["train/kl_k3_to_ref"] > 1e-5
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_run_with_a_checkpoint_and_no_process_left(
+    number: signal.Signals, status: int, tmp_path: Path
+) -> None:
+    arguments = ["--config-name", "grpo_arithmetic", *SMALL, "train.total_dialog_turns=1000000", "policy.kl_coef=0"]
+    with subprocess.Popen(
+        [sys.executable, str(ASYNC), *arguments, "evaluation.num_prompts=0", f"hydra.run.dir={tmp_path}"],
+        cwd=tmp_path,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            printed: list[str] = []
+            assert process.stdout is not None
+            reader = threading.Thread(target=printed.extend, args=(process.stdout,))
+            reader.start()
+            deadline = time.monotonic() + 150
+            while len(rows_of(tmp_path)) < 3 and time.monotonic() < deadline:
+                time.sleep(0.2)
+            family = psutil.Process(process.pid).children(recursive=True)
+            assert len(family) >= 4  # Ray's own processes and the actors
+            if number == signal.SIGINT:
+                os.killpg(process.pid, number)  # as a terminal does
+            else:
+                process.send_signal(number)
+            assert process.wait(timeout=60) == status, "".join(printed)
+        finally:
+            process.kill()
+        reader.join(timeout=30)
+    _, left = psutil.wait_procs(family, timeout=20)
+    assert left == []
+    assert list((tmp_path / "checkpoints").glob("checkpoint_*.pt"))
+    assert (tmp_path / "report.html").exists()
+    assert "Traceback" not in "".join(printed)
+
+
+def test_without_ray_the_message_says_what_to_install(tmp_path: Path) -> None:
+    code = (
+        "import importlib.metadata as m, sys, runpy\n"
+        "real = m.version\n"
+        "def version(name):\n"
+        "    if name == 'ray': raise m.PackageNotFoundError(name)\n"
+        "    return real(name)\n"
+        "m.version = version\n"
+        f"sys.argv = ['grpo-async.py', '--config-name', 'grpo_arithmetic']\n"
+        f"runpy.run_path({str(ASYNC)!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert 'ray is not installed: pip install "torchrl_grpo[ray]"' in done.stderr
+    assert "Traceback" not in done.stderr

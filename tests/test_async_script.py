@@ -14,11 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
+import torchrl_grpo.generation.vllm as vllm_module
 from tests.test_config import compose_config
 from torchrl_grpo.build import build
 from torchrl_grpo.trainer.metrics import read_jsonl
 
 pytest.importorskip("ray")
+
+from torchrl_grpo.distributed.source import RaySource
 
 pytestmark = pytest.mark.ray
 
@@ -109,6 +112,47 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_no_process_left(
     assert list((tmp_path / "checkpoints").glob("checkpoint_*.pt"))
     assert (tmp_path / "report.html").exists()
     assert "Traceback" not in "".join(printed)
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
+def test_a_killed_vllm_replica_comes_back_and_no_group_is_lost_or_trained_twice(tmp_path: Path) -> None:
+    """One loses its actor, the other one the engine's own process; weights keep coming while sequences are sampled."""
+    steps = 30
+    config = compose_config(
+        *SMALL, "inference_model.num_devices=2", "inference_model.backend=vllm", "inference_model.in_flight=keep",
+        "inference_model.check_sync=true", "policy.kl_coef=0", f"train.total_dialog_turns={16 * steps}",
+        "evaluation.num_prompts=0", "env.max_prompt_tokens=64", "optimizer.lr=1e-4",
+    )  # fmt: skip
+    made = build(config, tmp_path, asynchronous=True)
+    assert isinstance(made.source, RaySource)
+    first, trained = made.source.pids(), list[int]()
+    real = made.trainer.train_batch
+
+    def train(batch: Any) -> dict[str, float]:
+        if made.trainer.version == 3:
+            os.kill(first["rollout actor 0"], signal.SIGKILL)
+        if made.trainer.version == 12:
+            [engine] = [p for p in psutil.Process(first["rollout actor 1"]).children() if "EngineCore" in p.name()]
+            engine.kill()
+        trained.extend(batch.groups)
+        return real(batch)
+
+    made.trainer.train_batch = train  # type: ignore[method-assign]
+    try:
+        family = psutil.Process().children(recursive=True)
+        made.fit()
+        family += psutil.Process().children(recursive=True)
+    finally:
+        made.close()
+    rows = rows_of(tmp_path)
+    assert sorted(trained) == list(range(4 * steps))
+    assert rows[-1]["workers/restarts_rollout"] == 2
+    assert max(row["sync/gap_max"] for row in rows) < 1e-3  # of both replicas after every step
+    assert max(row["staleness/max"] for row in rows[1:]) <= 1
+    assert rows[-1]["rollout/sequences"] == 16
+    _, left = psutil.wait_procs(family, timeout=20)
+    assert left == []
 
 
 def test_without_ray_the_message_says_what_to_install(tmp_path: Path) -> None:

@@ -24,7 +24,9 @@ from torchrl_grpo.distributed.actors import Rank, Replica, own_device
 from torchrl_grpo.distributed.source import RaySource
 from torchrl_grpo.distributed.trainer import RayTrainer
 from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.generation.base import Engine
 from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.models import loading
 from torchrl_grpo.placement import DevicePlan
 from torchrl_grpo.trainer.evaluation import Evaluator
 from torchrl_grpo.transforms.kl_scoring import KLScoring
@@ -147,7 +149,7 @@ def make_rank(blueprint: build.Blueprint, mesh: DeviceMesh | None) -> Rank:
 def make_replica(blueprint: build.Blueprint, unit_env: LLMEnv, slots: int) -> Replica:
     """An inference replica, in its process."""
     blueprint = _here(blueprint)
-    engine = build.make_engine(blueprint)
+    engine = _make_engine(blueprint)
     policy = GenerationPolicy(engine, blueprint.params)
     # The environments differ in the dialogs that they are in; problems and prompts they share.
     collectors = [RolloutCollector(copy.copy(unit_env), policy) for _ in range(slots)]
@@ -155,6 +157,27 @@ def make_replica(blueprint: build.Blueprint, unit_env: LLMEnv, slots: int) -> Re
     if blueprint.greedy_env is not None:
         evaluator = Evaluator(engine, blueprint.greedy_env, blueprint.sampled_env, params=blueprint.params)
     return Replica(engine, collectors, evaluator, blueprint.params, blueprint.train_env.first_prompts(4))
+
+
+def _make_engine(blueprint: build.Blueprint) -> Engine:
+    """The engine of a replica; vLLM's takes many calls at a time here."""
+    config = blueprint.config.inference_model
+    if config.backend is Backend.transformers:
+        return build.make_engine(blueprint)
+    from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
+
+    return AsyncVLLMEngine(
+        loading.resolve_name(blueprint.config.model.name),
+        in_flight=config.in_flight.value,
+        tensor_parallel_size=config.tensor_parallel_size,
+        dtype=config.dtype.value,
+        max_model_len=config.max_model_len or blueprint.max_prompt_tokens + config.max_new_tokens,
+        seed=blueprint.config.seed,
+        gpu_memory_utilization=config.gpu_memory_utilization or 0.9,
+        kv_cache_gib=config.kv_cache_gib,
+        enforce_eager=config.enforce_eager,
+        trust_remote_code=blueprint.config.model.trust_remote_code,
+    )
 
 
 def make_reference(blueprint: build.Blueprint) -> KLScoring:

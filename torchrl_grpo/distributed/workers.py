@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torchrl_grpo.generation.base import EngineDeadError
+
 _LONGEST_PAUSE_S = 30.0
 
 
@@ -104,10 +106,10 @@ class Worker:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether an error says that an actor is gone, and not that its work raised."""
+    """Whether an error says that an actor or its engine is gone, and not that its work raised."""
     import ray
 
-    return isinstance(error, ray.exceptions.RayActorError)
+    return isinstance(error, ray.exceptions.RayActorError) or isinstance(cause_of(error), EngineDeadError)
 
 
 def cause_of(error: BaseException) -> BaseException:

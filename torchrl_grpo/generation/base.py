@@ -65,6 +65,10 @@ class Completion:
     versions: Tensor | None = None
 
 
+class EngineDeadError(RuntimeError):
+    """A process of the engine has ended: no call works any more, and a new engine has to be made."""
+
+
 class Engine(ABC):
     """Samples responses with a copy of the policy's weights.
 

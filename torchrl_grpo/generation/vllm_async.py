@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from torchrl_grpo.generation.base import Completion, SamplingParams
+from torchrl_grpo.generation.base import Completion, EngineDeadError, SamplingParams
 from torchrl_grpo.generation.vllm import (
     RPC_TIMEOUT_S,
     VLLMBase,
@@ -189,7 +189,7 @@ class AsyncVLLMEngine(VLLMBase):
         task.cancel()
         del task  # its traceback would keep vLLM's objects alive with our error
         await asyncio.wait({self._end}, timeout=5)  # vLLM may have seen the end of its process a moment before us
-        raise RuntimeError(self._end.result() if self._end.done() else "the vLLM engine failed: make a new engine.")
+        raise EngineDeadError(self._end.result() if self._end.done() else "the vLLM engine failed: make a new engine.")
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         return self._call(self._ask_workers(method, *args))

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.test_config import compose_config
+from torchrl_grpo.build import build
+from torchrl_grpo.config import ConfigError
 from torchrl_grpo.distributed import cluster as cluster_module
 from torchrl_grpo.distributed.cluster import Placement, Seat, require_ray, seats, start
 from torchrl_grpo.placement import DevicePlan
+from torchrl_grpo.trainer.metrics import read_jsonl
 
 ray = pytest.importorskip("ray")
 psutil = pytest.importorskip("psutil")
@@ -171,39 +178,109 @@ def test_a_cluster_for_the_run_has_a_place_for_each_process_and_leaves_nothing(m
     assert not folder.exists()
 
 
+@pytest.mark.ray
+def test_two_runs_of_one_process_have_a_cluster_each() -> None:
+    addresses = set()
+    for _ in range(2):
+        cluster = start()
+        try:
+            addresses.add(ray.get_runtime_context().gcs_address)
+            assert len(facts(cluster.place(TWO))["train"]) == 1
+        finally:
+            cluster.shutdown()
+    assert len(addresses) == 2
+
+
 HOST = """
 import sys, ray
 context = ray.init(address="local", num_cpus=2, num_gpus=6, include_dashboard=False, logging_level="error")
 print(context.address_info["gcs_address"], flush=True)
-sys.stdin.readline()
-print(ray.available_resources()["CPU"], ray.available_resources()["GPU"], flush=True)
-sys.stdin.readline()
+for _ in sys.stdin:
+    free = ray.available_resources()
+    print(free.get("CPU"), free.get("GPU"), flush=True)
+"""
+
+JOINER = """
+import json, sys
+from torchrl_grpo.distributed.cluster import start
+from torchrl_grpo.placement import DevicePlan
+from tests.test_cluster import facts, gpus
+
+cluster = start(sys.argv[1])
+try:
+    there = len(cluster.accelerators())
+    plan = DevicePlan(gpus(0, 1), (gpus(2, 3),), gpus(0), colocated=False)
+    print(json.dumps([there, facts(cluster.place(plan))]))
+finally:
+    cluster.shutdown()
 """
 
 
-@pytest.mark.ray
-def test_a_joined_cluster_gives_its_gpus_and_gets_them_back() -> None:
-    host = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+@dataclass
+class Host:
+    """A process that has a cluster of 2 CPUs and 6 pretended GPUs."""
+
+    process: subprocess.Popen[str]
+    address: str
+
+    def join(self, *command: str) -> str:
+        """What a process prints that joins the cluster, of which it must give back everything."""
+        # Ray reads RAY_AUTH_MODE once, so who joins by host:port needs it in the environment.
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token", "RAY_ADDRESS": self.address}
+        done = subprocess.run(
+            [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline().split() == ["2.0", "6.0"]
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Host]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # the cluster's workers have it too
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
     try:
-        assert host.stdin and host.stdout
-        cluster = start(host.stdout.readline().strip())
-        try:
-            assert cluster.accelerators() == list(gpus(*range(6)))
-            got = facts(cluster.place(DevicePlan(gpus(0, 1), (gpus(2, 3),), gpus(0), colocated=False)))
-            ids = {role: [fact["gpus"] for fact in some] for role, some in got.items()}
-            assert len({*ids["train"][0], *ids["train"][1], *ids["inference"][0]}) == 4
-            assert len(ids["inference"][0]) == 2
-            assert ids["reference"][0] == ids["train"][0]
-            assert got["inference"][0]["environ"]["CUDA_VISIBLE_DEVICES"] == ",".join(ids["inference"][0])
-        finally:
-            cluster.shutdown()
-        children = [fact["child"] for some in got.values() for fact in some]
-        assert alive(children) == []
-        host.stdin.write("\n")
-        host.stdin.flush()
-        assert host.stdout.readline().split() == ["2.0", "6.0"]
+        assert process.stdout
+        yield Host(process, process.stdout.readline().strip())
     finally:
-        host.communicate("\n", timeout=60)
+        process.communicate(timeout=60)
+
+
+@pytest.mark.ray
+def test_a_joined_cluster_gives_its_gpus_and_gets_them_back(host: Host) -> None:
+    there, got = json.loads(host.join("-c", JOINER, host.address))
+    assert there == 6
+    ids = {role: [fact["gpus"] for fact in some] for role, some in got.items()}
+    assert len({*ids["train"][0], *ids["train"][1], *ids["inference"][0]}) == 4
+    assert len(ids["inference"][0]) == 2
+    assert ids["reference"][0] == ids["train"][0]
+    assert got["inference"][0]["environ"]["CUDA_VISIBLE_DEVICES"] == ",".join(ids["inference"][0])
+    assert alive(fact["child"] for some in got.values() for fact in some) == []
+
+
+@pytest.mark.ray
+def test_the_synchronous_script_runs_on_the_clusters_accelerators(host: Host, tmp_path: Path) -> None:
+    small = ["env.num_envs=16", "env.repeats=4", "train.total_dialog_turns=32", "evaluation.num_prompts=0"]
+    where = ["ray.address=auto", f"hydra.run.dir={tmp_path}", "logging.tensorboard=false"]
+    printed = host.join(str(ROOT / "sota/grpo/grpo.py"), "--config-name", "grpo_arithmetic", *small, *where)
+    for role, device in (("train", "cuda:0"), ("inference", "cuda:1"), ("reference", "cuda:2")):
+        assert re.search(rf"{role}\b.* {device}\b", printed), printed
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert (tmp_path / "checkpoints" / "model" / "model.safetensors").exists()
+
+
+def test_a_malformed_address_ends_a_run_before_anything_starts(tmp_path: Path) -> None:
+    message = r"^ray\.address=somewhere must be auto or host:port: use ray\.address=auto\.$"
+    with pytest.raises(ConfigError, match=message):
+        build(compose_config("ray.address=somewhere"), tmp_path / "run")
+    assert not ray.is_initialized()
+    assert not (tmp_path / "run").exists()
 
 
 DRIVER = """
@@ -251,6 +328,7 @@ def test_a_run_that_is_told_to_end_leaves_no_process(number: signal.Signals, sta
     ("address", "message"),
     [
         ("127.0.0.1:1", r"ray\.address=127\.0\.0\.1:1 must be .* that can be joined \(.*refused.*\): start one"),
+        ("127.0.0.1:70000", r"ray\.address=127\.0\.0\.1:70000 must be auto or host:port"),
         ("somewhere", r"ray\.address=somewhere must be auto or host:port: use ray\.address=auto"),
         ("ray://127.0.0.1:10001", r"ray\.address=ray://127\.0\.0\.1:10001 must be auto or host:port"),
     ],

@@ -53,6 +53,7 @@ from torchrl_grpo.weight_sync import sync_gap
 
 if TYPE_CHECKING:
     from torchrl_grpo.build_distributed import DistributedParts
+    from torchrl_grpo.distributed.cluster import Cluster
     from torchrl_grpo.distributed.source import RaySource
     from torchrl_grpo.distributed.trainer import RayTrainer
 
@@ -182,14 +183,18 @@ class Run:
         self.resources.close()
 
 
-def prepare(config: GRPOConfig) -> Blueprint:
+def prepare(config: GRPOConfig, cluster: Cluster | None = None) -> Blueprint:
     """Checks everything that needs no weights: logging, devices, data, tokenizer, context.
+
+    Args:
+        config: validated.
+        cluster: the one at ``ray.address``, whose accelerators are used; without, those of this machine are.
 
     Raises:
         ConfigError: a rule is broken; the message names field, rule, value and fix.
     """
     with _as_config_errors():
-        return _prepare(config)
+        return _prepare(config, available_accelerators() if cluster is None else cluster.accelerators())
 
 
 @contextmanager
@@ -204,7 +209,7 @@ def _as_config_errors() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
-def _prepare(config: GRPOConfig) -> Blueprint:
+def _prepare(config: GRPOConfig, accelerators: Sequence[torch.device]) -> Blueprint:
     env, inference = config.env, config.inference_model
     if "VLLM_USE_V1" in os.environ:
         torchrl_logger.info("VLLM_USE_V1 has no effect: vLLM's V0 engine is gone, and V1 is the only one left.")
@@ -218,9 +223,10 @@ def _prepare(config: GRPOConfig) -> Blueprint:
     }
     plan = plan_devices(
         requests,
-        available_accelerators(),
+        accelerators,
         needs_reference=own_reference,
         tensor_parallel_size=inference.tensor_parallel_size,
+        cluster=config.ray.address,
     )
     if inference.backend is Backend.vllm:
         from torchrl_grpo.generation.vllm import require_vllm
@@ -352,23 +358,28 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         config: validated.
         directory: where the run's files go.
         asynchronous: whether sampling and training overlap. They are then processes on Ray, as they are where a role
-            has several devices.
+            has several devices or ``ray.address`` names a cluster.
 
     Raises:
         ConfigError: a rule is broken, before any weights are loaded.
     """
     transformers_logging.disable_progress_bar()  # it would write over the run's own
     max_staleness = _max_staleness(config, asynchronous)
-    blueprint = prepare(config)
-    distributed = asynchronous or blueprint.plan.distributed
-    if distributed:
-        from torchrl_grpo.build_distributed import check_distributed, distributed_parts
-
-        with _as_config_errors():
-            check_distributed(blueprint)
     directory = Path(directory)
     plain: Any = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     with _as_config_errors(), ExitStack() as resources:
+        cluster = None
+        if config.ray.address is not None:
+            from torchrl_grpo.distributed.cluster import start
+
+            cluster = start(config.ray.address)  # first, because the plan is made of its accelerators
+            resources.callback(cluster.shutdown)
+        blueprint = prepare(config, cluster)
+        distributed = asynchronous or cluster is not None or blueprint.plan.distributed
+        if distributed:
+            from torchrl_grpo.build_distributed import check_distributed, distributed_parts
+
+            check_distributed(blueprint)
         console = resources.enter_context(Console())
         console.plan(plan_rows(blueprint))
         console.geometry(geometry_rows(blueprint))
@@ -387,7 +398,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         torch.manual_seed(config.seed)
         parts: LocalParts | DistributedParts
         if distributed:
-            parts = distributed_parts(blueprint, max_staleness, resources)
+            parts = distributed_parts(blueprint, max_staleness, resources, cluster)
         else:
             parts = local_parts(blueprint, resources)
         return Run(

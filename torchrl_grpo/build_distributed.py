@@ -65,13 +65,16 @@ def check_distributed(blueprint: build.Blueprint) -> None:
         )
 
 
-def distributed_parts(blueprint: build.Blueprint, max_staleness: int, resources: ExitStack) -> DistributedParts:
+def distributed_parts(
+    blueprint: build.Blueprint, max_staleness: int, resources: ExitStack, joined: cluster.Cluster | None = None
+) -> DistributedParts:
     """Starts the actors of a run.
 
     Args:
         blueprint: checked.
         max_staleness: 0 is synchronous.
         resources: what must be ended is put there.
+        joined: the Ray cluster to use; None starts one on this machine.
 
     Raises:
         ValueError: Ray cannot start, has no room, or a part was refused where it was made.
@@ -80,7 +83,7 @@ def distributed_parts(blueprint: build.Blueprint, max_staleness: int, resources:
     unit_rows, slots = unit_geometry(config, len(plan.inference))
     unit_env = build.make_env(blueprint, "train", unit_rows, config.env.repeats)
     in_flight: Any = config.inference_model.in_flight.value
-    ray = cluster.start()
+    ray = cluster.start() if joined is None else joined
     resources.callback(ray.shutdown)
     place = ray.place(plan)
     refreshed = config.ref_model.refresh_every is not None

@@ -408,6 +408,15 @@ class LoggingConfig:
 
 
 @dataclass
+class RayConfig:
+    """The Ray cluster of a run whose roles are processes of their own."""
+
+    address: str | None = None
+    """auto (the cluster of this machine or of RAY_ADDRESS) or host:port of the cluster to join, with grpo.py too; null
+    starts one on this machine for the run, if the run needs one."""
+
+
+@dataclass
 class GRPOConfig:
     """The whole config of ``sota/grpo/grpo.py``."""
 
@@ -423,6 +432,7 @@ class GRPOConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
 
     @property
     def dialog_turns_per_batch(self) -> int:

@@ -237,7 +237,8 @@ def start(address: str | None = None) -> Cluster:
     except BaseException as error:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-        elif isinstance(error, ConnectionError | RuntimeError):  # none there, a wrong token, another version of Ray
+        # None there, a wrong or no token, another version of Ray.
+        elif isinstance(error, ConnectionError | RuntimeError | ray.exceptions.AuthenticationError):
             raise _unreachable(address, error) from error
         raise
     finally:
@@ -249,7 +250,7 @@ def start(address: str | None = None) -> Cluster:
 def _check_reachable(address: str) -> None:
     """Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or "/" in host:
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f"ray.address={address} must be auto or host:port: use ray.address=auto.")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()

@@ -61,7 +61,8 @@ def check_distributed(blueprint: build.Blueprint) -> None:
     if blueprint.config.policy.dynamic_sampling:
         raise ConfigError(
             "policy.dynamic_sampling=true must be false where the roles are processes of their own, which do not drop "
-            "groups yet: use grpo.py with one device for each role, or policy.dynamic_sampling=false."
+            "groups yet: use grpo.py with one device for each role and without ray.address, or "
+            "policy.dynamic_sampling=false."
         )
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
@@ -232,6 +233,20 @@ def test_killed_actors_are_replaced_and_every_group_is_trained_once(source_of: C
     while not all(map(gone, pids.values())) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert all(map(gone, pids.values()))
+
+
+def test_the_driver_does_not_grow_with_the_run(source_of: Callable[..., RaySource]) -> None:
+    """All that a group leaves behind here are its numbers, and those of trained groups are dropped."""
+    steps, settled = 300, 100
+    source = source_of(total_groups=steps * BATCH, pause_s=0.0)
+    memory = []
+    for version in range(steps):
+        source.publish(weights_of(version), version)
+        source.next_batch()
+        if version >= settled:
+            memory.append(psutil.Process().memory_info().rss)
+    assert len(source.state_dict()["units"]) == 0
+    assert memory[-1] - memory[0] < 8 * 2**20
 
 
 class CountingTrainer:

@@ -201,7 +201,9 @@ class Cluster:
         from ray.util.placement_group import remove_placement_group
 
         try:
-            if self._group is not None and ray.is_initialized():
+            # A cluster of our own ends as a whole; asking it first would hang where a signal to the process group has
+            # ended it already.
+            if self._group is not None and self.address is not None and ray.is_initialized():
                 remove_placement_group(self._group)
         finally:
             ray.shutdown()

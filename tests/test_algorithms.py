@@ -14,12 +14,14 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 from torch import Tensor
+from torchrl.modules.llm import TransformersWrapper
 
 from tests.test_config import ROOT, compose_config
 from tests.test_grpo_loss import Table, make_batch, total
 from torchrl_grpo import functional as F
 from torchrl_grpo.build import build, prepare
 from torchrl_grpo.config import ConfigError
+from torchrl_grpo.models.scoring import WrapperScorer
 from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, SAPOLoss
 
 Token = Callable[[Tensor, Tensor, Tensor], Tensor]  # (ratio, log-prob, advantage) -> objective of a token
@@ -414,13 +416,16 @@ def test_leave_one_out_equals_the_mean_of_the_others_by_loop() -> None:
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        (GRPOLoss, {"ratio_level": "word"}, "ratio_level='word' must be one of"),
+        (GRPOLoss, {"ratio_level": "word"}, "ratio_level='word' must be one of .*: use 'token'"),
+        (GRPOLoss, {"behaviour_level": "word"}, "behaviour_level='word' must be one of .*: use 'token'"),
+        (GRPOLoss, {"kl_to_inference_coeff": -1}, "kl_to_inference_coeff=-1 must not be negative: use 0"),
+        (GRPOLoss, {"entropy_coeff": -1}, "entropy_coeff=-1 must not be negative: use 0"),
         (GRPOLoss, {"aggregation": "mean"}, "aggregation='mean' must be one of"),
         (GRPOLoss, {"kl_estimator": "k4"}, "kl_estimator='k4' must be one of"),
         (GRPOLoss, {"dual_clip": 1.0}, r"dual_clip=1\.0 must be above 1"),
         (GRPOLoss, {"proximal": "old"}, "proximal='old' must be one of"),
         (GRPOLoss, {"behaviour_weight": "clip"}, "behaviour_weight='clip' must be one of"),
-        (GRPOLoss, {"behaviour_weight": "mask"}, "behaviour_weight='mask' needs a proximal policy apart from"),
+        (GRPOLoss, {"behaviour_weight": "mask"}, "proximal='behaviour' makes every weight 1: use proximal='recom"),
         (GRPOLoss, {"behaviour_cap": 0.0}, r"behaviour_cap=0\.0 must be above 0"),
         (GRPOLoss, {"constant_length": 0}, "constant_length=0 must be at least 1"),
         (SAPOLoss, {"tau_positive": 0.0}, r"tau_positive=0\.0 and tau_negative=1\.05 must be above 0"),
@@ -683,3 +688,31 @@ def test_sapo_passes_the_other_settings_on(extra: dict[str, float]) -> None:
     assert (loss.aggregation, loss.tau_positive, loss.tau_negative) == (
         "token_mean", extra.get("tau_positive", 1.0), extra.get("tau_negative", 1.05),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("clip_epsilon", [(0.0, 0.0), (1.0, 0.0), 0.0])
+def test_clip_bounds_may_lie_at_the_ends_of_their_ranges(clip_epsilon: Any) -> None:
+    loss = GRPOLoss(Table(torch.zeros(1, 1, 2)), clip_epsilon=clip_epsilon)
+    low, high = clip_epsilon if isinstance(clip_epsilon, tuple) else (clip_epsilon, clip_epsilon)
+    assert (loss.clip_epsilon_low.item(), loss.clip_epsilon_high.item()) == (low, high)
+    assert (loss.constant_length, loss.behaviour_cap) == (1, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "low", "high"),
+    [(0.5, -1.0, 1, 0), (0.5, 0.0, 0, 0), (0.5, 0.5, 0, 0), (2.0, 0.5, 0, 1), (2.0, 0.0, 0, 0), (2.0, -1.0, 0, 0)],
+)
+def test_a_token_counts_as_clipped_where_the_clip_takes_its_gradient(
+    ratio: float, advantage: float, low: int, high: int
+) -> None:
+    out = GRPOLoss(Table(torch.zeros(1, 2, 2, dtype=torch.float64)))(lazy_stack([one_row([ratio], advantage)]))
+    assert (out["clip_fraction_low"].item(), out["clip_fraction_high"].item()) == (low, high)
+
+
+def test_a_torchrl_wrapper_lends_its_model_to_a_scorer(tokenizer: Any, tiny_model: Any) -> None:
+    wrapper = TransformersWrapper(
+        tiny_model, tokenizer=tokenizer, input_mode="tokens", generate=False, return_log_probs=True
+    )
+    scorer = GRPOLoss(wrapper).actor_network
+    assert isinstance(scorer, WrapperScorer)
+    assert scorer.model is wrapper.model

@@ -75,38 +75,36 @@ def group_advantage(
             f"mean={mean!r} must be one of {typing.get_args(AdvantageMean)} and std={std!r} one of "
             f"{typing.get_args(AdvantageStd)}: use 'group' for both."
         )
-    _, index = group.unique(return_inverse=True)
-    whole = torch.zeros_like(index)
+    ids, index = group.unique(return_inverse=True)
+    whole, groups = torch.zeros_like(index), len(ids)
     values = torch.where(valid, reward.to(torch.float64), 0.0)
     signal = valid
     if mean == "batch":
-        average, _, varies = _statistics(values, whole, valid)
+        average, _, varies = _statistics(values, whole, valid, groups)
         values, signal = values - average, signal & varies
     elif mean != "none":
-        average, count, varies = _statistics(values, index, valid)
+        average, count, varies = _statistics(values, index, valid, groups)
         values, signal = values - average, signal & varies
         if mean == "leave_one_out":
             values = values * (count / (count - 1).clamp(min=1))
     values = torch.where(signal, values, 0.0)
     if std != "none":
         over = index if std == "group" else whole
-        centred, count, varies = _statistics(values, over, valid)
-        variance = _total(torch.where(valid, (values - centred).square(), 0.0), over) / (count - 1).clamp(min=1)
+        centred, count, varies = _statistics(values, over, valid, groups)
+        variance = _total(torch.where(valid, (values - centred).square(), 0.0), over, groups) / (count - 1).clamp(min=1)
         values, signal = values / (variance.sqrt() + eps), signal & varies
     return torch.where(signal, values, 0.0).to(torch.float32)
 
 
-def _total(values: Tensor, index: Tensor) -> Tensor:
-    """[N] the sum over the members of each element's group."""
-    groups = int(index.max()) + 1 if index.numel() else 0
+def _total(values: Tensor, index: Tensor, groups: int) -> Tensor:
+    """[N] the sum over the members of each element's group; groups are numbered from 0."""
     return torch.zeros(groups, dtype=values.dtype, device=values.device).index_add_(0, index, values)[index]
 
 
-def _statistics(values: Tensor, index: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(values: Tensor, index: Tensor, valid: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and number of the valid members of each element's group, and whether two of them differ; [N] each."""
-    count = _total(valid.to(values.dtype), index)
-    mean = _total(torch.where(valid, values, 0.0), index) / count.clamp(min=1)
-    groups = int(index.max()) + 1 if index.numel() else 0
+    count = _total(valid.to(values.dtype), index, groups)
+    mean = _total(torch.where(valid, values, 0.0), index, groups) / count.clamp(min=1)
     low = torch.full((groups,), math.inf, dtype=values.dtype, device=values.device)
     high = (-low).scatter_reduce(0, index, torch.where(valid, values, -math.inf), "amax")
     low = low.scatter_reduce(0, index, torch.where(valid, values, math.inf), "amin")
@@ -128,10 +126,10 @@ def sampled_token_gae(reward: Tensor, value: Tensor, mask: Tensor, gamma: float,
     Returns:
         [N, T], 0 outside the mask.
     """
-    count = mask.sum(1, keepdim=True)
-    most = int(count.max()) if count.numel() else 0
-    if not most:
+    if not mask.any():
         return torch.zeros_like(reward)
+    count = mask.sum(1, keepdim=True)
+    most = int(count.max())
     order = (~mask).to(torch.int8).sort(dim=1, stable=True).indices[:, :most]  # sampled tokens first
     rewards, values = (torch.where(mask, entry, 0.0).gather(1, order).unsqueeze(-1) for entry in (reward, value))
     next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)

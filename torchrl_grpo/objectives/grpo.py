@@ -221,7 +221,7 @@ class GRPOLoss(LossModule):
 
     def _mask(self, batch: TensorDictBase) -> Tensor:
         """[N, T] bool, the tokens of the loss."""
-        mask = pad(batch, self.tensor_keys.mask, False)
+        mask = pad(batch, self.tensor_keys.mask)
         return mask & ~batch.get(self.tensor_keys.truncated).flatten(1) if self.mask_truncated else mask
 
     def _weights(self, mask: Tensor) -> Tensor:
@@ -292,7 +292,7 @@ class GRPOLoss(LossModule):
         with torch.no_grad():
             out |= self._metrics(cur, sample, reference, ratio, surrogate, advantage, entropy, mask, count)
             if self.behaviour_weight != "none":
-                plain = F.behaviour_weight(prox - sample, mask, "truncate", self.behaviour_level, math.inf)
+                plain = F.behaviour_weight(prox - sample, mask, self.behaviour_weight, self.behaviour_level, math.inf)
                 out["behaviour_weight"] = F.masked_mean(weight, mask, count)
                 out["behaviour_capped"] = F.masked_mean((weight != plain).to(weight.dtype), mask, count)
         return TensorDict(out)
@@ -312,14 +312,11 @@ class GRPOLoss(LossModule):
         def mean(values: Tensor) -> Tensor:
             return F.masked_mean(values, mask, count)
 
-        local = mask.sum().clamp(min=1)
         out = {
             "objective": mean(surrogate),
             "clip_fraction_low": mean(((ratio < 1 - self.clip_epsilon_low) & (advantage < 0)).to(ratio.dtype)),
             "clip_fraction_high": mean(((ratio > 1 + self.clip_epsilon_high) & (advantage > 0)).to(ratio.dtype)),
-            "ESS": F.effective_sample_size(
-                F.masked_mean(ratio, mask, local), F.masked_mean(ratio.square(), mask, local)
-            ),
+            "ESS": F.effective_sample_size(F.masked_mean(ratio, mask), F.masked_mean(ratio.square(), mask)),
             "ratio_mean": mean(ratio),
             "ratio_square_mean": mean(ratio.square()),
             "kl_k1_to_inference": mean(F.kl_k1(cur, sample)),

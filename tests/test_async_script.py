@@ -99,7 +99,10 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_no_process_left(
                 time.sleep(0.2)
             family = psutil.Process(process.pid).children(recursive=True)
             assert len(family) >= 4  # Ray's own processes and the actors
-            os.killpg(process.pid, number)  # as a terminal or a batch system does: Ray's processes get it too
+            if number == signal.SIGINT:
+                os.killpg(process.pid, number)  # as a terminal does
+            else:
+                process.send_signal(number)
             assert process.wait(timeout=60) == status, "".join(printed)
         finally:
             process.kill()

@@ -75,6 +75,21 @@ def test_several_ranks_replicas_and_references_train_on_fresh_enough_data(tmp_pa
     assert rows[3]["train/kl_k3_to_ref"] > 1e-5
 
 
+def test_dynamic_sampling_replaces_groups_without_signal(tmp_path: Path) -> None:
+    """Each batch of 4 groups is made of more that were played, and those without signal are in it only as a filling."""
+    rows = run(
+        tmp_path, "algo=dapo", "train.total_dialog_turns=64", "evaluation.num_prompts=0",
+        "policy.max_sampling_rounds=4", "policy.overlong_buffer=null", asynchronous=True,
+    )  # fmt: skip
+    assert [row["rollout/sequences"] for row in rows[1:]] == [16] * 4
+    counts = {name: sum(row.get(f"rollout/groups_{name}", 0) for row in rows[1:]) for name in ("played", "no_signal")}
+    filled = sum(row.get("rollout/groups_filled", 0) for row in rows[1:])
+    surplus = sum(row.get("rollout/groups_surplus", 0) for row in rows[1:])
+    assert counts["no_signal"] > 0
+    assert counts["played"] - counts["no_signal"] - surplus == 16
+    assert sum(row["rollout/zero_signal_groups"] * 4 for row in rows[1:]) == filled
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_run_with_a_checkpoint_and_no_process_left(
     number: signal.Signals, status: int, tmp_path: Path

@@ -77,10 +77,6 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
         ),
         (["train_model.cpu_offload=true"], r"cpu_offload=true needs a model that is sharded"),
         (["train.max_staleness=1"], r"train\.max_staleness=1 must be 0 in grpo\.py.*grpo-async\.py"),
-        (
-            ["inference_model.num_devices=2", "policy.dynamic_sampling=true"],
-            r"policy\.dynamic_sampling=true must be false",
-        ),
         (["inference_model.devices=[0]"], r"inference_model\.devices=\[0\] must be accelerators of this machine"),
         (["inference_model.max_new_tokens=2048"], r"max_new_tokens=2048 must leave room for a prompt in the context"),
         (["env.max_prompt_tokens=3"], r"max_prompt_tokens=3"),

@@ -208,3 +208,17 @@ def test_dynamic_lengths_of_int_type_do_not_round_the_overlong_penalty() -> None
     got = F.overlong_penalty(torch.tensor([95]), 100, 7)
     assert got.dtype == torch.float64
     assert got.item() == pytest.approx(-2 / 7, abs=1e-12)
+
+
+def test_absurd_log_ratios_are_clamped_on_both_sides() -> None:
+    far = torch.tensor([[100.0, -100.0]], dtype=torch.float64)
+    zero, mask, most = torch.zeros_like(far), torch.ones(1, 2, dtype=torch.bool), F.MAX_LOG_RATIO
+    k3 = F.kl_k3(zero, far).tolist()[0]
+    assert k3 == pytest.approx([math.exp(most) - 1 - most, math.exp(-most) - 1 + most])
+    weight = F.behaviour_weight(far, mask, "truncate", "token", math.inf).tolist()[0]
+    assert weight == pytest.approx([math.exp(most), math.exp(-most)], rel=1e-12)
+
+
+def test_a_weight_at_the_cap_is_kept() -> None:
+    one = F.behaviour_weight(torch.zeros(1, 1), torch.ones(1, 1) > 0, "mask", "token", 1.0)
+    assert one.tolist() == [[1.0]]

@@ -58,12 +58,6 @@ def check_distributed(blueprint: build.Blueprint) -> None:
     """
     cluster.require_ray()
     unit_geometry(blueprint.config, len(blueprint.plan.inference))
-    if blueprint.config.policy.dynamic_sampling:
-        raise ConfigError(
-            "policy.dynamic_sampling=true must be false where the roles are processes of their own, which do not drop "
-            "groups yet: use grpo.py with one device for each role and without ray.address, or "
-            "policy.dynamic_sampling=false."
-        )
 
 
 def distributed_parts(
@@ -104,6 +98,7 @@ def distributed_parts(
         unit_groups=unit_rows // config.env.repeats,
         groups_per_batch=groups,
         total_groups=groups * config.num_batches,
+        rounds=config.policy.max_sampling_rounds if config.policy.dynamic_sampling else 1,
         max_staleness=max_staleness,
         in_flight=in_flight,
         seed=config.seed,
@@ -156,7 +151,16 @@ def make_replica(blueprint: build.Blueprint, unit_env: LLMEnv, slots: int) -> Re
     engine = _make_engine(blueprint)
     policy = GenerationPolicy(engine, blueprint.params)
     # The environments differ in the dialogs that they are in; problems and prompts they share.
-    collectors = [RolloutCollector(copy.copy(unit_env), policy) for _ in range(slots)]
+    settings = blueprint.config.policy
+    collectors = [
+        RolloutCollector(
+            copy.copy(unit_env),
+            policy,
+            dynamic_sampling=settings.dynamic_sampling,
+            max_sampling_rounds=settings.max_sampling_rounds,
+        )
+        for _ in range(slots)
+    ]
     evaluator = None
     if blueprint.greedy_env is not None:
         evaluator = Evaluator(engine, blueprint.greedy_env, blueprint.sampled_env, params=blueprint.params)

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils import logging as transformers_logging
 
 from torchrl_grpo import keys
+from torchrl_grpo.collectors.dynamic import GroupCounts
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
 from torchrl_grpo.generation.base import Engine, SamplingParams
@@ -42,10 +43,12 @@ class Unit:
     Attributes:
         state: state of the environment that draws them.
         groups: their ids, as that environment gives them.
+        stop: the first id that is not this unit's. Dynamic sampling may play any groups below it instead.
     """
 
     state: dict[str, Any]
     groups: tuple[int, ...]
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class UnitReport:
         generate_s: seconds in the engine.
         env_s: seconds in the environment, rewards included.
         engine: the engine's state afterwards, None where units overlap.
+        dynamic: what dynamic sampling did, None without it.
     """
 
     groups: tuple[int, ...]
@@ -65,6 +69,7 @@ class UnitReport:
     generate_s: float
     env_s: float
     engine: dict[str, Any] | None
+    dynamic: GroupCounts | None = None
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,7 @@ class RolloutActor:
             generate_s=spent.generate_seconds,
             env_s=spent.env_seconds,
             engine=self._replica.engine.state_dict() if len(self._replica.collectors) == 1 else None,
+            dynamic=spent.groups if collector.dynamic_sampling else None,
         )
         return (report, *groups)
 

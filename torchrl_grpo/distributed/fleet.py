@@ -7,9 +7,9 @@ the ``GroupBuffer``. An actor that dies is made again, and what it had is given 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -80,6 +80,7 @@ class Fleet:
         unit_groups: int,
         groups_per_batch: int,
         total_groups: int,
+        rounds: int,
         max_staleness: int,
         in_flight: InFlight,
         seed: int,
@@ -91,6 +92,7 @@ class Fleet:
         self._slots = slots
         self._unit_groups = unit_groups
         self._total_groups = total_groups
+        self._rounds = rounds
         self._in_flight = in_flight
         self._dead_s = dead_s
         self.buffer = GroupBuffer(groups_per_batch, max_staleness)
@@ -117,6 +119,7 @@ class Fleet:
         self._scoring: dict[Worker, list[Work]] = {worker: [] for worker in self.references}
         self._weights: Any = None
         self._reference_weights: Any = None
+        self._dynamic: Counter[str] = Counter()  # what dynamic sampling did since the latest batch
         self._update_s = 0.0
         self._most_waiting = 0
 
@@ -149,7 +152,12 @@ class Fleet:
         return {
             "env": self._env.state_dict(),
             "units": [
-                {"env": work.unit.state, "groups": list(work.unit.groups), "wanted": sorted(work.left)}
+                {
+                    "env": work.unit.state,
+                    "groups": list(work.unit.groups),
+                    "stop": work.unit.stop,
+                    "wanted": sorted(work.left),
+                }
                 for work in works
             ],
             "engines": [replica.engine_state for replica in self.replicas],
@@ -159,7 +167,7 @@ class Fleet:
         """Restores what ``state_dict`` gave; before the actors start."""
         self._env.load_state_dict(state["env"])
         for unit in state["units"]:
-            work = Work(Unit(unit["env"], tuple(unit["groups"])), set(unit["wanted"]))
+            work = Work(Unit(unit["env"], tuple(unit["groups"]), unit["stop"]), set(unit["wanted"]))
             self._works.append(work)
             self._unplayed.append(work)
         for replica, engine_state in zip(self.replicas, state["engines"], strict=False):
@@ -284,21 +292,25 @@ class Fleet:
         """Draws the next unit, if the run has one more and there is room for it."""
         state = self._env.state_dict()
         first = state["next_group"]
-        if first >= self._total_groups or self.buffer.room < self._unit_groups:
+        if first >= self._total_groups * self._rounds or self.buffer.room < self._unit_groups:
             return False
-        self._env.skip(self._unit_groups)
+        self._env.skip(self._unit_groups * self._rounds)
         groups = tuple(range(first, first + self._unit_groups))
-        work = Work(Unit(state, groups), set(groups))
+        work = Work(Unit(state, groups, first + self._unit_groups * self._rounds), set(groups))
         self._works.append(work)
         self._unplayed.append(work)
         return True
 
     def _played(self, replica: ReplicaWorker, work: Work, refs: list[Any], report: UnitReport) -> None:
-        if report.groups != work.unit.groups:
-            raise RuntimeError(f"{replica.name} played groups {report.groups} instead of {work.unit.groups}.")
+        unit, played = work.unit, report.groups
+        own = played == unit.groups if self._rounds == 1 else set(played) <= set(range(unit.groups[0], unit.stop))
+        if not own or len(played) != len(unit.groups):
+            raise RuntimeError(f"{replica.name} played groups {played} instead of {unit.groups}, before {unit.stop}.")
         replica.units.remove(work)
         replica.engine_state = report.engine
         work.report, work.refs = report, refs
+        if report.dynamic is not None:
+            self._dynamic.update(asdict(report.dynamic))
         if self.references:
             self._unscored.append(work)
         else:
@@ -323,7 +335,8 @@ class Fleet:
     def _finish(self, work: Work) -> None:
         """Lets the groups of a unit wait for a batch."""
         assert work.report is not None
-        for group, version, ref in zip(work.report.groups, work.report.versions, work.refs, strict=True):
+        # Groups that dynamic sampling played instead stand for those that were given out.
+        for group, version, ref in zip(work.unit.groups, work.report.versions, work.refs, strict=True):
             if group in work.left:
                 self.buffer.finish(group, version, (work, ref))
         work.refs = []  # a group's data lives as long as something waits for it
@@ -348,6 +361,9 @@ class Fleet:
             "workers/restarts_rollout": sum(worker.restarts for worker in self.replicas),
             "workers/restarts_reference": sum(worker.restarts for worker in self.references),
         }
+        if self._rounds > 1:
+            metrics |= {f"rollout/groups_{name}": float(count) for name, count in self._dynamic.items()}
+            self._dynamic.clear()
         if self.references:
             metrics["workers/reference_s"] = sum(work.reference_s / len(work.unit.groups) for work in works)
         self._most_waiting = self.buffer.waiting

@@ -29,7 +29,7 @@ class RayBatch:
     """A batch as references.
 
     Attributes:
-        groups: id of each group.
+        groups: id of each group; with dynamic sampling, of the one that it may stand for.
         refs: reference to each group's data, a lazy stack of its sequences.
     """
 
@@ -54,6 +54,8 @@ class RaySource:
         unit_groups: groups in a unit; divides ``groups_per_batch``.
         groups_per_batch: groups that ``next_batch`` gives.
         total_groups: groups of the whole run; no more are sampled.
+        rounds: most plays of a unit, which then has as many times its problems to itself: more than 1 where the
+            replicas' collectors sample dynamically.
         max_staleness: largest ``trainer_version - policy_version`` of a group when it is trained.
         in_flight: what happens to units that are being played when weights arrive. ``wait`` ends them before, ``keep``
             goes on with the new weights and ``abort`` has the engine begin them again: both need an engine that can.
@@ -76,6 +78,7 @@ class RaySource:
         unit_groups: int,
         groups_per_batch: int,
         total_groups: int,
+        rounds: int = 1,
         max_staleness: int,
         in_flight: InFlight = "wait",
         seed: int = 0,
@@ -96,6 +99,7 @@ class RaySource:
             unit_groups=unit_groups,
             groups_per_batch=groups_per_batch,
             total_groups=total_groups,
+            rounds=rounds,
             max_staleness=max_staleness,
             in_flight=in_flight,
             seed=seed,

@@ -22,7 +22,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +56,12 @@ def run(preset: str, seed: int, overrides: list[str]) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "sota/grpo/grpo.py", "--config-name", "grpo_arithmetic", *overrides]
         command += [f"algo={preset}", f"seed={seed}", f"hydra.run.dir={folder}", "logging.tensorboard=false"]
-        start = time.perf_counter()
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-        seconds = time.perf_counter() - start
         if done.returncode:
             said = (done.stdout + done.stderr)[-3000:]
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{said}")
         lines = Path(folder, "metrics.jsonl").read_text("utf-8").splitlines()
-    return summary([json.loads(line) for line in lines]) | {"wall_seconds": seconds}
+    return summary([json.loads(line) for line in lines])
 
 
 def summary(records: list[dict[str, Any]]) -> Run:
@@ -111,8 +108,8 @@ def over_seeds(runs: dict[str, Run], name: str) -> tuple[float, float, float]:
 def table(results: dict[str, dict[str, Run]]) -> str:
     """The comparison as a Markdown table, best first."""
     lines = [
-        "| preset | test accuracy before | after: mean (range) | mean over the run | reward, end | sampled | seconds |",
-        "|---|---|---|---|---|---|---|",
+        "| preset | test accuracy before | after: mean (range) | mean over the run | reward, end | sampled |",
+        "|---|---|---|---|---|---|",
     ]
     for preset in sorted(results, key=lambda name: -over_seeds(results[name], "accuracy_after")[0]):
         runs = results[preset]
@@ -120,7 +117,6 @@ def table(results: dict[str, dict[str, Run]]) -> str:
         before, during = over_seeds(runs, "accuracy_before")[0], over_seeds(runs, "accuracy_mean")[0]
         cells = [f"`{preset}`", f"{before:.1%}", f"{after:.1%} ({low:.1%} to {high:.1%})", f"{during:.1%}"]
         cells += [f"{over_seeds(runs, 'reward_after')[0]:.3f}", f"{over_seeds(runs, 'responses_sampled')[0]:,.0f}"]
-        cells += [f"{over_seeds(runs, 'wall_seconds')[0]:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -212,7 +208,7 @@ def main() -> None:
                 one = runs[str(seed)] = run(preset, seed, args.override)
                 args.output.parent.mkdir(parents=True, exist_ok=True)
                 args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-                sys.stdout.write(f"{preset} seed {seed}: {one['accuracy_after']:.1%} in {one['wall_seconds']:.0f} s\n")
+                sys.stdout.write(f"{preset} seed {seed}: {one['accuracy_after']:.1%}\n")
                 sys.stdout.flush()
     draw(result["runs"], args.figure)
     sys.stdout.write(f"{args.output}\n{args.figure}\n\n{table(result['runs'])}\n")

@@ -9,7 +9,7 @@ about 20 minutes on 2 cores. After each run the JSON is written anew, so that ``
 interrupted comparison stopped. At the end the figure is drawn and the table of ``docs/algorithms.md`` is printed.
 
 Accuracy is that of greedy responses to the test problems. "Sampled" are the responses that a run sampled: with dynamic
-sampling more than it trains on. Seconds are those of the whole process.
+sampling more than it trains on. Nothing is timed, so other work on the machine does no harm.
 """
 
 from __future__ import annotations

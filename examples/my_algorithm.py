@@ -7,10 +7,8 @@
 from __future__ import annotations
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_grpo import keys
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.transforms import GroupAdvantage
 
@@ -26,7 +24,6 @@ class ReinforceLoss(GRPOLoss):
 class RankAdvantage(GroupAdvantage):
     """The sign of what ``GroupAdvantage`` gives: only better or worse than the group counts, not by how much."""
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Writes the advantage of a flat batch of whole groups."""
-        out = super().forward(tensordict)
-        return out.set(keys.ADVANTAGE, torch.sign(out.get(keys.ADVANTAGE)))
+    def advantage(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+        """[N] of the rewards [N] of whole groups."""
+        return torch.sign(super().advantage(reward, group, valid))

@@ -433,3 +433,19 @@ def test_token_level_says_what_it_needs(tokenizer):
 def test_bad_arguments_say_what_to_use(arguments, message):
     with pytest.raises(ValueError, match=message):
         GroupAdvantage(2, **arguments)
+
+
+class Doubled(GroupAdvantage):
+    """An advantage of one's own."""
+
+    def advantage(self, reward, group, valid):
+        return 2 * super().advantage(reward, group, valid)
+
+
+def test_an_advantage_of_ones_own_is_made_once_wherever_the_transform_is() -> None:
+    rows = TensorDict({"group_id": torch.zeros(2, 1, dtype=torch.int64), "next": {"reward": torch.eye(2)[:, :1]}}, [2])
+    assert Doubled(2, std="none")(rows.clone())["advantage"].flatten().tolist() == [1.0, -1.0]
+    buffer = ReplayBuffer(storage=LazyStackStorage(4), transform=Doubled(2, std="none"), batch_size=4)
+    buffer.extend(rows.clone())
+    for _ in range(3):
+        assert set(buffer.sample()["advantage"].flatten().tolist()) <= {1.0, -1.0}

@@ -19,7 +19,7 @@ from torchrl.modules.llm import TransformersWrapper
 from tests.test_config import ROOT, compose_config
 from tests.test_grpo_loss import Table, make_batch, total
 from torchrl_grpo import functional as F
-from torchrl_grpo.build import build, prepare
+from torchrl_grpo.build import batch_transforms, build, make_loss, prepare
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.models.scoring import WrapperScorer
 from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, SAPOLoss
@@ -422,6 +422,8 @@ def test_leave_one_out_equals_the_mean_of_the_others_by_loop() -> None:
         (GRPOLoss, {"entropy_coeff": -1}, "entropy_coeff=-1 must not be negative: use 0"),
         (GRPOLoss, {"aggregation": "mean"}, "aggregation='mean' must be one of"),
         (GRPOLoss, {"kl_estimator": "k4"}, "kl_estimator='k4' must be one of"),
+        (CISPOLoss, {"dual_clip": 3.0}, r"dual_clip=3\.0 must be None with CISPOLoss"),
+        (SAPOLoss, {"dual_clip": 3.0}, r"dual_clip=3\.0 must be None with SAPOLoss"),
         (GRPOLoss, {"dual_clip": 1.0}, r"dual_clip=1\.0 must be above 1"),
         (GRPOLoss, {"proximal": "old"}, "proximal='old' must be one of"),
         (GRPOLoss, {"behaviour_weight": "clip"}, "behaviour_weight='clip' must be one of"),
@@ -488,6 +490,7 @@ def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path)
     expected |= {"proximal": "behaviour", "behaviour": ("none", "token", 5.0), "kl_estimator": "k3"}
     expected |= {"level": "sequence", "shaping": None, "dynamic_sampling": False} | PRESETS[name]
     run = build(compose_config(*SMALL, f"algo={name}"), tmp_path)
+    before = _copy(run.trainer.model)
     try:
         run.fit()
     finally:
@@ -518,6 +521,8 @@ def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path)
         for setting, value in (plain | expected["shaping"]).items():
             assert getattr(shaping, setting) == value
     assert (run.trainer.version, run.trainer.optim_steps) == (2, 4)
+    moved = [(value - before[name]).abs().max() for name, value in run.trainer.model.named_parameters()]
+    assert 0 < max(moved) < 1e-2
 
 
 def test_with_one_optimizer_step_a_batch_the_proximal_policy_needs_no_forward_pass(tmp_path: Path) -> None:
@@ -688,6 +693,160 @@ def test_sapo_passes_the_other_settings_on(extra: dict[str, float]) -> None:
     assert (loss.aggregation, loss.tau_positive, loss.tau_negative) == (
         "token_mean", extra.get("tau_positive", 1.0), extra.get("tau_negative", 1.05),
     )  # fmt: skip
+
+
+def mean_and_std(values: list[float]) -> tuple[float, float]:
+    mean = sum(values) / len(values)
+    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1))
+
+
+def standardized(rewards: list[list[float]], scale: bool = True) -> list[list[list[float]]]:
+    """For each group and sequence, (r - mean) / (std + 1e-6) of its group, as a list of one number."""
+    out = []
+    for group in rewards:
+        mean, std = mean_and_std(group)
+        out.append([[(reward - mean) / (std + 1e-6) if scale else reward - mean] for reward in group])
+    return out
+
+
+def leave_one_out(rewards: list[list[float]]) -> list[list[list[float]]]:
+    return [
+        [[group[i] - sum(group[:i] + group[i + 1 :]) / (len(group) - 1)] for i in range(len(group))]
+        for group in rewards
+    ]
+
+
+# What the papers say, in plain Python: the advantages, and the settings of the loop that goes over the tokens.
+SPECIFICATIONS: dict[str, tuple[str, Token, dict[str, Any]]] = {
+    "grpo": ("standardized", clip(0.2, 0.2), {"kl": "k3", "kl_coeff": 0.01}),
+    "dr_grpo": ("centred", clip(0.2, 0.2), {"aggregation": "constant", "length": 32}),
+    "dapo": ("standardized_overlong", clip(0.2, 0.28), {"aggregation": "token_mean"}),
+    "gspo": ("standardized", clip(3e-4, 4e-4), {"level": "sequence"}),
+    "gspo_token": ("standardized", clip(3e-4, 4e-4), {"level": "sequence_token"}),
+    "cispo": ("standardized", cispo(1.0, 4.0), {"aggregation": "token_mean"}),
+    "sapo": ("standardized", sapo(1.0, 1.05), {}),
+    "rloo": ("leave_one_out_kl", clip(0.2, 0.2), {"aggregation": "constant"}),
+    "reinforce_pp": ("returns_kl", clip(0.2, 0.2), {"aggregation": "token_mean"}),
+    "decoupled_ppo": (
+        "standardized", clip(0.2, 0.2),
+        {"aggregation": "token_mean", "proximal": "recomputed", "bound": ("mask", "token", 5.0)},
+    ),
+}  # fmt: skip
+
+
+def advantages_by_loop(kind: str, rows: list[TensorDict]) -> list[list[float]]:
+    """For each row one number, or one for each token. Rows 0 to 3 are the first group, 4 to 7 the second."""
+    rewards = [row["next", "reward"].item() for row in rows]
+    sampled = [row["masks", "all_assistant_mask"].nonzero().flatten().tolist() for row in rows]
+    gaps = [(row["log_probs", "full"] - row["next", "ref_log_probs", "full"]).tolist() for row in rows]
+    if kind == "standardized_overlong":  # a fifth of 32 tokens, 6, before 32
+        rewards = [r + min(0.0, max(-1.0, (26 - len(places)) / 6)) for r, places in zip(rewards, sampled, strict=True)]
+    if kind == "leave_one_out_kl":
+        rewards = [
+            r - 0.01 * sum(gap[t] for t in places) for r, gap, places in zip(rewards, gaps, sampled, strict=True)
+        ]
+    if kind == "returns_kl":
+        returns = [{t: r - 0.01 * sum(gap[u] for u in places if u >= t) for t in places}
+                   for r, gap, places in zip(rewards, gaps, sampled, strict=True)]  # fmt: skip
+        mean, std = mean_and_std([value for row in returns for value in row.values()])
+        return [[(values[t] - mean) / (std + 1e-6) if t in values else 0.0 for t in range(len(row["row_width"]))]
+                for values, row in zip(returns, rows, strict=True)]  # fmt: skip
+    groups = [rewards[:4], rewards[4:]]
+    made = leave_one_out(groups) if kind == "leave_one_out_kl" else standardized(groups, kind != "centred")
+    return [values for group in made for values in group]
+
+
+@pytest.mark.parametrize("name", SPECIFICATIONS)
+@pytest.mark.parametrize("seed", range(3))
+def test_each_preset_from_its_yaml_to_the_gradient_equals_its_formula_by_loop(name: str, seed: int) -> None:
+    """What the yaml composes, from the rewards of two groups to value and gradient, against plain Python."""
+    kind, objective, loop = SPECIFICATIONS[name]
+    logits, rows = rich_batch(seed)
+    more_logits, more = make_batch(seed + 50, (34, 5, 8, 12))
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.cat([torch.nn.functional.pad(logits, (0, 0, 0, 25)), more_logits])
+    for i, row in enumerate(more):
+        row["row"] = torch.tensor([4 + i])
+        row["prox_log_probs", "full"] = row["log_probs", "full"] + 0.1
+        row["staleness"], row["next", "truncated"] = torch.tensor([0]), torch.tensor([False])
+    more[0]["masks", "all_assistant_mask"][1:] = True  # 33 tokens, all of them sampled: longer than is allowed
+    rows += more
+    for i, row in enumerate(rows):
+        del row["advantage"]
+        row["next", "reward"] = torch.randint(0, 2, (1,), generator=generator).float() if i % 4 else torch.tensor([0.5])
+        row["group_id"] = torch.tensor([i // 4])
+        row["row_width"] = torch.zeros(len(row["tokens", "full"]))
+    config = compose_config(f"algo={name}", "env.num_envs=8", "env.repeats=4", "train.optim_batch_size=4")
+    batch = lazy_stack([row.clone() for row in rows])
+    for _, transform in batch_transforms(config):
+        batch = transform(batch)
+    loss = make_loss(config, Table(logits.clone()))
+    out = total(loss(batch))
+    out.backward()
+    for row, advantage in zip(rows, advantages_by_loop(kind, rows), strict=True):
+        row["advantage"] = torch.tensor(advantage, dtype=torch.float64)
+    value, gradient = plain_loop(logits, rows, objective, **loop)
+    torch.testing.assert_close(out.detach(), value, rtol=1e-5, atol=1e-6)  # the advantage is float32
+    torch.testing.assert_close(loss.actor_network.logits.grad, gradient, rtol=1e-5, atol=1e-6)
+    assert gradient.abs().max() > 1e-3
+
+
+def test_specifications_are_there_for_every_preset() -> None:
+    assert set(SPECIFICATIONS) == set(PRESETS)
+
+
+def test_a_sequence_without_a_valid_reward_has_no_effect_in_a_loop_of_ones_own() -> None:
+    """Neither its objective nor its KL and entropy, nor in what the others are divided by."""
+    logits, rows = rich_batch(1)
+    settings: dict[str, Any] = {"kl_to_ref_coeff": 0.3, "entropy_coeff": 0.1}
+    for i, row in enumerate(rows):
+        row["reward_valid"] = torch.tensor([i != 2])
+    loss = GRPOLoss(Table(logits.clone()), **settings)
+    total(loss(lazy_stack(rows))).backward()
+    others = GRPOLoss(Table(logits.clone()), **settings)
+    total(others(lazy_stack([row for i, row in enumerate(rows) if i != 2]))).backward()
+    torch.testing.assert_close(loss.actor_network.logits.grad, others.actor_network.logits.grad, rtol=1e-12, atol=0)
+    assert loss.actor_network.logits.grad[2].abs().max() == 0
+
+
+def test_staleness_may_be_that_of_each_token() -> None:
+    logits, rows = rich_batch(2)
+    for row in rows:
+        row["staleness"] = torch.arange(len(row["tokens", "full"])) % 3
+    got = total(GRPOLoss(Table(logits), proximal="interpolated")(lazy_stack(rows)))
+    loss = torch.zeros((), dtype=torch.float64)
+    for row in rows:
+        places = row["masks", "all_assistant_mask"].nonzero().flatten().tolist()
+        for t in places:
+            cur = logits[int(row["row"]), t].log_softmax(0)[row["tokens", "full"][t]]
+            sample, d = row["log_probs", "full"][t], t % 3
+            ratio = torch.exp(cur - (sample + d * cur) / (d + 1))
+            loss -= clip(0.2, 0.2)(ratio, cur, row["advantage"][0]) / len(places) / len(rows)
+    torch.testing.assert_close(got.detach(), loss)
+
+
+def test_cispos_clip_fractions_count_the_weights_at_a_bound_whatever_the_sign() -> None:
+    loss = CISPOLoss(Table(torch.zeros(1, 3, 2, dtype=torch.float64)), clip_epsilon=(0.5, 4.0))
+    out = loss(lazy_stack([one_row([9.0, 0.25], -1.0)]))
+    assert (out["clip_fraction_low"].item(), out["clip_fraction_high"].item()) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_is_an_error_unless_it_is_marked_invalid(value: float) -> None:
+    reward, group = torch.tensor([1.0, 0.0, value, 0.0]), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="reward has 1 values that are not finite"):
+        F.group_advantage(reward, group, torch.ones(4, dtype=torch.bool))
+    got = F.group_advantage(reward, group, torch.tensor([True, True, False, True]), std="none")
+    torch.testing.assert_close(got, torch.tensor([2 / 3, -1 / 3, 0.0, -1 / 3]))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["algo=sapo", "policy.loss=torchrl_grpo.objectives.GRPOLoss"], ["+policy.loss_kwargs.dual_clip=3"]],
+)
+def test_arguments_that_the_loss_does_not_take_are_refused_before_anything_loads(overrides: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"policy.loss_kwargs=\{.*\} must be further arguments of policy.loss="):
+        prepare(compose_config(*SMALL, *overrides))
 
 
 @pytest.mark.parametrize("clip_epsilon", [(0.0, 0.0), (1.0, 0.0), 0.0])

@@ -10,6 +10,7 @@ from tensordict import TensorDict, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
+from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 
 
@@ -257,3 +258,23 @@ def test_clip_bounds_are_schedulable_buffers_in_the_state_dict() -> None:
 def test_values_out_of_range_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GRPOLoss(Table(torch.zeros(1, 1, 2)), **settings)
+
+
+def test_a_renamed_mask_is_what_the_scorer_scores(tiny_model) -> None:
+    """Tokens that only the renamed mask has are scored too, not taken to have log-prob 0."""
+    tokens = torch.randint(5, 200, (1, 8), generator=torch.Generator().manual_seed(0))
+    mine = torch.arange(8).unsqueeze(0) > 2
+    batch = TensorDict(
+        {
+            ("tokens", "full"): tokens,
+            ("masks", "all_assistant_mask"): torch.arange(8).unsqueeze(0) > 5,
+            "mine": mine,
+            ("log_probs", "full"): TokenScorer(tiny_model).score(tokens, mine)[0].detach(),
+            "advantage": torch.ones(1, 1),
+        },
+        [1],
+    )
+    loss = GRPOLoss(TokenScorer(tiny_model))
+    loss.set_keys(mask="mine")
+    assert loss(batch)["ratio_mean"].item() == pytest.approx(1.0, abs=1e-5)
+    assert "mine" in loss.in_keys and ("masks", "all_assistant_mask") not in loss.in_keys

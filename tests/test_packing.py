@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
-from torchrl_grpo.models.packing import micro_batches, pad, pad_batch, slice_tokens
+from torchrl_grpo.models.packing import micro_batches, pad, pad_batch, sequences_of, slice_tokens
 
 
 @settings(max_examples=80, deadline=None)
@@ -39,3 +39,24 @@ def test_slice_tokens_cuts_per_token_entries_only() -> None:
     part = slice_tokens(batch, torch.tensor([2, 0]), 3)
     assert part["tokens", "full"].tolist() == [[0, 1, 2], [0, 1, 0]]
     assert part["advantage"].tolist() == [[3.0], [2.0]]
+
+
+def test_entries_of_each_token_are_cut_like_the_tokens_of_a_torchrl_batch() -> None:
+    """Row 0 has two tokens of padding on the left: its advantages go with the tokens that are left."""
+    real = torch.tensor([[False, False, True, True, True, True], [True] * 6])
+    batch = TensorDict(
+        {
+            ("tokens", "full"): torch.arange(12).view(2, 6),
+            ("masks", "all_attention_mask"): real,
+            ("masks", "all_assistant_mask"): torch.tensor([[False] * 3 + [True] * 3] * 2),
+            ("log_probs", "full"): torch.full((2, 6), -0.5),
+            "advantage": torch.arange(6.0).expand(2, 6).clone(),
+            "group": torch.tensor([[7], [8]]),
+        },
+        [2],
+    )
+    rows = sequences_of(batch)
+    assert rows[0]["advantage"].tolist() == [2, 3, 4, 5]
+    assert rows[0]["tokens", "full"].tolist() == [2, 3, 4, 5]
+    assert rows[1]["advantage"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert [row["group"].item() for row in rows.unbind(0)] == [7, 8]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from hydra.utils import get_class
 from omegaconf import OmegaConf
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchrl._utils import logger as torchrl_logger
@@ -213,8 +214,8 @@ def _prepare(config: GRPOConfig, accelerators: Sequence[torch.device]) -> Bluepr
     env, inference = config.env, config.inference_model
     if "VLLM_USE_V1" in os.environ:
         torchrl_logger.info("VLLM_USE_V1 has no effect: vLLM's V0 engine is gone, and V1 is the only one left.")
-    _class_of("policy.loss", config.policy.loss, GRPOLoss)
-    _class_of("policy.advantage", config.policy.advantage, GroupAdvantage)
+    make_loss(config, TensorDictModule(torch.nn.Identity(), [keys.FULL], [("cur_log_probs", "full")]))
+    batch_transforms(config)
     check_logging(tensorboard=config.logging.tensorboard, wandb_mode=config.logging.wandb.mode.value)
     own_reference = config.needs_reference and not config.train_model.lora.enabled
     requests = {
@@ -441,7 +442,7 @@ def local_parts(blueprint: Blueprint, resources: ExitStack) -> LocalParts:
     transforms: list[Any] = []
     reference = None
     if config.needs_reference:
-        reference = KLScoring(reference_scorer(blueprint, trainer.model), autocast_dtype=trainer.autocast_dtype)
+        reference = make_reference(blueprint, trainer.model)
         transforms.append(("reference", reference))
     transforms += batch_transforms(config)
     source = LocalSource(collector, transforms, colocated=blueprint.plan.colocated)
@@ -451,11 +452,48 @@ def local_parts(blueprint: Blueprint, resources: ExitStack) -> LocalParts:
     return LocalParts(trainer, source, evaluator, reference, blueprint.train_env.first_prompts(4))
 
 
+def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLoss:
+    """The loss that the config names, around an actor network.
+
+    Raises:
+        ConfigError: the class does not take these settings.
+        ValueError: a setting is out of its range.
+    """
+    policy = config.policy
+    proximal = policy.proximal.value
+    if policy.proximal is Proximal.recomputed and config.optim_steps_per_batch == 1:
+        proximal = "current"  # the same values, without a forward pass of their own
+    try:
+        return _class_of("policy.loss", policy.loss, GRPOLoss)(
+            actor_network,
+            clip_epsilon=config.clip_epsilon,
+            ratio_level=policy.ratio_level.value,
+            aggregation=policy.aggregation.value,
+            constant_length=policy.constant_length or config.max_response_tokens,
+            dual_clip=policy.dual_clip,
+            proximal=proximal,
+            behaviour_weight=policy.behaviour_weight.value,
+            behaviour_level=policy.behaviour_level.value,
+            behaviour_cap=policy.behaviour_cap,
+            mask_truncated=policy.mask_truncated,
+            kl_estimator=policy.kl_estimator.value,
+            kl_to_ref_coeff=0.0 if policy.kl_in_reward else policy.kl_coef,
+            kl_to_inference_coeff=policy.kl_to_inference_coef,
+            entropy_coeff=policy.entropy_coef,
+            **policy.loss_kwargs,
+        )
+    except TypeError as error:
+        raise ConfigError(
+            f"policy.loss_kwargs={dict(policy.loss_kwargs)} must be further arguments of policy.loss={policy.loss} "
+            f"({error}): use policy.loss_kwargs={{}}, or an algo=NAME that sets both."
+        ) from error
+
+
 def batch_transforms(config: GRPOConfig) -> list[tuple[str, Transform]]:
     """What makes advantages of the rewards of a whole batch, after reference scoring, in order."""
     policy, shaping, settings = config.policy, [], {}
     if config.shapes_reward:
-        longest = config.inference_model.max_new_tokens * config.env.max_turns
+        longest = config.max_response_tokens
         transform = RewardShaping(
             scale=policy.reward_scale,
             bias=policy.reward_bias,
@@ -507,28 +545,7 @@ def make_trainer(blueprint: Blueprint, mesh: DeviceMesh | None = None) -> GRPOTr
         loading.enable_gradient_checkpointing(model)
     if mesh is not None:
         shard_model(model, mesh, param_dtype=autocast_dtype(config), cpu_offload=config.train_model.cpu_offload)
-    policy = config.policy
-    proximal = policy.proximal.value
-    if policy.proximal is Proximal.recomputed and config.optim_steps_per_batch == 1:
-        proximal = "current"  # the same values, without a forward pass of their own
-    loss = _class_of("policy.loss", policy.loss, GRPOLoss)(
-        TokenScorer(model, temperature=config.inference_model.temperature),
-        clip_epsilon=config.clip_epsilon,
-        ratio_level=policy.ratio_level.value,
-        aggregation=policy.aggregation.value,
-        constant_length=policy.constant_length or config.inference_model.max_new_tokens,
-        dual_clip=policy.dual_clip,
-        proximal=proximal,
-        behaviour_weight=policy.behaviour_weight.value,
-        behaviour_level=policy.behaviour_level.value,
-        behaviour_cap=policy.behaviour_cap,
-        mask_truncated=policy.mask_truncated,
-        kl_estimator=policy.kl_estimator.value,
-        kl_to_ref_coeff=0.0 if policy.kl_in_reward else policy.kl_coef,
-        kl_to_inference_coeff=policy.kl_to_inference_coef,
-        entropy_coeff=policy.entropy_coef,
-        **policy.loss_kwargs,
-    )
+    loss = make_loss(config, TokenScorer(model, temperature=config.inference_model.temperature))
     for name, buffer in loss.named_buffers(recurse=False):  # the model is where it belongs
         setattr(loss, name, buffer.to(device))
     settings = config.optimizer
@@ -603,6 +620,16 @@ def reference_scorer(blueprint: Blueprint, trained: nn.Module | None) -> TokenSc
         return AdapterOffScorer(trained, temperature=temperature)
     model = _load(blueprint, config.ref_model.dtype.value, blueprint.plan.reference[0])
     return TokenScorer(model.requires_grad_(False), temperature=temperature)
+
+
+def make_reference(blueprint: Blueprint, trained: nn.Module | None) -> KLScoring:
+    """What scores the tokens under the reference policy, in passes as large and as precise as the trainer's."""
+    config = blueprint.config
+    return KLScoring(
+        reference_scorer(blueprint, trained),
+        max_tokens=config.train.micro_batch_tokens,
+        autocast_dtype=autocast_dtype(config),
+    )
 
 
 def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:

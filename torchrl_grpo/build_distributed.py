@@ -140,8 +140,7 @@ def make_rank(blueprint: build.Blueprint, mesh: DeviceMesh | None) -> Rank:
     trainer = build.make_trainer(blueprint, mesh)
     transforms: list[tuple[str, Any]] = []
     if config.needs_reference and config.train_model.lora.enabled:
-        scorer = build.reference_scorer(blueprint, trainer.model)
-        transforms.append(("reference", KLScoring(scorer, autocast_dtype=trainer.autocast_dtype)))
+        transforms.append(("reference", build.make_reference(blueprint, trainer.model)))
     return Rank(trainer, [*transforms, *build.batch_transforms(config)])
 
 
@@ -190,9 +189,7 @@ def _make_engine(blueprint: build.Blueprint) -> Engine:
 
 def make_reference(blueprint: build.Blueprint) -> KLScoring:
     """The reference model, in its process."""
-    blueprint = _here(blueprint)
-    scorer = build.reference_scorer(blueprint, None)
-    return KLScoring(scorer, autocast_dtype=build.autocast_dtype(blueprint.config))
+    return build.make_reference(_here(blueprint), None)
 
 
 def _without_test_split(blueprint: build.Blueprint) -> build.Blueprint:

@@ -314,7 +314,7 @@ class PolicyConfig:
     aggregation: Aggregation = Aggregation.sequence_mean
     """Mean over sequences of token means, mean over all tokens, or sum over tokens by a constant length."""
     constant_length: int | None = limited(None, ge=1)
-    """Divisor of aggregation=constant, in tokens; by default max_new_tokens."""
+    """Divisor of aggregation=constant, in tokens; by default max_new_tokens, times env.max_turns."""
     kl_estimator: KLEstimator = KLEstimator.k3
     """Estimator of both KL terms."""
     kl_coef: float = limited(0.0, ge=0)
@@ -443,6 +443,11 @@ class GRPOConfig:
     def optim_batch_size(self) -> int:
         """Sequences in one optimizer step."""
         return self.train.optim_batch_size or self.dialog_turns_per_batch
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Most tokens that the policy samples in one sequence."""
+        return self.inference_model.max_new_tokens * self.env.max_turns
 
     @property
     def optim_steps_per_batch(self) -> int:

@@ -69,6 +69,9 @@ def group_advantage(
     Returns:
         [N] float32. Exactly 0 for an invalid member. With a baseline or scale of the group, exactly 0 for a group whose
         valid rewards are all equal or that has fewer than two of them; with those of the batch, for such a batch.
+
+    Raises:
+        ValueError: a valid reward is not finite, or a choice is unknown.
     """
     if mean not in typing.get_args(AdvantageMean) or std not in typing.get_args(AdvantageStd):
         raise ValueError(
@@ -78,6 +81,11 @@ def group_advantage(
     ids, index = group.unique(return_inverse=True)
     whole, groups = torch.zeros_like(index), len(ids)
     values = torch.where(valid, reward.to(torch.float64), 0.0)
+    if not values.isfinite().all():
+        raise ValueError(
+            f"reward has {int((~values.isfinite()).sum())} values that are not finite, and valid ones must be: mark "
+            "them as not valid, or mend what made them."
+        )
     signal = valid
     if mean == "batch":
         average, _, varies = _statistics(values, whole, valid, groups)
@@ -304,6 +312,7 @@ def token_weights(
     aggregation: Aggregation = "sequence_mean",
     *,
     constant_length: int = 1,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Weights that make a weighted sum over tokens the wanted average.
 
@@ -315,9 +324,10 @@ def token_weights(
         mask: [N, T] bool, the tokens that count.
         aggregation: the average.
         constant_length: divisor of ``constant``.
+        dtype: of the weights.
 
     Returns:
-        [N, T] float32; 0 outside the mask. A sequence without tokens has no effect.
+        [N, T] of that type; 0 outside the mask. A sequence without tokens has no effect.
     """
     length = mask.sum(1, keepdim=True)
     sequences, tokens = (length > 0).sum().clamp(min=1), mask.sum().clamp(min=1)
@@ -326,7 +336,7 @@ def token_weights(
         "token_mean": tokens * torch.ones_like(length),
         "constant": constant_length * sequences * torch.ones_like(length),
     }[aggregation]
-    return torch.where(mask, 1.0 / divisor, 0.0).to(torch.float32)
+    return torch.where(mask, 1.0 / divisor.to(dtype), 0.0)
 
 
 def effective_sample_size(ratio_mean: Tensor, ratio_square_mean: Tensor) -> Tensor:

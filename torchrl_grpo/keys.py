@@ -30,7 +30,7 @@ key                               shape, dtype       meaning
 ``"advantage"``                   [1] float32        written by ``GroupAdvantage``; [T] at its level "token"
 ``"state_value"``                 [T] float32        read by it if there: value of the state a token was sampled in
 ``("prox_log_probs", "full")``    [T] float32        proximal log-probs, written by the trainer where a loss reads them
-``"staleness"``                   [1] int64          trained batches since ``"policy_version"``, likewise
+``"staleness"``                   [1] or [T] int64   trained batches since the weights that sampled, likewise
 ``"query"``                       non-tensor str     the question, as text
 ``("text", "response")``          non-tensor str     the response, decoded (for rewards and logs only)
 ================================  =================  ===========================================================

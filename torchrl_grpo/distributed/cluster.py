@@ -166,16 +166,16 @@ class Cluster:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         cpus = [node.get("CPU", 0.0) for node in nodes]
         bundles, taken = seats(plan, cpus)
-        group = placement_group(bundles, strategy="PACK")
+        group = self._group = placement_group(bundles, strategy="PACK")
         if not group.wait(timeout_s):
             missing = _missing(bundles, nodes, ray.available_resources())
             remove_placement_group(group)
+            self._group = None
             place = f"the Ray cluster at {self.address}" if self.address else "this machine"
             raise ValueError(
                 f"the device plan's processes must find room on {place} within {timeout_s:g} s, but {missing}: lower "
                 "num_devices, or wait for others to finish."
             )
-        self._group = group
         # Ray gives a process one thread; the CPUs there are, shared out, are what torch would use in one process.
         threads = max(1, int(sum(cpus) // sum(len(seat.devices) for role in taken.values() for seat in role)))
 

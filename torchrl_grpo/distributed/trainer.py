@@ -18,6 +18,8 @@ from torchrl_grpo.distributed.workers import cause_of, is_loss
 from torchrl_grpo.trainer.checkpoint import Checkpointer
 
 _TICK_S = 1.0
+_HEARD_S = 10.0
+"""How long after the first failure of a rank the others are listened to."""
 
 
 class TrainerLostError(RuntimeError):
@@ -136,8 +138,9 @@ class RayTrainer:
             try:
                 for reference in done:
                     ray.get(reference)
-            except Exception as error:
+            except Exception as first:
                 self.optim_steps = -1
+                error = _root_cause(first, references)
                 if not is_loss(error):
                     raise cause_of(error) from None
                 saved = self._last_checkpoint
@@ -148,3 +151,19 @@ class RayTrainer:
             if pending and time.monotonic() > deadline:
                 raise TimeoutError(f"waited {self._patience_s:.0f} s for the training ranks to {what}.")
         return ray.get(references)
+
+
+def _root_cause(first: Exception, references: Sequence[Any]) -> Exception:
+    """The loss of a rank, if that is what is behind an error: the others may hear of it first, as a broken connection."""
+    import ray
+
+    if is_loss(first):
+        return first
+    done, _ = ray.wait(list(references), num_returns=len(references), timeout=_HEARD_S)
+    for reference in done:
+        try:
+            ray.get(reference)
+        except Exception as error:
+            if is_loss(error):
+                return error
+    return first

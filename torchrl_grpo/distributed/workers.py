@@ -107,9 +107,16 @@ class Worker:
 
 def is_loss(error: BaseException) -> bool:
     """Whether an error says that an actor or its engine is gone, and not that its work raised."""
-    import ray
+    from ray import exceptions
 
-    return isinstance(error, ray.exceptions.RayActorError) or isinstance(cause_of(error), EngineDeadError)
+    gone = (
+        exceptions.RayActorError,
+        exceptions.ActorUnschedulableError,
+        exceptions.OutOfMemoryError,
+        exceptions.NodeDiedError,
+        exceptions.WorkerCrashedError,
+    )
+    return isinstance(error, gone) or isinstance(cause_of(error), EngineDeadError)
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -105,9 +105,10 @@ def _sequence_of(row: TensorDictBase) -> TensorDictBase:
         log_probs[len(full) - len(response) :][:1].masked_fill_(response[:1] == 0, torch.nan)
     mask = mask.bool() & real & log_probs.isfinite()
     out = row.exclude("tokens", "masks", "log_probs", "history", "text")
-    for key in (K.REF_LOG_PROBS, K.PROX_LOG_PROBS):
-        if has(row, key):
-            out.set(key, row.get(key)[real])
+    for key, value in row.items(True, True):
+        # Whatever else has an entry for each token: reference and proximal log-probs, advantages.
+        if key in out.keys(True) and isinstance(value, Tensor) and value.shape == full.shape and len(full) > 1:
+            out.set(key, value[real])
     out.update(
         TensorDict(
             {

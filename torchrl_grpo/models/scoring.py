@@ -157,7 +157,7 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
 class TokenScorer(TensorDictModuleBase):
     """Scores the sampled tokens of a batch under a Hugging Face causal LM, as a TensorDict module.
 
-    Reads ``("tokens", "full")`` and ``("masks", "all_assistant_mask")``, ragged or padded; writes padded
+    Reads ``("tokens", "full")`` and ``("masks", "all_assistant_mask")`` (``mask_key``), ragged or padded; writes padded
     ``("cur_log_probs", "full")`` and ``("entropy", "full")``, [B, T] float32, 0 on tokens outside the mask.
 
     Args:
@@ -180,12 +180,7 @@ class TokenScorer(TensorDictModuleBase):
     def __init__(self, model: nn.Module, *, temperature: float = 1.0, max_chunk_elements: int | None = None) -> None:
         super().__init__()
         base: Any = base_model_of(model)
-        for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-            if getattr(base.config, name, None) not in (None, 1, 1.0):
-                raise ValueError(
-                    f"model config {name}={getattr(base.config, name)} is not supported: log-probs are computed from "
-                    "the LM head in chunks; use a model without it (Llama, Qwen, Mistral families)."
-                )
+        check_logits_are_plain(base.config)
         if not isinstance(base.get_output_embeddings(), nn.Linear):
             raise ValueError(
                 f"the LM head must be a plain nn.Linear, got {type(base.get_output_embeddings()).__name__}: "
@@ -194,6 +189,7 @@ class TokenScorer(TensorDictModuleBase):
         if temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {temperature}: use 1.0.")
         self.model: Any = model
+        self.mask_key: NestedKey = keys.ASSISTANT_MASK
         self.temperature = temperature
         self.max_chunk_elements = max_chunk_elements
 
@@ -238,7 +234,7 @@ class TokenScorer(TensorDictModuleBase):
         """Writes the log-probs and entropies of the sampled tokens; see the class."""
         device = compute_device(self.model)
         tokens = pad(tensordict, keys.FULL).to(device)
-        mask = pad(tensordict, keys.ASSISTANT_MASK, False).to(device)
+        mask = pad(tensordict, self.mask_key, False).to(device)
         log_probs, entropy = self.score(tokens, mask)
         tensordict.set(CUR_LOG_PROBS, log_probs)
         tensordict.set(ENTROPY, entropy)

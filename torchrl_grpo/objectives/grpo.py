@@ -16,7 +16,7 @@ from torchrl.objectives.common import LossModule
 from torchrl_grpo import functional as F
 from torchrl_grpo import keys
 from torchrl_grpo.models.packing import has, pad
-from torchrl_grpo.models.scoring import WrapperScorer
+from torchrl_grpo.models.scoring import TokenScorer, WrapperScorer
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 Proximal = Literal["behaviour", "current", "recomputed", "interpolated"]
@@ -71,8 +71,8 @@ class GRPOLoss(LossModule):
 
     Input keys (``set_keys`` renames them): ``advantage`` [B, 1] (or TorchRL's [B, 1, 1]) or [B, T], ``sample_log_prob``
     [B, T], ``ref_log_probs`` [B, T], ``mask`` [B, T] bool (the tokens that the policy sampled), ``cur_log_prob`` and
-    ``entropy`` as above; ``prox_log_prob`` [B, T], ``staleness`` [B, 1] and ``truncated`` [B, 1] bool where they are
-    asked for.
+    ``entropy`` as above; ``prox_log_prob`` [B, T], ``staleness`` [B, 1] or [B, T] and ``truncated`` [B, 1] bool
+    where they are asked for. Where the batch has ``reward_valid`` [B, 1] bool, a sequence without has no effect at all.
 
     Output, all scalars: the ``loss_*`` entries; ``objective``, ``clip_fraction_low``, ``clip_fraction_high`` (tokens
     whose gradient the lower or upper clip took away), ``ESS``, ``ratio_mean``, ``ratio_square_mean``,
@@ -101,6 +101,7 @@ class GRPOLoss(LossModule):
         prox_log_prob: NestedKey = keys.PROX_LOG_PROBS
         staleness: NestedKey = keys.STALENESS
         truncated: NestedKey = keys.TRUNCATED
+        reward_valid: NestedKey = keys.REWARD_VALID
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
@@ -204,7 +205,10 @@ class GRPOLoss(LossModule):
         return names + (["kl_k1_to_ref", "kl_k3_to_ref"] if self.kl_to_ref_coeff else [])
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
-        """There is no value estimator to tell."""
+        """There is no value estimator to tell; but the scorer scores what the mask says."""
+        if type(self.actor_network) is TokenScorer:
+            self.actor_network.mask_key = self.tensor_keys.mask
+            self.actor_network.in_keys = [keys.FULL, self.tensor_keys.mask]
 
     def normalize(self, batch: TensorDictBase) -> TensorDictBase:
         """Fixes the weight of each token and the token count over a whole optimisation batch, in place.
@@ -212,20 +216,23 @@ class GRPOLoss(LossModule):
         Call it on the padded batch before splitting it, so that micro-batches add up to the batch.
 
         Args:
-            batch: [N], with ``mask`` [N, T], and ``truncated`` [N, 1] if truncated responses are masked.
+            batch: [N], with ``mask`` and ``sample_log_prob`` [N, T], and what else decides which tokens count
+                (``truncated``, ``reward_valid``).
         """
         mask = self._mask(batch)
-        batch.set(LOSS_WEIGHTS, self._weights(mask))
+        batch.set(LOSS_WEIGHTS, self._weights(mask, pad(batch, self.tensor_keys.sample_log_prob).dtype))
         batch.set(TOKEN_COUNT, mask.sum().clamp(min=1).expand(mask.shape[0], 1).contiguous())
         return batch
 
     def _mask(self, batch: TensorDictBase) -> Tensor:
         """[N, T] bool, the tokens of the loss."""
         mask = pad(batch, self.tensor_keys.mask)
+        if has(batch, self.tensor_keys.reward_valid):
+            mask = mask & batch.get(self.tensor_keys.reward_valid).flatten(1)
         return mask & ~batch.get(self.tensor_keys.truncated).flatten(1) if self.mask_truncated else mask
 
-    def _weights(self, mask: Tensor) -> Tensor:
-        return F.token_weights(mask, self.aggregation, constant_length=self.constant_length)
+    def _weights(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        return F.token_weights(mask, self.aggregation, constant_length=self.constant_length, dtype=dtype)
 
     def ratio(self, log_prob: Tensor, prox_log_prob: Tensor, mask: Tensor) -> Tensor:
         """Current over proximal probability, [B, T], at the level that ``ratio_level`` names."""
@@ -246,6 +253,11 @@ class GRPOLoss(LossModule):
         """
         return F.clipped_surrogate(ratio, advantage, self.clip_epsilon_low, self.clip_epsilon_high)
 
+    def clipped(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T] bool each: the tokens whose gradient the lower and the upper clip took away, for the metrics."""
+        below, above = ratio < 1 - self.clip_epsilon_low, ratio > 1 + self.clip_epsilon_high
+        return below & (advantage < 0), above & (advantage > 0)
+
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """Computes the loss terms and the metrics of a batch [B], ragged or padded on the right; see the class."""
         data = self.actor_network(tensordict.copy())
@@ -256,7 +268,7 @@ class GRPOLoss(LossModule):
             return torch.where(mask, pad(data, key).to(cur.device), 0.0)
 
         weights = data.get(LOSS_WEIGHTS, None)
-        weights = self._weights(mask) if weights is None else weights.to(cur.device)
+        weights = self._weights(mask, cur.dtype) if weights is None else weights.to(cur.device)
         count = data.get(TOKEN_COUNT, None)
         count = mask.sum().clamp(min=1) if count is None else count[0, 0].to(cur.device)
         cur = torch.where(mask, cur, 0.0)
@@ -266,7 +278,7 @@ class GRPOLoss(LossModule):
         if self.proximal == "recomputed":
             prox = per_token(self.tensor_keys.prox_log_prob)
         elif self.proximal == "interpolated":
-            staleness = data.get(self.tensor_keys.staleness).flatten(1).to(cur.device)
+            staleness = pad(data, self.tensor_keys.staleness).flatten(1).to(cur.device)
             prox = F.interpolated_log_prob(cur, sample, staleness)
         else:
             prox = cur.detach() if self.proximal == "current" else sample
@@ -312,10 +324,11 @@ class GRPOLoss(LossModule):
         def mean(values: Tensor) -> Tensor:
             return F.masked_mean(values, mask, count)
 
+        low, high = self.clipped(ratio, advantage)
         out = {
             "objective": mean(surrogate),
-            "clip_fraction_low": mean(((ratio < 1 - self.clip_epsilon_low) & (advantage < 0)).to(ratio.dtype)),
-            "clip_fraction_high": mean(((ratio > 1 + self.clip_epsilon_high) & (advantage > 0)).to(ratio.dtype)),
+            "clip_fraction_low": mean(low.to(ratio.dtype)),
+            "clip_fraction_high": mean(high.to(ratio.dtype)),
             "ESS": F.effective_sample_size(F.masked_mean(ratio, mask), F.masked_mean(ratio.square(), mask)),
             "ratio_mean": mean(ratio),
             "ratio_square_mean": mean(ratio.square()),
@@ -333,10 +346,14 @@ class CISPOLoss(GRPOLoss):
     """CISPO (arXiv 2506.13585): the clipped ratio is a weight without gradient, times advantage and log-prob.
 
     The clip bounds are those of the weight. The default has no lower bound and an upper one of 5; with the 0.2 of a
-    clipped surrogate nearly every weight would be at a bound.
+    clipped surrogate nearly every weight would be at a bound. The clip fractions count the tokens whose weight is at a
+    bound; none of them loses its gradient.
 
     Args:
-        actor_network: as in ``GRPOLoss``, like all other arguments.
+        actor_network: as in ``GRPOLoss``, like all other arguments but ``dual_clip``.
+
+    Raises:
+        ValueError: ``dual_clip`` is given; the weights are bounded already.
     """
 
     def __init__(
@@ -346,7 +363,12 @@ class CISPOLoss(GRPOLoss):
         clip_epsilon: float | tuple[float, float] = (1.0, 4.0),
         **kwargs: Any,
     ) -> None:
+        _refuse_dual_clip(type(self).__name__, kwargs)
         super().__init__(actor_network, clip_epsilon=clip_epsilon, **kwargs)
+
+    def clipped(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T] bool each: the tokens whose weight is at the lower and at the upper bound."""
+        return ratio < 1 - self.clip_epsilon_low, ratio > 1 + self.clip_epsilon_high
 
     def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
         """See the class."""
@@ -354,17 +376,19 @@ class CISPOLoss(GRPOLoss):
 
 
 class SAPOLoss(GRPOLoss):
-    """SAPO (arXiv 2511.20347): a soft gate in place of the clip. The clip bounds are read by the metrics alone.
+    """SAPO (arXiv 2511.20347): a soft gate in place of the clip.
+
+    The clip bounds are read by the metrics alone: which tokens a clip would have cut off.
 
     Args:
-        actor_network: as in ``GRPOLoss``, like all other arguments.
+        actor_network: as in ``GRPOLoss``, like all other arguments but ``dual_clip``.
 
     Keyword Args:
         tau_positive: temperature of the gate where the advantage is positive, above 0.
         tau_negative: temperature elsewhere, above 0; larger takes away more of the gradient that makes tokens unlikely.
 
     Raises:
-        ValueError: a temperature is not above 0.
+        ValueError: a temperature is not above 0, or ``dual_clip`` is given; the gate is bounded already.
     """
 
     def __init__(
@@ -379,6 +403,7 @@ class SAPOLoss(GRPOLoss):
             raise ValueError(
                 f"tau_positive={tau_positive} and tau_negative={tau_negative} must be above 0: use 1.0 and 1.05."
             )
+        _refuse_dual_clip(type(self).__name__, kwargs)
         super().__init__(actor_network, **kwargs)
         self.tau_positive = tau_positive
         self.tau_negative = tau_negative
@@ -386,3 +411,11 @@ class SAPOLoss(GRPOLoss):
     def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
         """See the class."""
         return F.sapo_objective(ratio, advantage, self.tau_positive, self.tau_negative)
+
+
+def _refuse_dual_clip(name: str, settings: dict[str, Any]) -> None:
+    if settings.get("dual_clip") is not None:
+        raise ValueError(
+            f"dual_clip={settings['dual_clip']} must be None with {name}, which bounds every token by itself: leave it "
+            "out, or use GRPOLoss."
+        )

@@ -98,7 +98,8 @@ def fit(
         metrics = {"time/sync_s": time.perf_counter() - start}
         return metrics | (after_publish() if after_publish is not None else {})
 
-    saved, optim_steps = trainer.version, trainer.optim_steps
+    start_version = saved = trainer.version
+    optim_steps = trainer.optim_steps
     source_states = {trainer.version: source.state_dict()}  # by the version of the trainer that it goes with
 
     def save() -> None:
@@ -107,7 +108,8 @@ def fit(
         version = trainer.version
         inside = version + 1 in source_states and trainer.optim_steps != optim_steps
         if inside or trainer.optim_steps < 0:
-            torchrl_logger.warning(f"stopped inside step {version + 1}: the last checkpoint is of step {saved}.")
+            last = f"the last checkpoint is of step {saved}" if saved != start_version else "no checkpoint was written"
+            torchrl_logger.warning(f"stopped inside step {version + 1}: {last}.")
         elif saved != version:
             trainer.save(checkpointer, source_states[version])
             saved = version

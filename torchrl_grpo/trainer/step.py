@@ -197,14 +197,16 @@ class GRPOTrainer:
         for name in (names.ref_log_probs, names.prox_log_prob):
             if has(batch, name):
                 per_token[name] = 0.0
-        data = pad_batch(batch, per_token, [names.truncated] if self.loss.mask_truncated else [])
+        flat = [names.truncated] if self.loss.mask_truncated else []
+        flat += [names.reward_valid] if has(batch, names.reward_valid) else []
+        data = pad_batch(batch, per_token, flat)
         if self.loss.proximal == "interpolated":
-            data.set(names.staleness, self.version - batch.get(keys.POLICY_VERSION))
+            of_token = has(batch, keys.POLICY_VERSIONS)
+            version = pad(batch, keys.POLICY_VERSIONS if of_token else keys.POLICY_VERSION)
+            data.set(names.staleness, self.version - version)
         masked = has(batch, keys.ATTENTION_MASK)
         real = pad(batch, keys.ATTENTION_MASK, False) if masked else pad(batch, keys.FULL, -1) >= 0
         data.set("length", real.sum(-1))
-        if has(batch, keys.REWARD_VALID):
-            data.set(names.mask, data.get(names.mask) & batch.get(keys.REWARD_VALID))
         return self.loss.normalize(data).to(self.device)
 
     def _micro_batch(self, data: TensorDict, index: Tensor) -> TensorDict:

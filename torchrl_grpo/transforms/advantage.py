@@ -148,6 +148,19 @@ class GroupAdvantage(Transform):
         """Sequences held back because their group is not complete."""
         return sum(len(members) for members in self._waiting.values())
 
+    def advantage(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+        """What is made of the rewards of whole groups. Subclasses put their own here.
+
+        Args:
+            reward: [N] floating, of each sequence; at level token the estimate of each sampled token.
+            group: [N] int64, equal within a group.
+            valid: [N] bool; where it is False the result must be 0.
+
+        Returns:
+            [N] float32.
+        """
+        return group_advantage(reward, group, valid, mean=self.mean, std=self.std)
+
     # On its own, and when a replay buffer is sampled
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -173,7 +186,7 @@ class GroupAdvantage(Transform):
         if self.level == "token":
             return self._write_tokens(tensordict, group, valid)
         reward = tensordict.get(self.reward_key).reshape(-1)
-        advantage = group_advantage(reward, group, valid, mean=self.mean, std=self.std)
+        advantage = self.advantage(reward, group, valid)
         self._count(advantage != 0, group, valid, every)
         return tensordict.set(self.advantage_key, advantage.reshape(*tensordict.batch_size, 1))
 
@@ -198,7 +211,7 @@ class GroupAdvantage(Transform):
         of_token = group.unsqueeze(-1).expand_as(counted)[counted]
         every = torch.ones_like(of_token, dtype=torch.bool)
         advantage = torch.zeros(counted.shape, dtype=torch.float32, device=counted.device)
-        advantage[counted] = group_advantage(estimate[counted], of_token, every, mean=self.mean, std=self.std)
+        advantage[counted] = self.advantage(estimate[counted], of_token, every)
         self._count((advantage != 0).any(-1), group, valid, torch.ones_like(valid))
         widths = [row.get(ASSISTANT_MASK).shape[-1] for row in flat.unbind(0)]
         return set_rows(
@@ -245,7 +258,7 @@ class GroupAdvantage(Transform):
         valid = _column(next_tensordict, _in_next(self.valid_key), every)
         reward = next_tensordict.get(_in_next(self.reward_key)).reshape(-1)
         # What the batch means here: rewards of dialogs that still go on are not known yet.
-        advantage = group_advantage(reward, group, valid & complete, mean=self.mean, std=self.std)
+        advantage = self.advantage(reward, group, valid & complete)
         self._count(advantage != 0, group, valid, complete & ~before)
         next_tensordict.set(_in_next(self.advantage_key), advantage.reshape(*next_tensordict.batch_size, 1))
         return next_tensordict

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
+import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -61,3 +63,9 @@ def make_tiny_model(seed: int = 0, **overrides: object) -> Qwen2ForCausalLM:
 def tiny_model() -> Qwen2ForCausalLM:
     """A fresh tiny random model, float32, eval mode."""
     return make_tiny_model()
+
+
+def worker_processes() -> list[psutil.Process]:
+    """Our child processes, without those that Python and wandb (of other tests) keep until we exit."""
+    children = psutil.Process().children(recursive=True)
+    return [one for one in children if not re.search("resource_tracker|forkserver|wandb", " ".join(one.cmdline()))]

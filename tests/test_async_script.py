@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 import torchrl_grpo.generation.vllm as vllm_module
+from tests.conftest import worker_processes
 from tests.test_config import compose_config
 from torchrl_grpo.build import build
 from torchrl_grpo.trainer.metrics import read_jsonl
@@ -155,9 +156,9 @@ def test_a_killed_vllm_replica_comes_back_and_no_group_is_lost_or_trained_twice(
 
     made.trainer.train_batch = train  # type: ignore[method-assign]
     try:
-        family = psutil.Process().children(recursive=True)
+        family = worker_processes()
         made.fit()
-        family += psutil.Process().children(recursive=True)
+        family += worker_processes()
     finally:
         made.close()
     rows = rows_of(tmp_path)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import torchrl_grpo.generation.vllm as vllm_module
-from tests.conftest import make_tiny_model
+from tests.conftest import make_tiny_model, worker_processes
 from tests.test_weight_sync import response_log_probs
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.vllm import VLLMEngine, require_vllm
@@ -36,12 +35,6 @@ ROUNDING = 1e-4
 def make_model(seed: int = 0, **overrides: object) -> torch.nn.Module:
     """Head size 32: the smallest that vLLM runs on a CPU."""
     return make_tiny_model(seed, **({"hidden_size": 128, "initializer_range": 0.1} | overrides))
-
-
-def worker_processes() -> list[psutil.Process]:
-    """Our child processes, without those that Python and wandb (of other tests) keep until we exit."""
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if not re.search("resource_tracker|wandb", " ".join(child.cmdline()))]
 
 
 def test_without_vllm_the_error_says_what_to_install(monkeypatch):

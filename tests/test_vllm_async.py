@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import torchrl_grpo.generation.vllm as vllm_module
-from tests.test_vllm import ROUNDING, worker_processes
+from tests.conftest import worker_processes
+from tests.test_vllm import ROUNDING
 from tests.test_weight_sync import response_log_probs
 from torchrl_grpo.generation.base import Completion, SamplingParams
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine

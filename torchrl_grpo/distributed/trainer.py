@@ -154,7 +154,7 @@ class RayTrainer:
 
 
 def _root_cause(first: Exception, references: Sequence[Any]) -> Exception:
-    """The loss of a rank, if that is what is behind an error: the others may hear of it first, as a broken connection."""
+    """The loss of a rank, where that is behind an error: the others may hear of it first, as a broken connection."""
     import ray
 
     if is_loss(first):

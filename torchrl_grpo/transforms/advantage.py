@@ -35,7 +35,7 @@ class GroupAdvantage(Transform):
 
     - called on a flat batch of complete groups;
     - in a replay buffer: ``extend`` holds the members of a group back until all ``repeats`` are there, then writes the
-      group. Samples that have their advantage already are left alone;
+      group. What is sampled from it has its advantage already and is left alone;
     - in a ``TransformedEnv``: ``("next", "advantage")`` is the advantage where all rows of a group are done, else 0.
       It sees the reward of the last step alone; where earlier steps have one, let ``RewardSum`` add them up.
 

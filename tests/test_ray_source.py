@@ -77,10 +77,12 @@ class Doubling:
         return batch
 
 
-def make_replica(tokenizer: PreTrainedTokenizerFast, pause_s: float, broken: Path | None = None) -> Replica:
+def make_replica(
+    tokenizer: PreTrainedTokenizerFast, pause_s: float, broken: Path | None, kind: type[CountingEngine]
+) -> Replica:
     if broken is not None and broken.exists():
         raise RuntimeError("this machine has no room for an engine")
-    engine = CountingEngine(pause_s)
+    engine = kind(pause_s)
     params = SamplingParams(1)
     env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=UNIT * REPEATS, repeats=REPEATS)
     test_env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=3, repeats=1, split="test")
@@ -107,6 +109,8 @@ def source_of(ray_cluster: cluster.Cluster, tokenizer: PreTrainedTokenizerFast) 
         pause_s: float = 0.01,
         broken: Path | None = None,
         state: dict[str, Any] | None = None,
+        engine: type[CountingEngine] = CountingEngine,
+        reference: type[Doubling] = Doubling,
         **settings: Any,
     ) -> RaySource:
         env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=UNIT * REPEATS, repeats=REPEATS)
@@ -114,8 +118,8 @@ def source_of(ray_cluster: cluster.Cluster, tokenizer: PreTrainedTokenizerFast) 
         defaults = {"unit_groups": UNIT, "groups_per_batch": BATCH, "max_staleness": 1, "patience_s": 120.0}
         source = RaySource(
             env,
-            replicas=[(partial(make_replica, tokenizer, pause_s, broken), options)] * replicas,
-            references=[(Doubling, options)] * references,
+            replicas=[(partial(make_replica, tokenizer, pause_s, broken, engine), options)] * replicas,
+            references=[(reference, options)] * references,
             **(defaults | settings),
         )
         made.append(source)
@@ -128,6 +132,20 @@ def source_of(ray_cluster: cluster.Cluster, tokenizer: PreTrainedTokenizerFast) 
     yield make
     for source in made:
         source.close()
+
+
+class Deadly(Doubling):
+    """Stands for KLScoring; it ends its process."""
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        os._exit(1)
+
+
+class DeadlyEngine(CountingEngine):
+    """Ends its process when it is given weights."""
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        os._exit(1)
 
 
 def weights_of(version: int) -> Any:
@@ -316,7 +334,7 @@ def test_what_an_actor_refuses_is_raised_as_it_was(ray_cluster: cluster.Cluster,
     broken.touch()
     source = RaySource(
         env,  # type: ignore[arg-type]
-        replicas=[(partial(make_replica, None, 0.0, broken), {"num_cpus": 0})],  # type: ignore[arg-type]
+        replicas=[(partial(make_replica, None, 0.0, broken, CountingEngine), {"num_cpus": 0})],  # type: ignore[arg-type]
         unit_groups=1,
         groups_per_batch=1,
         total_groups=1,
@@ -369,3 +387,17 @@ def test_a_dead_training_rank_ends_the_run_with_the_last_checkpoint_named(
         trainer.train_batch(RayBatch((0,), [ray.put(lazy_stack([TensorDict({})]))]))
     assert trainer.optim_steps == -1  # inside a step: not a state that could be saved
     trainer.close()
+
+
+def test_a_unit_that_every_reference_actor_dies_of_ends_the_run(source_of: Callable[..., RaySource]) -> None:
+    source = source_of(references=1, total_groups=BATCH, reference=Deadly)
+    source.publish(weights_of(0), 0)
+    with pytest.raises(WorkersLostError, match=r"groups 0 to 1 ended 3 reference actors"):
+        source.next_batch()
+
+
+def test_actors_that_start_and_die_again_and_again_count_as_dead(source_of: Callable[..., RaySource]) -> None:
+    source = source_of(total_groups=BATCH, engine=DeadlyEngine, dead_s=4.0)
+    source.publish(weights_of(0), 0)
+    with pytest.raises(WorkersLostError, match=r"all of rollout actor 0 have been dead for \d+ s, more than the 4 s"):
+        source.next_batch()

@@ -36,6 +36,7 @@ class Work:
     unit: Unit
     left: set[int]
     attempts: int = 0
+    score_attempts: int = 0
     report: UnitReport | None = None
     refs: list[Any] = field(default_factory=list)
     reference_s: float = 0.0
@@ -235,16 +236,14 @@ class Fleet:
         worker.lost(error)
         if isinstance(worker, ReplicaWorker):
             for work in reversed(worker.units):
-                if work.attempts == _MOST_ATTEMPTS:
-                    raise WorkersLostError(
-                        f"groups {work.unit.groups[0]} to {work.unit.groups[-1]} ended {work.attempts} rollout actors, "
-                        f"the last one with: {_first_line(error)}"
-                    ) from error
+                _give_up_after(work.attempts, work, "rollout", error)
                 for group in work.left:
                     self.buffer.withdraw(group)
                 self._unplayed.appendleft(work)
             worker.units = []
         else:
+            for work in self._scoring[worker]:
+                _give_up_after(work.score_attempts, work, "reference", error)
             self._unscored.extendleft(reversed(self._scoring[worker]))
             self._scoring[worker] = []
 
@@ -306,6 +305,7 @@ class Fleet:
         own = played == unit.groups if self._rounds == 1 else set(played) <= set(range(unit.groups[0], unit.stop))
         if not own or len(played) != len(unit.groups):
             raise RuntimeError(f"{replica.name} played groups {played} instead of {unit.groups}, before {unit.stop}.")
+        replica.did()
         replica.units.remove(work)
         replica.engine_state = report.engine
         work.report, work.refs = report, refs
@@ -324,10 +324,12 @@ class Fleet:
             work = self._unscored.popleft()
             worker = min(ready, key=lambda w: len(self._scoring[w]))
             self._scoring[worker].append(work)
+            work.score_attempts += 1
             seconds, *refs = worker.actor.score.options(num_returns=1 + len(work.refs)).remote(*work.refs)
             self.ask(worker, seconds, partial(self._scored, worker, work, refs))
 
     def _scored(self, worker: Worker, work: Work, refs: list[Any], seconds: float) -> None:
+        worker.did()
         self._scoring[worker].remove(work)
         work.refs, work.reference_s = refs, seconds
         self._finish(work)
@@ -373,10 +375,20 @@ class Fleet:
         """Where the groups of the next batch are, in words."""
         playing = [f"{r.name} {'has' if r.ready else 'is starting, with'} {len(r.units)}" for r in self.replicas]
         scoring = sum(len(works) for works in self._scoring.values()) + len(self._unscored)
+        lost = [f"; {w.name} was last lost with: {_first_line(w.error)}" for w in self.workers if w.error is not None]
         return (
             f"a batch of {self.buffer.groups_per_batch} groups: {self.buffer.waiting} wait, "
-            f"{', '.join(playing)} units, {scoring} units are being scored"
+            f"{', '.join(playing)} units, {scoring} units are being scored{''.join(lost)}"
         )
+
+
+def _give_up_after(attempts: int, work: Work, kind: str, error: BaseException) -> None:
+    """Ends the run over a unit that every actor dies of."""
+    if attempts == _MOST_ATTEMPTS:
+        raise WorkersLostError(
+            f"groups {work.unit.groups[0]} to {work.unit.groups[-1]} ended {attempts} {kind} actors, the last one "
+            f"with: {_first_line(error)}"
+        ) from error
 
 
 def _make(remote_class: Any, factory: Callable[[], Any]) -> Any:

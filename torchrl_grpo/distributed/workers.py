@@ -53,7 +53,8 @@ class Worker:
         ready: whether its parts are made.
         pid: its process, once it is ready.
         restarts: how many successors there were.
-        alive_at: when it was last known to be ready (``time.monotonic``).
+        alive_at: when the last of its actors that did anything was lost, at first when it was made itself
+            (``time.monotonic``).
 
     Args:
         name: for messages.
@@ -70,6 +71,7 @@ class Worker:
         self.error: BaseException | None = None
         self._make = make
         self._failures = 0
+        self._useful = True
         self._start_at = 0.0
 
     def start(self) -> Any:
@@ -79,12 +81,17 @@ class Worker:
 
     def started(self, pid: int) -> None:
         """Notes that the parts are made."""
-        self.ready, self.pid, self._failures, self.alive_at = True, pid, 0, time.monotonic()
+        self.ready, self.pid = True, pid
+
+    def did(self) -> None:
+        """Notes that it has done what it is there for: only that ends a row of failures."""
+        self._failures, self._useful = 0, True
 
     def lost(self, error: BaseException) -> None:
         """Notes that the actor is gone; the next one may start at once, after repeated failures only after a pause."""
-        if self.ready:
+        if self._useful:
             self.alive_at = time.monotonic()
+        self._useful = False
         self.kill()
         self.restarts += 1
         self.error = error

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,8 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_no_process_left(
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # A process that was started in the background ignores Ctrl-C, and so would this one.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as process:
         try:
             printed: list[str] = []

@@ -285,6 +285,7 @@ def test_a_malformed_address_ends_a_run_before_anything_starts(tmp_path: Path) -
 
 DRIVER = """
 import time
+from functools import partial
 from torchrl_grpo.config import orderly_exit
 from torchrl_grpo.distributed.cluster import start
 from tests.test_cluster import TWO, facts
@@ -309,6 +310,8 @@ def test_a_run_that_is_told_to_end_leaves_no_process(number: signal.Signals, sta
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         start_new_session=True,
+        # A process that was started in the background ignores Ctrl-C, and so would this one.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert driver.stdout and "ready" in driver.stdout.readline()

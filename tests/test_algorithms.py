@@ -795,7 +795,7 @@ def test_specifications_are_there_for_every_preset() -> None:
     assert set(SPECIFICATIONS) == set(PRESETS)
 
 
-def test_a_sequence_without_a_valid_reward_has_no_effect_in_a_loop_of_ones_own() -> None:
+def test_a_sequence_without_a_valid_reward_has_no_effect_in_the_loss_alone() -> None:
     """Neither its objective nor its KL and entropy, nor in what the others are divided by."""
     logits, rows = rich_batch(1)
     settings: dict[str, Any] = {"kl_to_ref_coeff": 0.3, "entropy_coeff": 0.1}
@@ -826,9 +826,9 @@ def test_staleness_may_be_that_of_each_token() -> None:
 
 
 def test_cispos_clip_fractions_count_the_weights_at_a_bound_whatever_the_sign() -> None:
-    loss = CISPOLoss(Table(torch.zeros(1, 3, 2, dtype=torch.float64)), clip_epsilon=(0.5, 4.0))
-    out = loss(lazy_stack([one_row([9.0, 0.25], -1.0)]))
-    assert (out["clip_fraction_low"].item(), out["clip_fraction_high"].item()) == (0.5, 0.5)
+    loss = CISPOLoss(Table(torch.zeros(1, 6, 2, dtype=torch.float64)), clip_epsilon=(0.5, 4.0))
+    out = loss(lazy_stack([one_row([5.5, 5.1, 0.4, 1.2, 4.5], -1.0)]))
+    assert (out["clip_fraction_low"].item(), out["clip_fraction_high"].item()) == pytest.approx((0.2, 0.4))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +286,6 @@ def test_a_malformed_address_ends_a_run_before_anything_starts(tmp_path: Path) -
 
 DRIVER = """
 import time
-from functools import partial
 from torchrl_grpo.config import orderly_exit
 from torchrl_grpo.distributed.cluster import start
 from tests.test_cluster import TWO, facts

@@ -113,7 +113,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_no_process_left(
             assert process.stdout is not None
             reader = threading.Thread(target=printed.extend, args=(process.stdout,))
             reader.start()
-            deadline = time.monotonic() + 150
+            deadline = time.monotonic() + 600
             while len(rows_of(tmp_path)) < 3 and time.monotonic() < deadline:
                 time.sleep(0.2)
             family = psutil.Process(process.pid).children(recursive=True)
@@ -122,11 +122,11 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_no_process_left(
                 os.killpg(process.pid, number)  # as a terminal does
             else:
                 process.send_signal(number)
-            assert process.wait(timeout=60) == status, "".join(printed)
+            assert process.wait(timeout=300) == status, "".join(printed)
         finally:
             process.kill()
-        reader.join(timeout=30)
-    _, left = psutil.wait_procs(family, timeout=20)
+        reader.join(timeout=120)
+    _, left = psutil.wait_procs(family, timeout=120)
     assert left == []
     assert list((tmp_path / "checkpoints").glob("checkpoint_*.pt"))
     assert (tmp_path / "report.html").exists()
@@ -170,7 +170,7 @@ def test_a_killed_vllm_replica_comes_back_and_no_group_is_lost_or_trained_twice(
     assert max(row["sync/gap_max"] for row in rows) < 1e-3  # of both replicas after every step
     assert max(row["staleness/max"] for row in rows[1:]) <= 1
     assert rows[-1]["rollout/sequences"] == 16
-    _, left = psutil.wait_procs(family, timeout=20)
+    _, left = psutil.wait_procs(family, timeout=120)
     assert left == []
 
 
@@ -186,7 +186,7 @@ def test_without_ray_the_message_says_what_to_install(tmp_path: Path) -> None:
         f"runpy.run_path({str(ASYNC)!r}, run_name='__main__')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=600,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 2, done.stderr

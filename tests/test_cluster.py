@@ -120,7 +120,7 @@ def facts(placement: Placement) -> dict[str, list[dict[str, Any]]]:
         role: [ray.remote(Worker).options(**options).remote() for options in getattr(placement, role)]
         for role in ("train", "inference", "reference")
     }
-    return {role: ray.get([worker.facts.remote() for worker in some], timeout=120) for role, some in workers.items()}
+    return {role: ray.get([worker.facts.remote() for worker in some], timeout=600) for role, some in workers.items()}
 
 
 def alive(pids: Iterable[int]) -> list[str]:
@@ -129,7 +129,7 @@ def alive(pids: Iterable[int]) -> list[str]:
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
             processes.append(psutil.Process(pid))
-    _, remaining = psutil.wait_procs(processes, timeout=30)
+    _, remaining = psutil.wait_procs(processes, timeout=120)
     lines = []
     for process in remaining:
         with suppress(psutil.NoSuchProcess):
@@ -229,7 +229,7 @@ class Host:
         # Ray reads RAY_AUTH_MODE once, so who joins by host:port needs it in the environment.
         environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token", "RAY_ADDRESS": self.address}
         done = subprocess.run(
-            [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300, check=False
+            [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=600, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
         assert self.process.stdin and self.process.stdout
@@ -249,7 +249,7 @@ def host() -> Iterator[Host]:
         assert process.stdout
         yield Host(process, process.stdout.readline().strip())
     finally:
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
 
 
 @pytest.mark.ray

@@ -192,7 +192,7 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
     """What each process does: everything on 2 ranks, what depends on their number on 4 too."""
     torch.set_num_threads(1)
     path = Path(folder)
-    mesh = init_mesh(rank, world_size, f"file://{folder}/meet_{world_size}", device=CPU, timeout_s=120)
+    mesh = init_mesh(rank, world_size, f"file://{folder}/meet_{world_size}", device=CPU, timeout_s=600)
     names = COMPARED.keys() if world_size == 2 else ON_ALL_WORLD_SIZES
     out: dict[str, Any] = {name: COMPARED[name](mesh) for name in names}
     out["share"] = share_of_memory(mesh)
@@ -214,7 +214,7 @@ def run_grid_rank(rank: int, world_size: int, folder: str) -> None:
     """What each process of 2 x 2 does, where pairs split the layers between them."""
     torch.set_num_threads(1)
     path = Path(folder)
-    mesh = init_mesh(rank, 4, f"file://{folder}/meet_grid", device=CPU, timeout_s=120, tensor_parallel_size=2)
+    mesh = init_mesh(rank, 4, f"file://{folder}/meet_grid", device=CPU, timeout_s=600, tensor_parallel_size=2)
     names = ("full", "full_float64", "two_sequences", "overflow", "recomputed_layers")
     out: dict[str, Any] = {name: COMPARED[name](mesh) for name in names}
     out["share"] = share_of_memory(mesh)

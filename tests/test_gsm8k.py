@@ -181,7 +181,7 @@ def test_offline_without_a_path_is_one_clear_error_that_names_the_fix(tmp_path: 
     )
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     out = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600, check=True
     ).stdout
     assert "env.dataset=gsm8k without env.dataset_path must reach openai/gsm8k" in out
     assert "set env.dataset_path to a folder with GSM8K's train.jsonl and test.jsonl" in out

@@ -60,7 +60,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "source")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(folder), "."]
-    subprocess.run(command, cwd=folder / "source", check=True, timeout=240, stdin=subprocess.DEVNULL)
+    subprocess.run(command, cwd=folder / "source", check=True, timeout=600, stdin=subprocess.DEVNULL)
     (path,) = folder.glob("*.whl")
     return zipfile.ZipFile(path)
 
@@ -183,7 +183,7 @@ def make(*arguments: str) -> list[str]:
     variables = {"PYTHON", "VENV", "PIP_ARGS", "TRAIN_ARGS", "PYTEST_ARGS"}
     env = {k: v for k, v in os.environ.items() if k not in variables and not k.startswith(("MAKE", "MFLAGS"))}
     result = subprocess.run(
-        ["make", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, check=True, timeout=60
+        ["make", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, check=True, timeout=600
     )
     return result.stdout.splitlines()
 
@@ -236,7 +236,7 @@ def test_an_old_python_is_refused_in_one_line(tmp_path: Path) -> None:
         .removesuffix("'")
         .replace("import sys;", "import sys; sys.version_info = (3, 9, 1);")
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert result.returncode == 1
     assert result.stderr == "PYTHON must be 3.11 or later, got 3.9: set PYTHON=python3.11\n"
 

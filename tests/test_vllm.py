@@ -265,7 +265,7 @@ def test_llama_runs_with_vllm_use_v1_0_and_a_killed_script_leaves_no_process(tmp
         result = json.loads(line)
         process.kill()
     assert result["gap"] < ROUNDING
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline and any(map(psutil.pid_exists, result["pids"])):
         time.sleep(0.1)
     assert not [pid for pid in result["pids"] if psutil.pid_exists(pid)]

@@ -58,7 +58,7 @@ def errors(model: nn.Module, prompt: Tensor, done: Completion) -> Tensor:
     return (done.log_probs - response_log_probs(model)([full], [len(prompt)])[0].detach()).abs()
 
 
-def until(condition: Callable[[], object], timeout: float = 20.0) -> bool:
+def until(condition: Callable[[], object], timeout: float = 300.0) -> bool:
     deadline = time.monotonic() + timeout
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -235,7 +235,7 @@ def test_a_killed_scheduler_ends_every_call_with_an_error_and_close_leaves_no_pr
     killed = time.monotonic()
     for call in calls:
         with pytest.raises(RuntimeError, match=f"process {scheduler} has ended: make a new engine"):
-            call.result(timeout=20)
+            call.result(timeout=300)
     for action in (lambda: engine.update_weights(named_weights(make_model(1)), 50), lambda: engine.seed(1)):
         with pytest.raises(RuntimeError, match="has ended: make a new engine"):
             action()

@@ -198,7 +198,7 @@ def test_a_failing_score_is_invalid_and_logged_once_per_kind(tokenizer, encode, 
             return super().score(problem, responses)
 
     logged = []
-    monkeypatch.setattr(torchrl_logger, "exception", logged.append)
+    monkeypatch.setattr(torchrl_logger, "error", logged.append)
     env = LLMEnv(Fragile(), tokenizer, num_envs=4, repeats=4)
     for _ in range(2):
         data = env.reset()

@@ -38,6 +38,7 @@ from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer, check_log
 from torchrl_grpo.models.sharding import shard_model
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.placement import DevicePlan, RoleRequest, available_accelerators, plan_devices
+from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.tasks import make_task
 from torchrl_grpo.tasks.base import Split, Task
 from torchrl_grpo.trainer.checkpoint import Checkpointer
@@ -70,6 +71,7 @@ class Blueprint:
     model_config: PretrainedConfig
     params: SamplingParams
     max_prompt_tokens: int
+    reward_pool: RewardPool | None
     train_env: LLMEnv
     greedy_env: LLMEnv | None
     sampled_env: LLMEnv | None
@@ -234,6 +236,8 @@ def _prepare(config: GRPOConfig, accelerators: Sequence[torch.device]) -> Bluepr
 
         require_vllm()
     task = make_task(env.dataset, dataset_path=env.dataset_path, difficulty=env.difficulty)
+    workers = env.reward_workers  # the pool holds the task as it is now, without its data
+    reward_pool = RewardPool(task, workers, timeout_s=env.reward_timeout_s) if workers else None
     remote_code = config.model.trust_remote_code
     model_config = loading.load_config(config.model.name, trust_remote_code=remote_code)
     tokenizer = loading.load_tokenizer(
@@ -249,7 +253,7 @@ def _prepare(config: GRPOConfig, accelerators: Sequence[torch.device]) -> Bluepr
     )
     max_prompt_tokens = _max_prompt_tokens(config, model_config)
 
-    make = partial(_make_env, config, task, tokenizer, max_prompt_tokens)
+    make = partial(_make_env, config, task, tokenizer, max_prompt_tokens, reward_pool)
     train_env = make("train", env.num_envs, env.repeats)
     num_test, k = min(config.evaluation.num_prompts, len(task.problems("test"))), config.evaluation.k
     greedy_env = make("test", num_test, 1) if num_test else None
@@ -264,6 +268,7 @@ def _prepare(config: GRPOConfig, accelerators: Sequence[torch.device]) -> Bluepr
         model_config=model_config,
         params=params,
         max_prompt_tokens=max_prompt_tokens,
+        reward_pool=reward_pool,
         train_env=train_env,
         greedy_env=greedy_env,
         sampled_env=make("test", num_test * k, k) if num_test and k else None,
@@ -275,6 +280,7 @@ def _make_env(
     task: Task,
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
+    reward_pool: RewardPool | None,
     split: Split,
     num_envs: int,
     repeats: int,
@@ -288,13 +294,14 @@ def _make_env(
         max_prompt_tokens=max_prompt_tokens,
         max_turns=config.env.max_turns,
         seed=config.seed if split == "train" else 0,  # all runs are tested on the same problems
+        reward_pool=reward_pool,
     )
 
 
 def make_env(blueprint: Blueprint, split: Split, num_envs: int, repeats: int) -> LLMEnv:
     """An environment like those of the blueprint, of another size."""
     parts = (blueprint.config, blueprint.task, blueprint.tokenizer, blueprint.max_prompt_tokens)
-    return _make_env(*parts, split, num_envs, repeats)
+    return _make_env(*parts, blueprint.reward_pool, split, num_envs, repeats)
 
 
 def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedConfig) -> None:
@@ -431,6 +438,8 @@ def local_parts(blueprint: Blueprint, resources: ExitStack) -> LocalParts:
     engine = make_engine(blueprint)
     resources.callback(engine.close)
     engine.seed(config.seed)
+    if blueprint.reward_pool is not None:
+        resources.callback(blueprint.reward_pool.close)
     collector = RolloutCollector(
         blueprint.train_env,
         GenerationPolicy(engine, blueprint.params),
@@ -445,7 +454,9 @@ def local_parts(blueprint: Blueprint, resources: ExitStack) -> LocalParts:
         reference = make_reference(blueprint, trainer.model)
         transforms.append(("reference", reference))
     transforms += batch_transforms(config)
-    source = LocalSource(collector, transforms, colocated=blueprint.plan.colocated)
+    source = LocalSource(
+        collector, transforms, colocated=blueprint.plan.colocated, reward_pool=blueprint.reward_pool
+    )
     evaluator = None
     if blueprint.greedy_env is not None:
         evaluator = Evaluator(engine, blueprint.greedy_env, blueprint.sampled_env, params=blueprint.params)

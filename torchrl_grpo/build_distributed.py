@@ -163,7 +163,8 @@ def make_replica(blueprint: build.Blueprint, unit_env: LLMEnv, slots: int) -> Re
     evaluator = None
     if blueprint.greedy_env is not None:
         evaluator = Evaluator(engine, blueprint.greedy_env, blueprint.sampled_env, params=blueprint.params)
-    return Replica(engine, collectors, evaluator, blueprint.params, blueprint.train_env.first_prompts(4))
+    prompts = blueprint.train_env.first_prompts(4)
+    return Replica(engine, collectors, evaluator, blueprint.params, prompts, blueprint.reward_pool)
 
 
 def _make_engine(blueprint: build.Blueprint) -> Engine:

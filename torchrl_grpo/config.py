@@ -260,6 +260,11 @@ class EnvConfig:
     """Longer prompts are dropped and counted; by default what the model's context leaves beside max_new_tokens."""
     max_turns: int = limited(1, ge=1)
     """Most turns of the policy in one dialog, at least 1."""
+    reward_workers: int = limited(0, ge=0)
+    """Processes that score the responses, of each replica: for scorers that are slow, or may hang or crash. 0 scores in
+    the environment's own process."""
+    reward_timeout_s: float = limited(30.0, gt=0)
+    """reward_workers: longest time for one response, in seconds; after it the reward is invalid."""
 
 
 @dataclass

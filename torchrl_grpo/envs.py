@@ -6,9 +6,7 @@ text is made from response tokens for the task alone, and no text that the polic
 
 from __future__ import annotations
 
-import math
 import random
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +20,7 @@ from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.keys import GROUP_ID, PROMPT, QUERY, RESPONSE, REWARD_VALID
+from torchrl_grpo.reward_pool import Failure, RewardPool, score_dialog
 from torchrl_grpo.tasks.base import Problem, Split, Task
 
 LENGTH_STOPPED = "length_stopped"
@@ -58,8 +57,9 @@ class LLMEnv(EnvBase):
 
     A dialog is *terminated* when the policy ended its turn and the task has no further message; it is *truncated* when
     a token limit cut a turn off, when the task had a further message after ``max_turns``, or when the next prompt would
-    be longer than ``max_prompt_tokens``. The task scores it in either case. Where the task raises, ``"reward_valid"``
-    is False and the reward 0.
+    be longer than ``max_prompt_tokens``. The task scores it in either case, all dialogs that end in one step together.
+    Where the task raises, takes too long or ends its process (the last two in a ``RewardPool``), ``"reward_valid"`` is
+    False and the reward 0.
 
     Args:
         task: the problems and their scorer.
@@ -72,6 +72,8 @@ class LLMEnv(EnvBase):
         max_prompt_tokens: problems with longer prompts are dropped and counted in ``num_dropped``. None keeps all.
         max_turns: most turns that the policy has in one dialog.
         seed: decides the order of the problems.
+        reward_pool: scores the task's dialogs in processes of their own; None scores here. Copies of the environment
+            share it, and who made it closes it.
 
     Raises:
         ValueError: a number is out of range, the tokenizer has no chat template, or no problem is left.
@@ -100,6 +102,7 @@ class LLMEnv(EnvBase):
         max_prompt_tokens: int | None = None,
         max_turns: int = 1,
         seed: int = 0,
+        reward_pool: RewardPool | None = None,
     ) -> None:
         if repeats < 1 or num_envs < 1 or num_envs % repeats:
             low = max(num_envs // max(repeats, 1), 1) * max(repeats, 1)
@@ -120,11 +123,12 @@ class LLMEnv(EnvBase):
         self.repeats = repeats
         self.max_prompt_tokens = max_prompt_tokens
         self.max_turns = max_turns
+        self.reward_pool = reward_pool
         self.num_dropped = 0
         self._problems: Sequence[Problem] = task.problems(split)
         self._prompts: dict[int, Tensor] = {}
         self._turn_tokens: dict[str, list[int]] = {}
-        self._logged_errors: set[tuple[str, str, int | None]] = set()
+        self._logged_failures: set[tuple[Any, ...]] = set()
         self._usable = self._select_problems()
         if not self._usable:
             raise ValueError(
@@ -308,8 +312,7 @@ class LLMEnv(EnvBase):
             dialog = self._dialogs[row]
             dialog.responses.append(text)
             prompts[row] = self._advance(dialog, prompts[row], response, length_stopped[row])
-            if dialog.done:
-                self._score(dialog)
+        self._score([self._dialogs[row] for row in active if self._dialogs[row].done])
         text_column = [dialog.responses[-1] if dialog.responses else "" for dialog in self._dialogs]
         return TensorDict(
             {
@@ -329,7 +332,7 @@ class LLMEnv(EnvBase):
         try:
             message = self.task.next_turn(dialog.problem, dialog.responses)
         except Exception as error:
-            self._invalidate(dialog, error)
+            self._invalidate(dialog, Failure.of(error))
             message = None
         if message is None:
             dialog.terminated = True
@@ -365,27 +368,28 @@ class LLMEnv(EnvBase):
             self._turn_tokens[message] = self.tokenizer(turn, add_special_tokens=False)["input_ids"]
         return self._turn_tokens[message]
 
-    def _score(self, dialog: _Dialog) -> None:
-        if not dialog.valid:
-            return
-        try:
-            score = self.task.score(dialog.problem, dialog.responses)
-            if not math.isfinite(score.reward):
-                raise ValueError(f"reward={score.reward} must be finite: fix {type(self.task).__name__}.score.")
-            dialog.reward, dialog.correct = float(score.reward), bool(score.correct)
-        except Exception as error:
-            self._invalidate(dialog, error)
+    def _score(self, dialogs: Sequence[_Dialog]) -> None:
+        """Scores the dialogs that have just ended."""
+        dialogs = [dialog for dialog in dialogs if dialog.valid]  # the others failed in their last turn
+        wanted = [(dialog.problem, dialog.responses) for dialog in dialogs]
+        if self.reward_pool is None:
+            scores = [score_dialog(self.task, *dialog) for dialog in wanted]
+        else:
+            scores = self.reward_pool.score(wanted)
+        for dialog, score in zip(dialogs, scores, strict=True):
+            if isinstance(score, Failure):
+                self._invalidate(dialog, score)
+            else:
+                dialog.reward, dialog.correct = score.reward, score.correct
 
-    def _invalidate(self, dialog: _Dialog, error: Exception) -> None:
-        """Marks the dialog as not scored; one log entry for each kind of error and place that raised it."""
+    def _invalidate(self, dialog: _Dialog, failure: Failure) -> None:
+        """Marks the dialog as not scored; one log entry for each kind of failure."""
         dialog.valid = False
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        kind = (type(error).__name__, place.filename, place.lineno)
-        if kind not in self._logged_errors:
-            self._logged_errors.add(kind)
-            torchrl_logger.exception(
+        if failure.kind not in self._logged_failures:
+            self._logged_failures.add(failure.kind)
+            torchrl_logger.error(
                 f"LLMEnv: task {self.task.name!r} failed on query {dialog.problem.query!r}; its reward is marked "
-                "invalid. Further errors of this kind are not logged."
+                f"invalid. Further errors of this kind are not logged. {failure.text}"
             )
 
     @staticmethod

@@ -8,10 +8,8 @@ its worker by vLLM itself.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
-import signal
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from torchrl_grpo.processes import die_with_parent
 
 Layout = list[tuple[str, tuple[int, ...]]]
 
@@ -192,21 +192,6 @@ def _views(flat: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
         size = torch.Size(shape).numel()
         yield name, flat[start : start + size].view(shape)
         start += size
-
-
-def die_with_parent(parent: int) -> None:
-    """Lets the kernel kill this process when the thread that started it ends, be it by SIGKILL (Linux only).
-
-    Args:
-        parent: process id of the parent.
-
-    Raises:
-        SystemExit: it has already ended.
-    """
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        raise SystemExit(f"the process {parent} that started this one has ended.")
 
 
 class WeightSyncExtension:

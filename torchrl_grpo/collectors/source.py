@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
+from torchrl_grpo.reward_pool import RewardPool
 
 
 class RolloutSource(Protocol):
@@ -53,6 +55,7 @@ class LocalSource:
         collector: makes the sequences.
         transforms: what is applied to each batch in order, by name; the name appears in ``time/{name}_s``.
         colocated: whether the engine shares its device with the other roles; it then sleeps while they work.
+        reward_pool: of the collector's environment, for its counts; not closed here.
     """
 
     max_staleness = 0
@@ -63,11 +66,14 @@ class LocalSource:
         transforms: Sequence[tuple[str, Callable[[TensorDictBase], TensorDictBase]]],
         *,
         colocated: bool = False,
+        reward_pool: RewardPool | None = None,
     ) -> None:
         self.collector = collector
         self.colocated = colocated
         self.transforms = list(transforms)
         self._version = collector.policy_version
+        self._reward_pool = reward_pool
+        self._rewards: Counter[str] = Counter()
         self._metrics: dict[str, float] = {}
         self._batch: TensorDictBase | None = None
 
@@ -94,6 +100,9 @@ class LocalSource:
             )
         self._metrics = {f"time/{name}_s": seconds for name, seconds in times.items()}
         self._metrics["staleness/max"] = float(self._version - oldest)
+        if self._reward_pool is not None:
+            self._rewards.update(self._reward_pool.take_counts())
+            self._metrics |= self._rewards
         if collector.dynamic_sampling:
             counts = dataclasses.asdict(collector.last.groups)
             self._metrics |= {f"rollout/groups_{name}": float(count) for name, count in counts.items()}

@@ -12,7 +12,7 @@ import socket
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
 from torchrl_grpo.generation.base import Engine, SamplingParams
 from torchrl_grpo.models.sharding import init_mesh
+from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.trainer.checkpoint import Checkpointer
 from torchrl_grpo.trainer.evaluation import Evaluator
 from torchrl_grpo.trainer.step import GRPOTrainer
@@ -62,6 +63,7 @@ class UnitReport:
         env_s: seconds in the environment, rewards included.
         engine: the engine's state afterwards, None where units overlap.
         dynamic: what dynamic sampling did, None without it.
+        rewards: what the reward workers counted since the latest report, nothing without them.
     """
 
     groups: tuple[int, ...]
@@ -70,6 +72,7 @@ class UnitReport:
     env_s: float
     engine: dict[str, Any] | None
     dynamic: GroupCounts | None = None
+    rewards: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ class Replica:
         evaluator: or None.
         params: how training samples are drawn, for the check of the weight sync.
         probe_prompts: prompts for that check, [T] int64 each.
+        reward_pool: of all environments of the replica, None where they score themselves.
     """
 
     engine: Engine
@@ -118,6 +122,7 @@ class Replica:
     evaluator: Evaluator | None
     params: SamplingParams
     probe_prompts: Sequence[Tensor]
+    reward_pool: RewardPool | None = None
 
 
 class RolloutActor:
@@ -165,6 +170,7 @@ class RolloutActor:
             env_s=spent.env_seconds,
             engine=self._replica.engine.state_dict() if len(self._replica.collectors) == 1 else None,
             dynamic=spent.groups if collector.dynamic_sampling else None,
+            rewards={} if self._replica.reward_pool is None else self._replica.reward_pool.take_counts(),
         )
         return (report, *groups)
 
@@ -184,10 +190,12 @@ class RolloutActor:
             engine.load_state_dict(state)
 
     def close(self) -> None:
-        """Ends the engine and its processes."""
+        """Ends the engine, its processes and the reward workers."""
         for collector in self._replica.collectors:
             collector.shutdown()
         self._replica.engine.close()
+        if self._replica.reward_pool is not None:
+            self._replica.reward_pool.close()
 
 
 class ReferenceActor:

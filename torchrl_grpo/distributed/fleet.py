@@ -121,6 +121,7 @@ class Fleet:
         self._weights: Any = None
         self._reference_weights: Any = None
         self._dynamic: Counter[str] = Counter()  # what dynamic sampling did since the latest batch
+        self._rewards: Counter[str] = Counter()  # what the reward workers counted so far
         self._update_s = 0.0
         self._most_waiting = 0
 
@@ -309,6 +310,7 @@ class Fleet:
         replica.units.remove(work)
         replica.engine_state = report.engine
         work.report, work.refs = report, refs
+        self._rewards.update(report.rewards)
         if report.dynamic is not None:
             self._dynamic.update(asdict(report.dynamic))
         if self.references:
@@ -363,6 +365,7 @@ class Fleet:
             "workers/restarts_rollout": sum(worker.restarts for worker in self.replicas),
             "workers/restarts_reference": sum(worker.restarts for worker in self.references),
         }
+        metrics |= self._rewards
         if self._rounds > 1:
             metrics |= {f"rollout/groups_{name}": float(count) for name, count in self._dynamic.items()}
             self._dynamic.clear()

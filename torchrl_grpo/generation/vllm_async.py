@@ -33,7 +33,8 @@ from torchrl_grpo.generation.vllm import (
     require_vllm,
     starting_vllm,
 )
-from torchrl_grpo.weight_sync import SharedBlock, die_with_parent
+from torchrl_grpo.processes import die_with_parent
+from torchrl_grpo.weight_sync import SharedBlock
 
 InFlight = Literal["wait", "keep", "abort"]
 

@@ -267,7 +267,7 @@ def test_a_checkpoint_has_the_data_position_of_its_step(tmp_path: Path) -> None:
     run.close()
     for step in (1, 2):
         state = torch.load(tmp_path / "checkpoints" / f"checkpoint_{step:06d}.pt", weights_only=True)
-        assert state["source"]["collector"]["env"]["position"] == 4 * step  # 16 sequences are 4 groups
+        assert state["source"]["env"]["position"] == 4 * step  # 16 sequences are 4 groups
         assert state["trainer"]["version"] == step
 
 
@@ -366,7 +366,7 @@ def test_every_config_key_is_read_by_something_that_uses_it(
     plain = {"to_container": lambda *_, **__: {}, "structured": lambda *_: None}
     monkeypatch.setattr(build_module, "OmegaConf", type("Plain", (), {k: staticmethod(v) for k, v in plain.items()}))
     configs = [
-        compose_config(*SMALL, "train_model.lora.enabled=true", "optimizer.warmup_steps=1"),
+        compose_config(*SMALL, "train_model.lora.enabled=true", "optimizer.warmup_steps=1", "env.reward_workers=1"),
         compose_config(*SMALL, "inference_model.backend=vllm"),
         compose_config(*SMALL, "inference_model.check_sync=true"),
     ]

@@ -19,8 +19,11 @@ import pytest
 from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedTokenizerFast
 
+from tests.conftest import worker_processes
 from tests.reward_tasks import ObedientTask, UnloadableTask
+from tests.test_config import compose_config
 from tests.test_env import END, ScriptedEngine, column, respond
+from torchrl_grpo.build import build
 from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.distributed.actors import Replica, RolloutActor, Unit
 from torchrl_grpo.envs import LLMEnv
@@ -28,6 +31,7 @@ from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.reward_pool import RESTARTS, TIMED_OUT, Failure, RewardPool
 from torchrl_grpo.tasks.base import Problem, Score
+from torchrl_grpo.trainer.metrics import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 
@@ -208,3 +212,51 @@ def test_a_replica_plays_on_while_a_unit_is_scored(
     actor.close()
     with pytest.raises(RuntimeError):
         score(pool, "1")
+
+
+def run(folder: Path, *overrides: str, kill: Callable[[Any], list[int]] | None, asynchronous: bool) -> list[Any]:
+    """The metrics of 4 steps; before the third, the processes that ``kill`` finds are killed."""
+    settings = ("env.num_envs=16", "env.repeats=4", "optimizer.lr=1e-3", "evaluation.num_prompts=0")
+    config = compose_config(*settings, "train.total_dialog_turns=64", "logging.tensorboard=false", *overrides)
+    made = build(config, folder, asynchronous=asynchronous)
+    real = made.trainer.train_batch
+
+    def train_batch(batch: Any) -> dict[str, float]:
+        if made.trainer.version == 2 and kill is not None:
+            for pid in kill(made):
+                os.kill(pid, signal.SIGKILL)
+        return real(batch)
+
+    made.trainer.train_batch = train_batch  # type: ignore[method-assign]
+    try:
+        made.fit()
+    finally:
+        made.close()
+    assert not [one for one in worker_processes() if "reward_pool" in " ".join(one.cmdline())]
+    return read_jsonl(folder / "metrics.jsonl")
+
+
+def own_workers(process: psutil.Process) -> list[int]:
+    found = [one.pid for one in process.children() if "reward_pool" in " ".join(one.cmdline())]
+    assert len(found) == 2
+    return found
+
+
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=[pytest.mark.ray])])
+def test_reward_workers_change_no_number_of_a_run_even_when_they_are_killed(asynchronous: bool, tmp_path: Path) -> None:
+    def kill(made: Any) -> list[int]:
+        pid = made.source.pids()["rollout actor 0"] if asynchronous else os.getpid()
+        return own_workers(psutil.Process(pid))
+
+    options = ["env.reward_workers=2"]
+    if asynchronous:
+        pytest.importorskip("ray")
+        options += ["train.max_staleness=0", "policy.kl_coef=0"]
+    expected = run(tmp_path / "a", *options[2:], kill=None, asynchronous=False)
+    got = run(tmp_path / "b", *options, kill=kill, asynchronous=asynchronous)
+    for name in ("train/loss", "train/grad_norm", "rollout/reward_mean", "rollout/accuracy", "rollout/invalid"):
+        assert [row.get(name) for row in got] == [row.get(name) for row in expected], name
+    assert len({row["train/loss"] for row in got[1:]}) == 4
+    assert [row[RESTARTS] for row in got[1:3]] == [0, 0]
+    assert 1 <= got[4][RESTARTS] <= 2  # who has nothing to score is not missed
+    assert got[4][TIMED_OUT] == 0

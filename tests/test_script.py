@@ -104,11 +104,12 @@ def test_multirun_runs_each_combination(tmp_path: Path) -> None:
     assert ["train/kl_k3_to_ref" in row for row in rows] == [False, True, False, True]
 
 
-def test_sigterm_ends_a_run_in_order_and_saves_it(tmp_path: Path) -> None:
-    arguments = [*SMALL, "train.total_dialog_turns=1000000", "evaluation.num_prompts=0", "logging.tensorboard=false"]
-    with subprocess.Popen(
-        [sys.executable, str(SYNC), *arguments], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
+def test_sigterm_ends_a_run_in_order_and_the_line_that_it_says_goes_on_with_it(tmp_path: Path) -> None:
+    arguments = [*SMALL, "evaluation.num_prompts=0", "logging.tensorboard=false"]
+    with (tmp_path / "printed").open("w") as printed, subprocess.Popen(
+        [sys.executable, str(SYNC), *arguments, "train.total_dialog_turns=1000000"],
+        cwd=tmp_path, stdout=printed, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
         deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
             metrics = list(tmp_path.glob("outputs/*/*/metrics.jsonl"))
@@ -118,5 +119,16 @@ def test_sigterm_ends_a_run_in_order_and_saves_it(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=600) == 143
     [folder] = (tmp_path / "outputs").glob("*/*")
-    assert list((folder / "checkpoints").glob("checkpoint_*.pt"))
+    [checkpoint] = (folder / "checkpoints").glob("checkpoint_*.pt")
     assert (folder / "report.html").exists()
+    assert f"It goes on with train.resume={checkpoint}" in (tmp_path / "printed").read_text()
+
+    step = int(checkpoint.stem.removeprefix("checkpoint_"))
+    done = run(
+        SYNC, *arguments, f"train.total_dialog_turns={16 * (step + 2)}", f"train.resume={checkpoint}",
+        f"hydra.run.dir={tmp_path / 'rest'}", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"goes on after step {step:,}, from" in done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "rest" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [step, step + 1, step + 2]

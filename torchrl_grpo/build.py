@@ -27,6 +27,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from torchrl_grpo import keys
+from torchrl_grpo.build_resume import Resume, find_resume, restore_trainer
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.source import LocalSource
 from torchrl_grpo.config import AdvantageLevel, Backend, ConfigError, GRPOConfig, Precision, Proximal
@@ -62,7 +63,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Blueprint:
-    """What is known before any weights are loaded; every check on user input has passed."""
+    """What is known before any weights are loaded; every check on user input has passed.
+
+    ``resume`` is the checkpoint to go on from.
+    """
 
     config: GRPOConfig
     plan: DevicePlan
@@ -75,6 +79,7 @@ class Blueprint:
     train_env: LLMEnv
     greedy_env: LLMEnv | None
     sampled_env: LLMEnv | None
+    resume: Resume | None = None
 
 
 @dataclass
@@ -114,6 +119,7 @@ class Run:
     console: Console
     tokenizer: PreTrainedTokenizerBase
     resources: ExitStack
+    resume: Resume | None = None
 
     @property
     def trainer(self) -> GRPOTrainer | RayTrainer:
@@ -145,7 +151,7 @@ class Run:
             )
             model = self.trainer.export(self.checkpointer, self.tokenizer)
         except BaseException:
-            torchrl_logger.warning(f"The run ended early. What it did lies in {self.directory}.")
+            torchrl_logger.warning(f"The run ended early. What it did lies in {self.directory}.{self._go_on()}")
             raise
         finally:
             report = write_report(self.directory)
@@ -162,6 +168,11 @@ class Run:
             },
         )
         return summary
+
+    def _go_on(self) -> str:
+        """How the run goes on from its last checkpoint, in words."""
+        path = self.checkpointer.latest() or (self.resume.path if self.resume is not None else None)
+        return f" It goes on with train.resume={path}" if path is not None else ""
 
     def _after_publish(self) -> dict[str, float]:
         version, every = self.trainer.version, self.config.ref_model.refresh_every
@@ -186,18 +197,19 @@ class Run:
         self.resources.close()
 
 
-def prepare(config: GRPOConfig, cluster: Cluster | None = None) -> Blueprint:
+def prepare(config: GRPOConfig, cluster: Cluster | None = None, resume: Resume | None = None) -> Blueprint:
     """Checks everything that needs no weights: logging, devices, data, tokenizer, context.
 
     Args:
         config: validated.
         cluster: the one at ``ray.address``, whose accelerators are used; without, those of this machine are.
+        resume: the checkpoint to go on from.
 
     Raises:
         ConfigError: a rule is broken; the message names field, rule, value and fix.
     """
     with _as_config_errors():
-        return _prepare(config, available_accelerators() if cluster is None else cluster.accelerators())
+        return _prepare(config, available_accelerators() if cluster is None else cluster.accelerators(), resume)
 
 
 @contextmanager
@@ -212,7 +224,7 @@ def _as_config_errors() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
-def _prepare(config: GRPOConfig, accelerators: Sequence[torch.device]) -> Blueprint:
+def _prepare(config: GRPOConfig, accelerators: Sequence[torch.device], resume: Resume | None) -> Blueprint:
     env, inference = config.env, config.inference_model
     if "VLLM_USE_V1" in os.environ:
         torchrl_logger.info("VLLM_USE_V1 has no effect: vLLM's V0 engine is gone, and V1 is the only one left.")
@@ -255,6 +267,8 @@ def _prepare(config: GRPOConfig, accelerators: Sequence[torch.device]) -> Bluepr
 
     make = partial(_make_env, config, task, tokenizer, max_prompt_tokens, reward_pool)
     train_env = make("train", env.num_envs, env.repeats)
+    if resume is not None:
+        train_env.load_state_dict(resume.source["env"])
     num_test, k = min(config.evaluation.num_prompts, len(task.problems("test"))), config.evaluation.k
     greedy_env = make("test", num_test, 1) if num_test else None
     if greedy_env is not None and greedy_env.num_problems < num_test:  # some prompts were too long
@@ -272,6 +286,7 @@ def _prepare(config: GRPOConfig, accelerators: Sequence[torch.device]) -> Bluepr
         train_env=train_env,
         greedy_env=greedy_env,
         sampled_env=make("test", num_test * k, k) if num_test and k else None,
+        resume=resume,
     )
 
 
@@ -376,13 +391,13 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
     directory = Path(directory)
     plain: Any = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     with _as_config_errors(), ExitStack() as resources:
-        cluster = None
+        cluster, resume = None, find_resume(config, plain, max_staleness)
         if config.ray.address is not None:
             from torchrl_grpo.distributed.cluster import start
 
             cluster = start(config.ray.address)  # first, because the plan is made of its accelerators
             resources.callback(cluster.shutdown)
-        blueprint = prepare(config, cluster)
+        blueprint = prepare(config, cluster, resume)
         distributed = asynchronous or cluster is not None or blueprint.plan.distributed
         if distributed:
             from torchrl_grpo.build_distributed import check_distributed, distributed_parts
@@ -402,6 +417,9 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
                 config=plain,
             )
         )
+        if resume is not None:
+            console.resume(resume.step, resume.path)
+            logger.truncate(resume.step + 1)  # what this run's folder has of later steps is done again
         random.seed(config.seed)
         torch.manual_seed(config.seed)
         parts: LocalParts | DistributedParts
@@ -418,6 +436,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
             console=console,
             tokenizer=blueprint.tokenizer,
             resources=resources.pop_all(),
+            resume=resume,
         )
 
 
@@ -454,12 +473,13 @@ def local_parts(blueprint: Blueprint, resources: ExitStack) -> LocalParts:
         reference = make_reference(blueprint, trainer.model)
         transforms.append(("reference", reference))
     transforms += batch_transforms(config)
-    source = LocalSource(
-        collector, transforms, colocated=blueprint.plan.colocated, reward_pool=blueprint.reward_pool
-    )
+    source = LocalSource(collector, transforms, colocated=blueprint.plan.colocated, reward_pool=blueprint.reward_pool)
     evaluator = None
     if blueprint.greedy_env is not None:
         evaluator = Evaluator(engine, blueprint.greedy_env, blueprint.sampled_env, params=blueprint.params)
+    if blueprint.resume is not None:
+        restore_trainer(trainer, blueprint.resume)
+        source.load_state_dict(blueprint.resume.source)
     return LocalParts(trainer, source, evaluator, reference, blueprint.train_env.first_prompts(4))
 
 

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchrl_grpo import build
+from torchrl_grpo.build_resume import check_units, restore_trainer
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.config import Backend, ConfigError, GRPOConfig
 from torchrl_grpo.distributed import cluster
@@ -57,7 +58,10 @@ def check_distributed(blueprint: build.Blueprint) -> None:
         ValueError: Ray is missing or too old, or an option does not work over several processes.
     """
     cluster.require_ray()
-    unit_geometry(blueprint.config, len(blueprint.plan.inference))
+    config = blueprint.config
+    unit_rows, _ = unit_geometry(config, len(blueprint.plan.inference))
+    if blueprint.resume is not None:
+        check_units(blueprint.resume, unit_rows // config.env.repeats, config)
 
 
 def distributed_parts(
@@ -87,6 +91,7 @@ def distributed_parts(
         options=place.train,
         tensor_parallel_size=config.train_model.tensor_parallel_size,
         weights_dtype=None if refreshed else getattr(torch, config.inference_model.dtype.value),
+        resumed_from=None if blueprint.resume is None else blueprint.resume.path,
     )
     resources.callback(trainer.close)
     groups = config.dialog_turns_per_batch // config.env.repeats
@@ -105,6 +110,8 @@ def distributed_parts(
         samples=trainer.samples,
     )
     resources.callback(source.close)
+    if blueprint.resume is not None:
+        source.load_state_dict(blueprint.resume.source)
     source.start()
     trainer.start()
     source.wait_until_ready()
@@ -141,6 +148,8 @@ def make_rank(blueprint: build.Blueprint, mesh: DeviceMesh | None) -> Rank:
     transforms: list[tuple[str, Any]] = []
     if config.needs_reference and config.train_model.lora.enabled:
         transforms.append(("reference", build.make_reference(blueprint, trainer.model)))
+    if blueprint.resume is not None:
+        restore_trainer(trainer, blueprint.resume)
     return Rank(trainer, [*transforms, *build.batch_transforms(config)])
 
 

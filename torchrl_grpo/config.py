@@ -351,6 +351,10 @@ class TrainConfig:
     any number in grpo-async.py, whose default is 1."""
     mixed_precision: Precision = Precision.full
     """Autocast of the training step: full (none), bf16 or fp16 (with a loss scaler)."""
+    resume: str | None = None
+    """A checkpoint_*.pt, or the folder of a run, whose latest checkpoint is taken: the run goes on from there, in a
+    folder of its own. Model, data, sizes of a batch and the optimizer's warm-up must be those of that run; length,
+    learning rate, loss, devices and frequencies may change. null begins anew."""
     checkpoint_frequency: int = limited(0, ge=0)
     """Steps between two checkpoints; one is always written at the end, and 0 writes no other."""
     max_nonfinite_steps: int = limited(5, ge=1)

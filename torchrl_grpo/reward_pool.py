@@ -94,14 +94,16 @@ class _Worker:
             self.connection.send_bytes(self._task)
             refused = self.connection.recv() if self.connection.poll(_START_S) else f"no answer within {_START_S} s"
             if refused is not None:
-                raise RuntimeError(f"env.reward_workers needs processes that can load the task, and one says: {refused}")
+                raise RuntimeError(
+                    f"env.reward_workers needs processes that can load the task, and one says: {refused}"
+                )
             self._task = None
         self.connection.send(dialog)
         return self.connection.recv() if self.connection.poll(timeout_s) else None
 
     def kill(self) -> None:
         """Kills the process and what it started."""
-        if self.process.poll() is None:
+        if self.process.returncode is None:  # until it is waited for, nobody else has its number
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def close(self) -> int:

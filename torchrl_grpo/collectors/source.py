@@ -39,7 +39,11 @@ class RolloutSource(Protocol):
         """At most so many sequences of the latest batch, as rows of ``samples.jsonl``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next batches depend on, apart from the weights."""
+        """What the next batches depend on, apart from the weights.
+
+        ``env`` (where the problems are), ``units`` (what was drawn from it and no batch has taken) and ``engines`` (the
+        state of each, None where it cannot be told).
+        """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what ``state_dict`` gave."""
@@ -127,12 +131,20 @@ class LocalSource:
         return [] if self._batch is None else sample_rows(self._batch, "train", most)
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``RolloutSource``."""
-        return {"collector": self.collector.state_dict()}
+        """See ``RolloutSource``. Nothing is drawn ahead here."""
+        state = self.collector.state_dict()
+        return {"env": state["env"], "units": [], "engines": [state["engine"]]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See ``RolloutSource``."""
-        self.collector.load_state_dict(state["collector"])
+        """See ``RolloutSource``.
+
+        Raises:
+            ValueError: there are units to be played again, which this source cannot do.
+        """
+        if state["units"]:
+            raise ValueError(f"{len(state['units'])} units were drawn ahead of their training: use a RaySource.")
+        own = self.collector.state_dict()
+        self.collector.load_state_dict(own | {"env": state["env"], "engine": state["engines"][0] or own["engine"]})
         self._version = self.collector.policy_version
 
     def close(self) -> None:

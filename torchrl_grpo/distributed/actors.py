@@ -272,6 +272,10 @@ class TrainerActor:
         self._parts = self._factory(mesh)
         return os.getpid()
 
+    def progress(self) -> tuple[int, int]:
+        """The version and the optimizer steps so far, which a resumed run begins with."""
+        return self._parts.trainer.version, self._parts.trainer.optim_steps
+
     def train(self, *groups: TensorDictBase) -> tuple[int, int, dict[str, float]]:
         """Trains on the groups of a batch; returns the new version, the optimizer steps so far, and the metrics."""
         start = time.perf_counter()

@@ -45,6 +45,7 @@ class RayTrainer:
         tensor_parallel_size: ranks that compute each layer together.
         weights_dtype: dtype in which ``weights`` travel; None is the trainer's own.
         patience_s: longest wait for anything, and the timeout of the process group.
+        resumed_from: the checkpoint that the factory restores.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class RayTrainer:
         tensor_parallel_size: int = 1,
         weights_dtype: torch.dtype | None = None,
         patience_s: float = 1800.0,
+        resumed_from: Path | None = None,
     ) -> None:
         import ray
 
@@ -63,7 +65,7 @@ class RayTrainer:
         self.pids: list[int] = []
         self._weights_dtype = weights_dtype
         self._patience_s = patience_s
-        self._last_checkpoint: Path | None = None
+        self._last_checkpoint = resumed_from
         remote = ray.remote(TrainerActor)
         self._ranks = [
             remote.options(**given).remote(factory, rank, len(options), tensor_parallel_size)
@@ -79,6 +81,7 @@ class RayTrainer:
         [address] = self._ask("find an address", [self._ranks[0].address.remote()])
         setup = [rank.setup.remote(address, self._patience_s) for rank in self._ranks]
         self.pids = self._ask("load the model", setup)
+        [(self.version, self.optim_steps)] = self._ask("say where they are", [self._ranks[0].progress.remote()])
 
     def train_batch(self, batch: RayBatch) -> dict[str, float]:
         """See ``GRPOTrainer.train_batch``; the metrics of the batch itself (``rollout/*``) come with it."""
@@ -144,7 +147,7 @@ class RayTrainer:
                 if not is_loss(error):
                     raise cause_of(error) from None
                 saved = self._last_checkpoint
-                go_on = f"the last checkpoint is {saved}" if saved else "no checkpoint was written before"
+                go_on = f"go on with train.resume={saved}" if saved else "no checkpoint was written before"
                 raise TrainerLostError(
                     f"a training rank died while the ranks were to {what} (version {self.version}): {go_on}."
                 ) from error

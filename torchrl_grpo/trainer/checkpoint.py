@@ -15,6 +15,8 @@ from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.sharding import is_writer
 from torchrl_grpo.weight_sync import named_weights
 
+_ENTRIES = {"step", "trainer", "source", "rng", "config"}
+
 
 class Checkpointer:
     """Writes ``checkpoint_{step}.pt`` and ``model/`` into a folder, each whole or not at all.
@@ -49,6 +51,10 @@ class Checkpointer:
         staging.rename(path)
         return path
 
+    def latest(self) -> Path | None:
+        """The checkpoint with the most steps, None when there is none."""
+        return next(iter(checkpoints_in(self.directory)), None)
+
     def export(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> Path:
         """Writes the model, adapters merged, and its tokenizer into ``model/``, in place of an earlier export.
 
@@ -71,6 +77,28 @@ class Checkpointer:
         return target
 
 
+def checkpoints_in(directory: Path) -> list[Path]:
+    """The files of a folder that are named like checkpoints, the one with the most steps first."""
+    numbered = [(path.stem.removeprefix("checkpoint_"), path) for path in directory.glob("checkpoint_*.pt")]
+    return [path for _, path in sorted(((int(n), path) for n, path in numbered if n.isdecimal()), reverse=True)]
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What ``Checkpointer.save`` wrote; the tensors stay in the file until they are used.
+
+    Raises:
+        ValueError: the file is not a whole checkpoint.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # whatever reading a foreign or cut file may raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"{path.name} cannot be read ({reason:.200})") from error
+    if not isinstance(state, dict) or not state.keys() >= _ENTRIES:
+        raise ValueError(f"{path.name} holds something else")
+    return state
+
+
 def rng_state() -> dict[str, Any]:
     """The state of the global random generators."""
     version, numbers, gauss = random.getstate()
@@ -79,3 +107,12 @@ def rng_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restores what ``rng_state`` gave; that of the accelerators only where there are as many."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])

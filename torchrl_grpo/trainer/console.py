@@ -31,9 +31,9 @@ _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 class Console:
     """Prints a run.
 
-    Lifecycle: ``plan`` and ``geometry``, then ``start``, then ``step``, ``samples`` and ``evaluation`` in any order,
-    then ``finish``; ``close`` at the end, also after a failure: it takes the bar off, so that a traceback stays
-    readable.
+    Lifecycle: ``plan`` and ``geometry`` (and ``resume``), then ``start``, then ``step``, ``samples`` and ``evaluation``
+    in any order, then ``finish``; ``close`` at the end, also after a failure: it takes the bar off, so that a traceback
+    stays readable.
 
     Args:
         every: where there is no terminal, one line is printed every so many steps.
@@ -72,6 +72,10 @@ class Console:
             rows: one mapping a quantity; its keys are the columns, e.g. ``what``, ``per step`` and ``whole run``.
         """
         self._table("Batch geometry", rows)
+
+    def resume(self, step: int, path: str | os.PathLike[str]) -> None:
+        """Says where a resumed run goes on from."""
+        self._line(f"goes on after step {step:,}, from {os.fspath(path)}")
 
     def start(self, sequences_done: int, sequences_total: int) -> None:
         """Opens the progress bar. ``sequences_done`` is above 0 in a resumed run."""

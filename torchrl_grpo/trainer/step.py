@@ -293,6 +293,7 @@ class GRPOTrainer:
             "version": self.version,
             "optim_steps": self.optim_steps,
             "skipped_steps": self.skipped_steps,
+            "nonfinite_in_a_row": self._nonfinite_in_a_row,
         }
         return gather_state(state, keep=is_writer(self.model))
 
@@ -326,7 +327,7 @@ class GRPOTrainer:
             self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
         self.version, self.optim_steps = state["version"], state["optim_steps"]
-        self.skipped_steps = state["skipped_steps"]
+        self.skipped_steps, self._nonfinite_in_a_row = state["skipped_steps"], state["nonfinite_in_a_row"]
 
 
 def _finite_mean(values: Sequence[float]) -> float:

@@ -1,0 +1,192 @@
+"""Going on from a checkpoint: which one, whether the config fits it, and what of it goes into the trainer.
+
+What the saved state is made for must be as it was: the model, the data and its order, the sizes of a batch, the shape
+of the optimizer. All that only steers the run from here on may change: its length, learning rate, loss, devices,
+frequencies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_grpo.config import ConfigError, GRPOConfig
+from torchrl_grpo.trainer.checkpoint import checkpoints_in, read_checkpoint, set_rng_state
+from torchrl_grpo.trainer.step import GRPOTrainer
+
+_AS_BEFORE = (
+    "seed",
+    "model.name",
+    "model.chat_template",
+    "train_model.dtype",
+    "train_model.lora",
+    "inference_model.backend",
+    "env.dataset",
+    "env.difficulty",
+    "env.num_envs",
+    "env.repeats",
+    "env.max_prompt_tokens",
+    "policy.dynamic_sampling",
+    "policy.max_sampling_rounds",
+    "train.dialog_turns_per_batch",
+    "train.mixed_precision",
+    "optimizer.warmup_steps",
+)
+"""The options, or groups of options, that a checkpoint's state is made for."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A checkpoint that fits the config.
+
+    Attributes:
+        path: the file, absolute: every training rank reads it.
+        step: steps that it has behind it.
+        source: state of the source of batches.
+    """
+
+    path: Path
+    step: int
+    source: dict[str, Any]
+
+
+def find_resume(config: GRPOConfig, plain: Mapping[str, Any], max_staleness: int) -> Resume | None:
+    """The checkpoint of ``train.resume``, checked against the config; None without one.
+
+    Args:
+        config: validated.
+        plain: the same as plain types.
+        max_staleness: of this run.
+
+    Raises:
+        ConfigError: there is no such checkpoint, it is not whole, or an option does not fit it.
+    """
+    if config.train.resume is None:
+        return None
+    path, state = _find(config.train.resume)
+    if "units" not in state["source"]:
+        raise ConfigError(
+            f"train.resume: {path} was written by an earlier version: begin anew, or go on with that one."
+        )
+    step, units = state["step"], state["source"]["units"]
+    _check_options(state["config"], plain, path)
+    done = step * config.dialog_turns_per_batch
+    if step >= config.num_batches:
+        raise ConfigError(
+            f"train.total_dialog_turns={config.train.total_dialog_turns} must be more than the {done} that {path} has "
+            f"behind it: use train.total_dialog_turns={2 * done}, say."
+        )
+    if units and max_staleness == 0:
+        ahead = sum(len(unit["wanted"]) for unit in units)
+        raise ConfigError(
+            f"train.max_staleness=0 must be at least 1 with {path}, which has {ahead} groups that were drawn ahead of "
+            "their training: use sota/grpo/grpo-async.py with train.max_staleness=1 or more."
+        )
+    every = config.ref_model.refresh_every
+    if every is not None and step > every and step % every:
+        raise ConfigError(
+            f"ref_model.refresh_every={every} must divide the step of the checkpoint, {step}, because {path} does not "
+            f"hold the reference model of step {step - step % every}: use the checkpoint of that step (and "
+            f"train.checkpoint_frequency={every} to have one), or leave ref_model.refresh_every out."
+        )
+    return Resume(path, step, state["source"])
+
+
+def check_units(resume: Resume, unit_groups: int, config: GRPOConfig) -> None:
+    """Checks that the replicas play units of the size of those that are to be played again.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    sizes = {len(unit["groups"]) for unit in resume.source["units"]}
+    if sizes - {unit_groups}:
+        before = config.env.num_envs // config.env.repeats // max(sizes)
+        raise ConfigError(
+            f"inference_model.num_devices must be {before}, as in {resume.path}, which has work for so many replicas "
+            f"that is not done: use inference_model.num_devices={before}."
+        )
+
+
+def restore_trainer(trainer: GRPOTrainer, resume: Resume) -> None:
+    """Restores a trainer and the random generators of its process; learning rate and the like are the config's.
+
+    With several ranks each of them calls this.
+    """
+    state = read_checkpoint(resume.path)
+    saved: dict[str, Any] = dict(state["trainer"])
+    configured = trainer.optimizer.param_groups
+    groups = zip(saved["optimizer"]["param_groups"], configured, strict=True)
+    saved["optimizer"] = saved["optimizer"] | {
+        "param_groups": [group | {"params": old["params"]} for old, group in groups],
+    }
+    scheduler: Any = trainer.scheduler
+    if scheduler is not None:
+        saved["scheduler"] = saved["scheduler"] | {"base_lrs": scheduler.base_lrs}
+    trainer.load_state_dict(saved)
+    if scheduler is not None:
+        for group, lr, factor in zip(
+            trainer.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = lr * factor(scheduler.last_epoch)
+    set_rng_state(state["rng"])
+
+
+def _find(given: str) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint at a path, or the latest whole one of a run's folder."""
+    path = Path(given).expanduser().resolve()
+    if path.is_file():
+        try:
+            return path, read_checkpoint(path)
+        except ValueError as error:
+            raise ConfigError(
+                f"train.resume={given} must be a whole checkpoint of this library, but {error}: give a "
+                "checkpoint_*.pt, or the run's folder to have its latest whole one."
+            ) from error
+    for candidate in [*checkpoints_in(path / "checkpoints"), *checkpoints_in(path)]:
+        try:
+            return candidate, read_checkpoint(candidate)
+        except ValueError as error:
+            torchrl_logger.warning(f"train.resume={given}: {candidate} is passed over, {error}.")
+    found = "has none" if path.is_dir() else "does not exist"
+    raise ConfigError(
+        f"train.resume={given} must be a checkpoint_*.pt, or a run's folder that has one, but it {found}: give such a "
+        "path, or leave train.resume out to begin anew."
+    )
+
+
+def _check_options(saved: Mapping[str, Any], plain: Mapping[str, Any], path: Path) -> None:
+    before, here = (dict(_made_for(config)) for config in (saved, plain))
+    for name, value in here.items():
+        if name in before and before[name] != value:
+            there = _written(before[name])
+            raise ConfigError(
+                f"{name}={_written(value)} must be {there}, as in {path}, whose state is made for it: use "
+                f"{name}={there}."
+            )
+
+
+def _made_for(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The options that must be as before, by their dotted names, with the defaults that follow from others."""
+    leaves = dict(_leaves(config))
+    for name, value in leaves.items():
+        if any(name == fixed or name.startswith(f"{fixed}.") for fixed in _AS_BEFORE):
+            yield name, leaves["env.num_envs"] if name == "train.dialog_turns_per_batch" and value is None else value
+
+
+def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _written(value: Any) -> str:
+    """A value as the command line takes it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -48,7 +48,8 @@ def run(folder: Path, *overrides: str, asynchronous: bool) -> list[dict[str, Any
 def test_with_bound_0_the_losses_are_those_of_the_synchronous_run_to_the_last_bit(tmp_path: Path) -> None:
     steps = ("train.total_dialog_turns=160", "evaluation.num_prompts=8", "evaluation.frequency=4")
     expected = run(tmp_path / "sync", *steps, asynchronous=False)
-    got = run(tmp_path / "async", *steps, "train.max_staleness=0", asynchronous=True)
+    by_file = "inference_model.weight_transfer=file"
+    got = run(tmp_path / "async", *steps, "train.max_staleness=0", by_file, asynchronous=True)
     losses = [row["train/loss"] for row in expected[1:]]
     assert [row["train/loss"] for row in got[1:]] == losses
     assert len(losses) == 10 and len(set(losses)) == 10
@@ -57,6 +58,7 @@ def test_with_bound_0_the_losses_are_those_of_the_synchronous_run_to_the_last_bi
     assert {row["staleness/max"] for row in got[1:]} == {0}
     for name in ("checkpoints/checkpoint_000010.pt", "checkpoints/model/model.safetensors", "report.html"):
         assert (tmp_path / "async" / name).exists()
+    assert not (tmp_path / "async" / "weights").exists()
 
 
 def test_several_ranks_replicas_and_references_train_on_fresh_enough_data(tmp_path: Path) -> None:
@@ -81,8 +83,11 @@ def test_dynamic_sampling_replaces_groups_without_signal(tmp_path: Path) -> None
     """Each batch of 4 groups is made of more that were played, and those without signal are in it only as a filling."""
     rows = run(
         tmp_path, "algo=dapo", "train.total_dialog_turns=64", "evaluation.num_prompts=0",
-        "policy.max_sampling_rounds=4", "policy.overlong_buffer=null", asynchronous=True,
+        "policy.max_sampling_rounds=4", "policy.overlong_buffer=null", "train_model.lora.enabled=true",
+        "inference_model.check_sync=true", asynchronous=True,
     )  # fmt: skip
+    assert max(row["sync/gap_max"] for row in rows) < 1e-4  # of the adapters, which are all that was sent
+    assert rows[-1]["train/grad_norm"] > 0
     assert [row["rollout/sequences"] for row in rows[1:]] == [16] * 4
     counts = {name: sum(row.get(f"rollout/groups_{name}", 0) for row in rows[1:]) for name in ("played", "no_signal")}
     filled = sum(row.get("rollout/groups_filled", 0) for row in rows[1:])

@@ -125,7 +125,8 @@ def adapters_off_first(mesh: DeviceMesh | None) -> dict[str, Any]:
     batch = batch.exclude(keys.REF_LOG_PROBS)
     KLScoring(AdapterOffScorer(trainer.model), max_tokens=40)(batch)
     metrics = trainer.train_batch(batch)
-    return {"metrics": [metrics], "weights": weights(trainer)}
+    adapters = {name: delta.tensor(torch.float64) for name, delta in trainer.adapters()}
+    return {"metrics": [metrics], "weights": weights(trainer), "adapters": adapters}
 
 
 def recomputed_layers(mesh: DeviceMesh | None) -> int:
@@ -359,6 +360,7 @@ def test_the_reference_with_adapters_off_does_not_freeze_the_adapters(
 ) -> None:
     got, expected = two[0]["adapters_off_first"], single["adapters_off_first"]
     assert worst(got["weights"], expected["weights"]) < 1e-12
+    assert len(expected["adapters"]) == 14 and worst(got["adapters"], expected["adapters"]) < 1e-12
     assert got["metrics"][0]["train/kl_k3_to_ref"] == pytest.approx(expected["metrics"][0]["train/kl_k3_to_ref"])
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import multiprocessing
 
 from tests.conftest import make_tiny_model
 from tests.test_config import compose_config
@@ -15,6 +16,7 @@ from torchrl_grpo.build import build
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.models.sharding import compute_device, init_mesh, shard_model
+from torchrl_grpo.weight_sync import BroadcastSender, CudaIpcSender, Parcel, Sender, named_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -85,3 +87,32 @@ def test_with_cpu_offload_the_weights_rest_on_the_cpu_and_the_gpu_computes(tmp_p
     expected = make_trainer().train_batch(make_batch())
     assert got["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-4)
     assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-3)
+
+
+def read(parcel: Parcel, gpu: int, path: Path) -> None:
+    """In a process of its own."""
+    torch.cuda.set_device(gpu)
+    torch.save({name: weight.cpu() for name, weight in parcel.weights()}, path)
+
+
+def assert_read(sender: Sender, gpu: int, path: Path) -> None:
+    for version in range(2):
+        model = make_tiny_model(version).cuda()
+        parcel = sender.pack(named_weights(model), version)
+        process = multiprocessing.get_context("spawn").Process(target=read, args=(parcel, gpu, path))
+        process.start()
+        process.join()
+        sender.release(version)
+        got = torch.load(path)
+        assert all(torch.equal(got[name], weight.cpu().bfloat16()) for name, weight in named_weights(model))
+
+
+def test_another_process_reads_the_weights_through_cuda_ipc(tmp_path: Path) -> None:
+    assert_read(CudaIpcSender(torch.bfloat16), 0, tmp_path / "weights.pt")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_weights_are_broadcast_over_nccl(tmp_path: Path) -> None:
+    sender = BroadcastSender(torch.bfloat16, "nccl", "127.0.0.1")
+    assert_read(sender, 1, tmp_path / "weights.pt")
+    sender.close()

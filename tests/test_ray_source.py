@@ -33,10 +33,11 @@ from torchrl_grpo.trainer.metrics import MetricsLogger, read_jsonl
 
 pytest.importorskip("ray")
 
-from torchrl_grpo.distributed.actors import PackedWeights, Rank, Replica
+from torchrl_grpo.distributed.actors import Rank, Replica
 from torchrl_grpo.distributed.fleet import WorkersLostError
 from torchrl_grpo.distributed.source import RayBatch, RaySource
 from torchrl_grpo.distributed.trainer import RayTrainer, TrainerLostError
+from torchrl_grpo.weight_sync import FileSender, ObjectSender, PackedWeights, Parcel
 
 pytestmark = pytest.mark.ray
 
@@ -141,6 +142,14 @@ class Deadly(Doubling):
         os._exit(1)
 
 
+class SlowEngine(CountingEngine):
+    """Takes its time to read its first weights."""
+
+    def load(self, parcel: Parcel, version: int) -> None:
+        time.sleep(0 if version else 1.0)
+        super().load(parcel, version)
+
+
 class DeadlyEngine(CountingEngine):
     """Ends its process when it is given weights."""
 
@@ -212,6 +221,27 @@ def test_the_published_weights_are_evaluated_and_bound_0_waits_for_them(source_o
         assert source.metrics()["staleness/max"] == 0
         state = source.state_dict()
         assert state["units"] == [] and state["env"]["next_group"] == (version + 1) * BATCH
+
+
+def test_weights_are_there_while_a_replica_reads_them_and_freed_after_that(
+    source_of: Callable[..., RaySource], tmp_path: Path
+) -> None:
+    import ray
+
+    sender, released = FileSender(tmp_path, torch.float32), list[int]()
+
+    def release(version: int) -> None:
+        sender.release(version)
+        released.append(version)
+
+    source = source_of(total_groups=BATCH, max_staleness=2, engine=SlowEngine, release=release)
+    for version in range(3):
+        source.publish(ray.put(sender.pack([("w", torch.tensor([float(version)]))], version)), version)
+    assert released == [1]  # nobody will read it
+    [[(_, token, _)]] = source.probes()
+    assert token.item() == 5 + 2
+    assert released == [1, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["weights_000002.safetensors"]
 
 
 def test_killed_actors_are_replaced_and_every_group_is_trained_once(source_of: Callable[..., RaySource]) -> None:
@@ -368,7 +398,7 @@ class SlowStep:
 
 def make_rank(mesh: object) -> Rank:
     assert mesh is None
-    return Rank(SlowStep(), [])  # type: ignore[arg-type]
+    return Rank(SlowStep(), [], ObjectSender(None))  # type: ignore[arg-type]
 
 
 def test_a_dead_training_rank_ends_the_run_with_the_last_checkpoint_named(
@@ -378,7 +408,7 @@ def test_a_dead_training_rank_ends_the_run_with_the_last_checkpoint_named(
 
     trainer = RayTrainer(make_rank, options=[{"num_cpus": 0}])
     trainer.start()
-    packed = dict(ray.get(trainer.weights()).named())
+    packed = dict(ray.get(trainer.weights()).weights())
     assert packed["w"].dtype == torch.bfloat16 and packed["w"].item() == 1.5
     assert packed["v"].tolist() == [[0, 1, 2], [3, 4, 5]]
     trainer.save(Checkpointer(tmp_path, {}), {})

@@ -29,7 +29,7 @@ from tests.test_weight_sync import response_log_probs
 from torchrl_grpo.generation.base import Completion, SamplingParams
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.starter import starter_path
-from torchrl_grpo.weight_sync import SharedWeights, named_weights, sync_gap
+from torchrl_grpo.weight_sync import FileSender, ObjectSender, SharedSender, named_weights, sync_gap
 
 pytestmark = [
     pytest.mark.vllm,
@@ -170,25 +170,29 @@ def test_abort_starts_running_requests_again_and_counts_them(engine, pool):
     assert engine.restarted_requests - before == 4
 
 
-def test_weights_that_another_process_could_have_written_are_loaded_from_its_block(engine):
-    model, other = make_model(9), make_model(10)
-    shared = SharedWeights({name: weight.shape for name, weight in named_weights(model)}, (), torch.float32)
-    for version, sent in ((9, model), (10, other)):
-        shared.fill(named_weights(sent))
-        engine.load_shared(shared.block, version)
-        assert engine.policy_version == version
-        assert sync_gap(engine, response_log_probs(sent), PROMPTS, SHORT)[1] < ROUNDING
-    wrong = SharedWeights({"model.norm.weight": (3,)}, (), torch.float32)
-    with pytest.raises(RuntimeError, match=r"weights of the block are not those of the engine's model, first "):
-        engine.load_shared(wrong.block, 11)
-    block = shared.block
-    del shared
-    with pytest.raises(RuntimeError, match="are gone"):
-        engine.load_shared(block, 11)
+def test_the_workers_load_what_another_process_sends_and_refuse_what_does_not_fit(engine, tmp_path):
+    senders = [SharedSender(torch.float32), FileSender(tmp_path, torch.float32), ObjectSender(torch.float32)]
+    last = make_model(10)
+    for version, sender in enumerate(senders, start=9):
+        for model in (make_model(version), last):
+            parcel = sender.pack(named_weights(model), version)
+            engine.load(parcel, version)
+            assert engine.policy_version == version
+            assert sync_gap(engine, response_log_probs(model), PROMPTS, SHORT)[1] < ROUNDING
+    for sender in senders[:2]:
+        wrong = sender.pack([("model.norm.weight", torch.zeros(3))], 12)
+        with pytest.raises(
+            RuntimeError, match=r"'model\.norm\.weight' has shape \[3\], the engine's model has \[128\]"
+        ):
+            engine.load(wrong, 12)
+        gone = sender.pack(named_weights(last), 12)
+        sender.release(12)
+        with pytest.raises(RuntimeError, match="are gone"):
+            engine.load(gone, 12)
     with pytest.raises(RuntimeError, match=r"'model\.extra' is not among"):
-        engine.update_weights([("model.extra", torch.zeros(1))], 11)
-    assert engine.policy_version == 10
-    assert sync_gap(engine, response_log_probs(other), PROMPTS, SHORT)[1] < ROUNDING
+        engine.update_weights([("model.extra", torch.zeros(1))], 12)
+    assert engine.policy_version == 11
+    assert sync_gap(engine, response_log_probs(last), PROMPTS, SHORT)[1] < ROUNDING
 
 
 def test_an_update_that_waits_too_long_says_for_what_and_changes_nothing(engine, pool):

@@ -1,13 +1,16 @@
-"""Names, merging, the shared block and the gap, all without vLLM."""
+"""Names, merging, what is sent and read, and the gap, all in this process."""
 
 from __future__ import annotations
 
-import gc
+import json
 import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -16,13 +19,27 @@ from torch import Tensor, nn
 from tests.conftest import make_tiny_model
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.transformers import TransformersEngine
-from torchrl_grpo.weight_sync import SharedWeights, named_weights, sync_gap
+from torchrl_grpo.models.loading import CheckpointWeights
+from torchrl_grpo.weight_sync import (
+    AdapterSender,
+    FileSender,
+    ObjectSender,
+    PlainParcel,
+    Sender,
+    SharedSender,
+    SharedWeights,
+    check_layout,
+    named_adapters,
+    named_weights,
+    sync_gap,
+)
+from torchrl_grpo.weight_sync.named import merged
 
 
-def make_lora(**overrides: object) -> nn.Module:
-    torch.manual_seed(3)
+def make_lora(base: nn.Module | None = None, **overrides: object) -> nn.Module:
     settings: dict = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
-    return get_peft_model(make_tiny_model(), LoraConfig(**(settings | overrides)))
+    base = make_tiny_model() if base is None else base
+    return get_peft_model(base, LoraConfig(**(settings | overrides)))
 
 
 def response_log_probs(model: nn.Module, temperature: float = 1.0):
@@ -77,20 +94,17 @@ def test_named_weights_refuse_an_adapter_that_is_not_added_to_the_weight():
         list(named_weights(make_lora(use_dora=True)))
 
 
-@pytest.fixture
-def shared(tiny_model) -> SharedWeights:
-    shapes = {name: weight.shape for name, weight in tiny_model.named_parameters()}
-    return SharedWeights(shapes, {"lm_head.weight"}, torch.float32)
-
-
-def test_shared_weights_are_seen_by_every_reader_as_they_change(shared):
-    readers = [dict(shared.block.weights()) for _ in range(3)]
-    for seed in (5, 6):
-        sent = dict(named_weights(make_tiny_model(seed)))
-        shared.fill(sent.items())
-        for seen in readers:
-            assert list(seen) == list(sent)
-            assert all(torch.equal(seen[name], sent[name]) for name in sent)
+def test_the_adapters_of_a_lora_model_and_base_weights_make_what_named_weights_gives():
+    for overrides in ({}, {"target_modules": ["q_proj", "embed_tokens"]}):
+        lora, base = make_lora(**overrides), dict(named_weights(make_tiny_model()))
+        expected = {name: weight.clone() for name, weight in named_weights(lora)}
+        for name, delta in named_adapters(lora):
+            base[name] = merged(base[name], [delta])
+        assert base.keys() == expected.keys()
+        assert all(torch.equal(base[name], expected[name]) for name in expected)
+    lora.merge_adapter()
+    with pytest.raises(ValueError, match="are merged into the weight"):
+        list(named_adapters(lora))
 
 
 READER = """
@@ -102,15 +116,13 @@ print(weights["norm"].sum().item(), flush=True)
 """
 
 
-def test_another_process_reads_the_weights_and_keeps_them_when_their_maker_is_gone():
-    shared = SharedWeights({"embed": (4, 2), "norm": (3,)}, (), torch.float32)
-    shared.fill([("norm", torch.full((3,), 2.0)), ("embed", torch.zeros(4, 2))])
+def test_another_process_reads_the_weights_and_keeps_them_when_their_maker_dropped_them():
+    shared = SharedWeights([("norm", torch.full((3,), 2.0)), ("embed", torch.zeros(4, 2))], torch.float32)
     block, before = shared.block, set(os.listdir("/dev/shm"))
     command = [sys.executable, "-c", READER, pickle.dumps(block).hex()]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
         assert float(reader.stdout.readline()) == 6.0
-        del shared
-        gc.collect()
+        shared.close()
         assert reader.communicate("\n")[0].strip() == "6.0"
     assert set(os.listdir("/dev/shm")) <= before
     with pytest.raises(RuntimeError, match="are gone: the process that made them dropped them"):
@@ -118,33 +130,127 @@ def test_another_process_reads_the_weights_and_keeps_them_when_their_maker_is_go
 
 
 def test_another_file_at_the_same_place_is_not_taken_for_the_weights():
-    shared = SharedWeights({"norm": (3,)}, (), torch.float32)
+    shared = SharedWeights([("norm", torch.zeros(3))], torch.float32)
     block = shared.block
-    del shared
-    others = [SharedWeights({"norm": (3,)}, (), torch.float32) for _ in range(50)]
+    shared.close()
+    others = [SharedWeights([("norm", torch.zeros(3))], torch.float32) for _ in range(50)]
     assert block.path in [other.block.path for other in others]
     with pytest.raises(RuntimeError, match="are gone"):
         block.weights()
+    for other in others:
+        other.close()
 
 
-def test_shared_weights_are_cast_to_the_engine_s_dtype(tiny_model):
-    weight = tiny_model.model.norm.weight.detach() + torch.linspace(0, 1, 32)
-    shared = SharedWeights({"norm": weight.shape}, (), torch.bfloat16)
-    shared.fill([("norm", weight)])
-    assert torch.equal(dict(shared.block.weights())["norm"], weight.bfloat16())
+def test_weights_that_cannot_all_be_had_leave_no_block_behind():
+    def broken():
+        yield "norm", torch.zeros(3)
+        raise ValueError("no more")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ValueError, match="no more"):
+        SharedWeights(broken(), torch.float32)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_shared_weights_refuse_unknown_missing_repeated_and_misshapen_weights(shared, tiny_model):
-    weights = list(named_weights(tiny_model))
+class Trained:
+    """Stands for a trainer: a model and its version."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def weights(self):
+        return named_weights(self.model)
+
+    def adapters(self):
+        return named_adapters(self.model)
+
+
+def senders(folder: Path, dtype: torch.dtype) -> list[Sender]:
+    return [ObjectSender(dtype), SharedSender(dtype), FileSender(folder, dtype)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_kind_gives_each_version_as_it_was_sent_until_it_is_released(dtype: torch.dtype, tmp_path: Path):
+    models = [make_tiny_model(seed) for seed in range(3)]
+    for sender in senders(tmp_path, dtype):
+        parcels = [pickle.loads(pickle.dumps(sender.send(Trained(m), v))) for v, m in enumerate(models)]
+        sender.release(0)
+        for parcel, model in list(zip(parcels, models, strict=True))[1:]:
+            got = dict(parcel.weights())
+            assert list(got) == [name for name, _ in named_weights(model)]
+            assert all(torch.equal(got[name], weight.to(dtype)) for name, weight in named_weights(model))
+        if isinstance(parcels[0], PlainParcel):
+            with pytest.raises(RuntimeError, match="are gone"):
+                parcels[0].weights()
+            kind, values = parcels[1].plain()
+            assert dict(json.loads(json.dumps(parcels[1].layout))) == {n: list(w.shape) for n, w in got.items()}
+            assert kind == type(parcels[1]).__name__ and json.dumps(values)
+        sender.close()
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert kept == {"weights_000001.safetensors", "weights_000002.safetensors"}
+
+
+def test_ranks_that_send_nothing_still_take_part_in_the_gathering(tiny_model: nn.Module):
+    asked = []
+
+    class Gathering(Trained):
+        def weights(self):
+            for name, weight in named_weights(self.model):
+                asked.append(name)
+                yield name, weight
+
+    assert ObjectSender(None).send(Gathering(tiny_model), 0, keep=False) is None
+    assert asked == [name for name, _ in named_weights(tiny_model)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_alone_make_the_weights_that_the_trainer_would_have_sent_whole(dtype: torch.dtype, tmp_path: Path):
+    make_tiny_model().save_pretrained(tmp_path)
+    sender = AdapterSender(CheckpointWeights(str(tmp_path), dtype))
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        lora = make_lora(base=CheckpointWeights(str(tmp_path), dtype).model())
+        parcel = sender.send(Trained(lora), seed)
+        sent = len(pickle.dumps(parcel))
+        expected, got = dict(named_weights(lora)), dict(pickle.loads(pickle.dumps(parcel)).weights())
+        assert got.keys() == expected.keys() and {weight.dtype for weight in got.values()} == {dtype}
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
+        assert sent < sum(weight.nbytes for weight in expected.values())
+    unknown = replace(parcel, layers=(("model.extra", *parcel.layers[0][1:]),))
+    with pytest.raises(RuntimeError, match=r"changes 'model\.extra', which is not among the 26 base weights"):
+        unknown.weights()
+
+
+def test_publishing_many_versions_leaks_no_memory_and_no_file(tmp_path: Path):
+    weights = {f"layer.{i}": torch.randn(1000, 250) for i in range(4)}  # 4 MB
+
+    def used() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), psutil.Process().memory_info().rss
+
+    for sender in (SharedSender(torch.float32), FileSender(tmp_path, torch.float32)):
+        for version in range(60):
+            held = dict(sender.pack(weights.items(), version).weights())  # a reader has the older one meanwhile
+            assert torch.equal(held["layer.3"], weights["layer.3"])
+            sender.release(version - 1)
+            if version == 10:
+                files, memory = used()
+        assert used()[0] <= files and used()[1] < memory + 40e6
+        sender.release(version)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_are_not_the_model_s_are_refused(tiny_model: nn.Module):
+    expected = {name: tuple(weight.shape) for name, weight in named_weights(tiny_model)}
+    layout = list(expected.items())
+    check_layout([(name, list(shape)) for name, shape in reversed(layout)], expected)
     with pytest.raises(RuntimeError, match=r"'model\.extra' is not among the 26 weights"):
-        shared.fill([*weights, ("model.extra", torch.zeros(1))])
+        check_layout([*layout, ("model.extra", (1,))], expected)
     with pytest.raises(RuntimeError, match=r"1 of 26 weights are missing .*model\.norm\.weight"):
-        shared.fill((name, weight) for name, weight in weights if name != "model.norm.weight")
+        check_layout([entry for entry in layout if entry[0] != "model.norm.weight"], expected)
     with pytest.raises(RuntimeError, match="sent twice"):
-        shared.fill([*weights, weights[0]])
+        check_layout([*layout, layout[0]], expected)
     with pytest.raises(RuntimeError, match=r"has shape \[31\], the engine's model has \[32\]"):
-        shared.fill((name, weight[1:] if name == "model.norm.weight" else weight) for name, weight in weights)
-    shared.fill([*weights, ("lm_head.weight", weights[0][1])])
+        check_layout([(n, (31,) if n == "model.norm.weight" else s) for n, s in layout], expected)
 
 
 def test_the_gap_is_rounding_for_equal_weights_and_large_for_others(tiny_model):

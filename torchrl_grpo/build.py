@@ -30,7 +30,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.build_resume import Resume, find_resume, restore_trainer
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.source import LocalSource
-from torchrl_grpo.config import AdvantageLevel, Backend, ConfigError, GRPOConfig, Precision, Proximal
+from torchrl_grpo.config import AdvantageLevel, Backend, ConfigError, GRPOConfig, Precision, Proximal, WeightTransfer
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Engine, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
@@ -402,7 +402,13 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         if distributed:
             from torchrl_grpo.build_distributed import check_distributed, distributed_parts
 
-            check_distributed(blueprint)
+            check_distributed(blueprint, cluster)
+        elif config.inference_model.weight_transfer is not WeightTransfer.auto:
+            raise ConfigError(
+                f"inference_model.weight_transfer={config.inference_model.weight_transfer.value} must be auto where "
+                "trainer and engine are in one process, which needs no choice: leave it out, or use "
+                "sota/grpo/grpo-async.py."
+            )
         console = resources.enter_context(Console())
         console.plan(plan_rows(blueprint))
         console.geometry(geometry_rows(blueprint))
@@ -424,7 +430,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         torch.manual_seed(config.seed)
         parts: LocalParts | DistributedParts
         if distributed:
-            parts = distributed_parts(blueprint, max_staleness, resources, cluster)
+            parts = distributed_parts(blueprint, max_staleness, resources, directory, cluster)
         else:
             parts = local_parts(blueprint, resources)
         return Run(

@@ -7,21 +7,26 @@ the driver checked, so that all processes draw the same problems, and only the d
 from __future__ import annotations
 
 import copy
+import os
 import random
+import shutil
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo import build
 from torchrl_grpo.build_resume import check_units, restore_trainer
 from torchrl_grpo.collectors.rollout import RolloutCollector
-from torchrl_grpo.config import Backend, ConfigError, GRPOConfig
+from torchrl_grpo.config import Backend, ConfigError, GRPOConfig, WeightTransfer
 from torchrl_grpo.distributed import cluster
-from torchrl_grpo.distributed.actors import Rank, Replica, own_device
+from torchrl_grpo.distributed.actors import Rank, Replica, own_address, own_device
 from torchrl_grpo.distributed.source import RaySource
 from torchrl_grpo.distributed.trainer import RayTrainer
 from torchrl_grpo.envs import LLMEnv
@@ -31,6 +36,15 @@ from torchrl_grpo.models import loading
 from torchrl_grpo.placement import DevicePlan
 from torchrl_grpo.trainer.evaluation import Evaluator
 from torchrl_grpo.transforms.kl_scoring import KLScoring
+from torchrl_grpo.weight_sync import (
+    AdapterSender,
+    BroadcastSender,
+    CudaIpcSender,
+    FileSender,
+    ObjectSender,
+    Sender,
+    SharedSender,
+)
 
 
 @dataclass
@@ -43,7 +57,7 @@ class DistributedParts:
 
     def refresh_reference(self) -> None:
         """Gives the reference actors the trained weights."""
-        self.source.update_reference(self.trainer.weights())
+        self.source.update_reference(self.trainer.full_weights())
 
     def sync_gap(self) -> tuple[float, float]:
         """The largest mean and the largest difference of log-probs between the trainer and any replica."""
@@ -51,8 +65,12 @@ class DistributedParts:
         return max(mean for mean, _ in gaps), max(largest for _, largest in gaps)
 
 
-def check_distributed(blueprint: build.Blueprint) -> None:
+def check_distributed(blueprint: build.Blueprint, joined: cluster.Cluster | None = None) -> None:
     """Checks what a distributed run asks for, before anything starts.
+
+    Args:
+        blueprint: checked for itself.
+        joined: the Ray cluster to use; None is one on this machine.
 
     Raises:
         ValueError: Ray is missing or too old, or an option does not work over several processes.
@@ -62,10 +80,61 @@ def check_distributed(blueprint: build.Blueprint) -> None:
     unit_rows, _ = unit_geometry(config, len(blueprint.plan.inference))
     if blueprint.resume is not None:
         check_units(blueprint.resume, unit_rows // config.env.repeats, config)
+    choose_transfer(config, blueprint.plan, hosts=1 if joined is None else joined.hosts())
+
+
+def choose_transfer(config: GRPOConfig, plan: DevicePlan, hosts: int) -> WeightTransfer:
+    """How the weights reach the engines, ``auto`` decided.
+
+    Args:
+        config: validated.
+        plan: which role runs where.
+        hosts: machines that the run's processes may lie on.
+
+    Raises:
+        ConfigError: what was asked for does not work there.
+    """
+    asked, lora = config.inference_model.weight_transfer, config.train_model.lora.enabled
+    shared = hosts == 1 and hasattr(os, "memfd_create")
+    on_cuda = plan.train[0].type == "cuda"
+    same_gpu = on_cuda and all(replica == plan.train[:1] for replica in plan.inference)
+    if asked is WeightTransfer.auto:
+        if lora:
+            return WeightTransfer.adapters
+        if on_cuda:
+            return WeightTransfer.cuda_ipc if same_gpu else WeightTransfer.broadcast
+        return WeightTransfer.shared_memory if shared else WeightTransfer.object_store
+    field = f"inference_model.weight_transfer={asked.value}"
+    if asked is WeightTransfer.adapters and not lora:
+        raise ConfigError(
+            f"{field} needs train_model.lora.enabled=true, because without adapters there is nothing but the whole "
+            "weights to send: use inference_model.weight_transfer=auto."
+        )
+    if asked is WeightTransfer.shared_memory and not shared:
+        raise ConfigError(
+            f"{field} needs one machine with Linux for all processes, and there are {hosts} with {sys.platform}: use "
+            "inference_model.weight_transfer=object_store."
+        )
+    if asked is WeightTransfer.cuda_ipc and not same_gpu:
+        raise ConfigError(
+            f"{field} needs trainer and engine on one GPU, and they are on {plan.train[0]} and "
+            f"{', '.join(str(device) for replica in plan.inference for device in replica)}: use "
+            f"inference_model.weight_transfer={'broadcast' if on_cuda else 'auto'}."
+        )
+    if asked is WeightTransfer.broadcast and plan.colocated:
+        raise ConfigError(
+            f"{field} needs trainer and engine on different GPUs, because nccl does not connect a GPU with itself, and "
+            f"both are on {plan.train[0]}: use inference_model.weight_transfer=cuda_ipc."
+        )
+    return asked
 
 
 def distributed_parts(
-    blueprint: build.Blueprint, max_staleness: int, resources: ExitStack, joined: cluster.Cluster | None = None
+    blueprint: build.Blueprint,
+    max_staleness: int,
+    resources: ExitStack,
+    directory: Path,
+    joined: cluster.Cluster | None = None,
 ) -> DistributedParts:
     """Starts the actors of a run.
 
@@ -73,6 +142,7 @@ def distributed_parts(
         blueprint: checked.
         max_staleness: 0 is synchronous.
         resources: what must be ended is put there.
+        directory: of the run.
         joined: the Ray cluster to use; None starts one on this machine.
 
     Raises:
@@ -83,14 +153,16 @@ def distributed_parts(
     unit_env = build.make_env(blueprint, "train", unit_rows, config.env.repeats)
     in_flight: Any = config.inference_model.in_flight.value
     ray = cluster.start() if joined is None else joined
+    folder = directory / "weights"
+    resources.callback(shutil.rmtree, folder, ignore_errors=True)
     resources.callback(ray.shutdown)
+    transfer = choose_transfer(config, plan, ray.hosts())
+    torchrl_logger.info(f"The weights reach the engines by inference_model.weight_transfer={transfer.value}.")
     place = ray.place(plan)
-    refreshed = config.ref_model.refresh_every is not None
     trainer = RayTrainer(
-        partial(make_rank, _without_test_split(blueprint)),
+        partial(make_rank, _without_test_split(blueprint), transfer, folder),
         options=place.train,
         tensor_parallel_size=config.train_model.tensor_parallel_size,
-        weights_dtype=None if refreshed else getattr(torch, config.inference_model.dtype.value),
         resumed_from=None if blueprint.resume is None else blueprint.resume.path,
     )
     resources.callback(trainer.close)
@@ -107,6 +179,7 @@ def distributed_parts(
         max_staleness=max_staleness,
         in_flight=in_flight,
         seed=config.seed,
+        release=trainer.release,
         samples=trainer.samples,
     )
     resources.callback(source.close)
@@ -138,8 +211,26 @@ def unit_geometry(config: GRPOConfig, replicas: int) -> tuple[int, int]:
     return (share, 1) if config.inference_model.backend is Backend.transformers else (repeats, share // repeats)
 
 
-def make_rank(blueprint: build.Blueprint, mesh: DeviceMesh | None) -> Rank:
-    """A training rank, in its process."""
+def make_sender(config: GRPOConfig, transfer: WeightTransfer, folder: Path) -> Sender:
+    """The trainer's side of a weight transfer, in a rank's process; ``folder`` is for files."""
+    dtype = getattr(torch, config.inference_model.dtype.value)
+    if transfer is WeightTransfer.adapters:
+        model = config.model
+        trained = getattr(torch, config.train_model.dtype.value)
+        return AdapterSender(loading.CheckpointWeights(model.name, trained, model.trust_remote_code))
+    if transfer is WeightTransfer.shared_memory:
+        return SharedSender(dtype)
+    if transfer is WeightTransfer.file:
+        return FileSender(folder, dtype)
+    if transfer is WeightTransfer.broadcast:
+        return BroadcastSender(dtype, "nccl" if own_device().type == "cuda" else "gloo", own_address())
+    if transfer is WeightTransfer.cuda_ipc:
+        return CudaIpcSender(dtype)
+    return ObjectSender(dtype)
+
+
+def make_rank(blueprint: build.Blueprint, transfer: WeightTransfer, folder: Path, mesh: DeviceMesh | None) -> Rank:
+    """A training rank, in its process; see ``make_sender``."""
     blueprint = _here(blueprint)
     config = blueprint.config
     random.seed(config.seed)
@@ -150,7 +241,7 @@ def make_rank(blueprint: build.Blueprint, mesh: DeviceMesh | None) -> Rank:
         transforms.append(("reference", build.make_reference(blueprint, trainer.model)))
     if blueprint.resume is not None:
         restore_trainer(trainer, blueprint.resume)
-    return Rank(trainer, [*transforms, *build.batch_transforms(config)])
+    return Rank(trainer, [*transforms, *build.batch_transforms(config)], make_sender(config, transfer, folder))
 
 
 def make_replica(blueprint: build.Blueprint, unit_env: LLMEnv, slots: int) -> Replica:

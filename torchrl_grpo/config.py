@@ -81,6 +81,18 @@ class InFlight(Enum):
     abort = "abort"
 
 
+class WeightTransfer(Enum):
+    """Ways of the trainer's weights to engines in other processes."""
+
+    auto = "auto"
+    object_store = "object_store"
+    shared_memory = "shared_memory"
+    file = "file"
+    adapters = "adapters"
+    broadcast = "broadcast"
+    cuda_ipc = "cuda_ipc"
+
+
 class Proximal(Enum):
     """Policies that the ratio can be taken to."""
 
@@ -222,6 +234,11 @@ class InferenceModelConfig:
     in_flight: InFlight = InFlight.wait
     """What new weights do to sequences that are being sampled: wait for their end, keep them and go on with the new
     weights, or abort them and begin them again. keep and abort need vllm."""
+    weight_transfer: WeightTransfer = WeightTransfer.auto
+    """How the trainer's weights reach engines in other processes: object_store (Ray's, anywhere), shared_memory (of one
+    machine), file (in the run's folder, which all machines must have), adapters (LoRA: they alone), broadcast (nccl
+    between GPUs, gloo between CPUs) or cuda_ipc (one GPU). auto takes adapters with LoRA; else, without GPUs,
+    shared_memory on one machine and object_store on several, and with GPUs cuda_ipc on a shared one, or broadcast."""
     check_sync: bool = False
     """Whether engine and trainer are compared on a few tokens after each weight sync."""
     check_sync_tolerance: float = limited(0.05, gt=0)

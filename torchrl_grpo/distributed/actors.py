@@ -10,13 +10,11 @@ import os
 import queue
 import socket
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
@@ -34,7 +32,7 @@ from torchrl_grpo.trainer.checkpoint import Checkpointer
 from torchrl_grpo.trainer.evaluation import Evaluator
 from torchrl_grpo.trainer.step import GRPOTrainer
 from torchrl_grpo.transforms.kl_scoring import KLScoring
-from torchrl_grpo.weight_sync import log_prob_gap, sample_probe
+from torchrl_grpo.weight_sync import ObjectSender, Parcel, Sender, log_prob_gap, sample_probe
 
 
 @dataclass(frozen=True)
@@ -73,35 +71,6 @@ class UnitReport:
     engine: dict[str, Any] | None
     dynamic: GroupCounts | None = None
     rewards: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class PackedWeights:
-    """All weights of a model as arrays, which Ray shares between the processes of a host without copying them.
-
-    Attributes:
-        parts: name, shape, dtype and bytes of each weight.
-    """
-
-    parts: tuple[tuple[str, tuple[int, ...], torch.dtype, np.ndarray[Any, Any]], ...]
-
-    @classmethod
-    def pack(cls, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> PackedWeights:
-        """Takes weights, which may come one at a time; ``dtype`` None keeps theirs."""
-        parts = []
-        for name, weight in weights:
-            value = weight.detach().to("cpu", dtype or weight.dtype).contiguous()
-            # NumPy has no bfloat16.
-            parts.append((name, tuple(value.shape), value.dtype, value.reshape(-1).view(torch.uint8).numpy()))
-        return cls(tuple(parts))
-
-    def named(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of each weight; the tensors are views that must not be written to."""
-        for name, shape, dtype, data in self.parts:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns that the memory is read-only, and nobody writes to it
-                flat = torch.from_numpy(data)
-            yield name, flat.view(dtype).view(shape)
 
 
 @dataclass
@@ -147,10 +116,10 @@ class RolloutActor:
         else:
             self._replica.engine.load_state_dict(state)
 
-    def update(self, weights: PackedWeights, version: int) -> float:
+    def update(self, parcel: Parcel, version: int) -> float:
         """Gives the engine new weights; returns the seconds that it took."""
         start = time.perf_counter()
-        self._replica.engine.update_weights(weights.named(), version)
+        self._replica.engine.load(parcel, version)
         return time.perf_counter() - start
 
     def play(self, unit: Unit) -> tuple[Any, ...]:
@@ -210,9 +179,9 @@ class ReferenceActor:
         self._scoring = self._factory()
         return os.getpid()
 
-    def update(self, weights: PackedWeights) -> None:
+    def update(self, parcel: Parcel) -> None:
         """Replaces the reference model's weights."""
-        self._scoring.update_weights(weights.named())
+        self._scoring.update_weights(parcel.weights())
 
     def score(self, *groups: TensorDictBase) -> tuple[Any, ...]:
         """Scores the groups of a unit in one batch; returns the seconds and the groups."""
@@ -230,10 +199,12 @@ class Rank:
     Attributes:
         trainer: sees the whole batch and trains its share.
         transforms: what is applied to the whole batch first, by name: reward shaping, advantage.
+        sender: gives the weights to the engines.
     """
 
     trainer: GRPOTrainer
     transforms: Sequence[tuple[str, Callable[[TensorDictBase], TensorDictBase]]]
+    sender: Sender
 
 
 class TrainerActor:
@@ -250,11 +221,9 @@ class TrainerActor:
 
     def address(self) -> str:
         """Where the ranks can meet: a port of this process's host that is free now."""
-        import ray
-
         with socket.socket() as free:
             free.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+            return f"tcp://{own_address()}:{free.getsockname()[1]}"
 
     def setup(self, address: str, timeout_s: float) -> int:
         """Joins the process group, if there is more than one rank, and makes the parts; returns the process id."""
@@ -292,14 +261,19 @@ class TrainerActor:
             self._batch = batch
         return trainer.version, trainer.optim_steps, metrics
 
-    def weights(self, dtype: torch.dtype | None) -> tuple[int, PackedWeights | None]:
-        """The version and, on rank 0, all weights; the other ranks take part in gathering them, one at a time."""
+    def weights(self) -> tuple[int, Parcel | None]:
+        """The version and, on rank 0, where the engines find its weights."""
         trainer = self._parts.trainer
-        if self._rank == 0:
-            return trainer.version, PackedWeights.pack(trainer.weights(), dtype)
-        for _ in trainer.weights():
-            pass
-        return trainer.version, None
+        return trainer.version, self._parts.sender.send(trainer, trainer.version, keep=self._rank == 0)
+
+    def full_weights(self) -> tuple[int, Parcel | None]:
+        """The version and, on rank 0, the weights themselves in the trainer's dtype."""
+        trainer = self._parts.trainer
+        return trainer.version, ObjectSender(None).send(trainer, trainer.version, keep=self._rank == 0)
+
+    def release(self, version: int) -> None:
+        """Frees the weights of a version, which nobody reads any more."""
+        self._parts.sender.release(version)
 
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path | None:
         """Writes a checkpoint, from rank 0."""
@@ -321,6 +295,13 @@ class TrainerActor:
 def own_device() -> torch.device:
     """What this process computes on: an actor sees the devices that it was given and no others."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def own_address() -> str:
+    """Where other machines reach this one."""
+    import ray
+
+    return ray.util.get_node_ip_address()
 
 
 def _be_quiet() -> None:

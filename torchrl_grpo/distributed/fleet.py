@@ -49,7 +49,7 @@ class ReplicaWorker(Worker):
         super().__init__(name, make)
         self.seed = seed
         self.version: int | None = None
-        self.updating = False
+        self.updating: int | None = None  # the version that it is being given
         self.units: list[Work] = []
         self.engine_state: dict[str, Any] | None = None
 
@@ -85,6 +85,7 @@ class Fleet:
         max_staleness: int,
         in_flight: InFlight,
         seed: int,
+        release: Callable[[int], None],
         dead_s: float,
     ) -> None:
         import ray
@@ -95,6 +96,7 @@ class Fleet:
         self._total_groups = total_groups
         self._rounds = rounds
         self._in_flight = in_flight
+        self._release = release
         self._dead_s = dead_s
         self.buffer = GroupBuffer(groups_per_batch, max_staleness)
         self.events = Events()
@@ -118,16 +120,16 @@ class Fleet:
         self._unplayed: deque[Work] = deque()
         self._unscored: deque[Work] = deque()
         self._scoring: dict[Worker, list[Work]] = {worker: [] for worker in self.references}
-        self._weights: Any = None
+        self._parcels: dict[int, Any] = {}  # the published one, and older ones that replicas still read
         self._reference_weights: Any = None
         self._dynamic: Counter[str] = Counter()  # what dynamic sampling did since the latest batch
         self._rewards: Counter[str] = Counter()  # what the reward workers counted so far
         self._update_s = 0.0
         self._most_waiting = 0
 
-    def publish(self, weights: Any, version: int) -> None:
-        """Takes the weights of a trained batch, a reference to ``PackedWeights``."""
-        self._weights, self.published = weights, version
+    def publish(self, parcel: Any, version: int) -> None:
+        """Takes the weights of a trained batch, a reference to a ``Parcel``."""
+        self._parcels[version], self.published = parcel, version
         self.buffer.publish(version)
         self.work()
 
@@ -182,10 +184,11 @@ class Fleet:
                 self._start(worker)
         for replica in self.replicas:
             idle = self._in_flight != "wait" or not replica.units
-            if replica.ready and not replica.updating and replica.version != self.published and idle:
+            if replica.ready and replica.updating is None and replica.version != self.published and idle:
                 self._update(replica)
         self._score()
         self._play()
+        self._release_old()
         self._most_waiting = max(self._most_waiting, self.buffer.waiting)
         for kind in (self.replicas, self.references):
             self._check_alive(kind)
@@ -200,7 +203,7 @@ class Fleet:
             return
         worker.started(pid)
         if isinstance(worker, ReplicaWorker):
-            worker.version, worker.updating = None, False
+            worker.version = None
             self.ask(worker, actor.restore.remote(worker.seed, worker.engine_state), lambda _: None)
         elif self._reference_weights is not None:
             self.ask(worker, actor.update.remote(self._reference_weights), lambda _: None)
@@ -236,6 +239,7 @@ class Fleet:
         torchrl_logger.warning(f"{worker.name} (process {worker.pid}) is gone, a new one starts: {_first_line(error)}")
         worker.lost(error)
         if isinstance(worker, ReplicaWorker):
+            worker.updating = None
             for work in reversed(worker.units):
                 _give_up_after(work.attempts, work, "rollout", error)
                 for group in work.left:
@@ -261,13 +265,20 @@ class Fleet:
 
     def _update(self, replica: ReplicaWorker) -> None:
         assert self.published is not None
-        replica.updating = True
-        answer = replica.actor.update.remote(self._weights, self.published)
+        replica.updating = self.published
+        answer = replica.actor.update.remote(self._parcels[self.published], self.published)
         self.ask(replica, answer, partial(self._updated, replica, self.published))
 
     def _updated(self, replica: ReplicaWorker, version: int, seconds: float) -> None:
-        replica.updating, replica.version = False, version
+        replica.updating, replica.version = None, version
         self._update_s = seconds
+
+    def _release_old(self) -> None:
+        """Gives back the weights that nobody reads and nobody will be given."""
+        used = {self.published, *(replica.updating for replica in self.replicas)}
+        for version in self._parcels.keys() - used:
+            del self._parcels[version]
+            self._release(version)
 
     def _play(self) -> None:
         """Gives units to the replicas that have the published weights, the one with the fewest first."""
@@ -347,7 +358,7 @@ class Fleet:
 
     def is_current(self, replica: ReplicaWorker) -> bool:
         """Whether a replica is there and has the published weights."""
-        return replica.ready and not replica.updating and replica.version == self.published
+        return replica.ready and replica.updating is None and replica.version == self.published
 
     def batch_metrics(self, works: Sequence[Work]) -> dict[str, float]:
         """What is known of the batch that was taken and of the work around it, named ``section/name``."""

@@ -60,6 +60,7 @@ class RaySource:
         in_flight: what happens to units that are being played when weights arrive. ``wait`` ends them before, ``keep``
             goes on with the new weights and ``abort`` has the engine begin them again: both need an engine that can.
         seed: of the engines' draws.
+        release: called with each published version that no replica reads or will read any more.
         samples: gives rows of the latest batch for ``samples.jsonl``.
         patience_s: longest wait for anything.
         dead_s: how long all rollout actors, or all reference actors, may be dead before the run ends.
@@ -82,6 +83,7 @@ class RaySource:
         max_staleness: int,
         in_flight: InFlight = "wait",
         seed: int = 0,
+        release: Callable[[int], None] = lambda version: None,
         samples: Callable[[int], list[dict[str, Any]]] = lambda most: [],
         patience_s: float = 1800.0,
         dead_s: float = 300.0,
@@ -103,6 +105,7 @@ class RaySource:
             max_staleness=max_staleness,
             in_flight=in_flight,
             seed=seed,
+            release=release,
             dead_s=dead_s,
         )
         self.max_staleness = max_staleness
@@ -151,7 +154,7 @@ class RaySource:
         """Gives out the weights of a trained batch. Returns at once: each replica takes them when it can.
 
         Args:
-            weights: reference to ``PackedWeights``.
+            weights: reference to a ``Parcel``.
             version: their version.
         """
         with self._changed:
@@ -159,7 +162,11 @@ class RaySource:
             self._fleet.publish(weights, version)
 
     def update_reference(self, weights: Any) -> None:
-        """Replaces the weights of the reference actors, for all that they score from now on."""
+        """Replaces the weights of the reference actors, for all that they score from now on.
+
+        Args:
+            weights: reference to a ``Parcel`` that is there as long as the reference.
+        """
         with self._changed:
             self._fleet.update_reference(weights)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedTokenizerBase
@@ -43,7 +42,6 @@ class RayTrainer:
     Keyword Args:
         options: for each rank, Ray's options for its actor.
         tensor_parallel_size: ranks that compute each layer together.
-        weights_dtype: dtype in which ``weights`` travel; None is the trainer's own.
         patience_s: longest wait for anything, and the timeout of the process group.
         resumed_from: the checkpoint that the factory restores.
     """
@@ -54,7 +52,6 @@ class RayTrainer:
         *,
         options: Sequence[Mapping[str, Any]],
         tensor_parallel_size: int = 1,
-        weights_dtype: torch.dtype | None = None,
         patience_s: float = 1800.0,
         resumed_from: Path | None = None,
     ) -> None:
@@ -63,7 +60,6 @@ class RayTrainer:
         self.version = 0
         self.optim_steps = 0
         self.pids: list[int] = []
-        self._weights_dtype = weights_dtype
         self._patience_s = patience_s
         self._last_checkpoint = resumed_from
         remote = ray.remote(TrainerActor)
@@ -97,10 +93,22 @@ class RayTrainer:
         return metrics
 
     def weights(self) -> Any:
-        """A reference to the ``PackedWeights`` of the current version."""
-        answers = [rank.weights.options(num_returns=2).remote(self._weights_dtype) for rank in self._ranks]
+        """A reference to the ``Parcel`` of the current version, which is there until ``release``."""
+        return self._gather([rank.weights for rank in self._ranks])
+
+    def full_weights(self) -> Any:
+        """The same in the trainer's own dtype, adapters merged, and there as long as the reference."""
+        return self._gather([rank.full_weights for rank in self._ranks])
+
+    def _gather(self, methods: Sequence[Any]) -> Any:
+        answers = [method.options(num_returns=2).remote() for method in methods]
         self._ask("gather the weights", [version for version, _ in answers])
         return answers[0][1]
+
+    def release(self, version: int) -> None:
+        """Frees the parcel of a version that nobody reads or will read any more. Returns at once."""
+        if self._ranks:
+            self._ranks[0].release.remote(version)
 
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
         """See ``GRPOTrainer.save``; rank 0 writes the file."""

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from torchrl_grpo.weight_sync import Parcel
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -107,6 +109,18 @@ class Engine(ABC):
         Raises:
             RuntimeError: a name is unknown, missing, or has another shape; the engine then keeps its version.
         """
+
+    def load(self, parcel: Parcel, version: int) -> None:
+        """Replaces all weights by those that another process sends.
+
+        Args:
+            parcel: says where they are; it must stay valid until the call returns.
+            version: the new ``policy_version``.
+
+        Raises:
+            RuntimeError: as in ``update_weights``; or the weights are gone or could not be had.
+        """
+        self.update_weights(parcel.weights(), version)
 
     def seed(self, seed: int) -> None:  # noqa: B027
         """Makes the draws from here on reproducible, as far as the engine can."""

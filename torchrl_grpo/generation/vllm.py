@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import gc
 import os
+import uuid
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams, greedy
-from torchrl_grpo.weight_sync import SharedBlock, SharedWeights
+from torchrl_grpo.weight_sync import SharedBlock, SharedWeights, check_layout
 
 _has_vllm = find_spec("vllm") is not None
 
@@ -109,7 +109,7 @@ def engine_arguments(
         "block_size": 32 if on_cpu else None,
         "trust_remote_code": trust_remote_code,
         "distributed_executor_backend": "mp",
-        "worker_extension_cls": "torchrl_grpo.weight_sync.WeightSyncExtension",
+        "worker_extension_cls": "torchrl_grpo.weight_sync.worker.WeightSyncExtension",
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # no sampling defaults from the checkpoint
         "skip_tokenizer_init": True,
@@ -132,7 +132,7 @@ class VLLMBase(Engine):
         self.max_model_len: int = model_config.max_model_len
         self._dtype: torch.dtype = model_config.dtype
         self._hf_config, self._trust_remote_code = config, model_config.trust_remote_code
-        self._shared: SharedWeights | None = None
+        self._name = uuid.uuid4().hex
 
     @cached_property
     def _expected_weights(self) -> tuple[dict[str, torch.Size], set[str]]:
@@ -149,12 +149,16 @@ class VLLMBase(Engine):
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of ``WeightSyncExtension`` in every worker; strings, numbers, bytes and lists alone travel."""
 
-    def _fill(self, weights: Iterable[tuple[str, Tensor]]) -> SharedBlock:
-        """Puts the weights where the workers can read them."""
-        if self._shared is None:
-            self._shared = SharedWeights(*self._expected_weights, self._dtype)
-        self._shared.fill(weights)
-        return self._shared.block
+    @contextmanager
+    def _shared(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[SharedBlock]:
+        """The weights where the workers can read them; checked, so that a bad update leaves the engine as it was."""
+        shapes, tied = self._expected_weights
+        shared = SharedWeights(((name, weight) for name, weight in weights if name not in tied), self._dtype)
+        try:
+            check_layout(shared.block.layout, shapes)
+            yield shared.block
+        finally:
+            shared.close()
 
     def _sampling_params(self, prompt_len: int, n: int, params: SamplingParams) -> Any:
         from vllm import SamplingParams as VLLMSamplingParams
@@ -271,9 +275,9 @@ class VLLMEngine(VLLMBase):
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         llm = self._open()
-        block = self._fill(weights)
-        self.wake()
-        self._rpc("load_shared_weights", *astuple(block))
+        with self._shared(weights) as block:
+            self.wake()
+            self._rpc("load_parcel", *block.plain(), self._name)
         if not llm.reset_prefix_cache():  # keys and values of the old weights
             raise RuntimeError(f"vLLM did not drop its prefix cache in the update to version {version}.")
         self.policy_version = version
@@ -293,7 +297,6 @@ class VLLMEngine(VLLMBase):
     def close(self) -> None:
         llm, self._llm = self._llm, None
         if llm is not None:
-            self._shared = None
             llm.llm_engine.engine_core.shutdown()
             del llm
             gc.collect()  # its message queues hold shared memory until they are collected

@@ -18,7 +18,6 @@ import select
 import signal
 import threading
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import astuple
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -34,7 +33,7 @@ from torchrl_grpo.generation.vllm import (
     starting_vllm,
 )
 from torchrl_grpo.processes import die_with_parent
-from torchrl_grpo.weight_sync import SharedBlock
+from torchrl_grpo.weight_sync import Parcel, PlainParcel, check_layout
 
 InFlight = Literal["wait", "keep", "abort"]
 
@@ -249,40 +248,30 @@ class AsyncVLLMEngine(VLLMBase):
 
         Raises:
             RuntimeError: a name is unknown, missing or has another shape (the engine then goes on with the weights and
-                the version that it has); or as in ``load_shared``.
-            TimeoutError: as in ``load_shared``.
-        """
-        with self._updating:
-            self._call(self._update(self._fill(weights), version))
-
-    def load_shared(self, block: SharedBlock, version: int) -> None:
-        """Replaces all weights by those that another process wrote into a ``SharedWeights``.
-
-        Args:
-            block: ``SharedWeights.block`` of a process on this machine, already filled, and not to be filled again
-                before this call returns. Any number of engines may read it at the same time.
-            version: the new ``policy_version``.
-
-        Raises:
-            RuntimeError: the block is gone, or its weights are not those of the engine's model (the engine then goes on
-                with the weights and the version that it has); the workers failed to load them in time (no call works
-                any more); or the engine is closed or its process has ended.
+                the version that it has); the workers failed to load the weights in time (no call works any more); or
+                the engine is closed or its process has ended.
             TimeoutError: requests ran for longer than ``update_timeout``; the engine goes on with the weights and the
                 version that it has.
         """
-        names_and_shapes = {name: torch.Size(shape) for name, shape in block.layout}
-        expected = self._expected_weights[0]
-        wrong = [n for n in {**expected, **names_and_shapes} if expected.get(n) != names_and_shapes.get(n)]
-        if wrong:
-            raise RuntimeError(
-                f"{len(wrong)} weights of the block are not those of the engine's model, first {wrong[0]!r}: the block "
-                f"has {names_and_shapes.get(wrong[0])}, the model {expected.get(wrong[0])}."
-            )
-        block.weights()  # raises here, before anything is paused, if the block is gone
-        with self._updating:
+        with self._updating, self._shared(weights) as block:
             self._call(self._update(block, version))
 
-    async def _update(self, block: SharedBlock, version: int) -> None:
+    def load(self, parcel: Parcel, version: int) -> None:
+        """As in ``Engine``; the workers read the parcel by themselves where that is possible.
+
+        Raises:
+            RuntimeError, TimeoutError: as in ``update_weights``, or the weights are gone (the engine then goes on with
+                those that it has).
+        """
+        if not isinstance(parcel, PlainParcel):
+            super().load(parcel, version)
+            return
+        check_layout(parcel.layout, self._expected_weights[0])
+        parcel.check()
+        with self._updating:
+            self._call(self._update(parcel, version))
+
+    async def _update(self, parcel: PlainParcel, version: int) -> None:
         waiting_for = ""
         try:
             async with asyncio.timeout(self._update_timeout):
@@ -294,7 +283,7 @@ class AsyncVLLMEngine(VLLMBase):
                 # Also drops all keys and values: the prefix cache, and what paused requests have computed.
                 await self._llm.pause_generation(mode=self._in_flight)
                 waiting_for = "the workers to load the weights"
-                await self._load(block, version)
+                await self._load(parcel, version)
         except TimeoutError:
             raise TimeoutError(
                 f"the update to version {version} waited over {self._update_timeout:g} s for {waiting_for} "
@@ -310,9 +299,9 @@ class AsyncVLLMEngine(VLLMBase):
         except TimeoutError:
             self._finish(f"vLLM did not resume within {SHUTDOWN_TIMEOUT_S:g} s of an update: make a new engine.")
 
-    async def _load(self, block: SharedBlock, version: int) -> None:
+    async def _load(self, parcel: PlainParcel, version: int) -> None:
         try:
-            await self._llm.collective_rpc("load_shared_weights", args=astuple(block))
+            await self._llm.collective_rpc("load_parcel", args=(*parcel.plain(), self._name))
         except BaseException:
             self._finish(
                 f"vLLM's workers failed to load the weights of version {version}, or did not within "
@@ -343,7 +332,7 @@ class AsyncVLLMEngine(VLLMBase):
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join()
             loop.close()
-            self._llm = self._shared = None
+            self._llm = None
             for worker in self._workers:
                 _end_process(worker)
             gc.collect()  # its message queues hold shared memory until they are collected

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrl._utils import logger as torchrl_logger
 from transformers import (
     AutoConfig,
@@ -19,6 +21,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torchrl_grpo.starter import starter_path
+from torchrl_grpo.weight_sync import named_weights
 
 STARTER = "starter"
 """The model name that stands for the model shipped with the package."""
@@ -171,6 +174,29 @@ def load_model(
     except (OSError, ValueError) as error:
         raise _unreachable(name, "weights", error) from error
     return model.to(device).eval()
+
+
+@dataclass(frozen=True)
+class CheckpointWeights:
+    """Gives the weights of a checkpoint, on the CPU, wherever it is called.
+
+    Args:
+        name: folder or hub name.
+        dtype: of the weights.
+        trust_remote_code: whether the repository's own code may run.
+    """
+
+    name: str
+    dtype: torch.dtype
+    trust_remote_code: bool = False
+
+    def model(self) -> PreTrainedModel:
+        """Loads the model."""
+        cpu = torch.device("cpu")
+        return load_model(self.name, dtype=self.dtype, device=cpu, trust_remote_code=self.trust_remote_code)
+
+    def __call__(self) -> Iterator[tuple[str, Tensor]]:
+        return named_weights(self.model())
 
 
 def count_parameters(config: PretrainedConfig) -> int:

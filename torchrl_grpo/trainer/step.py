@@ -33,7 +33,7 @@ from torchrl_grpo.models.sharding import (
 from torchrl_grpo.objectives.grpo import LOSS_WEIGHTS, GRPOLoss
 from torchrl_grpo.trainer.checkpoint import Checkpointer
 from torchrl_grpo.transforms.kl_scoring import KLScoring
-from torchrl_grpo.weight_sync import named_weights
+from torchrl_grpo.weight_sync import LoraDelta, named_adapters, named_weights
 
 
 class NonFiniteError(RuntimeError):
@@ -115,6 +115,10 @@ class GRPOTrainer:
         They are gathered while one iterates, so all ranks iterate to the end; who needs no weights drops them.
         """
         return named_weights(self.model)
+
+    def adapters(self) -> Iterator[tuple[str, LoraDelta]]:
+        """What the adapters of a LoRA model add to its base model's weights; gathered as in ``weights``."""
+        return named_adapters(self.model)
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> list[Tensor]:

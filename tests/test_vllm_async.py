@@ -28,8 +28,18 @@ from tests.test_vllm import ROUNDING
 from tests.test_weight_sync import response_log_probs
 from torchrl_grpo.generation.base import Completion, SamplingParams
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
+from torchrl_grpo.models.loading import CheckpointWeights, add_lora
 from torchrl_grpo.starter import starter_path
-from torchrl_grpo.weight_sync import FileSender, ObjectSender, SharedSender, named_weights, sync_gap
+from torchrl_grpo.weight_sync import (
+    AdapterSender,
+    BroadcastSender,
+    FileSender,
+    ObjectSender,
+    SharedSender,
+    named_adapters,
+    named_weights,
+    sync_gap,
+)
 
 pytestmark = [
     pytest.mark.vllm,
@@ -171,7 +181,8 @@ def test_abort_starts_running_requests_again_and_counts_them(engine, pool):
 
 
 def test_the_workers_load_what_another_process_sends_and_refuse_what_does_not_fit(engine, tmp_path):
-    senders = [SharedSender(torch.float32), FileSender(tmp_path, torch.float32), ObjectSender(torch.float32)]
+    broadcast = BroadcastSender(torch.float32, "gloo", "127.0.0.1")
+    senders = [SharedSender(torch.float32), FileSender(tmp_path, torch.float32), broadcast, ObjectSender(torch.float32)]
     last = make_model(10)
     for version, sender in enumerate(senders, start=9):
         for model in (make_model(version), last):
@@ -179,6 +190,13 @@ def test_the_workers_load_what_another_process_sends_and_refuse_what_does_not_fi
             engine.load(parcel, version)
             assert engine.policy_version == version
             assert sync_gap(engine, response_log_probs(model), PROMPTS, SHORT)[1] < ROUNDING
+    lora = add_lora(CheckpointWeights(str(starter_path()), torch.float32).model(), r=4, alpha=8, dropout=0.0)
+    for name, weight in lora.named_parameters():
+        torch.nn.init.normal_(weight, std=0.1) if "lora_B" in name else None
+    engine.load(AdapterSender(CheckpointWeights(str(starter_path()), torch.float32)).pack(named_adapters(lora), 13), 13)
+    assert sync_gap(engine, response_log_probs(lora), PROMPTS, SHORT)[1] < ROUNDING
+    engine.load(senders[0].pack(named_weights(last), 12), 12)
+    broadcast.close()
     for sender in senders[:2]:
         wrong = sender.pack([("model.norm.weight", torch.zeros(3))], 12)
         with pytest.raises(
@@ -191,7 +209,7 @@ def test_the_workers_load_what_another_process_sends_and_refuse_what_does_not_fi
             engine.load(gone, 12)
     with pytest.raises(RuntimeError, match=r"'model\.extra' is not among"):
         engine.update_weights([("model.extra", torch.zeros(1))], 12)
-    assert engine.policy_version == 11
+    assert engine.policy_version == 12
     assert sync_gap(engine, response_log_probs(last), PROMPTS, SHORT)[1] < ROUNDING
 
 

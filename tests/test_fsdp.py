@@ -299,7 +299,7 @@ def worst(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> fl
 
 @pytest.mark.parametrize(
     ("name", "weights_within", "metrics_within"),
-    [("full", 1e-6, 1e-6), ("lora", 1e-7, 1e-6), ("full_float64", 1e-15, 1e-6), ("lora_float64", 1e-14, 1e-6)],
+    [("full", 1e-6, 5e-6), ("lora", 1e-7, 5e-6), ("full_float64", 1e-15, 1e-6), ("lora_float64", 1e-14, 1e-6)],
 )
 def test_five_steps_on_several_ranks_are_those_of_one_process(
     name: str, weights_within: float, metrics_within: float, ranks: list[dict[str, Any]], single: dict[str, Any]
@@ -438,7 +438,7 @@ def test_layers_split_over_pairs_train_like_one_process(
         assert rank[name]["metrics"] == grid[0][name]["metrics"]
     for got, metrics in zip(grid[0][name]["metrics"], single[name]["metrics"], strict=True):
         for key in metrics.keys() - {"train/micro_batches"}:
-            assert got[key] == pytest.approx(metrics[key], rel=1e-6, abs=1e-6), key
+            assert got[key] == pytest.approx(metrics[key], rel=5e-6, abs=5e-6), key
 
 
 def test_split_layers_are_scaled_recomputed_and_held_like_whole_ones(grid: list[dict[str, Any]]) -> None:

@@ -20,16 +20,20 @@ import psutil
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.conftest import worker_processes
 from tests.test_vllm import ROUNDING
 from tests.test_weight_sync import response_log_probs
+from torchrl_grpo.distributed.actors import Replica, RolloutActor
+from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Completion, SamplingParams
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.models.loading import CheckpointWeights, add_lora
 from torchrl_grpo.starter import starter_path
+from torchrl_grpo.tasks import ArithmeticTask
+from torchrl_grpo.trainer.evaluation import Evaluator
 from torchrl_grpo.weight_sync import (
     AdapterSender,
     BroadcastSender,
@@ -241,6 +245,20 @@ def test_seed_and_state_repeat_the_draws_of_one_response_at_a_time(engine):
     assert draw() == second != first
     engine.load_state_dict(state | {"policy_version": 40})
     assert engine.generate([PROMPTS[0]], 1, SHORT)[0][0].versions.unique().tolist() == [40] == [engine.policy_version]
+
+
+def test_probes_and_evaluations_leave_the_draws_of_running_calls_alone(engine):
+    """To turn the generator back, or to seed it, would let the calls that are running draw the same numbers again."""
+    tokenizer = AutoTokenizer.from_pretrained(starter_path())
+    envs = [LLMEnv(ArithmeticTask(), tokenizer, num_envs=4, repeats=repeats, split="test") for repeats in (1, 2)]
+    evaluator = Evaluator(engine, *envs, params=SHORT)
+    actor = RolloutActor(lambda: Replica(engine, [], evaluator, SHORT, PROMPTS))
+    actor.setup(0, None)
+    states = [engine._rpc("sampler_state")[0]]
+    for ask in (actor.probe, lambda: actor.evaluate(True), actor.probe, lambda: actor.evaluate(True)):
+        ask()
+        states.append(engine._rpc("sampler_state")[0])
+    assert len(set(states)) == len(states)
 
 
 def test_insecure_serialization_is_off_in_every_process(engine):

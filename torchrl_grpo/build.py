@@ -32,7 +32,7 @@ from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.source import LocalSource
 from torchrl_grpo.config import AdvantageLevel, Backend, ConfigError, GRPOConfig, Precision, Proximal, WeightTransfer
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.generation.base import Engine, SamplingParams
+from torchrl_grpo.generation.base import Engine, SamplingParams, same_draws_after
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer, check_logits_are_plain
@@ -100,11 +100,8 @@ class LocalParts:
     def sync_gap(self) -> tuple[float, float]:
         """Mean and largest difference between the engine's and the trainer's log-probs of a few sampled tokens."""
         policy = self.source.collector.policy
-        state = policy.engine.state_dict()
-        try:
+        with same_draws_after(policy.engine):
             return sync_gap(policy.engine, self.trainer.score, self.probe_prompts, policy.params)
-        finally:
-            policy.engine.load_state_dict(state)
 
 
 @dataclass

@@ -7,7 +7,8 @@ sampled from (temperature, top-k and top-p included). Text never enters and neve
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,9 +78,14 @@ class Engine(ABC):
     Lifecycle: ``generate`` and ``update_weights`` in any order, then ``close`` once or more; after ``close`` every call
     raises ``RuntimeError``. ``policy_version`` changes in ``update_weights`` alone. Where that may happen while
     ``generate`` runs, the completions say themselves which version sampled each token.
+
+    Attributes:
+        policy_version: version of the weights.
+        concurrent: whether several threads may call ``generate`` at a time.
     """
 
     policy_version: int = 0
+    concurrent: bool = False
 
     @abstractmethod
     def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
@@ -147,6 +153,23 @@ class Engine(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+@contextmanager
+def same_draws_after(engine: Engine) -> Iterator[None]:
+    """Puts the engine's random state back, so that what was sampled in between changes nothing in the run.
+
+    An engine that samples for several callers at a time is left as it is: its draws depend on how the calls meet
+    anyway, and those that are running would draw the numbers between the two states a second time.
+    """
+    if engine.concurrent:
+        yield
+        return
+    state = engine.state_dict()
+    try:
+        yield
+    finally:
+        engine.load_state_dict(state)
 
 
 def greedy(params: SamplingParams) -> bool:

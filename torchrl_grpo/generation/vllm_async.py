@@ -90,6 +90,8 @@ class AsyncVLLMEngine(VLLMBase):
         >>> engine.close()  # doctest: +SKIP
     """
 
+    concurrent = True
+
     def __init__(
         self,
         model_path: str,

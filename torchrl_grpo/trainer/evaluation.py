@@ -11,7 +11,7 @@ from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.summary import sample_rows
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.functional import pass_at_k
-from torchrl_grpo.generation.base import Engine, SamplingParams
+from torchrl_grpo.generation.base import Engine, SamplingParams, same_draws_after
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.models.packing import pad
 
@@ -19,7 +19,8 @@ from torchrl_grpo.models.packing import pad
 class Evaluator:
     """Plays the same test problems each time and counts what is right.
 
-    The engine's random state is put back after each evaluation, so that evaluating changes nothing in the run.
+    The engine's random state is put back after each evaluation, so that evaluating changes nothing in the run, and the
+    sampled responses are drawn from the same seed each time; neither where the engine samples for others meanwhile.
 
     Args:
         engine: samples; it is not closed here.
@@ -51,8 +52,7 @@ class Evaluator:
             ``eval/truncated`` in [0, 1] and, if asked for, ``eval/pass@k``; and one row a problem (greedy): split,
             query, response, reward, correct.
         """
-        state = self.engine.state_dict()
-        try:
+        with same_draws_after(self.engine):
             batch = self._play(self.greedy_env, self._greedy_policy)
             metrics = {
                 "eval/pass@1": batch.get(keys.CORRECT).sum().item() / max(1, int(batch.get(keys.REWARD_VALID).sum())),
@@ -62,13 +62,12 @@ class Evaluator:
             }
             if sampled and self.sampled_env is not None:
                 metrics |= self._pass_at_k(self.sampled_env)
-        finally:
-            self.engine.load_state_dict(state)
         return metrics, sample_rows(batch, "test")
 
     def _play(self, env: LLMEnv, policy: GenerationPolicy) -> TensorDictBase:
         env.set_seed(0)
-        self.engine.seed(0)
+        if not self.engine.concurrent:
+            self.engine.seed(0)
         return RolloutCollector(env, policy).rollout()
 
     def _pass_at_k(self, env: LLMEnv) -> dict[str, float]:

@@ -110,11 +110,13 @@ def test_finish_prints_before_and_after_and_every_path_in_one_piece() -> None:
     file = io.StringIO()
     summary = {"accuracy_before": 0.234, "accuracy_after": 0.921, "steps": 200, "sequences": 12800, "wall_s": 147.3}
     path = "outputs/" + "x" * 100 + "/report.html"
-    Console(file=file).finish(summary | {"tokens": 0, "tokens_per_s": None}, {"report": path, "model": "m"})
+    lost = {"restarts": 2, "groups_resampled": 5}
+    Console(file=file).finish(summary | lost | {"tokens": 0, "tokens_per_s": None}, {"report": path, "model": "m"})
     assert file.getvalue().splitlines() == [
         "",
         "test accuracy 23.4% -> 92.1% (+68.7 points)",
         "200 steps, 12,800 sequences, 2:27 wall time",
+        "2 restarts of actors, 5 groups sampled again",
         f"  report  {path}",
         "  model   m",
     ]

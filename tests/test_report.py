@@ -83,7 +83,19 @@ def test_summary_equals_the_sums_by_hand(tmp_path: Path) -> None:
         "before_step": 0,
         "accuracy_after": 0.75,
         "after_step": 10,
+        "restarts": 0,
+        "groups_resampled": 0,
     }
+
+
+def test_restarts_of_actors_are_summed_over_their_kinds_and_shown(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
+        for step, (rollout, reference, groups) in enumerate([(0, 0, 0), (2, 1, 4)]):
+            counts = {"restarts_rollout": rollout, "restarts_reference": reference, "groups_resampled": groups}
+            logger.log(step + 1, {f"workers/{name}": count for name, count in counts.items()})
+        logger.log(3, {"eval/pass@1": 0.5})
+    assert (summarize(tmp_path)["restarts"], summarize(tmp_path)["groups_resampled"]) == (3, 4)
+    assert "Restarts34 groups again" in parse(write_report(tmp_path)).text().replace("\n", "")
 
 
 def test_report_shows_the_accuracy_before_and_after_and_the_responses_side_by_side(tmp_path: Path) -> None:

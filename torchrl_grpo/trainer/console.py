@@ -165,6 +165,9 @@ class Console:
             parts.append(f"{summary['tokens_per_s']:,.0f} tokens/s")
         if parts:
             self._line(", ".join(parts))
+        if summary.get("restarts"):
+            again = f"{summary['groups_resampled']:,} groups sampled again"
+            self._line(f"{summary['restarts']:,} restarts of actors, {again}")
         width = max((len(name) for name in paths), default=0)
         for name, path in paths.items():
             self._line(f"  {name:<{width}}  {os.fspath(path)}")

@@ -67,8 +67,9 @@ def summarize(directory: str | os.PathLike[str]) -> dict[str, Any]:
     Returns:
         ``steps``; ``sequences`` and ``tokens`` (sums of ``rollout/sequences`` and ``rollout/tokens``); ``wall_s`` (sum
         of the steps' times); ``tokens_per_s``; ``accuracy_before`` and ``accuracy_after`` (first and last
-        ``eval/pass@1``) and the steps that they were measured after, ``before_step`` and ``after_step``. What the run
-        has no numbers for is None, or 0 where it is a count.
+        ``eval/pass@1``) and the steps that they were measured after, ``before_step`` and ``after_step``; ``restarts``
+        of actors and ``groups_resampled`` after them. What the run has no numbers for is None, or 0 where it is a
+        count.
     """
     return _summary(merge_steps(read_jsonl(Path(directory) / METRICS_FILE)))
 
@@ -88,7 +89,15 @@ def _summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         # One evaluation is not yet a result of training.
         "accuracy_after": evaluations[-1][1] if len(evaluations) > 1 else None,
         "after_step": evaluations[-1][0] if len(evaluations) > 1 else None,
+        "restarts": _latest_sum(records, "workers/restarts_"),
+        "groups_resampled": _latest_sum(records, "workers/groups_resampled"),
     }
+
+
+def _latest_sum(records: Sequence[Mapping[str, Any]], prefix: str) -> int:
+    """Sum of the counters of this prefix, in the latest step that has them."""
+    counts = [[int(value) for name, value in r.items() if name.startswith(prefix)] for r in records]
+    return next((sum(found) for found in reversed(counts) if found), 0)
 
 
 def _headline(directory: Path, records: Sequence[Mapping[str, Any]]) -> str:
@@ -107,6 +116,8 @@ def _headline(directory: Path, records: Sequence[Mapping[str, Any]]) -> str:
         cards.append(_card("Sequences", f"{summary['sequences']:,.0f}"))
     if summary["tokens_per_s"]:
         cards.append(_card("Sampled tokens/s", f"{summary['tokens_per_s']:,.0f}", f"{summary['tokens']:,.0f} tokens"))
+    if summary["restarts"]:
+        cards.append(_card("Restarts", f"{summary['restarts']:,}", f"{summary['groups_resampled']:,} groups again"))
     empty = "" if records else "<p>No metrics were logged.</p>"
     name = f'<h1>GRPO run</h1><p class="dim">{_text(_run_name(directory))}</p>'
     return f'{name}{empty}<div class="cards">{"".join(cards)}</div>'

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,8 @@ from torchrl_grpo.distributed.source import RaySource
 pytestmark = pytest.mark.ray
 
 ROOT = Path(__file__).parents[1]
-ASYNC = ROOT / "sota" / "grpo" / "grpo-async.py"
+SYNC, ASYNC = ROOT / "sota" / "grpo" / "grpo.py", ROOT / "sota" / "grpo" / "grpo-async.py"
+DEVICES = [f"{role}.num_devices=2" for role in ("train_model", "inference_model", "ref_model")]
 SMALL = ("env.num_envs=16", "env.repeats=4", "optimizer.lr=1e-3", "logging.tensorboard=false", "evaluation.k=2")
 
 
@@ -61,22 +64,108 @@ def test_with_bound_0_the_losses_are_those_of_the_synchronous_run_to_the_last_bi
     assert not (tmp_path / "async" / "weights").exists()
 
 
-def test_several_ranks_replicas_and_references_train_on_fresh_enough_data(tmp_path: Path) -> None:
-    devices = [f"{role}.num_devices=2" for role in ("train_model", "inference_model", "ref_model")]
-    rows = run(
-        tmp_path, *devices, "train.total_dialog_turns=96", "inference_model.check_sync=true",
-        "ref_model.refresh_every=3", "evaluation.num_prompts=0", asynchronous=True,
-    )  # fmt: skip
+class Script:
+    """A script in a process of its own, and all the processes that were seen below it."""
+
+    def __init__(self, script: Path, folder: Path, *arguments: str) -> None:
+        self.folder, self.family = folder, set[psutil.Process]()
+        self._output = (folder / "printed.txt").open("w")
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                str(script),
+                "--config-name",
+                "grpo_arithmetic",
+                *SMALL,
+                *arguments,
+                f"hydra.run.dir={folder}",
+            ],
+            cwd=folder,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "VLLM_USE_V1": "0"},
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # A process that was started in the background ignores Ctrl-C, and so would this one.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        )
+
+    def __enter__(self) -> Script:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._output.close()
+
+    def wait(self, until: Callable[[], object] = lambda: False, timeout_s: float = 600) -> None:
+        """Waits until something holds, or the script ends."""
+        deadline = time.monotonic() + timeout_s
+        while not until() and self.process.poll() is None and time.monotonic() < deadline:
+            with suppress(psutil.NoSuchProcess):
+                self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
+            time.sleep(0.2)
+
+    def printed(self) -> str:
+        return (self.folder / "printed.txt").read_text()
+
+    def left(self) -> list[psutil.Process]:
+        """The processes that have not ended a while after the script."""
+        return psutil.wait_procs(self.family, timeout=120)[1]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        (ASYNC, ["ref_model.refresh_every=3", "inference_model.check_sync=true"]),
+        (SYNC, ["train_model.lora.enabled=true"]),
+    ],
+    ids=["asynchronous", "synchronous, LoRA"],
+)
+def test_several_ranks_replicas_and_references_train_on_fresh_enough_data(
+    script: Path, arguments: list[str], tmp_path: Path
+) -> None:
+    bound = 1 if script == ASYNC else 0
+    with Script(
+        script, tmp_path, *DEVICES, *arguments, "policy.kl_coef=0.01", "train.total_dialog_turns=96",
+        "evaluation.num_prompts=0",
+    ) as running:  # fmt: skip
+        running.wait()
+    assert running.process.returncode == 0, running.printed()
+    rows = rows_of(tmp_path)
     assert [row["step"] for row in rows] == list(range(7))
-    assert max(row["sync/gap_max"] for row in rows) < 1e-4  # both replicas have the weights of both ranks
-    assert {row["staleness/max"] for row in rows[1:]} <= {0, 1}
     assert rows[6]["rollout/sequences"] == 16
     for row in rows[1:]:
+        assert row["staleness/max"] <= bound
         assert row["time/wait_s"] + row["time/train_s"] + row["time/sync_s"] <= row["time/step_s"]
-        assert row["buffer/waiting_max"] <= 2 * 4
+        assert row["buffer/waiting_max"] <= (bound + 1) * 4
         assert row["workers/restarts_rollout"] == row["workers/restarts_reference"] == 0
         assert row["workers/generate_s"] > 0 and row["workers/reference_s"] > 0
-    assert rows[3]["train/kl_k3_to_ref"] > 1e-5
+    assert sum(rows[6][f"workers/responses_rollout_{index}"] for index in range(2)) == 96
+    if script == ASYNC:
+        assert max(row["sync/gap_max"] for row in rows) < 1e-4  # both replicas have the weights of both ranks
+        assert rows[3]["train/kl_k3_to_ref"] > 1e-5
+    assert (tmp_path / "checkpoints" / "model" / "model.safetensors").exists()
+    assert len(running.family) >= 6 and running.left() == []
+
+
+def test_a_killed_training_rank_ends_the_script_with_its_message_and_no_process_left(tmp_path: Path) -> None:
+    with Script(
+        ASYNC, tmp_path, "train_model.num_devices=2", "policy.kl_coef=0", "train.total_dialog_turns=1000000",
+        "evaluation.num_prompts=0", "train.checkpoint_frequency=1",
+    ) as running:  # fmt: skip
+        running.wait(lambda: len(rows_of(tmp_path)) > 3)
+        rank = [one for one in running.family if one.is_running() and "TrainerActor" in one.cmdline()[0]][-1]
+        rank.kill()
+        running.wait(timeout_s=300)
+    assert running.process.returncode == 1, running.printed()
+    saved = max((tmp_path / "checkpoints").glob("checkpoint_*.pt"))
+    assert re.search(
+        rf"error: a training rank died while the ranks were to .*: go on with train\.resume={saved}\.",
+        running.printed(),
+    )
+    assert "Traceback" not in running.printed()
+    assert (tmp_path / "report.html").exists()
+    assert running.left() == []
 
 
 def test_dynamic_sampling_replaces_groups_without_signal(tmp_path: Path) -> None:
@@ -101,41 +190,20 @@ def test_dynamic_sampling_replaces_groups_without_signal(tmp_path: Path) -> None
 def test_a_signal_ends_the_run_with_a_checkpoint_and_no_process_left(
     number: signal.Signals, status: int, tmp_path: Path
 ) -> None:
-    arguments = ["--config-name", "grpo_arithmetic", *SMALL, "train.total_dialog_turns=1000000", "policy.kl_coef=0"]
-    with subprocess.Popen(
-        [sys.executable, str(ASYNC), *arguments, "evaluation.num_prompts=0", f"hydra.run.dir={tmp_path}"],
-        cwd=tmp_path,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        # A process that was started in the background ignores Ctrl-C, and so would this one.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-    ) as process:
-        try:
-            printed: list[str] = []
-            assert process.stdout is not None
-            reader = threading.Thread(target=printed.extend, args=(process.stdout,))
-            reader.start()
-            deadline = time.monotonic() + 600
-            while len(rows_of(tmp_path)) < 3 and time.monotonic() < deadline:
-                time.sleep(0.2)
-            family = psutil.Process(process.pid).children(recursive=True)
-            assert len(family) >= 4  # Ray's own processes and the actors
-            if number == signal.SIGINT:
-                os.killpg(process.pid, number)  # as a terminal does
-            else:
-                process.send_signal(number)
-            assert process.wait(timeout=300) == status, "".join(printed)
-        finally:
-            process.kill()
-        reader.join(timeout=120)
-    _, left = psutil.wait_procs(family, timeout=120)
-    assert left == []
+    with Script(
+        ASYNC, tmp_path, "train.total_dialog_turns=1000000", "policy.kl_coef=0", "evaluation.num_prompts=0"
+    ) as running:
+        running.wait(lambda: len(rows_of(tmp_path)) >= 3)
+        if number == signal.SIGINT:
+            os.killpg(running.process.pid, number)  # as a terminal does
+        else:
+            running.process.send_signal(number)
+        running.wait(timeout_s=300)
+    assert running.process.returncode == status, running.printed()
+    assert len(running.family) >= 4 and running.left() == []  # Ray's own processes and the actors
     assert list((tmp_path / "checkpoints").glob("checkpoint_*.pt"))
     assert (tmp_path / "report.html").exists()
-    assert "Traceback" not in "".join(printed)
+    assert "Traceback" not in running.printed()
 
 
 @pytest.mark.vllm

@@ -11,7 +11,8 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from torchrl_grpo import config as config_module
-from torchrl_grpo.config import ConfigError, GRPOConfig, check_command_line, from_hydra, register
+from torchrl_grpo.config import ConfigError, GRPOConfig, check_command_line, from_hydra, orderly_exit, register
+from torchrl_grpo.distributed.errors import TrainerLostError, WaitedTooLongError, WorkersLostError
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(path.stem for path in (ROOT / "config").glob("grpo_*.yaml"))
@@ -144,3 +145,16 @@ def test_every_field_has_a_docstring_below_it() -> None:
             if not lines[at + 1].strip().startswith('"""'):
                 missing.append(f"{node.__name__}.{item.name}")
     assert missing == []
+
+
+@pytest.mark.parametrize("error", [WorkersLostError, TrainerLostError, WaitedTooLongError])
+def test_a_run_that_is_lost_ends_with_its_message(error: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, orderly_exit():
+        raise error("all engines are gone.")
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "\nerror: all engines are gone.\n"
+
+
+def test_an_error_of_an_unknown_kind_keeps_its_traceback() -> None:
+    with pytest.raises(RuntimeError, match="unknown"), orderly_exit():
+        raise RuntimeError("unknown")

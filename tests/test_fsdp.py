@@ -193,7 +193,8 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
     """What each process does: everything on 2 ranks, what depends on their number on 4 too."""
     torch.set_num_threads(1)
     path = Path(folder)
-    mesh = init_mesh(rank, world_size, f"file://{folder}/meet_{world_size}", device=CPU, timeout_s=600)
+    store = dist.FileStore(f"{folder}/meet_{world_size}", world_size)
+    mesh = init_mesh(rank, world_size, store, device=CPU, timeout_s=600)
     names = COMPARED.keys() if world_size == 2 else ON_ALL_WORLD_SIZES
     out: dict[str, Any] = {name: COMPARED[name](mesh) for name in names}
     out["share"] = share_of_memory(mesh)
@@ -215,7 +216,8 @@ def run_grid_rank(rank: int, world_size: int, folder: str) -> None:
     """What each process of 2 x 2 does, where pairs split the layers between them."""
     torch.set_num_threads(1)
     path = Path(folder)
-    mesh = init_mesh(rank, 4, f"file://{folder}/meet_grid", device=CPU, timeout_s=600, tensor_parallel_size=2)
+    store = dist.FileStore(f"{folder}/meet_grid", 4)
+    mesh = init_mesh(rank, 4, store, device=CPU, timeout_s=600, tensor_parallel_size=2)
     names = ("full", "full_float64", "two_sequences", "overflow", "recomputed_layers")
     out: dict[str, Any] = {name: COMPARED[name](mesh) for name in names}
     out["share"] = share_of_memory(mesh)
@@ -460,12 +462,12 @@ def test_a_checkpoint_of_split_layers_is_one_of_any_number_of_ranks(
     assert distance(to_single["weights"], saved["weights"]) < 1e-6
 
 
-def test_what_cannot_be_split_is_refused(grid: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_what_cannot_be_split_is_refused(grid: list[dict[str, Any]]) -> None:
     adapters, heads = grid[0]["refused"]
     assert adapters == "tensor_parallel_size=2 must be 1 with LoRA adapters: shard over more ranks instead."
     assert heads == "tensor_parallel_size=2 must divide the model's 1 key and value heads: use 1."
     with pytest.raises(ValueError, match="world_size=3 must be a multiple of tensor_parallel_size=2: use 2 or 4 ranks"):
-        init_mesh(0, 3, f"file://{tmp_path}/meet", device=CPU, timeout_s=5, tensor_parallel_size=2)
+        init_mesh(0, 3, dist.HashStore(), device=CPU, timeout_s=5, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
@@ -485,8 +487,8 @@ def test_one_rank_has_the_micro_batches_of_a_single_process() -> None:
     assert [part.tolist() for part in ours] == [part.tolist() for part in theirs]
 
 
-def test_a_group_of_one_rank_shards_nothing(tmp_path: Path) -> None:
-    mesh = init_mesh(0, 1, f"file://{tmp_path}/meet", device=CPU, timeout_s=30)
+def test_a_group_of_one_rank_shards_nothing() -> None:
+    mesh = init_mesh(0, 1, dist.HashStore(), device=CPU, timeout_s=30)
     try:
         model = shard_model(make_tiny_model(), mesh)
         assert mesh_of(model) is None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
+from torch.distributed import TCPStore
 from transformers import PreTrainedTokenizerFast
 
 from torchrl_grpo import keys
@@ -33,10 +36,10 @@ from torchrl_grpo.trainer.metrics import MetricsLogger, read_jsonl
 
 pytest.importorskip("ray")
 
-from torchrl_grpo.distributed.actors import Rank, Replica
-from torchrl_grpo.distributed.fleet import WorkersLostError
+from torchrl_grpo.distributed.actors import Rank, Replica, TrainerActor
+from torchrl_grpo.distributed.errors import TrainerLostError, WaitedTooLongError, WorkersLostError
 from torchrl_grpo.distributed.source import RayBatch, RaySource
-from torchrl_grpo.distributed.trainer import RayTrainer, TrainerLostError
+from torchrl_grpo.distributed.trainer import RayTrainer
 from torchrl_grpo.weight_sync import FileSender, ObjectSender, PackedWeights, Parcel
 
 pytestmark = pytest.mark.ray
@@ -79,7 +82,7 @@ class Doubling:
 
 
 def make_replica(
-    tokenizer: PreTrainedTokenizerFast, pause_s: float, broken: Path | None, kind: type[CountingEngine]
+    tokenizer: PreTrainedTokenizerFast, pause_s: float, broken: Path | None, kind: Callable[[float], CountingEngine]
 ) -> Replica:
     if broken is not None and broken.exists():
         raise RuntimeError("this machine has no room for an engine")
@@ -110,8 +113,8 @@ def source_of(ray_cluster: cluster.Cluster, tokenizer: PreTrainedTokenizerFast) 
         pause_s: float = 0.01,
         broken: Path | None = None,
         state: dict[str, Any] | None = None,
-        engine: type[CountingEngine] = CountingEngine,
-        reference: type[Doubling] = Doubling,
+        engine: Callable[[float], CountingEngine] = CountingEngine,
+        reference: Callable[[], Doubling] = Doubling,
         **settings: Any,
     ) -> RaySource:
         env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=UNIT * REPEATS, repeats=REPEATS)
@@ -157,6 +160,54 @@ class DeadlyEngine(CountingEngine):
         os._exit(1)
 
 
+class UpdatedInFlight(CountingEngine):
+    """Samples until it is given version 4, for 60 s at most; an earlier state takes long to restore."""
+
+    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+        deadline = time.monotonic() + 60
+        while self.policy_version < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return super().generate(prompts, n, params)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        time.sleep(0.5)
+        self.policy_version = state["policy_version"]
+
+
+def hang_once(marker: Path) -> None:
+    """Hangs where the file is there, and takes it away: the next one does not."""
+    if marker.exists():
+        marker.unlink()
+        time.sleep(1000)
+
+
+class HangingEngine(CountingEngine):
+    """Hangs where a file in a folder says so."""
+
+    def __init__(self, folder: Path, pause_s: float) -> None:
+        super().__init__(pause_s)
+        self.folder = folder
+
+    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+        hang_once(self.folder / "generate")
+        return super().generate(prompts, n, params)
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        hang_once(self.folder / "update")
+        super().update_weights(weights, version)
+
+
+class HangingScoring(Doubling):
+    """Hangs where a file in a folder says so."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        hang_once(self.folder / "score")
+        return super().__call__(batch)
+
+
 def weights_of(version: int) -> Any:
     import ray
 
@@ -175,6 +226,13 @@ def gone(pid: int) -> bool:
     except ProcessLookupError:
         return True
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_slow_trainer_never_gets_older_groups_and_no_more_wait_than_the_bound_allows(
@@ -271,6 +329,9 @@ def test_killed_actors_are_replaced_and_every_group_is_trained_once(source_of: C
     assert sorted(trained) == list(range(steps * BATCH))
     metrics = source.metrics()
     assert (metrics["workers/restarts_rollout"], metrics["workers/restarts_reference"]) == (1, 1)
+    assert metrics["workers/groups_resampled"] in (0, UNIT)  # it may have been killed between two units
+    served = [metrics[f"workers/responses_rollout_{index}"] for index in range(2)]
+    assert sum(served) == steps * BATCH * REPEATS and min(served) > 0
     pids = source.pids()
     assert pids["rollout actor 1"] == first_pids["rollout actor 1"]
     assert pids["rollout actor 0"] != first_pids["rollout actor 0"]
@@ -281,6 +342,67 @@ def test_killed_actors_are_replaced_and_every_group_is_trained_once(source_of: C
     while not all(map(gone, pids.values())) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert all(map(gone, pids.values()))
+
+
+def test_weights_arrive_while_the_only_unit_of_a_replica_is_played(
+    source_of: Callable[..., RaySource], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Also where a replica plays one unit at a time; what its engine goes on from is restored before."""
+    env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=UNIT * REPEATS, repeats=REPEATS)
+    state = {"env": env.state_dict(), "units": [], "engines": [{"policy_version": 0}]}
+    source = source_of(total_groups=BATCH, max_staleness=9, engine=UpdatedInFlight, in_flight="keep", state=state)
+    source.publish(weights_of(3), 3)
+    until(lambda: source._fleet.replicas[0].units)
+    source.publish(weights_of(4), 4)
+    data = sequences(source.next_batch())
+    assert {int(row.get(keys.RESPONSE)) for row in data.unbind(0)} == {5 + 4}
+
+
+def test_actors_that_hang_are_replaced_and_every_group_is_trained_once(
+    source_of: Callable[..., RaySource], tmp_path: Path
+) -> None:
+    """One replica hangs while it samples, the other one while it takes weights, the reference while it scores."""
+    steps, (update, score, generate) = 20, [tmp_path / name for name in ("update", "score", "generate")]
+    source = source_of(
+        replicas=2, references=1, total_groups=steps * BATCH, max_staleness=steps, pause_s=0.1, patience_s=600.0,
+        engine=partial(HangingEngine, tmp_path), reference=partial(HangingScoring, tmp_path),
+    )  # fmt: skip
+    first_pids = source.pids()
+    for marker in (update, score):
+        marker.touch()
+    source.publish(weights_of(0), 0)
+    until(lambda: not score.exists())
+    generate.touch()
+    until(lambda: not update.exists() and not generate.exists())
+    time.sleep(1.0)  # all three hang by now, and the bound is only this short until they are found
+    source._fleet._patience_s = 0.5
+    until(lambda: sum(worker.restarts for worker in source._fleet.workers) == 3)
+    source._fleet._patience_s = 600.0
+    trained: list[int] = []
+    for version in range(steps):
+        trained += source.next_batch().groups
+        source.publish(weights_of(version + 1), version + 1)
+    assert sorted(trained) == list(range(steps * BATCH))
+    metrics = source.metrics()
+    assert (metrics["workers/restarts_rollout"], metrics["workers/restarts_reference"]) == (2, 1)
+    assert metrics["workers/groups_resampled"] == UNIT
+    until(lambda: all(map(gone, first_pids.values())))
+
+
+def test_an_actor_that_hangs_while_it_starts_ends_the_run(source_of: Callable[..., RaySource]) -> None:
+    with pytest.raises(WorkersLostError, match=r"actor 0 could not start: it was to start, and did not within 2 s"):
+        source_of(references=1, reference=partial(time.sleep, 1000), total_groups=BATCH, patience_s=2.0)
+
+
+def test_a_replica_that_is_not_there_is_not_probed(source_of: Callable[..., RaySource], tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    source = source_of(replicas=2, total_groups=BATCH, broken=broken)
+    source.publish(weights_of(0), 0)
+    assert len(source.probes()) == 2
+    broken.touch()
+    os.kill(source.pids()["rollout actor 0"], signal.SIGKILL)
+    assert len(source.probes()) == 1  # asked, and lost
+    assert len(source.pids()) == 1 == len(source.probes())  # not asked
 
 
 def test_the_driver_does_not_grow_with_the_run(source_of: Callable[..., RaySource]) -> None:
@@ -399,6 +521,26 @@ class SlowStep:
 def make_rank(mesh: object) -> Rank:
     assert mesh is None
     return Rank(SlowStep(), [], ObjectSender(None))  # type: ignore[arg-type]
+
+
+def test_ranks_that_do_not_answer_end_the_run(ray_cluster: cluster.Cluster) -> None:
+    import ray
+
+    trainer = RayTrainer(make_rank, options=[{"num_cpus": 0}], patience_s=600.0)
+    trainer.start()
+    trainer._patience_s = 1.0
+    with pytest.raises(WaitedTooLongError, match=r"^waited 1 s for the training ranks to train a batch \(version 0\)"):
+        trainer.train_batch(RayBatch((0,), [ray.put(lazy_stack([TensorDict({})]))]))
+    assert trainer.optim_steps == -1
+    trainer.close()
+
+
+def test_the_port_that_the_ranks_meet_at_is_held_from_the_start(ray_cluster: cluster.Cluster) -> None:
+    rank = TrainerActor(make_rank, 0, 2, 1)
+    host, port = rank.open_store(timeout_s=10.0)
+    with socket.socket() as other, pytest.raises(OSError):
+        other.bind(("", port))
+    TCPStore(host, port, timeout=timedelta(seconds=10)).set("there", "yes")
 
 
 def test_a_dead_training_rank_ends_the_run_with_the_last_checkpoint_named(

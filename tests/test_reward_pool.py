@@ -194,7 +194,7 @@ def test_a_replica_plays_on_while_a_unit_is_scored(
         return Replica(engine, collectors, None, params, [], pool)
 
     actor = RolloutActor(parts)
-    actor.setup()
+    actor.setup(0, None)
     state = make_env(None, 2).state_dict()
     with ThreadPoolExecutor(1) as thread:
         first = thread.submit(actor.play, Unit(state, (0,), 1))

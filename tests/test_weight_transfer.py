@@ -110,7 +110,7 @@ def roles(folder: Path) -> Iterator[tuple[RayTrainer, list[Any]]]:
     try:
         trainer = RayTrainer(partial(make_rank, folder), options=[options] * 2)
         engines = [ray.remote(ShownActor).options(**options).remote(make_replica) for _ in range(2)]
-        ready = [engine.setup.remote() for engine in engines]
+        ready = [engine.setup.remote(0, None) for engine in engines]
         trainer.start()
         ray.get(ready)
         yield trainer, engines

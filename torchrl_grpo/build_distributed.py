@@ -152,6 +152,7 @@ def distributed_parts(
     unit_rows, slots = unit_geometry(config, len(plan.inference))
     unit_env = build.make_env(blueprint, "train", unit_rows, config.env.repeats)
     in_flight: Any = config.inference_model.in_flight.value
+    patience_s, dead_s = config.ray.patience_s, config.ray.dead_s
     ray = cluster.start() if joined is None else joined
     folder = directory / "weights"
     resources.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -163,6 +164,7 @@ def distributed_parts(
         partial(make_rank, _without_test_split(blueprint), transfer, folder),
         options=place.train,
         tensor_parallel_size=config.train_model.tensor_parallel_size,
+        patience_s=patience_s,
         resumed_from=None if blueprint.resume is None else blueprint.resume.path,
     )
     resources.callback(trainer.close)
@@ -181,6 +183,8 @@ def distributed_parts(
         seed=config.seed,
         release=trainer.release,
         samples=trainer.samples,
+        patience_s=patience_s,
+        dead_s=dead_s,
     )
     resources.callback(source.close)
     if blueprint.resume is not None:

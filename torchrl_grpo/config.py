@@ -24,6 +24,8 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from torchrl_grpo.distributed.errors import RunLostError
+
 
 def limited(default: Any, **limits: float) -> Any:
     """A field with limits: ``ge``, ``gt``, ``le``, ``lt``. ``validate`` holds them; None is always allowed."""
@@ -440,6 +442,12 @@ class RayConfig:
     address: str | None = None
     """auto (the cluster of this machine or of RAY_ADDRESS) or host:port of the cluster to join, with grpo.py too; null
     starts one on this machine for the run, if the run needs one."""
+    patience_s: float = limited(1800.0, gt=0)
+    """Seconds in which a process must answer: load its model, sample a unit of groups, evaluate the test split, train a
+    step. An engine or reference model that is late is killed and made again, a late trainer ends the run."""
+    dead_s: float = limited(300.0, gt=0)
+    """Seconds for which all engines, or all reference models, may be gone before the run ends; more than one takes to
+    start."""
 
 
 @dataclass
@@ -747,14 +755,17 @@ def _check_type(name: str, value: Any) -> None:
 
 @contextmanager
 def orderly_exit() -> Iterator[None]:
-    """Turns a ``ConfigError`` into its message on stderr and exit status 2, without a traceback, and SIGTERM into an
-    ordinary exit (status 143), so that the run is saved as after Ctrl-C."""
+    """Turns a ``ConfigError`` and a ``RunLostError`` into their message on stderr, without a traceback, and exit status
+    2 and 1; and SIGTERM into an ordinary exit (status 143), so that the run is saved as after Ctrl-C."""
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield
     except ConfigError as error:
         sys.stderr.write(f"\nerror: {error}\n")
         sys.exit(2)
+    except RunLostError as error:
+        sys.stderr.write(f"\nerror: {error}\n")
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted\n")
         sys.exit(130)

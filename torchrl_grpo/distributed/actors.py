@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 import queue
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils import logging as transformers_logging
 
@@ -25,7 +26,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.collectors.dynamic import GroupCounts
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
-from torchrl_grpo.generation.base import Engine, SamplingParams
+from torchrl_grpo.generation.base import Engine, SamplingParams, same_draws_after
 from torchrl_grpo.models.sharding import init_mesh
 from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.trainer.checkpoint import Checkpointer
@@ -100,21 +101,22 @@ class RolloutActor:
     def __init__(self, factory: Callable[[], Replica]) -> None:
         self._factory = factory
 
-    def setup(self) -> int:
-        """Makes the parts; returns the process id."""
+    def setup(self, seed: int, state: dict[str, Any] | None) -> int:
+        """Makes the parts, and seeds the engine or goes on from the state that an earlier actor reported.
+
+        Returns:
+            the process id.
+        """
         _be_quiet()
         self._replica = self._factory()
         self._idle: queue.SimpleQueue[RolloutCollector] = queue.SimpleQueue()
         for collector in self._replica.collectors:
             self._idle.put(collector)
-        return os.getpid()
-
-    def restore(self, seed: int, state: dict[str, Any] | None) -> None:
-        """Seeds the engine, or goes on from the state that an earlier actor reported."""
         if state is None:
             self._replica.engine.seed(seed)
         else:
             self._replica.engine.load_state_dict(state)
+        return os.getpid()
 
     def update(self, parcel: Parcel, version: int) -> float:
         """Gives the engine new weights; returns the seconds that it took."""
@@ -150,13 +152,10 @@ class RolloutActor:
         return (self._replica.engine.policy_version, *evaluator.evaluate(sampled=sampled))
 
     def probe(self) -> Any:
-        """A few sampled tokens with their log-probs, for ``TrainerActor.gap``; the engine's draws stay as they were."""
+        """A few sampled tokens with their log-probs, for ``TrainerActor.gap``."""
         engine = self._replica.engine
-        state = engine.state_dict()
-        try:
+        with same_draws_after(engine):
             return sample_probe(engine, self._replica.probe_prompts, self._replica.params)
-        finally:
-            engine.load_state_dict(state)
 
     def close(self) -> None:
         """Ends the engine, its processes and the reward workers."""
@@ -218,22 +217,37 @@ class TrainerActor:
         self._world_size = world_size
         self._tensor_parallel_size = tensor_parallel_size
         self._batch: TensorDictBase | None = None
+        self._store: TCPStore | None = None
 
-    def address(self) -> str:
-        """Where the ranks can meet: a port of this process's host that is free now."""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return f"tcp://{own_address()}:{free.getsockname()[1]}"
+    def open_store(self, timeout_s: float) -> tuple[str, int]:
+        """Opens the store in which the ranks find each other, on a free port of this process's host.
 
-    def setup(self, address: str, timeout_s: float) -> int:
-        """Joins the process group, if there is more than one rank, and makes the parts; returns the process id."""
+        Returns:
+            host and port.
+        """
+        host = own_address()
+        # The port stays open from here on: one that is only looked up could be taken before the ranks meet.
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        return host, self._store.port
+
+    def setup(self, address: tuple[str, int] | None, timeout_s: float) -> int:
+        """Joins the process group, if there is more than one rank, and makes the parts.
+
+        Args:
+            address: of rank 0's store, None for a single rank.
+            timeout_s: how long a rank waits for the others, here and in each collective call.
+
+        Returns:
+            the process id.
+        """
         _be_quiet()
         mesh = None
-        if self._world_size > 1:
+        if address is not None:
+            store = self._store or TCPStore(*address, timeout=timedelta(seconds=timeout_s))
             mesh = init_mesh(
                 self._rank,
                 self._world_size,
-                address,
+                store,
                 device=own_device(),
                 timeout_s=timeout_s,
                 tensor_parallel_size=self._tensor_parallel_size,

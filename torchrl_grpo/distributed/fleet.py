@@ -17,41 +17,49 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo.collectors.staleness import GroupBuffer
 from torchrl_grpo.distributed.actors import ReferenceActor, Replica, RolloutActor, Unit, UnitReport
+from torchrl_grpo.distributed.errors import WorkersLostError
 from torchrl_grpo.distributed.workers import Events, Worker, cause_of, is_loss
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 InFlight = Literal["wait", "keep", "abort"]
-_MOST_ATTEMPTS = 3
-
-
-class WorkersLostError(RuntimeError):
-    """The run cannot go on, because actors are gone and could not be replaced."""
+MOST_ATTEMPTS = 3
+"""After so many actors were lost over the same thing, another one is not tried."""
+_SCORED_AT_A_TIME = 2  # by one reference actor: one unit is computed, one is on its way there
 
 
 @dataclass(eq=False)
 class Work:
-    """A unit on its way: how often it was begun, its groups that no batch has taken, and what its actors gave."""
+    """A unit on its way: its groups that no batch has taken, how many actors were given it for what it is in now
+    (sampling, scoring), and what actors gave."""
 
     unit: Unit
     left: set[int]
     attempts: int = 0
-    score_attempts: int = 0
     report: UnitReport | None = None
     refs: list[Any] = field(default_factory=list)
     reference_s: float = 0.0
 
 
 class ReplicaWorker(Worker):
-    """A rollout actor: its weights, and the units that it plays."""
+    """A rollout actor: the weights and the engine's state that it has, and how many responses it and its predecessors
+    gave."""
 
     def __init__(self, name: str, make: Callable[[], Any], seed: int) -> None:
         super().__init__(name, make)
         self.seed = seed
         self.version: int | None = None
         self.updating: int | None = None  # the version that it is being given
-        self.units: list[Work] = []
         self.engine_state: dict[str, Any] | None = None
+        self.responses = 0
+
+    def lost(self, error: BaseException) -> list[Any]:
+        """See ``Worker``."""
+        self.version = self.updating = None
+        return super().lost(error)
+
+    def _setup_arguments(self) -> tuple[Any, ...]:
+        return self.seed, self.engine_state
 
 
 class Fleet:
@@ -86,6 +94,7 @@ class Fleet:
         in_flight: InFlight,
         seed: int,
         release: Callable[[int], None],
+        patience_s: float,
         dead_s: float,
     ) -> None:
         import ray
@@ -97,12 +106,14 @@ class Fleet:
         self._rounds = rounds
         self._in_flight = in_flight
         self._release = release
+        self._patience_s = patience_s
         self._dead_s = dead_s
         self.buffer = GroupBuffer(groups_per_batch, max_staleness)
         self.events = Events()
         self.published: int | None = None
         rollout, reference = ray.remote(RolloutActor), ray.remote(ReferenceActor)
-        threads = slots + 2 if slots > 1 else 1  # beside the units, an update and an evaluation
+        # Beside the units, an update and an evaluation, where the engine can take several calls at a time.
+        threads = slots + 2 if slots > 1 or in_flight != "wait" else 1
         self.replicas = [
             ReplicaWorker(
                 f"rollout actor {index}",
@@ -119,13 +130,13 @@ class Fleet:
         self._works: list[Work] = []
         self._unplayed: deque[Work] = deque()
         self._unscored: deque[Work] = deque()
-        self._scoring: dict[Worker, list[Work]] = {worker: [] for worker in self.references}
         self._parcels: dict[int, Any] = {}  # the published one, and older ones that replicas still read
         self._reference_weights: Any = None
         self._dynamic: Counter[str] = Counter()  # what dynamic sampling did since the latest batch
         self._rewards: Counter[str] = Counter()  # what the reward workers counted so far
         self._update_s = 0.0
         self._most_waiting = 0
+        self._resampled = 0
 
     def publish(self, parcel: Any, version: int) -> None:
         """Takes the weights of a trained batch, a reference to a ``Parcel``."""
@@ -138,7 +149,7 @@ class Fleet:
         self._reference_weights = weights
         for worker in self.references:
             if worker.ready:
-                self.ask(worker, worker.actor.update.remote(weights), lambda _: None)
+                self._give_reference_weights(worker)
 
     def take(self) -> list[tuple[int, Work, Any]] | None:
         """The next batch, as group, its unit and the reference to its data; None while it is not there."""
@@ -178,7 +189,11 @@ class Fleet:
             replica.engine_state = engine_state
 
     def work(self) -> None:
-        """Gives everyone something to do."""
+        """Gives everyone something to do, and replaces those who take too long for it."""
+        for worker in self.workers:
+            late = worker.late(self._patience_s)
+            if late is not None:
+                self._failed(worker, TimeoutError(late))
         for worker in self.workers:
             if worker.must_start:
                 self._start(worker)
@@ -194,63 +209,64 @@ class Fleet:
             self._check_alive(kind)
 
     def _start(self, worker: Worker) -> None:
-        first = worker.start()
-        actor = worker.actor
-        self.events.when(first, partial(self._started, worker, actor), partial(self._setup_failed, worker, actor))
+        self.ask(worker, worker.start(), "start", partial(self._started, worker))
 
-    def _started(self, worker: Worker, actor: Any, pid: int) -> None:
-        if worker.actor is not actor:
-            return
+    def _started(self, worker: Worker, pid: int) -> None:
         worker.started(pid)
-        if isinstance(worker, ReplicaWorker):
-            worker.version = None
-            self.ask(worker, actor.restore.remote(worker.seed, worker.engine_state), lambda _: None)
-        elif self._reference_weights is not None:
-            self.ask(worker, actor.update.remote(self._reference_weights), lambda _: None)
+        if worker in self.references and self._reference_weights is not None:
+            self._give_reference_weights(worker)
 
-    def _setup_failed(self, worker: Worker, actor: Any, error: BaseException) -> None:
-        if worker.actor is not actor:
-            return
-        if not worker.restarts and not worker.ready and not is_loss(error):
-            raise cause_of(error)
-        if not worker.restarts and not worker.ready:
-            raise WorkersLostError(f"{worker.name} died while it started: {_first_line(error)}") from error
-        self._lost(worker, error)
+    def _give_reference_weights(self, worker: Worker) -> None:
+        self.ask(worker, worker.actor.update.remote(self._reference_weights), "load weights", lambda _: None)
 
-    def ask(self, worker: Worker, answer: Any, done: Callable[[Any], None]) -> None:
-        """Calls ``done`` with an actor's answer, unless the actor is replaced before."""
+    def ask(self, worker: Worker, answer: Any, what: str, done: Callable[[Any], None]) -> None:
+        """Calls ``done`` with an actor's answer, unless the actor is replaced before, because it died or is late.
+
+        Args:
+            worker: whose actor was asked.
+            answer: the reference that it owes.
+            what: what it is to do, in words.
+            done: takes the answer.
+        """
         actor = worker.actor
+        worker.owes[answer] = what, time.monotonic()
 
         def answered(value: Any) -> None:
             if worker.actor is actor:
+                del worker.owes[answer]
                 done(value)
 
         def failed(error: BaseException) -> None:
-            if worker.actor is not actor:
-                return
-            if not is_loss(error):
-                raise cause_of(error)
-            self._lost(worker, error)
+            if worker.actor is actor:
+                self._failed(worker, error)
 
         self.events.when(answer, answered, failed)
 
+    def _failed(self, worker: Worker, error: BaseException) -> None:
+        """Replaces an actor that is lost, or does not answer in time; what its work raised is raised here."""
+        first_start = not worker.ready and not worker.restarts
+        lost = is_loss(error) or isinstance(cause_of(error), TimeoutError)
+        if not lost and (worker.ready or first_start):
+            raise cause_of(error)
+        if first_start:
+            raise WorkersLostError(f"{worker.name} could not start: {_first_line(error)}") from error
+        self._lost(worker, error)
+
     def _lost(self, worker: Worker, error: BaseException) -> None:
         """Puts what an actor had back into the queues, and lets it be made again."""
-        torchrl_logger.warning(f"{worker.name} (process {worker.pid}) is gone, a new one starts: {_first_line(error)}")
-        worker.lost(error)
-        if isinstance(worker, ReplicaWorker):
-            worker.updating = None
-            for work in reversed(worker.units):
-                _give_up_after(work.attempts, work, "rollout", error)
+        torchrl_logger.warning(f"{worker.name} (process {worker.pid}) is lost, a new one starts: {_first_line(error)}")
+        samples = isinstance(worker, ReplicaWorker)
+        for work in reversed(worker.lost(error)):
+            if work.attempts == MOST_ATTEMPTS:
+                raise WorkersLostError(
+                    f"{_groups(work)} ended {MOST_ATTEMPTS} {'rollout' if samples else 'reference'} actors, the last "
+                    f"one with: {_first_line(error)}"
+                ) from error
+            if samples:
                 for group in work.left:
                     self.buffer.withdraw(group)
-                self._unplayed.appendleft(work)
-            worker.units = []
-        else:
-            for work in self._scoring[worker]:
-                _give_up_after(work.score_attempts, work, "reference", error)
-            self._unscored.extendleft(reversed(self._scoring[worker]))
-            self._scoring[worker] = []
+                self._resampled += len(work.left)
+            (self._unplayed if samples else self._unscored).appendleft(work)
 
     def _check_alive(self, workers: Sequence[Worker]) -> None:
         if not workers or any(worker.ready or not worker.restarts for worker in workers):
@@ -267,7 +283,8 @@ class Fleet:
         assert self.published is not None
         replica.updating = self.published
         answer = replica.actor.update.remote(self._parcels[self.published], self.published)
-        self.ask(replica, answer, partial(self._updated, replica, self.published))
+        what = f"load the weights of version {self.published}"
+        self.ask(replica, answer, what, partial(self._updated, replica, self.published))
 
     def _updated(self, replica: ReplicaWorker, version: int, seconds: float) -> None:
         replica.updating, replica.version = None, version
@@ -297,7 +314,7 @@ class Fleet:
             replica.units.append(work)
             returns = 1 + len(work.unit.groups)
             report, *refs = replica.actor.play.options(num_returns=returns).remote(work.unit)
-            self.ask(replica, report, partial(self._played, replica, work, refs))
+            self.ask(replica, report, f"sample {_groups(work)}", partial(self._played, replica, work, refs))
 
     def _draw(self) -> bool:
         """Draws the next unit, if the run has one more and there is room for it."""
@@ -320,7 +337,8 @@ class Fleet:
         replica.did()
         replica.units.remove(work)
         replica.engine_state = report.engine
-        work.report, work.refs = report, refs
+        work.report, work.refs, work.attempts = report, refs, 0
+        replica.responses += self._env.repeats * (report.dynamic.played if report.dynamic else len(played))
         self._rewards.update(report.rewards)
         if report.dynamic is not None:
             self._dynamic.update(asdict(report.dynamic))
@@ -331,19 +349,19 @@ class Fleet:
 
     def _score(self) -> None:
         while self._unscored:
-            ready = [worker for worker in self.references if worker.ready]
+            ready = [w for w in self.references if w.ready and len(w.units) < _SCORED_AT_A_TIME]
             if not ready:
                 return
             work = self._unscored.popleft()
-            worker = min(ready, key=lambda w: len(self._scoring[w]))
-            self._scoring[worker].append(work)
-            work.score_attempts += 1
+            work.attempts += 1
+            worker = min(ready, key=lambda w: len(w.units))
+            worker.units.append(work)
             seconds, *refs = worker.actor.score.options(num_returns=1 + len(work.refs)).remote(*work.refs)
-            self.ask(worker, seconds, partial(self._scored, worker, work, refs))
+            self.ask(worker, seconds, f"score {_groups(work)}", partial(self._scored, worker, work, refs))
 
     def _scored(self, worker: Worker, work: Work, refs: list[Any], seconds: float) -> None:
         worker.did()
-        self._scoring[worker].remove(work)
+        worker.units.remove(work)
         work.refs, work.reference_s = refs, seconds
         self._finish(work)
 
@@ -375,7 +393,9 @@ class Fleet:
             "workers/update_s": self._update_s,
             "workers/restarts_rollout": sum(worker.restarts for worker in self.replicas),
             "workers/restarts_reference": sum(worker.restarts for worker in self.references),
+            "workers/groups_resampled": self._resampled,
         }
+        metrics |= {f"workers/responses_rollout_{i}": worker.responses for i, worker in enumerate(self.replicas)}
         metrics |= self._rewards
         if self._rounds > 1:
             metrics |= {f"rollout/groups_{name}": float(count) for name, count in self._dynamic.items()}
@@ -388,7 +408,7 @@ class Fleet:
     def what_is_missing(self) -> str:
         """Where the groups of the next batch are, in words."""
         playing = [f"{r.name} {'has' if r.ready else 'is starting, with'} {len(r.units)}" for r in self.replicas]
-        scoring = sum(len(works) for works in self._scoring.values()) + len(self._unscored)
+        scoring = sum(len(worker.units) for worker in self.references) + len(self._unscored)
         lost = [f"; {w.name} was last lost with: {_first_line(w.error)}" for w in self.workers if w.error is not None]
         return (
             f"a batch of {self.buffer.groups_per_batch} groups: {self.buffer.waiting} wait, "
@@ -396,13 +416,8 @@ class Fleet:
         )
 
 
-def _give_up_after(attempts: int, work: Work, kind: str, error: BaseException) -> None:
-    """Ends the run over a unit that every actor dies of."""
-    if attempts == _MOST_ATTEMPTS:
-        raise WorkersLostError(
-            f"groups {work.unit.groups[0]} to {work.unit.groups[-1]} ended {attempts} {kind} actors, the last one "
-            f"with: {_first_line(error)}"
-        ) from error
+def _groups(work: Work) -> str:
+    return f"groups {work.unit.groups[0]} to {work.unit.groups[-1]}"
 
 
 def _make(remote_class: Any, factory: Callable[[], Any]) -> Any:
@@ -410,4 +425,4 @@ def _make(remote_class: Any, factory: Callable[[], Any]) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0]
+    return str(cause_of(error)).strip().split("\n", 1)[0]

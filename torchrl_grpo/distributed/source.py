@@ -11,11 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from torchrl_grpo.distributed.actors import Replica
-from torchrl_grpo.distributed.fleet import Fleet, InFlight, ReplicaWorker
+from torchrl_grpo.distributed.errors import WaitedTooLongError, WorkersLostError
+from torchrl_grpo.distributed.fleet import MOST_ATTEMPTS, Fleet, InFlight, ReplicaWorker
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 
@@ -62,7 +62,7 @@ class RaySource:
         seed: of the engines' draws.
         release: called with each published version that no replica reads or will read any more.
         samples: gives rows of the latest batch for ``samples.jsonl``.
-        patience_s: longest wait for anything.
+        patience_s: seconds in which an actor must do what it is asked; after them it is killed, and made again.
         dead_s: how long all rollout actors, or all reference actors, may be dead before the run ends.
 
     Raises:
@@ -106,11 +106,14 @@ class RaySource:
             in_flight=in_flight,
             seed=seed,
             release=release,
+            patience_s=patience_s,
             dead_s=dead_s,
         )
         self.max_staleness = max_staleness
         self._samples = samples
-        self._patience_s = patience_s
+        # An actor that is late and then replaced takes as long as this. It is the bound of what no actor was asked for.
+        self._longest_silence_s = 2 * patience_s
+        self._heard_at = time.monotonic()
         self._changed = threading.Condition(threading.RLock())
         self._error: BaseException | None = None
         self._closed = False
@@ -127,8 +130,7 @@ class RaySource:
         """Waits until the parts of all actors are made.
 
         Raises:
-            WorkersLostError: an actor died.
-            TimeoutError: an actor was not ready in time.
+            WorkersLostError: an actor died, or was not ready in time.
             Exception: what a factory raised.
         """
         workers = self._fleet.workers
@@ -142,7 +144,7 @@ class RaySource:
 
         Raises:
             WorkersLostError: all actors of a kind have been dead for too long, or a unit ended every actor it met.
-            TimeoutError: no batch in time.
+            WaitedTooLongError: no batch, and no sign of life from any actor.
             Exception: what an actor's work raised.
         """
         taken = self._wait(self._fleet.take, self._fleet.what_is_missing)
@@ -182,16 +184,21 @@ class RaySource:
         """Evaluates the published weights on one replica, as ``Evaluator.evaluate`` does.
 
         Raises:
-            TimeoutError: no answer in time.
+            WorkersLostError: replica after replica was lost over it.
         """
-        version, metrics, rows = self._ask_current(self._fleet.replicas, "evaluate", sampled)
+        version, metrics, rows = self._ask_any("evaluate", sampled)
         if version != self._fleet.published:
             raise RuntimeError(f"weights of version {version} were evaluated instead of {self._fleet.published}.")
         return metrics, rows
 
     def probes(self) -> list[Any]:
-        """What ``RolloutActor.probe`` of each replica gives, with the published weights."""
-        return [self._ask_current([replica], "probe") for replica in self._fleet.replicas]
+        """What ``RolloutActor.probe`` of each replica gives, with the published weights.
+
+        A replica that is being made again is left out, unless there is no other.
+        """
+        there = [replica for replica in self._fleet.replicas if replica.ready]
+        answers = [answer for replica in there for answer in self._ask(replica, "probe")]
+        return answers or [self._ask_any("probe")]
 
     def pids(self) -> dict[str, int]:
         """The process of each actor that is ready, by its name."""
@@ -234,46 +241,52 @@ class RaySource:
                 if self._error is None:
                     try:
                         if handler is not None:
+                            self._heard_at = time.monotonic()
                             handler()
                         self._fleet.work()
                     except BaseException as error:  # the loop's thread raises it
                         self._error = error
                 self._changed.notify_all()
 
-    def _ask_current(self, replicas: Sequence[ReplicaWorker], method: str, *arguments: Any) -> Any:
-        """The answer of one of these replicas, asked while it has the published weights; of another one if it dies."""
+    def _ask_any(self, method: str, *arguments: Any) -> Any:
+        """The answer of a replica that has the published weights; of another one if it is lost."""
         fleet = self._fleet
-        while True:
-            replica, actor, answers = self._wait(
-                lambda: self._ask_one(replicas, method, arguments),
+        for _ in range(MOST_ATTEMPTS):
+            replica = self._wait(
+                lambda: next(filter(fleet.is_current, fleet.replicas), None),
                 lambda: f"a rollout actor to have the weights of version {fleet.published}",
             )
-            self._wait(partial(_answered, replica, actor, answers), partial(_to_do, replica, method))
+            answers = self._ask(replica, method, *arguments)
             if answers:
                 return answers[0]
+        raise WorkersLostError(f"{MOST_ATTEMPTS} rollout actors were lost while they were to {method}.")
 
-    def _ask_one(
-        self, replicas: Sequence[ReplicaWorker], method: str, arguments: Sequence[Any]
-    ) -> tuple[ReplicaWorker, Any, list[Any]] | None:
-        """Asks one of the replicas that has the published weights: it, its actor, and where the answer will be."""
-        replica = next((replica for replica in replicas if self._fleet.is_current(replica)), None)
-        if replica is None:
-            return None
-        answers: list[Any] = []
-        self._fleet.ask(replica, getattr(replica.actor, method).remote(*arguments), answers.append)
-        return replica, replica.actor, answers
+    def _ask(self, replica: ReplicaWorker, method: str, *arguments: Any) -> list[Any]:
+        """Asks a replica as soon as it has the published weights; its answer, or nothing if it is lost before."""
+        fleet, actor, answers = self._fleet, replica.actor, list[Any]()
+        self._wait(
+            lambda: fleet.is_current(replica) or replica.actor is not actor,
+            lambda: f"{replica.name} to have the weights of version {fleet.published}",
+        )
+        with self._changed:
+            if replica.actor is actor and fleet.is_current(replica):
+                fleet.ask(replica, getattr(actor, method).remote(*arguments), method, answers.append)
+        self._wait(lambda: answers or replica.actor is not actor, lambda: f"{replica.name} to {method}")
+        return answers
 
     def _wait(self, get: Callable[[], T | None], what: Callable[[], str]) -> T:
         """Waits until ``get``, which is called with the condition held, gives something that is true."""
-        deadline = time.monotonic() + self._patience_s
+        start = time.monotonic()
         with self._changed:
             while True:
                 self._raise_error()
                 value = get()
                 if value:
                     return value
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"waited {self._patience_s:.0f} s for {what()}.")
+                if time.monotonic() - max(start, self._heard_at) > self._longest_silence_s:
+                    raise WaitedTooLongError(
+                        f"heard nothing from any actor for {self._longest_silence_s:g} s, while waiting for {what()}."
+                    )
                 self._changed.wait(timeout=1.0)
 
     def _raise_error(self) -> None:
@@ -281,11 +294,3 @@ class RaySource:
             raise RuntimeError("the source is closed: make a new one.")
         if self._error is not None:
             raise self._error
-
-
-def _answered(replica: ReplicaWorker, actor: Any, answers: list[Any]) -> bool:
-    return bool(answers) or replica.actor is not actor
-
-
-def _to_do(replica: ReplicaWorker, method: str) -> str:
-    return f"{replica.name} to {method}"

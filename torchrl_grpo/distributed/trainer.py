@@ -12,6 +12,7 @@ from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.distributed.actors import Rank, TrainerActor
+from torchrl_grpo.distributed.errors import TrainerLostError, WaitedTooLongError
 from torchrl_grpo.distributed.source import RayBatch
 from torchrl_grpo.distributed.workers import cause_of, is_loss
 from torchrl_grpo.trainer.checkpoint import Checkpointer
@@ -21,15 +22,12 @@ _HEARD_S = 10.0
 """How long after the first failure of a rank the others are listened to."""
 
 
-class TrainerLostError(RuntimeError):
-    """A training rank died: the run has ended, and can go on from a checkpoint alone."""
-
-
 class RayTrainer:
     """Training ranks as Ray actors.
 
     A rank that dies takes the run with it: the others hold a part of the model each, and what they would wait for never
-    comes. Every method but ``close`` raises ``TrainerLostError`` then, with the last checkpoint.
+    comes. Every method but ``close`` raises ``TrainerLostError`` then, with the last checkpoint, and
+    ``WaitedTooLongError`` when the ranks do not answer.
 
     Attributes:
         version: batches trained so far.
@@ -74,7 +72,9 @@ class RayTrainer:
         Raises:
             Exception: what the factory raised.
         """
-        [address] = self._ask("find an address", [self._ranks[0].address.remote()])
+        address = None
+        if len(self._ranks) > 1:
+            [address] = self._ask("open a port", [self._ranks[0].open_store.remote(self._patience_s)])
         setup = [rank.setup.remote(address, self._patience_s) for rank in self._ranks]
         self.pids = self._ask("load the model", setup)
         [(self.version, self.optim_steps)] = self._ask("say where they are", [self._ranks[0].progress.remote()])
@@ -154,14 +154,21 @@ class RayTrainer:
                 error = _root_cause(first, references)
                 if not is_loss(error):
                     raise cause_of(error) from None
-                saved = self._last_checkpoint
-                go_on = f"go on with train.resume={saved}" if saved else "no checkpoint was written before"
                 raise TrainerLostError(
-                    f"a training rank died while the ranks were to {what} (version {self.version}): {go_on}."
+                    f"a training rank died while the ranks were to {what} (version {self.version}): "
+                    f"{self._last_saved()}."
                 ) from error
             if pending and time.monotonic() > deadline:
-                raise TimeoutError(f"waited {self._patience_s:.0f} s for the training ranks to {what}.")
+                self.optim_steps = -1
+                raise WaitedTooLongError(
+                    f"waited {self._patience_s:g} s for the training ranks to {what} (version {self.version}): "
+                    f"{self._last_saved()}."
+                )
         return ray.get(references)
+
+    def _last_saved(self) -> str:
+        saved = self._last_checkpoint
+        return f"go on with train.resume={saved}" if saved else "no checkpoint was written before"
 
 
 def _root_cause(first: Exception, references: Sequence[Any]) -> Exception:

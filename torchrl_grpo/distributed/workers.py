@@ -53,6 +53,8 @@ class Worker:
         ready: whether its parts are made.
         pid: its process, once it is ready.
         restarts: how many successors there were.
+        units: what it is at work on.
+        owes: the references that it has not answered yet, oldest first: what it was to do, and since when.
         alive_at: when the last of its actors that did anything was lost, at first when it was made itself
             (``time.monotonic``).
 
@@ -67,6 +69,8 @@ class Worker:
         self.ready = False
         self.pid = 0
         self.restarts = 0
+        self.units: list[Any] = []
+        self.owes: dict[Any, tuple[str, float]] = {}
         self.alive_at = time.monotonic()
         self.error: BaseException | None = None
         self._make = make
@@ -77,7 +81,10 @@ class Worker:
     def start(self) -> Any:
         """Makes the actor; returns the reference to the process id that ``setup`` answers."""
         self.actor = self._make()
-        return self.actor.setup.remote()
+        return self.actor.setup.remote(*self._setup_arguments())
+
+    def _setup_arguments(self) -> tuple[Any, ...]:
+        return ()
 
     def started(self, pid: int) -> None:
         """Notes that the parts are made."""
@@ -87,8 +94,19 @@ class Worker:
         """Notes that it has done what it is there for: only that ends a row of failures."""
         self._failures, self._useful = 0, True
 
-    def lost(self, error: BaseException) -> None:
-        """Notes that the actor is gone; the next one may start at once, after repeated failures only after a pause."""
+    def late(self, patience_s: float) -> str | None:
+        """What the actor was to do and has not done in so many seconds, in words; None if it is not late."""
+        what, since = next(iter(self.owes.values()), ("", time.monotonic()))
+        if time.monotonic() - since <= patience_s:
+            return None
+        return f"it was to {what}, and did not within {patience_s:g} s"
+
+    def lost(self, error: BaseException) -> list[Any]:
+        """Notes that the actor is gone; the next one may start at once, after repeated failures only after a pause.
+
+        Returns:
+            what it was at work on.
+        """
         if self._useful:
             self.alive_at = time.monotonic()
         self._useful = False
@@ -97,6 +115,8 @@ class Worker:
         self.error = error
         self._start_at = time.monotonic() + (0 if not self._failures else min(2.0**self._failures, _LONGEST_PAUSE_S))
         self._failures += 1
+        units, self.units = self.units, []
+        return units
 
     @property
     def must_start(self) -> bool:
@@ -109,7 +129,7 @@ class Worker:
             import ray
 
             ray.kill(self.actor)
-        self.actor, self.ready = None, False
+        self.actor, self.ready, self.owes = None, False, {}
 
 
 def is_loss(error: BaseException) -> bool:

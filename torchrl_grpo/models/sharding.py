@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -37,7 +38,7 @@ from torchrl_grpo.models.loading import base_model_of
 def init_mesh(
     rank: int,
     world_size: int,
-    init_method: str,
+    store: Store,
     *,
     device: torch.device,
     timeout_s: float,
@@ -48,8 +49,7 @@ def init_mesh(
     Args:
         rank: 0 to ``world_size - 1``, another one in each process.
         world_size: number of processes.
-        init_method: where they meet, ``"tcp://host:port"`` with a free port of rank 0's host, or
-            ``"file:///path"`` with a path that does not exist yet.
+        store: where they find each other; the same one in each process, and new.
         device: what this rank computes on. On a CPU the ranks talk through gloo, on CUDA through NCCL (and through
             gloo about what lies on the CPU).
         timeout_s: how long a rank waits for the others, here and in each collective call, before it raises.
@@ -71,7 +71,7 @@ def init_mesh(
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     shape = (world_size // tensor_parallel_size, tensor_parallel_size)
     return init_device_mesh(device.type, shape, mesh_dim_names=("shard", "tensor"))
 

@@ -445,7 +445,7 @@ class RayConfig:
     patience_s: float = limited(1800.0, gt=0)
     """Seconds in which a process must answer: load its model, sample a unit of groups, evaluate the test split, train a
     step. An engine or reference model that is late is killed and made again, a late trainer ends the run."""
-    dead_s: float = limited(300.0, gt=0)
+    dead_s: float = limited(900.0, gt=0)
     """Seconds for which all engines, or all reference models, may be gone before the run ends; more than one takes to
     start."""
 

@@ -86,7 +86,7 @@ class RaySource:
         release: Callable[[int], None] = lambda version: None,
         samples: Callable[[int], list[dict[str, Any]]] = lambda most: [],
         patience_s: float = 1800.0,
-        dead_s: float = 300.0,
+        dead_s: float = 900.0,
     ) -> None:
         if groups_per_batch % unit_groups:
             raise ValueError(

@@ -50,7 +50,7 @@ lint: $(VENV)/.stamp-dev  ## ruff, mypy and the import rules
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
 
-bench: $(VENV)/.stamp-bench  ## run every benchmark
+bench: $(VENV)/.stamp-bench $(VENV)/.stamp-ray $(TEST_ENGINE)  ## run every benchmark
 	set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) $$file; done
 
 # A result is kept as long as its function stays the same, whatever the tests do: start anew.

@@ -207,6 +207,23 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_no_process_left(
 
 
 @pytest.mark.vllm
+@pytest.mark.skipif(not vllm_module._has_vllm or os.cpu_count() == 1, reason="needs vllm and 2 cores")
+def test_a_replica_of_two_processes_has_the_trainers_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # by itself vLLM wants a NUMA node for each process
+    with Script(
+        ASYNC, tmp_path, "inference_model.backend=vllm", "inference_model.num_devices=2", "policy.kl_coef=0",
+        "inference_model.tensor_parallel_size=2", "inference_model.check_sync=true", "evaluation.num_prompts=0",
+        "train.total_dialog_turns=48",
+    ) as running:  # fmt: skip
+        running.wait()
+    assert running.process.returncode == 0, running.printed()
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert max(row["sync/gap_max"] for row in rows) < 1e-3
+    assert running.left() == []
+
+
+@pytest.mark.vllm
 @pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
 def test_a_killed_vllm_replica_comes_back_and_no_group_is_lost_or_trained_twice(tmp_path: Path) -> None:
     """One loses its actor, the other one the engine's own process; weights keep coming while sequences are sampled."""

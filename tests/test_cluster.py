@@ -286,6 +286,7 @@ def test_a_malformed_address_ends_a_run_before_anything_starts(tmp_path: Path) -
 
 DRIVER = """
 import time
+import ray
 from torchrl_grpo.config import orderly_exit
 from torchrl_grpo.distributed.cluster import start
 from tests.test_cluster import TWO, facts
@@ -294,8 +295,9 @@ with orderly_exit():
     cluster = start()
     try:
         facts(cluster.place(TWO))
+        never = ray.remote(num_cpus=0)(lambda: time.sleep(600)).remote()
         print("ready", flush=True)
-        time.sleep(600)
+        ray.get(never)
     finally:
         cluster.shutdown()
 """
@@ -321,7 +323,7 @@ def test_a_run_that_is_told_to_end_leaves_no_process(number: signal.Signals, sta
             os.killpg(driver.pid, number)  # a terminal's Ctrl-C goes to all of them
         else:
             driver.send_signal(number)
-        assert driver.wait(60) == status
+        assert driver.wait(300) == status
         assert alive(pids) == []
     finally:
         driver.kill()

@@ -757,9 +757,20 @@ def _check_type(name: str, value: Any) -> None:
 def orderly_exit() -> Iterator[None]:
     """Turns a ``ConfigError`` and a ``RunLostError`` into their message on stderr, without a traceback, and exit status
     2 and 1; and SIGTERM into an ordinary exit (status 143), so that the run is saved as after Ctrl-C."""
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    told = False
+
+    def end(*_: Any) -> None:
+        nonlocal told
+        told = True
+        sys.exit(143)
+
+    previous = signal.signal(signal.SIGTERM, end)
     try:
         yield
+    except SystemExit:
+        if told:
+            sys.exit(143)  # Ray makes a status of its own of an exit that comes while it waits
+        raise
     except ConfigError as error:
         sys.stderr.write(f"\nerror: {error}\n")
         sys.exit(2)

@@ -565,7 +565,7 @@ def test_a_dead_training_rank_ends_the_run_with_the_last_checkpoint_named(
 def test_a_unit_that_every_reference_actor_dies_of_ends_the_run(source_of: Callable[..., RaySource]) -> None:
     source = source_of(references=1, total_groups=BATCH, reference=Deadly)
     source.publish(weights_of(0), 0)
-    with pytest.raises(WorkersLostError, match=r"groups 0 to 1 ended 3 reference actors"):
+    with pytest.raises(WorkersLostError, match=r"groups \d to \d ended 3 reference actors"):
         source.next_batch()
 
 

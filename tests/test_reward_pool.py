@@ -72,7 +72,9 @@ def test_a_dialog_whose_worker_dies_once_has_its_score(pool: RewardPool, tmp_pat
 
 def test_a_worker_that_is_killed_while_it_waits_costs_nothing_but_a_restart(pool: RewardPool) -> None:
     score(pool, "1")
-    os.kill(pool.pids()[0], signal.SIGKILL)
+    pid = pool.pids()[0]
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # a signal takes a moment to arrive; the pool still has to notice
     assert score(pool, "exit", "2", "3")[1:] == [Score(2.0, True), Score(3.0, True)]
     assert pool.take_counts()[RESTARTS] == 3
 

@@ -114,7 +114,7 @@ def slow(steps: int) -> list[dict[str, Any]]:
     figures = []
     for bound in (1, 3):
         pause_s = 9 * step_s
-        overrides = [*common, "policy.loss=bench_faults.SlowLoss", f"train.max_staleness={bound}"]
+        overrides = [*common, "policy.loss._target_=bench_faults.SlowLoss", f"train.max_staleness={bound}"]
         with tempfile.TemporaryDirectory() as folder:
             rows = run(folder, overrides, lambda pid, rows: None, **{PAUSE: str(pause_s)})
         groups = int(rows[-1]["rollout/sequences"]) // 8
@@ -148,7 +148,7 @@ def kill(steps: int) -> dict[str, Any]:
 
     overrides = [
         "inference_model.backend=vllm", "inference_model.num_devices=2", f"train.total_dialog_turns={128 * steps}",
-        "policy.advantage=bench_faults.RecordedAdvantage",
+        "policy.advantage._target_=bench_faults.RecordedAdvantage",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "groups.jsonl")

@@ -1,7 +1,7 @@
 """A loss and an advantage of one's own, without editing the package. From the root of the repository:
 
     PYTHONPATH=examples python sota/grpo/grpo.py --config-name grpo_arithmetic \
-        policy.loss=my_algorithm.ReinforceLoss policy.advantage=my_algorithm.RankAdvantage
+        policy.loss._target_=my_algorithm.ReinforceLoss policy.advantage._target_=my_algorithm.RankAdvantage
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from tests.test_config import ROOT, compose_config
 from tests.test_grpo_loss import Table, make_batch, total
 from torchrl_grpo import functional as F
 from torchrl_grpo.build import batch_transforms, build, make_loss, prepare
-from torchrl_grpo.config import ConfigError
+from torchrl_grpo.config import ConfigError, check_command_line
 from torchrl_grpo.models.scoring import WrapperScorer
 from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, SAPOLoss
 
@@ -589,7 +589,11 @@ def test_options_that_exclude_each_other_are_refused(overrides: list[str], messa
 
 def test_a_loss_and_an_advantage_of_ones_own_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    overrides = ["policy.loss=my_algorithm.ReinforceLoss", "policy.advantage=my_algorithm.RankAdvantage"]
+    overrides = [
+        "policy.loss._target_=my_algorithm.ReinforceLoss",
+        "policy.advantage._target_=my_algorithm.RankAdvantage",
+    ]
+    check_command_line(overrides)
     run = build(compose_config(*SMALL, *overrides), tmp_path)
     seen: list[Tensor] = []
     train_batch = run.trainer.train_batch
@@ -606,11 +610,17 @@ def test_a_loss_and_an_advantage_of_ones_own_by_name(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("policy.loss=nowhere.Loss", r"policy\.loss=nowhere\.Loss must name a class that can be imported"),
-        ("policy.loss=torch.nn.Linear", r"policy\.loss=torch\.nn\.Linear must be a subclass of GRPOLoss"),
         (
-            "policy.advantage=torch.nn.Linear",
-            r"policy\.advantage=torch\.nn\.Linear must be a subclass of Group",
+            "policy.loss._target_=nowhere.Loss",
+            r"policy\.loss\._target_=nowhere\.Loss must name a class that can be imported",
+        ),
+        (
+            "policy.loss._target_=torch.nn.Linear",
+            r"policy\.loss\._target_=torch\.nn\.Linear must be a subclass of GRPOLoss",
+        ),
+        (
+            "policy.advantage._target_=torch.nn.Linear",
+            r"policy\.advantage\._target_=torch\.nn\.Linear must be a subclass of Group",
         ),
     ],
 )
@@ -842,10 +852,17 @@ def test_a_reward_that_is_not_finite_is_an_error_unless_it_is_marked_invalid(val
 
 @pytest.mark.parametrize(
     "overrides",
-    [["algo=sapo", "policy.loss=torchrl_grpo.objectives.GRPOLoss"], ["+policy.loss_kwargs.dual_clip=3"]],
+    [
+        ["algo=sapo", "policy.loss._target_=torchrl_grpo.objectives.GRPOLoss"],
+        ["+policy.loss.dual_clip=3"],
+        ["+policy.loss.no_such_argument=3"],
+        ["+policy.advantage.no_such_argument=3"],
+    ],
 )
-def test_arguments_that_the_loss_does_not_take_are_refused_before_anything_loads(overrides: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"policy.loss_kwargs=\{.*\} must be further arguments of policy.loss="):
+def test_arguments_that_are_not_taken_are_refused_before_anything_loads(overrides: list[str]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"policy.(loss|advantage)=\{.*\} must be _target_ and arguments that it takes"
+    ):
         prepare(compose_config(*SMALL, *overrides))
 
 

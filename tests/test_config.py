@@ -87,6 +87,7 @@ def test_a_broken_rule_names_field_rule_value_and_fix(overrides: list[str], mess
         ),
         ("env.num_env=8", r"did you mean env\.num_envs\?"),
         ("ref_model.devices=0", r"ref_model\.devices=0 must .*: use ref_model\.devices=null"),
+        ("policy.loss=my.Loss", r"must be a node with _target_: use policy\.loss\._target_=my\.Loss"),
         ("xyzzy=1", r"xyzzy=1 names a config key that does not exist: run with --cfg job"),
     ],
 )

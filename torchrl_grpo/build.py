@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from hydra.utils import get_class
+from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
@@ -343,18 +343,38 @@ def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedCo
         )
 
 
-def _class_of(field: str, name: str, base: type[Any]) -> type[Any]:
-    """The class of a dotted name, one of the package's or the user's own."""
+def _make(field: str, node: dict[str, Any], base: type[Any], *args: Any, **settings: Any) -> Any:
+    """An object of the class that ``_target_`` names, one of the package's or the user's own.
+
+    Args:
+        field: the node's dotted name.
+        node: ``_target_`` and further arguments.
+        base: what the class must derive from.
+        *args: first arguments.
+        **settings: arguments that follow from other fields.
+
+    Raises:
+        ConfigError: there is no such class, or it does not take the arguments.
+    """
+    name = node.get("_target_")
     try:
-        found = get_class(name)
+        made = instantiate({**node, "_partial_": True}, _convert_="all")
     except Exception as error:  # whatever importing the user's module may raise
         raise ConfigError(
-            f"{field}={name} must name a class that can be imported ({error}): use "
+            f"{field}._target_={name} must name a class that can be imported ({error.__cause__ or error}): use "
             f"{base.__module__}.{base.__name__}, or put the folder of yours on PYTHONPATH."
         ) from error
-    if not issubclass(found, base):
-        raise ConfigError(f"{field}={name} must be a subclass of {base.__name__}: derive it from {base.__module__}.")
-    return found
+    if not (isinstance(made, partial) and isinstance(made.func, type) and issubclass(made.func, base)):
+        raise ConfigError(
+            f"{field}._target_={name} must be a subclass of {base.__name__}: derive it from {base.__module__}."
+        )
+    try:
+        return made.func(*args, **settings, **made.keywords)
+    except TypeError as error:
+        raise ConfigError(
+            f"{field}={node} must be _target_ and arguments that it takes beside those of other fields ({error}): use "
+            f"{field}={{_target_:{name}}}, or an algo=NAME that sets both."
+        ) from error
 
 
 def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> int:
@@ -497,30 +517,27 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
     proximal = policy.proximal.value
     if policy.proximal is Proximal.recomputed and config.optim_steps_per_batch == 1:
         proximal = "current"  # the same values, without a forward pass of their own
-    try:
-        return _class_of("policy.loss", policy.loss, GRPOLoss)(
-            actor_network,
-            clip_epsilon=config.clip_epsilon,
-            ratio_level=policy.ratio_level.value,
-            aggregation=policy.aggregation.value,
-            constant_length=policy.constant_length or config.max_response_tokens,
-            dual_clip=policy.dual_clip,
-            proximal=proximal,
-            behaviour_weight=policy.behaviour_weight.value,
-            behaviour_level=policy.behaviour_level.value,
-            behaviour_cap=policy.behaviour_cap,
-            mask_truncated=policy.mask_truncated,
-            kl_estimator=policy.kl_estimator.value,
-            kl_to_ref_coeff=0.0 if policy.kl_in_reward else policy.kl_coef,
-            kl_to_inference_coeff=policy.kl_to_inference_coef,
-            entropy_coeff=policy.entropy_coef,
-            **policy.loss_kwargs,
-        )
-    except TypeError as error:
-        raise ConfigError(
-            f"policy.loss_kwargs={dict(policy.loss_kwargs)} must be further arguments of policy.loss={policy.loss} "
-            f"({error}): use policy.loss_kwargs={{}}, or an algo=NAME that sets both."
-        ) from error
+    loss: GRPOLoss = _make(
+        "policy.loss",
+        policy.loss,
+        GRPOLoss,
+        actor_network,
+        clip_epsilon=config.clip_epsilon,
+        ratio_level=policy.ratio_level.value,
+        aggregation=policy.aggregation.value,
+        constant_length=policy.constant_length or config.max_response_tokens,
+        dual_clip=policy.dual_clip,
+        proximal=proximal,
+        behaviour_weight=policy.behaviour_weight.value,
+        behaviour_level=policy.behaviour_level.value,
+        behaviour_cap=policy.behaviour_cap,
+        mask_truncated=policy.mask_truncated,
+        kl_estimator=policy.kl_estimator.value,
+        kl_to_ref_coeff=0.0 if policy.kl_in_reward else policy.kl_coef,
+        kl_to_inference_coeff=policy.kl_to_inference_coef,
+        entropy_coeff=policy.entropy_coef,
+    )
+    return loss
 
 
 def batch_transforms(config: GRPOConfig) -> list[tuple[str, Transform]]:
@@ -540,7 +557,10 @@ def batch_transforms(config: GRPOConfig) -> list[tuple[str, Transform]]:
         shaping = [("shaping", transform)]
         if policy.advantage_level is AdvantageLevel.sequence:
             settings = {"reward_key": keys.SHAPED_REWARD}
-    advantage = _class_of("policy.advantage", policy.advantage, GroupAdvantage)(
+    advantage = _make(
+        "policy.advantage",
+        policy.advantage,
+        GroupAdvantage,
         repeats=config.env.repeats,
         mean=policy.advantage_mean.value,
         std=policy.advantage_std.value,

@@ -290,12 +290,10 @@ class EnvConfig:
 class PolicyConfig:
     """The objective; ``algo=NAME`` sets it to that of a published algorithm."""
 
-    loss: str = "torchrl_grpo.objectives.GRPOLoss"
-    """Dotted name of the loss: a class of the package, or a GRPOLoss of your own."""
-    loss_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of the loss."""
-    advantage: str = "torchrl_grpo.transforms.GroupAdvantage"
-    """Dotted name of the transform that writes the advantage: a GroupAdvantage."""
+    loss: dict[str, Any] = field(default_factory=lambda: {"_target_": "torchrl_grpo.objectives.GRPOLoss"})
+    """The loss: as _target_ a class of the package, or a GRPOLoss of your own; beside it further arguments."""
+    advantage: dict[str, Any] = field(default_factory=lambda: {"_target_": "torchrl_grpo.transforms.GroupAdvantage"})
+    """The transform that writes the advantage: as _target_ a GroupAdvantage; beside it further arguments."""
     advantage_mean: AdvantageMean = AdvantageMean.group
     """Baseline: mean of the group, of its other members (leave_one_out), of the batch, or none."""
     advantage_std: AdvantageStd = AdvantageStd.group
@@ -514,6 +512,8 @@ class GRPOConfig:
         return plain != (1.0, 0.0, None, None) or policy.kl_in_reward or token
 
 
+COMPONENTS = ("policy.loss", "policy.advantage")
+"""Nodes that name a class as ``_target_``, with arguments beside it."""
 DATASETS = ("arithmetic", "gsm8k", "ifeval")
 
 
@@ -725,6 +725,8 @@ def check_command_line(arguments: Sequence[str]) -> None:
         name = override.key_or_group
         if name == "algo" or name.startswith("hydra") or override.is_delete() or override.is_add():
             continue
+        if name.rpartition(".")[0] in COMPONENTS:
+            continue  # its arguments are its own
         if name not in known and name not in groups:
             same_leaf = [leaf for leaf in known if "." in name and leaf.rpartition(".")[2] == name.rpartition(".")[2]]
             close = difflib.get_close_matches(name, same_leaf or [*known, *groups], 1, cutoff=0.4)
@@ -740,6 +742,8 @@ def _check_type(name: str, value: Any) -> None:
     try:
         OmegaConf.update(node, name, value)
     except OmegaConfBaseException as error:
+        if name in COMPONENTS:
+            raise ConfigError(f"{name}={value} must be a node with _target_: use {name}._target_={value}.") from error
         current: Any = GRPOConfig
         for part in name.split("."):
             current = typing.get_type_hints(current)[part]

@@ -534,21 +534,25 @@ def test_with_one_optimizer_step_a_batch_the_proximal_policy_needs_no_forward_pa
 
 
 def test_the_reference_model_is_refreshed_every_n_steps(tmp_path: Path) -> None:
-    """Before its first refresh it has the weights of the start, after a refresh at step 2 those of step 2."""
+    """At first it has the weights of the start; from step 2 on, before the engine has them, those of step 2."""
     overrides = ["ref_model.refresh_every=2", "train.total_dialog_turns=48", "policy.kl_coef=0.01"]
     run = build(compose_config(*SMALL, *overrides), tmp_path)
     reference, trained = run.parts.reference.scorer.model, run.trainer.model
     weights = {0: _copy(trained)}
     seen: dict[int, dict[str, Tensor]] = {}
-    train_batch = run.trainer.train_batch
+    train_batch, send = run.trainer.train_batch, run.source.publish
+
+    def publish(sent: Any, version: int) -> None:
+        seen[version] = _copy(reference)
+        send(sent, version)
 
     def spy(batch: TensorDict) -> dict[str, float]:
-        seen[run.trainer.version] = _copy(reference)
+        assert all(torch.equal(seen[run.trainer.version][name], value) for name, value in _copy(reference).items())
         out = train_batch(batch)
         weights[run.trainer.version] = _copy(trained)
         return out
 
-    run.trainer.train_batch = spy  # type: ignore[method-assign]
+    run.trainer.train_batch, run.source.publish = spy, publish  # type: ignore[method-assign]
     try:
         run.fit()
     finally:

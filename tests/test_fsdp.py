@@ -119,9 +119,9 @@ def overflow(mesh: DeviceMesh | None) -> dict[str, Any]:
     return {"start": start, "metrics": metrics, "scale": trainer.scaler.get_scale(), "weights": weights(trainer)}
 
 
-def adapters_off_first(mesh: DeviceMesh | None) -> dict[str, Any]:
+def adapters_off_first(mesh: DeviceMesh | None, **settings: Any) -> dict[str, Any]:
     """The reference scores with the adapters off before the adapters are trained with gradients."""
-    trainer, batch = make_trainer(mesh, lora=True, dtype=torch.float64), make_batch(LENGTHS)
+    trainer, batch = make_trainer(mesh, lora=True, **settings), make_batch(LENGTHS)
     batch = batch.exclude(keys.REF_LOG_PROBS)
     KLScoring(AdapterOffScorer(trainer.model), max_tokens=40)(batch)
     metrics = trainer.train_batch(batch)
@@ -148,9 +148,10 @@ def share_of_memory(mesh: DeviceMesh) -> float:
     return sum(t.to_local().numel() for t in held + moments) / sum(t.numel() for t in held + moments)
 
 
-def bfloat16(mesh: DeviceMesh | None) -> dict[str, Any]:
+def bfloat16(check: Callable[..., dict[str, Any]], mesh: DeviceMesh | None) -> dict[str, Any]:
+    """A check in mixed precision."""
     param_dtype = None if mesh is None else torch.bfloat16
-    return five_steps(mesh, param_dtype=param_dtype, autocast_dtype=torch.bfloat16)
+    return check(mesh, param_dtype=param_dtype, autocast_dtype=torch.bfloat16)
 
 
 ON_ALL_WORLD_SIZES = ("full", "full_float64", "lora", "lora_float64", "two_sequences")
@@ -159,11 +160,12 @@ COMPARED: dict[str, Callable[[DeviceMesh | None], Any]] = {
     "full_float64": functools.partial(five_steps, dtype=torch.float64, tied=False),
     "lora": functools.partial(five_steps, lora=True, checkpointing=True),
     "lora_float64": functools.partial(five_steps, lora=True, dtype=torch.float64),
-    "bfloat16": bfloat16,
+    "bfloat16": functools.partial(bfloat16, five_steps),
     "two_sequences": two_sequences,
     "one_bad_sequence": one_bad_sequence,
     "overflow": overflow,
-    "adapters_off_first": adapters_off_first,
+    "adapters_off_first": functools.partial(adapters_off_first, dtype=torch.float64),
+    "adapters_off_first_bfloat16": functools.partial(bfloat16, adapters_off_first),
     "recomputed_layers": recomputed_layers,
 }
 
@@ -364,6 +366,12 @@ def test_the_reference_with_adapters_off_does_not_freeze_the_adapters(
     assert worst(got["weights"], expected["weights"]) < 1e-12
     assert len(expected["adapters"]) == 14 and worst(got["adapters"], expected["adapters"]) < 1e-12
     assert got["metrics"][0]["train/kl_k3_to_ref"] == pytest.approx(expected["metrics"][0]["train/kl_k3_to_ref"])
+    [mixed], [on_one] = (
+        two[0]["adapters_off_first_bfloat16"]["metrics"],
+        single["adapters_off_first_bfloat16"]["metrics"],
+    )
+    assert on_one["train/grad_norm"] > 0
+    assert mixed["train/grad_norm"] == pytest.approx(on_one["train/grad_norm"], rel=0.05)
 
 
 def test_checkpointed_layers_are_computed_twice_when_they_are_sharded(two: list[dict[str, Any]]) -> None:

@@ -111,6 +111,16 @@ def test_another_process_reads_the_weights_through_cuda_ipc(tmp_path: Path) -> N
     assert_read(CudaIpcSender(torch.bfloat16), 0, tmp_path / "weights.pt")
 
 
+def test_cuda_ipc_gives_the_memory_of_a_version_back_that_nobody_read() -> None:
+    model, sender = make_tiny_model().cuda(), CudaIpcSender(torch.bfloat16)
+    before = torch.cuda.memory_allocated()
+    for version in range(3):
+        sender.pack(named_weights(model), version)
+        assert torch.cuda.memory_allocated() > before
+        sender.release(version)
+        assert torch.cuda.memory_allocated() == before
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_weights_are_broadcast_over_nccl(tmp_path: Path) -> None:
     sender = BroadcastSender(torch.bfloat16, "nccl", "127.0.0.1")

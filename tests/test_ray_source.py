@@ -41,6 +41,7 @@ from torchrl_grpo.distributed.actors import Rank, Replica, TrainerActor
 from torchrl_grpo.distributed.errors import TrainerLostError, WaitedTooLongError, WorkersLostError
 from torchrl_grpo.distributed.source import RayBatch, RaySource
 from torchrl_grpo.distributed.trainer import RayTrainer
+from torchrl_grpo.distributed.workers import Worker
 from torchrl_grpo.weight_sync import FileSender, ObjectSender, PackedWeights, Parcel
 
 pytestmark = pytest.mark.ray
@@ -207,6 +208,23 @@ class HangingScoring(Doubling):
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         hang_once(self.folder / "score")
         return super().__call__(batch)
+
+
+class SlowToLoad(Doubling):
+    """Writes a file when it is made, after a while."""
+
+    def __init__(self, file: Path) -> None:
+        time.sleep(1.0)
+        file.touch()
+
+
+class SecondEngine(CountingEngine):
+    """Is made only where that file is there."""
+
+    def __init__(self, file: Path, pause_s: float) -> None:
+        super().__init__(pause_s)
+        if not file.exists():
+            raise ValueError("it was not waited for the reference model")
 
 
 def weights_of(version: int) -> Any:
@@ -567,6 +585,29 @@ def test_a_unit_that_every_reference_actor_dies_of_ends_the_run(source_of: Calla
     source.publish(weights_of(0), 0)
     with pytest.raises(WorkersLostError, match=r"groups \d to \d ended 3 reference actors"):
         source.next_batch()
+
+
+def test_engines_that_share_an_accelerator_start_after_the_reference_models(
+    source_of: Callable[..., RaySource], tmp_path: Path
+) -> None:
+    file = tmp_path / "made"
+    settings: dict[str, Any] = {"references": 1, "reference": partial(SlowToLoad, file), "total_groups": BATCH}
+    source = source_of(engine=partial(SecondEngine, file), references_first=True, **settings)
+    assert source.pids().keys() == {"rollout actor 0", "reference actor 0"}
+
+
+def test_a_worker_that_had_nothing_to_do_was_alive_until_it_was_lost() -> None:
+    """Else a second loss after a long pause would count the pause as dead time."""
+    worker, gone = Worker("worker", lambda: None), RuntimeError("gone")
+    worker.lost(gone)
+    first = worker.alive_at
+    worker.started(1)
+    worker.owes["answer"] = "load weights", time.monotonic()
+    worker.lost(gone)
+    assert worker.alive_at == first
+    worker.started(2)
+    worker.lost(gone)
+    assert worker.alive_at > first
 
 
 def test_actors_that_start_and_die_again_and_again_count_as_dead(source_of: Callable[..., RaySource]) -> None:

@@ -4,3 +4,9 @@
 ``transforms.GroupAdvantage``, ``transforms.KLScoring``, ``models.TokenScorer``, ``trainer.GRPOTrainer``,
 ``trainer.fit``, ``functional`` (the maths) and ``keys`` (the TensorDict keys). ``sota/grpo/grpo.py`` joins them.
 """
+
+import logging
+
+# TorchRL imports vLLM where it is installed, which speaks before its own logging is set up: in a Hydra run to the
+# user's terminal, and once for each actor on Ray.
+logging.getLogger("vllm").setLevel(logging.ERROR)

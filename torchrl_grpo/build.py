@@ -144,7 +144,8 @@ class Run:
                 evaluation_frequency=config.evaluation.frequency,
                 checkpoint_frequency=config.train.checkpoint_frequency,
                 sample_frequency=config.logging.sample_frequency,
-                after_publish=self._after_publish,
+                before_publish=self._refresh_reference,
+                after_publish=self._check_sync,
             )
             model = self.trainer.export(self.checkpointer, self.tokenizer)
         except BaseException:
@@ -171,14 +172,16 @@ class Run:
         path = self.checkpointer.latest() or (self.resume.path if self.resume is not None else None)
         return f" It goes on with train.resume={path}" if path is not None else ""
 
-    def _after_publish(self) -> dict[str, float]:
+    def _refresh_reference(self) -> None:
+        """Gives the reference model the trained weights, every ``ref_model.refresh_every`` steps."""
         version, every = self.trainer.version, self.config.ref_model.refresh_every
         if every is not None and version and version % every == 0:
             self.parts.refresh_reference()
-        return self._check_sync() if self.config.inference_model.check_sync else {}
 
     def _check_sync(self) -> dict[str, float]:
-        """Scores a few sampled tokens with engine and trainer; a large difference ends the run."""
+        """Scores a few sampled tokens with engine and trainer, if that is wanted; a large difference ends the run."""
+        if not self.config.inference_model.check_sync:
+            return {}
         mean, largest = self.parts.sync_gap()
         limit = self.config.inference_model.check_sync_tolerance
         if not mean <= limit:

@@ -180,6 +180,7 @@ def distributed_parts(
         rounds=config.policy.max_sampling_rounds if config.policy.dynamic_sampling else 1,
         max_staleness=max_staleness,
         in_flight=in_flight,
+        references_first=plan.colocated,
         seed=config.seed,
         release=trainer.release,
         samples=trainer.samples,
@@ -189,8 +190,12 @@ def distributed_parts(
     resources.callback(source.close)
     if blueprint.resume is not None:
         source.load_state_dict(blueprint.resume.source)
-    source.start()
-    trainer.start()
+    if plan.colocated:  # then the engine must not start while others take memory
+        trainer.start()
+        source.start()
+    else:
+        source.start()
+        trainer.start()
     source.wait_until_ready()
     return DistributedParts(trainer, source, source if blueprint.greedy_env is not None else None)
 

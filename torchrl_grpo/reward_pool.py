@@ -32,7 +32,7 @@ RESTARTS = "workers/restarts_reward"
 TIMED_OUT = "workers/rewards_timed_out"
 
 _MOST_ATTEMPTS = 2
-_START_S = 60.0
+_START_S = 600.0  # a machine that is busy, or a slow file system: only something stuck takes longer
 _START = "import sys; sys.path[:] = {path!r}; from torchrl_grpo.reward_pool import serve; serve({fd}, {parent})"
 
 Dialog = tuple[Problem, Sequence[str]]

@@ -308,7 +308,9 @@ class TrainerActor:
 
 def own_device() -> torch.device:
     """What this process computes on: an actor sees the devices that it was given and no others."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    return torch.device("mps") if torch.backends.mps.is_available() else torch.device("cpu")
 
 
 def own_address() -> str:

@@ -22,7 +22,7 @@ import torch
 
 from torchrl_grpo.placement import DevicePlan
 
-MIN_RAY = (2, 52)  # token authentication: without it, whoever reaches Ray's ports runs code
+MIN_RAY = (2, 59)  # asks for a token by itself: before that, whoever reached the ports of a local cluster ran code
 
 
 @dataclass(frozen=True)

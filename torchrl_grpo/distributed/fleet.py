@@ -92,6 +92,7 @@ class Fleet:
         rounds: int,
         max_staleness: int,
         in_flight: InFlight,
+        references_first: bool,
         seed: int,
         release: Callable[[int], None],
         patience_s: float,
@@ -105,6 +106,7 @@ class Fleet:
         self._total_groups = total_groups
         self._rounds = rounds
         self._in_flight = in_flight
+        self._references_first = references_first
         self._release = release
         self._patience_s = patience_s
         self._dead_s = dead_s
@@ -194,8 +196,9 @@ class Fleet:
             late = worker.late(self._patience_s)
             if late is not None:
                 self._failed(worker, TimeoutError(late))
-        for worker in self.workers:
-            if worker.must_start:
+        for worker in [*self.references, *self.replicas]:
+            waits = self._references_first and worker in self.replicas and not all(r.ready for r in self.references)
+            if worker.must_start and not waits:
                 self._start(worker)
         for replica in self.replicas:
             idle = self._in_flight != "wait" or not replica.units

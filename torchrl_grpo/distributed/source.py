@@ -59,6 +59,8 @@ class RaySource:
         max_staleness: largest ``trainer_version - policy_version`` of a group when it is trained.
         in_flight: what happens to units that are being played when weights arrive. ``wait`` ends them before, ``keep``
             goes on with the new weights and ``abort`` has the engine begin them again: both need an engine that can.
+        references_first: whether rollout actors are made only while the reference actors are there: for those that
+            share an accelerator, whose free memory an engine measures while it starts.
         seed: of the engines' draws.
         release: called with each published version that no replica reads or will read any more.
         samples: gives rows of the latest batch for ``samples.jsonl``.
@@ -82,6 +84,7 @@ class RaySource:
         rounds: int = 1,
         max_staleness: int,
         in_flight: InFlight = "wait",
+        references_first: bool = False,
         seed: int = 0,
         release: Callable[[int], None] = lambda version: None,
         samples: Callable[[int], list[dict[str, Any]]] = lambda most: [],
@@ -104,6 +107,7 @@ class RaySource:
             rounds=rounds,
             max_staleness=max_staleness,
             in_flight=in_flight,
+            references_first=references_first,
             seed=seed,
             release=release,
             patience_s=patience_s,

@@ -55,8 +55,8 @@ class Worker:
         restarts: how many successors there were.
         units: what it is at work on.
         owes: the references that it has not answered yet, oldest first: what it was to do, and since when.
-        alive_at: when the last of its actors that did anything was lost, at first when it was made itself
-            (``time.monotonic``).
+        alive_at: when the last of its actors was lost that had done something, or had nothing to do; at first when it
+            was made itself (``time.monotonic``).
 
     Args:
         name: for messages.
@@ -107,7 +107,7 @@ class Worker:
         Returns:
             what it was at work on.
         """
-        if self._useful:
+        if self._useful or (self.ready and not self.owes):
             self.alive_at = time.monotonic()
         self._useful = False
         self.kill()

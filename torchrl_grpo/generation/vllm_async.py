@@ -240,7 +240,7 @@ class AsyncVLLMEngine(VLLMBase):
             self.restarted_requests += 1
         group = completions(samples, n)
         for i, completion in enumerate(group):
-            completion.versions = torch.empty_like(completion.tokens)
+            completion.versions = torch.full_like(completion.tokens, -1)
             for span in samples[i % len(samples)].weight_versions:
                 completion.versions[span.start : span.end] = int(span.version)
         return group

@@ -246,7 +246,12 @@ class AdapterOffScorer(TokenScorer):
 
     def score(self, tokens_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         """As ``TokenScorer.score``, by the base model alone."""
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with self.model.disable_adapter():
+            # peft takes this from the adapters for the while. If this is the first forward, FSDP2 would then believe
+            # that nothing is trained, and not cast the gradients.
+            for parameter in trained:
+                parameter.requires_grad_(True)
             return super().score(tokens_BT, mask_BT)
 
 

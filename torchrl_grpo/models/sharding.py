@@ -52,7 +52,8 @@ def init_mesh(
         store: where they find each other; the same one in each process, and new.
         device: what this rank computes on. On a CPU the ranks talk through gloo, on CUDA through NCCL (and through
             gloo about what lies on the CPU).
-        timeout_s: how long a rank waits for the others, here and in each collective call, before it raises.
+        timeout_s: how long a rank waits for the others, here and in each collective call, before it raises; with tensor
+            parallelism, in those of all ranks (the others have torch's own bound, of minutes).
         tensor_parallel_size: ranks that compute the same sequences together, each a part of every layer.
 
     Returns:

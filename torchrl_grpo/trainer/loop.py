@@ -58,6 +58,7 @@ def fit(
     evaluation_frequency: int = 0,
     checkpoint_frequency: int = 0,
     sample_frequency: int = 50,
+    before_publish: Callable[[], None] | None = None,
     after_publish: Callable[[], dict[str, float]] | None = None,
 ) -> None:
     """Trains until ``trainer.version`` is ``num_batches``.
@@ -78,6 +79,8 @@ def fit(
         evaluation_frequency: steps between evaluations, 0 for none in between.
         checkpoint_frequency: steps between checkpoints, 0 for none in between.
         sample_frequency: steps between tables of samples.
+        before_publish: called before each weight sync: what must be so before anything is sampled with the new weights
+            (the reference model's refresh).
         after_publish: called after each weight sync; returns metrics (the check of the sync).
     """
     total = num_batches * sequences_per_batch
@@ -93,6 +96,8 @@ def fit(
         return metrics
 
     def publish() -> dict[str, float]:
+        if before_publish is not None:
+            before_publish()
         start = time.perf_counter()
         source.publish(trainer.weights(), trainer.version)
         metrics = {"time/sync_s": time.perf_counter() - start}

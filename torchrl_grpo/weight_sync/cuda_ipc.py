@@ -65,16 +65,18 @@ class CudaIpcSender(Sender):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._kept: dict[int, list[Tensor]] = {}
+        self._kept: dict[int, tuple[list[Tensor], list[tuple[Any, Any]]]] = {}
 
     def pack(self, weights: Named, version: int) -> CudaBuffers:
         on_gpu = ((name, weight.cuda()) for name, weight in weights)
         parts = list(in_parts(on_gpu, self._dtype))
-        self._kept[version] = [flat for flat, _ in parts]
-        handles = []
-        for flat in self._kept[version]:
+        handles, counters = [], []
+        for flat, _ in parts:
             _, (_, _, _, offset, _, _, _, *handle) = reduce_tensor(flat)
             handles.append([offset, *handle])
+            _, _, _, _, counter, place, _, _ = handle  # as rebuild_cuda_tensor names them: ref_counter_handle, _offset
+            counters.append((counter, place))
+        self._kept[version] = [flat for flat, _ in parts], counters
         return CudaBuffers(
             dtype=dtype_name(self._dtype),
             parts=[len(layout) for _, layout in parts],
@@ -83,5 +85,12 @@ class CudaIpcSender(Sender):
         )
 
     def release(self, version: int) -> None:
-        if self._kept.pop(version, None) is not None:
-            torch.cuda.ipc_collect()  # memory that a reader had open is given back only here
+        kept = self._kept.pop(version, None)
+        if kept is None:
+            return
+        # Torch keeps memory that was shared until a reader has opened and closed it. A version that was skipped has no
+        # reader, so its side is taken here; where there was one, the count goes below 0, which is as good.
+        for counter in kept[1]:
+            torch.UntypedStorage._release_ipc_counter_cuda(*counter)
+        del kept
+        torch.cuda.ipc_collect()

@@ -178,6 +178,11 @@ def test_a_run_trains_evaluates_checkpoints_exports_and_reports(tmp_path: Path) 
     assert summary["steps"] == 2
     assert summary["sequences"] == 32
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    # One meaning of throughput: in each step, also in the last one, which is evaluated, and in the summary.
+    tokens, seconds = ([row[name] for row in rows[1:]] for name in ("rollout/tokens", "time/step_s"))
+    speeds = [row["throughput/trained_tokens_per_s"] for row in rows[1:]]
+    assert speeds == pytest.approx([count / time for count, time in zip(tokens, seconds, strict=True)])
+    assert summary["trained_tokens_per_s"] == pytest.approx(sum(tokens) / sum(seconds))
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert {"eval/pass@1", "eval/pass@2"} <= rows[0].keys() & rows[2].keys()
     assert rows[2]["sync/gap_max"] < 1e-4  # float32 on both sides

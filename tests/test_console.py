@@ -15,7 +15,7 @@ METRICS = {
     "rollout/reward_mean": 0.5,
     "rollout/accuracy": 0.25,
     "train/kl_k3_to_ref": 0.0123,
-    "throughput/tokens_per_s": 12345.6,
+    "throughput/trained_tokens_per_s": 12345.6,
 }
 
 
@@ -43,7 +43,8 @@ def test_pipe_gets_one_line_at_the_first_step_every_tenth_and_the_last() -> None
         run(console, 23)
     lines = file.getvalue().splitlines()
     assert [line.partition(":")[0] for line in lines] == ["step 1", "step 10", "step 20", "step 23"]
-    assert lines[1].startswith("step 10: 80/184 sequences, reward 0.5, accuracy 25.0%, kl_k3 0.0123, tokens/s 12,346, ")
+    numbers = "reward 0.5, accuracy 25.0%, kl_k3 0.0123, trained tokens/s 12,346"
+    assert lines[1].startswith(f"step 10: 80/184 sequences, {numbers}, ")
 
 
 def test_pipe_gets_no_control_characters() -> None:
@@ -98,24 +99,26 @@ def test_geometry_prints_counts_in_full() -> None:
     assert ["sequences", "64", "12,800"] in [line.split() for line in file.getvalue().splitlines()]
 
 
-def test_evaluation_prints_rates_in_percent_and_missing_numbers_as_a_dash() -> None:
+def test_evaluation_prints_each_number_with_its_unit_and_missing_ones_as_a_dash() -> None:
     file = io.StringIO()
-    Console(file=file).evaluation(
-        40, {"eval/pass@1": 0.8125, "eval/pass@8": float("nan"), "eval/problems": 512, "time/eval_s": 1.0}
+    metrics = {"pass@1": 0.8125, "invalid": 2.0, "response_length": 8.13, "truncated": 0.0, "pass@8": float("nan")}
+    Console(file=file).evaluation(40, {f"eval/{name}": value for name, value in metrics.items()} | {"time/eval_s": 1.0})
+    assert file.getvalue() == (
+        "test after step 40: pass@1 81.2% (greedy), invalid rewards 2, response length 8.13 tokens, truncated 0.0%, "
+        "pass@8 - (sampled)\n"
     )
-    assert file.getvalue() == "test after step 40: pass@1 81.2%, pass@8 -, problems 512\n"
 
 
 def test_finish_prints_before_and_after_and_every_path_in_one_piece() -> None:
     file = io.StringIO()
     summary = {"accuracy_before": 0.234, "accuracy_after": 0.921, "steps": 200, "sequences": 12800, "wall_s": 147.3}
     path = "outputs/" + "x" * 100 + "/report.html"
-    lost = {"restarts": 2, "groups_resampled": 5}
-    Console(file=file).finish(summary | lost | {"tokens": 0, "tokens_per_s": None}, {"report": path, "model": "m"})
+    summary |= {"restarts": 2, "groups_resampled": 5, "tokens": 0, "trained_tokens_per_s": 1234.4}
+    Console(file=file).finish(summary, {"report": path, "model": "m"})
     assert file.getvalue().splitlines() == [
         "",
-        "test accuracy 23.4% -> 92.1% (+68.7 points)",
-        "200 steps, 12,800 sequences, 2:27 wall time",
+        "test accuracy (greedy) 23.4% -> 92.1% (+68.7 points)",
+        "200 steps, 12,800 sequences, 2:27 wall time, 1,234 trained tokens/s without evaluation",
         "2 restarts of actors, 5 groups sampled again",
         f"  report  {path}",
         "  model   m",

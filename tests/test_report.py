@@ -65,7 +65,7 @@ def log_run(directory: Path, steps: int) -> None:
             )
             logger.log(step, {"rollout/reward_mean": 0.5, "rollout/sequences": 8.0, "rollout/tokens": 100.0})
             logger.log(step, {"time/generate_s": 0.2, "time/train_s": 0.2, "time/step_s": 0.5})
-        logger.log(steps, {"eval/pass@1": 0.75, "time/eval_s": 2.0, "time/step_s": 2.5})
+        logger.log(steps, {"eval/pass@1": 0.75, "time/eval_s": 2.0})
         logger.log_samples(steps, [{"split": "test", "query": "1+1", "response": "2", "reward": 1.0, "correct": True}])
 
 
@@ -73,7 +73,7 @@ def test_summary_equals_the_sums_by_hand(tmp_path: Path) -> None:
     log_run(tmp_path, steps=10)
     summary = summarize(tmp_path)
     assert summary.pop("wall_s") == pytest.approx(10 * 0.5 + 2 * 2.0)
-    assert summary.pop("tokens_per_s") == pytest.approx(1000 / 9.0)
+    assert summary.pop("trained_tokens_per_s") == pytest.approx(1000 / 5.0)  # 5 of the 9 s: not the evaluations'
     assert isinstance(summary["sequences"], int) and isinstance(summary["tokens"], int)
     assert summary == {
         "steps": 10,
@@ -112,8 +112,20 @@ def test_curves_png_is_a_png_and_empty_panels_are_left_out_of_the_page(tmp_path:
     page = parse(write_report(tmp_path))
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     captions = [text for tag, text in page.texts if tag == "figcaption"]
-    assert captions == ["Reward", "Accuracy", "KL", "Clip fraction", "Time per step (s)"]
+    assert captions == ["Reward", "Accuracy", "KL (nats per token)", "Clip fraction", "Time per step (s)"]
     assert page.tags.count("svg") == len(captions)
+    assert page.texts.count(("text", "step")) == len(captions)  # each x axis says what it counts
+
+
+def test_figures_that_may_puzzle_have_a_sentence_and_the_throughput_is_that_of_the_card(tmp_path: Path) -> None:
+    log_run(tmp_path, steps=3)
+    with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
+        logger.log(3, {"throughput/trained_tokens_per_s": 200.0})
+    page = parse(write_report(tmp_path))
+    notes = [text for tag, text in page.texts if tag == "p"]
+    assert [panel.note for panel in PANELS if panel.note] == notes[1:]  # the first is the run's name
+    assert "Trained tokens/s200300 tokens, without evaluation" in page.text()
+    assert "Throughput (trained tokens/s)" in page.text()
 
 
 def test_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
@@ -174,7 +186,7 @@ def test_one_evaluation_is_not_shown_as_a_result_of_training(tmp_path: Path) -> 
         logger.log(0, {"eval/pass@1": 0.25})
     summary = summarize(tmp_path)
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, None)
-    assert "Test accuracy25.0%after step 0" in parse(write_report(tmp_path)).text()
+    assert "Test accuracy, greedy25.0%after step 0" in parse(write_report(tmp_path)).text()
 
 
 def test_lines_of_a_step_are_merged_and_steps_are_in_order() -> None:
@@ -199,7 +211,7 @@ def test_thin_averages_neighbours_down_to_400_points() -> None:
 
 def test_other_time_is_what_the_step_spent_outside_of_the_timed_parts() -> None:
     parts = time_parts(
-        {"time/step_s": 10.0, "time/train_s": 2.0, "time/sync_s": 0.5, "time/eval_s": 7.0, "time/reward_s": None}
+        {"time/step_s": 3.0, "time/train_s": 2.0, "time/sync_s": 0.5, "time/eval_s": 7.0, "time/reward_s": None}
     )
     assert {part: seconds for part, seconds in parts.items() if seconds} == {
         "train": 2.0,

@@ -44,7 +44,7 @@ class Console:
         >>> import sys
         >>> with Console(file=sys.stdout) as console:
         ...     console.evaluation(0, {"eval/pass@1": 0.25, "eval/pass@8": 0.5})
-        test after step 0: pass@1 25.0%, pass@8 50.0%
+        test after step 0: pass@1 25.0% (greedy), pass@8 50.0% (sampled)
     """
 
     def __init__(self, *, every: int = 10, file: IO[str] | None = None, width: int | None = None) -> None:
@@ -141,8 +141,7 @@ class Console:
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the ``eval/*`` metrics of the test split in a line; step 0 is before training."""
-        names = [name for name in metrics if name.startswith("eval/")]
-        numbers = [f"{name.removeprefix('eval/')} {_metric(name, metrics[name])}" for name in names]
+        numbers = [_evaluated(name, value) for name, value in metrics.items() if name.startswith("eval/")]
         self._line(f"test after step {step}: {', '.join(numbers)}", style="bold cyan")
 
     def finish(self, summary: Mapping[str, Any], paths: Mapping[str, str | os.PathLike[str]]) -> None:
@@ -157,12 +156,12 @@ class Console:
         self._line("")
         if before is not None and after is not None:
             change = f"{percent(before)} -> {percent(after)} ({100 * (after - before):+.1f} points)"
-            self._line(f"test accuracy {change}", style="bold green" if after > before else "bold")
+            self._line(f"test accuracy (greedy) {change}", style="bold green" if after > before else "bold")
         parts = [f"{summary[key]:,} {key}" for key in ("steps", "sequences", "tokens") if summary.get(key)]
         if summary.get("wall_s"):
             parts.append(f"{duration(summary['wall_s'])} wall time")
-        if summary.get("tokens_per_s"):
-            parts.append(f"{summary['tokens_per_s']:,.0f} tokens/s")
+        if summary.get("trained_tokens_per_s"):
+            parts.append(f"{summary['trained_tokens_per_s']:,.0f} trained tokens/s without evaluation")
         if parts:
             self._line(", ".join(parts))
         if summary.get("restarts"):
@@ -229,7 +228,7 @@ _LINE = _BAR | {
     "kl_k3": "train/kl_k3_to_ref",
     "entropy": "train/entropy",
     "length": "rollout/response_length",
-    "tokens/s": "throughput/tokens_per_s",
+    "trained tokens/s": "throughput/trained_tokens_per_s",
 }
 
 
@@ -255,8 +254,18 @@ def _join(metrics: Mapping[str, float], names: Mapping[str, str], separator: str
     return separator.join(f"{label} {_metric(name, metrics[name])}" for label, name in names.items() if name in metrics)
 
 
+def _evaluated(name: str, value: float | None) -> str:
+    """An ``eval/*`` metric with its unit; of pass@k also how its responses were decoded."""
+    label, shown = name.removeprefix("eval/"), _metric(name, value)
+    if label.startswith("pass@"):
+        return f"{label} {shown} ({'greedy' if label == 'pass@1' else 'sampled'})"
+    words = {"response_length": f"response length {shown} tokens", "invalid": f"invalid rewards {shown}"}
+    return words.get(label, f"{label} {shown}")
+
+
 def _metric(name: str, value: float | None) -> str:
-    return percent(value) if name.endswith("accuracy") or "pass@" in name else _number(value)
+    share = name.endswith(("accuracy", "truncated")) or "pass@" in name
+    return percent(value) if share else _number(value)
 
 
 def percent(value: float | None) -> str:

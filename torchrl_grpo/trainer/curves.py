@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,29 +24,48 @@ COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#ec4899", "#8b5cf6", "#14b8a6", "#94
 TIME_PARTS = ("generate", "reward", "reference", "train", "sync", "eval", "other", "wait")
 # In an SVG these two become CSS variables, so that one picture suits a light and a dark page.
 _INK, _LINE = "#333a45", "#c9ced6"
-_SPLITS = {"eval": "test ", "rollout": "train "}
 _MOST_POINTS = 400
 _SMOOTH_FROM = 20
+_NOTE_WIDTH = 54  # characters
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture: a title and the metrics (patterns allowed) that it shows."""
+    """One picture: a title, the metrics (patterns allowed) that it shows, and a sentence on what may puzzle."""
 
     title: str
     metrics: tuple[str, ...]
     percent: bool = False
+    note: str = ""
 
 
 PANELS = (
     Panel("Reward", ("rollout/reward_mean",)),
-    Panel("Accuracy", ("eval/pass@*", "rollout/accuracy"), percent=True),
-    Panel("KL", ("train/kl_k3*",)),
-    Panel("Entropy", ("train/entropy",)),
+    Panel(
+        "Accuracy",
+        ("eval/pass@*", "rollout/accuracy"),
+        percent=True,
+        note="Sampled responses, which training needs, err more often than greedy ones.",
+    ),
+    Panel(
+        "KL (nats per token)",
+        ("train/kl_k3*",),
+        note="To inference: 0 where the weights that train on a batch sampled it.",
+    ),
+    Panel("Entropy (nats per token)", ("train/entropy",)),
     Panel("Response length (tokens)", ("rollout/response_length",)),
-    Panel("Clip fraction", ("train/clip_fraction*",), percent=True),
-    Panel("Throughput (tokens/s)", ("throughput/tokens_per_s",)),
-    Panel("Time per step (s)", ("time/*_s",)),
+    Panel(
+        "Clip fraction",
+        ("train/clip_fraction*",),
+        percent=True,
+        note="Tokens that lose their gradient: none with one on-policy optimizer step a batch.",
+    ),
+    Panel(
+        "Throughput (trained tokens/s)",
+        ("throughput/trained_tokens_per_s",),
+        note="Response tokens of a batch by the time of its step, evaluation left out.",
+    ),
+    Panel("Time per step (s)", ("time/*_s",), note="Evaluation left out."),
 )
 
 
@@ -58,7 +78,12 @@ def save_png(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
     """
     figure = Figure(figsize=(15, 6.6), layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.1))
     for axes, panel in zip(figure.subplots(2, 4).flat, PANELS, strict=True):
-        axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=_INK)
+        axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=_INK, pad=28)
+        note = textwrap.fill(panel.note, _NOTE_WIDTH, break_on_hyphens=False)
+        text = axes.annotate(
+            note, (0, 1), (0, 24), "axes fraction", "offset points", va="top", fontsize=7.5, color=_INK
+        )
+        text.set_in_layout(False)  # the title's pad has the room
         _draw(axes, panel, records)
     figure.savefig(path, dpi=130)
 
@@ -90,7 +115,8 @@ def time_parts(record: Record) -> dict[str, float]:
     """Where the wall time of a step went, in seconds.
 
     Args:
-        record: ``time/<part>_s`` for the parts that were timed, and ``time/step_s`` for the whole step.
+        record: ``time/<part>_s`` for the parts that were timed, and ``time/step_s`` for the step without its
+            evaluation.
 
     Returns:
         every part of ``TIME_PARTS``; ``other`` is what the step spent outside of the timed parts. ``wait`` is counted
@@ -99,7 +125,8 @@ def time_parts(record: Record) -> dict[str, float]:
     parts = {part: float(record.get(f"time/{part}_s") or 0) for part in TIME_PARTS}
     if record.get("time/generate_s") is not None:
         parts["wait"] = 0.0
-    parts["other"] += max(0.0, float(record.get("time/step_s") or 0) - sum(parts.values()))
+    timed = sum(parts.values()) - parts["eval"]
+    parts["other"] += max(0.0, float(record.get("time/step_s") or 0) - timed)
     return parts
 
 
@@ -141,13 +168,20 @@ def _draw(axes: Axes, panel: Panel, records: Sequence[Record]) -> None:
 
 
 def _draw_curve(axes: Axes, name: str, steps: Sequence[float], values: Sequence[float], color: str) -> None:
-    section, _, label = name.partition("/")
-    label = _SPLITS.get(section, "") + label
+    label = _label(name)
     if name.startswith("eval/") or len(values) < _SMOOTH_FROM:
         axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=3.2, label=label)
         return
     axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.35)
     axes.plot(steps, smooth(values), color=color, linewidth=1.8, label=label)
+
+
+def _label(name: str) -> str:
+    """A metric in the legend; where test and training stand side by side it says how the responses were decoded."""
+    section, _, label = name.partition("/")
+    if section == "eval":
+        return f"test {label} ({'greedy' if label == 'pass@1' else 'sampled'})"
+    return f"train {label} (sampled)" if section == "rollout" else label
 
 
 def _draw_times(axes: Axes, records: Sequence[Record]) -> None:
@@ -176,6 +210,9 @@ def _style(axes: Axes, *, legend: bool) -> None:
     first, last = axes.get_xlim()
     axes.set_xlim(min(first, (first + last) / 2 - 1), max(last, (first + last) / 2 + 1))  # whole steps, even of one
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    handles, _ = axes.get_legend_handles_labels()
+    axes.set_xlabel("step", fontsize=8, color=_INK)
+    handles, labels = axes.get_legend_handles_labels()
     if legend and handles:
-        axes.legend(fontsize=8, frameon=False, labelcolor=_INK, ncols=2 if len(handles) < 5 else 3, loc="best")
+        long = max(len(label) for label in labels) > 20
+        columns = 1 if long else 2 if len(handles) < 5 else 3
+        axes.legend(fontsize=8, frameon=False, labelcolor=_INK, ncols=columns, loc="best")

@@ -137,10 +137,9 @@ def fit(
             metrics |= publish()
             last = step == num_batches
             metrics["time/step_s"] = time.perf_counter() - start
-            metrics["throughput/tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/step_s"]
+            metrics["throughput/trained_tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/step_s"]
             if last or (evaluation_frequency and step % evaluation_frequency == 0):
                 metrics |= evaluate(step, sampled=last)
-                metrics["time/step_s"] = time.perf_counter() - start
             logger.log(step, metrics)
             console.step(step, metrics, step * sequences_per_batch, total)
             if last or step == first + 1 or step % sample_frequency == 0:

@@ -65,8 +65,9 @@ def summarize(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """The run in a few numbers, from ``metrics.jsonl``.
 
     Returns:
-        ``steps``; ``sequences`` and ``tokens`` (sums of ``rollout/sequences`` and ``rollout/tokens``); ``wall_s`` (sum
-        of the steps' times); ``tokens_per_s``; ``accuracy_before`` and ``accuracy_after`` (first and last
+        ``steps``; ``sequences`` and ``tokens`` (sums of ``rollout/sequences`` and ``rollout/tokens``); ``wall_s`` (the
+        steps and the evaluations); ``trained_tokens_per_s`` (as the metric of that name: without the evaluations);
+        ``accuracy_before`` and ``accuracy_after`` (first and last
         ``eval/pass@1``) and the steps that they were measured after, ``before_step`` and ``after_step``; ``restarts``
         of actors and ``groups_resampled`` after them. What the run has no numbers for is None, or 0 where it is a
         count.
@@ -78,12 +79,13 @@ def _summary(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     evaluations = [(r["step"], r["eval/pass@1"]) for r in records if r.get("eval/pass@1") is not None]
     tokens = sum(int(r.get("rollout/tokens") or 0) for r in records)
     wall_s = sum(sum(time_parts(r).values()) for r in records)
+    steps_s = sum(float(r.get("time/step_s") or 0) for r in records)
     return {
         "steps": records[-1]["step"] if records else 0,
         "sequences": sum(int(r.get("rollout/sequences") or 0) for r in records),
         "tokens": tokens,
         "wall_s": wall_s or None,
-        "tokens_per_s": tokens / wall_s if tokens and wall_s else None,
+        "trained_tokens_per_s": tokens / steps_s if tokens and steps_s else None,
         "accuracy_before": evaluations[0][1] if evaluations else None,
         "before_step": evaluations[0][0] if evaluations else None,
         # One evaluation is not yet a result of training.
@@ -106,16 +108,18 @@ def _headline(directory: Path, records: Sequence[Mapping[str, Any]]) -> str:
     cards = []
     if after is not None:
         note = f"{100 * (after - before):+.1f} points, step {summary['before_step']} to {summary['after_step']}"
-        cards.append(_card("Test accuracy", f"{percent(before)} <i>&rarr;</i> {percent(after)}", note, wide=True))
+        change = f"{percent(before)} <i>&rarr;</i> {percent(after)}"
+        cards.append(_card("Test accuracy, greedy", change, note, wide=True))
     elif before is not None:
-        cards.append(_card("Test accuracy", percent(before), f"after step {summary['before_step']}"))
+        cards.append(_card("Test accuracy, greedy", percent(before), f"after step {summary['before_step']}"))
     cards.append(_card("Steps", f"{summary['steps']:,}"))
     if summary["wall_s"]:
         cards.append(_card("Wall time", duration(summary["wall_s"])))
     if summary["sequences"]:
         cards.append(_card("Sequences", f"{summary['sequences']:,.0f}"))
-    if summary["tokens_per_s"]:
-        cards.append(_card("Sampled tokens/s", f"{summary['tokens_per_s']:,.0f}", f"{summary['tokens']:,.0f} tokens"))
+    if summary["trained_tokens_per_s"]:
+        note = f"{summary['tokens']:,.0f} tokens, without evaluation"
+        cards.append(_card("Trained tokens/s", f"{summary['trained_tokens_per_s']:,.0f}", note))
     if summary["restarts"]:
         cards.append(_card("Restarts", f"{summary['restarts']:,}", f"{summary['groups_resampled']:,} groups again"))
     empty = "" if records else "<p>No metrics were logged.</p>"
@@ -131,7 +135,9 @@ def _curves(records: Sequence[Mapping[str, Any]]) -> str:
     figures = []
     for panel in PANELS:
         if series(panel, records):
-            figures.append(f"<figure><figcaption>{panel.title}</figcaption>{panel_svg(panel, records)}</figure>")
+            note = f'<p class="dim">{panel.note}</p>' if panel.note else ""
+            caption = f"<figcaption>{panel.title}</figcaption>{note}"
+            figures.append(f"<figure>{caption}{panel_svg(panel, records)}</figure>")
     return f'<h2>Curves</h2><div class="curves">{"".join(figures)}</div>' if figures else ""
 
 
@@ -250,9 +256,10 @@ p { margin: 4px 0; }
 .card i { font-style: normal; color: var(--dim); font-weight: 400; }
 .card span { font-size: 13px; }
 .curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 280px), 1fr)); gap: 12px; }
-figure { margin: 0; padding: 12px 12px 6px; }
+figure { margin: 0; padding: 12px 12px 6px; display: flex; flex-direction: column; }
+figure p { margin: 0; font-size: 12.5px; line-height: 1.35; }
 figcaption { font-weight: 600; font-size: 14px; margin-bottom: 4px; }
-svg { width: 100%; height: auto; display: block; }
+svg { width: 100%; height: auto; display: block; margin-top: auto; }
 svg text { font-family: inherit !important; }
 .bar { display: flex; height: 22px; border-radius: 6px; overflow: hidden; gap: 1px; }
 .legend { list-style: none; padding: 0; margin: 10px 0 0; display: flex; flex-wrap: wrap; gap: 6px 24px; }

@@ -578,7 +578,7 @@ def _copy(model: torch.nn.Module) -> dict[str, Tensor]:
             ["policy.dynamic_sampling=true", "policy.max_sampling_rounds=1", "train.dialog_turns_per_batch=32"],
             "policy.max_sampling_rounds=1 rollouts of env.num_envs=16 must make up",
         ),
-        (["policy.gae_gamma=0.9"], "policy.gae_gamma=0.9 must be 1 with policy.advantage_level=sequence"),
+        (["policy.gae_gamma=0.9"], "policy.gae_gamma=0.9 must be left out with policy.advantage_level=sequence"),
         (["policy.overlong_buffer=1.5"], "policy.overlong_buffer=1.5 must be above 0 and at most 1"),
         (["policy.behaviour_cap=0"], "policy.behaviour_cap=0.0 must be above 0"),
         (["ref_model.refresh_every=2", "policy.kl_coef=0"], "ref_model.refresh_every=2 needs a reference model"),

@@ -16,9 +16,8 @@ import torchrl_grpo.generation.vllm as vllm_module
 from tests.conftest import make_tiny_model
 from tests.test_config import compose_config
 from torchrl_grpo import build as build_module
-from torchrl_grpo import config as config_module
 from torchrl_grpo.build import build, plan_rows, prepare
-from torchrl_grpo.config import ConfigError, GRPOConfig, leaves
+from torchrl_grpo.config import ConfigError, GRPOConfig, leaves, schema
 from torchrl_grpo.distributed import cluster
 from torchrl_grpo.models import loading
 from torchrl_grpo.placement import DevicePlan
@@ -82,7 +81,21 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
         (["env.max_prompt_tokens=3"], r"max_prompt_tokens=3"),
         (["env.dataset=gsm8k"], r"dataset_path"),
         (["env.dataset=gsm8k", "env.dataset_path=/nowhere"], r"/nowhere"),
-        (["env.difficulty=99"], r"difficulty must be from 1 to 10, got 99"),
+        (["env.max_turns=4"], r"env\.max_turns=4 must be 1 with env\.dataset=arithmetic, whose dialogs end after"),
+        (["model.chat_template=no.jinja"], r"model\.chat_template=no\.jinja must be a Jinja template or a file"),
+        (
+            ["model.attn_implementation=foo"],
+            r"model\.attn_implementation=foo must be an attention .*: use sdpa or eager",
+        ),
+        (["inference_model.in_flight=keep", "inference_model.backend=vllm"], r"in_flight=keep must be wait where"),
+        (
+            ["policy.loss._target_=torchrl_grpo.objectives.CISPOLoss", "policy.dual_clip=3"],
+            r"policy\.loss\._target_=torchrl_grpo\.objectives\.CISPOLoss was refused: dual_clip=3",
+        ),
+        (
+            ["algo=sapo", "policy.loss._target_=torchrl_grpo.objectives.GRPOLoss"],
+            r"must be _target_ and arguments that .*: use ~policy\.loss\.tau_positive ~policy\.loss\.tau_negative to",
+        ),
     ],
 )
 def test_user_errors_come_before_any_weights(overrides: list[str], message: str, tmp_path: Path) -> None:
@@ -357,7 +370,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
 def _nodes(node: Any) -> Iterator[Any]:
     yield node
     for value in vars(node).values():
-        if type(value).__module__ == config_module.__name__ and hasattr(value, "__dataclass_fields__"):
+        if type(value).__module__ == schema.__name__ and hasattr(value, "__dataclass_fields__"):
             yield from _nodes(value)
 
 

@@ -10,8 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
-from torchrl_grpo import config as config_module
-from torchrl_grpo.config import ConfigError, GRPOConfig, check_command_line, from_hydra, orderly_exit, register
+from torchrl_grpo.config import ConfigError, GRPOConfig, check_command_line, from_hydra, orderly_exit, register, schema
 from torchrl_grpo.distributed.errors import TrainerLostError, WaitedTooLongError, WorkersLostError
 
 ROOT = Path(__file__).parents[1]
@@ -58,7 +57,7 @@ def test_defaults_of_every_config_file_are_valid() -> None:
         ),
         (["policy.clip_epsilon=[0.2]"], r"policy\.clip_epsilon=\[0\.2\] must be a number, or a pair"),
         (["policy.clip_epsilon=1.5"], r"policy\.clip_epsilon=1\.5 must be a number, or a pair"),
-        (["env.dataset=gsm9k"], r"env\.dataset=gsm9k must be one of arithmetic, gsm8k, ifeval: did you mean gsm8k\?"),
+        (["env.dataset=gsm9k"], r"env\.dataset=gsm9k must be one of arithmetic, gsm8k: did you mean gsm8k\?"),
         (["env.dataset=zzz"], r"env\.dataset=zzz must be one of .*: use env\.dataset=arithmetic"),
         (
             ["train_model.num_devices=1", "train_model.devices=[0]"],
@@ -66,6 +65,18 @@ def test_defaults_of_every_config_file_are_valid() -> None:
         ),
         (["inference_model.tensor_parallel_size=2"], r"tensor_parallel_size=2 must be 1 with .*: use .*backend=vllm"),
         (["ref_model.devices=[1,1]"], r"ref_model\.devices=\[1, 1\] must be different indices"),
+        (["policy.dual_clip=1"], r"policy\.dual_clip=1\.0 must be above 1: use policy\.dual_clip=2"),
+        (["policy.overlong_buffer=0"], r"overlong_buffer=0\.0 must be above 0 and at most 1: use .*=1, say"),
+        (["env.difficulty=11"], r"env\.difficulty=11 must be at least 1 and at most 10"),
+        (["policy.gae_gamma=0.9"], r"gae_gamma=0\.9 must be left out with policy\.advantage_level=sequence"),
+        (["policy.behaviour_cap=3"], r"policy\.behaviour_cap=3\.0 must be left out with policy\.behaviour_weight=none"),
+        (["policy.constant_length=9"], r"constant_length=9 must be left out with policy\.aggregation=sequence_mean"),
+        (["env.dataset_path=DIR"], r"env\.dataset_path=DIR must be left out with env\.dataset=arithmetic"),
+        (["env.dataset=gsm8k", "env.difficulty=3"], r"env\.difficulty=3 must be left out with env\.dataset=gsm8k"),
+        (["env.reward_timeout_s=5"], r"env\.reward_timeout_s=5\.0 must be left out with env\.reward_workers=0"),
+        (["train_model.lora.r=8"], r"lora\.r=8 must be left out with .*: use train_model\.lora\.enabled=true"),
+        (["+optimizer.lrr=1"], r"optimizer\.lrr names a config key that does not exist: did you mean optimizer\.lr\?"),
+        (["+foo.bar=1"], r"foo\.bar names a config key that does not exist"),
         (["inference_model.gpu_memory_utilization=1.2"], r"gpu_memory_utilization=1\.2 must be above 0 and at most 1"),
     ],
 )
@@ -88,6 +99,13 @@ def test_a_broken_rule_names_field_rule_value_and_fix(overrides: list[str], mess
         ("env.num_env=8", r"did you mean env\.num_envs\?"),
         ("ref_model.devices=0", r"ref_model\.devices=0 must .*: use ref_model\.devices=null"),
         ("policy.loss=my.Loss", r"must be a node with _target_: use policy\.loss\._target_=my\.Loss"),
+        ("policy.loss=null", r"policy\.loss=None must be a node .*: use policy\.loss\._target_=torchrl_grpo"),
+        ("policy=dapo", r"policy=dapo must name a single value, and policy is a group: use algo=dapo\."),
+        ("env.dataset=null", r"env\.dataset=None must have the type str: use env\.dataset=arithmetic"),
+        (
+            "train_model.lora.target_modules=3",
+            r"target_modules=3 must have .*: use train_model\.lora\.target_modules=\[all-linear\]",
+        ),
         ("xyzzy=1", r"xyzzy=1 names a config key that does not exist: run with --cfg job"),
     ],
 )
@@ -123,6 +141,34 @@ def test_documented_command_lines_compose(name: str, overrides: list[str]) -> No
     compose_config(*overrides, name=name)
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "policy.overlong_buffer=null,0.2",
+        "train.optim_batch_size=null,8",
+        "policy.reward_clip=[-1,1],null",
+        "train_model.lora.target_modules=[q_proj],[v_proj]",
+        "train_model.devices=[0],[1]",
+        "policy.clip_epsilon=0.1,[0.2,0.3]",
+        "optimizer.lr=interval(1e-5,1e-4)",
+        "optimizer.lr=choice(1e-5,1e-4)",
+        "train.epochs=range(1,3)",
+        "algo=grpo,dapo",
+    ],
+)
+def test_sweeps_that_hydra_understands_are_left_to_it(override: str) -> None:
+    check_command_line(["--multirun", override])
+
+
+def test_a_config_of_ones_own_wins_over_the_algorithm_that_it_starts_from() -> None:
+    register()
+    search = f"hydra.searchpath=[file://{ROOT / 'config'}]"
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "examples")):
+        config = from_hydra(compose("my_run", overrides=[search]))
+    assert (config.clip_epsilon, config.policy.aggregation.value) == ((0.2, 0.28), "token_mean")
+    assert (config.env.dataset, config.train.total_dialog_turns) == ("arithmetic", 5120)
+
+
 def test_geometry_is_derived_from_the_config() -> None:
     config = compose_config(
         "env.num_envs=32",
@@ -134,9 +180,9 @@ def test_geometry_is_derived_from_the_config() -> None:
 
 
 def test_every_field_has_a_docstring_below_it() -> None:
-    source = (ROOT / "torchrl_grpo" / "config.py").read_text()
+    source = (ROOT / "torchrl_grpo" / "config" / "schema.py").read_text()
     lines = source.splitlines()
-    classes = [node for node in vars(config_module).values() if dataclasses.is_dataclass(node)]
+    classes = [node for node in vars(schema).values() if dataclasses.is_dataclass(node)]
     missing = []
     for node in classes:
         for item in dataclasses.fields(node):

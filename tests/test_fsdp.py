@@ -50,7 +50,7 @@ def make_trainer(
     model: Any = make_tiny_model(tie_word_embeddings=tied).to(dtype)
     if lora:
         torch.manual_seed(1)
-        model = loading.add_lora(model, r=3, alpha=8, dropout=0.0)  # 3 rows: a rank of 4 holds none
+        model = loading.add_lora(model, r=3, alpha=8)  # 3 rows: a rank of 4 holds none
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.05)
@@ -229,7 +229,7 @@ def run_grid_rank(rank: int, world_size: int, folder: str) -> None:
     out["load_single_False"] = load_and_go_on(mesh, path / "single_False.pt", lora=False)
     out["refused"] = []
     for model in (
-        loading.add_lora(make_tiny_model(), r=2, alpha=4, dropout=0.0),
+        loading.add_lora(make_tiny_model(), r=2, alpha=4),
         make_tiny_model(num_key_value_heads=1),
     ):
         with pytest.raises(ValueError) as error:

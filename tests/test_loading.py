@@ -64,9 +64,17 @@ def test_the_plain_template_begins_with_the_models_first_token(tokenizer: PreTra
     assert ready.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<|system|>hi\n\n"
 
 
-def test_a_given_template_is_used(tokenizer: PreTrainedTokenizerFast) -> None:
-    ready = loading.prepare_tokenizer(copy.deepcopy(tokenizer), "x", "{{ messages[0]['content'] }}!")
-    assert ready.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+def test_a_given_template_is_used_and_a_file_is_read(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    template = "{{ messages[0]['content'] }}!"
+    (tmp_path / "chat.jinja").write_text(template)
+    for given in (template, str(tmp_path / "chat.jinja")):
+        ready = loading.prepare_tokenizer(copy.deepcopy(tokenizer), "x", given)
+        assert ready.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+
+
+def test_adapters_of_modules_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"train_model\.lora\.target_modules=\['foo'\] must name modules of the model"):
+        loading.add_lora(make_tiny_model(), r=2, alpha=4, target_modules=["foo"])
 
 
 def test_a_tokenizer_without_end_of_sequence_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -118,7 +126,7 @@ def test_gradient_checkpointing_recomputes_in_eval_mode_and_keeps_dropout_off() 
 
 
 def test_gradient_checkpointing_works_with_lora() -> None:
-    model = loading.add_lora(make_tiny_model(), r=2, alpha=4, dropout=0.5)
+    model = loading.add_lora(make_tiny_model(attention_dropout=0.5), r=2, alpha=4)
     assert loading.enable_gradient_checkpointing(model) == 2
     scorer = TokenScorer(model)
     tokens, mask = torch.randint(0, 261, (2, 8)), torch.ones(2, 8, dtype=torch.bool)

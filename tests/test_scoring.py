@@ -154,7 +154,7 @@ def test_temperature_must_be_positive() -> None:
 def test_adapter_off_scorer_gives_the_base_models_scores() -> None:
     tokens, mask = make_batch()
     expected, _ = TokenScorer(make_tiny_model()).score(tokens, mask)
-    model = loading.add_lora(make_tiny_model(), r=4, alpha=8, dropout=0.0)
+    model = loading.add_lora(make_tiny_model(), r=4, alpha=8)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:

@@ -194,7 +194,7 @@ def test_restored_state_continues_bit_for_bit() -> None:
 
 
 def test_lora_trains_and_saves_adapters_alone() -> None:
-    model = loading.add_lora(make_tiny_model(), r=4, alpha=8, dropout=0.0)
+    model = loading.add_lora(make_tiny_model(), r=4, alpha=8)
     trainer = make_trainer(model)
     base = {name: value.clone() for name, value in make_tiny_model().named_parameters()}
     trainer.train_batch(make_batch())
@@ -203,7 +203,7 @@ def test_lora_trains_and_saves_adapters_alone() -> None:
     assert any(not torch.equal(value, base[name]) for name, value in merged.items())
     state = trainer.state_dict()
     assert state["model"] and all("lora_" in name for name in state["model"])
-    other = make_trainer(loading.add_lora(make_tiny_model(), r=4, alpha=8, dropout=0.0))
+    other = make_trainer(loading.add_lora(make_tiny_model(), r=4, alpha=8))
     other.load_state_dict(state)
     assert all(torch.equal(value, weights(other)[name]) for name, value in merged.items())
 

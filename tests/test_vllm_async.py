@@ -194,7 +194,7 @@ def test_the_workers_load_what_another_process_sends_and_refuse_what_does_not_fi
             engine.load(parcel, version)
             assert engine.policy_version == version
             assert sync_gap(engine, response_log_probs(model), PROMPTS, SHORT)[1] < ROUNDING
-    lora = add_lora(CheckpointWeights(str(starter_path()), torch.float32).model(), r=4, alpha=8, dropout=0.0)
+    lora = add_lora(CheckpointWeights(str(starter_path()), torch.float32).model(), r=4, alpha=8)
     for name, weight in lora.named_parameters():
         torch.nn.init.normal_(weight, std=0.1) if "lora_B" in name else None
     engine.load(AdapterSender(CheckpointWeights(str(starter_path()), torch.float32)).pack(named_adapters(lora), 13), 13)

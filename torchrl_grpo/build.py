@@ -30,7 +30,16 @@ from torchrl_grpo import keys
 from torchrl_grpo.build_resume import Resume, find_resume, restore_trainer
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.source import LocalSource
-from torchrl_grpo.config import AdvantageLevel, Backend, ConfigError, GRPOConfig, Precision, Proximal, WeightTransfer
+from torchrl_grpo.config import (
+    AdvantageLevel,
+    Backend,
+    ConfigError,
+    GRPOConfig,
+    InFlight,
+    Precision,
+    Proximal,
+    WeightTransfer,
+)
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Engine, SamplingParams, same_draws_after
 from torchrl_grpo.generation.policy import GenerationPolicy
@@ -248,6 +257,11 @@ def _prepare(config: GRPOConfig, accelerators: Sequence[torch.device], resume: R
 
         require_vllm()
     task = make_task(env.dataset, dataset_path=env.dataset_path, difficulty=env.difficulty)
+    if env.max_turns > 1 and type(task).next_turn is Task.next_turn:
+        raise ConfigError(
+            f"env.max_turns={env.max_turns} must be 1 with env.dataset={env.dataset}, whose dialogs end after the "
+            "policy's first turn: leave it out."
+        )
     workers = env.reward_workers  # the pool holds the task as it is now, without its data
     reward_pool = RewardPool(task, workers, timeout_s=env.reward_timeout_s) if workers else None
     remote_code = config.model.trust_remote_code
@@ -376,8 +390,10 @@ def _make(field: str, node: dict[str, Any], base: type[Any], *args: Any, **setti
     except TypeError as error:
         raise ConfigError(
             f"{field}={node} must be _target_ and arguments that it takes beside those of other fields ({error}): use "
-            f"{field}={{_target_:{name}}}, or an algo=NAME that sets both."
+            f"{' '.join(f'~{field}.{key}' for key in made.keywords)} to leave them out."
         ) from error
+    except ValueError as error:
+        raise ConfigError(f"{field}._target_={name} was refused: {error}") from error
 
 
 def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> int:
@@ -423,6 +439,11 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
             from torchrl_grpo.build_distributed import check_distributed, distributed_parts
 
             check_distributed(blueprint, cluster)
+        elif config.inference_model.in_flight is not InFlight.wait:
+            raise ConfigError(
+                f"inference_model.in_flight={config.inference_model.in_flight.value} must be wait where sampling and "
+                "training take turns in one process: leave it out, or use sota/grpo/grpo-async.py."
+            )
         elif config.inference_model.weight_transfer is not WeightTransfer.auto:
             raise ConfigError(
                 f"inference_model.weight_transfer={config.inference_model.weight_transfer.value} must be auto where "
@@ -597,7 +618,7 @@ def make_trainer(blueprint: Blueprint, mesh: DeviceMesh | None = None) -> GRPOTr
     if lora.enabled:
         names = lora.target_modules
         targets: str | list[str] = "all-linear" if names == ["all-linear"] else names
-        model = loading.add_lora(model, r=lora.r, alpha=lora.alpha, dropout=lora.dropout, target_modules=targets)
+        model = loading.add_lora(model, r=lora.r, alpha=lora.alpha, target_modules=targets)
     if config.train_model.gradient_checkpointing:
         loading.enable_gradient_checkpointing(model)
     if mesh is not None:
@@ -692,7 +713,8 @@ def make_reference(blueprint: Blueprint, trained: nn.Module | None) -> KLScoring
 def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
     """The device plan: a row a role, with what its weights (and the optimizer's state) take on one device."""
     config, plan = blueprint.config, blueprint.plan
-    count, lora = loading.count_parameters(blueprint.model_config), config.train_model.lora.enabled
+    count = loading.count_parameters(blueprint.model_config, config.model.attn_implementation)
+    lora = config.train_model.lora.enabled
     ranks = [(device,) for device in plan.train]
     copies = 1 if lora else 4  # weights, gradients and Adam's two moments
     # Of each role: its devices in groups, and how many times the model's weights one device holds.

@@ -134,7 +134,7 @@ class LLMEnv(EnvBase):
             raise ValueError(
                 f"split={split!r} of task {task.name!r} must have a problem whose prompt has at most "
                 f"max_prompt_tokens={max_prompt_tokens} tokens, none of its {len(self._problems)} has: "
-                "use a larger max_prompt_tokens."
+                "use a larger max_prompt_tokens, or a model length that leaves more room beside the response."
             )
         self._next_group = 0
         self._set_seed(seed)

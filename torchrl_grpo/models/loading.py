@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def load_tokenizer(
 
     Args:
         name: folder or hub name.
-        chat_template: a Jinja template to use instead of the tokenizer's own.
+        chat_template: a Jinja template, or a file with one, to use instead of the tokenizer's own.
         trust_remote_code: whether the repository's own code may run.
 
     Raises:
@@ -103,7 +104,7 @@ def prepare_tokenizer(
         tokenizer.pad_token = tokenizer.eos_token
         torchrl_logger.info(f"The tokenizer of {name} has no pad token: {tokenizer.eos_token!r} is used, and masked.")
     if chat_template is not None:
-        tokenizer.chat_template = chat_template
+        tokenizer.chat_template = _template_text(chat_template)
     elif tokenizer.chat_template is None:
         tokenizer.chat_template = FALLBACK_CHAT_TEMPLATE
         torchrl_logger.warning(
@@ -111,6 +112,19 @@ def prepare_tokenizer(
             "Set model.chat_template to a Jinja template to change this."
         )
     return tokenizer
+
+
+def _template_text(template: str) -> str:
+    """A Jinja template, read from a file if it names one."""
+    if "{" in template:
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"model.chat_template={template} must be a Jinja template or a file with one ({error}): use a path that "
+            "exists, or leave it out for the tokenizer's own."
+        ) from error
 
 
 def check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -199,23 +213,41 @@ class CheckpointWeights:
         return named_weights(self.model())
 
 
-def count_parameters(config: PretrainedConfig) -> int:
-    """Parameters of the causal LM of a config, counted without allocating them; tied ones once."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+def count_parameters(config: PretrainedConfig, attn_implementation: str = "sdpa") -> int:
+    """Parameters of the causal LM of a config, counted without allocating them; tied ones once.
+
+    Raises:
+        ValueError: there is no such attention here.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
+    except (ImportError, ValueError) as error:
+        raise ValueError(
+            f"model.attn_implementation={attn_implementation} must be an attention that the model and this machine "
+            f"have ({str(error).partition(chr(10))[0]}): use sdpa or eager."
+        ) from error
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def add_lora(
-    model: PreTrainedModel, *, r: int, alpha: int, dropout: float, target_modules: str | list[str] = "all-linear"
+    model: PreTrainedModel, *, r: int, alpha: int, target_modules: str | list[str] = "all-linear"
 ) -> nn.Module:
-    """Wraps a model with LoRA adapters (arXiv 2106.09685) through peft; only they are trained."""
+    """Wraps a model with LoRA adapters (arXiv 2106.09685) through peft; only they are trained, without dropout.
+
+    Raises:
+        ValueError: the model has no such modules.
+    """
     from peft import LoraConfig, get_peft_model  # slow to import, and only LoRA runs need it
 
-    config = LoraConfig(
-        r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=target_modules, task_type="CAUSAL_LM"
-    )
-    return get_peft_model(model, config).eval()
+    config = LoraConfig(r=r, lora_alpha=alpha, target_modules=target_modules, task_type="CAUSAL_LM")
+    try:
+        return get_peft_model(model, config).eval()
+    except ValueError as error:
+        raise ValueError(
+            f"train_model.lora.target_modules={target_modules} must name modules of the model ({error}): use "
+            "[all-linear]."
+        ) from error
 
 
 def enable_gradient_checkpointing(model: Any) -> int:

@@ -1,30 +1,14 @@
-"""The configuration: dataclasses that Hydra composes, and every rule that can be checked before anything loads.
-
-Types and names are checked by Hydra when the config is composed (``check_command_line`` says the same in plainer words
-before that), ranges and combinations by ``validate``. Defaults live here and in ``config/*.yaml``, nowhere else.
-"""
+"""The config's dataclasses, with the defaults and what each key means; ``config/*.yaml`` starts from them."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
-import signal
-import sys
-import typing
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from torchrl_grpo.distributed.errors import RunLostError
+from omegaconf import MISSING
 
 
 def limited(default: Any, **limits: float) -> Any:
@@ -165,7 +149,7 @@ class ModelConfig:
     name: str = "starter"
     """A folder, a name on the Hugging Face hub, or ``starter``: the small model shipped with the package."""
     chat_template: str | None = None
-    """A Jinja chat template to use instead of the tokenizer's own."""
+    """A Jinja chat template, or a file with one, to use instead of the tokenizer's own."""
     trust_remote_code: bool = False
     """Whether code from the model's repository may run."""
     attn_implementation: str = "sdpa"
@@ -182,8 +166,6 @@ class LoraConfig:
     """Rank, at least 1."""
     alpha: int = limited(32, ge=1)
     """Scale: the adapters' output is multiplied by alpha / r."""
-    dropout: float = limited(0.0, ge=0, lt=1)
-    """Dropout of the adapters' input, in [0, 1). It is off in GRPO's own steps, which run in eval mode."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
     """Modules that get adapters: [all-linear] (all but the LM head), or names such as [q_proj,v_proj]."""
 
@@ -269,8 +251,8 @@ class EnvConfig:
     """arithmetic (embedded), gsm8k or ifeval."""
     dataset_path: str | None = None
     """gsm8k: folder with train.jsonl and test.jsonl; by default it is loaded from the Hugging Face hub."""
-    difficulty: int = limited(2, ge=1)
-    """arithmetic: digits of the numbers, at least 1."""
+    difficulty: int = limited(2, ge=1, le=10)
+    """arithmetic: 1 to 10; up to 5 the digits of the numbers, see torchrl_grpo/tasks/arithmetic.py."""
     num_envs: int = limited(64, ge=2)
     """Sequences generated in parallel, a multiple of repeats."""
     repeats: int = limited(8, ge=2)
@@ -278,7 +260,7 @@ class EnvConfig:
     max_prompt_tokens: int | None = limited(None, ge=1)
     """Longer prompts are dropped and counted; by default what the model's context leaves beside max_new_tokens."""
     max_turns: int = limited(1, ge=1)
-    """Most turns of the policy in one dialog, at least 1."""
+    """Most turns of the policy in one dialog, at least 1; more than 1 needs a task that answers."""
     reward_workers: int = limited(0, ge=0)
     """Processes that score the responses, of each replica: for scorers that are slow, or may hang or crash. 0 scores in
     the environment's own process."""
@@ -514,24 +496,7 @@ class GRPOConfig:
 
 COMPONENTS = ("policy.loss", "policy.advantage")
 """Nodes that name a class as ``_target_``, with arguments beside it."""
-DATASETS = ("arithmetic", "gsm8k", "ifeval")
-
-
-def register() -> None:
-    """Makes ``grpo_schema`` known to Hydra; the yaml files in ``config/`` start from it."""
-    ConfigStore.instance().store(name="grpo_schema", node=GRPOConfig)
-
-
-def from_hydra(cfg: DictConfig) -> GRPOConfig:
-    """The typed, validated config of what Hydra composed.
-
-    Raises:
-        ConfigError: a rule is broken.
-    """
-    config = OmegaConf.to_object(cfg)
-    assert isinstance(config, GRPOConfig)
-    validate(config)
-    return config
+DATASETS = ("arithmetic", "gsm8k")
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
@@ -542,247 +507,3 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field
             yield from leaves(value, f"{prefix}{item.name}.")
         else:
             yield f"{prefix}{item.name}", item, value
-
-
-_COMPARISONS = {
-    "ge": (lambda value, limit: value >= limit, "at least"),
-    "gt": (lambda value, limit: value > limit, "above"),
-    "le": (lambda value, limit: value <= limit, "at most"),
-    "lt": (lambda value, limit: value < limit, "below"),
-}
-
-
-def validate(config: GRPOConfig) -> None:
-    """Checks every range and combination that needs nothing but the config.
-
-    Raises:
-        ConfigError: a rule is broken.
-    """
-    for name, item, value in leaves(config):
-        if value is None or not item.metadata:
-            continue
-        holds = all(_COMPARISONS[kind][0](value, limit) for kind, limit in item.metadata.items())
-        if not holds or not math.isfinite(value):
-            rule = " and ".join(f"{_COMPARISONS[kind][1]} {limit:g}" for kind, limit in item.metadata.items())
-            rule = rule if math.isfinite(value) else f"{rule}, and finite"
-            works = item.default if item.default is not None else next(iter(item.metadata.values()))
-            why = " (a group of one has nothing to be compared with)" if name == "env.repeats" else ""
-            raise ConfigError(f"{name}={value} must be {rule}{why}: use {name}={works}, say.")
-    if config.evaluation.k == 1:
-        raise ConfigError(
-            "evaluation.k=1 must be 0 or at least 2 (pass@1 is measured greedy): use evaluation.k=8, say."
-        )
-    if config.train_model.dtype is not Dtype.float32 and not config.train_model.lora.enabled:
-        raise ConfigError(
-            f"train_model.dtype={config.train_model.dtype.value} must be float32 without LoRA, because the optimizer's "
-            "small steps are lost in 16 bits: use train.mixed_precision=bf16, or train_model.lora.enabled=true."
-        )
-    _validate_dataset(config)
-    _validate_clip_epsilon(config)
-    _validate_policy(config)
-    _validate_batches(config)
-    _validate_devices(config)
-
-
-def _validate_dataset(config: GRPOConfig) -> None:
-    name = config.env.dataset
-    if name == "ifeval":
-        raise ConfigError("env.dataset=ifeval has no task yet in this version: use arithmetic or gsm8k.")
-    if name not in DATASETS:
-        close = difflib.get_close_matches(name, DATASETS, 1)
-        hint = f"did you mean {close[0]}?" if close else "use env.dataset=arithmetic, which needs no download."
-        raise ConfigError(f"env.dataset={name} must be one of {', '.join(DATASETS)}: {hint}")
-
-
-def _validate_clip_epsilon(config: GRPOConfig) -> None:
-    value = config.policy.clip_epsilon
-    parts = value if isinstance(value, list | tuple) else [value, value]
-    numbers = all(isinstance(part, int | float) and not isinstance(part, bool) for part in parts)
-    if len(parts) != 2 or not numbers or not (0 <= parts[0] <= 1 and parts[1] >= 0):
-        raise ConfigError(
-            f"policy.clip_epsilon={value} must be a number, or a pair [low, high], with 0 <= low <= 1 and high >= 0: "
-            "use 0.2 or [0.2,0.28]."
-        )
-
-
-def _validate_policy(config: GRPOConfig) -> None:
-    policy, lora = config.policy, config.train_model.lora.enabled
-    if policy.behaviour_weight is not WeightBound.none and policy.proximal is Proximal.behaviour:
-        raise ConfigError(
-            f"policy.behaviour_weight={policy.behaviour_weight.value} needs a proximal policy apart from the one that "
-            "sampled, policy.proximal=behaviour makes every weight 1: use policy.proximal=recomputed."
-        )
-    bounds = policy.reward_clip
-    if bounds is not None and not (len(bounds) == 2 and bounds[0] < bounds[1]):
-        raise ConfigError(f"policy.reward_clip={list(bounds)} must be a pair [low, high], low < high: use [-1,1], say.")
-    rounds = -(-config.dialog_turns_per_batch // config.env.num_envs)
-    if policy.dynamic_sampling and policy.max_sampling_rounds < rounds:
-        raise ConfigError(
-            f"policy.max_sampling_rounds={policy.max_sampling_rounds} rollouts of env.num_envs={config.env.num_envs} "
-            f"must make up train.dialog_turns_per_batch={config.dialog_turns_per_batch}: use {2 * rounds} or more."
-        )
-    per_token = policy.advantage_level is AdvantageLevel.token
-    if per_token and policy.advantage_mean is AdvantageMean.leave_one_out:
-        raise ConfigError(
-            "policy.advantage_mean=leave_one_out must not be used with policy.advantage_level=token, because it leaves "
-            "a sequence out, not a token: use policy.advantage_mean=group or batch."
-        )
-    for name, value in (("gae_gamma", policy.gae_gamma), ("gae_lambda", policy.gae_lambda)):
-        if value != 1 and not per_token:
-            raise ConfigError(
-                f"policy.{name}={value} must be 1 with policy.advantage_level=sequence, where nothing reads it: use "
-                "policy.advantage_level=token."
-            )
-    if config.ref_model.refresh_every is not None and (lora or not config.needs_reference):
-        why = "the adapters switched off are the reference (LoRA)" if lora else "policy.kl_coef=0 needs none"
-        raise ConfigError(
-            f"ref_model.refresh_every={config.ref_model.refresh_every} needs a reference model of its own, but {why}: "
-            "leave ref_model.refresh_every out."
-        )
-
-
-def _nearest(value: int, of: int) -> str:
-    below, above = value // of * of, -(-value // of) * of
-    return f"{below} or {above}" if below else f"{above}"
-
-
-def _divisors(value: int, near: int) -> str:
-    candidates = [number for number in range(1, value + 1) if value % number == 0]
-    below = max((number for number in candidates if number <= near), default=1)
-    above = min((number for number in candidates if number >= near), default=value)
-    return f"{below} or {above}" if below != above else f"{below}"
-
-
-def _validate_batches(config: GRPOConfig) -> None:
-    env, batch, step = config.env, config.dialog_turns_per_batch, config.optim_batch_size
-    if env.num_envs % env.repeats:
-        raise ConfigError(
-            f"env.num_envs={env.num_envs} must be a multiple of env.repeats={env.repeats}: "
-            f"use {_nearest(env.num_envs, env.repeats)}."
-        )
-    if batch % env.num_envs:
-        raise ConfigError(
-            f"train.dialog_turns_per_batch={batch} must be a multiple of env.num_envs={env.num_envs}: "
-            f"use {_nearest(batch, env.num_envs)}."
-        )
-    if batch % step:
-        raise ConfigError(
-            f"train.optim_batch_size={step} must divide train.dialog_turns_per_batch={batch}: "
-            f"use {_divisors(batch, step)}."
-        )
-
-
-def _validate_devices(config: GRPOConfig) -> None:
-    for role in ("train_model", "inference_model", "ref_model"):
-        node = getattr(config, role)
-        if node.num_devices is not None and node.devices is not None:
-            raise ConfigError(
-                f"{role}.num_devices={node.num_devices} and {role}.devices={list(node.devices)} exclude each other: "
-                "give the number and let the devices be chosen, or give the devices."
-            )
-        if node.devices is not None and (
-            not node.devices or min(node.devices) < 0 or len(set(node.devices)) < len(node.devices)
-        ):
-            raise ConfigError(
-                f"{role}.devices={list(node.devices)} must be different indices of accelerators, from 0: use [0], say."
-            )
-
-    engine = config.inference_model
-    if engine.in_flight is not InFlight.wait and engine.backend is not Backend.vllm:
-        raise ConfigError(
-            f"inference_model.in_flight={engine.in_flight.value} must be wait with inference_model.backend="
-            f"{engine.backend.value}, which samples a batch from beginning to end: use wait, or "
-            "inference_model.backend=vllm."
-        )
-    if engine.tensor_parallel_size > 1 and engine.backend is not Backend.vllm:
-        raise ConfigError(
-            f"inference_model.tensor_parallel_size={engine.tensor_parallel_size} must be 1 with "
-            f"inference_model.backend={engine.backend.value}: use inference_model.backend=vllm."
-        )
-
-
-def _schema_leaves() -> dict[str, dataclasses.Field[Any]]:
-    return {name: item for name, item, _ in leaves(GRPOConfig())}
-
-
-def check_command_line(arguments: Sequence[str]) -> None:
-    """Checks Hydra overrides against the schema, so that a misspelt name or a wrong type gets a plain answer.
-
-    Args:
-        arguments: the command line after the script's name. Flags and Hydra's own keys are left to Hydra.
-
-    Raises:
-        ConfigError: an unknown key (with the closest match), or a value of the wrong type.
-    """
-    known = _schema_leaves()
-    groups = {name.rsplit(".", depth)[0] for name in known for depth in range(1, name.count(".") + 1)}
-    overrides = [text for text in arguments if "=" in text and not text.startswith("-")]
-    try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
-    except HydraException:
-        return  # Hydra's own message on syntax is better than ours would be
-    for override in parsed:
-        name = override.key_or_group
-        if name == "algo" or name.startswith("hydra") or override.is_delete() or override.is_add():
-            continue
-        if name.rpartition(".")[0] in COMPONENTS:
-            continue  # its arguments are its own
-        if name not in known and name not in groups:
-            same_leaf = [leaf for leaf in known if "." in name and leaf.rpartition(".")[2] == name.rpartition(".")[2]]
-            close = difflib.get_close_matches(name, same_leaf or [*known, *groups], 1, cutoff=0.4)
-            hint = f"did you mean {close[0]}?" if close else "run with --cfg job to see all keys."
-            raise ConfigError(f"{override.input_line} names a config key that does not exist: {hint}")
-        values = override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]
-        for value in values if name in known else []:
-            _check_type(name, value)
-
-
-def _check_type(name: str, value: Any) -> None:
-    node = OmegaConf.structured(GRPOConfig)
-    try:
-        OmegaConf.update(node, name, value)
-    except OmegaConfBaseException as error:
-        if name in COMPONENTS:
-            raise ConfigError(f"{name}={value} must be a node with _target_: use {name}._target_={value}.") from error
-        current: Any = GRPOConfig
-        for part in name.split("."):
-            current = typing.get_type_hints(current)[part]
-        if isinstance(current, type) and issubclass(current, Enum):
-            names = ", ".join(item.name for item in current)
-            rule, works = f"be one of {names}", next(iter(current)).name
-        else:
-            rule = f"have the type {getattr(current, '__name__', current)}"
-            default = _schema_leaves()[name].default
-            works = "null" if default is None or default is dataclasses.MISSING else str(default)
-        raise ConfigError(f"{name}={value} must {rule}: use {name}={works}, say.") from error
-
-
-@contextmanager
-def orderly_exit() -> Iterator[None]:
-    """Turns a ``ConfigError`` and a ``RunLostError`` into their message on stderr, without a traceback, and exit status
-    2 and 1; and SIGTERM into an ordinary exit (status 143), so that the run is saved as after Ctrl-C."""
-    told = False
-
-    def end(*_: Any) -> None:
-        nonlocal told
-        told = True
-        sys.exit(143)
-
-    previous = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    except SystemExit:
-        if told:
-            sys.exit(143)  # Ray makes a status of its own of an exit that comes while it waits
-        raise
-    except ConfigError as error:
-        sys.stderr.write(f"\nerror: {error}\n")
-        sys.exit(2)
-    except RunLostError as error:
-        sys.stderr.write(f"\nerror: {error}\n")
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.stderr.write("\ninterrupted\n")
-        sys.exit(130)
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -13,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.test_config import compose_config
+from torchrl_grpo import build_resume
 from torchrl_grpo.build import build
 from torchrl_grpo.build_resume import Resume, check_units, find_resume
 from torchrl_grpo.config import ConfigError
@@ -194,7 +195,6 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (["env.num_envs=32"], r"env\.num_envs=32 must be 16"),
         (["train.dialog_turns_per_batch=32"], r"dialog_turns_per_batch=32 must be 16"),
         (["train_model.lora.enabled=true"], r"train_model\.lora\.enabled=true must be false"),
-        (["train_model.lora.target_modules=[q_proj,v_proj]"], r"=\[q_proj,v_proj\] must be \[all-linear\]"),
         (["optimizer.warmup_steps=0"], r"optimizer\.warmup_steps=0 must be 20"),
         (["train.total_dialog_turns=96"], r"total_dialog_turns=96 must be more than the 96 .*=192"),
         (["ref_model.refresh_every=4"], r"refresh_every=4 must divide the step of the checkpoint, 6,.*step 4: use"),
@@ -213,6 +213,11 @@ def test_what_does_not_fit_is_named_before_anything_is_loaded(
     with pytest.raises(ConfigError, match=message):
         build(config, tmp_path)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_values_are_named_as_the_command_line_takes_them() -> None:
+    values = [["q_proj", "v_proj"], None, True, "arithmetic", 2]
+    assert [build_resume._written(value) for value in values] == ["[q_proj,v_proj]", "null", "true", "arithmetic", "2"]
 
 
 def changed(path: Path, into: Path, **entries: Any) -> Path:

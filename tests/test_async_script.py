@@ -20,6 +20,7 @@ import pytest
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.conftest import worker_processes
 from tests.test_config import compose_config
+from tests.test_docs import undocumented
 from torchrl_grpo.build import build
 from torchrl_grpo.trainer.metrics import read_jsonl
 
@@ -134,6 +135,7 @@ def test_several_ranks_replicas_and_references_train_on_fresh_enough_data(
     rows = rows_of(tmp_path)
     assert [row["step"] for row in rows] == list(range(7))
     assert rows[6]["rollout/sequences"] == 16
+    assert undocumented(rows) == set()
     for row in rows[1:]:
         assert row["staleness/max"] <= bound
         assert row["time/wait_s"] + row["time/train_s"] + row["time/sync_s"] <= row["time/step_s"]

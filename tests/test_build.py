@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.conftest import make_tiny_model
 from tests.test_config import compose_config
+from tests.test_docs import undocumented
 from torchrl_grpo import build as build_module
 from torchrl_grpo.build import build, plan_rows, prepare
 from torchrl_grpo.config import ConfigError, GRPOConfig, leaves, schema
@@ -191,6 +192,7 @@ def test_a_run_trains_evaluates_checkpoints_exports_and_reports(tmp_path: Path) 
     assert summary["steps"] == 2
     assert summary["sequences"] == 32
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert undocumented(rows) == set()
     # One meaning of throughput: in each step, also in the last one, which is evaluated, and in the summary.
     tokens, seconds = ([row[name] for row in rows[1:]] for name in ("rollout/tokens", "time/step_s"))
     speeds = [row["throughput/trained_tokens_per_s"] for row in rows[1:]]

@@ -1,0 +1,79 @@
+"""Makes ``docs/config.md`` from the dataclasses of ``torchrl_grpo.config`` and the docstrings under their fields.
+
+python tools/make_config_docs.py
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from enum import Enum
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from torchrl_grpo.config import GRPOConfig
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
+HEAD = """# The config's keys
+
+Made by `python tools/make_config_docs.py` from the docstrings in `torchrl_grpo/config/schema.py`; change it there. On
+the command line a key is `NODE.KEY=VALUE`, as in `optimizer.lr=1e-5`. The defaults are those of the code: the files in
+`config/` set others for their tasks, and those in `config/algo/` for the algorithms (`docs/algorithms.md`). `--cfg job`
+prints the values of a run.
+"""
+
+
+def page() -> str:
+    """The text of ``docs/config.md``."""
+    return "\n".join([HEAD, *_tables(GRPOConfig(), "")])
+
+
+def _tables(node: Any, name: str) -> Iterator[str]:
+    """The table of a node, then those of the nodes inside it."""
+    (source,) = ast.parse(inspect.getsource(type(node))).body
+    docs = {
+        item.target.id: ast.literal_eval(text.value)
+        for item, text in pairwise(source.body)
+        if isinstance(item, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+    yield f"## `{name}`\n\n{_prose(type(node).__doc__)}\n" if name else "## At the top\n"
+    yield "| key | default | what it is |\n|---|---|---|"
+    values = {item.name: getattr(node, item.name) for item in dataclasses.fields(node)}
+    for key, value in values.items():
+        if not dataclasses.is_dataclass(value):
+            yield f"| `{key}` | {_default(value)} | {_prose(docs[key])}{_choices(value, docs[key])} |"
+    yield ""
+    for key, value in values.items():
+        if dataclasses.is_dataclass(value):
+            yield from _tables(value, f"{name}.{key}".lstrip("."))
+
+
+def _prose(doc: str) -> str:
+    """A docstring on one line; words that are code (``a_b``, ``a=b``, ``a*``) are set as code."""
+    parts = " ".join(doc.split()).replace("``", "`").split("`")
+    parts[::2] = [re.sub(r"[\w.*=]*(?:\w[_=]\w|[*])[\w.*=]*\w|\b_\w+_\b", r"`\g<0>`", part) for part in parts[::2]]
+    return "`".join(parts).replace("|", r"\|")
+
+
+def _choices(value: Any, doc: str) -> str:
+    """The values that a key may have, where its docstring does not name them all."""
+    names = [item.name for item in type(value)] if isinstance(value, Enum) else []
+    listed = ", ".join(f"`{name}`" for name in names)
+    return "" if all(re.search(rf"\b{name}\b", doc) for name in names) else f" One of {listed}."
+
+
+def _default(value: Any) -> str:
+    """A default as one would write it on the command line."""
+    plain = json.dumps(value, default=lambda choice: choice.name).replace('"', "")
+    return "must be given" if value == MISSING else f"`{plain}`"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

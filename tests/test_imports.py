@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from torchrl_grpo import collectors, generation, models, objectives, trainer, transforms
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "torchrl_grpo"
 FILES = sorted(p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py"))
@@ -96,6 +98,13 @@ def test_every_module_imports_without_the_optional_packages() -> None:
     code = HIDE.format(optional=("vllm", "ray", "wandb", "trl"), modules=MODULES)
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_loop_by_hand_finds_its_parts_in_their_packages() -> None:
+    assert {"GenerationPolicy", "SamplingParams", "TransformersEngine"} <= set(generation.__all__)
+    assert {"Checkpointer", "Evaluator", "GRPOTrainer", "MetricsLogger", "fit"} <= set(trainer.__all__)
+    for package in (collectors, generation, models, objectives, trainer, transforms):
+        assert all(hasattr(package, name) for name in package.__all__)
 
 
 def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:

@@ -69,9 +69,14 @@ class RolloutCollector(BaseCollector):
         policy: samples the responses; its engine takes the weights.
 
     Keyword Args:
-        dialog_turns_per_batch: a batch is made of whole rollouts until it has at least so many trajectories (TorchRL's
-            name; a dialog counts once, however many turns it has). None is one rollout, ``num_envs`` trajectories.
-        total_dialog_turns: iteration ends when so many turns were played; -1 never ends.
+        dialog_turns_per_batch: a batch is made of whole rollouts until it has at least so many elements, which are
+            trajectories: a dialog counts once, however many turns it has, as in TorchRL's ``LLMCollector`` with
+            ``yield_only_last_steps=True``. None is one rollout, ``num_envs`` trajectories. The config's
+            ``train.dialog_turns_per_batch`` is this.
+        total_dialog_turns: iteration ends after the batch in which the turns played so far reach this number; -1 never
+            ends. As in ``LLMCollector`` every turn counts that the policy played, those in the middle of a dialog too,
+            and those of the groups that dynamic sampling dropped; so ``len(collector)`` is the most batches there can
+            be. The config's ``train.total_dialog_turns`` is another number: the trajectories to train on.
         dynamic_sampling: drop the groups whose valid rewards are all equal and play on until the batch has exactly
             ``dialog_turns_per_batch`` trajectories of groups that have signal (arXiv 2503.14476, section 3.2).
         max_sampling_rounds: after so many rollouts for one batch it is filled with the groups without signal that were

@@ -86,6 +86,23 @@ def test_keys_can_be_named_and_groups_can_be_texts():
     assert transform(batch)["loss", "weight"].tolist() == [[0.5], [-0.5], [-0.5], [0.5]]
 
 
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("group_id", r"no entry group_id, it has .*next\.reward.*: write it"),
+        (keys.REWARD, r"no entry next\.reward, it has .*group_id.*: write it"),
+    ],
+)
+def test_missing_groups_and_rewards_are_named_wherever_the_transform_is(missing, message):
+    batch = batch_of([1, 3], [0, 0])
+    for row in batch.unbind(0):
+        row.del_(missing)
+    with pytest.raises(KeyError, match=message):
+        GroupAdvantage(2)(batch)
+    with pytest.raises(KeyError, match=message):
+        ReplayBuffer(storage=LazyStackStorage(2), transform=GroupAdvantage(2)).extend(batch)
+
+
 # In a replay buffer
 
 
@@ -413,7 +430,7 @@ def test_a_buffer_gets_token_advantages_of_whole_groups():
 
 
 def test_token_level_says_what_it_needs(tokenizer):
-    with pytest.raises(KeyError, match=r"level='token' needs the entry .*token_reward.*: apply RewardShaping before"):
+    with pytest.raises(KeyError, match=r"no entry next\.token_reward, .*: apply RewardShaping\(\) .*level='sequence'"):
         GroupAdvantage(2, level="token")(batch_of([1, 2], [0, 0]))
     env = TransformedEnv(LLMEnv(EchoTask(), tokenizer, num_envs=2, repeats=2), GroupAdvantage(2, level="token"))
     with pytest.raises(RuntimeError, match="level='token' must get finished sequences"):
@@ -423,6 +440,8 @@ def test_token_level_says_what_it_needs(tokenizer):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"mean": "foo"}, r"mean='foo' must be one of \('group', .*\): use 'group'"),
+        ({"std": "foo"}, r"std='foo' must be one of \('group', .*\): use 'group'"),
         ({"level": "word"}, "level='word' must be one of"),
         ({"level": "token", "mean": "leave_one_out"}, "mean='leave_one_out' must go with level='sequence'"),
         ({"level": "token", "gamma": 1.5}, r"gamma=1.5 must be in \[0, 1\]"),

@@ -430,6 +430,11 @@ def test_leave_one_out_equals_the_mean_of_the_others_by_loop() -> None:
         (GRPOLoss, {"behaviour_weight": "mask"}, "proximal='behaviour' makes every weight 1: use proximal='recom"),
         (GRPOLoss, {"behaviour_cap": 0.0}, r"behaviour_cap=0\.0 must be above 0"),
         (GRPOLoss, {"constant_length": 0}, "constant_length=0 must be at least 1"),
+        (
+            GRPOLoss,
+            {"aggregation": "constant"},
+            "constant_length=None must be at least 1, .* aggregation='constant': use the longest response allowed",
+        ),
         (SAPOLoss, {"tau_positive": 0.0}, r"tau_positive=0\.0 and tau_negative=1\.05 must be above 0"),
         (SAPOLoss, {"tau_negative": 0.0}, r"tau_negative=0\.0 must be above 0"),
     ],
@@ -875,7 +880,7 @@ def test_clip_bounds_may_lie_at_the_ends_of_their_ranges(clip_epsilon: Any) -> N
     loss = GRPOLoss(Table(torch.zeros(1, 1, 2)), clip_epsilon=clip_epsilon)
     low, high = clip_epsilon if isinstance(clip_epsilon, tuple) else (clip_epsilon, clip_epsilon)
     assert (loss.clip_epsilon_low.item(), loss.clip_epsilon_high.item()) == (low, high)
-    assert (loss.constant_length, loss.behaviour_cap) == (1, 5.0)
+    assert (loss.constant_length, loss.behaviour_cap) == (None, 5.0)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -278,3 +280,59 @@ def test_a_renamed_mask_is_what_the_scorer_scores(tiny_model) -> None:
     loss.set_keys(mask="mine")
     assert loss(batch)["ratio_mean"].item() == pytest.approx(1.0, abs=1e-5)
     assert "mine" in loss.in_keys and ("masks", "all_assistant_mask") not in loss.in_keys
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing", "fix"),
+    [
+        ({"mask_truncated": True}, r"next\.truncated", "use mask_truncated=False"),
+        ({"kl_to_ref_coeff": 0.1}, r"next\.ref_log_probs\.full", r"apply KLScoring\(TokenScorer\(reference\)\)"),
+        ({"proximal": "recomputed"}, r"prox_log_probs\.full", r"apply KLScoring\(TokenScorer\(model\), out_key="),
+        ({"proximal": "interpolated"}, "staleness", "policy_version"),
+        ({}, "advantage", r"apply GroupAdvantage\(repeats\)"),
+        ({}, r"masks\.all_assistant_mask", "write it, or name the entry"),
+        ({}, r"log_probs\.full", "write it, or name the entry"),
+    ],
+)
+def test_a_missing_entry_is_named_with_what_writes_it(settings: dict, missing: str, fix: str) -> None:
+    logits, rows = make_batch(0)
+    name = tuple(missing.split(r"\."))
+    for row in rows:
+        row.pop("next" if name[0] == "next" else name, None)
+    with pytest.raises(KeyError, match=f"no entry {missing}, it has .*tokens.full.*: {fix}|: .*{fix}"):
+        GRPOLoss(Table(logits), **settings)(lazy_stack(rows))
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (4, 1, 1), (4, 9), (4, 9, 1)])
+def test_an_advantage_is_one_for_each_sequence_or_token_whatever_axes_of_one_it_has(shape: tuple[int, ...]) -> None:
+    logits, rows = make_batch(0, lengths=(9, 9, 9, 9))
+    batch = torch.stack(rows)
+    expected = GRPOLoss(Table(logits))(batch)
+    batch["advantage"] = batch["advantage"].expand(4, shape[1]).reshape(shape)
+    torch.testing.assert_close(total(GRPOLoss(Table(logits))(batch)), total(expected))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "shape", "fix"),
+    [
+        ("advantage", {}, (4,), r"use unsqueeze\(-1\)"),
+        ("advantage", {}, (4, 3), "make it for the tokens of this batch"),
+        ("staleness", {"proximal": "interpolated"}, (4,), r"use unsqueeze\(-1\)"),
+        (("next", "truncated"), {"mask_truncated": True}, (4,), r"use unsqueeze\(-1\)"),
+        ("reward_valid", {}, (4,), r"use unsqueeze\(-1\)"),
+    ],
+)
+def test_an_entry_of_another_shape_is_refused_by_name(name: Any, settings: dict, shape: tuple, fix: str) -> None:
+    logits, rows = make_batch(0, lengths=(9, 9, 9, 9))
+    batch = torch.stack(rows)
+    batch[name] = torch.ones(shape, dtype=torch.bool if name in ("reward_valid", ("next", "truncated")) else None)
+    got = re.escape(f"entry {name!r} of shape {list(shape)} must be [4, 1]")
+    with pytest.raises(ValueError, match=rf"{got}, .*, or \[4, [9T]\], one for each token: {fix}"):
+        GRPOLoss(Table(logits), **settings)(batch)
+    with pytest.raises(ValueError, match=got):  # the same in a ragged batch
+        GRPOLoss(Table(logits), **settings)(lazy_stack([row.clone() for row in batch.unbind(0)]))
+
+
+def test_a_model_in_the_place_of_a_tensordict_module_is_refused(tiny_model) -> None:
+    with pytest.raises(ValueError, match=r"actor_network=Qwen2ForCausalLM must be .*: use TokenScorer\(model\)"):
+        GRPOLoss(tiny_model)

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import TransformedEnv
+from torchrl.modules.llm import TransformersWrapper
 from transformers import PreTrainedTokenizerFast
 
 from tests.conftest import make_tiny_model
@@ -87,6 +88,14 @@ def test_no_gradient_is_kept() -> None:
 def test_an_empty_budget_is_refused() -> None:
     with pytest.raises(ValueError, match="max_tokens=0 must be at least 1"):
         KLScoring(TokenScorer(make_tiny_model()), max_tokens=0)
+
+
+def test_a_model_or_a_torchrl_wrapper_in_the_place_of_a_scorer_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = make_tiny_model()
+    wrapper = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False)
+    for scorer, name in ((model, "Qwen2ForCausalLM"), (wrapper, "TransformersWrapper")):
+        with pytest.raises(ValueError, match=rf"scorer={name} must be a TokenScorer: use TokenScorer\("):
+            KLScoring(scorer)
 
 
 class TwoTurns(ArithmeticTask):

@@ -288,8 +288,27 @@ def test_it_says_that_it_does_not_belong_in_an_environment(tokenizer) -> None:
 
 
 def test_missing_reference_log_probs_are_named() -> None:
-    with pytest.raises(KeyError, match=r"kl_coef=0.1 needs the entry .*ref_log_probs.*: apply KLScoring before"):
+    with pytest.raises(KeyError, match=r"no entry next\.ref_log_probs\.full, .*: apply KLScoring.* before what reads"):
         RewardShaping(kl_coef=0.1)(lazy_stack([make_row(1.0, [1], sample=[0.0])]))
+
+
+def test_a_missing_reward_is_named() -> None:
+    row = make_row(1.0, [1]).exclude(keys.REWARD)
+    with pytest.raises(KeyError, match=r"no entry next\.reward, it has .*group_id.*: write it"):
+        RewardShaping()(lazy_stack([row]))
+
+
+def test_the_advantage_reads_the_shaped_reward_only_where_it_is_told_to() -> None:
+    """Rewards 0 and 1, five times: 0 and 5."""
+
+    def advantages(**settings: str | tuple[str, str]) -> list[float]:
+        transform = Compose(GroupAdvantage(2, std="none", **settings), RewardShaping(scale=5.0))
+        buffer = ReplayBuffer(storage=LazyStackStorage(2), transform=transform)
+        buffer.extend(lazy_stack([make_row(reward, [0, 1]) for reward in (0, 1)]))
+        return buffer[:]["advantage"].flatten().tolist()
+
+    assert advantages() == [-0.5, 0.5]
+    assert advantages(reward_key=keys.SHAPED_REWARD) == advantages(level="token")[1::2] == [-2.5, 2.5]
 
 
 @pytest.mark.parametrize(

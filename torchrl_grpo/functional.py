@@ -323,7 +323,7 @@ def token_weights(
     Args:
         mask: [N, T] bool, the tokens that count.
         aggregation: the average.
-        constant_length: divisor of ``constant``.
+        constant_length: divisor of ``constant``, in tokens; 1 is the plain sum.
         dtype: of the weights.
 
     Returns:

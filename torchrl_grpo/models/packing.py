@@ -8,12 +8,42 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 
 from torchrl_grpo import keys as K
+
+# What to do where an entry is missing that one of our parts writes.
+_FIXES: dict[NestedKey, str] = {
+    K.ADVANTAGE: "apply GroupAdvantage(repeats) to the batch, or add it to the replay buffer's transforms",
+    K.REF_LOG_PROBS: (
+        "apply KLScoring(TokenScorer(reference)) to the batch before what reads them, or add it to the replay buffer's "
+        "transforms; a KL coefficient of 0 needs none"
+    ),
+    K.SHAPED_REWARD: "apply RewardShaping() before what reads it",
+    K.TOKEN_REWARD: "apply RewardShaping() before what reads it, or use level='sequence'",
+    K.PROX_LOG_PROBS: (
+        "apply KLScoring(TokenScorer(model), out_key=keys.PROX_LOG_PROBS) before the batch's first optimizer step, or "
+        "use proximal='current'"
+    ),
+    K.STALENESS: "write the trainer's version less the policy_version of each sequence, or use another proximal",
+    K.TRUNCATED: "write it when a response is cut off, as LLMEnv does, or use mask_truncated=False",
+}
+
+
+def entry(batch: TensorDictBase, key: NestedKey) -> Any:
+    """One entry of a batch, as it is.
+
+    Raises:
+        KeyError: the batch has no such entry; the error says what writes it.
+    """
+    value = batch.get(key, None)
+    if value is None:
+        raise _missing(batch, key)
+    return value
 
 
 def pad(batch: TensorDictBase, key: NestedKey, padding_value: float = 0) -> Tensor:
@@ -21,7 +51,7 @@ def pad(batch: TensorDictBase, key: NestedKey, padding_value: float = 0) -> Tens
 
     Args:
         batch: batch size [N]; a lazy stack of ragged sequences, or an already padded TensorDict.
-        key: the entry, [T_i] in each sequence.
+        key: the entry, [T_i] in each sequence (or [1], which stays [N, 1]).
         padding_value: what fills the rest.
 
     Returns:
@@ -29,11 +59,19 @@ def pad(batch: TensorDictBase, key: NestedKey, padding_value: float = 0) -> Tens
 
     Raises:
         KeyError: the batch has no such entry.
+        ValueError: the entry is a number without an axis in each sequence.
     """
-    padded = batch.get(key, as_padded_tensor=True, padding_side="right", padding_value=padding_value)
+    first = batch.tensordicts[0].get(key, None) if isinstance(batch, LazyStackedTensorDict) else None
+    if isinstance(first, Tensor) and first.ndim == 0:
+        padded = batch.get(key)  # there is nothing to pad, and tensordict's error would not name the entry
+    else:
+        padded = batch.get(key, as_padded_tensor=True, padding_side="right", padding_value=padding_value)
     if padded is None:
-        raise KeyError(
-            f"the batch has no entry {_dotted(key)}, it has {', '.join(map(_dotted, batch.keys(True, True)))}"
+        raise _missing(batch, key)
+    if padded.ndim < 2:
+        raise ValueError(
+            f"entry {key!r} of shape {list(padded.shape)} must be [{len(batch)}, 1], one value for each sequence, or "
+            f"[{len(batch)}, T], one for each token: use unsqueeze(-1)."
         )
     return padded
 
@@ -41,6 +79,12 @@ def pad(batch: TensorDictBase, key: NestedKey, padding_value: float = 0) -> Tens
 def has(batch: TensorDictBase, key: NestedKey) -> bool:
     """Whether a batch has an entry; ``key in batch.keys(True, True)`` is wrong for nested keys of a lazy stack."""
     return key in list(batch.keys(True, True))
+
+
+def _missing(batch: TensorDictBase, key: NestedKey) -> KeyError:
+    fix = _FIXES.get(key, "write it, or name the entry that holds it (set_keys of a loss, ..._key of a transform)")
+    there = ", ".join(map(_dotted, batch.keys(True, True)))
+    return KeyError(f"the batch has no entry {_dotted(key)}, it has {there}: {fix}.")
 
 
 def _dotted(key: NestedKey) -> str:
@@ -62,7 +106,7 @@ def pad_batch(batch: TensorDictBase, keys: Mapping[NestedKey, float], flat: Sequ
     for key, value in keys.items():
         out.set(key, pad(batch, key, value))
     for key in flat:
-        out.set(key, batch.get(key))
+        out.set(key, entry(batch, key))
     return out
 
 

@@ -9,13 +9,13 @@ from typing import Any, Literal, get_args
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torch import Tensor
+from torch import Tensor, nn
 from torchrl.modules.llm import LLMWrapperBase
 from torchrl.objectives.common import LossModule
 
 from torchrl_grpo import functional as F
 from torchrl_grpo import keys
-from torchrl_grpo.models.packing import has, pad
+from torchrl_grpo.models.packing import entry, has, pad
 from torchrl_grpo.models.scoring import TokenScorer, WrapperScorer
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
@@ -29,11 +29,11 @@ class GRPOLoss(LossModule):
     """Clipped policy-gradient loss of GRPO (arXiv 2402.03300, equation 3).
 
     ``loss_objective`` is minus the clipped surrogate, averaged over the tokens of a sequence and then over sequences.
-    The arguments turn it into its relatives: Dr. GRPO (``aggregation="constant"``), DAPO (``aggregation="token_mean"``,
-    ``clip_epsilon=(0.2, 0.28)``), GSPO (``ratio_level="sequence"``). A subclass overrides ``surrogate``.
-    ``loss_kl_to_ref``, ``loss_kl_to_inference`` and ``loss_entropy`` are there when their coefficient is not 0. Only
-    entries named ``loss_*`` belong to the loss: add those up, and never average over the whole output. Everything else
-    is a detached metric.
+    The arguments turn it into its relatives: Dr. GRPO (``aggregation="constant"`` with ``constant_length``), DAPO
+    (``aggregation="token_mean"``, ``clip_epsilon=(0.2, 0.28)``), GSPO (``ratio_level="sequence"``). A subclass
+    overrides ``surrogate``. ``loss_kl_to_ref``, ``loss_kl_to_inference`` and ``loss_entropy`` are there when their
+    coefficient is not 0. Only entries named ``loss_*`` belong to the loss: add those up, and never average over the
+    whole output. Everything else is a detached metric.
 
     All outputs are sums whose weights were fixed over the whole optimisation batch, if ``normalize`` was called on it:
     then the outputs of its micro-batches add up to those of the batch, and so do the gradients. On a batch without
@@ -51,7 +51,8 @@ class GRPOLoss(LossModule):
             tokens (GSPO, arXiv 2507.18071); or ``"sequence_token"``, the same value with each token's own gradient
             (GSPO-token).
         aggregation: average over tokens, see ``functional.token_weights``.
-        constant_length: divisor of ``aggregation="constant"``, in tokens.
+        constant_length: divisor of ``aggregation="constant"``, in tokens, at least 1; it must be given there, and no
+            other aggregation reads it. The longest response allowed makes Dr. GRPO (arXiv 2503.20783), 1 a plain sum.
         dual_clip: bound of the surrogate where the advantage is negative, above 1 (arXiv 1912.09729); None is none.
         proximal: which policy the ratio is taken to and clipped around. ``"behaviour"``: the one that sampled (plain
             PPO). The others take the two apart (decoupled PPO, arXiv 2505.24298): ``"recomputed"`` reads
@@ -81,8 +82,9 @@ class GRPOLoss(LossModule):
     such a weight. Metrics are means over the masked tokens.
 
     Raises:
-        ValueError: a coefficient or a bound is out of its range, or two arguments exclude each other.
-        KeyError: the batch lacks an entry that an argument asks for.
+        ValueError: ``actor_network`` is no TensorDict module, a coefficient or a bound is out of its range, or two
+            arguments exclude each other; the batch's ``advantage``, ``staleness`` or ``truncated`` has another shape.
+        KeyError: the batch lacks an entry that the loss reads.
 
     Example:
         >>> loss = GRPOLoss(TokenScorer(model), clip_epsilon=(0.2, 0.28))  # doctest: +SKIP
@@ -116,7 +118,7 @@ class GRPOLoss(LossModule):
         clip_epsilon: float | tuple[float, float] = 0.2,
         ratio_level: RatioLevel = "token",
         aggregation: F.Aggregation = "sequence_mean",
-        constant_length: int = 1,
+        constant_length: int | None = None,
         dual_clip: float | None = None,
         proximal: Proximal = "behaviour",
         behaviour_weight: F.WeightBound = "none",
@@ -153,8 +155,11 @@ class GRPOLoss(LossModule):
             )
         if behaviour_cap <= 0:
             raise ValueError(f"behaviour_cap={behaviour_cap} must be above 0: use 5.0.")
-        if constant_length < 1:
-            raise ValueError(f"constant_length={constant_length} must be at least 1: use the longest response allowed.")
+        if (constant_length or 0) < 1 and (constant_length is not None or aggregation == "constant"):
+            raise ValueError(
+                f"constant_length={constant_length} must be at least 1, it divides the sums of aggregation='constant': "
+                "use the longest response allowed, in tokens."
+            )
         for name, value in (
             ("kl_to_ref_coeff", kl_to_ref_coeff),
             ("kl_to_inference_coeff", kl_to_inference_coeff),
@@ -162,9 +167,7 @@ class GRPOLoss(LossModule):
         ):
             if value < 0:
                 raise ValueError(f"{name}={value} must not be negative: use 0 to switch the term off.")
-        self.actor_network = (
-            WrapperScorer(actor_network) if isinstance(actor_network, LLMWrapperBase) else actor_network
-        )
+        self.actor_network = _scorer(actor_network)
         self.register_buffer("clip_epsilon_low", torch.tensor(float(low)))
         self.register_buffer("clip_epsilon_high", torch.tensor(float(high)))
         self.ratio_level = ratio_level
@@ -227,12 +230,15 @@ class GRPOLoss(LossModule):
     def _mask(self, batch: TensorDictBase) -> Tensor:
         """[N, T] bool, the tokens of the loss."""
         mask = pad(batch, self.tensor_keys.mask)
+        width = mask.shape[1]
         if has(batch, self.tensor_keys.reward_valid):
-            mask = mask & batch.get(self.tensor_keys.reward_valid).flatten(1)
-        return mask & ~batch.get(self.tensor_keys.truncated).flatten(1) if self.mask_truncated else mask
+            mask = mask & _of_sequence_or_token(batch, self.tensor_keys.reward_valid, width)
+        if self.mask_truncated:
+            mask = mask & ~_of_sequence_or_token(batch, self.tensor_keys.truncated, width)
+        return mask
 
     def _weights(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        return F.token_weights(mask, self.aggregation, constant_length=self.constant_length, dtype=dtype)
+        return F.token_weights(mask, self.aggregation, constant_length=self.constant_length or 1, dtype=dtype)
 
     def ratio(self, log_prob: Tensor, prox_log_prob: Tensor, mask: Tensor) -> Tensor:
         """Current over proximal probability, [B, T], at the level that ``ratio_level`` names."""
@@ -261,7 +267,7 @@ class GRPOLoss(LossModule):
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """Computes the loss terms and the metrics of a batch [B], ragged or padded on the right; see the class."""
         data = self.actor_network(tensordict.copy())
-        cur = data.get(self.tensor_keys.cur_log_prob)
+        cur = entry(data, self.tensor_keys.cur_log_prob)
         mask = self._mask(data).to(cur.device)
 
         def per_token(key: NestedKey) -> Tensor:
@@ -273,12 +279,13 @@ class GRPOLoss(LossModule):
         count = mask.sum().clamp(min=1) if count is None else count[0, 0].to(cur.device)
         cur = torch.where(mask, cur, 0.0)
         sample, entropy = per_token(self.tensor_keys.sample_log_prob), per_token(self.tensor_keys.entropy)
-        advantage = torch.where(mask, pad(data, self.tensor_keys.advantage).flatten(1).to(cur.device), 0.0)
+        advantage = _of_sequence_or_token(data, self.tensor_keys.advantage, mask.shape[1]).to(cur.device)
+        advantage = torch.where(mask, advantage, 0.0)
 
         if self.proximal == "recomputed":
             prox = per_token(self.tensor_keys.prox_log_prob)
         elif self.proximal == "interpolated":
-            staleness = pad(data, self.tensor_keys.staleness).flatten(1).to(cur.device)
+            staleness = _of_sequence_or_token(data, self.tensor_keys.staleness, mask.shape[1]).to(cur.device)
             prox = F.interpolated_log_prob(cur, sample, staleness)
         else:
             prox = cur.detach() if self.proximal == "current" else sample
@@ -411,6 +418,38 @@ class SAPOLoss(GRPOLoss):
     def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
         """See the class."""
         return F.sapo_objective(ratio, advantage, self.tau_positive, self.tau_negative)
+
+
+def _scorer(actor_network: nn.Module) -> TensorDictModuleBase:
+    """The module that writes current log-probs and entropy; one around the model of a TorchRL wrapper.
+
+    Raises:
+        ValueError: it is no TensorDict module, or the wrapper has no Hugging Face model.
+    """
+    if isinstance(actor_network, LLMWrapperBase):
+        return WrapperScorer(actor_network)
+    if not hasattr(actor_network, "out_keys"):
+        raise ValueError(
+            f"actor_network={type(actor_network).__name__} must be a TensorDict module that writes log-probs and "
+            "entropy of the sampled tokens: use TokenScorer(model)."
+        )
+    return actor_network
+
+
+def _of_sequence_or_token(batch: TensorDictBase, key: NestedKey, width: int) -> Tensor:
+    """An entry with one value for each sequence or each of ``width`` tokens, [N, 1] or [N, T].
+
+    Raises:
+        KeyError: the batch has no such entry.
+        ValueError: it has another shape.
+    """
+    value = pad(batch, key)
+    if value.flatten(1).shape[1] not in (1, width):
+        raise ValueError(
+            f"entry {key!r} of shape {list(value.shape)} must be [{len(batch)}, 1], one value for each sequence, or "
+            f"[{len(batch)}, {width}], one for each token: make it for the tokens of this batch."
+        )
+    return value.flatten(1)
 
 
 def _refuse_dual_clip(name: str, settings: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from torchrl_grpo.keys import (
     STATE_VALUE,
     TOKEN_REWARD,
 )
-from torchrl_grpo.models.packing import has, pad
+from torchrl_grpo.models.packing import entry, has, pad
 from torchrl_grpo.transforms.ragged import flatten, set_rows
 
 AdvantageLevel = Literal["sequence", "token"]
@@ -62,8 +62,9 @@ class GroupAdvantage(Transform):
         level: one advantage for each ``"sequence"`` or for each sampled ``"token"``.
         gamma: discount from one sampled token to the next, in [0, 1]; at level token.
         lmbda: how far the estimate looks past the state values, in [0, 1]; at level token.
-        reward_key: [..., 1] floating, one reward a sequence, ``("next", "reward")`` if None. At level token [..., T],
-            one reward a token, ``("next", "token_reward")`` if None.
+        reward_key: [..., 1] floating, one reward a sequence, ``("next", "reward")`` if None: what ``RewardShaping``
+            writes is read only where ``keys.SHAPED_REWARD`` is named here. At level token [..., T], one reward a token,
+            ``("next", "token_reward")`` if None.
         valid_key: [..., 1] bool; where the key is missing every reward is valid.
         group_key: [..., 1] int64, or text that is equal within a group.
         done_key: [..., 1] bool, read in an environment.
@@ -76,7 +77,7 @@ class GroupAdvantage(Transform):
 
     Raises:
         ValueError: an argument is out of its range, or a batch has a group of another size.
-        KeyError: at level token, the batch has no token rewards.
+        KeyError: a batch has no groups or no rewards (at level token: no token rewards, no mask).
         RuntimeError: at level token, it is in an environment.
 
     Examples:
@@ -86,6 +87,12 @@ class GroupAdvantage(Transform):
         >>> batch = TensorDict({"group_id": torch.zeros(2, 1, dtype=torch.int64), "next": {"reward": reward}}, [2])
         >>> GroupAdvantage(2, std="none")(batch)["advantage"].squeeze(-1)
         tensor([-0.5000,  0.5000])
+
+        Of another reward than the task's, such as ``RewardShaping`` writes:
+
+        >>> batch = batch.exclude("advantage").set(("next", "shaped_reward"), 5 * reward)
+        >>> GroupAdvantage(2, std="none", reward_key=("next", "shaped_reward"))(batch)["advantage"].squeeze(-1)
+        tensor([-2.5000,  2.5000])
     """
 
     def __init__(
@@ -105,8 +112,13 @@ class GroupAdvantage(Transform):
     ) -> None:
         if repeats < 2:
             raise ValueError(f"repeats={repeats} must be at least 2, a group of 1 has no advantage: use 2 or more.")
-        if level not in get_args(AdvantageLevel):
-            raise ValueError(f"level={level!r} must be one of {get_args(AdvantageLevel)}: use 'sequence'.")
+        for name, choice, choices in (
+            ("mean", mean, get_args(AdvantageMean)),
+            ("std", std, get_args(AdvantageStd)),
+            ("level", level, get_args(AdvantageLevel)),
+        ):
+            if choice not in choices:
+                raise ValueError(f"{name}={choice!r} must be one of {choices}: use {choices[0]!r}.")
         if level == "token" and mean == "leave_one_out":
             raise ValueError(
                 "mean='leave_one_out' must go with level='sequence', the tokens of a sequence have no others to be "
@@ -185,7 +197,7 @@ class GroupAdvantage(Transform):
         valid = _column(tensordict, self.valid_key, every)
         if self.level == "token":
             return self._write_tokens(tensordict, group, valid)
-        reward = tensordict.get(self.reward_key).reshape(-1)
+        reward = entry(tensordict, self.reward_key).reshape(-1)
         advantage = self.advantage(reward, group, valid)
         self._count(advantage != 0, group, valid, every)
         return tensordict.set(self.advantage_key, advantage.reshape(*tensordict.batch_size, 1))
@@ -199,11 +211,6 @@ class GroupAdvantage(Transform):
             valid: [N] bool.
         """
         flat = flatten(tensordict)
-        if not has(flat, self.reward_key):
-            raise KeyError(
-                f"level='token' needs the entry {self.reward_key}, the batch has none: apply RewardShaping before "
-                "GroupAdvantage, or use level='sequence'."
-            )
         reward, mask = pad(flat, self.reward_key).double(), pad(flat, ASSISTANT_MASK, False)
         value = pad(flat, STATE_VALUE).double() if has(flat, STATE_VALUE) else torch.zeros_like(reward)
         counted = mask & valid.unsqueeze(-1)
@@ -256,7 +263,7 @@ class GroupAdvantage(Transform):
         complete = _all_of_group(group, _column(next_tensordict, _in_next(self.done_key), every))
         before = _all_of_group(group, _column(tensordict, _in_next(self.done_key), ~every))
         valid = _column(next_tensordict, _in_next(self.valid_key), every)
-        reward = next_tensordict.get(_in_next(self.reward_key)).reshape(-1)
+        reward = entry(next_tensordict, _in_next(self.reward_key)).reshape(-1)
         # What the batch means here: rewards of dialogs that still go on are not known yet.
         advantage = self.advantage(reward, group, valid & complete)
         self._count(advantage != 0, group, valid, complete & ~before)
@@ -295,7 +302,7 @@ def _column(tensordict: TensorDictBase, key: NestedKey, default: Tensor) -> Tens
 
 def _group_keys(tensordict: TensorDictBase, key: NestedKey) -> Sequence[int | str]:
     """The group of each sequence, as something hashable."""
-    value = tensordict.get(key)
+    value = entry(tensordict, key)
     if isinstance(value, Tensor):
         return value.reshape(-1).tolist()
     return [str(text) for text in value.reshape(-1).tolist()]
@@ -303,7 +310,7 @@ def _group_keys(tensordict: TensorDictBase, key: NestedKey) -> Sequence[int | st
 
 def _group_ids(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
     """[N] int64 ids, equal where the groups are."""
-    value = tensordict.get(key)
+    value = entry(tensordict, key)
     if isinstance(value, Tensor):
         return value.reshape(-1)
     ids: dict[int | str, int] = {}

@@ -33,6 +33,10 @@ class KLScoring(Transform):
         out_key: where the log-probs go, ``("next", "ref_log_probs", "full")`` by default; [T] float32 a sequence, 0 on
             tokens that were not sampled. A ragged batch stays ragged and a padded one padded.
 
+    Raises:
+        ValueError: ``scorer`` is no ``TokenScorer``, or ``max_tokens`` is below 1.
+        KeyError: a batch has no tokens, or no mask of the sampled ones.
+
     Example:
         >>> buffer = ReplayBuffer(transform=KLScoring(TokenScorer(reference)))  # doctest: +SKIP
     """
@@ -45,6 +49,10 @@ class KLScoring(Transform):
         autocast_dtype: torch.dtype | None = None,
         out_key: NestedKey = keys.REF_LOG_PROBS,
     ) -> None:
+        if not isinstance(scorer, TokenScorer):
+            raise ValueError(
+                f"scorer={type(scorer).__name__} must be a TokenScorer: use TokenScorer(hugging_face_model)."
+            )
         if max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens} must be at least 1: use 16384, say.")
         in_env = out_key[1:] if isinstance(out_key, tuple) and out_key[0] == "next" else out_key

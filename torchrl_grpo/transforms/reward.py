@@ -9,7 +9,7 @@ from torchrl.envs import Transform
 
 from torchrl_grpo import keys
 from torchrl_grpo.functional import KL_ESTIMATORS, overlong_penalty
-from torchrl_grpo.models.packing import has, pad
+from torchrl_grpo.models.packing import entry, has, pad
 from torchrl_grpo.transforms.ragged import flatten, set_rows
 
 
@@ -22,11 +22,12 @@ class RewardShaping(Transform):
     ``scale`` times its reward, and the last sampled token gets what is missing from the shaped reward: bias, penalty
     and what the clip changed. So the token rewards of a sequence add up to its shaped reward, unless it has no sampled
     token; they are then 0, and its shaped reward is that of the task. Both are 0 where ``"reward_valid"`` is False.
-    ``("next", "reward")`` stays as it is.
+    ``("next", "reward")`` stays as it is, and is what ``GroupAdvantage`` reads unless it is told otherwise:
+    ``GroupAdvantage(..., reward_key=keys.SHAPED_REWARD)``, or ``level="token"``, which reads the token rewards.
 
     It works on finished sequences: called on a batch, in place, or in a replay buffer, where ``extend`` shapes what is
     written. A batch that has both entries is left as it is. A buffer applies its transforms in reverse order when it is
-    written to, so there it comes *after* ``GroupAdvantage``: ``Compose(GroupAdvantage(...), RewardShaping(...))``.
+    written to, so there it comes *after* ``GroupAdvantage``, as in the second example.
 
     Keyword Args:
         scale: factor of the reward.
@@ -41,15 +42,28 @@ class RewardShaping(Transform):
 
     Raises:
         ValueError: an argument is out of its range.
-        KeyError: ``kl_coef`` is not 0 and the batch has no reference log-probs.
+        KeyError: the batch has no reward or mask, or ``kl_coef`` is not 0 and it has no log-probs, the reference's too.
         RuntimeError: it is in an environment.
 
     Examples:
-        >>> from tensordict import TensorDict, lazy_stack
-        >>> row = TensorDict({"masks": {"all_assistant_mask": torch.tensor([False, True, True])}})
-        >>> row["next", "reward"] = torch.tensor([1.0])
-        >>> RewardShaping(scale=2.0, bias=-0.5)(lazy_stack([row]))[0]["next", "token_reward"]
+        >>> from tensordict import TensorDict
+        >>> mask, group = torch.tensor([[False, True, True]] * 2), torch.zeros(2, 1, dtype=torch.int64)
+        >>> batch = TensorDict({"masks": {"all_assistant_mask": mask}, "group_id": group}, [2])
+        >>> batch["next", "reward"] = torch.tensor([[1.0], [0.0]])
+        >>> RewardShaping(scale=2.0, bias=-0.5)(batch.clone())["next", "token_reward"][0]
         tensor([0.0000, 0.0000, 1.5000])
+
+        In a replay buffer, for the advantage:
+
+        >>> from torchrl.data import LazyStackStorage, ReplayBuffer
+        >>> from torchrl.envs import Compose
+        >>> from torchrl_grpo.transforms import GroupAdvantage
+        >>> advantage = GroupAdvantage(2, std="none", reward_key=keys.SHAPED_REWARD)
+        >>> transforms = Compose(advantage, RewardShaping(scale=5.0))
+        >>> buffer = ReplayBuffer(storage=LazyStackStorage(2), transform=transforms)
+        >>> _ = buffer.extend(batch)
+        >>> buffer[:]["advantage"].squeeze(-1)
+        tensor([ 2.5000, -2.5000])
     """
 
     def __init__(
@@ -112,7 +126,7 @@ class RewardShaping(Transform):
 
     def _task_reward(self, flat: TensorDictBase, mask: Tensor) -> Tensor:
         """[N, 1] float64, all but the KL."""
-        reward = flat.get(keys.REWARD).reshape(-1, 1).double() * self.scale + self.bias
+        reward = entry(flat, keys.REWARD).reshape(-1, 1).double() * self.scale + self.bias
         if self.clip is not None:
             reward = reward.clamp(*self.clip)
         if self.overlong_buffer and self.max_response_tokens is not None:
@@ -134,11 +148,6 @@ class RewardShaping(Transform):
         """[N, T] float64, the weighted KL of each token; outside the mask anything."""
         if not self.kl_coef:
             return torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
-        if not has(flat, keys.REF_LOG_PROBS):
-            raise KeyError(
-                f"kl_coef={self.kl_coef} needs the entry {keys.REF_LOG_PROBS}, the batch has none: "
-                "apply KLScoring before RewardShaping, or use kl_coef=0."
-            )
         sample, ref = (pad(flat, key).double() for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS))
         return self.kl_coef * KL_ESTIMATORS[self.kl_estimator](sample, ref)
 

@@ -5,7 +5,7 @@
 #   PIP_ARGS     further arguments of every `pip install`. On Linux a plain PyPI gives the CUDA build of torch (gigabytes);
 #                for CPU builds: make train PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 #   TRAIN_ARGS   config overrides of `make train`, e.g. TRAIN_ARGS="optimizer.lr=1e-4"
-#   PYTEST_ARGS  arguments of pytest, e.g. PYTEST_ARGS="-k gsm8k" or PYTEST_ARGS="-n 2"
+#   PYTEST_ARGS  arguments of pytest, e.g. PYTEST_ARGS="-k gsm8k", or PYTEST_ARGS="-n 0" for one process
 #   VENV         where the virtual environment lies
 
 PYTHON ?= python3
@@ -42,7 +42,7 @@ train: $(VENV)/.stamp-core  ## teach the embedded starter model arithmetic
 	$(PY) sota/grpo/grpo.py --config-name grpo_arithmetic $(TRAIN_ARGS)
 
 test: $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(TEST_ENGINE)  ## run the whole test suite, the real vLLM and Ray included
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-dev  ## ruff, mypy and the import rules
 	$(PY) -m ruff check .

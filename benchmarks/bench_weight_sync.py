@@ -28,9 +28,8 @@ from machine import surroundings
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from torchrl_grpo.build_distributed import own_address
 from torchrl_grpo.distributed import cluster
-from torchrl_grpo.distributed.actors import Rank, Replica, RolloutActor
+from torchrl_grpo.distributed.actors import Rank, Replica, RolloutActor, own_address
 from torchrl_grpo.distributed.trainer import RayTrainer
 from torchrl_grpo.generation import Engine, SamplingParams, TransformersEngine
 from torchrl_grpo.models.loading import CheckpointWeights, add_lora, resolve_name
@@ -116,7 +115,7 @@ def make_rank(name: str, folder: str, dtype: torch.dtype, mesh: object) -> Rank:
         BroadcastSender(dtype, "gloo", own_address()),
         AdapterSender(base),
     ]
-    lora = add_lora(base.model(), r=16, alpha=32, dropout=0.0)
+    lora = add_lora(base.model(), r=16, alpha=32)
     return Rank(Source(base.model(), lora), [], InTurns(senders))  # type: ignore[arg-type]
 
 
@@ -169,7 +168,7 @@ def main() -> None:
         trainer = RayTrainer(partial(make_rank, name, f"{folder}/weights", dtype), options=[{"num_cpus": 1}])
         factory = partial(make_replica, name, args.engine, dtype)
         replica: Any = ray.remote(RolloutActor).options(num_cpus=1).remote(factory)
-        ready = replica.setup.remote()
+        ready = replica.setup.remote(0, None)
         trainer.start()
         ray.get(ready)
         seconds = measure(trainer, replica, args.repeats)

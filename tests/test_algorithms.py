@@ -447,8 +447,18 @@ def test_values_out_of_range_are_refused(kind: type[GRPOLoss], settings: dict, m
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"advantage": ("group", "group"), "aggregation": "sequence_mean", "clip": (0.2, 0.2), "kl_coef": 0.01},
     "dr_grpo": {"advantage": ("group", "none"), "aggregation": "constant", "clip": (0.2, 0.2), "constant_length": 32},
-    "gspo": {"advantage": ("group", "group"), "clip": (3e-4, 4e-4), "ratio_level": "sequence"},
-    "gspo_token": {"advantage": ("group", "group"), "clip": (3e-4, 4e-4), "ratio_level": "sequence_token"},
+    "gspo": {
+        "advantage": ("group", "group"),
+        "clip": (3e-4, 4e-4),
+        "ratio_level": "sequence",
+        "proximal": "recomputed",
+    },
+    "gspo_token": {
+        "advantage": ("group", "group"),
+        "clip": (3e-4, 4e-4),
+        "ratio_level": "sequence_token",
+        "proximal": "recomputed",
+    },
     "cispo": {"advantage": ("group", "group"), "aggregation": "token_mean", "clip": (1.0, 4.0), "loss": CISPOLoss},
     "sapo": {"advantage": ("group", "group"), "loss": SAPOLoss, "tau_positive": 1.0, "tau_negative": 1.05},
     "rloo": {
@@ -740,8 +750,8 @@ SPECIFICATIONS: dict[str, tuple[str, Token, dict[str, Any]]] = {
     "grpo": ("standardized", clip(0.2, 0.2), {"kl": "k3", "kl_coeff": 0.01}),
     "dr_grpo": ("centred", clip(0.2, 0.2), {"aggregation": "constant", "length": 32}),
     "dapo": ("standardized_overlong", clip(0.2, 0.28), {"aggregation": "token_mean"}),
-    "gspo": ("standardized", clip(3e-4, 4e-4), {"level": "sequence"}),
-    "gspo_token": ("standardized", clip(3e-4, 4e-4), {"level": "sequence_token"}),
+    "gspo": ("standardized", clip(3e-4, 4e-4), {"level": "sequence", "proximal": "recomputed"}),
+    "gspo_token": ("standardized", clip(3e-4, 4e-4), {"level": "sequence_token", "proximal": "recomputed"}),
     "cispo": ("standardized", cispo(1.0, 4.0), {"aggregation": "token_mean"}),
     "sapo": ("standardized", sapo(1.0, 1.05), {}),
     "rloo": ("leave_one_out_kl", clip(0.2, 0.2), {"aggregation": "constant"}),

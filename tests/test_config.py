@@ -34,7 +34,17 @@ def test_defaults_of_every_config_file_are_valid() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["env.repeats=1"], r"env\.repeats=1 must be at least 2 \(a group of one .*: use env\.repeats=8"),
+        (["env.repeats=1"], r"env\.repeats=1 must be at least 2, because a group of one .*: use env\.repeats=8"),
+        (["env.repeats=0"], r"env\.repeats=0 must be at least 1: use env\.repeats=8"),
+        (["algo=reinforce_pp", "policy.dynamic_sampling=true", "env.repeats=1"], r"env\.repeats=1 must be at least 2"),
+        (
+            ["policy.behaviour_level=sequence"],
+            r"behaviour_level=.* must be left out with policy\.behaviour_weight=none",
+        ),
+        (
+            ["policy.max_sampling_rounds=3"],
+            r"max_sampling_rounds=3 must be left out with policy\.dynamic_sampling=false",
+        ),
         (["env.num_envs=30"], r"env\.num_envs=30 must be a multiple of env\.repeats=8: use 24 or 32\."),
         (
             ["env.num_envs=32", "train.dialog_turns_per_batch=40"],
@@ -177,6 +187,18 @@ def test_geometry_is_derived_from_the_config() -> None:
         "policy.clip_epsilon=[0.2,0.28]",
     )
     assert (config.num_batches, config.optim_batch_size, config.clip_epsilon) == (2, 64, (0.2, 0.28))
+    assert compose_config("env.max_turns=3", "inference_model.max_new_tokens=10").max_response_tokens == 30
+
+
+def test_the_estimator_of_a_kl_in_the_reward_is_one_that_constrains() -> None:
+    """k2 and k3 there have almost no gradient near the reference; whoever wants them says so."""
+    assert compose_config().kl_estimator == "k3"
+    assert compose_config("policy.kl_in_reward=true").kl_estimator == "k1"
+    assert compose_config("policy.kl_in_reward=true", "policy.kl_estimator=k2").kl_estimator == "k2"
+
+
+def test_a_group_of_one_may_be_compared_with_the_batch() -> None:
+    assert compose_config("algo=reinforce_pp", "env.repeats=1").env.repeats == 1
 
 
 def test_every_field_has_a_docstring_below_it() -> None:

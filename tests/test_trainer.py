@@ -13,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tests.conftest import make_tiny_model
 from torchrl_grpo import keys
 from torchrl_grpo.models import loading
+from torchrl_grpo.models.packing import pad
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.trainer.step import GRPOTrainer, NonFiniteError
@@ -108,6 +109,69 @@ def test_sequences_with_an_invalid_reward_have_no_effect() -> None:
     without.train_batch(lazy_stack([batch[i] for i in (0, 1, 3, 4, 6, 7)]))
     for name, value in weights(without).items():
         torch.testing.assert_close(weights(with_invalid)[name], value, rtol=0, atol=1e-6)
+
+
+def test_a_batch_in_which_no_token_counts_changes_nothing() -> None:
+    """Adam would go on by itself: it has the moments of the step before."""
+    trainer, batch = make_trainer(), make_batch()
+    trainer.train_batch(batch)
+    before = weights(trainer)
+    for row in batch.unbind(0):
+        row[keys.REWARD_VALID] = torch.tensor([False])
+    metrics = trainer.train_batch(batch)
+    assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
+    assert (trainer.optim_steps, metrics["train/skipped_steps"], metrics["train/loss"]) == (1, 1.0, 0.0)
+
+
+def test_truncated_sequences_are_as_if_they_had_no_valid_reward_with_mask_truncated() -> None:
+    batch, invalid, masking, plain = make_batch(), make_batch(), make_trainer(), make_trainer()
+    for index, (row, other) in enumerate(zip(batch.unbind(0), invalid.unbind(0), strict=True)):
+        row[keys.TRUNCATED] = torch.tensor([index == 3])
+        other[keys.REWARD_VALID] = torch.tensor([index != 3])
+    masking.loss.mask_truncated = True
+    masking.train_batch(batch)
+    plain.train_batch(invalid)
+    assert all(torch.equal(weights(masking)[name], value) for name, value in weights(plain).items())
+
+
+def test_staleness_is_counted_from_the_version_that_sampled_each_token() -> None:
+    batch, trainer = make_batch(), make_trainer()
+    trainer.version, trainer.loss.proximal = 3, "interpolated"
+    for row in batch.unbind(0):
+        row[keys.POLICY_VERSIONS] = torch.arange(len(row[keys.FULL])) % 4
+    reference = make_trainer()
+    reference.loss.proximal = "interpolated"
+    for row in batch.unbind(0):
+        row["staleness"] = 3 - row[keys.POLICY_VERSIONS]
+    out = reference.loss(batch)
+    expected = sum(value.item() for name, value in out.items() if name.startswith("loss_"))
+    assert trainer.train_step(batch.exclude("staleness"))["train/loss"] == pytest.approx(expected, rel=1e-5)
+
+
+class RewardedLoss(GRPOLoss):
+    """A loss of one's own, which reads a number of each sequence and one of each token."""
+
+    @property
+    def in_keys(self) -> list[Any]:
+        return [*super().in_keys, ("next", "reward"), "importance"]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        out = super().forward(tensordict)
+        share = pad(tensordict, "importance") * tensordict.get(("next", "reward"))
+        return out.set("seen", share.sum().detach())
+
+
+def test_a_loss_of_ones_own_gets_what_else_it_reads() -> None:
+    batch = make_batch()
+    for index, row in enumerate(batch.unbind(0)):
+        row["next", "reward"] = torch.tensor([float(index)])
+        row["importance"] = torch.full((len(row[keys.FULL]),), 0.5)
+    expected = sum(0.5 * index * len(row[keys.FULL]) for index, row in enumerate(batch.unbind(0)))
+    model = make_tiny_model()
+    trainer = GRPOTrainer(
+        RewardedLoss(TokenScorer(model)), model, torch.optim.SGD(model.parameters()), optim_batch_size=8
+    )
+    assert trainer.train_batch(batch)["train/seen"] == pytest.approx(expected)
 
 
 def test_training_raises_the_probability_of_good_sequences_and_lowers_that_of_bad_ones() -> None:

@@ -38,12 +38,13 @@ def page() -> str:
 def _tables(node: Any, name: str) -> Iterator[str]:
     """The table of a node, then those of the nodes inside it."""
     (source,) = ast.parse(inspect.getsource(type(node))).body
+    assert isinstance(source, ast.ClassDef)
     docs = {
-        item.target.id: ast.literal_eval(text.value)
+        ast.unparse(item.target): ast.literal_eval(text.value)
         for item, text in pairwise(source.body)
         if isinstance(item, ast.AnnAssign) and isinstance(text, ast.Expr)
     }
-    yield f"## `{name}`\n\n{_prose(type(node).__doc__)}\n" if name else "## At the top\n"
+    yield f"## `{name}`\n\n{_prose(type(node).__doc__ or '')}\n" if name else "## At the top\n"
     yield "| key | default | what it is |\n|---|---|---|"
     values = {item.name: getattr(node, item.name) for item in dataclasses.fields(node)}
     for key, value in values.items():

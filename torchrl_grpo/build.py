@@ -390,7 +390,7 @@ def _make(field: str, node: dict[str, Any], base: type[Any], *args: Any, **setti
     except TypeError as error:
         raise ConfigError(
             f"{field}={node} must be _target_ and arguments that it takes beside those of other fields ({error}): use "
-            f"{' '.join(f'~{field}.{key}' for key in made.keywords)} to leave them out."
+            f"{' '.join(f'~{field}.{key}' for key in made.keywords) or '**kwargs in your __init__'}."
         ) from error
     except ValueError as error:
         raise ConfigError(f"{field}._target_={name} was refused: {error}") from error
@@ -556,7 +556,7 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
         behaviour_level=policy.behaviour_level.value,
         behaviour_cap=policy.behaviour_cap,
         mask_truncated=policy.mask_truncated,
-        kl_estimator=policy.kl_estimator.value,
+        kl_estimator=config.kl_estimator,
         kl_to_ref_coeff=0.0 if policy.kl_in_reward else policy.kl_coef,
         kl_to_inference_coeff=policy.kl_to_inference_coef,
         entropy_coeff=policy.entropy_coef,
@@ -576,7 +576,7 @@ def batch_transforms(config: GRPOConfig) -> list[tuple[str, Transform]]:
             overlong_buffer=max(1, round(policy.overlong_buffer * longest)) if policy.overlong_buffer else 0,
             max_response_tokens=longest,
             kl_coef=policy.kl_coef if policy.kl_in_reward else 0.0,
-            kl_estimator=policy.kl_estimator.value,
+            kl_estimator=config.kl_estimator,
         )
         shaping = [("shaping", transform)]
         if policy.advantage_level is AdvantageLevel.sequence:

@@ -268,7 +268,8 @@ def interpolated_log_prob(log_prob: Tensor, sample_log_prob: Tensor, staleness: 
 
     The proximal policy is the one that the current step started from. With ``staleness`` versions between it and the
     behaviour policy, and one more to the policy that the step makes, it lies ``staleness / (staleness + 1)`` of the way
-    (the log-linear approximation of AReaL's decoupled PPO). On-policy it is the behaviour policy itself.
+    (log-linear, as AReaL's approximation of it, which counts one version less: ``(staleness - 1) / staleness``).
+    On-policy it is the behaviour policy itself.
 
     Args:
         log_prob: [N, T], current log-probs; no gradient flows through them here.

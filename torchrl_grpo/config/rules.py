@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import math
+from enum import Enum
 
 from torchrl_grpo.config.schema import (
     DATASETS,
     AdvantageLevel,
     AdvantageMean,
+    AdvantageStd,
     Aggregation,
     Backend,
     ConfigError,
@@ -42,8 +44,7 @@ def validate(config: GRPOConfig) -> None:
             rule = " and ".join(f"{_COMPARISONS[kind][1]} {limit:g}" for kind, limit in item.metadata.items())
             rule = rule if math.isfinite(value) else f"{rule}, and finite"
             works = item.default if item.default is not None else _within(**item.metadata)
-            why = " (a group of one has nothing to be compared with)" if name == "env.repeats" else ""
-            raise ConfigError(f"{name}={value} must be {rule}{why}: use {name}={works}, say.")
+            raise ConfigError(f"{name}={value} must be {rule}: use {name}={works}, say.")
     if config.evaluation.k == 1:
         raise ConfigError(
             "evaluation.k=1 must be 0 or at least 2 (pass@1 is measured greedy): use evaluation.k=8, say."
@@ -97,6 +98,12 @@ def _validate_policy(config: GRPOConfig) -> None:
     bounds = policy.reward_clip
     if bounds is not None and not (len(bounds) == 2 and bounds[0] < bounds[1]):
         raise ConfigError(f"policy.reward_clip={list(bounds)} must be a pair [low, high], low < high: use [-1,1], say.")
+    grouped = policy.advantage_mean in (AdvantageMean.group, AdvantageMean.leave_one_out)
+    if config.env.repeats == 1 and (grouped or policy.advantage_std is AdvantageStd.group or policy.dynamic_sampling):
+        raise ConfigError(
+            "env.repeats=1 must be at least 2, because a group of one has nothing to be compared with: use "
+            "env.repeats=8, or an advantage over the batch (algo=reinforce_pp)."
+        )
     rounds = -(-config.dialog_turns_per_batch // config.env.num_envs)
     if policy.dynamic_sampling and policy.max_sampling_rounds < rounds:
         raise ConfigError(
@@ -187,6 +194,16 @@ def _validate_unread(config: GRPOConfig) -> None:
         "policy.gae_gamma": (policy.advantage_level is AdvantageLevel.token, gae, "policy.advantage_level=token"),
         "policy.gae_lambda": (policy.advantage_level is AdvantageLevel.token, gae, "policy.advantage_level=token"),
         "policy.behaviour_cap": (policy.behaviour_weight is not WeightBound.none, cap, "policy.behaviour_weight=mask"),
+        "policy.behaviour_level": (
+            policy.behaviour_weight is not WeightBound.none,
+            cap,
+            "policy.behaviour_weight=mask",
+        ),
+        "policy.max_sampling_rounds": (
+            policy.dynamic_sampling,
+            "policy.dynamic_sampling=false",
+            "policy.dynamic_sampling=true",
+        ),
         "policy.constant_length": (
             policy.aggregation is Aggregation.constant,
             f"policy.aggregation={policy.aggregation.value}",
@@ -203,6 +220,7 @@ def _validate_unread(config: GRPOConfig) -> None:
     for name, _, value in leaves(config):
         is_read, where, instead = needed.get(name, (True, "", ""))
         if not is_read and value != defaults[name]:
+            shown = value.value if isinstance(value, Enum) else value
             raise ConfigError(
-                f"{name}={value} must be left out with {where}, where nothing reads it: use {instead}, if you want it."
+                f"{name}={shown} must be left out with {where}, where nothing reads it: use {instead}, if you want it."
             )

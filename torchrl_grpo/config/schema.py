@@ -255,8 +255,8 @@ class EnvConfig:
     """arithmetic: 1 to 10; up to 5 the digits of the numbers, see torchrl_grpo/tasks/arithmetic.py."""
     num_envs: int = limited(64, ge=2)
     """Sequences generated in parallel, a multiple of repeats."""
-    repeats: int = limited(8, ge=2)
-    """Group size G: responses to each prompt, at least 2."""
+    repeats: int = limited(8, ge=1)
+    """Group size G: responses to each prompt; at least 2 where the advantage compares them with their group."""
     max_prompt_tokens: int | None = limited(None, ge=1)
     """Longer prompts are dropped and counted; by default what the model's context leaves beside max_new_tokens."""
     max_turns: int = limited(1, ge=1)
@@ -319,8 +319,8 @@ class PolicyConfig:
     """Mean over sequences of token means, mean over all tokens, or sum over tokens by a constant length."""
     constant_length: int | None = limited(None, ge=1)
     """Divisor of aggregation=constant, in tokens; by default max_new_tokens, times env.max_turns."""
-    kl_estimator: KLEstimator = KLEstimator.k3
-    """Estimator of both KL terms."""
+    kl_estimator: KLEstimator | None = None
+    """Estimator of both KL terms; null is k3 in the loss, and k1 in the reward, where the others hardly constrain."""
     kl_coef: float = limited(0.0, ge=0)
     """Weight of the KL to the reference model; 0 needs no reference model."""
     kl_in_reward: bool = False
@@ -484,6 +484,12 @@ class GRPOConfig:
     def needs_reference(self) -> bool:
         """Whether reference log-probs are used."""
         return self.policy.kl_coef > 0
+
+    @property
+    def kl_estimator(self) -> str:
+        """Estimator of the KL terms."""
+        chosen = self.policy.kl_estimator or (KLEstimator.k1 if self.policy.kl_in_reward else KLEstimator.k3)
+        return chosen.value
 
     @property
     def shapes_reward(self) -> bool:

@@ -174,7 +174,7 @@ class GRPOTrainer:
     def train_step(self, batch: TensorDictBase) -> dict[str, float]:
         """Makes one optimizer step of an optimisation batch [n], ragged or padded.
 
-        Sequences whose reward is not valid have no effect.
+        Sequences whose reward is not valid have no effect. If no token counts at all, no weight is changed.
 
         Returns:
             metrics, named ``train/*``.
@@ -188,7 +188,7 @@ class GRPOTrainer:
                 totals[name] = totals[name] + value if name in totals else value
         totals = self._over_ranks(totals)
         loss = sum((value for name, value in totals.items() if name.startswith("loss_")), torch.zeros(()))
-        metrics = self.optim_step(loss)
+        metrics = self.optim_step(loss, empty=not data.get(LOSS_WEIGHTS).any())
         totals["ESS"] = effective_sample_size(totals["ratio_mean"], totals["ratio_square_mean"])
         values = torch.stack([value.float() for value in totals.values()]).tolist()
         metrics |= {f"train/{name}": value for name, value in zip(totals, values, strict=True)}
@@ -203,6 +203,11 @@ class GRPOTrainer:
                 per_token[name] = 0.0
         flat = [names.truncated] if self.loss.mask_truncated else []
         flat += [names.reward_valid] if has(batch, names.reward_valid) else []
+        for name in set(self.loss.in_keys) - {*per_token, *flat, *self.loss.actor_network.out_keys}:
+            if has(batch, name):  # what a loss of one's own reads besides
+                of_tokens = batch[0].get(name).shape == batch[0].get(keys.FULL).shape
+                per_token |= {name: 0} if of_tokens else {}
+                flat += [] if of_tokens else [name]
         data = pad_batch(batch, per_token, flat)
         if self.loss.proximal == "interpolated":
             of_token = has(batch, keys.POLICY_VERSIONS)
@@ -238,11 +243,12 @@ class GRPOTrainer:
         self.scaler.scale(total).backward()
         return {name: value.detach() for name, value in out.items()}
 
-    def optim_step(self, loss: Tensor) -> dict[str, float]:
+    def optim_step(self, loss: Tensor, *, empty: bool = False) -> dict[str, float]:
         """Clips the gradients and steps, unless the loss or the gradient norm is not finite; clears the gradients.
 
         Args:
             loss: the whole loss of the optimisation batch, scalar.
+            empty: whether no token counted: then there is no step, because the moments of earlier ones would make it.
 
         Raises:
             NonFiniteError: too many bad steps in a row.
@@ -252,7 +258,7 @@ class GRPOTrainer:
         norm = clip_grad_norm(self.parameters, self.clip_grad_norm)
         loss_value, norm_value = torch.stack([loss.to(norm.device, torch.float32), norm.float()]).tolist()
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
-        if finite:
+        if finite and not empty:
             self.scaler.step(self.optimizer)
             self.optim_steps += 1
             self._nonfinite_in_a_row = 0
@@ -261,7 +267,7 @@ class GRPOTrainer:
         else:
             self.skipped_steps += 1
             rescaling = self.scaler.is_enabled() and math.isfinite(loss_value) and self.scaler.get_scale() > 1
-            self._nonfinite_in_a_row += 0 if rescaling else 1
+            self._nonfinite_in_a_row += 0 if rescaling or empty else 1
         if self.scaler.is_enabled():
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -271,7 +277,9 @@ class GRPOTrainer:
                 f"norm ({norm_value}); no weight was changed by them. Lower optimizer.lr={learning_rate:g}, or use "
                 "train.mixed_precision=full or bf16."
             )
-        if not finite:
+        if empty:
+            torchrl_logger.warning("Skipped an optimizer step: no token of its batch counts, e.g. no reward is valid.")
+        elif not finite:
             torchrl_logger.warning(f"Skipped an optimizer step: loss {loss_value}, gradient norm {norm_value}.")
         return {
             "train/loss": loss_value,

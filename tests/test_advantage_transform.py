@@ -71,6 +71,8 @@ def test_a_group_of_another_size_is_refused():
         GroupAdvantage(2)(batch_of([1, 2, 3, 4, 5], [0, 0, 1, 1, 1]))
     with pytest.raises(ValueError, match="repeats=1 must be at least 2"):
         GroupAdvantage(1)
+    one_each = GroupAdvantage(1, mean="batch", std="none")(batch_of([1, 3], [0, 1]))
+    assert one_each["advantage"].flatten().tolist() == [-1.0, 1.0]
 
 
 def test_an_advantage_that_is_there_is_left_alone():

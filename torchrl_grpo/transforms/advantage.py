@@ -54,7 +54,7 @@ class GroupAdvantage(Transform):
         num_invalid: sequences of these groups that have no valid reward.
 
     Args:
-        repeats: size of a group, at least 2.
+        repeats: size of a group, at least 2 where ``mean`` or ``std`` is over the group.
 
     Keyword Args:
         mean: the baseline, see ``functional.group_advantage``.
@@ -110,8 +110,12 @@ class GroupAdvantage(Transform):
         done_key: NestedKey = DONE,
         advantage_key: NestedKey = ADVANTAGE,
     ) -> None:
-        if repeats < 2:
-            raise ValueError(f"repeats={repeats} must be at least 2, a group of 1 has no advantage: use 2 or more.")
+        least = 2 if mean in ("group", "leave_one_out") or std == "group" else 1
+        if repeats < least:
+            raise ValueError(
+                f"repeats={repeats} must be at least {least}, a group of 1 has nothing to be compared with: use 2 or "
+                "more, or mean and std of the batch."
+            )
         for name, choice, choices in (
             ("mean", mean, get_args(AdvantageMean)),
             ("std", std, get_args(AdvantageStd)),

@@ -186,41 +186,32 @@ def _validate_devices(config: GRPOConfig) -> None:
 
 def _validate_unread(config: GRPOConfig) -> None:
     """What was set, and nothing would read: someone believes that it does something."""
-    policy, dataset = config.policy, f"env.dataset={config.env.dataset}"
-    arithmetic, lora = config.env.dataset == "arithmetic", "train_model.lora.enabled=false"
-    gae, cap = "policy.advantage_level=sequence", "policy.behaviour_weight=none"
-    # What makes it read is the same option with another value; of a path and a difficulty it is the dataset.
-    needed = {
-        "policy.gae_gamma": (policy.advantage_level is AdvantageLevel.token, gae, "policy.advantage_level=token"),
-        "policy.gae_lambda": (policy.advantage_level is AdvantageLevel.token, gae, "policy.advantage_level=token"),
-        "policy.behaviour_cap": (policy.behaviour_weight is not WeightBound.none, cap, "policy.behaviour_weight=mask"),
-        "policy.behaviour_level": (
-            policy.behaviour_weight is not WeightBound.none,
-            cap,
-            "policy.behaviour_weight=mask",
+    policy, env, lora = config.policy, config.env, config.train_model.lora
+    dataset, aggregation = f"env.dataset={env.dataset}", f"policy.aggregation={policy.aggregation.value}"
+    weighted, per_token = (
+        policy.behaviour_weight is not WeightBound.none,
+        policy.advantage_level is AdvantageLevel.token,
+    )
+    # Whether these are read, with what they are not, and what would make them.
+    rules: list[tuple[tuple[str, ...], bool, str, str]] = [
+        (("policy.gae_gamma", "policy.gae_lambda"), per_token, "policy.advantage_level=sequence", "=token"),
+        (("policy.behaviour_cap", "policy.behaviour_level"), weighted, "policy.behaviour_weight=none", "=mask"),
+        (("policy.max_sampling_rounds",), policy.dynamic_sampling, "policy.dynamic_sampling=false", "=true"),
+        (("policy.constant_length",), policy.aggregation is Aggregation.constant, aggregation, "=constant"),
+        (("env.dataset_path",), env.dataset != "arithmetic", dataset, "=gsm8k"),
+        (("env.difficulty",), env.dataset == "arithmetic", dataset, "=arithmetic"),
+        (("env.reward_timeout_s",), env.reward_workers > 0, "env.reward_workers=0", "=2"),
+        (
+            tuple(f"train_model.lora.{name}" for name in ("r", "alpha", "target_modules")),
+            lora.enabled, "train_model.lora.enabled=false", "=true",
         ),
-        "policy.max_sampling_rounds": (
-            policy.dynamic_sampling,
-            "policy.dynamic_sampling=false",
-            "policy.dynamic_sampling=true",
-        ),
-        "policy.constant_length": (
-            policy.aggregation is Aggregation.constant,
-            f"policy.aggregation={policy.aggregation.value}",
-            "policy.aggregation=constant",
-        ),
-        "env.dataset_path": (not arithmetic, dataset, "env.dataset=gsm8k"),
-        "env.difficulty": (arithmetic, dataset, "env.dataset=arithmetic"),
-        "env.reward_timeout_s": (config.env.reward_workers > 0, "env.reward_workers=0", "env.reward_workers=2"),
-        "train_model.lora.r": (config.train_model.lora.enabled, lora, "train_model.lora.enabled=true"),
-        "train_model.lora.alpha": (config.train_model.lora.enabled, lora, "train_model.lora.enabled=true"),
-        "train_model.lora.target_modules": (config.train_model.lora.enabled, lora, "train_model.lora.enabled=true"),
-    }
-    defaults = {name: value for name, _, value in leaves(GRPOConfig())}
-    for name, _, value in leaves(config):
-        is_read, where, instead = needed.get(name, (True, "", ""))
-        if not is_read and value != defaults[name]:
-            shown = value.value if isinstance(value, Enum) else value
-            raise ConfigError(
-                f"{name}={shown} must be left out with {where}, where nothing reads it: use {instead}, if you want it."
-            )
+    ]  # fmt: skip
+    values, defaults = ({name: value for name, _, value in leaves(node)} for node in (config, GRPOConfig()))
+    for names, is_read, where, instead in rules:
+        for name in names:
+            if not is_read and values[name] != defaults[name]:
+                shown = values[name].value if isinstance(values[name], Enum) else values[name]
+                raise ConfigError(
+                    f"{name}={shown} must be left out with {where}, where nothing reads it: use "
+                    f"{where.partition('=')[0]}{instead}, if you want it."
+                )

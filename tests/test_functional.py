@@ -39,6 +39,13 @@ def test_group_advantage_by_hand() -> None:
     torch.testing.assert_close(advantage, torch.tensor([2 / 3 / std, -1 / 3 / std, -1 / 3 / std]))
 
 
+def test_rewards_that_are_all_equal_give_nothing_to_a_scale_of_their_group() -> None:
+    """Without a baseline they are not 0, and 1 / (0 + eps) would be a million."""
+    reward, group = torch.tensor([1.0, 1.0, 0.0, 2.0]), torch.tensor([0, 0, 1, 1])
+    got = F.group_advantage(reward, group, torch.ones(4, dtype=torch.bool), mean="none", std="group")
+    torch.testing.assert_close(got, torch.tensor([0.0, 0.0, 0.0, math.sqrt(2)]))
+
+
 def test_group_advantage_without_std_is_the_deviation_from_the_mean() -> None:
     advantage = F.group_advantage(
         torch.tensor([1.0, 0.0, 0.5]), torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.bool),

@@ -313,6 +313,19 @@ def test_an_advantage_is_one_for_each_sequence_or_token_whatever_axes_of_one_it_
 
 
 @pytest.mark.parametrize(
+    ("name", "settings"), [("reward_valid", {}), (("next", "truncated"), {"mask_truncated": True})]
+)
+def test_what_leaves_tokens_out_may_be_said_of_each_token(name: Any, settings: dict) -> None:
+    logits, rows = make_batch(0, lengths=(9, 9, 9, 9))
+    out, fewer = torch.stack(rows), torch.stack(rows)
+    gone = torch.arange(36).reshape(4, 9) % 3 == 0
+    out[name] = gone if settings else ~gone
+    mask = ("masks", "all_assistant_mask")
+    fewer[mask] = fewer[mask] & ~gone
+    torch.testing.assert_close(total(GRPOLoss(Table(logits), **settings)(out)), total(GRPOLoss(Table(logits))(fewer)))
+
+
+@pytest.mark.parametrize(
     ("name", "settings", "shape", "fix"),
     [
         ("advantage", {}, (4,), r"use unsqueeze\(-1\)"),

@@ -85,7 +85,7 @@ def summary(records: list[dict[str, Any]]) -> Run:
 def sampled(record: dict[str, Any]) -> float:
     """Responses sampled for a step: those trained on, and with dynamic sampling those of the groups dropped."""
     played = record.get("rollout/groups_played")
-    dropped = sum(record.get(f"rollout/groups_{reason}") or 0.0 for reason in ("no_signal", "surplus"))
+    dropped = sum(record.get(f"rollout/groups_{reason}") or 0.0 for reason in ("zero_variance", "surplus"))
     return record["rollout/sequences"] * (played / (played - dropped) if played else 1.0)
 
 

@@ -36,7 +36,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_grpo.objectives import GRPOLoss
-from torchrl_grpo.trainer.metrics import read_jsonl
+from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.transforms import GroupAdvantage
 
 ROOT = Path(__file__).resolve().parents[1]

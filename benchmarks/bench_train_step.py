@@ -40,9 +40,9 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives.grpo import GRPOLoss
-from torchrl_grpo.trainer.step import GRPOTrainer
 
 Step = Callable[[], float]
 # 0.3M, 30M and Qwen2.5-0.5B's own shape.

@@ -33,15 +33,15 @@ from torchrl_grpo.distributed.actors import Rank, Replica, RolloutActor, own_add
 from torchrl_grpo.distributed.trainer import RayTrainer
 from torchrl_grpo.generation import Engine, SamplingParams, TransformersEngine
 from torchrl_grpo.models.loading import CheckpointWeights, add_lora, resolve_name
-from torchrl_grpo.weight_sync import (
+from torchrl_grpo.weights import (
     AdapterSender,
     BroadcastSender,
     FileSender,
     LoraDelta,
     ObjectSender,
-    Parcel,
     Sender,
     SharedSender,
+    WeightHandle,
     named_adapters,
     named_weights,
 )
@@ -95,10 +95,10 @@ class InTurns(Sender):
     def _of(self, version: int) -> Sender:
         return self._senders[version % len(self._senders)]
 
-    def send(self, source: Any, version: int, *, keep: bool = True) -> Parcel | None:
+    def send(self, source: Any, version: int, *, keep: bool = True) -> WeightHandle | None:
         return self._of(version).send(source, version, keep=keep)
 
-    def pack(self, weights: Any, version: int) -> Parcel:
+    def pack(self, weights: Any, version: int) -> WeightHandle:
         raise NotImplementedError
 
     def release(self, version: int) -> None:
@@ -139,9 +139,9 @@ def measure(trainer: RayTrainer, replica: Any, repeats: int) -> dict[str, list[t
     seconds: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     for version in range((repeats + 1) * len(KINDS)):
         start = time.perf_counter()
-        parcel = trainer.weights()
+        handle = trainer.weights()
         published = time.perf_counter()
-        ray.get(replica.update.remote(parcel, version))
+        ray.get(replica.update.remote(handle, version))
         seconds[KINDS[version % len(KINDS)]].append((published - start, time.perf_counter() - published))
         trainer.release(version)
     return {kind: times[1:] for kind, times in seconds.items()}

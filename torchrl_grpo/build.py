@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from torchrl_grpo import keys
 from torchrl_grpo.build_resume import Resume, find_resume, restore_trainer
+from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.source import LocalSource
 from torchrl_grpo.config import (
@@ -41,27 +42,26 @@ from torchrl_grpo.config import (
     WeightTransfer,
 )
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.generation.base import Engine, SamplingParams, same_draws_after
+from torchrl_grpo.generation.base import Engine, SamplingParams, preserve_rng
 from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.learner.checkpoint import Checkpointer
+from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.loop.fit import fit
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer, check_logits_are_plain
 from torchrl_grpo.models.sharding import shard_model
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.placement import DevicePlan, RoleRequest, available_accelerators, plan_devices
+from torchrl_grpo.reporting.console import Console
+from torchrl_grpo.reporting.metrics import MetricsLogger, check_logging
+from torchrl_grpo.reporting.report import summarize, write_report
 from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.tasks import make_task
 from torchrl_grpo.tasks.base import Split, Task
-from torchrl_grpo.trainer.checkpoint import Checkpointer
-from torchrl_grpo.trainer.console import Console
-from torchrl_grpo.trainer.evaluation import Evaluator
-from torchrl_grpo.trainer.loop import fit
-from torchrl_grpo.trainer.metrics import MetricsLogger, check_logging
-from torchrl_grpo.trainer.report import summarize, write_report
-from torchrl_grpo.trainer.step import GRPOTrainer
 from torchrl_grpo.transforms.advantage import GroupAdvantage
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.transforms.reward import RewardShaping
-from torchrl_grpo.weight_sync import sync_gap
+from torchrl_grpo.weights import sync_mismatch
 
 if TYPE_CHECKING:
     from torchrl_grpo.build_distributed import DistributedParts
@@ -106,11 +106,11 @@ class LocalParts:
         assert self.reference is not None
         self.reference.update_weights(self.trainer.weights())
 
-    def sync_gap(self) -> tuple[float, float]:
+    def sync_mismatch(self) -> tuple[float, float]:
         """Mean and largest difference between the engine's and the trainer's log-probs of a few sampled tokens."""
         policy = self.source.collector.policy
-        with same_draws_after(policy.engine):
-            return sync_gap(policy.engine, self.trainer.score, self.probe_prompts, policy.params)
+        with preserve_rng(policy.engine):
+            return sync_mismatch(policy.engine, self.trainer.score, self.probe_prompts, policy.params)
 
 
 @dataclass
@@ -191,7 +191,7 @@ class Run:
         """Scores a few sampled tokens with engine and trainer, if that is wanted; a large difference ends the run."""
         if not self.config.inference_model.check_sync:
             return {}
-        mean, largest = self.parts.sync_gap()
+        mean, largest = self.parts.sync_mismatch()
         limit = self.config.inference_model.check_sync_tolerance
         if not mean <= limit:
             raise RuntimeError(
@@ -199,7 +199,7 @@ class Run:
                 f"({largest:.3g} at most), more than inference_model.check_sync_tolerance={limit}: the engine does not "
                 "have the trainer's weights."
             )
-        return {"sync/gap_mean": mean, "sync/gap_max": largest}
+        return {"sync/mismatch_mean": mean, "sync/mismatch_max": largest}
 
     def close(self) -> None:
         """Ends engine, files and terminal output. May be called again."""

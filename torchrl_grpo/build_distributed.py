@@ -23,6 +23,7 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo import build
 from torchrl_grpo.build_resume import check_units, restore_trainer
+from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.config import Backend, ConfigError, GRPOConfig, WeightTransfer
 from torchrl_grpo.distributed import cluster
@@ -34,9 +35,8 @@ from torchrl_grpo.generation.base import Engine
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.models import loading
 from torchrl_grpo.placement import DevicePlan
-from torchrl_grpo.trainer.evaluation import Evaluator
 from torchrl_grpo.transforms.kl_scoring import KLScoring
-from torchrl_grpo.weight_sync import (
+from torchrl_grpo.weights import (
     AdapterSender,
     BroadcastSender,
     CudaIpcSender,
@@ -59,7 +59,7 @@ class DistributedParts:
         """Gives the reference actors the trained weights."""
         self.source.update_reference(self.trainer.full_weights())
 
-    def sync_gap(self) -> tuple[float, float]:
+    def sync_mismatch(self) -> tuple[float, float]:
         """The largest mean and the largest difference of log-probs between the trainer and any replica."""
         gaps = [self.trainer.gap(probe) for probe in self.source.probes()]
         return max(mean for mean, _ in gaps), max(largest for _, largest in gaps)
@@ -152,7 +152,7 @@ def distributed_parts(
     unit_rows, slots = unit_geometry(config, len(plan.inference))
     unit_env = build.make_env(blueprint, "train", unit_rows, config.env.repeats)
     in_flight: Any = config.inference_model.in_flight.value
-    patience_s, dead_s = config.ray.patience_s, config.ray.dead_s
+    actor_timeout_s, recovery_timeout_s = config.ray.actor_timeout_s, config.ray.recovery_timeout_s
     ray = cluster.start() if joined is None else joined
     folder = directory / "weights"
     resources.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -164,7 +164,7 @@ def distributed_parts(
         partial(make_rank, _without_test_split(blueprint), transfer, folder),
         options=place.train,
         tensor_parallel_size=config.train_model.tensor_parallel_size,
-        patience_s=patience_s,
+        actor_timeout_s=actor_timeout_s,
         resumed_from=None if blueprint.resume is None else blueprint.resume.path,
     )
     resources.callback(trainer.close)
@@ -184,8 +184,8 @@ def distributed_parts(
         seed=config.seed,
         release=trainer.release,
         samples=trainer.samples,
-        patience_s=patience_s,
-        dead_s=dead_s,
+        actor_timeout_s=actor_timeout_s,
+        recovery_timeout_s=recovery_timeout_s,
     )
     resources.callback(source.close)
     if blueprint.resume is not None:

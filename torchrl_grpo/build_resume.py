@@ -15,8 +15,8 @@ from typing import Any
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo.config import ConfigError, GRPOConfig
-from torchrl_grpo.trainer.checkpoint import checkpoints_in, read_checkpoint, set_rng_state
-from torchrl_grpo.trainer.step import GRPOTrainer
+from torchrl_grpo.learner.checkpoint import checkpoints_in, read_checkpoint, set_rng_state
+from torchrl_grpo.learner.step import GRPOTrainer
 
 _AS_BEFORE = (
     "seed",

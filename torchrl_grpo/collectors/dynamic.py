@@ -17,17 +17,17 @@ from torchrl_grpo.keys import GROUP_ID, REWARD, REWARD_VALID
 class GroupCounts:
     """What dynamic sampling did with the groups of a batch.
 
-    ``played`` of them, ``no_signal`` dropped because they have none, ``surplus`` dropped because the batch was full,
+    ``played`` of them, ``zero_variance`` dropped because they have none, ``surplus`` dropped because the batch was full,
     and ``filled`` taken without signal because the rounds were used up.
     """
 
     played: int = 0
-    no_signal: int = 0
+    zero_variance: int = 0
     surplus: int = 0
     filled: int = 0
 
 
-def group_has_signal(rows: Iterable[TensorDictBase]) -> bool:
+def has_variance(rows: Iterable[TensorDictBase]) -> bool:
     """Whether the valid rewards of one group differ, so that its advantages are not all 0.
 
     Args:
@@ -38,7 +38,7 @@ def group_has_signal(rows: Iterable[TensorDictBase]) -> bool:
     return len(set(rewards)) > 1
 
 
-def collect_with_signal(
+def collect_dynamically(
     play: Callable[[], Iterable[TensorDictBase]], num_groups: int, max_rounds: int
 ) -> tuple[list[TensorDictBase], GroupCounts]:
     """Plays until ``num_groups`` groups have signal.
@@ -60,8 +60,8 @@ def collect_with_signal(
     for _ in range(max_rounds):
         for group in _groups(play()):
             counts.played += 1
-            if not group_has_signal(group):
-                counts.no_signal += 1
+            if not has_variance(group):
+                counts.zero_variance += 1
                 spare.append((counts.played, group))
             elif len(wanted) == num_groups:
                 counts.surplus += 1
@@ -70,7 +70,7 @@ def collect_with_signal(
         if len(wanted) == num_groups:
             break
     counts.filled = num_groups - len(wanted)
-    counts.no_signal -= counts.filled
+    counts.zero_variance -= counts.filled
     chosen = sorted([*wanted, *list(spare)[len(spare) - counts.filled :]], key=lambda entry: entry[0])
     return [row for _, group in chosen for row in group], counts
 

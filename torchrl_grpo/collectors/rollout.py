@@ -14,7 +14,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl.collectors import BaseCollector
 from torchrl.envs import EnvBase, TransformedEnv
 
-from torchrl_grpo.collectors.dynamic import GroupCounts, collect_with_signal
+from torchrl_grpo.collectors.dynamic import GroupCounts, collect_dynamically
 from torchrl_grpo.envs import LENGTH_STOPPED
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.keys import (
@@ -188,7 +188,7 @@ class RolloutCollector(BaseCollector):
     def _play_dynamic(self) -> list[TensorDictBase]:
         """A batch of groups with signal, as far as ``max_sampling_rounds`` rollouts give them."""
         groups = self.requested_frames_per_batch // self._group_size
-        sequences, self.last.groups = collect_with_signal(self._play, groups, self.max_sampling_rounds)
+        sequences, self.last.groups = collect_dynamically(self._play, groups, self.max_sampling_rounds)
         if self.last.groups.filled and not self._warned:
             self._warned = True
             torchrl_logger.warning(

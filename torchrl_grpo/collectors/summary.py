@@ -30,7 +30,7 @@ def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
         "response_length": lengths.mean(),
         "response_length_max": lengths.max(),
         "truncated": batch.get(keys.TRUNCATED).float().mean(),
-        "zero_signal_groups": (~signal).float().mean(),
+        "zero_variance_groups": (~signal).float().mean(),
         "invalid": (~valid).sum(),
         "sequences": len(valid),
         "tokens": pad(batch, keys.ASSISTANT_MASK, False).sum(),

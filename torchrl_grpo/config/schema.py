@@ -422,10 +422,10 @@ class RayConfig:
     address: str | None = None
     """auto (the cluster of this machine or of RAY_ADDRESS) or host:port of the cluster to join, with grpo.py too; null
     starts one on this machine for the run, if the run needs one."""
-    patience_s: float = limited(1800.0, gt=0)
+    actor_timeout_s: float = limited(1800.0, gt=0)
     """Seconds in which a process must answer: load its model, sample a unit of groups, evaluate the test split, train a
     step. An engine or reference model that is late is killed and made again, a late trainer ends the run."""
-    dead_s: float = limited(900.0, gt=0)
+    recovery_timeout_s: float = limited(900.0, gt=0)
     """Seconds for which all engines, or all reference models, may be gone before the run ends; more than one takes to
     start."""
 

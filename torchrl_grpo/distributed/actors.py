@@ -24,16 +24,16 @@ from transformers.utils import logging as transformers_logging
 
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.dynamic import GroupCounts
+from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
-from torchrl_grpo.generation.base import Engine, SamplingParams, same_draws_after
+from torchrl_grpo.generation.base import Engine, SamplingParams, preserve_rng
+from torchrl_grpo.learner.checkpoint import Checkpointer
+from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models.sharding import init_mesh
 from torchrl_grpo.reward_pool import RewardPool
-from torchrl_grpo.trainer.checkpoint import Checkpointer
-from torchrl_grpo.trainer.evaluation import Evaluator
-from torchrl_grpo.trainer.step import GRPOTrainer
 from torchrl_grpo.transforms.kl_scoring import KLScoring
-from torchrl_grpo.weight_sync import ObjectSender, Parcel, Sender, log_prob_gap, sample_probe
+from torchrl_grpo.weights import ObjectSender, Sender, WeightHandle, log_prob_mismatch, sample_probe
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,10 @@ class RolloutActor:
             self._replica.engine.load_state_dict(state)
         return os.getpid()
 
-    def update(self, parcel: Parcel, version: int) -> float:
+    def update(self, handle: WeightHandle, version: int) -> float:
         """Gives the engine new weights; returns the seconds that it took."""
         start = time.perf_counter()
-        self._replica.engine.load(parcel, version)
+        self._replica.engine.load(handle, version)
         return time.perf_counter() - start
 
     def play(self, unit: Unit) -> tuple[Any, ...]:
@@ -154,7 +154,7 @@ class RolloutActor:
     def probe(self) -> Any:
         """A few sampled tokens with their log-probs, for ``TrainerActor.gap``."""
         engine = self._replica.engine
-        with same_draws_after(engine):
+        with preserve_rng(engine):
             return sample_probe(engine, self._replica.probe_prompts, self._replica.params)
 
     def close(self) -> None:
@@ -178,9 +178,9 @@ class ReferenceActor:
         self._scoring = self._factory()
         return os.getpid()
 
-    def update(self, parcel: Parcel) -> None:
+    def update(self, handle: WeightHandle) -> None:
         """Replaces the reference model's weights."""
-        self._scoring.update_weights(parcel.weights())
+        self._scoring.update_weights(handle.weights())
 
     def score(self, *groups: TensorDictBase) -> tuple[Any, ...]:
         """Scores the groups of a unit in one batch; returns the seconds and the groups."""
@@ -275,12 +275,12 @@ class TrainerActor:
             self._batch = batch
         return trainer.version, trainer.optim_steps, metrics
 
-    def weights(self) -> tuple[int, Parcel | None]:
+    def weights(self) -> tuple[int, WeightHandle | None]:
         """The version and, on rank 0, where the engines find its weights."""
         trainer = self._parts.trainer
         return trainer.version, self._parts.sender.send(trainer, trainer.version, keep=self._rank == 0)
 
-    def full_weights(self) -> tuple[int, Parcel | None]:
+    def full_weights(self) -> tuple[int, WeightHandle | None]:
         """The version and, on rank 0, the weights themselves in the trainer's dtype."""
         trainer = self._parts.trainer
         return trainer.version, ObjectSender(None).send(trainer, trainer.version, keep=self._rank == 0)
@@ -303,7 +303,7 @@ class TrainerActor:
 
     def gap(self, probe: Any) -> tuple[float, float]:
         """Mean and largest difference to the log-probs of an engine, in nats."""
-        return log_prob_gap(probe, self._parts.trainer.score)
+        return log_prob_mismatch(probe, self._parts.trainer.score)
 
 
 def own_device() -> torch.device:

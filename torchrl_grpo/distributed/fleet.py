@@ -95,8 +95,8 @@ class Fleet:
         references_first: bool,
         seed: int,
         release: Callable[[int], None],
-        patience_s: float,
-        dead_s: float,
+        actor_timeout_s: float,
+        recovery_timeout_s: float,
     ) -> None:
         import ray
 
@@ -108,8 +108,8 @@ class Fleet:
         self._in_flight = in_flight
         self._references_first = references_first
         self._release = release
-        self._patience_s = patience_s
-        self._dead_s = dead_s
+        self._actor_timeout_s = actor_timeout_s
+        self._recovery_timeout_s = recovery_timeout_s
         self.buffer = GroupBuffer(groups_per_batch, max_staleness)
         self.events = Events()
         self.published: int | None = None
@@ -132,7 +132,7 @@ class Fleet:
         self._works: list[Work] = []
         self._unplayed: deque[Work] = deque()
         self._unscored: deque[Work] = deque()
-        self._parcels: dict[int, Any] = {}  # the published one, and older ones that replicas still read
+        self._handles: dict[int, Any] = {}  # the published one, and older ones that replicas still read
         self._reference_weights: Any = None
         self._dynamic: Counter[str] = Counter()  # what dynamic sampling did since the latest batch
         self._rewards: Counter[str] = Counter()  # what the reward workers counted so far
@@ -140,9 +140,9 @@ class Fleet:
         self._most_waiting = 0
         self._resampled = 0
 
-    def publish(self, parcel: Any, version: int) -> None:
-        """Takes the weights of a trained batch, a reference to a ``Parcel``."""
-        self._parcels[version], self.published = parcel, version
+    def publish(self, handle: Any, version: int) -> None:
+        """Takes the weights of a trained batch, a reference to a ``WeightHandle``."""
+        self._handles[version], self.published = handle, version
         self.buffer.publish(version)
         self.work()
 
@@ -193,7 +193,7 @@ class Fleet:
     def work(self) -> None:
         """Gives everyone something to do, and replaces those who take too long for it."""
         for worker in self.workers:
-            late = worker.late(self._patience_s)
+            late = worker.late(self._actor_timeout_s)
             if late is not None:
                 self._failed(worker, TimeoutError(late))
         for worker in [*self.references, *self.replicas]:
@@ -275,17 +275,17 @@ class Fleet:
         if not workers or any(worker.ready or not worker.restarts for worker in workers):
             return
         dead_for = time.monotonic() - max(worker.alive_at for worker in workers)
-        if dead_for > self._dead_s:
+        if dead_for > self._recovery_timeout_s:
             last = next(worker.error for worker in workers if worker.error is not None)
             raise WorkersLostError(
                 f"all of {', '.join(worker.name for worker in workers)} have been dead for {dead_for:.0f} s, more than "
-                f"the {self._dead_s:.0f} s allowed, and could not be replaced. The last error was: {_first_line(last)}"
+                f"the {self._recovery_timeout_s:.0f} s allowed, and could not be replaced. The last error was: {_first_line(last)}"
             ) from last
 
     def _update(self, replica: ReplicaWorker) -> None:
         assert self.published is not None
         replica.updating = self.published
-        answer = replica.actor.update.remote(self._parcels[self.published], self.published)
+        answer = replica.actor.update.remote(self._handles[self.published], self.published)
         what = f"load the weights of version {self.published}"
         self.ask(replica, answer, what, partial(self._updated, replica, self.published))
 
@@ -296,8 +296,8 @@ class Fleet:
     def _release_old(self) -> None:
         """Gives back the weights that nobody reads and nobody will be given."""
         used = {self.published, *(replica.updating for replica in self.replicas)}
-        for version in self._parcels.keys() - used:
-            del self._parcels[version]
+        for version in self._handles.keys() - used:
+            del self._handles[version]
             self._release(version)
 
     def _play(self) -> None:

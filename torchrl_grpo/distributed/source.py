@@ -64,8 +64,8 @@ class RaySource:
         seed: of the engines' draws.
         release: called with each published version that no replica reads or will read any more.
         samples: gives rows of the latest batch for ``samples.jsonl``.
-        patience_s: seconds in which an actor must do what it is asked; after them it is killed, and made again.
-        dead_s: how long all rollout actors, or all reference actors, may be dead before the run ends.
+        actor_timeout_s: seconds in which an actor must do what it is asked; after them it is killed, and made again.
+        recovery_timeout_s: how long all rollout actors, or all reference actors, may be dead before the run ends.
 
     Raises:
         ValueError: ``unit_groups`` does not divide ``groups_per_batch``.
@@ -88,8 +88,8 @@ class RaySource:
         seed: int = 0,
         release: Callable[[int], None] = lambda version: None,
         samples: Callable[[int], list[dict[str, Any]]] = lambda most: [],
-        patience_s: float = 1800.0,
-        dead_s: float = 900.0,
+        actor_timeout_s: float = 1800.0,
+        recovery_timeout_s: float = 900.0,
     ) -> None:
         if groups_per_batch % unit_groups:
             raise ValueError(
@@ -110,13 +110,13 @@ class RaySource:
             references_first=references_first,
             seed=seed,
             release=release,
-            patience_s=patience_s,
-            dead_s=dead_s,
+            actor_timeout_s=actor_timeout_s,
+            recovery_timeout_s=recovery_timeout_s,
         )
         self.max_staleness = max_staleness
         self._samples = samples
         # An actor that is late and then replaced takes as long as this. It is the bound of what no actor was asked for.
-        self._longest_silence_s = 2 * patience_s
+        self._longest_silence_s = 2 * actor_timeout_s
         self._heard_at = time.monotonic()
         self._changed = threading.Condition(threading.RLock())
         self._error: BaseException | None = None
@@ -160,7 +160,7 @@ class RaySource:
         """Gives out the weights of a trained batch. Returns at once: each replica takes them when it can.
 
         Args:
-            weights: reference to a ``Parcel``.
+            weights: reference to a ``WeightHandle``.
             version: their version.
         """
         with self._changed:
@@ -171,7 +171,7 @@ class RaySource:
         """Replaces the weights of the reference actors, for all that they score from now on.
 
         Args:
-            weights: reference to a ``Parcel`` that is there as long as the reference.
+            weights: reference to a ``WeightHandle`` that is there as long as the reference.
         """
         with self._changed:
             self._fleet.update_reference(weights)

@@ -15,7 +15,7 @@ from torchrl_grpo.distributed.actors import Rank, TrainerActor
 from torchrl_grpo.distributed.errors import TrainerLostError, WaitedTooLongError
 from torchrl_grpo.distributed.source import RayBatch
 from torchrl_grpo.distributed.workers import cause_of, is_loss
-from torchrl_grpo.trainer.checkpoint import Checkpointer
+from torchrl_grpo.learner.checkpoint import Checkpointer
 
 _TICK_S = 1.0
 _HEARD_S = 10.0
@@ -40,7 +40,7 @@ class RayTrainer:
     Keyword Args:
         options: for each rank, Ray's options for its actor.
         tensor_parallel_size: ranks that compute each layer together.
-        patience_s: longest wait for anything, and the timeout of the process group.
+        actor_timeout_s: longest wait for anything, and the timeout of the process group.
         resumed_from: the checkpoint that the factory restores.
     """
 
@@ -50,7 +50,7 @@ class RayTrainer:
         *,
         options: Sequence[Mapping[str, Any]],
         tensor_parallel_size: int = 1,
-        patience_s: float = 1800.0,
+        actor_timeout_s: float = 1800.0,
         resumed_from: Path | None = None,
     ) -> None:
         import ray
@@ -58,7 +58,7 @@ class RayTrainer:
         self.version = 0
         self.optim_steps = 0
         self.pids: list[int] = []
-        self._patience_s = patience_s
+        self._actor_timeout_s = actor_timeout_s
         self._last_checkpoint = resumed_from
         remote = ray.remote(TrainerActor)
         self._ranks = [
@@ -74,8 +74,8 @@ class RayTrainer:
         """
         address = None
         if len(self._ranks) > 1:
-            [address] = self._ask("open a port", [self._ranks[0].open_store.remote(self._patience_s)])
-        setup = [rank.setup.remote(address, self._patience_s) for rank in self._ranks]
+            [address] = self._ask("open a port", [self._ranks[0].open_store.remote(self._actor_timeout_s)])
+        setup = [rank.setup.remote(address, self._actor_timeout_s) for rank in self._ranks]
         self.pids = self._ask("load the model", setup)
         [(self.version, self.optim_steps)] = self._ask("say where they are", [self._ranks[0].progress.remote()])
 
@@ -93,7 +93,7 @@ class RayTrainer:
         return metrics
 
     def weights(self) -> Any:
-        """A reference to the ``Parcel`` of the current version, which is there until ``release``."""
+        """A reference to the ``WeightHandle`` of the current version, which is there until ``release``."""
         return self._gather([rank.weights for rank in self._ranks])
 
     def full_weights(self) -> Any:
@@ -106,7 +106,7 @@ class RayTrainer:
         return answers[0][1]
 
     def release(self, version: int) -> None:
-        """Frees the parcel of a version that nobody reads or will read any more. Returns at once."""
+        """Frees the handle of a version that nobody reads or will read any more. Returns at once."""
         if self._ranks:
             self._ranks[0].release.remote(version)
 
@@ -142,7 +142,7 @@ class RayTrainer:
         """The answers of the ranks; the first failure ends the wait, because the other ranks may wait for that one."""
         import ray
 
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._actor_timeout_s
         pending = list(references)
         while pending:
             done, pending = ray.wait(pending, timeout=_TICK_S)
@@ -161,7 +161,7 @@ class RayTrainer:
             if pending and time.monotonic() > deadline:
                 self.optim_steps = -1
                 raise WaitedTooLongError(
-                    f"waited {self._patience_s:g} s for the training ranks to {what} (version {self.version}): "
+                    f"waited {self._actor_timeout_s:g} s for the training ranks to {what} (version {self.version}): "
                     f"{self._last_saved()}."
                 )
         return ray.get(references)

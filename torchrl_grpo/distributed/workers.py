@@ -94,12 +94,12 @@ class Worker:
         """Notes that it has done what it is there for: only that ends a row of failures."""
         self._failures, self._useful = 0, True
 
-    def late(self, patience_s: float) -> str | None:
+    def late(self, actor_timeout_s: float) -> str | None:
         """What the actor was to do and has not done in so many seconds, in words; None if it is not late."""
         what, since = next(iter(self.owes.values()), ("", time.monotonic()))
-        if time.monotonic() - since <= patience_s:
+        if time.monotonic() - since <= actor_timeout_s:
             return None
-        return f"it was to {what}, and did not within {patience_s:g} s"
+        return f"it was to {what}, and did not within {actor_timeout_s:g} s"
 
     def lost(self, error: BaseException) -> list[Any]:
         """Notes that the actor is gone; the next one may start at once, after repeated failures only after a pause.

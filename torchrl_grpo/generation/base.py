@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchrl_grpo.weight_sync import Parcel
+from torchrl_grpo.weights import WeightHandle
 
 
 @dataclass(frozen=True)
@@ -116,17 +116,17 @@ class Engine(ABC):
             RuntimeError: a name is unknown, missing, or has another shape; the engine then keeps its version.
         """
 
-    def load(self, parcel: Parcel, version: int) -> None:
+    def load(self, handle: WeightHandle, version: int) -> None:
         """Replaces all weights by those that another process sends.
 
         Args:
-            parcel: says where they are; it must stay valid until the call returns.
+            handle: says where they are; it must stay valid until the call returns.
             version: the new ``policy_version``.
 
         Raises:
             RuntimeError: as in ``update_weights``; or the weights are gone or could not be had.
         """
-        self.update_weights(parcel.weights(), version)
+        self.update_weights(handle.weights(), version)
 
     def seed(self, seed: int) -> None:  # noqa: B027
         """Makes the draws from here on reproducible, as far as the engine can."""
@@ -156,7 +156,7 @@ class Engine(ABC):
 
 
 @contextmanager
-def same_draws_after(engine: Engine) -> Iterator[None]:
+def preserve_rng(engine: Engine) -> Iterator[None]:
     """Puts the engine's random state back, so that what was sampled in between changes nothing in the run.
 
     An engine that samples for several callers at a time is left as it is: its draws depend on how the calls meet

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams, greedy
-from torchrl_grpo.weight_sync import SharedBlock, SharedWeights, check_layout
+from torchrl_grpo.weights import SharedBlock, SharedWeights, check_layout
 
 _has_vllm = find_spec("vllm") is not None
 
@@ -109,7 +109,7 @@ def engine_arguments(
         "block_size": 32 if on_cpu else None,
         "trust_remote_code": trust_remote_code,
         "distributed_executor_backend": "mp",
-        "worker_extension_cls": "torchrl_grpo.weight_sync.worker.WeightSyncExtension",
+        "worker_extension_cls": "torchrl_grpo.weights.worker.WeightSyncExtension",
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # no sampling defaults from the checkpoint
         "skip_tokenizer_init": True,
@@ -277,7 +277,7 @@ class VLLMEngine(VLLMBase):
         llm = self._open()
         with self._shared(weights) as block:
             self.wake()
-            self._rpc("load_parcel", *block.plain(), self._name)
+            self._rpc("load_handle", *block.plain(), self._name)
         if not llm.reset_prefix_cache():  # keys and values of the old weights
             raise RuntimeError(f"vLLM did not drop its prefix cache in the update to version {version}.")
         self.policy_version = version

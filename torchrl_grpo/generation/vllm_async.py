@@ -33,7 +33,7 @@ from torchrl_grpo.generation.vllm import (
     starting_vllm,
 )
 from torchrl_grpo.processes import die_with_parent
-from torchrl_grpo.weight_sync import Parcel, PlainParcel, check_layout
+from torchrl_grpo.weights import PlainHandle, WeightHandle, check_layout
 
 InFlight = Literal["wait", "keep", "abort"]
 
@@ -258,22 +258,22 @@ class AsyncVLLMEngine(VLLMBase):
         with self._updating, self._shared(weights) as block:
             self._call(self._update(block, version))
 
-    def load(self, parcel: Parcel, version: int) -> None:
-        """As in ``Engine``; the workers read the parcel by themselves where that is possible.
+    def load(self, handle: WeightHandle, version: int) -> None:
+        """As in ``Engine``; the workers read the handle by themselves where that is possible.
 
         Raises:
             RuntimeError, TimeoutError: as in ``update_weights``, or the weights are gone (the engine then goes on with
                 those that it has).
         """
-        if not isinstance(parcel, PlainParcel):
-            super().load(parcel, version)
+        if not isinstance(handle, PlainHandle):
+            super().load(handle, version)
             return
-        check_layout(parcel.layout, self._expected_weights[0])
-        parcel.check()
+        check_layout(handle.layout, self._expected_weights[0])
+        handle.check()
         with self._updating:
-            self._call(self._update(parcel, version))
+            self._call(self._update(handle, version))
 
-    async def _update(self, parcel: PlainParcel, version: int) -> None:
+    async def _update(self, handle: PlainHandle, version: int) -> None:
         waiting_for = ""
         try:
             async with asyncio.timeout(self._update_timeout):
@@ -285,7 +285,7 @@ class AsyncVLLMEngine(VLLMBase):
                 # Also drops all keys and values: the prefix cache, and what paused requests have computed.
                 await self._llm.pause_generation(mode=self._in_flight)
                 waiting_for = "the workers to load the weights"
-                await self._load(parcel, version)
+                await self._load(handle, version)
         except TimeoutError:
             raise TimeoutError(
                 f"the update to version {version} waited over {self._update_timeout:g} s for {waiting_for} "
@@ -301,9 +301,9 @@ class AsyncVLLMEngine(VLLMBase):
         except TimeoutError:
             self._finish(f"vLLM did not resume within {SHUTDOWN_TIMEOUT_S:g} s of an update: make a new engine.")
 
-    async def _load(self, parcel: PlainParcel, version: int) -> None:
+    async def _load(self, handle: PlainHandle, version: int) -> None:
         try:
-            await self._llm.collective_rpc("load_parcel", args=(*parcel.plain(), self._name))
+            await self._llm.collective_rpc("load_handle", args=(*handle.plain(), self._name))
         except BaseException:
             self._finish(
                 f"vLLM's workers failed to load the weights of version {version}, or did not within "

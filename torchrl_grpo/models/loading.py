@@ -22,7 +22,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torchrl_grpo.starter import starter_path
-from torchrl_grpo.weight_sync import named_weights
+from torchrl_grpo.weights import named_weights
 
 STARTER = "starter"
 """The model name that stands for the model shipped with the package."""

@@ -1,0 +1,128 @@
+"""What needs a CUDA device. These have not been run on one yet."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import multiprocessing
+
+from tests.conftest import make_tiny_model
+from tests.unit.test_config import compose_config
+from tests.unit.test_trainer import make_batch, make_trainer
+from torchrl_grpo.build import build
+from torchrl_grpo.generation import SamplingParams, TransformersEngine
+from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.models.sharding import compute_device, init_mesh, shard_model
+from torchrl_grpo.weights import BroadcastSender, CudaIpcSender, Sender, WeightHandle, named_weights
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_one_step_on_cuda_equals_one_on_the_cpu() -> None:
+    on_cpu, on_cuda = make_trainer(), make_trainer(make_tiny_model().cuda())
+    expected, got = on_cpu.train_batch(make_batch()), on_cuda.train_batch(make_batch())
+    assert got["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-4)
+    assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mixed_precision_on_cuda_is_close_to_float32(dtype: torch.dtype) -> None:
+    full = make_trainer(make_tiny_model().cuda())
+    mixed = make_trainer(make_tiny_model().cuda(), autocast_dtype=dtype)
+    expected, got = full.train_batch(make_batch()), mixed.train_batch(make_batch())
+    assert got["train/loss"] == pytest.approx(expected["train/loss"], abs=0.02)
+    assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=0.05)
+
+
+def test_the_engine_on_cuda_gives_the_scorers_log_probs() -> None:
+    model = make_tiny_model().cuda()
+    engine = TransformersEngine(model)
+    engine.seed(0)
+    prompt = torch.tensor([3, 40, 50, 1, 4])
+    [group] = engine.generate([prompt], 8, SamplingParams(32, temperature=0.8))
+    for completion in group:
+        tokens = torch.cat([prompt, completion.tokens])
+        mask = torch.arange(len(tokens)) >= len(prompt)
+        scored, _ = TokenScorer(model, temperature=0.8).score(tokens[None].cuda(), mask[None].cuda())
+        torch.testing.assert_close(completion.log_probs, scored[0, len(prompt) :].cpu(), rtol=0, atol=1e-4)
+
+
+def test_peak_memory_stays_far_below_all_logits() -> None:
+    vocabulary, rows, length = 150_000, 16, 256
+    model = make_tiny_model(vocab_size=vocabulary, max_position_embeddings=length).cuda()
+    tokens = torch.randint(0, vocabulary, (rows, length), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    log_probs, _ = TokenScorer(model).score(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    log_probs.sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < rows * length * vocabulary * 4 / 3
+
+
+def test_a_whole_run_with_all_roles_on_one_gpu(tmp_path: Path) -> None:
+    config = compose_config(
+        "env.num_envs=16", "env.repeats=4", "train.total_dialog_turns=32", "evaluation.num_prompts=8",
+        "train.mixed_precision=bf16", "inference_model.check_sync=true",
+    )  # fmt: skip
+    run = build(config, tmp_path)
+    try:
+        run.fit()
+    finally:
+        run.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+
+
+def test_with_cpu_offload_the_weights_rest_on_the_cpu_and_the_gpu_computes() -> None:
+    mesh = init_mesh(0, 1, torch.distributed.HashStore(), device=torch.device("cuda:0"), timeout_s=60)
+    try:
+        model = shard_model(make_tiny_model(), mesh, cpu_offload=True)
+        got = make_trainer(model).train_batch(make_batch())
+        assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+        assert compute_device(model).type == "cuda"
+    finally:
+        torch.distributed.destroy_process_group()
+    expected = make_trainer().train_batch(make_batch())
+    assert got["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-4)
+    assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-3)
+
+
+def read(handle: WeightHandle, gpu: int, path: Path) -> None:
+    """In a process of its own."""
+    torch.cuda.set_device(gpu)
+    torch.save({name: weight.cpu() for name, weight in handle.weights()}, path)
+
+
+def assert_read(sender: Sender, gpu: int, path: Path) -> None:
+    for version in range(2):
+        model = make_tiny_model(version).cuda()
+        handle = sender.pack(named_weights(model), version)
+        process = multiprocessing.get_context("spawn").Process(target=read, args=(handle, gpu, path))
+        process.start()
+        process.join()
+        sender.release(version)
+        got = torch.load(path)
+        assert all(torch.equal(got[name], weight.cpu().bfloat16()) for name, weight in named_weights(model))
+
+
+def test_another_process_reads_the_weights_through_cuda_ipc(tmp_path: Path) -> None:
+    assert_read(CudaIpcSender(torch.bfloat16), 0, tmp_path / "weights.pt")
+
+
+def test_cuda_ipc_gives_the_memory_of_a_version_back_that_nobody_read() -> None:
+    model, sender = make_tiny_model().cuda(), CudaIpcSender(torch.bfloat16)
+    before = torch.cuda.memory_allocated()
+    for version in range(3):
+        sender.pack(named_weights(model), version)
+        assert torch.cuda.memory_allocated() > before
+        sender.release(version)
+        assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_weights_are_broadcast_over_nccl(tmp_path: Path) -> None:
+    sender = BroadcastSender(torch.bfloat16, "nccl", "127.0.0.1")
+    assert_read(sender, 1, tmp_path / "weights.pt")
+    sender.close()

@@ -1,0 +1,288 @@
+"""The asynchronous run as a whole: its losses against the synchronous one, its files, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import torchrl_grpo.generation.vllm as vllm_module
+from tests.conftest import worker_processes
+from tests.unit.test_config import compose_config
+from tests.unit.test_docs import undocumented
+from torchrl_grpo.build import build
+from torchrl_grpo.reporting.metrics import read_jsonl
+
+pytest.importorskip("ray")
+
+from torchrl_grpo.distributed.source import RaySource
+
+pytestmark = pytest.mark.ray
+
+ROOT = Path(__file__).parents[2]
+SYNC, ASYNC = ROOT / "sota" / "grpo" / "grpo.py", ROOT / "sota" / "grpo" / "grpo-async.py"
+DEVICES = [f"{role}.num_devices=2" for role in ("train_model", "inference_model", "ref_model")]
+SMALL = ("env.num_envs=16", "env.repeats=4", "optimizer.lr=1e-3", "logging.tensorboard=false", "evaluation.k=2")
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return read_jsonl(folder / "metrics.jsonl")
+
+
+def run(folder: Path, *overrides: str, asynchronous: bool) -> list[dict[str, Any]]:
+    made = build(compose_config(*SMALL, *overrides), folder, asynchronous=asynchronous)
+    try:
+        made.fit()
+    finally:
+        made.close()
+    return rows_of(folder)
+
+
+def test_with_bound_0_the_losses_are_those_of_the_synchronous_run_to_the_last_bit(tmp_path: Path) -> None:
+    steps = ("train.total_dialog_turns=160", "evaluation.num_prompts=8", "evaluation.frequency=4")
+    expected = run(tmp_path / "sync", *steps, asynchronous=False)
+    by_file = "inference_model.weight_transfer=file"
+    got = run(tmp_path / "async", *steps, "train.max_staleness=0", by_file, asynchronous=True)
+    losses = [row["train/loss"] for row in expected[1:]]
+    assert [row["train/loss"] for row in got[1:]] == losses
+    assert len(losses) == 10 and len(set(losses)) == 10
+    for name in ("train/grad_norm", "train/kl_k3_to_ref", "rollout/reward_mean", "eval/pass@1", "eval/pass@2"):
+        assert [row.get(name) for row in got] == [row.get(name) for row in expected], name
+    assert {row["staleness/max"] for row in got[1:]} == {0}
+    for name in ("checkpoints/checkpoint_000010.pt", "checkpoints/model/model.safetensors", "report.html"):
+        assert (tmp_path / "async" / name).exists()
+    assert not (tmp_path / "async" / "weights").exists()
+
+
+class Script:
+    """A script in a process of its own, and all the processes that were seen below it."""
+
+    def __init__(self, script: Path, folder: Path, *arguments: str) -> None:
+        self.folder, self.family = folder, set[psutil.Process]()
+        self._output = (folder / "printed.txt").open("w")
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                str(script),
+                "--config-name",
+                "grpo_arithmetic",
+                *SMALL,
+                *arguments,
+                f"hydra.run.dir={folder}",
+            ],
+            cwd=folder,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "VLLM_USE_V1": "0"},
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # A process that was started in the background ignores Ctrl-C, and so would this one.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        )
+
+    def __enter__(self) -> Script:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._output.close()
+
+    def wait(self, until: Callable[[], object] = lambda: False, timeout_s: float = 600) -> None:
+        """Waits until something holds, or the script ends."""
+        deadline = time.monotonic() + timeout_s
+        while not until() and self.process.poll() is None and time.monotonic() < deadline:
+            with suppress(psutil.NoSuchProcess):
+                self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
+            time.sleep(0.2)
+
+    def printed(self) -> str:
+        return (self.folder / "printed.txt").read_text()
+
+    def left(self) -> list[psutil.Process]:
+        """The processes that have not ended a while after the script."""
+        return psutil.wait_procs(self.family, timeout=120)[1]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        (ASYNC, ["ref_model.refresh_every=3", "inference_model.check_sync=true"]),
+        (SYNC, ["train_model.lora.enabled=true"]),
+    ],
+    ids=["asynchronous", "synchronous, LoRA"],
+)
+def test_several_ranks_replicas_and_references_train_on_fresh_enough_data(
+    script: Path, arguments: list[str], tmp_path: Path
+) -> None:
+    bound = 1 if script == ASYNC else 0
+    with Script(
+        script, tmp_path, *DEVICES, *arguments, "policy.kl_coef=0.01", "train.total_dialog_turns=96",
+        "evaluation.num_prompts=0",
+    ) as running:  # fmt: skip
+        running.wait()
+    assert running.process.returncode == 0, running.printed()
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == list(range(7))
+    assert rows[6]["rollout/sequences"] == 16
+    assert undocumented(rows) == set()
+    for row in rows[1:]:
+        assert row["staleness/max"] <= bound
+        assert row["time/wait_s"] + row["time/train_s"] + row["time/sync_s"] <= row["time/step_s"]
+        assert row["buffer/waiting_max"] <= (bound + 1) * 4
+        assert row["workers/restarts_rollout"] == row["workers/restarts_reference"] == 0
+        assert row["workers/generate_s"] > 0 and row["workers/reference_s"] > 0
+    assert sum(rows[6][f"workers/responses_rollout_{index}"] for index in range(2)) == 96
+    if script == ASYNC:
+        assert max(row["sync/mismatch_max"] for row in rows) < 1e-4  # both replicas have the weights of both ranks
+        assert rows[3]["train/kl_k3_to_ref"] > 1e-5
+    assert (tmp_path / "checkpoints" / "model" / "model.safetensors").exists()
+    assert len(running.family) >= 6 and running.left() == []
+
+
+def test_a_killed_training_rank_ends_the_script_with_its_message_and_no_process_left(tmp_path: Path) -> None:
+    with Script(
+        ASYNC, tmp_path, "train_model.num_devices=2", "policy.kl_coef=0", "train.total_dialog_turns=1000000",
+        "evaluation.num_prompts=0", "train.checkpoint_frequency=1",
+    ) as running:  # fmt: skip
+        running.wait(lambda: len(rows_of(tmp_path)) > 3)
+        rank = [one for one in running.family if one.is_running() and "TrainerActor" in one.cmdline()[0]][-1]
+        rank.kill()
+        running.wait(timeout_s=300)
+    assert running.process.returncode == 1, running.printed()
+    saved = max((tmp_path / "checkpoints").glob("checkpoint_*.pt"))
+    assert re.search(
+        rf"error: a training rank died while the ranks were to .*: go on with train\.resume={saved}\.",
+        running.printed(),
+    )
+    assert "Traceback" not in running.printed()
+    assert (tmp_path / "report.html").exists()
+    assert running.left() == []
+
+
+def test_dynamic_sampling_replaces_groups_without_signal(tmp_path: Path) -> None:
+    """Each batch of 4 groups is made of more that were played, and those without signal are in it only as a filling."""
+    rows = run(
+        tmp_path, "algo=dapo", "train.total_dialog_turns=64", "evaluation.num_prompts=0",
+        "policy.max_sampling_rounds=4", "policy.overlong_buffer=null", "train_model.lora.enabled=true",
+        "inference_model.check_sync=true", asynchronous=True,
+    )  # fmt: skip
+    assert max(row["sync/mismatch_max"] for row in rows) < 1e-4  # of the adapters, which are all that was sent
+    assert rows[-1]["train/grad_norm"] > 0
+    assert [row["rollout/sequences"] for row in rows[1:]] == [16] * 4
+    counts = {
+        name: sum(row.get(f"rollout/groups_{name}", 0) for row in rows[1:]) for name in ("played", "zero_variance")
+    }
+    filled = sum(row.get("rollout/groups_filled", 0) for row in rows[1:])
+    surplus = sum(row.get("rollout/groups_surplus", 0) for row in rows[1:])
+    assert counts["zero_variance"] > 0
+    assert counts["played"] - counts["zero_variance"] - surplus == 16
+    assert sum(row["rollout/zero_variance_groups"] * 4 for row in rows[1:]) == filled
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_run_with_a_checkpoint_and_no_process_left(
+    number: signal.Signals, status: int, tmp_path: Path
+) -> None:
+    with Script(
+        ASYNC, tmp_path, "train.total_dialog_turns=1000000", "policy.kl_coef=0", "evaluation.num_prompts=0"
+    ) as running:
+        running.wait(lambda: len(rows_of(tmp_path)) >= 3)
+        if number == signal.SIGINT:
+            os.killpg(running.process.pid, number)  # as a terminal does
+        else:
+            running.process.send_signal(number)
+        running.wait(timeout_s=300)
+    assert running.process.returncode == status, running.printed()
+    assert len(running.family) >= 4 and running.left() == []  # Ray's own processes and the actors
+    assert list((tmp_path / "checkpoints").glob("checkpoint_*.pt"))
+    assert (tmp_path / "report.html").exists()
+    assert "Traceback" not in running.printed()
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not vllm_module._has_vllm or os.cpu_count() == 1, reason="needs vllm and 2 cores")
+def test_a_replica_of_two_processes_has_the_trainers_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # by itself vLLM wants a NUMA node for each process
+    with Script(
+        ASYNC, tmp_path, "inference_model.backend=vllm", "inference_model.num_devices=2", "policy.kl_coef=0",
+        "inference_model.tensor_parallel_size=2", "inference_model.check_sync=true", "evaluation.num_prompts=0",
+        "train.total_dialog_turns=48",
+    ) as running:  # fmt: skip
+        running.wait()
+    assert running.process.returncode == 0, running.printed()
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert max(row["sync/mismatch_max"] for row in rows) < 1e-3
+    assert running.left() == []
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
+def test_a_killed_vllm_replica_comes_back_and_no_group_is_lost_or_trained_twice(tmp_path: Path) -> None:
+    """One loses its actor, the other one the engine's own process; weights keep coming while sequences are sampled."""
+    steps = 30
+    config = compose_config(
+        *SMALL, "inference_model.num_devices=2", "inference_model.backend=vllm", "inference_model.in_flight=keep",
+        "inference_model.check_sync=true", "policy.kl_coef=0", f"train.total_dialog_turns={16 * steps}",
+        "evaluation.num_prompts=0", "env.max_prompt_tokens=64", "optimizer.lr=1e-4",
+    )  # fmt: skip
+    made = build(config, tmp_path, asynchronous=True)
+    assert isinstance(made.source, RaySource)
+    first, trained = made.source.pids(), list[int]()
+    real = made.trainer.train_batch
+
+    def train(batch: Any) -> dict[str, float]:
+        if made.trainer.version == 3:
+            os.kill(first["rollout actor 0"], signal.SIGKILL)
+        if made.trainer.version == 12:
+            [engine] = [p for p in psutil.Process(first["rollout actor 1"]).children() if "EngineCore" in p.name()]
+            engine.kill()
+        trained.extend(batch.groups)
+        return real(batch)
+
+    made.trainer.train_batch = train  # type: ignore[method-assign]
+    try:
+        family = worker_processes()
+        made.fit()
+        family += worker_processes()
+    finally:
+        made.close()
+    rows = rows_of(tmp_path)
+    assert sorted(trained) == list(range(4 * steps))
+    assert rows[-1]["workers/restarts_rollout"] == 2
+    assert max(row["sync/mismatch_max"] for row in rows) < 1e-3  # of both replicas after every step
+    assert max(row["staleness/max"] for row in rows[1:]) <= 1
+    assert rows[-1]["rollout/sequences"] == 16
+    _, left = psutil.wait_procs(family, timeout=120)
+    assert left == []
+
+
+def test_without_ray_the_message_says_what_to_install(tmp_path: Path) -> None:
+    code = (
+        "import importlib.metadata as m, sys, runpy\n"
+        "real = m.version\n"
+        "def version(name):\n"
+        "    if name == 'ray': raise m.PackageNotFoundError(name)\n"
+        "    return real(name)\n"
+        "m.version = version\n"
+        f"sys.argv = ['grpo-async.py', '--config-name', 'grpo_arithmetic']\n"
+        f"runpy.run_path({str(ASYNC)!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=600,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert 'ray is not installed: pip install "torchrl_grpo[ray]"' in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,617 @@
+"""RaySource and RayTrainer on a real Ray cluster, with an engine whose tokens say which weights sampled them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+from torch.distributed import TCPStore
+from transformers import PreTrainedTokenizerFast
+
+from torchrl_grpo import keys
+from torchrl_grpo.collectors import RolloutCollector
+from torchrl_grpo.collectors.evaluation import Evaluator
+from torchrl_grpo.distributed import cluster
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
+from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.learner.checkpoint import Checkpointer
+from torchrl_grpo.loop.fit import fit
+from torchrl_grpo.reporting.console import Console
+from torchrl_grpo.reporting.metrics import MetricsLogger, read_jsonl
+from torchrl_grpo.tasks import ArithmeticTask
+
+pytest.importorskip("ray")
+
+from torchrl_grpo.distributed.actors import Rank, Replica, TrainerActor
+from torchrl_grpo.distributed.errors import TrainerLostError, WaitedTooLongError, WorkersLostError
+from torchrl_grpo.distributed.source import RayBatch, RaySource
+from torchrl_grpo.distributed.trainer import RayTrainer
+from torchrl_grpo.distributed.workers import Worker
+from torchrl_grpo.weights import FileSender, ObjectSender, PackedWeights, WeightHandle
+
+pytestmark = pytest.mark.ray
+
+REPEATS, UNIT, BATCH = 2, 2, 4  # rows in a group, groups in a unit, groups in a batch
+
+
+class CountingEngine(Engine):
+    """Answers with its version as the token, after a pause; its state is how many calls there were."""
+
+    def __init__(self, pause_s: float) -> None:
+        self.pause_s = pause_s
+        self.calls = 0
+        self.weight = torch.zeros(1)
+
+    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+        self.calls += 1
+        time.sleep(self.pause_s)
+        token = torch.tensor([5 + int(self.weight)])
+        return [[Completion(token, torch.tensor([-float(self.weight)]), "length") for _ in range(n)] for _ in prompts]
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.weight = dict(weights)["w"].clone()
+        self.policy_version = version
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+class Doubling:
+    """Stands for KLScoring: twice the behaviour log-probs."""
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        for row in batch.unbind(0):
+            row.set(keys.REF_LOG_PROBS, 2 * row.get(keys.LOG_PROBS))
+        return batch
+
+
+def make_replica(
+    tokenizer: PreTrainedTokenizerFast, pause_s: float, broken: Path | None, kind: Callable[[float], CountingEngine]
+) -> Replica:
+    if broken is not None and broken.exists():
+        raise RuntimeError("this machine has no room for an engine")
+    engine = kind(pause_s)
+    params = SamplingParams(1)
+    env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=UNIT * REPEATS, repeats=REPEATS)
+    test_env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=3, repeats=1, split="test")
+    evaluator = Evaluator(engine, test_env, None, params=params)
+    collectors = [RolloutCollector(env, GenerationPolicy(engine, params))]
+    return Replica(engine, collectors, evaluator, params, [torch.tensor([7])])
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[cluster.Cluster]:
+    started = cluster.start()
+    yield started
+    started.shutdown()
+
+
+@pytest.fixture
+def source_of(ray_cluster: cluster.Cluster, tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., RaySource]]:
+    made: list[RaySource] = []
+
+    def make(
+        *,
+        replicas: int = 1,
+        references: int = 0,
+        pause_s: float = 0.01,
+        broken: Path | None = None,
+        state: dict[str, Any] | None = None,
+        engine: Callable[[float], CountingEngine] = CountingEngine,
+        reference: Callable[[], Doubling] = Doubling,
+        **settings: Any,
+    ) -> RaySource:
+        env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=UNIT * REPEATS, repeats=REPEATS)
+        options: dict[str, Any] = {"num_cpus": 0}
+        defaults = {"unit_groups": UNIT, "groups_per_batch": BATCH, "max_staleness": 1, "actor_timeout_s": 120.0}
+        source = RaySource(
+            env,
+            replicas=[(partial(make_replica, tokenizer, pause_s, broken, engine), options)] * replicas,
+            references=[(reference, options)] * references,
+            **(defaults | settings),
+        )
+        made.append(source)
+        if state is not None:
+            source.load_state_dict(state)
+        source.start()
+        source.wait_until_ready()
+        return source
+
+    yield make
+    for source in made:
+        source.close()
+
+
+class Deadly(Doubling):
+    """Stands for KLScoring; it ends its process."""
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        os._exit(1)
+
+
+class SlowEngine(CountingEngine):
+    """Takes its time to read its first weights."""
+
+    def load(self, handle: WeightHandle, version: int) -> None:
+        time.sleep(0 if version else 1.0)
+        super().load(handle, version)
+
+
+class DeadlyEngine(CountingEngine):
+    """Ends its process when it is given weights."""
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        os._exit(1)
+
+
+class UpdatedInFlight(CountingEngine):
+    """Samples until it is given version 4, for 60 s at most; an earlier state takes long to restore."""
+
+    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+        deadline = time.monotonic() + 60
+        while self.policy_version < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return super().generate(prompts, n, params)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        time.sleep(0.5)
+        self.policy_version = state["policy_version"]
+
+
+def hang_once(marker: Path) -> None:
+    """Hangs where the file is there, and takes it away: of two that come at the same time one hangs."""
+    with suppress(FileNotFoundError):
+        marker.unlink()
+        time.sleep(1000)
+
+
+class HangingEngine(CountingEngine):
+    """Hangs where a file in a folder says so."""
+
+    def __init__(self, folder: Path, pause_s: float) -> None:
+        super().__init__(pause_s)
+        self.folder = folder
+
+    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+        hang_once(self.folder / "generate")
+        return super().generate(prompts, n, params)
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        hang_once(self.folder / "update")
+        super().update_weights(weights, version)
+
+
+class HangingScoring(Doubling):
+    """Hangs where a file in a folder says so."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        hang_once(self.folder / "score")
+        return super().__call__(batch)
+
+
+class SlowToLoad(Doubling):
+    """Writes a file when it is made, after a while."""
+
+    def __init__(self, file: Path) -> None:
+        time.sleep(1.0)
+        file.touch()
+
+
+class SecondEngine(CountingEngine):
+    """Is made only where that file is there."""
+
+    def __init__(self, file: Path, pause_s: float) -> None:
+        super().__init__(pause_s)
+        if not file.exists():
+            raise ValueError("it was not waited for the reference model")
+
+
+def weights_of(version: int) -> Any:
+    import ray
+
+    return ray.put(PackedWeights.pack([("w", torch.tensor([float(version)]))], None))
+
+
+def sequences(batch: RayBatch) -> TensorDictBase:
+    import ray
+
+    return lazy_stack([row for group in ray.get(batch.refs) for row in group.unbind(0)])
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_slow_trainer_never_gets_older_groups_and_no_more_wait_than_the_bound_allows(
+    source_of: Callable[..., RaySource],
+) -> None:
+    steps, bound = 6, 2
+    source = source_of(references=1, total_groups=steps * BATCH, max_staleness=bound)
+    source.publish(weights_of(0), 0)
+    trained: list[int] = []
+    for version in range(steps):
+        batch = source.next_batch()
+        assert all(isinstance(group, int) for group in batch.groups)
+        assert {type(ref).__name__ for ref in batch.refs} == {"ObjectRef"}  # the driver holds numbers and references
+        data = sequences(batch)
+        versions = data.get(keys.POLICY_VERSION).reshape(-1)
+        assert version - int(versions.min()) <= bound
+        metrics = source.metrics()
+        assert metrics["staleness/max"] == version - int(versions.min())
+        assert metrics["staleness/mean"] == pytest.approx(version - versions.float().mean().item())
+        assert metrics["buffer/waiting_max"] <= (bound + 1) * BATCH
+        assert metrics["buffer/waiting"] + metrics["buffer/in_flight"] <= bound * BATCH
+        # What a sequence says of the weights that sampled it is what its tokens show, and it was scored.
+        assert torch.equal(torch.cat([row.get(keys.RESPONSE) for row in data.unbind(0)]), 5 + versions)
+        for row in data.unbind(0):
+            torch.testing.assert_close(row.get(keys.REF_LOG_PROBS), 2 * row.get(keys.LOG_PROBS))
+        assert data.get(keys.GROUP_ID).reshape(-1).tolist() == [g for g in batch.groups for _ in range(REPEATS)]
+        trained += batch.groups
+        time.sleep(0.3)  # ten times what a unit takes: sampling runs ahead as far as it may
+        source.publish(weights_of(version + 1), version + 1)
+    assert sorted(trained) == list(range(steps * BATCH))
+    assert metrics["staleness/max"] == bound
+    assert source.metrics()["buffer/in_flight"] == 0  # nothing is sampled that no batch will train
+
+
+def test_the_published_weights_are_evaluated_and_bound_0_waits_for_them(source_of: Callable[..., RaySource]) -> None:
+    source = source_of(total_groups=3 * BATCH, max_staleness=0)
+    for version in range(3):
+        source.publish(weights_of(version), version)
+        metrics, rows = source.evaluate(sampled=False)
+        assert metrics["eval/response_length"] == 1 and len(rows) == 3
+        batch = source.next_batch()
+        assert batch.groups == tuple(range(version * BATCH, (version + 1) * BATCH))
+        assert sequences(batch).get(keys.POLICY_VERSION).unique().tolist() == [version]
+        assert source.metrics()["staleness/max"] == 0
+        state = source.state_dict()
+        assert state["units"] == [] and state["env"]["next_group"] == (version + 1) * BATCH
+
+
+def test_weights_are_there_while_a_replica_reads_them_and_freed_after_that(
+    source_of: Callable[..., RaySource], tmp_path: Path
+) -> None:
+    import ray
+
+    sender, released = FileSender(tmp_path, torch.float32), list[int]()
+
+    def release(version: int) -> None:
+        sender.release(version)
+        released.append(version)
+
+    source = source_of(total_groups=BATCH, max_staleness=2, engine=SlowEngine, release=release)
+    for version in range(3):
+        source.publish(ray.put(sender.pack([("w", torch.tensor([float(version)]))], version)), version)
+    assert released == [1]  # nobody will read it
+    [[(_, token, _)]] = source.probes()
+    assert token.item() == 5 + 2
+    assert released == [1, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["weights_000002.safetensors"]
+
+
+def test_killed_actors_are_replaced_and_every_group_is_trained_once(source_of: Callable[..., RaySource]) -> None:
+    steps = 12
+    source = source_of(replicas=2, references=1, total_groups=steps * BATCH, pause_s=0.1)
+    first_pids = source.pids()
+    source.publish(weights_of(0), 0)
+    trained: list[int] = []
+    for version in range(steps):
+        if version == 3:
+            os.kill(first_pids["rollout actor 0"], signal.SIGKILL)
+        if version == 6:
+            os.kill(first_pids["reference actor 0"], signal.SIGKILL)
+        batch = source.next_batch()
+        data = sequences(batch)
+        versions = data.get(keys.POLICY_VERSION).reshape(-1)
+        assert version - int(versions.min()) <= 1
+        # Whoever sampled it had the weights of the version that it names.
+        assert torch.equal(torch.cat([row.get(keys.RESPONSE) for row in data.unbind(0)]), 5 + versions)
+        assert all(row.get(keys.REF_LOG_PROBS, None) is not None for row in data.unbind(0))
+        trained += batch.groups
+        if version == steps - 2:  # the last step is played with everyone back at work
+            deadline = time.monotonic() + 300
+            while len(source.pids()) < 3 and time.monotonic() < deadline:
+                time.sleep(0.1)
+        source.publish(weights_of(version + 1), version + 1)
+    assert sorted(trained) == list(range(steps * BATCH))
+    metrics = source.metrics()
+    assert (metrics["workers/restarts_rollout"], metrics["workers/restarts_reference"]) == (1, 1)
+    assert metrics["workers/groups_resampled"] in (0, UNIT)  # it may have been killed between two units
+    served = [metrics[f"workers/responses_rollout_{index}"] for index in range(2)]
+    assert sum(served) == steps * BATCH * REPEATS and min(served) > 0
+    pids = source.pids()
+    assert pids["rollout actor 1"] == first_pids["rollout actor 1"]
+    assert pids["rollout actor 0"] != first_pids["rollout actor 0"]
+    for [(prompt, token, log_prob)] in source.probes():  # of each replica: the new one has the current weights too
+        assert (prompt.item(), token.item(), log_prob.item()) == (7, 5 + steps, -float(steps))
+    source.close()
+    deadline = time.monotonic() + 300
+    while not all(map(gone, pids.values())) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert all(map(gone, pids.values()))
+
+
+def test_weights_arrive_while_the_only_unit_of_a_replica_is_played(
+    source_of: Callable[..., RaySource], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Also where a replica plays one unit at a time; what its engine goes on from is restored before."""
+    env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=UNIT * REPEATS, repeats=REPEATS)
+    state = {"env": env.state_dict(), "units": [], "engines": [{"policy_version": 0}]}
+    source = source_of(total_groups=BATCH, max_staleness=9, engine=UpdatedInFlight, in_flight="keep", state=state)
+    source.publish(weights_of(3), 3)
+    until(lambda: source._fleet.replicas[0].units)
+    source.publish(weights_of(4), 4)
+    data = sequences(source.next_batch())
+    assert {int(row.get(keys.RESPONSE)) for row in data.unbind(0)} == {5 + 4}
+
+
+def test_actors_that_hang_are_replaced_and_every_group_is_trained_once(
+    source_of: Callable[..., RaySource], tmp_path: Path
+) -> None:
+    """One replica hangs while it samples, the other one while it takes weights, the reference while it scores."""
+    steps, (update, score, generate) = 20, [tmp_path / name for name in ("update", "score", "generate")]
+    source = source_of(
+        replicas=2, references=1, total_groups=steps * BATCH, max_staleness=steps, pause_s=0.1, actor_timeout_s=600.0,
+        engine=partial(HangingEngine, tmp_path), reference=partial(HangingScoring, tmp_path),
+    )  # fmt: skip
+    first_pids = source.pids()
+    for marker in (update, score):
+        marker.touch()
+    source.publish(weights_of(0), 0)
+    until(lambda: not score.exists())
+    generate.touch()
+    until(lambda: not update.exists() and not generate.exists())
+    time.sleep(1.0)  # all three hang by now, and the bound is only this short until they are found
+    source._fleet._actor_timeout_s = 0.5
+    until(lambda: sum(worker.restarts for worker in source._fleet.workers) == 3)
+    source._fleet._actor_timeout_s = 600.0
+    trained: list[int] = []
+    for version in range(steps):
+        trained += source.next_batch().groups
+        source.publish(weights_of(version + 1), version + 1)
+    assert sorted(trained) == list(range(steps * BATCH))
+    metrics = source.metrics()
+    assert (metrics["workers/restarts_rollout"], metrics["workers/restarts_reference"]) == (2, 1)
+    assert metrics["workers/groups_resampled"] == UNIT
+    until(lambda: all(map(gone, first_pids.values())))
+
+
+def test_an_actor_that_hangs_while_it_starts_ends_the_run(source_of: Callable[..., RaySource]) -> None:
+    with pytest.raises(WorkersLostError, match=r"actor 0 could not start: it was to start, and did not within 2 s"):
+        source_of(references=1, reference=partial(time.sleep, 1000), total_groups=BATCH, actor_timeout_s=2.0)
+
+
+def test_a_replica_that_is_not_there_is_not_probed(source_of: Callable[..., RaySource], tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    source = source_of(replicas=2, total_groups=BATCH, broken=broken)
+    source.publish(weights_of(0), 0)
+    assert len(source.probes()) == 2
+    broken.touch()
+    os.kill(source.pids()["rollout actor 0"], signal.SIGKILL)
+    assert len(source.probes()) == 1  # asked, and lost
+    assert len(source.pids()) == 1 == len(source.probes())  # not asked
+
+
+def test_the_driver_does_not_grow_with_the_run(source_of: Callable[..., RaySource]) -> None:
+    """All that a group leaves behind here are its numbers, and those of trained groups are dropped."""
+    steps, settled = 300, 100
+    source = source_of(total_groups=steps * BATCH, pause_s=0.0)
+    memory = []
+    for version in range(steps):
+        source.publish(weights_of(version), version)
+        source.next_batch()
+        if version >= settled:
+            memory.append(psutil.Process().memory_info().rss)
+    assert len(source.state_dict()["units"]) == 0
+    assert memory[-1] - memory[0] < 8 * 2**20
+
+
+class CountingTrainer:
+    """A trainer in this process whose weights are its version; the engine's actor dies inside its second step."""
+
+    def __init__(self, source: RaySource, before_step: dict[int, Callable[[], None]]) -> None:
+        self.source, self.before_step = source, before_step
+        self.version = self.optim_steps = 0
+
+    def train_batch(self, batch: RayBatch) -> dict[str, float]:
+        self.before_step.get(self.version, lambda: None)()
+        self.version += 1
+        self.optim_steps += 1
+        return {"train/loss": 0.0, "rollout/tokens": 1.0}
+
+    def weights(self) -> Any:
+        return weights_of(self.version)
+
+    def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
+        return checkpointer.save(self.version, {}, source)
+
+
+def test_a_run_whose_engines_stay_dead_is_saved_and_says_why(
+    source_of: Callable[..., RaySource], tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    source = source_of(total_groups=100 * BATCH, broken=broken, recovery_timeout_s=2.0)
+
+    def break_it() -> None:
+        broken.touch()
+        os.kill(source.pids()["rollout actor 0"], signal.SIGKILL)
+
+    trainer = CountingTrainer(source, {2: break_it})
+    with (
+        MetricsLogger(tmp_path, tensorboard=False, config={}) as logger,
+        Console(file=(tmp_path / "out").open("w")) as console,
+        pytest.raises(WorkersLostError, match=r"all of rollout actor 0 have been dead for \d+ s, more than the 2 s"),
+    ):
+        fit(trainer, source, None, Checkpointer(tmp_path, {}), logger, console, num_batches=100, sequences_per_batch=8)
+    [checkpoint] = tmp_path.glob("checkpoint_*.pt")
+    step = len([row for row in read_jsonl(tmp_path / "metrics.jsonl") if "train/loss" in row])
+    state = torch.load(checkpoint, weights_only=True)
+    assert state["step"] == step >= 3
+    # What was sampled and not trained is in the state, so that a resumed run draws it again: nothing is lost.
+    waiting = [group for unit in state["source"]["units"] for group in unit["wanted"]]
+    assert len(waiting) == state["source"]["env"]["next_group"] - step * BATCH
+
+
+def test_a_restored_source_plays_what_was_not_trained_and_nothing_twice(source_of: Callable[..., RaySource]) -> None:
+    source = source_of(total_groups=4 * BATCH, max_staleness=2)
+    source.publish(weights_of(0), 0)
+    first = source.next_batch()
+    time.sleep(0.5)  # more is sampled meanwhile
+    state = source.state_dict()
+    source.close()
+    restored = source_of(total_groups=4 * BATCH, max_staleness=2, state=state)
+    rest: list[int] = []
+    for version in range(1, 4):
+        restored.publish(weights_of(version), version)
+        rest += restored.next_batch().groups
+    assert sorted([*first.groups, *rest]) == list(range(4 * BATCH))
+
+
+def test_what_an_actor_refuses_is_raised_as_it_was(ray_cluster: cluster.Cluster, tmp_path: Path) -> None:
+    env = LLMEnv  # never made: the factory is what fails
+    broken = tmp_path / "broken"
+    broken.touch()
+    source = RaySource(
+        env,  # type: ignore[arg-type]
+        replicas=[(partial(make_replica, None, 0.0, broken, CountingEngine), {"num_cpus": 0})],  # type: ignore[arg-type]
+        unit_groups=1,
+        groups_per_batch=1,
+        total_groups=1,
+        max_staleness=0,
+    )
+    source.start()
+    try:
+        with pytest.raises(RuntimeError, match=r"^this machine has no room for an engine$"):
+            source.wait_until_ready()
+    finally:
+        source.close()
+
+
+class SlowStep:
+    """Stands for GRPOTrainer in a rank."""
+
+    def __init__(self) -> None:
+        self.version = self.optim_steps = 0
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield "w", torch.tensor([1.5], dtype=torch.bfloat16)
+        yield "v", torch.arange(6.0).reshape(2, 3)
+
+    def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
+        return checkpointer.save(self.version, {}, source)
+
+    def train_batch(self, batch: Any) -> dict[str, float]:
+        time.sleep(60)
+        return {}
+
+
+def make_rank(mesh: object) -> Rank:
+    assert mesh is None
+    return Rank(SlowStep(), [], ObjectSender(None))  # type: ignore[arg-type]
+
+
+def test_ranks_that_do_not_answer_end_the_run(ray_cluster: cluster.Cluster) -> None:
+    import ray
+
+    trainer = RayTrainer(make_rank, options=[{"num_cpus": 0}], actor_timeout_s=600.0)
+    trainer.start()
+    trainer._actor_timeout_s = 1.0
+    with pytest.raises(WaitedTooLongError, match=r"^waited 1 s for the training ranks to train a batch \(version 0\)"):
+        trainer.train_batch(RayBatch((0,), [ray.put(lazy_stack([TensorDict({})]))]))
+    assert trainer.optim_steps == -1
+    trainer.close()
+
+
+def test_the_port_that_the_ranks_meet_at_is_held_from_the_start(ray_cluster: cluster.Cluster) -> None:
+    rank = TrainerActor(make_rank, 0, 2, 1)
+    host, port = rank.open_store(timeout_s=10.0)
+    with socket.socket() as other, pytest.raises(OSError):
+        other.bind(("", port))
+    TCPStore(host, port, timeout=timedelta(seconds=10)).set("there", "yes")
+
+
+def test_a_dead_training_rank_ends_the_run_with_the_last_checkpoint_named(
+    ray_cluster: cluster.Cluster, tmp_path: Path
+) -> None:
+    import ray
+
+    trainer = RayTrainer(make_rank, options=[{"num_cpus": 0}])
+    trainer.start()
+    packed = dict(ray.get(trainer.weights()).weights())
+    assert packed["w"].dtype == torch.bfloat16 and packed["w"].item() == 1.5
+    assert packed["v"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    trainer.save(Checkpointer(tmp_path, {}), {})
+    threading.Timer(0.5, os.kill, (trainer.pids[0], signal.SIGKILL)).start()
+    with pytest.raises(TrainerLostError, match=r"training rank died .* train\.resume=.*checkpoint_000000\.pt"):
+        trainer.train_batch(RayBatch((0,), [ray.put(lazy_stack([TensorDict({})]))]))
+    assert trainer.optim_steps == -1  # inside a step: not a state that could be saved
+    trainer.close()
+
+
+def test_a_unit_that_every_reference_actor_dies_of_ends_the_run(source_of: Callable[..., RaySource]) -> None:
+    source = source_of(references=1, total_groups=BATCH, reference=Deadly)
+    source.publish(weights_of(0), 0)
+    with pytest.raises(WorkersLostError, match=r"groups \d to \d ended 3 reference actors"):
+        source.next_batch()
+
+
+def test_engines_that_share_an_accelerator_start_after_the_reference_models(
+    source_of: Callable[..., RaySource], tmp_path: Path
+) -> None:
+    file = tmp_path / "made"
+    settings: dict[str, Any] = {"references": 1, "reference": partial(SlowToLoad, file), "total_groups": BATCH}
+    source = source_of(engine=partial(SecondEngine, file), references_first=True, **settings)
+    assert source.pids().keys() == {"rollout actor 0", "reference actor 0"}
+
+
+def test_a_worker_that_had_nothing_to_do_was_alive_until_it_was_lost() -> None:
+    """Else a second loss after a long pause would count the pause as dead time."""
+    worker, gone = Worker("worker", lambda: None), RuntimeError("gone")
+    worker.lost(gone)
+    first = worker.alive_at
+    worker.started(1)
+    worker.owes["answer"] = "load weights", time.monotonic()
+    worker.lost(gone)
+    assert worker.alive_at == first
+    worker.started(2)
+    worker.lost(gone)
+    assert worker.alive_at > first
+
+
+def test_actors_that_start_and_die_again_and_again_count_as_dead(source_of: Callable[..., RaySource]) -> None:
+    source = source_of(total_groups=BATCH, engine=DeadlyEngine, recovery_timeout_s=4.0)
+    source.publish(weights_of(0), 0)
+    with pytest.raises(WorkersLostError, match=r"all of rollout actor 0 have been dead for \d+ s, more than the 4 s"):
+        source.next_batch()

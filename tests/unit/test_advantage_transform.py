@@ -1,0 +1,472 @@
+"""GroupAdvantage: on its own, in a replay buffer, in an environment."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import NonTensorStack, TensorDict, lazy_stack
+from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer
+from torchrl.envs import Compose, RewardSum, TransformedEnv
+from torchrl.envs.utils import check_env_specs
+
+from tests.unit.test_env import END, EchoTask, TwoTurnTask, respond
+from torchrl_grpo import keys
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.functional import sampled_token_gae
+from torchrl_grpo.models.packing import pad_batch
+from torchrl_grpo.tasks.base import Problem
+from torchrl_grpo.transforms.advantage import GroupAdvantage
+from torchrl_grpo.transforms.reward import RewardShaping
+
+
+def batch_of(rewards: list[float], groups: list[int], valid: list[bool] | None = None) -> TensorDict:
+    """A ragged batch: sequence i has i + 1 tokens."""
+    rows = []
+    for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
+        row = TensorDict({"tokens": {"full": torch.arange(i + 1)}, "next": {"reward": torch.tensor([reward])}})
+        row["group_id"] = torch.tensor([group])
+        if valid is not None:
+            row["reward_valid"] = torch.tensor([valid[i]])
+        rows.append(row)
+    return lazy_stack(rows)
+
+
+def values(data: TensorDict) -> list[float]:
+    return data["advantage"].squeeze(-1).tolist()
+
+
+KEYS = ("group_id", ("next", "reward"), "advantage")
+
+
+# On its own
+
+
+def test_advantage_is_centred_and_scaled_within_each_group():
+    transform = GroupAdvantage(3)
+    # Group 4 is (1, 2, 3): mean 2, std 1. Group 9 is (0, 0, 6): mean 2, std sqrt(12).
+    out = transform(batch_of([1, 0, 2, 0, 3, 6], [4, 9, 4, 9, 4, 9]))
+    std = 12**0.5
+    assert values(out) == pytest.approx([-1, -2 / std, 0, -2 / std, 1, 4 / std], abs=2e-6)
+    assert out["advantage"].dtype == torch.float32 and out["advantage"].shape == (6, 1)
+    assert values(GroupAdvantage(3, std="none")(batch_of([1, 2, 6], [0] * 3))) == [-2, -1, 3]
+
+
+def test_invalid_rewards_leave_the_group_and_signalless_groups_are_counted():
+    transform = GroupAdvantage(3, std="none")
+    rewards = [1, 3, 100, 5, 5, 5, 0, 1, 7]
+    valid = [True, True, False, True, True, True, False, False, True]
+    out = transform(batch_of(rewards, [0] * 3 + [1] * 3 + [2] * 3, valid))
+    assert values(out) == [-1, 1, 0, 0, 0, 0, 0, 0, 0]
+    assert (transform.num_groups, transform.num_zero_signal_groups, transform.num_invalid) == (3, 2, 3)
+    transform.reset_counts()
+    assert (transform.num_groups, transform.num_zero_signal_groups, transform.num_invalid) == (0, 0, 0)
+
+
+def test_a_group_of_another_size_is_refused():
+    with pytest.raises(ValueError, match=r"repeats=2 members, 1 of 2 have not \(the first has 3\)"):
+        GroupAdvantage(2)(batch_of([1, 2, 3, 4, 5], [0, 0, 1, 1, 1]))
+    with pytest.raises(ValueError, match="repeats=1 must be at least 2"):
+        GroupAdvantage(1)
+    one_each = GroupAdvantage(1, mean="batch", std="none")(batch_of([1, 3], [0, 1]))
+    assert one_each["advantage"].flatten().tolist() == [-1.0, 1.0]
+
+
+def test_an_advantage_that_is_there_is_left_alone():
+    batch = batch_of([1, 3], [0, 0])
+    batch["advantage"] = torch.tensor([[5.0], [6.0]])
+    assert values(GroupAdvantage(2)(batch)) == [5, 6]
+
+
+def test_keys_can_be_named_and_groups_can_be_texts():
+    batch = TensorDict({"score": torch.tensor([[1.0], [3.0], [0.0], [4.0]])}, [4])
+    batch["query"] = NonTensorStack("a", "b", "a", "b")
+    transform = GroupAdvantage(2, std="none", reward_key="score", group_key="query", advantage_key=("loss", "weight"))
+    assert transform(batch)["loss", "weight"].tolist() == [[0.5], [-0.5], [-0.5], [0.5]]
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("group_id", r"no entry group_id, it has .*next\.reward.*: write it"),
+        (keys.REWARD, r"no entry next\.reward, it has .*group_id.*: write it"),
+    ],
+)
+def test_missing_groups_and_rewards_are_named_wherever_the_transform_is(missing, message):
+    batch = batch_of([1, 3], [0, 0])
+    for row in batch.unbind(0):
+        row.del_(missing)
+    with pytest.raises(KeyError, match=message):
+        GroupAdvantage(2)(batch)
+    with pytest.raises(KeyError, match=message):
+        ReplayBuffer(storage=LazyStackStorage(2), transform=GroupAdvantage(2)).extend(batch)
+
+
+# In a replay buffer
+
+
+@pytest.mark.parametrize("storage", [LazyStackStorage, LazyTensorStorage])
+def test_a_buffer_gets_whole_groups_only(storage):
+    def make(rewards, groups):
+        batch = batch_of(rewards, groups)
+        return batch if storage is LazyStackStorage else batch.exclude("tokens").contiguous()
+
+    transform = GroupAdvantage(2, std="none")
+    buffer = ReplayBuffer(storage=storage(10), transform=transform)
+    buffer.extend(make([1, 2, 3, 6], [0, 1, 0, 2]))
+    assert len(buffer) == 2 and transform.num_waiting == 2
+    buffer.extend(make([9], [0]))
+    assert len(buffer) == 2 and transform.num_waiting == 3
+    buffer.extend(make([4, 0, 2], [2, 0, 1]))
+    assert len(buffer) == 8 and transform.num_waiting == 0
+    stored = {key: buffer[:][key].squeeze(-1).tolist() for key in KEYS}
+    assert stored["group_id"] == [0, 0, 2, 2, 0, 0, 1, 1]
+    assert stored["advantage"] == [-1, 1, 1, -1, 4.5, -4.5, 0, 0]
+    assert transform.num_groups == 4 and transform.num_zero_signal_groups == 1
+    # A sample of single members keeps what was computed over the whole group.
+    sample = buffer.sample(5)
+    expected = dict(zip(stored["next", "reward"], stored["advantage"], strict=True))
+    for reward, advantage in zip(*(sample[key].squeeze(-1).tolist() for key in KEYS[1:]), strict=True):
+        assert expected[reward] == advantage
+
+
+def test_extending_leaves_the_callers_batch_as_it_was():
+    batch = batch_of([1, 3], [0, 0])
+    ReplayBuffer(storage=LazyStackStorage(2), transform=GroupAdvantage(2)).extend(batch)
+    assert batch.get("advantage", None) is None
+
+
+# In an environment
+
+
+def test_specs_with_the_advantage_are_right(tokenizer):
+    class SameLength(EchoTask):
+        def problems(self, split):
+            return [Problem(letter, letter) for letter in "abcdef"]
+
+    env = TransformedEnv(LLMEnv(SameLength(), tokenizer, num_envs=6, repeats=3), GroupAdvantage(3))
+    check_env_specs(env)
+
+
+@pytest.mark.parametrize("others", [[], [RewardSum]])
+def test_the_advantage_is_written_when_the_last_row_of_a_group_is_done(tokenizer, others):
+    def encode(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    transform = GroupAdvantage(2, std="none")
+    env = TransformedEnv(
+        LLMEnv(TwoTurnTask(), tokenizer, num_envs=4, repeats=2, max_turns=2),
+        Compose(transform, *(other() for other in others)),
+    )
+    data = env.reset()
+    assert data["advantage"].tolist() == [[0.0]] * 4
+    stop, more = [*encode("stop"), END], [*encode("x"), END]
+    # Group 0 ends at once, without signal; group 1 has a row that goes on.
+    first = respond(env, data, [stop, stop, stop, more])
+    assert first["next", "advantage"].tolist() == [[0.0]] * 4
+    assert (transform.num_groups, transform.num_zero_signal_groups) == (1, 1)
+    second = env.step_mdp(first)
+    second.set("_step", ~second["done"])
+    last = respond(env, second, [[], [], [], more])
+    assert last["next", "reward"].squeeze(-1).tolist() == [1, 1, 1, 2]
+    assert last["next", "advantage"].squeeze(-1).tolist() == [0, 0, -0.5, 0.5]
+    assert (transform.num_groups, transform.num_zero_signal_groups, transform.num_invalid) == (2, 1, 0)
+
+
+def test_a_batch_statistic_in_an_environment_is_over_the_groups_that_are_done(tokenizer):
+    """Group 0 is done with rewards 1, 1; group 1 is half done, so at first the batch is (1, 1), then (1, 1, 1, 2)."""
+    env = TransformedEnv(
+        LLMEnv(TwoTurnTask(), tokenizer, num_envs=4, repeats=2, max_turns=2),
+        GroupAdvantage(2, mean="batch", std="none"),
+    )
+    stop = [*tokenizer("stop", add_special_tokens=False)["input_ids"], END]
+    more = [*tokenizer("x", add_special_tokens=False)["input_ids"], END]
+    first = respond(env, env.reset(), [stop, stop, stop, more])
+    assert first["next", "advantage"].tolist() == [[0.0]] * 4
+    second = env.step_mdp(first)
+    second.set("_step", ~second["done"])
+    last = respond(env, second, [[], [], [], more])
+    assert last["next", "advantage"].squeeze(-1).tolist() == [-0.25, -0.25, -0.25, 0.75]
+
+
+# One advantage for each token
+
+
+def token_row(
+    reward: list[float], mask: list[int], group: int, valid: bool = True, value: list[float] | None = None
+) -> TensorDict:
+    row = TensorDict({keys.ASSISTANT_MASK: torch.tensor(mask).bool(), keys.FULL: torch.arange(len(mask))})
+    row[keys.TOKEN_REWARD] = torch.tensor(reward, dtype=torch.float32)
+    row[keys.GROUP_ID], row[keys.REWARD_VALID] = torch.tensor([group]), torch.tensor([valid])
+    if value is not None:
+        row[keys.STATE_VALUE] = torch.tensor(value, dtype=torch.float32)
+    return row
+
+
+def random_token_rows(seed: int, *, values: bool = False, invalid: bool = True) -> list[TensorDict]:
+    """3 groups of 4 ragged dialogs; one is not valid, one has no sampled token; junk where nothing was sampled."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for i in range(12):
+        length = 2 + int(torch.randint(0, 9, (), generator=generator))
+        mask = (torch.rand(length, generator=generator) > 0.4).int()
+        mask[0] = 0
+        if i == 5:
+            mask[:] = 0
+        reward = torch.randn(length, generator=generator)
+        value = torch.randn(length, generator=generator)
+        if invalid and i == 2:
+            reward[:] = math.nan
+        reward[mask == 0] = 77.0
+        value[mask == 0] = math.nan
+        known = value.tolist() if values else None
+        rows.append(token_row(reward.tolist(), mask.tolist(), i % 3, i != 2 or not invalid, known))
+    return rows
+
+
+def gae_by_loop(row: TensorDict, gamma: float, lmbda: float) -> dict[int, float]:
+    """The estimate of each sampled token of one sequence, by position, from the definition with a sum over the rest."""
+    places = row[keys.ASSISTANT_MASK].nonzero().reshape(-1).tolist()
+    reward = row[keys.TOKEN_REWARD].tolist()
+    value = row[keys.STATE_VALUE].tolist() if keys.STATE_VALUE in row else [0.0] * len(reward)
+    delta = []
+    for k, place in enumerate(places):
+        following = value[places[k + 1]] if k + 1 < len(places) else 0.0
+        delta.append(reward[place] + gamma * following - value[place])
+    return {
+        place: sum((gamma * lmbda) ** (j - k) * delta[j] for j in range(k, len(places)))
+        for k, place in enumerate(places)
+    }
+
+
+def mean_and_std(values: list[float]) -> tuple[float, float]:
+    mean = sum(values) / max(len(values), 1)
+    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1))
+
+
+def token_advantages_by_loop(
+    rows: list[TensorDict], *, mean: str = "group", std: str = "group", gamma: float = 1.0, lmbda: float = 1.0
+) -> list[list[float]]:
+    """The advantage of every token, sequence by sequence and token by token."""
+    estimates = [gae_by_loop(row, gamma, lmbda) if row[keys.REWARD_VALID].item() else {} for row in rows]
+    groups = [row[keys.GROUP_ID].item() for row in rows]
+
+    def others(i: int, over: str) -> list[tuple[int, int]]:
+        return [(j, t) for j in range(len(rows)) for t in estimates[j] if over == "batch" or groups[j] == groups[i]]
+
+    centred = [dict(entry) for entry in estimates]
+    for i, entry in enumerate(estimates):
+        if mean != "none":
+            baseline = mean_and_std([estimates[j][t] for j, t in others(i, mean)])[0]
+            centred[i] = {t: value - baseline for t, value in entry.items()}
+    out = [[0.0] * len(row[keys.ASSISTANT_MASK]) for row in rows]
+    for i, entry in enumerate(centred):
+        scale = 1.0
+        if std != "none":
+            scale = mean_and_std([centred[j][t] for j, t in others(i, std)])[1] + 1e-6
+        for t, value in entry.items():
+            out[i][t] = value / scale
+    return out
+
+
+def token_lists(batch: TensorDict) -> list[list[float]]:
+    return [row.get("advantage").tolist() for row in batch.unbind(0)]
+
+
+def assert_tokens_close(actual: list[list[float]], expected: list[list[float]]) -> None:
+    for row, other in zip(actual, expected, strict=True):
+        assert row == pytest.approx(other, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("mean", ["group", "batch", "none"])
+@pytest.mark.parametrize("std", ["group", "batch", "none"])
+@pytest.mark.parametrize(("gamma", "lmbda", "values"), [(1.0, 1.0, False), (0.9, 0.8, True), (0.5, 1.0, False)])
+def test_token_advantages_are_what_a_plain_loop_computes(mean, std, gamma, lmbda, values):
+    rows = random_token_rows(3, values=values)
+    expected = token_advantages_by_loop(rows, mean=mean, std=std, gamma=gamma, lmbda=lmbda)
+    out = GroupAdvantage(4, level="token", mean=mean, std=std, gamma=gamma, lmbda=lmbda)(lazy_stack(rows))
+    assert_tokens_close(token_lists(out), expected)
+    assert out[0]["advantage"].dtype == torch.float32
+    for row in out.unbind(0):
+        assert row["advantage"].shape == row[keys.FULL].shape
+        assert not row["advantage"][~row[keys.ASSISTANT_MASK]].any()
+
+
+@pytest.mark.parametrize(
+    ("gamma", "lmbda", "values"),
+    [(1.0, 1.0, False), (0.9, 1.0, False), (1.0, 0.7, True), (0.9, 0.0, True), (0.0, 1.0, True), (0.8, 0.6, True)],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_estimate_alone_is_the_sum_of_discounted_errors(seed, gamma, lmbda, values):
+    rows = random_token_rows(seed, values=values)
+    transform = GroupAdvantage(4, level="token", mean="none", std="none", gamma=gamma, lmbda=lmbda)
+    expected = token_advantages_by_loop(rows, mean="none", std="none", gamma=gamma, lmbda=lmbda)
+    assert_tokens_close(token_lists(transform(lazy_stack(rows))), expected)
+
+
+def test_estimates_by_hand_skip_what_was_not_sampled():
+    """gamma 0.5, lmbda 0.5, values 2 and 4, rewards 1 and 3, a token of the environment in between.
+
+    Last token: 3 - 4 = -1. First: 1 + 0.5 * 4 - 2 = 1, and 0.5 * 0.5 * (-1) from the last: 0.75.
+    """
+    reward, value = torch.tensor([[1.0, 9, 3, 9]]).double(), torch.tensor([[2.0, math.nan, 4, 9]]).double()
+    mask = torch.tensor([[True, False, True, False]])
+    assert sampled_token_gae(reward, value, mask, 0.5, 0.5).tolist() == [[0.75, 0, -1, 0]]
+    assert sampled_token_gae(reward[:0], value[:0], mask[:0], 0.5, 0.5).shape == (0, 4)
+
+
+def test_reinforce_pp_by_hand():
+    """Two answers to one prompt, one of 1 token with reward 1, one of 2 tokens with reward 0; kl_coef 0.5, k1.
+
+    log sample - log ref: 0 for the first; 1 and -1 for the second. Token rewards: (1), and -0.5 * (1, -1).
+    Summed from each token to the end: (1), and (-0.5 + 0.5, 0.5) = (0, 0.5). Over the three tokens of the batch the
+    mean is 0.5 and the variance (0.25 + 0.25 + 0) / 2 = 0.25, so the std is 0.5 and the advantages are 1, -1, 0.
+    """
+    rows = []
+    for reward, sample, ref in ((1.0, [0, -2], [0, -2]), (0.0, [0, -1, -3], [0, -2, -2])):
+        row = token_row([0.0] * len(sample), [0] + [1] * (len(sample) - 1), 0).exclude(keys.TOKEN_REWARD)
+        row[keys.REWARD] = torch.tensor([reward])
+        row[keys.LOG_PROBS], row[keys.REF_LOG_PROBS] = torch.tensor(sample).float(), torch.tensor(ref).float()
+        rows.append(row)
+    batch = RewardShaping(kl_coef=0.5, kl_estimator="k1")(lazy_stack(rows))
+    out = GroupAdvantage(2, level="token", mean="batch", std="batch")(batch)
+    assert_tokens_close(token_lists(out), [[0, 1], [0, -1, 0]])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_reinforce_pp_is_reward_less_kl_to_come_over_the_batch(seed):
+    """arXiv 2501.03262: A_t = reward - beta * sum of the KL from t on, then less mean over std of all tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = random_token_rows(seed)
+    expected: list[dict[int, float]] = []
+    for row in rows:
+        for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS):
+            row[key] = torch.randn(row[keys.FULL].shape, generator=generator)
+        row[keys.REWARD] = torch.rand(1, generator=generator).round()
+        del row["next", "token_reward"]
+        places = row[keys.ASSISTANT_MASK].nonzero().reshape(-1).tolist() if row[keys.REWARD_VALID].item() else []
+        kl = (row[keys.LOG_PROBS].double() - row[keys.REF_LOG_PROBS].double()).tolist()
+        expected.append({t: row[keys.REWARD].item() - 0.1 * sum(kl[i] for i in places if i >= t) for t in places})
+    mean, std = mean_and_std([value for entry in expected for value in entry.values()])
+    batch = RewardShaping(kl_coef=0.1)(lazy_stack(rows))
+    out = GroupAdvantage(4, level="token", mean="batch", std="batch")(batch)
+    for row, entry in zip(out.unbind(0), expected, strict=True):
+        wanted = [(entry[t] - mean) / std if t in entry else 0.0 for t in range(len(row["advantage"]))]
+        assert row["advantage"].tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+def test_padding_order_and_junk_outside_the_mask_change_no_token_advantage():
+    arguments = {"level": "token", "gamma": 0.9, "lmbda": 0.8, "mean": "batch", "std": "batch"}
+    rows = random_token_rows(1, values=True)
+    expected = token_lists(GroupAdvantage(4, **arguments)(lazy_stack([row.clone() for row in rows])))
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0)).tolist()
+    shuffled = GroupAdvantage(4, **arguments)(lazy_stack([rows[i].clone() for i in order]))
+    assert_tokens_close(token_lists(shuffled), [expected[i] for i in order])
+    wide = lazy_stack([*rows, *(token_row([math.nan] * 50, [0] * 50, 9, value=[0.0] * 50) for _ in range(4))])
+    per_token = {keys.ASSISTANT_MASK: False, keys.TOKEN_REWARD: math.nan, keys.STATE_VALUE: 5.0}
+    padded = pad_batch(wide, per_token, [keys.GROUP_ID, keys.REWARD_VALID])
+    out = GroupAdvantage(4, **arguments)(padded)
+    assert out is padded and out["advantage"].shape == (16, 50)
+    for i, row in enumerate(expected):
+        assert out["advantage"][i].tolist() == row + [0.0] * (50 - len(row))
+
+
+def test_invalid_sequences_have_no_effect_on_the_tokens_of_others():
+    transform = GroupAdvantage(2, level="token", std="none")
+    valid = [token_row([0, 1], [0, 1], 0), token_row([0, 3, 5], [0, 1, 1], 0)]
+    expected = token_lists(transform(lazy_stack(valid)))
+    assert_tokens_close(expected, [[0, 1 - 14 / 3], [0, 8 - 14 / 3, 5 - 14 / 3]])
+    broken = [token_row([0, 1], [0, 1], 1), token_row([0, 3, 5], [0, 1, 1], 1)]
+    broken += [token_row([0, math.nan], [0, 1], 2, valid=False), token_row([0, 1e9], [0, 1], 2, valid=False)]
+    for rows in (broken, broken[::-1]):
+        got = GroupAdvantage(2, level="token", mean="batch", std="none")(lazy_stack([row.clone() for row in rows]))
+        by_group = {row[keys.GROUP_ID].item(): [] for row in rows}
+        for row in got.unbind(0):
+            by_group[row[keys.GROUP_ID].item()].append(row["advantage"].tolist())
+        assert_tokens_close(sorted(by_group[1], key=len), expected)
+        assert by_group[2] == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_groups_without_signal_are_exactly_zero_and_counted_at_token_level():
+    transform = GroupAdvantage(2, level="token")
+    rows = [token_row([0, 0.1], [0, 1], 0), token_row([0, 0, 0.1], [0, 1, 1], 0)]  # equal returns everywhere
+    rows += [token_row([0.0], [0], 1), token_row([0.0], [0], 1)]  # nothing sampled
+    rows += [token_row([0, 1], [0, 1], 2), token_row([0, 2], [0, 1], 2, valid=False)]  # one valid token
+    rows += [token_row([0, 1], [0, 1], 3), token_row([0, 2], [0, 1], 3)]
+    out = transform(lazy_stack(rows))
+    assert token_lists(out)[:6] == [[0, 0], [0, 0, 0], [0], [0], [0, 0], [0, 0]]
+    assert_tokens_close(token_lists(out)[6:], [[0, -(0.5**0.5)], [0, 0.5**0.5]])
+    assert (transform.num_groups, transform.num_zero_signal_groups, transform.num_invalid) == (4, 3, 1)
+
+
+@pytest.mark.parametrize("mean", ["group", "batch", "none"])
+def test_a_batch_in_which_nothing_was_sampled_is_zero(mean):
+    out = GroupAdvantage(2, level="token", mean=mean)(lazy_stack([token_row([0.0, 0.0], [0, 0], 0) for _ in range(2)]))
+    assert token_lists(out) == [[0, 0], [0, 0]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=5), min_size=4, max_size=4))
+def test_over_the_tokens_of_the_batch_the_mean_is_zero_and_the_std_one(rewards):
+    rows = [token_row(reward, [1] * len(reward), i % 2) for i, reward in enumerate(rewards)]
+    out = GroupAdvantage(2, level="token", mean="batch", std="batch", gamma=0.9)(lazy_stack(rows))
+    advantage = torch.cat([row["advantage"] for row in out.unbind(0)]).double()
+    estimates = [value for row in rows for value in gae_by_loop(row, 0.9, 1.0).values()]
+    if max(estimates) - min(estimates) > 1e-2:
+        assert advantage.mean().item() == pytest.approx(0, abs=1e-5)
+        assert advantage.std().item() == pytest.approx(1, abs=1e-3)
+
+
+def test_a_buffer_gets_token_advantages_of_whole_groups():
+    transform = GroupAdvantage(2, level="token", std="none")
+    buffer = ReplayBuffer(storage=LazyStackStorage(4), batch_size=2, transform=transform)
+    batch = lazy_stack([token_row([0, 1], [0, 1], 0), token_row([0, 1], [0, 1], 1), token_row([0, 2], [0, 1], 0)])
+    buffer.extend(batch)
+    assert len(buffer) == 2 and transform.num_waiting == 1
+    assert token_lists(buffer[:]) == [[0, -0.5], [0, 0.5]]
+    assert sum(map(sum, token_lists(buffer.sample()))) in (-1, 0, 1)
+    assert batch[0].get("advantage", None) is None
+
+
+def test_token_level_says_what_it_needs(tokenizer):
+    with pytest.raises(KeyError, match=r"no entry next\.token_reward, .*: apply RewardShaping\(\) .*level='sequence'"):
+        GroupAdvantage(2, level="token")(batch_of([1, 2], [0, 0]))
+    env = TransformedEnv(LLMEnv(EchoTask(), tokenizer, num_envs=2, repeats=2), GroupAdvantage(2, level="token"))
+    with pytest.raises(RuntimeError, match="level='token' must get finished sequences"):
+        env.reset()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mean": "foo"}, r"mean='foo' must be one of \('group', .*\): use 'group'"),
+        ({"std": "foo"}, r"std='foo' must be one of \('group', .*\): use 'group'"),
+        ({"level": "word"}, "level='word' must be one of"),
+        ({"level": "token", "mean": "leave_one_out"}, "mean='leave_one_out' must go with level='sequence'"),
+        ({"level": "token", "gamma": 1.5}, r"gamma=1.5 must be in \[0, 1\]"),
+        ({"level": "token", "lmbda": -0.1}, r"lmbda=-0.1 must be in \[0, 1\]"),
+        ({"gamma": 0.9}, "gamma=0.9 must be 1 with level='sequence', nothing reads it"),
+    ],
+)
+def test_bad_arguments_say_what_to_use(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        GroupAdvantage(2, **arguments)
+
+
+class Doubled(GroupAdvantage):
+    """An advantage of one's own."""
+
+    def advantage(self, reward, group, valid):
+        return 2 * super().advantage(reward, group, valid)
+
+
+def test_an_advantage_of_ones_own_is_made_once_wherever_the_transform_is() -> None:
+    rows = TensorDict({"group_id": torch.zeros(2, 1, dtype=torch.int64), "next": {"reward": torch.eye(2)[:, :1]}}, [2])
+    assert Doubled(2, std="none")(rows.clone())["advantage"].flatten().tolist() == [1.0, -1.0]
+    buffer = ReplayBuffer(storage=LazyStackStorage(4), transform=Doubled(2, std="none"), batch_size=4)
+    buffer.extend(rows.clone())
+    for _ in range(3):
+        assert set(buffer.sample()["advantage"].flatten().tolist()) <= {1.0, -1.0}

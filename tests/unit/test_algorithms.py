@@ -1,0 +1,913 @@
+"""Every algorithm as an executable specification: value and gradient against plain loops in float64, and by hand.
+
+The loops here share no code with the package: one token at a time, scalar arithmetic, autograd on the logits alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torch import Tensor
+from torchrl.modules.llm import TransformersWrapper
+
+from tests.unit.test_config import ROOT, compose_config
+from tests.unit.test_grpo_loss import Table, make_batch, total
+from torchrl_grpo import functional as F
+from torchrl_grpo.build import batch_transforms, build, make_loss, prepare
+from torchrl_grpo.config import ConfigError, check_command_line
+from torchrl_grpo.models.scoring import WrapperScorer
+from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, SAPOLoss
+
+Token = Callable[[Tensor, Tensor, Tensor], Tensor]  # (ratio, log-prob, advantage) -> objective of a token
+
+
+def clip(low: float, high: float, dual: float | None = None) -> Token:
+    def objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        clipped = ratio
+        if ratio < 1 - low:
+            clipped = torch.tensor(1 - low, dtype=torch.float64)
+        if ratio > 1 + high:
+            clipped = torch.tensor(1 + high, dtype=torch.float64)
+        a, b = ratio * advantage, clipped * advantage
+        value = a if a <= b else b
+        if dual is not None and advantage < 0 and value < dual * advantage:
+            value = dual * advantage
+        return value
+
+    return objective
+
+
+def cispo(low: float, high: float) -> Token:
+    def objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        return min(max(ratio.item(), 1 - low), 1 + high) * advantage * log_prob
+
+    return objective
+
+
+def sapo(positive: float, negative: float) -> Token:
+    def objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        tau = positive if advantage > 0 else negative
+        return 4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
+
+    return objective
+
+
+def plain_loop(
+    logits: Tensor,
+    rows: list[TensorDict],
+    objective: Token,
+    *,
+    level: str = "token",
+    aggregation: str = "sequence_mean",
+    length: int = 1,
+    kl: str = "k3",
+    kl_coeff: float = 0.0,
+    kl_to_sample_coeff: float = 0.0,
+    entropy_coeff: float = 0.0,
+    proximal: str = "behaviour",
+    bound: tuple[str, str, float] | None = None,
+    mask_truncated: bool = False,
+) -> tuple[Tensor, Tensor]:
+    logits = logits.clone().requires_grad_()
+    counted = [row for row in rows if row["masks", "all_assistant_mask"].any()]
+    if mask_truncated:
+        counted = [row for row in counted if not row["next", "truncated"].item()]
+    tokens_in_all = sum(int(row["masks", "all_assistant_mask"].sum()) for row in counted)
+    loss = torch.zeros((), dtype=torch.float64)
+    for row in counted:
+        places = row["masks", "all_assistant_mask"].nonzero().flatten().tolist()
+        log_probs, entropies, prox, weight = {}, {}, {}, {}
+        for t in places:
+            p = torch.softmax(logits[int(row["row"]), t], 0)
+            log_probs[t] = torch.log(p[int(row["tokens", "full"][t])])
+            entropies[t] = -sum(q * torch.log(q) for q in p)
+            sample = row["log_probs", "full"][t].item()
+            d = row["staleness"].item()
+            prox[t] = {
+                "behaviour": sample,
+                "current": log_probs[t].item(),
+                "recomputed": row["prox_log_probs", "full"][t].item(),
+                "interpolated": (sample + d * log_probs[t].item()) / (d + 1),
+            }[proximal]
+        mean = sum(log_probs[t] - prox[t] for t in places) / len(places)
+        for t in places:
+            kind, over, cap = bound or ("none", "token", 1.0)
+            exponents = [prox[u] - row["log_probs", "full"][u].item() for u in (places if over == "sequence" else [t])]
+            weight[t] = math.exp(sum(exponents))
+            if weight[t] > cap and kind != "none":
+                weight[t] = cap if kind == "truncate" else 0.0
+            if kind == "none":
+                weight[t] = 1.0
+        for t in places:
+            cur = log_probs[t]
+            if level == "token":
+                ratio = torch.exp(cur - prox[t])
+            elif level == "sequence":
+                ratio = torch.exp(mean)
+            else:
+                ratio = torch.exp(mean.detach()) * torch.exp(cur) / torch.exp(cur.detach())
+            advantage = row["advantage"]
+            value = -weight[t] * objective(ratio, cur, advantage[t] if len(advantage) > 1 else advantage[0])
+            value = value - entropy_coeff * entropies[t]
+            gap = cur - row["log_probs", "full"][t]
+            value = value + kl_to_sample_coeff * {"k1": gap, "k2": gap**2 / 2, "k3": torch.exp(-gap) + gap - 1}[kl]
+            ref = row["next", "ref_log_probs", "full"][t]
+            value = value + kl_coeff * {
+                "k1": cur - ref, "k2": (cur - ref) ** 2 / 2, "k3": torch.exp(ref - cur) - (ref - cur) - 1,
+            }[kl]  # fmt: skip
+            divisor = {
+                "sequence_mean": len(places) * len(counted),
+                "token_mean": tokens_in_all,
+                "constant": length * len(counted),
+            }[aggregation]
+            loss = loss + value / divisor
+    loss.backward()
+    assert logits.grad is not None
+    return loss.detach(), logits.grad
+
+
+CASES: dict[str, tuple[type[GRPOLoss], dict[str, Any], Token, dict[str, Any]]] = {
+    "grpo": (GRPOLoss, {"kl_to_ref_coeff": 0.3}, clip(0.2, 0.2), {"kl_coeff": 0.3}),
+    "dr_grpo": (
+        GRPOLoss, {"aggregation": "constant", "constant_length": 7}, clip(0.2, 0.2),
+        {"aggregation": "constant", "length": 7},
+    ),
+    "dapo": (
+        GRPOLoss, {"aggregation": "token_mean", "clip_epsilon": (0.2, 0.28)}, clip(0.2, 0.28),
+        {"aggregation": "token_mean"},
+    ),
+    "gspo": (GRPOLoss, {"ratio_level": "sequence", "clip_epsilon": 0.05}, clip(0.05, 0.05), {"level": "sequence"}),
+    "gspo_token": (
+        GRPOLoss, {"ratio_level": "sequence_token", "clip_epsilon": 0.05}, clip(0.05, 0.05),
+        {"level": "sequence_token"},
+    ),
+    "cispo": (CISPOLoss, {"aggregation": "token_mean"}, cispo(1.0, 4.0), {"aggregation": "token_mean"}),
+    "cispo_bounded": (CISPOLoss, {"clip_epsilon": (0.1, 0.1)}, cispo(0.1, 0.1), {}),
+    "sapo": (SAPOLoss, {}, sapo(1.0, 1.05), {}),
+    "sapo_hot": (SAPOLoss, {"tau_positive": 0.5, "tau_negative": 3.0}, sapo(0.5, 3.0), {}),
+    "rloo": (
+        GRPOLoss, {"aggregation": "constant", "constant_length": 1}, clip(0.2, 0.2), {"aggregation": "constant"},
+    ),
+    "dual_clip": (GRPOLoss, {"dual_clip": 1.3}, clip(0.2, 0.2, 1.3), {}),
+    "reinforce_pp": (GRPOLoss, {"aggregation": "token_mean"}, clip(0.2, 0.2), {"aggregation": "token_mean"}),
+    "decoupled_ppo": (
+        GRPOLoss, {"proximal": "recomputed", "behaviour_weight": "mask", "behaviour_cap": 1.2}, clip(0.2, 0.2),
+        {"proximal": "recomputed", "bound": ("mask", "token", 1.2)},
+    ),
+    "decoupled_ppo_interpolated": (
+        GRPOLoss,
+        {"proximal": "interpolated", "behaviour_weight": "mask", "behaviour_cap": 1.3, "clip_epsilon": 0.1},
+        clip(0.1, 0.1), {"proximal": "interpolated", "bound": ("mask", "token", 1.3)},
+    ),
+    "decoupled_cispo": (
+        CISPOLoss, {"proximal": "recomputed", "behaviour_weight": "truncate", "behaviour_cap": 1.2}, cispo(1.0, 4.0),
+        {"proximal": "recomputed", "bound": ("truncate", "token", 1.2)},
+    ),
+    "decoupled_gspo": (
+        GRPOLoss, {"proximal": "recomputed", "ratio_level": "sequence", "clip_epsilon": 0.05}, clip(0.05, 0.05),
+        {"proximal": "recomputed", "level": "sequence"},
+    ),
+    "truncated_is_token": (
+        GRPOLoss, {"proximal": "current", "behaviour_weight": "truncate", "behaviour_cap": 1.1}, clip(0.2, 0.2),
+        {"proximal": "current", "bound": ("truncate", "token", 1.1)},
+    ),
+    "truncated_is_sequence": (
+        GRPOLoss,
+        {"proximal": "current", "behaviour_weight": "truncate", "behaviour_level": "sequence", "behaviour_cap": 0.8},
+        clip(0.2, 0.2), {"proximal": "current", "bound": ("truncate", "sequence", 0.8)},
+    ),
+    "masked_is_token": (
+        GRPOLoss, {"proximal": "current", "behaviour_weight": "mask", "behaviour_cap": 1.1}, clip(0.2, 0.2),
+        {"proximal": "current", "bound": ("mask", "token", 1.1)},
+    ),
+    "masked_is_sequence": (
+        GRPOLoss,
+        {"proximal": "recomputed", "behaviour_weight": "mask", "behaviour_level": "sequence", "behaviour_cap": 0.8},
+        clip(0.2, 0.2), {"proximal": "recomputed", "bound": ("mask", "sequence", 0.8)},
+    ),
+    "mask_truncated": (GRPOLoss, {"mask_truncated": True}, clip(0.2, 0.2), {"mask_truncated": True}),
+    "mask_truncated_token_mean": (
+        GRPOLoss, {"mask_truncated": True, "aggregation": "token_mean"}, clip(0.2, 0.2),
+        {"mask_truncated": True, "aggregation": "token_mean"},
+    ),
+    "entropy": (GRPOLoss, {"entropy_coeff": 0.1}, clip(0.2, 0.2), {"entropy_coeff": 0.1}),
+    "kl_to_inference": (
+        GRPOLoss, {"kl_to_inference_coeff": 0.2, "kl_estimator": "k2"}, clip(0.2, 0.2),
+        {"kl_to_sample_coeff": 0.2, "kl": "k2"},
+    ),
+    "kl_k1": (GRPOLoss, {"kl_to_ref_coeff": 0.5, "kl_estimator": "k1"}, clip(0.2, 0.2), {"kl": "k1", "kl_coeff": 0.5}),
+    "kl_k2": (GRPOLoss, {"kl_to_ref_coeff": 0.5, "kl_estimator": "k2"}, clip(0.2, 0.2), {"kl": "k2", "kl_coeff": 0.5}),
+}  # fmt: skip
+
+
+def rich_batch(seed: int, token_level: bool = False) -> tuple[Tensor, list[TensorDict]]:
+    """A random ragged batch with all entries that an option may read; advantages per sequence or per token."""
+    logits, rows = make_batch(seed)
+    generator = torch.Generator().manual_seed(100 + seed)
+    for i, row in enumerate(rows):
+        sample = row["log_probs", "full"]
+        noise = torch.randn(len(sample), generator=generator, dtype=torch.float64) * 0.3
+        row["prox_log_probs", "full"] = torch.where(row["masks", "all_assistant_mask"], sample + noise, 0.0)
+        row["staleness"] = torch.tensor([i])
+        row["next", "truncated"] = torch.tensor([i == (seed + 1) % 4])
+        if token_level:
+            row["advantage"] = torch.randn(len(sample), generator=generator, dtype=torch.float64)
+    return logits, rows
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("level", ["sequence_advantage", "token_advantage"])
+def test_value_and_gradient_equal_a_plain_loop(name: str, seed: int, level: str) -> None:
+    kind, settings, objective, loop = CASES[name]
+    logits, rows = rich_batch(seed, level == "token_advantage")
+    if seed == 3:
+        rows[1]["masks", "all_assistant_mask"].zero_()
+    loss = kind(Table(logits.clone()), **settings)
+    out = total(loss(lazy_stack(rows)))
+    out.backward()
+    value, gradient = plain_loop(logits, rows, objective, **loop)
+    torch.testing.assert_close(out.detach(), value)
+    torch.testing.assert_close(loss.actor_network.logits.grad, gradient)
+
+
+PER_TOKEN = (
+    ("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full"), ("next", "ref_log_probs", "full"),
+    ("prox_log_probs", "full"), "advantage",
+)  # fmt: skip
+
+
+def padded(rows: list[TensorDict], extra: int = 0) -> TensorDict:
+    """The rows as one padded batch, wider than the longest of them by ``extra``; what fills it is not zero."""
+    ragged = lazy_stack(rows)
+    data = TensorDict({}, [len(rows)])
+    for key in PER_TOKEN:
+        value = ragged.get(key, as_padded_tensor=True, padding_side="right")
+        if value.shape[1] > 1 and extra:
+            fill = torch.ones(len(rows), extra, dtype=torch.float64) * (0 if key[0] == "masks" else 3)
+            value = torch.cat([value, fill.to(value.dtype)], 1)
+        data[key] = value
+    for key in ("row", "staleness", ("next", "truncated")):
+        data[key] = ragged[key]
+    return data
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("level", ["sequence_advantage", "token_advantage"])
+@pytest.mark.parametrize("split", [[4], [1, 3], [2, 1, 1], [1, 1, 1, 1]])
+def test_padding_order_and_micro_batches_change_nothing(name: str, level: str, split: list[int]) -> None:
+    """The gradient of a ragged batch equals that of its parts: shuffled, padded further, and accumulated."""
+    kind, settings, _, _ = CASES[name]
+    logits, rows = rich_batch(5, level == "token_advantage")
+    logits = torch.cat([logits, torch.zeros(4, 3, 5, dtype=torch.float64)], 1)
+    whole = kind(Table(logits.clone()), **settings)
+    expected = whole(lazy_stack(rows))
+    total(expected).backward()
+    data = padded([rows[i] for i in (2, 0, 3, 1)], extra=3)
+    parts = kind(Table(logits.clone()), **settings)
+    parts.normalize(data)
+    got = [parts(piece) for piece in data.split(split)]
+    sum(total(out) for out in got).backward()
+    torch.testing.assert_close(parts.actor_network.logits.grad, whole.actor_network.logits.grad, rtol=1e-12, atol=1e-14)
+    for metric in expected.keys():  # noqa: SIM118
+        if metric != "ESS":
+            torch.testing.assert_close(sum(out[metric] for out in got), expected[metric], rtol=1e-6, atol=1e-9)
+
+
+def one_row(ratios: list[float], advantage: float) -> TensorDict:
+    """A sequence whose current policy is uniform over 2 tokens, so that cur = 1/2 and sample = 1 / (2 ratio)."""
+    log_probs = [0.0, *(math.log(0.5 / ratio) for ratio in ratios)]
+    return TensorDict(
+        {
+            ("tokens", "full"): torch.zeros(len(log_probs), dtype=torch.int64),
+            ("masks", "all_assistant_mask"): torch.arange(len(log_probs)) > 0,
+            ("log_probs", "full"): torch.tensor(log_probs, dtype=torch.float64),
+            "advantage": torch.tensor([advantage], dtype=torch.float64),
+            "row": torch.tensor([0]),
+            "staleness": torch.tensor([1]),
+            ("next", "truncated"): torch.tensor([False]),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "ratios", "advantage", "value"),
+    [
+        # (1 * 2 + min(1.5, 1.2) * 2) / 2 = 2.2
+        ("grpo", [1.0, 1.5], 2.0, 2.2),
+        # (1 * 2 + 1.2 * 2) / 7
+        ("dr_grpo", [1.0, 1.5], 2.0, 4.4 / 7),
+        # clip-higher: (1 + 1.28) / 2
+        ("dapo", [1.0, 1.5], 1.0, 1.14),
+        # sqrt(1 * 1.21) = 1.1, clipped at 1.05 for both tokens
+        ("gspo", [1.0, 1.21], 1.0, 1.05),
+        ("gspo_token", [1.0, 1.21], 1.0, 1.05),
+        # weights 1 and 5 (6 is clipped), log-prob ln(1/2): (1 + 5) / 2 * ln(1/2)
+        ("cispo", [1.0, 6.0], 1.0, 3 * math.log(0.5)),
+        # 4 sigmoid(0) = 2 and 4 sigmoid(1) = 2.9242...
+        ("sapo", [1.0, 2.0], 1.0, (2 + 4 / (1 + math.exp(-1))) / 2),
+        # a sum over the tokens: -1 + max(-1.5 ...): pessimistic, no clip above for a negative advantage
+        ("rloo", [1.0, 1.5], -1.0, -2.5),
+        # -1.5 is bounded at 1.3 * -1: (-1 - 1.3) / 2
+        ("dual_clip", [1.0, 1.5], -1.0, -1.15),
+        # prox / sample = 1 and 1.25, the second above the cap of 1.2; cur / prox = 1 and 1.2: (1 * 1 + 0) / 2
+        ("decoupled_ppo", [1.0, 1.5], 1.0, 0.5),
+        # one version old: prox / sample = sqrt(1.44) = 1.2, below the cap of 1.3, and cur / prox = 1.2, clipped at 1.1:
+        # (1 * 1 + 1.2 * 1.1) / 2
+        ("decoupled_ppo_interpolated", [1.0, 1.44], 1.0, 1.16),
+        # prox = cur: weights min(1, 1.1) and min(1.5, 1.1)
+        ("truncated_is_token", [1.0, 1.5], 2.0, 2.1),
+        # the product over the sequence, 0.5 * 1.5 = 0.75, is below the cap of 0.8: 0.75 * 2
+        ("truncated_is_sequence", [0.5, 1.5], 2.0, 1.5),
+        ("masked_is_token", [1.0, 1.5], 2.0, 1.0),
+        # entropy ln 2 of two equally likely tokens
+        ("entropy", [1.0, 1.0], 1.0, 1 + 0.1 * math.log(2)),
+    ],
+)
+def test_objective_by_hand(name: str, ratios: list[float], advantage: float, value: float) -> None:
+    """One sequence of two tokens; the arithmetic stands beside each case. The reference is the current policy."""
+    kind, settings, _, _ = CASES[name]
+    row = one_row(ratios, advantage)
+    row["next", "ref_log_probs", "full"] = torch.full((3,), math.log(0.5), dtype=torch.float64)
+    # where it is read, the proximal policy has cur / prox = 1 and 1.2
+    row["prox_log_probs", "full"] = torch.tensor([0.0, math.log(0.5), math.log(0.5 / 1.2)], dtype=torch.float64)
+    out = kind(Table(torch.zeros(1, 3, 2, dtype=torch.float64)), **settings)(lazy_stack([row]))
+    assert total(out).item() == pytest.approx(-value)
+
+
+def test_cispo_has_a_gradient_exactly_where_the_clipped_surrogate_has_none() -> None:
+    """Without the stop-gradient on the clipped ratio, CISPO's gradient would be 0 where the clip binds."""
+    row = one_row([6.0], 1.0)
+    gradients = {}
+    for kind in (GRPOLoss, CISPOLoss):
+        loss = kind(Table(torch.zeros(1, 2, 2, dtype=torch.float64)))
+        total(loss(lazy_stack([row]))).backward()
+        gradients[kind] = loss.actor_network.logits.grad
+    assert gradients[GRPOLoss].abs().max() == 0
+    # -5 d log p(0) / d logits = -5 (1 - 1/2, -1/2)
+    assert gradients[CISPOLoss][0, 1].tolist() == [-2.5, 2.5]
+
+
+def test_cispos_default_weights_are_not_all_at_a_bound() -> None:
+    loss = CISPOLoss(Table(torch.zeros(1, 1, 2)))
+    assert (loss.clip_epsilon_low.item(), loss.clip_epsilon_high.item()) == (1.0, 4.0)
+
+
+def test_sapo_equals_the_policy_gradient_on_policy() -> None:
+    """At ratio 1 the gate's slope is 1: d(4/tau sigmoid(tau (r - 1)))/dr = 1."""
+    ratio = torch.ones(1, 1, dtype=torch.float64, requires_grad=True)
+    for tau in (0.5, 1.0, 3.0):
+        (slope,) = torch.autograd.grad(F.sapo_objective(ratio, torch.tensor([[1.0]]), tau, 9.0).sum(), ratio)
+        assert slope.item() == pytest.approx(1.0)
+
+
+REWARDS, GROUPS = [1.0, 0.0, 0.0, 4.0, 2.0], [0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "expected"),
+    [
+        # group means 1/3 and 3
+        ("group", "none", [2 / 3, -1 / 3, -1 / 3, 1, -1]),
+        # standard deviations sqrt(1/3) and sqrt(2)
+        ("group", "group", [2 / 3 * 3**0.5, -(3**-0.5), -(3**-0.5), 2**-0.5, -(2**-0.5)]),
+        # means of the others: 0, 1/2, 1/2 and 2, 4
+        ("leave_one_out", "none", [1, -0.5, -0.5, 2, -2]),
+        # batch mean 7/5
+        ("batch", "none", [-0.4, -1.4, -1.4, 2.6, 0.6]),
+        # variance (0.16 + 1.96 + 1.96 + 6.76 + 0.36) / 4 = 2.8
+        ("batch", "batch", [value / 2.8**0.5 for value in (-0.4, -1.4, -1.4, 2.6, 0.6)]),
+        # after the group means: (4/9 + 1/9 + 1/9 + 1 + 1) / 4 = 2/3
+        ("group", "batch", [value / (2 / 3) ** 0.5 for value in (2 / 3, -1 / 3, -1 / 3, 1, -1)]),
+        ("none", "none", REWARDS),
+    ],
+)
+def test_advantages_by_hand(mean: Any, std: Any, expected: list[float]) -> None:
+    got = F.group_advantage(
+        torch.tensor(REWARDS), torch.tensor(GROUPS), torch.ones(5, dtype=torch.bool), mean=mean, std=std, eps=0.0
+    )
+    torch.testing.assert_close(got, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("mean", ["group", "leave_one_out", "batch"])
+@pytest.mark.parametrize("std", ["group", "batch", "none"])
+def test_equal_rewards_give_exactly_zero_whatever_the_baseline(mean: Any, std: Any) -> None:
+    reward = torch.full((6,), 1 / 3)
+    got = F.group_advantage(reward, torch.tensor([0, 0, 0, 1, 1, 1]), torch.ones(6) > 0, mean=mean, std=std)
+    assert got.tolist() == [0.0] * 6
+
+
+def test_leave_one_out_equals_the_mean_of_the_others_by_loop() -> None:
+    torch.manual_seed(0)
+    reward, group, valid = torch.randn(20), torch.randint(0, 4, (20,)), torch.rand(20) > 0.2
+    got = F.group_advantage(reward, group, valid, mean="leave_one_out", std="none")
+    for i in range(20):
+        others = [float(reward[j]) for j in range(20) if j != i and group[j] == group[i] and valid[j]]
+        expected = float(reward[i]) - sum(others) / len(others) if others and valid[i] else 0.0
+        assert float(got[i]) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (GRPOLoss, {"ratio_level": "word"}, "ratio_level='word' must be one of .*: use 'token'"),
+        (GRPOLoss, {"behaviour_level": "word"}, "behaviour_level='word' must be one of .*: use 'token'"),
+        (GRPOLoss, {"kl_to_inference_coeff": -1}, "kl_to_inference_coeff=-1 must not be negative: use 0"),
+        (GRPOLoss, {"entropy_coeff": -1}, "entropy_coeff=-1 must not be negative: use 0"),
+        (GRPOLoss, {"aggregation": "mean"}, "aggregation='mean' must be one of"),
+        (GRPOLoss, {"kl_estimator": "k4"}, "kl_estimator='k4' must be one of"),
+        (CISPOLoss, {"dual_clip": 3.0}, r"dual_clip=3\.0 must be None with CISPOLoss"),
+        (SAPOLoss, {"dual_clip": 3.0}, r"dual_clip=3\.0 must be None with SAPOLoss"),
+        (GRPOLoss, {"dual_clip": 1.0}, r"dual_clip=1\.0 must be above 1"),
+        (GRPOLoss, {"proximal": "old"}, "proximal='old' must be one of"),
+        (GRPOLoss, {"behaviour_weight": "clip"}, "behaviour_weight='clip' must be one of"),
+        (GRPOLoss, {"behaviour_weight": "mask"}, "proximal='behaviour' makes every weight 1: use proximal='recom"),
+        (GRPOLoss, {"behaviour_cap": 0.0}, r"behaviour_cap=0\.0 must be above 0"),
+        (GRPOLoss, {"constant_length": 0}, "constant_length=0 must be at least 1"),
+        (
+            GRPOLoss,
+            {"aggregation": "constant"},
+            "constant_length=None must be at least 1, .* aggregation='constant': use the longest response allowed",
+        ),
+        (SAPOLoss, {"tau_positive": 0.0}, r"tau_positive=0\.0 and tau_negative=1\.05 must be above 0"),
+        (SAPOLoss, {"tau_negative": 0.0}, r"tau_negative=0\.0 must be above 0"),
+    ],
+)
+def test_values_out_of_range_are_refused(kind: type[GRPOLoss], settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(Table(torch.zeros(1, 1, 2)), **settings)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {"advantage": ("group", "group"), "aggregation": "sequence_mean", "clip": (0.2, 0.2), "kl_coef": 0.01},
+    "dr_grpo": {"advantage": ("group", "none"), "aggregation": "constant", "clip": (0.2, 0.2), "constant_length": 32},
+    "gspo": {
+        "advantage": ("group", "group"),
+        "clip": (3e-4, 4e-4),
+        "ratio_level": "sequence",
+        "proximal": "recomputed",
+    },
+    "gspo_token": {
+        "advantage": ("group", "group"),
+        "clip": (3e-4, 4e-4),
+        "ratio_level": "sequence_token",
+        "proximal": "recomputed",
+    },
+    "cispo": {"advantage": ("group", "group"), "aggregation": "token_mean", "clip": (1.0, 4.0), "loss": CISPOLoss},
+    "sapo": {"advantage": ("group", "group"), "loss": SAPOLoss, "tau_positive": 1.0, "tau_negative": 1.05},
+    "rloo": {
+        "advantage": ("leave_one_out", "none"),
+        "aggregation": "constant",
+        "constant_length": 1,
+        "kl_estimator": "k1",
+        "shaping": {"kl_coef": 0.01, "kl_estimator": "k1"},
+    },
+    "dapo": {
+        "advantage": ("group", "group"),
+        "aggregation": "token_mean",
+        "clip": (0.2, 0.28),
+        "dynamic_sampling": True,
+        "shaping": {"overlong_buffer": 6, "max_response_tokens": 32},  # a fifth of 32, rounded
+    },
+    "reinforce_pp": {
+        "advantage": ("batch", "batch"),
+        "level": "token",
+        "aggregation": "token_mean",
+        "kl_estimator": "k1",
+        "shaping": {"kl_coef": 0.01, "kl_estimator": "k1"},
+    },
+    "decoupled_ppo": {
+        "advantage": ("group", "group"),
+        "aggregation": "token_mean",
+        "proximal": "recomputed",
+        "behaviour": ("mask", "token", 5.0),
+    },
+}
+SMALL = (
+    "env.num_envs=16", "env.repeats=4", "train.total_dialog_turns=32", "train.optim_batch_size=8",
+    "evaluation.num_prompts=0", "logging.tensorboard=false",
+)  # fmt: skip
+
+
+def test_every_preset_is_here() -> None:
+    assert {path.stem for path in (ROOT / "config" / "algo").glob("*.yaml")} == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path) -> None:
+    expected = {"kl_coef": 0.0, "ratio_level": "token", "aggregation": "sequence_mean"}
+    expected |= {"proximal": "behaviour", "behaviour": ("none", "token", 5.0), "kl_estimator": "k3"}
+    expected |= {"level": "sequence", "shaping": None, "dynamic_sampling": False} | PRESETS[name]
+    run = build(compose_config(*SMALL, f"algo={name}"), tmp_path)
+    before = _copy(run.trainer.model)
+    try:
+        run.fit()
+    finally:
+        run.close()
+    loss = run.trainer.loss
+    assert type(loss) is expected.get("loss", GRPOLoss)
+    low, high = expected.get("clip", (0.2, 0.2))
+    assert loss.clip_epsilon_low.item() == pytest.approx(low)
+    assert loss.clip_epsilon_high.item() == pytest.approx(high)
+    assert (loss.kl_to_ref_coeff, loss.ratio_level, loss.aggregation, loss.kl_estimator, loss.dual_clip) == (
+        expected["kl_coef"], expected["ratio_level"], expected["aggregation"], expected["kl_estimator"], None,
+    )  # fmt: skip
+    assert (loss.entropy_coeff, loss.kl_to_inference_coeff) == (0.0, 0.0)
+    assert (loss.proximal, loss.mask_truncated) == (expected["proximal"], False)
+    assert (loss.behaviour_weight, loss.behaviour_level, loss.behaviour_cap) == expected["behaviour"]
+    for setting in ("constant_length", "tau_positive", "tau_negative"):
+        if setting in expected:
+            assert getattr(loss, setting) == expected[setting]
+    transforms = dict(run.source.transforms)
+    advantage, shaping = transforms["advantage"], transforms.get("shaping")
+    assert (advantage.mean, advantage.std) == expected["advantage"]
+    assert (advantage.level, advantage.gamma, advantage.lmbda) == (expected["level"], 1.0, 1.0)
+    assert run.source.collector.dynamic_sampling == expected["dynamic_sampling"]
+    assert (shaping is None) == (expected["shaping"] is None)
+    if shaping is not None:
+        assert advantage.reward_key == ("next", "token_reward" if advantage.level == "token" else "shaped_reward")
+        plain = {"scale": 1.0, "bias": 0.0, "clip": None, "overlong_buffer": 0, "kl_coef": 0.0}
+        for setting, value in (plain | expected["shaping"]).items():
+            assert getattr(shaping, setting) == value
+    assert (run.trainer.version, run.trainer.optim_steps) == (2, 4)
+    moved = [(value - before[name]).abs().max() for name, value in run.trainer.model.named_parameters()]
+    assert 0 < max(moved) < 1e-2
+
+
+def test_with_one_optimizer_step_a_batch_the_proximal_policy_needs_no_forward_pass(tmp_path: Path) -> None:
+    run = build(compose_config(*SMALL, "algo=decoupled_ppo", "train.optim_batch_size=16"), tmp_path)
+    try:
+        assert run.trainer.loss.proximal == "current"
+    finally:
+        run.close()
+
+
+def test_the_reference_model_is_refreshed_every_n_steps(tmp_path: Path) -> None:
+    """At first it has the weights of the start; from step 2 on, before the engine has them, those of step 2."""
+    overrides = ["ref_model.refresh_every=2", "train.total_dialog_turns=48", "policy.kl_coef=0.01"]
+    run = build(compose_config(*SMALL, *overrides), tmp_path)
+    reference, trained = run.parts.reference.scorer.model, run.trainer.model
+    weights = {0: _copy(trained)}
+    seen: dict[int, dict[str, Tensor]] = {}
+    train_batch, send = run.trainer.train_batch, run.source.publish
+
+    def publish(sent: Any, version: int) -> None:
+        seen[version] = _copy(reference)
+        send(sent, version)
+
+    def spy(batch: TensorDict) -> dict[str, float]:
+        assert all(torch.equal(seen[run.trainer.version][name], value) for name, value in _copy(reference).items())
+        out = train_batch(batch)
+        weights[run.trainer.version] = _copy(trained)
+        return out
+
+    run.trainer.train_batch, run.source.publish = spy, publish  # type: ignore[method-assign]
+    try:
+        run.fit()
+    finally:
+        run.close()
+    for version, source in {0: 0, 1: 0, 2: 2}.items():
+        for name, value in weights[source].items():
+            assert torch.equal(seen[version][name], value)
+    assert any(not torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
+
+
+def _copy(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["policy.behaviour_weight=mask"], "policy.behaviour_weight=mask needs a proximal policy"),
+        (["policy.reward_clip=[1]"], r"policy.reward_clip=\[1.0\] must be a pair"),
+        (["policy.reward_clip=[1,-1]"], r"policy.reward_clip=\[1.0, -1.0\] must be a pair"),
+        (["policy.advantage_level=token", "policy.advantage_mean=leave_one_out"], "leaves a sequence out, not a token"),
+        (
+            ["policy.dynamic_sampling=true", "policy.max_sampling_rounds=1", "train.dialog_turns_per_batch=32"],
+            "policy.max_sampling_rounds=1 rollouts of env.num_envs=16 must make up",
+        ),
+        (["policy.gae_gamma=0.9"], "policy.gae_gamma=0.9 must be left out with policy.advantage_level=sequence"),
+        (["policy.overlong_buffer=1.5"], "policy.overlong_buffer=1.5 must be above 0 and at most 1"),
+        (["policy.behaviour_cap=0"], "policy.behaviour_cap=0.0 must be above 0"),
+        (["ref_model.refresh_every=2", "policy.kl_coef=0"], "ref_model.refresh_every=2 needs a reference model"),
+        (["ref_model.refresh_every=2", "train_model.lora.enabled=true"], "adapters switched off are the reference"),
+        (["ref_model.refresh_every=0"], "ref_model.refresh_every=0 must be at least 1"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose_config(*SMALL, *overrides)
+
+
+def test_a_loss_and_an_advantage_of_ones_own_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    overrides = [
+        "policy.loss._target_=my_algorithm.ReinforceLoss",
+        "policy.advantage._target_=my_algorithm.RankAdvantage",
+    ]
+    check_command_line(overrides)
+    run = build(compose_config(*SMALL, *overrides), tmp_path)
+    seen: list[Tensor] = []
+    train_batch = run.trainer.train_batch
+    run.trainer.train_batch = lambda batch: (seen.append(batch["advantage"]), train_batch(batch))[1]  # type: ignore
+    try:
+        run.fit()
+    finally:
+        run.close()
+    assert type(run.trainer.loss).__name__ == "ReinforceLoss"
+    assert {value for batch in seen for value in batch.flatten().tolist()} <= {-1.0, 0.0, 1.0}
+    assert any(batch.abs().max() == 1 for batch in seen)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "policy.loss._target_=nowhere.Loss",
+            r"policy\.loss\._target_=nowhere\.Loss must name a class that can be imported",
+        ),
+        (
+            "policy.loss._target_=torch.nn.Linear",
+            r"policy\.loss\._target_=torch\.nn\.Linear must be a subclass of GRPOLoss",
+        ),
+        (
+            "policy.advantage._target_=torch.nn.Linear",
+            r"policy\.advantage\._target_=torch\.nn\.Linear must be a subclass of Group",
+        ),
+    ],
+)
+def test_a_bad_name_is_refused_before_anything_loads(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(compose_config(*SMALL, override))
+
+
+def one_token(reference: bool = True) -> TensorDict:
+    """A sequence of one sampled token: cur 1/2, sample 1/4, ref 1/8, prox 1/3, one version old."""
+    row = one_row([2.0], 1.0)
+    row["prox_log_probs", "full"] = torch.tensor([0.0, math.log(1 / 3)], dtype=torch.float64)
+    if reference:
+        row["next", "ref_log_probs", "full"] = torch.tensor([0.0, math.log(1 / 8)], dtype=torch.float64)
+    return row
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_metrics_of_a_single_token_by_hand(normalized: bool) -> None:
+    """A batch of one token counts once: k1 = ln(cur / other), k3 = other / cur - 1 + ln(cur / other)."""
+    batch = lazy_stack([one_token()])
+    loss = GRPOLoss(Table(torch.zeros(1, 2, 2, dtype=torch.float64)))
+    if normalized:
+        loss.normalize(batch)
+        assert batch["loss", "num_tokens"].tolist() == [[1]]
+    out = loss(batch)
+    expected = {
+        "objective": 1.2, "ratio_mean": 2.0, "ratio_square_mean": 4.0, "clip_fraction_low": 0.0,
+        "clip_fraction_high": 1.0, "ESS": 1.0, "entropy": math.log(2), "kl_k1_to_inference": math.log(2),
+        "kl_k3_to_inference": 0.5 - 1 + math.log(2), "kl_k1_to_ref": math.log(4),
+        "kl_k3_to_ref": 0.25 - 1 + math.log(4), "loss_objective": -1.2,
+    }  # fmt: skip
+    assert {name: value.item() for name, value in out.items()} == pytest.approx(expected)
+
+
+def test_reference_log_probs_without_a_weight_are_a_metric_and_no_loss() -> None:
+    loss = GRPOLoss(Table(torch.zeros(1, 2, 2, dtype=torch.float64)))
+    assert {"kl_k1_to_ref", "loss_kl_to_ref"} & set(loss(lazy_stack([one_token()])).keys()) == {"kl_k1_to_ref"}
+    assert not {"kl_k1_to_ref", "loss_kl_to_ref"} & set(loss(lazy_stack([one_token(reference=False)])).keys())
+
+
+@pytest.mark.parametrize(
+    ("level", "bound", "cap", "mean", "capped"),
+    [
+        # prox / sample = 1/2 and 3/2 on the two tokens
+        ("token", "truncate", 2.0, 1.0, 0.0),
+        ("token", "truncate", 1.2, 0.85, 0.5),
+        ("token", "mask", 1.2, 0.25, 0.5),
+        # 3/4 for the sequence
+        ("sequence", "truncate", 2.0, 0.75, 0.0),
+        ("sequence", "truncate", 0.6, 0.6, 1.0),
+        ("sequence", "mask", 0.6, 0.0, 1.0),
+    ],
+)
+def test_metrics_of_the_behaviour_weight_by_hand(
+    level: Any, bound: Any, cap: float, mean: float, capped: float
+) -> None:
+    row = one_row([1.0, 1.0], 1.0)
+    row["prox_log_probs", "full"] = torch.tensor([0.0, math.log(0.25), math.log(0.75)], dtype=torch.float64)
+    settings: dict[str, Any] = {"behaviour_weight": bound, "behaviour_level": level, "behaviour_cap": cap}
+    loss = GRPOLoss(Table(torch.zeros(1, 3, 2, dtype=torch.float64)), proximal="recomputed", **settings)
+    out = loss(lazy_stack([row]))
+    assert set(out.keys()) == set(loss.out_keys)
+    assert (out["behaviour_weight"].item(), out["behaviour_capped"].item()) == pytest.approx((mean, capped))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_advantage_outside_the_mask_may_be_anything(value: float) -> None:
+    logits, rows = rich_batch(0, token_level=True)
+    expected = total(GRPOLoss(Table(logits))(lazy_stack(rows)))
+    for row in rows:
+        row["advantage"] = torch.where(row["masks", "all_assistant_mask"], row["advantage"], value)
+    assert total(GRPOLoss(Table(logits))(lazy_stack(rows))).item() == expected.item()
+
+
+@pytest.mark.parametrize("extra", [{}, {"tau_positive": 0.5, "tau_negative": 0.5}])
+def test_sapo_passes_the_other_settings_on(extra: dict[str, float]) -> None:
+    loss = SAPOLoss(Table(torch.zeros(1, 1, 2)), clip_epsilon=0.3, aggregation="token_mean", **extra)
+    assert loss.clip_epsilon_low.item() == pytest.approx(0.3)
+    assert (loss.aggregation, loss.tau_positive, loss.tau_negative) == (
+        "token_mean", extra.get("tau_positive", 1.0), extra.get("tau_negative", 1.05),
+    )  # fmt: skip
+
+
+def mean_and_std(values: list[float]) -> tuple[float, float]:
+    mean = sum(values) / len(values)
+    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1))
+
+
+def standardized(rewards: list[list[float]], scale: bool = True) -> list[list[list[float]]]:
+    """For each group and sequence, (r - mean) / (std + 1e-6) of its group, as a list of one number."""
+    out = []
+    for group in rewards:
+        mean, std = mean_and_std(group)
+        out.append([[(reward - mean) / (std + 1e-6) if scale else reward - mean] for reward in group])
+    return out
+
+
+def leave_one_out(rewards: list[list[float]]) -> list[list[list[float]]]:
+    return [
+        [[group[i] - sum(group[:i] + group[i + 1 :]) / (len(group) - 1)] for i in range(len(group))]
+        for group in rewards
+    ]
+
+
+# What the papers say, in plain Python: the advantages, and the settings of the loop that goes over the tokens.
+SPECIFICATIONS: dict[str, tuple[str, Token, dict[str, Any]]] = {
+    "grpo": ("standardized", clip(0.2, 0.2), {"kl": "k3", "kl_coeff": 0.01}),
+    "dr_grpo": ("centred", clip(0.2, 0.2), {"aggregation": "constant", "length": 32}),
+    "dapo": ("standardized_overlong", clip(0.2, 0.28), {"aggregation": "token_mean"}),
+    "gspo": ("standardized", clip(3e-4, 4e-4), {"level": "sequence", "proximal": "recomputed"}),
+    "gspo_token": ("standardized", clip(3e-4, 4e-4), {"level": "sequence_token", "proximal": "recomputed"}),
+    "cispo": ("standardized", cispo(1.0, 4.0), {"aggregation": "token_mean"}),
+    "sapo": ("standardized", sapo(1.0, 1.05), {}),
+    "rloo": ("leave_one_out_kl", clip(0.2, 0.2), {"aggregation": "constant"}),
+    "reinforce_pp": ("returns_kl", clip(0.2, 0.2), {"aggregation": "token_mean"}),
+    "decoupled_ppo": (
+        "standardized", clip(0.2, 0.2),
+        {"aggregation": "token_mean", "proximal": "recomputed", "bound": ("mask", "token", 5.0)},
+    ),
+}  # fmt: skip
+
+
+def advantages_by_loop(kind: str, rows: list[TensorDict]) -> list[list[float]]:
+    """For each row one number, or one for each token. Rows 0 to 3 are the first group, 4 to 7 the second."""
+    rewards = [row["next", "reward"].item() for row in rows]
+    sampled = [row["masks", "all_assistant_mask"].nonzero().flatten().tolist() for row in rows]
+    gaps = [(row["log_probs", "full"] - row["next", "ref_log_probs", "full"]).tolist() for row in rows]
+    if kind == "standardized_overlong":  # a fifth of 32 tokens, 6, before 32
+        rewards = [r + min(0.0, max(-1.0, (26 - len(places)) / 6)) for r, places in zip(rewards, sampled, strict=True)]
+    if kind == "leave_one_out_kl":
+        rewards = [
+            r - 0.01 * sum(gap[t] for t in places) for r, gap, places in zip(rewards, gaps, sampled, strict=True)
+        ]
+    if kind == "returns_kl":
+        returns = [{t: r - 0.01 * sum(gap[u] for u in places if u >= t) for t in places}
+                   for r, gap, places in zip(rewards, gaps, sampled, strict=True)]  # fmt: skip
+        mean, std = mean_and_std([value for row in returns for value in row.values()])
+        return [[(values[t] - mean) / (std + 1e-6) if t in values else 0.0 for t in range(len(row["row_width"]))]
+                for values, row in zip(returns, rows, strict=True)]  # fmt: skip
+    groups = [rewards[:4], rewards[4:]]
+    made = leave_one_out(groups) if kind == "leave_one_out_kl" else standardized(groups, kind != "centred")
+    return [values for group in made for values in group]
+
+
+@pytest.mark.parametrize("name", SPECIFICATIONS)
+@pytest.mark.parametrize("seed", range(3))
+def test_each_preset_from_its_yaml_to_the_gradient_equals_its_formula_by_loop(name: str, seed: int) -> None:
+    """What the yaml composes, from the rewards of two groups to value and gradient, against plain Python."""
+    kind, objective, loop = SPECIFICATIONS[name]
+    logits, rows = rich_batch(seed)
+    more_logits, more = make_batch(seed + 50, (34, 5, 8, 12))
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.cat([torch.nn.functional.pad(logits, (0, 0, 0, 25)), more_logits])
+    for i, row in enumerate(more):
+        row["row"] = torch.tensor([4 + i])
+        row["prox_log_probs", "full"] = row["log_probs", "full"] + 0.1
+        row["staleness"], row["next", "truncated"] = torch.tensor([0]), torch.tensor([False])
+    more[0]["masks", "all_assistant_mask"][1:] = True  # 33 tokens, all of them sampled: longer than is allowed
+    rows += more
+    for i, row in enumerate(rows):
+        del row["advantage"]
+        row["next", "reward"] = torch.randint(0, 2, (1,), generator=generator).float() if i % 4 else torch.tensor([0.5])
+        row["group_id"] = torch.tensor([i // 4])
+        row["row_width"] = torch.zeros(len(row["tokens", "full"]))
+    config = compose_config(f"algo={name}", "env.num_envs=8", "env.repeats=4", "train.optim_batch_size=4")
+    batch = lazy_stack([row.clone() for row in rows])
+    for _, transform in batch_transforms(config):
+        batch = transform(batch)
+    loss = make_loss(config, Table(logits.clone()))
+    out = total(loss(batch))
+    out.backward()
+    for row, advantage in zip(rows, advantages_by_loop(kind, rows), strict=True):
+        row["advantage"] = torch.tensor(advantage, dtype=torch.float64)
+    value, gradient = plain_loop(logits, rows, objective, **loop)
+    torch.testing.assert_close(out.detach(), value, rtol=1e-5, atol=1e-6)  # the advantage is float32
+    torch.testing.assert_close(loss.actor_network.logits.grad, gradient, rtol=1e-5, atol=1e-6)
+    assert gradient.abs().max() > 1e-3
+
+
+def test_specifications_are_there_for_every_preset() -> None:
+    assert set(SPECIFICATIONS) == set(PRESETS)
+
+
+def test_a_sequence_without_a_valid_reward_has_no_effect_in_the_loss_alone() -> None:
+    """Neither its objective nor its KL and entropy, nor in what the others are divided by."""
+    logits, rows = rich_batch(1)
+    settings: dict[str, Any] = {"kl_to_ref_coeff": 0.3, "entropy_coeff": 0.1}
+    for i, row in enumerate(rows):
+        row["reward_valid"] = torch.tensor([i != 2])
+    loss = GRPOLoss(Table(logits.clone()), **settings)
+    total(loss(lazy_stack(rows))).backward()
+    others = GRPOLoss(Table(logits.clone()), **settings)
+    total(others(lazy_stack([row for i, row in enumerate(rows) if i != 2]))).backward()
+    torch.testing.assert_close(loss.actor_network.logits.grad, others.actor_network.logits.grad, rtol=1e-12, atol=0)
+    assert loss.actor_network.logits.grad[2].abs().max() == 0
+
+
+def test_staleness_may_be_that_of_each_token() -> None:
+    logits, rows = rich_batch(2)
+    for row in rows:
+        row["staleness"] = torch.arange(len(row["tokens", "full"])) % 3
+    got = total(GRPOLoss(Table(logits), proximal="interpolated")(lazy_stack(rows)))
+    loss = torch.zeros((), dtype=torch.float64)
+    for row in rows:
+        places = row["masks", "all_assistant_mask"].nonzero().flatten().tolist()
+        for t in places:
+            cur = logits[int(row["row"]), t].log_softmax(0)[row["tokens", "full"][t]]
+            sample, d = row["log_probs", "full"][t], t % 3
+            ratio = torch.exp(cur - (sample + d * cur) / (d + 1))
+            loss -= clip(0.2, 0.2)(ratio, cur, row["advantage"][0]) / len(places) / len(rows)
+    torch.testing.assert_close(got.detach(), loss)
+
+
+def test_cispos_clip_fractions_count_the_weights_at_a_bound_whatever_the_sign() -> None:
+    loss = CISPOLoss(Table(torch.zeros(1, 6, 2, dtype=torch.float64)), clip_epsilon=(0.5, 4.0))
+    out = loss(lazy_stack([one_row([5.5, 5.1, 0.4, 1.2, 4.5], -1.0)]))
+    assert (out["clip_fraction_low"].item(), out["clip_fraction_high"].item()) == pytest.approx((0.2, 0.4))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_is_an_error_unless_it_is_marked_invalid(value: float) -> None:
+    reward, group = torch.tensor([1.0, 0.0, value, 0.0]), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="reward has 1 values that are not finite"):
+        F.group_advantage(reward, group, torch.ones(4, dtype=torch.bool))
+    got = F.group_advantage(reward, group, torch.tensor([True, True, False, True]), std="none")
+    torch.testing.assert_close(got, torch.tensor([2 / 3, -1 / 3, 0.0, -1 / 3]))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algo=sapo", "policy.loss._target_=torchrl_grpo.objectives.GRPOLoss"],
+        ["+policy.loss.dual_clip=3"],
+        ["+policy.loss.no_such_argument=3"],
+        ["+policy.advantage.no_such_argument=3"],
+    ],
+)
+def test_arguments_that_are_not_taken_are_refused_before_anything_loads(overrides: list[str]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"policy.(loss|advantage)=\{.*\} must be _target_ and arguments that it takes"
+    ):
+        prepare(compose_config(*SMALL, *overrides))
+
+
+@pytest.mark.parametrize("clip_epsilon", [(0.0, 0.0), (1.0, 0.0), 0.0])
+def test_clip_bounds_may_lie_at_the_ends_of_their_ranges(clip_epsilon: Any) -> None:
+    loss = GRPOLoss(Table(torch.zeros(1, 1, 2)), clip_epsilon=clip_epsilon)
+    low, high = clip_epsilon if isinstance(clip_epsilon, tuple) else (clip_epsilon, clip_epsilon)
+    assert (loss.clip_epsilon_low.item(), loss.clip_epsilon_high.item()) == (low, high)
+    assert (loss.constant_length, loss.behaviour_cap) == (None, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "low", "high"),
+    [(0.5, -1.0, 1, 0), (0.5, 0.0, 0, 0), (0.5, 0.5, 0, 0), (2.0, 0.5, 0, 1), (2.0, 0.0, 0, 0), (2.0, -1.0, 0, 0)],
+)
+def test_a_token_counts_as_clipped_where_the_clip_takes_its_gradient(
+    ratio: float, advantage: float, low: int, high: int
+) -> None:
+    out = GRPOLoss(Table(torch.zeros(1, 2, 2, dtype=torch.float64)))(lazy_stack([one_row([ratio], advantage)]))
+    assert (out["clip_fraction_low"].item(), out["clip_fraction_high"].item()) == (low, high)
+
+
+def test_a_torchrl_wrapper_lends_its_model_to_a_scorer(tokenizer: Any, tiny_model: Any) -> None:
+    wrapper = TransformersWrapper(
+        tiny_model, tokenizer=tokenizer, input_mode="tokens", generate=False, return_log_probs=True
+    )
+    scorer = GRPOLoss(wrapper).actor_network
+    assert isinstance(scorer, WrapperScorer)
+    assert scorer.model is wrapper.model

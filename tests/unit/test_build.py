@@ -1,0 +1,418 @@
+"""From the config to a run: what fails before weights are loaded, what is wired to what, and that no key is dead."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+import torchrl_grpo.generation.vllm as vllm_module
+from tests.conftest import make_tiny_model
+from tests.unit.test_config import compose_config
+from tests.unit.test_docs import undocumented
+from torchrl_grpo import build as build_module
+from torchrl_grpo.build import build, plan_rows, prepare
+from torchrl_grpo.config import ConfigError, GRPOConfig, leaves, schema
+from torchrl_grpo.distributed import cluster
+from torchrl_grpo.models import loading
+from torchrl_grpo.placement import DevicePlan
+from torchrl_grpo.weights import sync_mismatch
+
+SMALL = (
+    "env.num_envs=16",
+    "env.repeats=4",
+    "train.total_dialog_turns=32",
+    "evaluation.num_prompts=8",
+    "evaluation.k=2",
+    "logging.tensorboard=false",
+)
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes loading weights an error of its own: what a user got wrong must be found before."""
+
+    def load_model(*_: object, **__: object) -> None:
+        raise AssertionError("weights were loaded before the input was checked")
+
+    monkeypatch.setattr(loading, "load_model", load_model)
+
+
+def write_jsonl(folder: Path, *lines: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.name=nobody/nothing"], r"model\.name=nobody/nothing must be a folder or a model"),
+        (
+            ["inference_model.num_devices=3"],
+            r"env\.num_envs=16 must be a multiple of env\.repeats=4 times the 3 replicas",
+        ),
+        (
+            ["train_model.num_devices=3", "train_model.tensor_parallel_size=2"],
+            r"tensor_parallel_size=2 must divide the trainer's devices, which are 3: use train_model\.num_devices=4",
+        ),
+        (
+            ["train_model.num_devices=64", "train_model.tensor_parallel_size=64"],
+            r"tensor_parallel_size=64 must divide the model's \d+ key and value heads: use \d+\.",
+        ),
+        (
+            ["train_model.num_devices=2", "train_model.tensor_parallel_size=2", "train_model.lora.enabled=true"],
+            r"tensor_parallel_size=2 must be 1 with train_model\.lora\.enabled=true",
+        ),
+        (["train_model.cpu_offload=true"], r"cpu_offload=true needs a model that is sharded"),
+        (["train.max_staleness=1"], r"train\.max_staleness=1 must be 0 in grpo\.py.*grpo-async\.py"),
+        (["inference_model.devices=[0]"], r"inference_model\.devices=\[0\] must be accelerators of this machine"),
+        (["inference_model.max_new_tokens=2048"], r"max_new_tokens=2048 must leave room for a prompt in the context"),
+        (["env.max_prompt_tokens=3"], r"max_prompt_tokens=3"),
+        (["env.dataset=gsm8k"], r"dataset_path"),
+        (["env.dataset=gsm8k", "env.dataset_path=/nowhere"], r"/nowhere"),
+        (["env.max_turns=4"], r"env\.max_turns=4 must be 1 with env\.dataset=arithmetic, whose dialogs end after"),
+        (["model.chat_template=no.jinja"], r"model\.chat_template=no\.jinja must be a Jinja template or a file"),
+        (
+            ["model.attn_implementation=foo"],
+            r"model\.attn_implementation=foo must be an attention .*: use sdpa or eager",
+        ),
+        (["inference_model.in_flight=keep", "inference_model.backend=vllm"], r"in_flight=keep must be wait where"),
+        (
+            ["policy.loss._target_=torchrl_grpo.objectives.CISPOLoss", "policy.dual_clip=3"],
+            r"policy\.loss\._target_=torchrl_grpo\.objectives\.CISPOLoss was refused: dual_clip=3",
+        ),
+        (
+            ["algo=sapo", "policy.loss._target_=torchrl_grpo.objectives.GRPOLoss"],
+            r"must be _target_ and arguments that .*: use ~policy\.loss\.tau_positive ~policy\.loss\.tau_negative\.$",
+        ),
+    ],
+)
+def test_user_errors_come_before_any_weights(overrides: list[str], message: str, tmp_path: Path) -> None:
+    if torch.cuda.is_available() and "devices" in overrides[0]:
+        pytest.skip("there are accelerators here")
+    with pytest.raises(ConfigError, match=message):
+        build(compose_config(*SMALL, *overrides), tmp_path)
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([GOOD, '{"question": "1+1?"'], r"train\.jsonl:2"),
+        ([GOOD, '{"query": "1+1?", "answer": "#### 2"}'], r"question.*query"),
+    ],
+)
+def test_bad_data_is_named_by_file_and_line_or_column(lines: list[str], message: str, tmp_path: Path) -> None:
+    folder = write_jsonl(tmp_path / "data", *lines)
+    with pytest.raises(ConfigError, match=message):
+        build(compose_config(*SMALL, "env.dataset=gsm8k", f"env.dataset_path={folder}"), tmp_path / "run")
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_missing_vllm_is_found_before_any_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_module, "_has_vllm", False)
+    with pytest.raises(ConfigError, match=r"inference_model\.backend=vllm needs .* not installed: install"):
+        build(compose_config(*SMALL, "inference_model.backend=vllm"), tmp_path)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_tokenizer_larger_than_the_model_is_found_before_any_weights(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    make_tiny_model(vocab_size=100).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match="has 100 entries and the tokenizer's 261"):
+        build(compose_config(*SMALL, f"model.name={tmp_path / 'model'}"), tmp_path / "run")
+
+
+def test_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
+    long = json.dumps({"question": "1" * 400, "answer": "#### 2"})
+    folder = write_jsonl(tmp_path, GOOD, long)
+    config = compose_config(
+        *SMALL, "env.dataset=gsm8k", f"env.dataset_path={folder}", "env.max_prompt_tokens=300", name="grpo_arithmetic"
+    )
+    blueprint = prepare(config)
+    assert blueprint.train_env.num_dropped == 1
+    assert blueprint.greedy_env is not None and blueprint.greedy_env.batch_size == (1,)  # no problem is counted twice
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_the_plan_table_lists_the_devices_and_what_one_of_them_holds() -> None:
+    def table(plan: DevicePlan, *overrides: str) -> list[tuple[str, str, float]]:
+        rows = plan_rows(dataclasses.replace(prepare(compose_config(*SMALL, *overrides)), plan=plan))
+        return [(row["role"], row["devices"], row["memory per device"] / row["parameters"]) for row in rows]
+
+    cpu, gpu = torch.device("cpu"), [torch.device("cuda", index) for index in range(8)]
+    plan = DevicePlan((cpu,), ((cpu,),), (cpu,), colocated=False)
+    assert table(plan) == [("train", "cpu", 16), ("inference (transformers)", "cpu", 4), ("reference", "cpu", 4)]
+    plan = DevicePlan((cpu,) * 2, ((cpu,),) * 3, (), colocated=False)
+    assert table(plan, "train_model.lora.enabled=true") == [
+        ("train (LoRA)", "2 x cpu", 2),
+        ("inference (transformers)", "3 x cpu", 4),
+        ("reference (adapters off)", "2 x cpu", 0),
+    ]
+    plan = DevicePlan(tuple(gpu[:4]), (tuple(gpu[4:6]), tuple(gpu[6:8])), (gpu[0],), colocated=False)
+    assert table(plan, "inference_model.dtype=bfloat16", "ref_model.dtype=bfloat16") == [
+        ("train", "cuda:0, cuda:1, cuda:2, cuda:3", 4),
+        ("inference (transformers)", "cuda:4+cuda:5, cuda:6+cuda:7", 1),
+        ("reference", "cuda:0", 2),
+    ]
+
+
+def test_vllm_use_v1_is_answered_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(build_module.torchrl_logger, "info", lines.append)
+    monkeypatch.setenv("VLLM_USE_V1", "0")
+    prepare(compose_config(*SMALL))
+    assert [line for line in lines if "VLLM_USE_V1" in line] == [
+        "VLLM_USE_V1 has no effect: vLLM's V0 engine is gone, and V1 is the only one left."
+    ]
+
+
+def test_a_run_trains_evaluates_checkpoints_exports_and_reports(tmp_path: Path) -> None:
+    config = compose_config(*SMALL, "train.checkpoint_frequency=1", "inference_model.check_sync=true")
+    run = build(config, tmp_path)
+    try:
+        summary = run.fit()
+    finally:
+        run.close()
+        run.close()
+    assert summary["steps"] == 2
+    assert summary["sequences"] == 32
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert undocumented(rows) == set()
+    # One meaning of throughput: in each step, also in the last one, which is evaluated, and in the summary.
+    tokens, seconds = ([row[name] for row in rows[1:]] for name in ("rollout/tokens", "time/step_s"))
+    speeds = [row["throughput/trained_tokens_per_s"] for row in rows[1:]]
+    assert speeds == pytest.approx([count / time for count, time in zip(tokens, seconds, strict=True)])
+    assert summary["trained_tokens_per_s"] == pytest.approx(sum(tokens) / sum(seconds))
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert {"eval/pass@1", "eval/pass@2"} <= rows[0].keys() & rows[2].keys()
+    assert rows[2]["sync/mismatch_max"] < 1e-4  # float32 on both sides
+    assert rows[1]["staleness/max"] == 0
+    assert rows[1]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-4)  # on-policy, and the engine has the weights
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["checkpoint_000001.pt", "checkpoint_000002.pt", "model"]
+    state = torch.load(tmp_path / "checkpoints" / "checkpoint_000002.pt", weights_only=True)
+    assert state["step"] == 2
+    assert state["config"]["env"]["dataset"] == "arithmetic"
+    assert state["trainer"].keys() >= {"model", "optimizer", "scaler"}
+    exported = loading.load_model(
+        str(tmp_path / "checkpoints" / "model"), dtype=torch.float32, device=torch.device("cpu")
+    )
+    for name, value in exported.state_dict().items():
+        torch.testing.assert_close(value, run.trainer.model.state_dict()[name], rtol=0, atol=0)
+    for name in ("report.html", "curves.png", "samples.jsonl"):
+        assert (tmp_path / name).stat().st_size > 0
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path: Path) -> None:
+    def losses(name: str, seed: int) -> list[float]:
+        run = build(compose_config(*SMALL, f"seed={seed}", "evaluation.num_prompts=0"), tmp_path / name)
+        try:
+            run.fit()
+        finally:
+            run.close()
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return [row["train/loss"] for row in rows if "train/loss" in row] + [rows[-1]["train/grad_norm"]]
+
+    first = losses("a", 0)
+    assert losses("b", 0) == first
+    assert losses("c", 1) != first
+
+
+def test_evaluation_changes_nothing_in_the_run(tmp_path: Path) -> None:
+    def final(name: str, *overrides: str) -> dict[str, torch.Tensor]:
+        run = build(compose_config(*SMALL, *overrides), tmp_path / name)
+        try:
+            run.fit()
+        finally:
+            run.close()
+        return dict(run.trainer.weights())
+
+    often, never = final("often", "evaluation.frequency=1"), final("never", "evaluation.num_prompts=0")
+    assert all(torch.equal(often[name], value) for name, value in never.items())
+
+
+def test_a_run_that_is_interrupted_saves_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = build(compose_config(*SMALL, "evaluation.num_prompts=0"), tmp_path)
+    real = run.trainer.train_batch
+
+    def train_once(batch: Any) -> dict[str, float]:
+        if run.trainer.version == 1:
+            raise KeyboardInterrupt
+        return real(batch)
+
+    monkeypatch.setattr(run.trainer, "train_batch", train_once)
+    with pytest.raises(KeyboardInterrupt):
+        run.fit()
+    run.close()
+    assert (tmp_path / "checkpoints" / "checkpoint_000001.pt").exists()
+    assert (tmp_path / "report.html").exists()
+
+
+def test_a_run_that_is_stopped_inside_a_step_saves_no_half_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build(compose_config(*SMALL, "evaluation.num_prompts=0", "train.optim_batch_size=8"), tmp_path)
+    real = run.trainer.train_step
+
+    def three_steps(batch: Any) -> dict[str, float]:  # two make a batch: this stops in the middle of the second
+        if run.trainer.optim_steps == 3:
+            raise KeyboardInterrupt
+        return real(batch)
+
+    monkeypatch.setattr(run.trainer, "train_step", three_steps)
+    with pytest.raises(KeyboardInterrupt):
+        run.fit()
+    run.close()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_checkpoint_has_the_data_position_of_its_step(tmp_path: Path) -> None:
+    run = build(compose_config(*SMALL, "evaluation.num_prompts=0", "train.checkpoint_frequency=1"), tmp_path)
+    run.fit()
+    run.close()
+    for step in (1, 2):
+        state = torch.load(tmp_path / "checkpoints" / f"checkpoint_{step:06d}.pt", weights_only=True)
+        assert state["source"]["env"]["position"] == 4 * step  # 16 sequences are 4 groups
+        assert state["trainer"]["version"] == step
+
+
+def test_optimizer_is_adamw_with_the_configs_numbers_and_no_decay_on_vectors(tmp_path: Path) -> None:
+    run = build(
+        compose_config(
+            *SMALL, "optimizer.lr=0.5", "optimizer.beta1=0.8", "optimizer.beta2=0.7", "optimizer.eps=1e-3",
+            "optimizer.weight_decay=0.25", "optimizer.warmup_steps=5", "evaluation.num_prompts=0",
+        ),
+        tmp_path,
+    )  # fmt: skip
+    run.close()
+    optimizer = run.trainer.optimizer
+    assert type(optimizer) is torch.optim.AdamW
+    for group in optimizer.param_groups:
+        assert (group["betas"], group["eps"], group["lr"]) == ((0.8, 0.7), 1e-3, 0.1)  # a fifth of 0.5: warming up
+        assert group["weight_decay"] == (0.25 if group["params"][0].ndim > 1 else 0.0)
+    assert len(optimizer.param_groups) == 2
+
+
+def test_temperature_is_that_of_engine_trainer_and_reference(tmp_path: Path) -> None:
+    run = build(compose_config(*SMALL, "inference_model.temperature=0.6", "evaluation.num_prompts=0"), tmp_path)
+    run.fit()
+    run.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[1]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert rows[1]["train/ESS"] == pytest.approx(1.0, abs=1e-4)
+    assert rows[1]["train/kl_k3_to_ref"] == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
+def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(tmp_path: Path) -> None:
+    """Weights arrive after each step (the check would end the run), and vLLM loads the exported model as it is."""
+    overrides = ["inference_model.backend=vllm", "inference_model.check_sync=true", "train_model.lora.enabled=true"]
+    run = build(compose_config(*SMALL, *overrides, "optimizer.lr=1e-2", "env.max_prompt_tokens=64"), tmp_path)
+    try:
+        run.fit()
+    finally:
+        run.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert max(row["sync/mismatch_max"] for row in rows) < 1e-3
+    assert rows[2]["train/kl_k3_to_ref"] > 1e-6  # the weights did change
+    assert rows[2]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-3)
+    assert (tmp_path / "checkpoints" / "checkpoint_000002.pt").exists()
+    prompts = run.parts.probe_prompts
+    with vllm_module.VLLMEngine(
+        str(tmp_path / "checkpoints" / "model"), max_model_len=128, enforce_eager=True
+    ) as engine:
+        gap = sync_mismatch(engine, run.trainer.score, prompts, run.source.collector.policy.params)
+    assert gap[1] < 1e-3
+
+
+def test_lora_scores_the_reference_with_its_adapters_off(tmp_path: Path) -> None:
+    run = build(compose_config(*SMALL, "train_model.lora.enabled=true", "optimizer.lr=1e-2"), tmp_path)
+    try:
+        run.fit()
+    finally:
+        run.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[1]["train/kl_k3_to_ref"] == pytest.approx(0.0, abs=1e-6)
+    assert rows[2]["train/kl_k3_to_ref"] > 1e-6
+    assert rows[2]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-3)  # the engine got the merged weights
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
+    """Which fields of which config class were read."""
+    read: set[tuple[str, str]] = set()
+
+    def recording(node: Any, name: str) -> Any:
+        read.add((type(node).__name__, name))
+        return object.__getattribute__(node, name)
+
+    classes = {type(node) for node in _nodes(GRPOConfig())}
+    for node in classes:
+        monkeypatch.setattr(node, "__getattribute__", recording, raising=False)
+    yield read
+
+
+def _nodes(node: Any) -> Iterator[Any]:
+    yield node
+    for value in vars(node).values():
+        if type(value).__module__ == schema.__name__ and hasattr(value, "__dataclass_fields__"):
+            yield from _nodes(value)
+
+
+def test_every_config_key_is_read_by_something_that_uses_it(
+    tmp_path: Path, recorded: set[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key that nothing reads is a promise that nothing keeps. Validation and saving read all keys: they do not count.
+
+    The vLLM engine is not started for this: a stand-in takes its arguments.
+    """
+    plain = {"to_container": lambda *_, **__: {}, "structured": lambda *_: None}
+    monkeypatch.setattr(build_module, "OmegaConf", type("Plain", (), {k: staticmethod(v) for k, v in plain.items()}))
+    configs = [
+        compose_config(*SMALL, "train_model.lora.enabled=true", "optimizer.warmup_steps=1", "env.reward_workers=1"),
+        compose_config(*SMALL, "inference_model.backend=vllm"),
+        compose_config(*SMALL, "inference_model.check_sync=true"),
+    ]
+    expected = {(type(node).__name__, name) for node in _nodes(GRPOConfig()) for name in vars(node)}
+    recorded.clear()
+    for index, config in enumerate(configs):
+        if index == 1:
+
+            class Stop(Exception):
+                pass
+
+            def stand_in(*_: object, **__: object) -> None:
+                raise Stop
+
+            monkeypatch.setattr(vllm_module, "require_vllm", lambda: None)
+            monkeypatch.setattr(vllm_module, "VLLMEngine", stand_in)
+            with pytest.raises(Stop):
+                build(config, tmp_path / "vllm")
+            monkeypatch.setattr(cluster, "start", stand_in)
+            with pytest.raises(Stop):
+                build(config, tmp_path / "ray", asynchronous=True)
+            continue
+        run = build(config, tmp_path / str(index))
+        try:
+            run.fit()
+        finally:
+            run.close()
+    assert expected - recorded == set()
+    assert len(list(leaves(GRPOConfig()))) > 40

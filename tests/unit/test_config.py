@@ -1,0 +1,229 @@
+"""The config: every rule with its message, the command lines that must compose, and that no key is dead."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+
+from torchrl_grpo.config import ConfigError, GRPOConfig, check_command_line, from_hydra, orderly_exit, register, schema
+from torchrl_grpo.distributed.errors import TrainerLostError, WaitedTooLongError, WorkersLostError
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted(path.stem for path in (ROOT / "config").glob("grpo_*.yaml"))
+
+
+def compose_config(*overrides: str, name: str = "grpo_arithmetic") -> GRPOConfig:
+    register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "config")):
+        return from_hydra(compose(name, overrides=list(overrides)))
+
+
+def test_defaults_of_every_config_file_are_valid() -> None:
+    assert CONFIGS == ["grpo_arithmetic", "grpo_gsm8k", "grpo_ifeval"]
+    assert compose_config().env.dataset == "arithmetic"
+    assert compose_config(name="grpo_gsm8k").model.name == "Qwen/Qwen2.5-0.5B-Instruct"
+    with pytest.raises(ConfigError, match=r"env\.dataset=ifeval has no task yet in this version"):
+        compose_config(name="grpo_ifeval")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["env.repeats=1"], r"env\.repeats=1 must be at least 2, because a group of one .*: use env\.repeats=8"),
+        (["env.repeats=0"], r"env\.repeats=0 must be at least 1: use env\.repeats=8"),
+        (["algo=reinforce_pp", "policy.dynamic_sampling=true", "env.repeats=1"], r"env\.repeats=1 must be at least 2"),
+        (
+            ["policy.behaviour_level=sequence"],
+            r"behaviour_level=.* must be left out with policy\.behaviour_weight=none",
+        ),
+        (
+            ["policy.max_sampling_rounds=3"],
+            r"max_sampling_rounds=3 must be left out with policy\.dynamic_sampling=false",
+        ),
+        (["env.num_envs=30"], r"env\.num_envs=30 must be a multiple of env\.repeats=8: use 24 or 32\."),
+        (
+            ["env.num_envs=32", "train.dialog_turns_per_batch=40"],
+            r"train\.dialog_turns_per_batch=40 must be a multiple of env\.num_envs=32: use 32 or 64\.",
+        ),
+        (
+            ["env.num_envs=32", "train.optim_batch_size=12"],
+            r"train\.optim_batch_size=12 must divide train\.dialog_turns_per_batch=32: use 8 or 16\.",
+        ),
+        (["train.total_dialog_turns=-5"], r"train\.total_dialog_turns=-5 must be at least 1: use"),
+        (["env.num_envs=-8"], r"env\.num_envs=-8 must be at least 2: use env\.num_envs=64"),
+        (["optimizer.lr=0"], r"optimizer\.lr=0\.0 must be above 0: use optimizer\.lr=1e-06"),
+        (["optimizer.lr=nan"], r"optimizer\.lr=nan must be above 0, and finite"),
+        (["optimizer.lr=inf"], r"optimizer\.lr=inf must be above 0, and finite"),
+        (["optimizer.beta1=1"], r"optimizer\.beta1=1\.0 must be at least 0 and below 1"),
+        (["evaluation.k=1"], r"evaluation\.k=1 must be 0 or at least 2"),
+        (
+            ["train_model.dtype=float16"],
+            r"train_model\.dtype=float16 must be float32 without LoRA.*precision=bf16",
+        ),
+        (["policy.clip_epsilon=[0.2]"], r"policy\.clip_epsilon=\[0\.2\] must be a number, or a pair"),
+        (["policy.clip_epsilon=1.5"], r"policy\.clip_epsilon=1\.5 must be a number, or a pair"),
+        (["env.dataset=gsm9k"], r"env\.dataset=gsm9k must be one of arithmetic, gsm8k: did you mean gsm8k\?"),
+        (["env.dataset=zzz"], r"env\.dataset=zzz must be one of .*: use env\.dataset=arithmetic"),
+        (
+            ["train_model.num_devices=1", "train_model.devices=[0]"],
+            r"train_model\.num_devices=1 and train_model\.devices=\[0\] exclude each other",
+        ),
+        (["inference_model.tensor_parallel_size=2"], r"tensor_parallel_size=2 must be 1 with .*: use .*backend=vllm"),
+        (["ref_model.devices=[1,1]"], r"ref_model\.devices=\[1, 1\] must be different indices"),
+        (["policy.dual_clip=1"], r"policy\.dual_clip=1\.0 must be above 1: use policy\.dual_clip=2"),
+        (["policy.overlong_buffer=0"], r"overlong_buffer=0\.0 must be above 0 and at most 1: use .*=1, say"),
+        (["env.difficulty=11"], r"env\.difficulty=11 must be at least 1 and at most 10"),
+        (["policy.gae_gamma=0.9"], r"gae_gamma=0\.9 must be left out with policy\.advantage_level=sequence"),
+        (["policy.behaviour_cap=3"], r"policy\.behaviour_cap=3\.0 must be left out with policy\.behaviour_weight=none"),
+        (["policy.constant_length=9"], r"constant_length=9 must be left out with policy\.aggregation=sequence_mean"),
+        (["env.dataset_path=DIR"], r"env\.dataset_path=DIR must be left out with env\.dataset=arithmetic"),
+        (["env.dataset=gsm8k", "env.difficulty=3"], r"env\.difficulty=3 must be left out with env\.dataset=gsm8k"),
+        (["env.reward_timeout_s=5"], r"env\.reward_timeout_s=5\.0 must be left out with env\.reward_workers=0"),
+        (["train_model.lora.r=8"], r"lora\.r=8 must be left out with .*: use train_model\.lora\.enabled=true"),
+        (["+optimizer.lrr=1"], r"optimizer\.lrr names a config key that does not exist: did you mean optimizer\.lr\?"),
+        (["+foo.bar=1"], r"foo\.bar names a config key that does not exist"),
+        (["inference_model.gpu_memory_utilization=1.2"], r"gpu_memory_utilization=1\.2 must be above 0 and at most 1"),
+    ],
+)
+def test_a_broken_rule_names_field_rule_value_and_fix(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose_config(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lr=abc", r"optimizer\.lr=abc must have the type float: use optimizer\.lr=1e-06"),
+        ("optimizer.lr=1e-4,abc", r"optimizer\.lr=abc must have the type float"),
+        ("train.epochs=1.5", r"train\.epochs=1\.5 must have the type int"),
+        ("inference_model.backend=vlm", r"inference_model\.backend=vlm must be one of transformers, vllm"),
+        (
+            "optimiser.lr=1e-4",
+            r"optimiser\.lr=1e-4 names a config key that does not exist: did you mean optimizer\.lr\?",
+        ),
+        ("env.num_env=8", r"did you mean env\.num_envs\?"),
+        ("ref_model.devices=0", r"ref_model\.devices=0 must .*: use ref_model\.devices=null"),
+        ("policy.loss=my.Loss", r"must be a node with _target_: use policy\.loss\._target_=my\.Loss"),
+        ("policy.loss=null", r"policy\.loss=None must be a node .*: use policy\.loss\._target_=torchrl_grpo"),
+        ("policy=dapo", r"policy=dapo must name a single value, and policy is a group: use algo=dapo\."),
+        ("env.dataset=null", r"env\.dataset=None must have the type str: use env\.dataset=arithmetic"),
+        (
+            "train_model.lora.target_modules=3",
+            r"target_modules=3 must have .*: use train_model\.lora\.target_modules=\[all-linear\]",
+        ),
+        ("xyzzy=1", r"xyzzy=1 names a config key that does not exist: run with --cfg job"),
+    ],
+)
+def test_a_bad_override_is_found_before_hydra_composes(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_command_line(["--multirun", override])
+
+
+def test_hydra_itself_refuses_unknown_keys_too() -> None:
+    with pytest.raises(HydraException):
+        compose_config("optimizer.lrr=1")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("grpo_gsm8k", ["train_model.num_devices=2", "ref_model.num_devices=2", "inference_model.num_devices=2"]),
+        ("grpo_gsm8k", ["train_model.devices=[0,1]", "ref_model.devices=[2,3]", "inference_model.devices=[4,5]"]),
+        ("grpo_gsm8k", ["optimizer.lr=2e-5", "optimizer.weight_decay=0.01"]),
+        ("grpo_gsm8k", ["model.name=meta-llama/Llama-2-7b-hf"]),
+        ("grpo_gsm8k", ["optimizer.lr=1e-4", "policy.kl_coef=0.1"]),
+        (
+            "grpo_gsm8k",
+            ["inference_model.gpu_memory_utilization=0.5", "env.num_envs=32", "train.optim_batch_size=16"],
+        ),
+        ("grpo_gsm8k", ["train.total_dialog_turns=10000", "train.checkpoint_frequency=50"]),
+        ("grpo_gsm8k", ["env.dataset=gsm8k", "env.dataset_path=DIR"]),
+        ("grpo_arithmetic", ["inference_model.backend=vllm", "logging.wandb.mode=offline"]),
+    ],
+)
+def test_documented_command_lines_compose(name: str, overrides: list[str]) -> None:
+    check_command_line(overrides)
+    compose_config(*overrides, name=name)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "policy.overlong_buffer=null,0.2",
+        "train.optim_batch_size=null,8",
+        "policy.reward_clip=[-1,1],null",
+        "train_model.lora.target_modules=[q_proj],[v_proj]",
+        "train_model.devices=[0],[1]",
+        "policy.clip_epsilon=0.1,[0.2,0.3]",
+        "optimizer.lr=interval(1e-5,1e-4)",
+        "optimizer.lr=choice(1e-5,1e-4)",
+        "train.epochs=range(1,3)",
+        "algo=grpo,dapo",
+    ],
+)
+def test_sweeps_that_hydra_understands_are_left_to_it(override: str) -> None:
+    check_command_line(["--multirun", override])
+
+
+def test_a_config_of_ones_own_wins_over_the_algorithm_that_it_starts_from() -> None:
+    register()
+    search = f"hydra.searchpath=[file://{ROOT / 'config'}]"
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "examples")):
+        config = from_hydra(compose("my_run", overrides=[search]))
+    assert (config.clip_epsilon, config.policy.aggregation.value) == ((0.2, 0.28), "token_mean")
+    assert (config.env.dataset, config.train.total_dialog_turns) == ("arithmetic", 5120)
+
+
+def test_geometry_is_derived_from_the_config() -> None:
+    config = compose_config(
+        "env.num_envs=32",
+        "train.dialog_turns_per_batch=64",
+        "train.total_dialog_turns=100",
+        "policy.clip_epsilon=[0.2,0.28]",
+    )
+    assert (config.num_batches, config.optim_batch_size, config.clip_epsilon) == (2, 64, (0.2, 0.28))
+    assert compose_config("env.max_turns=3", "inference_model.max_new_tokens=10").max_response_tokens == 30
+
+
+def test_the_estimator_of_a_kl_in_the_reward_is_one_that_constrains() -> None:
+    """k2 and k3 there have almost no gradient near the reference; whoever wants them says so."""
+    assert compose_config().kl_estimator == "k3"
+    assert compose_config("policy.kl_in_reward=true").kl_estimator == "k1"
+    assert compose_config("policy.kl_in_reward=true", "policy.kl_estimator=k2").kl_estimator == "k2"
+
+
+def test_a_group_of_one_may_be_compared_with_the_batch() -> None:
+    assert compose_config("algo=reinforce_pp", "env.repeats=1").env.repeats == 1
+
+
+def test_every_field_has_a_docstring_below_it() -> None:
+    source = (ROOT / "torchrl_grpo" / "config" / "schema.py").read_text()
+    lines = source.splitlines()
+    classes = [node for node in vars(schema).values() if dataclasses.is_dataclass(node)]
+    missing = []
+    for node in classes:
+        for item in dataclasses.fields(node):
+            if dataclasses.is_dataclass(item.default_factory):
+                continue
+            at = next(i for i, line in enumerate(lines) if re.match(rf"    {item.name}: ", line))
+            if not lines[at + 1].strip().startswith('"""'):
+                missing.append(f"{node.__name__}.{item.name}")
+    assert missing == []
+
+
+@pytest.mark.parametrize("error", [WorkersLostError, TrainerLostError, WaitedTooLongError])
+def test_a_run_that_is_lost_ends_with_its_message(error: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, orderly_exit():
+        raise error("all engines are gone.")
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "\nerror: all engines are gone.\n"
+
+
+def test_an_error_of_an_unknown_kind_keeps_its_traceback() -> None:
+    with pytest.raises(RuntimeError, match="unknown"), orderly_exit():
+        raise RuntimeError("unknown")

@@ -1,0 +1,164 @@
+"""What the user sees: plain lines into a pipe, a bar on a terminal, and model text that is never interpreted."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+
+import pytest
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_grpo.reporting.console import Console, clip, duration, printable
+
+METRICS = {
+    "rollout/reward_mean": 0.5,
+    "rollout/accuracy": 0.25,
+    "train/kl_k3_to_ref": 0.0123,
+    "throughput/trained_tokens_per_s": 12345.6,
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+
+def run(console: Console, steps: int) -> None:
+    console.start(0, 8 * steps)
+    for step in range(1, steps + 1):
+        console.step(step, METRICS, 8 * step, 8 * steps)
+
+
+def test_pipe_gets_one_line_at_the_first_step_every_tenth_and_the_last() -> None:
+    file = io.StringIO()
+    with Console(file=file, every=10) as console:
+        run(console, 23)
+    lines = file.getvalue().splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["step 1", "step 10", "step 20", "step 23"]
+    numbers = "reward 0.5, accuracy 25.0%, kl_k3 0.0123, trained tokens/s 12,346"
+    assert lines[1].startswith(f"step 10: 80/184 sequences, {numbers}, ")
+
+
+def test_pipe_gets_no_control_characters() -> None:
+    file = io.StringIO()
+    with Console(file=file) as console:
+        console.plan(
+            [{"role": "train", "devices": ["cpu"], "dtype": "float32", "parameters": 912_345, "memory": 2**24}]
+        )
+        run(console, 3)
+        console.samples(3, [{"query": "a\x1b[31mb", "response": "\r\x07\u202e", "reward": 1.0, "correct": True}])
+        console.samples(3, [{"query": "q", "response": "r", "reward": 0.0, "correct": False, "valid": False}])
+        console.finish({"accuracy_before": 0.2, "accuracy_after": 0.9}, {"report": "report.html"})
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u202e]", file.getvalue())
+    assert ["q", "r", "invalid"] in [line.split() for line in file.getvalue().splitlines()]
+    assert "a\\x1b[31mb" in file.getvalue() and "\\r\\x07\\u202e" in file.getvalue()
+
+
+def test_markup_in_model_text_and_paths_is_shown_as_it_is() -> None:
+    file = io.StringIO()
+    with Console(file=file, width=120) as console:
+        console.samples(1, [{"query": "[red]x[/red]", "response": "[/bold] :smile:", "reward": None, "correct": False}])
+        console.finish({}, {"report": "out[bold]/report.html"})
+    assert "[red]x[/red]" in file.getvalue() and "[/bold] :smile:" in file.getvalue()
+    assert "out[bold]/report.html" in file.getvalue()
+
+
+def test_ascii_stream_gets_escapes_instead_of_an_error() -> None:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding="ascii")
+    with Console(file=file) as console:
+        console.plan([{"role": "train", "note": "é"}])
+        console.samples(1, [{"query": "计", "response": "七", "reward": 1.0, "correct": True}])
+    file.flush()
+    assert b"\\u8ba1" in raw.getvalue() and b"\\u4e03" in raw.getvalue() and b"\\xe9" in raw.getvalue()
+
+
+def test_plan_gives_counts_and_bytes_their_units() -> None:
+    file = io.StringIO()
+    rows = [
+        {"role": "train", "devices": ["cuda:0", "cuda:1"], "parameters": 7_241_732_096, "memory": 15 * 2**30},
+        {"role": "inference", "devices": ["cpu"], "parameters": 912_345, "memory": None},
+    ]
+    Console(file=file).plan(rows)
+    words = [line.split() for line in file.getvalue().splitlines()]
+    assert ["train", "cuda:0,", "cuda:1", "7.24", "B", "15", "GiB"] in words
+    assert ["inference", "cpu", "912", "k", "-"] in words
+
+
+def test_geometry_prints_counts_in_full() -> None:
+    file = io.StringIO()
+    Console(file=file).geometry([{"what": "sequences", "per step": 64, "whole run": 12800}])
+    assert ["sequences", "64", "12,800"] in [line.split() for line in file.getvalue().splitlines()]
+
+
+def test_evaluation_prints_each_number_with_its_unit_and_missing_ones_as_a_dash() -> None:
+    file = io.StringIO()
+    metrics = {"pass@1": 0.8125, "invalid": 2.0, "response_length": 8.13, "truncated": 0.0, "pass@8": float("nan")}
+    Console(file=file).evaluation(40, {f"eval/{name}": value for name, value in metrics.items()} | {"time/eval_s": 1.0})
+    assert file.getvalue() == (
+        "test after step 40: pass@1 81.2% (greedy), invalid rewards 2, response length 8.13 tokens, truncated 0.0%, "
+        "pass@8 - (sampled)\n"
+    )
+
+
+def test_finish_prints_before_and_after_and_every_path_in_one_piece() -> None:
+    file = io.StringIO()
+    summary = {"accuracy_before": 0.234, "accuracy_after": 0.921, "steps": 200, "sequences": 12800, "wall_s": 147.3}
+    path = "outputs/" + "x" * 100 + "/report.html"
+    summary |= {"restarts": 2, "groups_resampled": 5, "tokens": 0, "trained_tokens_per_s": 1234.4}
+    Console(file=file).finish(summary, {"report": path, "model": "m"})
+    assert file.getvalue().splitlines() == [
+        "",
+        "test accuracy (greedy) 23.4% -> 92.1% (+68.7 points)",
+        "200 steps, 12,800 sequences, 2:27 wall time, 1,234 trained tokens/s without evaluation",
+        "2 restarts of actors, 5 groups sampled again",
+        f"  report  {path}",
+        "  model   m",
+    ]
+
+
+def test_terminal_gets_a_bar_and_log_lines_scroll_above_it() -> None:
+    file, log = Terminal(), Terminal()
+    handler = logging.StreamHandler(log)
+    torchrl_logger.addHandler(handler)
+    try:
+        with Console(file=file, width=100) as console:
+            run(console, 3)
+            torchrl_logger.info("a log line")
+        torchrl_logger.info("a later line")
+    finally:
+        torchrl_logger.removeHandler(handler)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+    assert "step 3" in text and "24/24" in text and "reward 0.5 accuracy 25.0%" in text
+    assert "a log line\n" in text
+    assert log.getvalue() == "a later line\n"
+
+
+def test_close_after_a_failure_gives_the_terminal_its_cursor_back() -> None:
+    file = Terminal()
+    with pytest.raises(KeyError), Console(file=file) as console:
+        console.start(0, 10)
+        raise KeyError
+    console.close()
+    assert file.getvalue().rindex("\x1b[?25h") > file.getvalue().rindex("\x1b[?25l")
+
+
+def test_clip_leaves_out_the_middle_and_keeps_the_length() -> None:
+    assert clip("abcdefghij", 10) == "abcdefghij"
+    assert clip("abcdefghijk", 10) == "abc ... jk"
+
+
+def test_printable_escapes_what_has_no_picture() -> None:
+    assert printable("a\n\t\x1b\u202e\ud83dé计") == "a\\n\\t\\x1b\\u202e\\ud83dé计"
+
+
+def test_duration_counts_hours_only_when_there_are_any() -> None:
+    assert [duration(s) for s in (0.4, 59.6, 3599, 3600, 90061)] == ["0:00", "1:00", "59:59", "1:00:00", "25:01:01"]

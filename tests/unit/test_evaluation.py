@@ -1,0 +1,131 @@
+"""Evaluation and what a batch is reported as."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from torchrl_grpo import keys
+from torchrl_grpo.collectors.evaluation import Evaluator
+from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.functional import pass_at_k
+from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
+from torchrl_grpo.tasks.base import Problem, Score, Split, Task
+
+
+class CopyTask(Task):
+    """Right when the response is the query."""
+
+    name = "copy"
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        return [Problem(str(digit), str(digit)) for digit in range(5)]
+
+    def score(self, problem: Problem, responses: Sequence[str]) -> Score:
+        correct = responses[-1] == problem.answer
+        return Score(float(correct), correct)
+
+
+class Scripted(Engine):
+    """Greedy copies digits below 3. Sampled, the j-th response to digit d copies when j < d. Draws are counted."""
+
+    def __init__(self) -> None:
+        self.draws = 0
+
+    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+        self.draws += 1
+        out = []
+        for prompt in prompts:
+            digit_token = prompt[1]  # <|user|> digit <|end|> <|assistant|>
+            digit = int(digit_token) - self.zero
+            group = []
+            for j in range(n):
+                right = digit < 3 if params.temperature == 0 else j < digit
+                tokens = torch.tensor([int(digit_token) if right else 3, 1])
+                group.append(Completion(tokens, torch.zeros(2), "stop"))
+            out.append(group)
+        return out
+
+    zero = 0
+
+    def update_weights(self, weights: object, version: int) -> None: ...
+
+    def state_dict(self) -> dict[str, int]:
+        return {"policy_version": 0, "draws": self.draws}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.draws = state["draws"]
+
+
+def test_pass_at_1_and_pass_at_k_by_hand(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Greedy: digits 0, 1, 2 of 5. Of 4 samples digit d has d right, so only digit 0 has none: pass@4 = 4/5."""
+    engine = Scripted()
+    engine.zero = tokenizer("0", add_special_tokens=False)["input_ids"][0]
+    greedy = LLMEnv(CopyTask(), tokenizer, num_envs=5, repeats=1, split="test")
+    sampled = LLMEnv(CopyTask(), tokenizer, num_envs=20, repeats=4, split="test")
+    evaluator = Evaluator(engine, greedy, sampled, params=SamplingParams(4, stop_token_ids=(1,)))
+    metrics, rows = evaluator.evaluate(sampled=True)
+    assert metrics == {
+        "eval/pass@1": pytest.approx(0.6), "eval/response_length": 2.0, "eval/truncated": 0.0, "eval/pass@4": 0.8,
+        "eval/invalid": 0.0,
+    }  # fmt: skip
+    assert {(row["query"], row["correct"]) for row in rows} == {(str(d), d < 3) for d in range(5)}
+    assert engine.draws == 0  # its random state was put back
+    assert pass_at_k(4, 1, 4) == 1.0
+    assert "eval/pass@4" not in evaluator.evaluate(sampled=False)[0]
+
+
+def make_row(group: int, reward: float, valid: bool, advantage: float, length: int) -> TensorDictBase:
+    return TensorDict(
+        {
+            keys.RESPONSE: torch.arange(length),
+            keys.ASSISTANT_MASK: torch.arange(length + 2) >= 2,
+            keys.REWARD: torch.tensor([reward]),
+            keys.REWARD_VALID: torch.tensor([valid]),
+            keys.CORRECT: torch.tensor([reward > 0]),
+            keys.TRUNCATED: torch.tensor([length == 4]),
+            keys.GROUP_ID: torch.tensor([group]),
+            keys.ADVANTAGE: torch.tensor([advantage]),
+            keys.QUERY: f"q{group}",
+            keys.RESPONSE_TEXT: f"r{group}{length}",
+        }
+    )
+
+
+def make_batch() -> TensorDictBase:
+    return lazy_stack(
+        [
+            make_row(0, 1.0, True, 0.7, 2),
+            make_row(0, 0.0, True, -0.7, 4),
+            make_row(1, 1.0, True, 0.0, 3),
+            make_row(1, 9.0, False, 0.0, 3),
+        ]
+    )
+
+
+def test_rollout_metrics_leave_invalid_rewards_out() -> None:
+    metrics = rollout_metrics(make_batch())
+    assert metrics["rollout/reward_mean"] == pytest.approx(2 / 3)
+    assert metrics["rollout/accuracy"] == pytest.approx(2 / 3)
+    assert metrics["rollout/reward_std"] == pytest.approx((2 / 9) ** 0.5)
+    assert metrics["rollout/response_length"] == 3.0
+    assert metrics["rollout/tokens"] == 12
+    assert metrics["rollout/truncated"] == 0.25
+    assert metrics["rollout/zero_variance_groups"] == 0.5
+    assert metrics["rollout/invalid"] == 1
+    assert metrics["rollout/sequences"] == 4
+
+
+def test_sample_rows_take_one_of_each_group_first() -> None:
+    rows = sample_rows(make_batch(), "train", most=3)
+    assert [row["response"] for row in rows] == ["r02", "r13", "r04"]
+    assert rows[0] == {
+        "split": "train", "query": "q0", "response": "r02", "reward": 1.0, "correct": True, "valid": True,
+        "advantage": pytest.approx(0.7),
+    }  # fmt: skip

@@ -1,0 +1,505 @@
+"""Several ranks against one process: real processes, real gloo, real FSDP2.
+
+Processes take seconds to start, so there is one group of them for each world size. It runs every check, writes what
+came out into files, and the tests compare that with one process.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import make_tiny_model
+from tests.unit.test_trainer import make_batch
+from torchrl_grpo import keys
+from torchrl_grpo.learner.checkpoint import Checkpointer
+from torchrl_grpo.learner.step import GRPOTrainer, NonFiniteError
+from torchrl_grpo.models import loading
+from torchrl_grpo.models.packing import micro_batches, rank_micro_batches
+from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
+from torchrl_grpo.models.sharding import init_mesh, is_writer, mesh_of, shard_model
+from torchrl_grpo.objectives import GRPOLoss
+from torchrl_grpo.transforms.kl_scoring import KLScoring
+
+LENGTHS = (9, 14, 6, 11, 8, 12, 7, 10, 30, 5, 17)
+CPU = torch.device("cpu")
+
+
+def make_trainer(
+    mesh: DeviceMesh | None,
+    *,
+    lora: bool = False,
+    tied: bool = True,
+    checkpointing: bool = False,
+    dtype: torch.dtype = torch.float32,
+    param_dtype: torch.dtype | None = None,
+    **settings: Any,
+) -> GRPOTrainer:
+    model: Any = make_tiny_model(tie_word_embeddings=tied).to(dtype)
+    if lora:
+        torch.manual_seed(1)
+        model = loading.add_lora(model, r=3, alpha=8)  # 3 rows: a rank of 4 holds none
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.05)
+    if checkpointing:
+        loading.enable_gradient_checkpointing(model)
+    if mesh is not None:
+        shard_model(model, mesh, param_dtype=param_dtype)
+    loss = GRPOLoss(TokenScorer(model), kl_to_ref_coeff=0.1, entropy_coeff=0.01)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01)
+    defaults = {"optim_batch_size": len(LENGTHS), "micro_batch_tokens": 30, "clip_grad_norm": 0.5}
+    return GRPOTrainer(loss, model, optimizer, **(defaults | settings))
+
+
+def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in trainer.weights()}
+
+
+def five_steps(mesh: DeviceMesh | None, **settings: Any) -> dict[str, Any]:
+    trainer, batch = make_trainer(mesh, **settings), make_batch(LENGTHS, spread=0.3)
+    start = weights(trainer)
+    metrics = [trainer.train_batch(batch) for _ in range(5)]
+    return {"start": start, "metrics": metrics, "weights": weights(trainer)}
+
+
+def two_sequences(mesh: DeviceMesh | None) -> dict[str, Any]:
+    """Fewer sequences than 4 ranks."""
+    trainer = make_trainer(mesh, dtype=torch.float64)
+    return {"metrics": [trainer.train_batch(make_batch((9, 5)))], "weights": weights(trainer)}
+
+
+def one_bad_sequence(mesh: DeviceMesh | None) -> dict[str, Any]:
+    """A step with NaN in a single sequence, then a good one."""
+    trainer, batch = make_trainer(mesh, dtype=torch.float64, max_nonfinite_steps=2), make_batch(LENGTHS)
+    bad = batch.clone()
+    bad[4].get(keys.ADVANTAGE).fill_(math.nan)
+    start = weights(trainer)
+    skipped = trainer.train_batch(bad)
+    after_bad = weights(trainer)
+    metrics = trainer.train_batch(batch)
+    after_good = weights(trainer)
+    raised = False
+    try:
+        for _ in range(2):
+            trainer.train_batch(bad)
+    except NonFiniteError:
+        raised = True
+    return {
+        "start": start,
+        "after_bad": after_bad,
+        "weights": after_good,
+        "skipped": skipped["train/skipped_steps"],
+        "metrics": [metrics],
+        "raised": raised,
+    }
+
+
+def overflow(mesh: DeviceMesh | None) -> dict[str, Any]:
+    """Steps from a loss scale that is too large on."""
+    trainer = make_trainer(mesh, autocast_dtype=torch.float16)
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    start = weights(trainer)
+    metrics = [trainer.train_batch(make_batch(LENGTHS)) for _ in range(10)]
+    for step in metrics:
+        step["train/grad_norm"] = 0.0  # not finite, so not equal to itself
+    return {"start": start, "metrics": metrics, "scale": trainer.scaler.get_scale(), "weights": weights(trainer)}
+
+
+def adapters_off_first(mesh: DeviceMesh | None, **settings: Any) -> dict[str, Any]:
+    """The reference scores with the adapters off before the adapters are trained with gradients."""
+    trainer, batch = make_trainer(mesh, lora=True, **settings), make_batch(LENGTHS)
+    batch = batch.exclude(keys.REF_LOG_PROBS)
+    KLScoring(AdapterOffScorer(trainer.model), max_tokens=40)(batch)
+    metrics = trainer.train_batch(batch)
+    adapters = {name: delta.tensor(torch.float64) for name, delta in trainer.adapters()}
+    return {"metrics": [metrics], "weights": weights(trainer), "adapters": adapters}
+
+
+def recomputed_layers(mesh: DeviceMesh | None) -> int:
+    """How often an MLP starts in one micro-batch: twice when its layer is recomputed."""
+    trainer = make_trainer(mesh, checkpointing=True, micro_batch_tokens=10**6)
+    calls = []
+    loading.base_model_of(trainer.model).model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    trainer.train_batch(make_batch(LENGTHS))
+    return len(calls)
+
+
+def share_of_memory(mesh: DeviceMesh) -> float:
+    """The part of all parameters and moments that lies on this rank between two steps."""
+    trainer = make_trainer(mesh)
+    trainer.train_batch(make_batch(LENGTHS))
+    held = [parameter for parameter in trainer.model.parameters() if isinstance(parameter, DTensor)]
+    moments = [state["exp_avg"] for state in trainer.optimizer.state.values()]
+    assert len(held) == len(list(trainer.model.parameters())) == len(moments)
+    return sum(t.to_local().numel() for t in held + moments) / sum(t.numel() for t in held + moments)
+
+
+def bfloat16(check: Callable[..., dict[str, Any]], mesh: DeviceMesh | None) -> dict[str, Any]:
+    """A check in mixed precision."""
+    param_dtype = None if mesh is None else torch.bfloat16
+    return check(mesh, param_dtype=param_dtype, autocast_dtype=torch.bfloat16)
+
+
+ON_ALL_WORLD_SIZES = ("full", "full_float64", "lora", "lora_float64", "two_sequences")
+COMPARED: dict[str, Callable[[DeviceMesh | None], Any]] = {
+    "full": five_steps,
+    "full_float64": functools.partial(five_steps, dtype=torch.float64, tied=False),
+    "lora": functools.partial(five_steps, lora=True, checkpointing=True),
+    "lora_float64": functools.partial(five_steps, lora=True, dtype=torch.float64),
+    "bfloat16": functools.partial(bfloat16, five_steps),
+    "two_sequences": two_sequences,
+    "one_bad_sequence": one_bad_sequence,
+    "overflow": overflow,
+    "adapters_off_first": functools.partial(adapters_off_first, dtype=torch.float64),
+    "adapters_off_first_bfloat16": functools.partial(bfloat16, adapters_off_first),
+    "recomputed_layers": recomputed_layers,
+}
+
+
+def save_and_go_on(mesh: DeviceMesh | None, path: Path, *, lora: bool) -> dict[str, Any]:
+    """Two steps, a checkpoint, a third step."""
+    trainer, batch = make_trainer(mesh, lora=lora), make_batch(LENGTHS, spread=0.3)
+    for _ in range(2):
+        trainer.train_batch(batch)
+    state = trainer.state_dict()
+    if is_writer(trainer.model):
+        torch.save(state, path)
+    at_save = weights(trainer)
+    return {"at_save": at_save, "metrics": trainer.train_batch(batch), "weights": weights(trainer)}
+
+
+def load_and_go_on(mesh: DeviceMesh | None, path: Path, *, lora: bool) -> dict[str, Any]:
+    """The third step of ``save_and_go_on`` by a new trainer."""
+    trainer = make_trainer(mesh, lora=lora)
+    trainer.load_state_dict(torch.load(path, weights_only=True))
+    at_save = weights(trainer)
+    metrics = trainer.train_batch(make_batch(LENGTHS, spread=0.3))
+    return {"at_save": at_save, "metrics": metrics, "weights": weights(trainer), "version": trainer.version}
+
+
+def run_rank(rank: int, world_size: int, folder: str) -> None:
+    """What each process does: everything on 2 ranks, what depends on their number on 4 too."""
+    torch.set_num_threads(1)
+    path = Path(folder)
+    store = dist.FileStore(f"{folder}/meet_{world_size}", world_size)
+    mesh = init_mesh(rank, world_size, store, device=CPU, timeout_s=600)
+    names = COMPARED.keys() if world_size == 2 else ON_ALL_WORLD_SIZES
+    out: dict[str, Any] = {name: COMPARED[name](mesh) for name in names}
+    out["share"] = share_of_memory(mesh)
+    for lora in (False, True):
+        saved = path / f"ranks_{world_size}_{lora}.pt"
+        out[f"save_{lora}"] = save_and_go_on(mesh, saved, lora=lora)
+        if world_size == 2:
+            dist.barrier()
+            out[f"load_{lora}"] = load_and_go_on(mesh, saved, lora=lora)
+        out[f"load_single_{lora}"] = load_and_go_on(mesh, path / f"single_{lora}.pt", lora=lora)
+    if world_size == 2:
+        model = make_trainer(mesh, lora=True).model
+        Checkpointer(path / "export", {}).export(model, _NoTokenizer())  # type: ignore[arg-type]
+    torch.save(out, path / f"rank_{world_size}_{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run_grid_rank(rank: int, world_size: int, folder: str) -> None:
+    """What each process of 2 x 2 does, where pairs split the layers between them."""
+    torch.set_num_threads(1)
+    path = Path(folder)
+    store = dist.FileStore(f"{folder}/meet_grid", 4)
+    mesh = init_mesh(rank, 4, store, device=CPU, timeout_s=600, tensor_parallel_size=2)
+    names = ("full", "full_float64", "two_sequences", "overflow", "recomputed_layers")
+    out: dict[str, Any] = {name: COMPARED[name](mesh) for name in names}
+    out["share"] = share_of_memory(mesh)
+    out["save_False"] = save_and_go_on(mesh, path / "ranks_grid.pt", lora=False)
+    dist.barrier()
+    out["load_False"] = load_and_go_on(mesh, path / "ranks_grid.pt", lora=False)
+    out["load_single_False"] = load_and_go_on(mesh, path / "single_False.pt", lora=False)
+    out["refused"] = []
+    for model in (
+        loading.add_lora(make_tiny_model(), r=2, alpha=4),
+        make_tiny_model(num_key_value_heads=1),
+    ):
+        with pytest.raises(ValueError) as error:
+            shard_model(model, mesh)
+        out["refused"].append(str(error.value))
+    torch.save(out, path / f"rank_grid_{rank}.pt")
+    dist.destroy_process_group()
+
+
+class _NoTokenizer:
+    def save_pretrained(self, folder: os.PathLike[str]) -> None:
+        """Nothing to save."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def single(folder: Path) -> dict[str, Any]:
+    """What one process gives."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the ranks: ``make_batch`` computes
+    out: dict[str, Any] = {name: check(None) for name, check in COMPARED.items() if name != "overflow"}
+    for lora in (False, True):
+        out[f"save_{lora}"] = save_and_go_on(None, folder / f"single_{lora}.pt", lora=lora)
+    torch.set_num_threads(threads)
+    return out
+
+
+def start(run: Callable[..., None], name: str, world_size: int, folder: Path) -> list[dict[str, Any]]:
+    """What each rank of a group gives. One process imports, the ranks are its forks."""
+    multiprocessing.set_forkserver_preload(["tests.test_fsdp"])
+    multiprocessing.start_processes(run, (world_size, str(folder)), world_size, start_method="forkserver")
+    return [torch.load(folder / f"rank_{name}_{rank}.pt") for rank in range(world_size)]
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, single: dict[str, Any]) -> list[dict[str, Any]]:
+    return start(run_rank, "2", 2, folder)
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path, single: dict[str, Any]) -> list[dict[str, Any]]:
+    return start(run_rank, "4", 4, folder)
+
+
+@pytest.fixture(scope="module")
+def grid(folder: Path, single: dict[str, Any]) -> list[dict[str, Any]]:
+    return start(run_grid_rank, "grid", 4, folder)
+
+
+@pytest.fixture(params=["two", "four"])
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return request.getfixturevalue(request.param)
+
+
+def distance(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference of all weights over the norm of all weights."""
+    assert list(got) == list(expected)
+    pairs = [(got[name].double(), expected[name].double()) for name in expected]
+    difference = sum((a - b).square().sum() for a, b in pairs)
+    return float((difference / sum(b.square().sum() for _, b in pairs)).sqrt())
+
+
+def worst(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Largest absolute difference of a weight."""
+    return max(float((got[name] - expected[name]).detach().abs().max()) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights_within", "metrics_within"),
+    [("full", 1e-6, 5e-6), ("lora", 1e-7, 5e-6), ("full_float64", 1e-15, 1e-6), ("lora_float64", 1e-14, 1e-6)],
+)
+def test_five_steps_on_several_ranks_are_those_of_one_process(
+    name: str, weights_within: float, metrics_within: float, ranks: list[dict[str, Any]], single: dict[str, Any]
+) -> None:
+    """In float64 to rounding, so that the sums are exact; the metrics are float32 in both.
+
+    Seen in float32: 5e-7 of the weights' norm, 2e-8 with LoRA. Adam makes the most of rounding in a gradient that
+    should be 0 (a bias of the keys has none but through the rotary embedding), so single weights may differ by more.
+    """
+    expected = single[name]
+    assert distance(ranks[0][name]["start"], expected["start"]) == 0
+    assert distance(ranks[0][name]["weights"], expected["weights"]) < weights_within
+    assert distance(expected["weights"], expected["start"]) > 1e-3
+    assert expected["metrics"][0]["train/grad_norm"] > 2 * 0.5  # clipped
+    for got, metrics in zip(ranks[0][name]["metrics"], expected["metrics"], strict=True):
+        assert metrics["train/micro_batches"] > got["train/micro_batches"] > 1
+        for key in metrics.keys() - {"train/micro_batches"}:
+            assert got[key] == pytest.approx(metrics[key], rel=metrics_within, abs=metrics_within), key
+
+
+def test_all_ranks_have_the_same_metrics_and_weights_bit_for_bit(ranks: list[dict[str, Any]]) -> None:
+    names = [name for name, value in ranks[0].items() if isinstance(value, dict)]
+    assert set(ON_ALL_WORLD_SIZES) < set(names)
+    for rank in ranks[1:]:
+        for name in names:
+            assert rank[name]["metrics"] == ranks[0][name]["metrics"]
+            assert worst(rank[name]["weights"], ranks[0][name]["weights"]) == 0
+
+
+def test_ranks_without_a_sequence_take_part_and_change_nothing(
+    ranks: list[dict[str, Any]], single: dict[str, Any]
+) -> None:
+    assert worst(ranks[0]["two_sequences"]["weights"], single["two_sequences"]["weights"]) < 1e-12
+
+
+def test_a_bad_sequence_on_one_rank_makes_all_ranks_skip_the_step(
+    two: list[dict[str, Any]], single: dict[str, Any]
+) -> None:
+    for rank in two:
+        got = rank["one_bad_sequence"]
+        assert got["skipped"] == 1
+        assert got["raised"]
+        assert worst(got["after_bad"], got["start"]) == 0
+        assert worst(got["weights"], single["one_bad_sequence"]["weights"]) < 1e-12
+        assert worst(got["weights"], got["start"]) > 1e-4
+
+
+def test_the_loss_scaler_lowers_its_scale_on_all_ranks_alike(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        got = rank["overflow"]
+        assert got["scale"] == two[0]["overflow"]["scale"] == 2.0**24 / 2 ** got["metrics"][-1]["train/skipped_steps"]
+        assert 1 <= got["metrics"][-1]["train/skipped_steps"] < len(got["metrics"])
+        assert worst(got["weights"], got["start"]) > 0
+
+
+def test_the_reference_with_adapters_off_does_not_freeze_the_adapters(
+    two: list[dict[str, Any]], single: dict[str, Any]
+) -> None:
+    got, expected = two[0]["adapters_off_first"], single["adapters_off_first"]
+    assert worst(got["weights"], expected["weights"]) < 1e-12
+    assert len(expected["adapters"]) == 14 and worst(got["adapters"], expected["adapters"]) < 1e-12
+    assert got["metrics"][0]["train/kl_k3_to_ref"] == pytest.approx(expected["metrics"][0]["train/kl_k3_to_ref"])
+    [mixed], [on_one] = (
+        two[0]["adapters_off_first_bfloat16"]["metrics"],
+        single["adapters_off_first_bfloat16"]["metrics"],
+    )
+    assert on_one["train/grad_norm"] > 0
+    assert mixed["train/grad_norm"] == pytest.approx(on_one["train/grad_norm"], rel=0.05)
+
+
+def test_checkpointed_layers_are_computed_twice_when_they_are_sharded(two: list[dict[str, Any]]) -> None:
+    assert [rank["recomputed_layers"] for rank in two] == [2] * len(two)
+
+
+def test_each_rank_holds_its_part_of_weights_and_moments(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["share"] == pytest.approx(1 / len(ranks), rel=0.05)
+    assert sum(rank["share"] for rank in ranks) == pytest.approx(1)
+
+
+def test_bfloat16_parameters_train_close_to_autocast_and_stay_float32(
+    two: list[dict[str, Any]], single: dict[str, Any]
+) -> None:
+    got, expected = two[0]["bfloat16"], single["bfloat16"]
+    assert {value.dtype for value in got["weights"].values()} == {torch.float32}
+    assert got["metrics"][0]["train/grad_norm"] == pytest.approx(expected["metrics"][0]["train/grad_norm"], rel=0.05)
+    for step, reference in zip(got["metrics"], expected["metrics"], strict=True):
+        assert step["train/loss"] == pytest.approx(reference["train/loss"], abs=0.02)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_checkpoint_goes_on_exactly_on_as_many_ranks(lora: bool, two: list[dict[str, Any]]) -> None:
+    saved, loaded = two[0][f"save_{lora}"], two[0][f"load_{lora}"]
+    assert worst(loaded["at_save"], saved["at_save"]) == worst(loaded["weights"], saved["weights"]) == 0
+    assert loaded["metrics"] == saved["metrics"]
+    assert loaded["version"] == 3
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_checkpoint_goes_from_any_number_of_ranks_to_any(
+    lora: bool, ranks: list[dict[str, Any]], single: dict[str, Any], folder: Path
+) -> None:
+    """What is loaded is what was saved, bit for bit; the next step then differs by rounding."""
+    to_ranks, from_ranks = ranks[0][f"load_single_{lora}"], ranks[0][f"save_{lora}"]
+    of_single = single[f"save_{lora}"]
+    assert worst(to_ranks["at_save"], of_single["at_save"]) < 1e-7  # LoRA is merged part by part
+    assert distance(to_ranks["weights"], of_single["weights"]) < 1e-6
+    to_single = load_and_go_on(None, folder / f"ranks_{len(ranks)}_{lora}.pt", lora=lora)
+    assert worst(to_single["at_save"], from_ranks["at_save"]) < 1e-7
+    assert distance(to_single["weights"], from_ranks["weights"]) < 1e-6
+
+
+def test_a_checkpoint_of_ranks_has_the_entries_of_one_of_a_single_process(
+    ranks: list[dict[str, Any]], folder: Path
+) -> None:
+    got, expected = (torch.load(folder / name) for name in (f"ranks_{len(ranks)}_True.pt", "single_True.pt"))
+
+    def layout(state: Any) -> Any:
+        if isinstance(state, dict):
+            return {key: layout(value) for key, value in state.items()}
+        if isinstance(state, list):
+            return [layout(value) for value in state]
+        return (state.dtype, state.shape) if isinstance(state, torch.Tensor) else state
+
+    assert layout(got) == layout(expected)
+
+
+def test_the_exported_model_is_the_merged_one(two: list[dict[str, Any]], folder: Path) -> None:
+    exported = AutoModelForCausalLM.from_pretrained(folder / "export" / "model")
+    assert exported.config.architectures == ["Qwen2ForCausalLM"]
+    expected = dict(make_trainer(None, lora=True).weights())
+    assert worst(dict(exported.named_parameters()), expected) < 1e-7
+
+
+@pytest.mark.parametrize(("name", "within"), [("full", 1e-6), ("full_float64", 1e-15), ("two_sequences", 1e-15)])
+def test_layers_split_over_pairs_train_like_one_process(
+    name: str, within: float, grid: list[dict[str, Any]], single: dict[str, Any]
+) -> None:
+    for rank in grid:
+        assert distance(rank[name]["weights"], single[name]["weights"]) < within
+        assert worst(rank[name]["weights"], grid[0][name]["weights"]) == 0
+        assert rank[name]["metrics"] == grid[0][name]["metrics"]
+    for got, metrics in zip(grid[0][name]["metrics"], single[name]["metrics"], strict=True):
+        for key in metrics.keys() - {"train/micro_batches"}:
+            assert got[key] == pytest.approx(metrics[key], rel=5e-6, abs=5e-6), key
+
+
+def test_split_layers_are_scaled_recomputed_and_held_like_whole_ones(grid: list[dict[str, Any]]) -> None:
+    for rank in grid:
+        assert rank["overflow"]["scale"] == grid[0]["overflow"]["scale"] < 2.0**24
+        assert rank["overflow"]["metrics"] == grid[0]["overflow"]["metrics"]
+        assert rank["recomputed_layers"] == 2
+        assert 1 / 4 < rank["share"] < 1 / 2  # the embedding is in two parts, the layers are in four
+
+
+def test_a_checkpoint_of_split_layers_is_one_of_any_number_of_ranks(
+    grid: list[dict[str, Any]], single: dict[str, Any], folder: Path
+) -> None:
+    saved, loaded = grid[0]["save_False"], grid[0]["load_False"]
+    assert worst(loaded["weights"], saved["weights"]) == 0
+    assert distance(grid[0]["load_single_False"]["weights"], single["save_False"]["weights"]) < 1e-6
+    to_single = load_and_go_on(None, folder / "ranks_grid.pt", lora=False)
+    assert worst(to_single["at_save"], saved["at_save"]) == 0
+    assert distance(to_single["weights"], saved["weights"]) < 1e-6
+
+
+def test_what_cannot_be_split_is_refused(grid: list[dict[str, Any]]) -> None:
+    adapters, heads = grid[0]["refused"]
+    assert adapters == "tensor_parallel_size=2 must be 1 with LoRA adapters: shard over more ranks instead."
+    assert heads == "tensor_parallel_size=2 must divide the model's 1 key and value heads: use 1."
+    with pytest.raises(ValueError, match="world_size=3 must be a multiple of tensor_parallel_size=2: use 2 or 4 ranks"):
+        init_mesh(0, 3, dist.HashStore(), device=CPU, timeout_s=5, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_shares_hold_each_sequence_once_in_equally_many_micro_batches(world_size: int) -> None:
+    lengths = torch.tensor(LENGTHS)
+    shares = [rank_micro_batches(lengths, 30, rank, world_size) for rank in range(world_size)]
+    assert len({len(share) for share in shares}) == 1
+    assert sorted(int(i) for share in shares for part in share for i in part) == list(range(len(LENGTHS)))
+    tokens = [sum(int(lengths[part].sum()) for part in share) for share in shares]
+    assert max(tokens) - min(tokens) <= max(LENGTHS)
+    assert all(len(part) * int(lengths[part].max()) <= 30 for share in shares for part in share if len(part))
+
+
+def test_one_rank_has_the_micro_batches_of_a_single_process() -> None:
+    lengths = torch.tensor(LENGTHS)
+    ours, theirs = rank_micro_batches(lengths, 30, 0, 1), micro_batches(lengths, 30)
+    assert [part.tolist() for part in ours] == [part.tolist() for part in theirs]
+
+
+def test_a_group_of_one_rank_shards_nothing() -> None:
+    mesh = init_mesh(0, 1, dist.HashStore(), device=CPU, timeout_s=30)
+    try:
+        model = shard_model(make_tiny_model(), mesh)
+        assert mesh_of(model) is None
+        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    finally:
+        dist.destroy_process_group()

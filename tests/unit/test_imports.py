@@ -1,0 +1,148 @@
+"""The house's import rules, checked twice: by import-linter's contracts and by reading the syntax trees."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchrl_grpo import collectors, generation, models, objectives, trainer, transforms
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "torchrl_grpo"
+FILES = sorted(p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py"))
+MODULES = [".".join(("torchrl_grpo", *p.with_suffix("").parts)).removesuffix(".__init__") for p in FILES]
+
+# Which files may import a package, and whether only inside a function.
+RESTRICTED = {
+    "vllm": (("generation/vllm.py", "generation/vllm_async.py"), True),
+    "ray": (("distributed/",), False),
+    "hydra": (("config/", "build.py"), False),
+    "omegaconf": (("config/", "build.py"), False),
+}
+
+
+def imports(tree: ast.AST, in_function: bool = False) -> Iterator[tuple[str, bool]]:
+    """Each top-level package that is imported, ``import_module("...")`` included, and whether a function does it."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.partition(".")[0], in_function) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0], in_function
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.args[0].value.partition(".")[0], in_function
+        yield from imports(node, in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+
+def broken_rules(path: str, source: str) -> list[str]:
+    """What a file of the package imports although it may not."""
+    broken = []
+    for package, in_function in imports(ast.parse(source)):
+        allowed, lazily = RESTRICTED.get(package, ((path,), False))
+        if not path.startswith(allowed):
+            broken.append(f"{path} imports {package}")
+        elif lazily and not in_function:
+            broken.append(f"{path} imports {package} outside a function")
+    return broken
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_only_the_allowed_files_import_vllm_ray_and_hydra(path: Path) -> None:
+    assert broken_rules(path.as_posix(), (PACKAGE / path).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "broken"),
+    [
+        ("models/loading.py", "def f():\n    import vllm", "models/loading.py imports vllm"),
+        (
+            "models/loading.py",
+            "import importlib\nimportlib.import_module('vllm.config')",
+            "models/loading.py imports vllm",
+        ),
+        ("generation/vllm.py", "from vllm import LLM", "generation/vllm.py imports vllm outside a function"),
+        ("generation/vllm.py", "class A:\n    import vllm", "generation/vllm.py imports vllm outside a function"),
+        ("generation/vllm.py", "def f():\n    from vllm import LLM", None),
+        ("trainer/loop.py", "from omegaconf import OmegaConf", "trainer/loop.py imports omegaconf"),
+        ("trainer/loop.py", "def f():\n    if x:\n        from ray.util import state", "trainer/loop.py imports ray"),
+        ("distributed/actors.py", "import ray", None),
+        ("build.py", "import hydra.utils", None),
+        ("generation/transformers.py", "from torchrl_grpo.generation.vllm import VLLMEngine", None),
+    ],
+)
+def test_the_check_sees_lazy_and_dynamic_imports(path: str, source: str, broken: str | None) -> None:
+    assert broken_rules(path, source) == ([broken] if broken else [])
+
+
+# Runs where an optional package is not installed: the path finder does not see it.
+HIDE = """
+import importlib, sys
+class Hide:
+    def __init__(self, finder): self.finder = finder
+    def __getattr__(self, name): return getattr(self.finder, name)
+    def find_spec(self, name, *args):
+        return None if name.partition(".")[0] in {optional!r} else self.finder.find_spec(name, *args)
+sys.meta_path = [Hide(finder) for finder in sys.meta_path]
+for module in {modules!r}: importlib.import_module(module)
+"""
+
+
+def test_every_module_imports_without_the_optional_packages() -> None:
+    code = HIDE.format(optional=("vllm", "ray", "wandb", "trl"), modules=MODULES)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_loop_by_hand_finds_its_parts_in_their_packages() -> None:
+    assert {"GenerationPolicy", "SamplingParams", "TransformersEngine"} <= set(generation.__all__)
+    assert {"Checkpointer", "Evaluator", "GRPOTrainer", "MetricsLogger", "fit"} <= set(trainer.__all__)
+    for package in (collectors, generation, models, objectives, trainer, transforms):
+        assert all(hasattr(package, name) for name in package.__all__)
+
+
+def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
+    code = (
+        "import sys; sys.path.insert(0, '.')\n"
+        "from importlinter.cli import lint_imports\nsys.exit(lint_imports(no_cache=True))"
+    )
+    return subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=600)
+
+
+def test_the_contracts_hold() -> None:
+    pytest.importorskip("importlinter")
+    result = lint_imports(ROOT)
+    assert result.returncode == 0, result.stdout
+    assert "0 broken" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "contract"),
+    [
+        ("keys.py", "def f():\n    import torchrl_grpo.loop", "Imports run downward only"),
+        ("generation/base.py", "from torchrl_grpo.models import scoring", "Imports run downward only"),
+        ("surprise.py", "", "Imports run downward only"),  # a module that the contract gives no place
+        (
+            "tasks/base.py",
+            "def f():\n    import vllm",
+            "Only the vLLM engines import vllm",
+        ),
+        ("tasks/base.py", "def f():\n    import ray", "Only distributed imports ray"),
+        ("tasks/base.py", "import omegaconf", "Only config and build know the config tree"),
+    ],
+)
+def test_a_wrong_import_breaks_a_contract(tmp_path: Path, path: str, line: str, contract: str) -> None:
+    pytest.importorskip("importlinter")
+    shutil.copytree(PACKAGE, tmp_path / "torchrl_grpo", ignore=shutil.ignore_patterns("__pycache__", "model"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    with (tmp_path / "torchrl_grpo" / path).open("a", encoding="utf-8") as file:
+        file.write(f"\n{line}\n")
+    result = lint_imports(tmp_path)
+    assert result.returncode != 0
+    assert f"{contract} BROKEN" in result.stdout

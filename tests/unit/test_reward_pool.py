@@ -1,0 +1,264 @@
+"""RewardPool: scorers that hang, crash and raise; and who shares its processes, and when they end."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from torchrl._utils import logger as torchrl_logger
+from transformers import PreTrainedTokenizerFast
+
+from tests.conftest import worker_processes
+from tests.support.reward_tasks import ObedientTask, UnloadableTask
+from tests.unit.test_config import compose_config
+from tests.unit.test_env import END, ScriptedEngine, column, respond
+from torchrl_grpo.build import build
+from torchrl_grpo.collectors import RolloutCollector
+from torchrl_grpo.distributed.actors import Replica, RolloutActor, Unit
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.reward_pool import RESTARTS, TIMED_OUT, Failure, RewardPool
+from torchrl_grpo.tasks.base import Problem, Score
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def pool() -> Iterator[RewardPool]:
+    with RewardPool(ObedientTask(), 2, timeout_s=30) as made:
+        yield made
+
+
+def score(pool: RewardPool, *orders: str) -> list[Score | Failure]:
+    return pool.score([(Problem("a", "a"), [order]) for order in orders])
+
+
+def all_gone(pids: Sequence[int]) -> bool:
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    return not alive
+
+
+def test_scores_come_in_order_and_what_hangs_crashes_or_raises_has_none() -> None:
+    with RewardPool(ObedientTask(), 3, timeout_s=1.0) as pool:
+        one, hung, left, raised, killed, two = score(pool, "1", "hang", "exit", "boom", "kill", "2")
+        assert (one, two) == (Score(1.0, True), Score(2.0, True))
+        assert isinstance(hung, Failure) and "env.reward_timeout_s=1" in hung.text
+        assert isinstance(left, Failure) and "2 processes ended while they scored it (status 3)" in left.text
+        assert isinstance(killed, Failure) and "(status -9)" in killed.text
+        assert isinstance(raised, Failure) and raised.kind[0] == "KeyError" and 'raise KeyError("boom")' in raised.text
+        assert len({failure.kind for failure in (hung, left, raised, killed)}) == 4
+        assert pool.take_counts() == {RESTARTS: 4, TIMED_OUT: 1}  # two deaths are tried twice, the timeout once
+        assert score(pool, *"3456789") == [Score(float(number), True) for number in "3456789"]
+        assert pool.take_counts() == {RESTARTS: 0, TIMED_OUT: 0}
+
+
+def test_a_dialog_whose_worker_dies_once_has_its_score(pool: RewardPool, tmp_path: Path) -> None:
+    assert score(pool, f"exit-once {tmp_path / 'file'}") == [Score(1.0, True)]
+    assert pool.take_counts() == {RESTARTS: 1, TIMED_OUT: 0}
+
+
+def test_a_worker_that_is_killed_while_it_waits_costs_nothing_but_a_restart(pool: RewardPool) -> None:
+    score(pool, "1")
+    pid = pool.pids()[0]
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # a signal takes a moment to arrive; the pool still has to notice
+    assert score(pool, "exit", "2", "3")[1:] == [Score(2.0, True), Score(3.0, True)]
+    assert pool.take_counts()[RESTARTS] == 3
+
+
+def test_dialogs_are_scored_at_once_without_torch_in_the_workers(pool: RewardPool, tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert score(pool, f"meet {a} {b}", f"meet {b} {a}") == [Score(1.0, True)] * 2
+    assert score(pool, "modules") == [Score(0.0, True)]
+    assert len(pool.pids()) == 2
+
+
+def test_a_task_that_no_worker_can_load_ends_the_run_with_the_reason() -> None:
+    with RewardPool(UnloadableTask(), 1, timeout_s=30) as pool, pytest.raises(RuntimeError, match="no such library"):
+        score(pool, "1")
+
+
+def test_close_ends_workers_in_the_middle_of_a_dialog_and_what_they_started(pool: RewardPool, tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    with ThreadPoolExecutor(1) as thread:
+        scoring = thread.submit(score, pool, f"hang-child {file}", "1")
+        while not file.exists() or not file.read_text():
+            time.sleep(0.01)
+        pids = [*pool.pids(), int(file.read_text())]
+        pool.close()
+        pool.close()
+        with pytest.raises(RuntimeError, match="the reward pool is closed"):
+            scoring.result(timeout=20)
+    assert all_gone(pids)
+    with pytest.raises(RuntimeError):
+        score(pool, "1")
+
+
+SCRIPT = """
+import sys, threading
+from tests.support.reward_tasks import ObedientTask
+from torchrl_grpo.reward_pool import RewardPool
+from torchrl_grpo.tasks.base import Problem
+pool = RewardPool(ObedientTask(), 2, timeout_s=1000)
+pool.score([(Problem("a", "a"), ["1"])] * 8)
+print(*pool.pids(), flush=True)
+if sys.argv[1] == "hang":
+    pool.score([(Problem("a", "a"), ["hang"])] * 2)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
+@pytest.mark.parametrize("end", ["hang", "return"])
+def test_no_worker_outlives_a_parent_that_is_killed_or_ends_without_closing(end: str) -> None:
+    """Nor does a second signal in the terminal matter: the workers are in groups of their own."""
+    with subprocess.Popen([sys.executable, "-c", SCRIPT, end], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        if end == "hang":
+            assert all(os.getpgid(pid) == pid for pid in pids)
+            parent.send_signal(signal.SIGKILL)
+        parent.wait(timeout=30)
+    assert all_gone(pids)
+
+
+@pytest.fixture
+def make_env(tokenizer: PreTrainedTokenizerFast) -> Callable[..., LLMEnv]:
+    def make(pool: RewardPool | None, num_envs: int = 4) -> LLMEnv:
+        return LLMEnv(ObedientTask(), tokenizer, num_envs=num_envs, repeats=2, reward_pool=pool)
+
+    return make
+
+
+def test_an_env_marks_what_has_no_score_and_logs_each_kind_once(
+    make_env: Callable[..., LLMEnv], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(torchrl_logger, "error", logged.append)
+    with RewardPool(ObedientTask(), 4, timeout_s=1.0) as pool:
+        env = make_env(pool, 8)
+        for first in (0, 4):
+            data = env.reset()
+            texts = ["4", "boom", "2", "hang", "boom", "exit", "5", "hang"]
+            after = respond(env, data, [[*tokenizer(text)["input_ids"], END] for text in texts])
+            assert column(after, "reward_valid") == [True, False, True, False, False, False, True, False]
+            assert column(after, "reward") == [4.0, 0.0, 2.0, 0.0, 0.0, 0.0, 5.0, 0.0]
+            assert column(after, "done") == [True] * 8
+            assert data["group_id"].reshape(-1).tolist() == [first + row // 2 for row in range(8)]
+        assert pool.take_counts() == {RESTARTS: 4, TIMED_OUT: 4}
+    assert len(logged) == 3
+    assert "KeyError: 'boom'" in logged[0] and "reward_timeout_s=1" in logged[1] and "status 3" in logged[2]
+
+
+def test_copies_of_an_env_share_their_workers_and_a_pickled_one_makes_its_own(
+    make_env: Callable[..., LLMEnv], pool: RewardPool
+) -> None:
+    env = make_env(pool)
+    score(pool, "1")
+    assert copy.copy(env).reward_pool is pool
+    other, twin = pickle.loads(pickle.dumps((env, make_env(pool))))
+    assert other.reward_pool is twin.reward_pool is not pool  # one for all environments of a process
+    with other.reward_pool as own:
+        assert own.pids() == []
+        assert score(own, "2") == [Score(2.0, True)]
+        assert set(own.pids()).isdisjoint(pool.pids())
+
+
+def test_a_replica_plays_on_while_a_unit_is_scored(
+    make_env: Callable[..., LLMEnv], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """The first unit's scorer ends when the second unit is through."""
+    pool = RewardPool(ObedientTask(), 3, timeout_s=30)  # the first unit takes two
+    begun, through = tmp_path / "begun", tmp_path / "through"
+    slow, fast = f"meet {begun} {through}", "3"
+
+    def rule(prompt: Any, copy_number: int) -> tuple[list[int], str]:
+        return [*tokenizer(fast if begun.exists() else slow)["input_ids"], END], "stop"
+
+    def parts() -> Replica:
+        engine, params = ScriptedEngine(rule), SamplingParams(64)
+        env = make_env(pool, 2)
+        policy = GenerationPolicy(engine, params)
+        collectors = [RolloutCollector(copy.copy(env), policy) for _ in range(2)]
+        return Replica(engine, collectors, None, params, [], pool)
+
+    actor = RolloutActor(parts)
+    actor.setup(0, None)
+    state = make_env(None, 2).state_dict()
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(actor.play, Unit(state, (0,), 1))
+        while not begun.exists():
+            time.sleep(0.01)
+        assert not first.done()
+        through_report, group = actor.play(Unit(state | {"position": 1, "next_group": 1}, (1,), 2))
+        assert group["next", "reward"].reshape(-1).tolist() == [3.0, 3.0]
+        assert not first.done()
+        through.touch()
+        report, group = first.result(timeout=30)
+    assert group["next", "reward"].reshape(-1).tolist() == [1.0, 1.0]
+    assert (report.groups, through_report.groups) == ((0,), (1,))
+    assert report.rewards == {RESTARTS: 0, TIMED_OUT: 0}
+    actor.close()
+    with pytest.raises(RuntimeError):
+        score(pool, "1")
+
+
+def run(folder: Path, *overrides: str, kill: Callable[[Any], list[int]] | None, asynchronous: bool) -> list[Any]:
+    """The metrics of 4 steps; before the third, the processes that ``kill`` finds are killed."""
+    settings = ("env.num_envs=16", "env.repeats=4", "optimizer.lr=1e-3", "evaluation.num_prompts=0")
+    config = compose_config(*settings, "train.total_dialog_turns=64", "logging.tensorboard=false", *overrides)
+    made = build(config, folder, asynchronous=asynchronous)
+    real = made.trainer.train_batch
+
+    def train_batch(batch: Any) -> dict[str, float]:
+        if made.trainer.version == 2 and kill is not None:
+            for pid in kill(made):
+                os.kill(pid, signal.SIGKILL)
+        return real(batch)
+
+    made.trainer.train_batch = train_batch  # type: ignore[method-assign]
+    try:
+        made.fit()
+    finally:
+        made.close()
+    assert not [one for one in worker_processes() if "reward_pool" in " ".join(one.cmdline())]
+    return read_jsonl(folder / "metrics.jsonl")
+
+
+def own_workers(process: psutil.Process) -> list[int]:
+    found = [one.pid for one in process.children() if "reward_pool" in " ".join(one.cmdline())]
+    assert len(found) == 2
+    return found
+
+
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=[pytest.mark.ray])])
+def test_reward_workers_change_no_number_of_a_run_even_when_they_are_killed(asynchronous: bool, tmp_path: Path) -> None:
+    def kill(made: Any) -> list[int]:
+        pid = made.source.pids()["rollout actor 0"] if asynchronous else os.getpid()
+        return own_workers(psutil.Process(pid))
+
+    options = ["env.reward_workers=2"]
+    if asynchronous:
+        pytest.importorskip("ray")
+        options += ["train.max_staleness=0", "policy.kl_coef=0"]
+    expected = run(tmp_path / "a", *options[2:], kill=None, asynchronous=False)
+    got = run(tmp_path / "b", *options, kill=kill, asynchronous=asynchronous)
+    for name in ("train/loss", "train/grad_norm", "rollout/reward_mean", "rollout/accuracy", "rollout/invalid"):
+        assert [row.get(name) for row in got] == [row.get(name) for row in expected], name
+    assert len({row["train/loss"] for row in got[1:]}) == 4
+    assert [row[RESTARTS] for row in got[1:3]] == [0, 0]
+    assert 1 <= got[4][RESTARTS] <= 2  # who has nothing to score is not missed
+    assert got[4][TIMED_OUT] == 0

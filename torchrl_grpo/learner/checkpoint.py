@@ -1,0 +1,118 @@
+"""Checkpoints: the state of a run in one file, and the model as ``from_pretrained`` reads it."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_grpo.models.loading import base_model_of
+from torchrl_grpo.models.sharding import is_writer
+from torchrl_grpo.weights import named_weights
+
+_ENTRIES = {"step", "trainer", "source", "rng", "config"}
+
+
+class Checkpointer:
+    """Writes ``checkpoint_{step}.pt`` and ``model/`` into a folder, each whole or not at all.
+
+    A checkpoint holds ``trainer`` (model, optimizer, scheduler, scaler, counts), ``source`` (data order, the engine's
+    random state), ``rng`` (Python, torch, CUDA), ``config`` (the full config as plain types) and ``step``. It loads
+    with ``torch.load(path, weights_only=True)``.
+
+    Args:
+        directory: made when the first checkpoint is written.
+        config: the run's config as plain types.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], config: dict[str, Any]) -> None:
+        self.directory = Path(directory)
+        self.config = config
+
+    def path(self, step: int) -> Path:
+        """The file of the checkpoint after ``step`` steps."""
+        return self.directory / f"checkpoint_{step:06d}.pt"
+
+    def save(self, step: int, trainer: dict[str, Any], source: dict[str, Any]) -> Path:
+        """Writes the state after ``step`` steps; returns the file."""
+        state = {"step": step, "trainer": trainer, "source": source, "rng": rng_state(), "config": self.config}
+        path = self.path(step)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        staging = path.with_suffix(".tmp")
+        with staging.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        staging.rename(path)
+        return path
+
+    def latest(self) -> Path | None:
+        """The checkpoint with the most steps, None when there is none."""
+        return next(iter(checkpoints_in(self.directory)), None)
+
+    def export(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> Path:
+        """Writes the model, adapters merged, and its tokenizer into ``model/``, in place of an earlier export.
+
+        ``AutoModelForCausalLM.from_pretrained`` and vLLM load the folder as it is. Of a sharded model all ranks must
+        call this: rank 0 writes.
+        """
+        base, writes = base_model_of(model), is_writer(model)
+        target, staging, old = (self.directory / name for name in ("model", "model.tmp", "model.old"))
+        state = {name: tensor.cpu().contiguous() for name, tensor in named_weights(model) if writes}
+        if not writes:
+            return target
+        shutil.rmtree(staging, ignore_errors=True)
+        base.save_pretrained(staging, state_dict=state)
+        tokenizer.save_pretrained(staging)
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+        staging.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+        return target
+
+
+def checkpoints_in(directory: Path) -> list[Path]:
+    """The files of a folder that are named like checkpoints, the one with the most steps first."""
+    numbered = [(path.stem.removeprefix("checkpoint_"), path) for path in directory.glob("checkpoint_*.pt")]
+    return [path for _, path in sorted(((int(n), path) for n, path in numbered if n.isdecimal()), reverse=True)]
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What ``Checkpointer.save`` wrote; the tensors stay in the file until they are used.
+
+    Raises:
+        ValueError: the file is not a whole checkpoint.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # whatever reading a foreign or cut file may raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"{path.name} cannot be read ({reason:.200})") from error
+    if not isinstance(state, dict) or not state.keys() >= _ENTRIES:
+        raise ValueError(f"{path.name} holds something else")
+    return state
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of the global random generators."""
+    version, numbers, gauss = random.getstate()
+    return {
+        "python": [version, list(numbers), gauss],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restores what ``rng_state`` gave; that of the accelerators only where there are as many."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,347 @@
+"""``GRPOTrainer``: a batch of scored sequences in, updated weights out.
+
+It does not sample, does not score rewards and does not loop: ``loop.fit`` does that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torchrl._utils import logger as torchrl_logger
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_grpo import keys
+from torchrl_grpo.functional import effective_sample_size
+from torchrl_grpo.learner.checkpoint import Checkpointer
+from torchrl_grpo.models.packing import has, pad, pad_batch, rank_micro_batches, slice_tokens
+from torchrl_grpo.models.scoring import TokenScorer, autocast
+from torchrl_grpo.models.sharding import (
+    clip_grad_norm,
+    compute_device,
+    gather_state,
+    is_writer,
+    mesh_of,
+    shard_model_state,
+    shard_optimizer_state,
+)
+from torchrl_grpo.objectives.grpo import LOSS_WEIGHTS, GRPOLoss
+from torchrl_grpo.transforms.kl_scoring import KLScoring
+from torchrl_grpo.weights import LoraDelta, named_adapters, named_weights
+
+
+class NonFiniteError(RuntimeError):
+    """Too many optimizer steps in a row had a non-finite loss or gradient."""
+
+
+class GRPOTrainer:
+    """Trains a policy on batches of sequences with advantages.
+
+    A batch is what was collected between two weight syncs. ``train_batch`` splits it into optimisation batches,
+    ``train_step`` makes one optimizer step of each: micro-batches -> ``forward_backward`` -> ``optim_step``. The loss
+    is normalised over the whole optimisation batch, so the split into micro-batches changes nothing but memory.
+
+    ``version`` counts trained batches. It is what engines call ``policy_version``.
+
+    With a model that ``shard_model`` spread over several ranks, every rank has a trainer and is given the same whole
+    batch, of which it computes its share. Losses, metrics and weights are those of one process. ``train_batch``,
+    ``train_step``, ``weights`` and ``state_dict`` are then collective: all ranks call them in the same order.
+
+    Args:
+        loss: with the policy as its actor network.
+        model: the trained model (or a peft model), in eval mode: dropout stays off.
+        optimizer: over the trainable parameters of ``model``.
+
+    Keyword Args:
+        scheduler: stepped after each optimizer step, or None.
+        optim_batch_size: sequences in one optimizer step.
+        epochs: passes over a batch.
+        micro_batch_tokens: most tokens, padding included, in one forward and backward pass.
+        autocast_dtype: bfloat16 or float16 for mixed precision, None for none. With float16 the loss is scaled, by a
+            scaler that lives as long as the trainer.
+        clip_grad_norm: largest gradient norm.
+        max_nonfinite_steps: optimizer steps in a row with a non-finite loss or gradient after which ``train_step``
+            raises. None of them changes a weight. An overflow that merely makes the loss scaler lower its scale is
+            skipped and counted, and does not stop the run.
+    """
+
+    def __init__(
+        self,
+        loss: GRPOLoss,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        optim_batch_size: int,
+        epochs: int = 1,
+        micro_batch_tokens: int = 16384,
+        autocast_dtype: torch.dtype | None = None,
+        clip_grad_norm: float = 1.0,
+        max_nonfinite_steps: int = 5,
+    ) -> None:
+        self.loss = loss
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.optim_batch_size = optim_batch_size
+        self.epochs = epochs
+        self.micro_batch_tokens = micro_batch_tokens
+        self.autocast_dtype = autocast_dtype
+        self.clip_grad_norm = clip_grad_norm
+        self.max_nonfinite_steps = max_nonfinite_steps
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.mesh = mesh_of(model)
+        self.rank, self.world_size = (0, 1) if self.mesh is None else (self.mesh.get_local_rank(), self.mesh.size())
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=autocast_dtype == torch.float16)
+        self.version = 0
+        self.optim_steps = 0
+        self.skipped_steps = 0
+        self._nonfinite_in_a_row = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return compute_device(self.model)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights under their Hugging Face names, adapters merged, for an engine.
+
+        They are gathered while one iterates, so all ranks iterate to the end; who needs no weights drops them.
+        """
+        return named_weights(self.model)
+
+    def adapters(self) -> Iterator[tuple[str, LoraDelta]]:
+        """What the adapters of a LoRA model add to its base model's weights; gathered as in ``weights``."""
+        return named_adapters(self.model)
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> list[Tensor]:
+        """The policy's log-probs of responses, one sequence at a time: for the check of a weight sync.
+
+        Args:
+            sequences: prompt and response together, [T] int64 each.
+            prompt_lengths: how many of the tokens are the prompt.
+
+        Returns:
+            for each sequence, [T - prompt_length] float32 on the CPU.
+        """
+        scorer = self.loss.actor_network
+        assert isinstance(scorer, TokenScorer)
+        scores = []
+        for tokens, start in zip(sequences, prompt_lengths, strict=True):
+            mask = torch.arange(len(tokens)) >= start
+            log_probs, _ = scorer.score(tokens[None].to(self.device), mask[None].to(self.device))
+            scores.append(log_probs[0, start:].cpu())
+        return scores
+
+    def train_batch(self, batch: TensorDictBase) -> dict[str, float]:
+        """Makes all optimizer steps of one batch [N] and raises ``version``.
+
+        Returns:
+            the metrics, averaged over the optimizer steps where they are finite, and ``train/skipped_steps``, the
+            count of the whole run.
+
+        Raises:
+            NonFiniteError: too many bad steps in a row.
+        """
+        if self.loss.proximal == "recomputed":
+            batch = self._with_proximal_log_probs(batch)
+        steps = [self.train_step(part) for _ in range(self.epochs) for part in batch.split(self.optim_batch_size)]
+        self.version += 1
+        metrics = {name: _finite_mean([step[name] for step in steps]) for name in steps[0]}
+        return metrics | {"train/skipped_steps": float(self.skipped_steps)}
+
+    def _with_proximal_log_probs(self, batch: TensorDictBase) -> TensorDictBase:
+        """The batch with the log-probs that the policy has now, before the first step that it takes on it."""
+        scorer = self.loss.actor_network
+        if not isinstance(scorer, TokenScorer):
+            raise TypeError(
+                f"proximal='recomputed' needs a TokenScorer as actor network, got {type(scorer).__name__}: write "
+                f"{self.loss.tensor_keys.prox_log_prob} into the batch and call train_step."
+            )
+        out_key = self.loss.tensor_keys.prox_log_prob
+        scoring = KLScoring(
+            scorer, max_tokens=self.micro_batch_tokens, autocast_dtype=self.autocast_dtype, out_key=out_key
+        )
+        return scoring(batch.exclude(out_key))
+
+    def train_step(self, batch: TensorDictBase) -> dict[str, float]:
+        """Makes one optimizer step of an optimisation batch [n], ragged or padded.
+
+        Sequences whose reward is not valid have no effect. If no token counts at all, no weight is changed.
+
+        Returns:
+            metrics, named ``train/*``.
+        """
+        data = self._prepare(batch)
+        parts = rank_micro_batches(data.get("length"), self.micro_batch_tokens, self.rank, self.world_size)
+        totals: dict[str, Tensor] = {}
+        for index in parts:
+            out = self.forward_backward(self._micro_batch(data, index))
+            for name, value in out.items():
+                totals[name] = totals[name] + value if name in totals else value
+        totals = self._over_ranks(totals)
+        loss = sum((value for name, value in totals.items() if name.startswith("loss_")), torch.zeros(()))
+        metrics = self.optim_step(loss, empty=not data.get(LOSS_WEIGHTS).any())
+        totals["ESS"] = effective_sample_size(totals["ratio_mean"], totals["ratio_square_mean"])
+        values = torch.stack([value.float() for value in totals.values()]).tolist()
+        metrics |= {f"train/{name}": value for name, value in zip(totals, values, strict=True)}
+        return metrics | {"train/micro_batches": float(len(parts))}
+
+    def _prepare(self, batch: TensorDictBase) -> TensorDict:
+        """The padded batch on the model's device, with the weight of each token over the whole batch."""
+        names = self.loss.tensor_keys
+        per_token = {keys.FULL: 0, names.mask: False, names.sample_log_prob: 0.0, names.advantage: 0.0}
+        for name in (names.ref_log_probs, names.prox_log_prob):
+            if has(batch, name):
+                per_token[name] = 0.0
+        flat = [names.truncated] if self.loss.mask_truncated else []
+        flat += [names.reward_valid] if has(batch, names.reward_valid) else []
+        for name in set(self.loss.in_keys) - {*per_token, *flat, *self.loss.actor_network.out_keys}:
+            if has(batch, name):  # what a loss of one's own reads besides
+                of_tokens = batch[0].get(name).shape == batch[0].get(keys.FULL).shape
+                per_token |= {name: 0} if of_tokens else {}
+                flat += [] if of_tokens else [name]
+        data = pad_batch(batch, per_token, flat)
+        if self.loss.proximal == "interpolated":
+            of_token = has(batch, keys.POLICY_VERSIONS)
+            version = pad(batch, keys.POLICY_VERSIONS if of_token else keys.POLICY_VERSION)
+            data.set(names.staleness, self.version - version)
+        masked = has(batch, keys.ATTENTION_MASK)
+        real = pad(batch, keys.ATTENTION_MASK, False) if masked else pad(batch, keys.FULL, -1) >= 0
+        data.set("length", real.sum(-1))
+        return self.loss.normalize(data).to(self.device)
+
+    def _micro_batch(self, data: TensorDict, index: Tensor) -> TensorDict:
+        """The rows of a micro-batch; of an empty one, a row in which no token counts."""
+        if len(index):
+            return slice_tokens(data, index, int(data.get("length")[index].max()))
+        idle = slice_tokens(data, torch.tensor([0]), 2)
+        for key in (self.loss.tensor_keys.mask, LOSS_WEIGHTS):
+            idle.set(key, torch.zeros_like(idle.get(key)))
+        return idle
+
+    def _over_ranks(self, totals: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sums over micro-batches, summed over the ranks too: the same numbers, bit for bit, on all of them."""
+        if self.mesh is None:
+            return totals
+        values = torch.stack([value.float() for value in totals.values()])
+        dist.all_reduce(values, group=self.mesh.get_group())
+        return dict(zip(totals, values.unbind(), strict=True))
+
+    def forward_backward(self, data: TensorDictBase) -> dict[str, Tensor]:
+        """Adds the gradient of one micro-batch; returns the detached outputs of the loss."""
+        with autocast(self.device, self.autocast_dtype):
+            out = self.loss(data)
+            total = sum(value for name, value in out.items() if name.startswith("loss_"))
+        self.scaler.scale(total).backward()
+        return {name: value.detach() for name, value in out.items()}
+
+    def optim_step(self, loss: Tensor, *, empty: bool = False) -> dict[str, float]:
+        """Clips the gradients and steps, unless the loss or the gradient norm is not finite; clears the gradients.
+
+        Args:
+            loss: the whole loss of the optimisation batch, scalar.
+            empty: whether no token counted: then there is no step, because the moments of earlier ones would make it.
+
+        Raises:
+            NonFiniteError: too many bad steps in a row.
+        """
+        learning_rate = self.optimizer.param_groups[0]["lr"]
+        self.scaler.unscale_(self.optimizer)
+        norm = clip_grad_norm(self.parameters, self.clip_grad_norm)
+        loss_value, norm_value = torch.stack([loss.to(norm.device, torch.float32), norm.float()]).tolist()
+        finite = math.isfinite(loss_value) and math.isfinite(norm_value)
+        if finite and not empty:
+            self.scaler.step(self.optimizer)
+            self.optim_steps += 1
+            self._nonfinite_in_a_row = 0
+            if self.scheduler is not None:
+                self.scheduler.step()
+        else:
+            self.skipped_steps += 1
+            rescaling = self.scaler.is_enabled() and math.isfinite(loss_value) and self.scaler.get_scale() > 1
+            self._nonfinite_in_a_row += 0 if rescaling or empty else 1
+        if self.scaler.is_enabled():
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._nonfinite_in_a_row >= self.max_nonfinite_steps:
+            raise NonFiniteError(
+                f"{self._nonfinite_in_a_row} optimizer steps in a row had a non-finite loss ({loss_value}) or gradient "
+                f"norm ({norm_value}); no weight was changed by them. Lower optimizer.lr={learning_rate:g}, or use "
+                "train.mixed_precision=full or bf16."
+            )
+        if empty:
+            torchrl_logger.warning("Skipped an optimizer step: no token of its batch counts, e.g. no reward is valid.")
+        elif not finite:
+            torchrl_logger.warning(f"Skipped an optimizer step: loss {loss_value}, gradient norm {norm_value}.")
+        return {
+            "train/loss": loss_value,
+            "train/grad_norm": norm_value,
+            "train/lr": learning_rate,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the weights of a base model that LoRA leaves alone.
+
+        It does not depend on the number of ranks. Of a sharded model rank 0 gets the whole state, on the CPU; the
+        other ranks, which must call this too, get None in the place of each sharded tensor.
+        """
+        everything = self.model.named_parameters(remove_duplicate=False)
+        frozen = {name for name, parameter in everything if not parameter.requires_grad}
+        weights = self.model.state_dict(keep_vars=True)  # tied weights stay one object, and are gathered once
+        weights = {name: value for name, value in weights.items() if name not in frozen}
+        state = {
+            "model": weights,
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "version": self.version,
+            "optim_steps": self.optim_steps,
+            "skipped_steps": self.skipped_steps,
+            "nonfinite_in_a_row": self._nonfinite_in_a_row,
+        }
+        return gather_state(state, keep=is_writer(self.model))
+
+    def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
+        """Writes a checkpoint of this state and the given state of the source; returns the file. Rank 0 writes."""
+        state = self.state_dict()
+        if not is_writer(self.model):
+            return checkpointer.path(self.version)
+        return checkpointer.save(self.version, state, source)
+
+    def export(self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase) -> Path:
+        """Writes the model as ``from_pretrained`` reads it; returns the folder."""
+        return checkpointer.export(self.model, tokenizer)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what ``state_dict`` gave, to any number of ranks; each of them is given the whole state.
+
+        Raises:
+            RuntimeError: the model has other parameters.
+        """
+        weights = shard_model_state(state["model"], self.model)
+        missing, unexpected = self.model.load_state_dict(weights, strict=False)
+        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        if unexpected or trained & set(missing):
+            raise RuntimeError(
+                f"the checkpoint does not fit the model: {len(unexpected)} unknown entries {unexpected[:3]}, "
+                f"{len(trained & set(missing))} missing ones {sorted(trained & set(missing))[:3]}."
+            )
+        self.optimizer.load_state_dict(shard_optimizer_state(state["optimizer"], self.optimizer))
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.version, self.optim_steps = state["version"], state["optim_steps"]
+        self.skipped_steps, self._nonfinite_in_a_row = state["skipped_steps"], state["nonfinite_in_a_row"]
+
+
+def _finite_mean(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan

@@ -1,0 +1,96 @@
+"""Weights in the memory of the GPU that trainer and engine share. Not run yet: there was no GPU to run it on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from torchrl_grpo.weights.handle import (
+    ALONE,
+    Layout,
+    Named,
+    PlainHandle,
+    Reader,
+    Sender,
+    cut,
+    dtype_name,
+    in_parts,
+)
+
+
+@dataclass(frozen=True)
+class CudaBuffers(PlainHandle):
+    """Weights in buffers that another process of this machine has on this process's GPU.
+
+    Attributes:
+        dtype: of all weights, such as ``"bfloat16"``.
+        parts: how many weights each buffer has.
+        handles: of each buffer, what CUDA needs to open it.
+        layout: in the order in which the weights lie in the buffers.
+    """
+
+    dtype: str
+    parts: list[int]
+    handles: list[list[Any]]
+    layout: Layout
+
+    def weights(self, reader: Reader = ALONE) -> Iterator[tuple[str, Tensor]]:
+        layouts, dtype, device = iter(self.layout), getattr(torch, self.dtype), torch.cuda.current_device()
+        for count, (offset, *handle) in zip(self.parts, self.handles, strict=True):
+            layout = list(itertools.islice(layouts, count))
+            size = torch.Size([sum(torch.Size(shape).numel() for _, shape in layout)])
+            storage = (torch.storage.TypedStorage, dtype, device)
+            try:
+                flat = rebuild_cuda_tensor(torch.Tensor, size, (1,), offset, *storage, *handle)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"the weights on the GPU could not be opened through CUDA IPC ({error}): use "
+                    "inference_model.weight_transfer=object_store."
+                ) from error
+            yield from cut(flat, layout)
+
+
+class CudaIpcSender(Sender):
+    """Sends ``CudaBuffers``; a version takes the memory of the whole model on the GPU until it is released.
+
+    Args:
+        dtype: in which the weights travel, best the engine's.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._kept: dict[int, tuple[list[Tensor], list[tuple[Any, Any]]]] = {}
+
+    def pack(self, weights: Named, version: int) -> CudaBuffers:
+        on_gpu = ((name, weight.cuda()) for name, weight in weights)
+        parts = list(in_parts(on_gpu, self._dtype))
+        handles, counters = [], []
+        for flat, _ in parts:
+            _, (_, _, _, offset, _, _, _, *handle) = reduce_tensor(flat)
+            handles.append([offset, *handle])
+            _, _, _, _, counter, place, _, _ = handle  # as rebuild_cuda_tensor names them: ref_counter_handle, _offset
+            counters.append((counter, place))
+        self._kept[version] = [flat for flat, _ in parts], counters
+        return CudaBuffers(
+            dtype=dtype_name(self._dtype),
+            parts=[len(layout) for _, layout in parts],
+            handles=handles,
+            layout=[entry for _, layout in parts for entry in layout],
+        )
+
+    def release(self, version: int) -> None:
+        kept = self._kept.pop(version, None)
+        if kept is None:
+            return
+        # Torch keeps memory that was shared until a reader has opened and closed it. A version that was skipped has no
+        # reader, so its side is taken here; where there was one, the count goes below 0, which is as good.
+        for counter in kept[1]:
+            torch.UntypedStorage._release_ipc_counter_cuda(*counter)
+        del kept
+        torch.cuda.ipc_collect()

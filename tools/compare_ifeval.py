@@ -102,7 +102,7 @@ EXPLAINED = {
     "keywords:forbidden_words": REGEX,
     "keywords:letter_frequency": "TorchRL draws a random letter for `#` and `!`; the paper's code counts these",
     "language:response_language": UNSEEDED,
-    "length_constraints:number_sentences": f"{NO_PUNKT}; with it, see Sentences below",
+    "length_constraints:number_sentences": f"{NO_PUNKT}; with it, see Sentences",
 }
 
 

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.conftest import make_tiny_model
-from torchrl_grpo.models import loading
 from torchrl_grpo.keys import CUR_LOG_PROBS, ENTROPY
+from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer, chunked_log_probs
 
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,16 +30,7 @@ from torchrl_grpo.build_resume import Resume, find_resume, restore_trainer
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.source import LocalSource
-from torchrl_grpo.config import (
-    AdvantageLevel,
-    Backend,
-    ConfigError,
-    GRPOConfig,
-    InFlight,
-    Precision,
-    Proximal,
-    WeightTransfer,
-)
+from torchrl_grpo.config import ConfigError, GRPOConfig, plain
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Engine, SamplingParams, preserve_rng
 from torchrl_grpo.generation.policy import GenerationPolicy
@@ -239,7 +229,8 @@ def _prepare(config: GRPOConfig, accelerators: Sequence[torch.device], resume: R
         torchrl_logger.info("VLLM_USE_V1 has no effect: vLLM's V0 engine is gone, and V1 is the only one left.")
     make_loss(config, TensorDictModule(torch.nn.Identity(), [keys.FULL], [("cur_log_probs", "full")]))
     batch_transforms(config)
-    check_logging(tensorboard=config.logging.tensorboard, wandb_mode=config.logging.wandb.mode.value)
+    wandb_mode: Any = config.logging.wandb.mode
+    check_logging(tensorboard=config.logging.tensorboard, wandb_mode=wandb_mode)
     own_reference = config.needs_reference and not config.train_model.lora.enabled
     requests = {
         role: RoleRequest(node.num_devices, node.devices)
@@ -252,7 +243,7 @@ def _prepare(config: GRPOConfig, accelerators: Sequence[torch.device], resume: R
         tensor_parallel_size=inference.tensor_parallel_size,
         cluster=config.ray.address,
     )
-    if inference.backend is Backend.vllm:
+    if inference.backend == "vllm":
         from torchrl_grpo.generation.vllm import require_vllm
 
         require_vllm()
@@ -425,9 +416,10 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
     transformers_logging.disable_progress_bar()  # it would write over the run's own
     max_staleness = _max_staleness(config, asynchronous)
     directory = Path(directory)
-    plain: Any = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    saved = plain(config)
+    wandb_mode: Any = config.logging.wandb.mode
     with _as_config_errors(), ExitStack() as resources:
-        cluster, resume = None, find_resume(config, plain, max_staleness)
+        cluster, resume = None, find_resume(config, saved, max_staleness)
         if config.ray.address is not None:
             from torchrl_grpo.distributed.cluster import start
 
@@ -439,14 +431,14 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
             from torchrl_grpo.build_distributed import check_distributed, distributed_parts
 
             check_distributed(blueprint, cluster)
-        elif config.inference_model.in_flight is not InFlight.wait:
+        elif config.inference_model.in_flight != "wait":
             raise ConfigError(
-                f"inference_model.in_flight={config.inference_model.in_flight.value} must be wait where sampling and "
+                f"inference_model.in_flight={config.inference_model.in_flight} must be wait where sampling and "
                 "training take turns in one process: leave it out, or use sota/grpo/grpo-async.py."
             )
-        elif config.inference_model.weight_transfer is not WeightTransfer.auto:
+        elif config.inference_model.weight_transfer != "auto":
             raise ConfigError(
-                f"inference_model.weight_transfer={config.inference_model.weight_transfer.value} must be auto where "
+                f"inference_model.weight_transfer={config.inference_model.weight_transfer} must be auto where "
                 "trainer and engine are in one process, which needs no choice: leave it out, or use "
                 "sota/grpo/grpo-async.py."
             )
@@ -458,10 +450,10 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
             MetricsLogger(
                 directory,
                 tensorboard=logging.tensorboard,
-                wandb_mode=logging.wandb.mode.value,
+                wandb_mode=wandb_mode,
                 project=logging.wandb.project,
                 name=logging.wandb.name,
-                config=plain,
+                config=saved,
             )
         )
         if resume is not None:
@@ -478,7 +470,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
             config=config,
             directory=directory,
             parts=parts,
-            checkpointer=Checkpointer(directory / "checkpoints", plain),
+            checkpointer=Checkpointer(directory / "checkpoints", saved),
             logger=logger,
             console=console,
             tokenizer=blueprint.tokenizer,
@@ -538,8 +530,8 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
         ValueError: a setting is out of its range.
     """
     policy = config.policy
-    proximal = policy.proximal.value
-    if policy.proximal is Proximal.recomputed and config.optim_steps_per_batch == 1:
+    proximal = policy.proximal
+    if policy.proximal == "recomputed" and config.optim_steps_per_batch == 1:
         proximal = "current"  # the same values, without a forward pass of their own
     loss: GRPOLoss = _make(
         "policy.loss",
@@ -547,18 +539,18 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
         GRPOLoss,
         actor_network,
         clip_epsilon=config.clip_epsilon,
-        ratio_level=policy.ratio_level.value,
-        aggregation=policy.aggregation.value,
+        ratio_level=policy.ratio_level,
+        aggregation=policy.aggregation,
         constant_length=policy.constant_length or config.max_response_tokens,
         dual_clip=policy.dual_clip,
         proximal=proximal,
-        behaviour_weight=policy.behaviour_weight.value,
-        behaviour_level=policy.behaviour_level.value,
+        behaviour_weight=policy.behaviour_weight,
+        behaviour_level=policy.behaviour_level,
         behaviour_cap=policy.behaviour_cap,
         mask_truncated=policy.mask_truncated,
         kl_estimator=config.kl_estimator,
         kl_to_ref_coeff=0.0 if policy.kl_in_reward else policy.kl_coef,
-        kl_to_inference_coeff=policy.kl_to_inference_coef,
+        kl_to_inference_coeff=policy.kl_to_behaviour_coef,
         entropy_coeff=policy.entropy_coef,
     )
     return loss
@@ -579,16 +571,16 @@ def batch_transforms(config: GRPOConfig) -> list[tuple[str, Transform]]:
             kl_estimator=config.kl_estimator,
         )
         shaping = [("shaping", transform)]
-        if policy.advantage_level is AdvantageLevel.sequence:
+        if policy.advantage_level == "sequence":
             settings = {"reward_key": keys.SHAPED_REWARD}
     advantage = _make(
         "policy.advantage",
         policy.advantage,
         GroupAdvantage,
         repeats=config.env.repeats,
-        mean=policy.advantage_mean.value,
-        std=policy.advantage_std.value,
-        level=policy.advantage_level.value,
+        mean=policy.advantage_mean,
+        std=policy.advantage_std,
+        level=policy.advantage_level,
         gamma=policy.gae_gamma,
         lmbda=policy.gae_lambda,
         **settings,
@@ -613,7 +605,7 @@ def make_trainer(blueprint: Blueprint, mesh: DeviceMesh | None = None) -> GRPOTr
     device = blueprint.plan.train[0]
     # Sharding moves the model to its device layer by layer: it need not fit there as a whole.
     at_first = device if mesh is None else torch.device("cpu")
-    model: nn.Module = _load(blueprint, config.train_model.dtype.value, at_first)
+    model: nn.Module = _load(blueprint, config.train_model.dtype, at_first)
     lora = config.train_model.lora
     if lora.enabled:
         names = lora.target_modules
@@ -661,24 +653,22 @@ def make_trainer(blueprint: Blueprint, mesh: DeviceMesh | None = None) -> GRPOTr
 
 def autocast_dtype(config: GRPOConfig) -> torch.dtype | None:
     """What the training step computes in; None is the dtype of the weights."""
-    return {Precision.full: None, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}[
-        config.train.mixed_precision
-    ]
+    return {"full": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.mixed_precision]
 
 
 def make_engine(blueprint: Blueprint) -> Engine:
     """The generation engine with its model."""
     config, plan = blueprint.config.inference_model, blueprint.plan
-    if config.backend is Backend.transformers:
+    if config.backend == "transformers":
         from torchrl_grpo.generation.transformers import TransformersEngine
 
-        return TransformersEngine(_load(blueprint, config.dtype.value, plan.inference[0][0]), copy=False)
+        return TransformersEngine(_load(blueprint, config.dtype, plan.inference[0][0]), copy=False)
     from torchrl_grpo.generation.vllm import VLLMEngine
 
     return VLLMEngine(
         loading.resolve_name(blueprint.config.model.name),
         device=plan.inference[0][0],
-        dtype=config.dtype.value,
+        dtype=config.dtype,
         max_model_len=config.max_model_len or blueprint.max_prompt_tokens + config.max_new_tokens,
         seed=blueprint.config.seed,
         gpu_memory_utilization=config.gpu_memory_utilization or (0.4 if plan.colocated else 0.9),
@@ -696,7 +686,7 @@ def reference_scorer(blueprint: Blueprint, trained: nn.Module | None) -> TokenSc
     if config.train_model.lora.enabled:
         assert trained is not None
         return AdapterOffScorer(trained, temperature=temperature)
-    model = _load(blueprint, config.ref_model.dtype.value, blueprint.plan.reference[0])
+    model = _load(blueprint, config.ref_model.dtype, blueprint.plan.reference[0])
     return TokenScorer(model.requires_grad_(False), temperature=temperature)
 
 
@@ -721,7 +711,7 @@ def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
     roles = [
         ("train (LoRA)" if lora else "train", ranks, config.train_model.dtype, copies / len(ranks)),
         (
-            f"inference ({config.inference_model.backend.value})",
+            f"inference ({config.inference_model.backend})",
             plan.inference,
             config.inference_model.dtype,
             1 / len(plan.inference[0]),
@@ -735,9 +725,9 @@ def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
         {
             "role": role,
             "devices": _listed(devices),
-            "dtype": dtype.value,
+            "dtype": dtype,
             "parameters": count,
-            "memory per device": math.ceil(count * getattr(torch, dtype.value).itemsize * share),
+            "memory per device": math.ceil(count * getattr(torch, dtype).itemsize * share),
         }
         for role, devices, dtype, share in roles
     ]

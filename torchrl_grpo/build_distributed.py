@@ -7,10 +7,7 @@ the driver checked, so that all processes draw the same problems, and only the d
 from __future__ import annotations
 
 import copy
-import os
 import random
-import shutil
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +22,7 @@ from torchrl_grpo import build
 from torchrl_grpo.build_resume import check_units, restore_trainer
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
-from torchrl_grpo.config import Backend, ConfigError, GRPOConfig, WeightTransfer
+from torchrl_grpo.config import ConfigError, GRPOConfig
 from torchrl_grpo.distributed import cluster
 from torchrl_grpo.distributed.actors import Rank, Replica, own_address, own_device
 from torchrl_grpo.distributed.source import RaySource
@@ -40,10 +37,8 @@ from torchrl_grpo.weights import (
     AdapterSender,
     BroadcastSender,
     CudaIpcSender,
-    FileSender,
     ObjectSender,
     Sender,
-    SharedSender,
 )
 
 
@@ -80,48 +75,36 @@ def check_distributed(blueprint: build.Blueprint, joined: cluster.Cluster | None
     unit_rows, _ = unit_geometry(config, len(blueprint.plan.inference))
     if blueprint.resume is not None:
         check_units(blueprint.resume, unit_rows // config.env.repeats, config)
-    choose_transfer(config, blueprint.plan, hosts=1 if joined is None else joined.hosts())
+    choose_transfer(config, blueprint.plan)
 
 
-def choose_transfer(config: GRPOConfig, plan: DevicePlan, hosts: int) -> WeightTransfer:
+def choose_transfer(config: GRPOConfig, plan: DevicePlan) -> str:
     """How the weights reach the engines, ``auto`` decided.
 
     Args:
         config: validated.
         plan: which role runs where.
-        hosts: machines that the run's processes may lie on.
 
     Raises:
         ConfigError: what was asked for does not work there.
     """
     asked, lora = config.inference_model.weight_transfer, config.train_model.lora.enabled
-    shared = hosts == 1 and hasattr(os, "memfd_create")
     on_cuda = plan.train[0].type == "cuda"
     same_gpu = on_cuda and all(replica == plan.train[:1] for replica in plan.inference)
-    if asked is WeightTransfer.auto:
+    if asked == "auto":
         if lora:
-            return WeightTransfer.adapters
+            return "adapters"
         if on_cuda:
-            return WeightTransfer.cuda_ipc if same_gpu else WeightTransfer.broadcast
-        return WeightTransfer.shared_memory if shared else WeightTransfer.object_store
-    field = f"inference_model.weight_transfer={asked.value}"
-    if asked is WeightTransfer.adapters and not lora:
-        raise ConfigError(
-            f"{field} needs train_model.lora.enabled=true, because without adapters there is nothing but the whole "
-            "weights to send: use inference_model.weight_transfer=auto."
-        )
-    if asked is WeightTransfer.shared_memory and not shared:
-        raise ConfigError(
-            f"{field} needs one machine with Linux for all processes, and there are {hosts} with {sys.platform}: use "
-            "inference_model.weight_transfer=object_store."
-        )
-    if asked is WeightTransfer.cuda_ipc and not same_gpu:
+            return "cuda_ipc" if same_gpu else "broadcast"
+        return "object_store"
+    field = f"inference_model.weight_transfer={asked}"
+    if asked == "cuda_ipc" and not same_gpu:
         raise ConfigError(
             f"{field} needs trainer and engine on one GPU, and they are on {plan.train[0]} and "
             f"{', '.join(str(device) for replica in plan.inference for device in replica)}: use "
             f"inference_model.weight_transfer={'broadcast' if on_cuda else 'auto'}."
         )
-    if asked is WeightTransfer.broadcast and plan.colocated:
+    if asked == "broadcast" and plan.colocated:
         raise ConfigError(
             f"{field} needs trainer and engine on different GPUs, because nccl does not connect a GPU with itself, and "
             f"both are on {plan.train[0]}: use inference_model.weight_transfer=cuda_ipc."
@@ -151,17 +134,15 @@ def distributed_parts(
     config, plan = blueprint.config, blueprint.plan
     unit_rows, slots = unit_geometry(config, len(plan.inference))
     unit_env = build.make_env(blueprint, "train", unit_rows, config.env.repeats)
-    in_flight: Any = config.inference_model.in_flight.value
+    in_flight: Any = config.inference_model.in_flight
     actor_timeout_s, recovery_timeout_s = config.ray.actor_timeout_s, config.ray.recovery_timeout_s
     ray = cluster.start() if joined is None else joined
-    folder = directory / "weights"
-    resources.callback(shutil.rmtree, folder, ignore_errors=True)
     resources.callback(ray.shutdown)
-    transfer = choose_transfer(config, plan, ray.hosts())
-    torchrl_logger.info(f"The weights reach the engines by inference_model.weight_transfer={transfer.value}.")
+    transfer = choose_transfer(config, plan)
+    torchrl_logger.info(f"The weights reach the engines by inference_model.weight_transfer={transfer}.")
     place = ray.place(plan)
     trainer = RayTrainer(
-        partial(make_rank, _without_test_split(blueprint), transfer, folder),
+        partial(make_rank, _without_test_split(blueprint), transfer),
         options=place.train,
         tensor_parallel_size=config.train_model.tensor_parallel_size,
         actor_timeout_s=actor_timeout_s,
@@ -217,28 +198,24 @@ def unit_geometry(config: GRPOConfig, replicas: int) -> tuple[int, int]:
             f"inference model: use {f'{below} or {above}' if below else above}."
         )
     share = rows // replicas
-    return (share, 1) if config.inference_model.backend is Backend.transformers else (repeats, share // repeats)
+    return (share, 1) if config.inference_model.backend == "transformers" else (repeats, share // repeats)
 
 
-def make_sender(config: GRPOConfig, transfer: WeightTransfer, folder: Path) -> Sender:
-    """The trainer's side of a weight transfer, in a rank's process; ``folder`` is for files."""
-    dtype = getattr(torch, config.inference_model.dtype.value)
-    if transfer is WeightTransfer.adapters:
+def make_sender(config: GRPOConfig, transfer: str) -> Sender:
+    """The trainer's side of a weight transfer, in a rank's process."""
+    dtype = getattr(torch, config.inference_model.dtype)
+    if transfer == "adapters":
         model = config.model
-        trained = getattr(torch, config.train_model.dtype.value)
+        trained = getattr(torch, config.train_model.dtype)
         return AdapterSender(loading.CheckpointWeights(model.name, trained, model.trust_remote_code))
-    if transfer is WeightTransfer.shared_memory:
-        return SharedSender(dtype)
-    if transfer is WeightTransfer.file:
-        return FileSender(folder, dtype)
-    if transfer is WeightTransfer.broadcast:
+    if transfer == "broadcast":
         return BroadcastSender(dtype, "nccl" if own_device().type == "cuda" else "gloo", own_address())
-    if transfer is WeightTransfer.cuda_ipc:
+    if transfer == "cuda_ipc":
         return CudaIpcSender(dtype)
     return ObjectSender(dtype)
 
 
-def make_rank(blueprint: build.Blueprint, transfer: WeightTransfer, folder: Path, mesh: DeviceMesh | None) -> Rank:
+def make_rank(blueprint: build.Blueprint, transfer: str, mesh: DeviceMesh | None) -> Rank:
     """A training rank, in its process; see ``make_sender``."""
     blueprint = _here(blueprint)
     config = blueprint.config
@@ -250,7 +227,7 @@ def make_rank(blueprint: build.Blueprint, transfer: WeightTransfer, folder: Path
         transforms.append(("reference", build.make_reference(blueprint, trainer.model)))
     if blueprint.resume is not None:
         restore_trainer(trainer, blueprint.resume)
-    return Rank(trainer, [*transforms, *build.batch_transforms(config)], make_sender(config, transfer, folder))
+    return Rank(trainer, [*transforms, *build.batch_transforms(config)], make_sender(config, transfer))
 
 
 def make_replica(blueprint: build.Blueprint, unit_env: LLMEnv, slots: int) -> Replica:
@@ -279,15 +256,16 @@ def make_replica(blueprint: build.Blueprint, unit_env: LLMEnv, slots: int) -> Re
 def _make_engine(blueprint: build.Blueprint) -> Engine:
     """The engine of a replica; vLLM's takes many calls at a time here."""
     config = blueprint.config.inference_model
-    if config.backend is Backend.transformers:
+    in_flight: Any = config.in_flight
+    if config.backend == "transformers":
         return build.make_engine(blueprint)
     from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 
     return AsyncVLLMEngine(
         loading.resolve_name(blueprint.config.model.name),
-        in_flight=config.in_flight.value,
+        in_flight=in_flight,
         tensor_parallel_size=config.tensor_parallel_size,
-        dtype=config.dtype.value,
+        dtype=config.dtype,
         max_model_len=config.max_model_len or blueprint.max_prompt_tokens + config.max_new_tokens,
         seed=blueprint.config.seed,
         gpu_memory_utilization=config.gpu_memory_utilization or 0.9,

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_grpo.config import ConfigError, GRPOConfig
+from torchrl_grpo.config import ConfigError, GRPOConfig, renamed
 from torchrl_grpo.learner.checkpoint import checkpoints_in, read_checkpoint, set_rng_state
 from torchrl_grpo.learner.step import GRPOTrainer
 
@@ -73,7 +73,7 @@ def find_resume(config: GRPOConfig, plain: Mapping[str, Any], max_staleness: int
             f"train.resume: {path} was written by an earlier version: begin anew, or go on with that one."
         )
     step, units = state["step"], state["source"]["units"]
-    _check_options(state["config"], plain, path)
+    _check_options(renamed(state["config"]), plain, path)
     done = step * config.dialog_turns_per_batch
     if step >= config.num_batches:
         raise ConfigError(

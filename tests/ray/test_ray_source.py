@@ -38,10 +38,10 @@ from torchrl_grpo.tasks import ArithmeticTask
 pytest.importorskip("ray")
 
 from torchrl_grpo.distributed.actors import Rank, Replica, TrainerActor
-from torchrl_grpo.distributed.errors import TrainerLostError, WaitedTooLongError, WorkersLostError
 from torchrl_grpo.distributed.source import RayBatch, RaySource
 from torchrl_grpo.distributed.trainer import RayTrainer
 from torchrl_grpo.distributed.workers import Worker
+from torchrl_grpo.errors import TrainerLostError, WaitedTooLongError, WorkersLostError
 from torchrl_grpo.weights import FileSender, ObjectSender, PackedWeights, WeightHandle
 
 pytestmark = pytest.mark.ray

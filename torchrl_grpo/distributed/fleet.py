@@ -11,18 +11,18 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_grpo.choices import InFlight
 from torchrl_grpo.collectors.staleness import GroupBuffer
 from torchrl_grpo.distributed.actors import ReferenceActor, Replica, RolloutActor, Unit, UnitReport
-from torchrl_grpo.distributed.errors import WorkersLostError
 from torchrl_grpo.distributed.workers import Events, Worker, cause_of, is_loss
 from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.errors import WorkersLostError
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 
-InFlight = Literal["wait", "keep", "abort"]
 MOST_ATTEMPTS = 3
 """After so many actors were lost over the same thing, another one is not tried."""
 _SCORED_AT_A_TIME = 2  # by one reference actor: one unit is computed, one is on its way there

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from torchrl_grpo.choices import InFlight
 from torchrl_grpo.distributed.actors import Replica
-from torchrl_grpo.distributed.errors import WaitedTooLongError, WorkersLostError
-from torchrl_grpo.distributed.fleet import MOST_ATTEMPTS, Fleet, InFlight, ReplicaWorker
+from torchrl_grpo.distributed.fleet import MOST_ATTEMPTS, Fleet, ReplicaWorker
 from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.errors import WaitedTooLongError, WorkersLostError
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 _TICK_S = 0.5

@@ -12,9 +12,9 @@ from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.distributed.actors import Rank, TrainerActor
-from torchrl_grpo.distributed.errors import TrainerLostError, WaitedTooLongError
 from torchrl_grpo.distributed.source import RayBatch
 from torchrl_grpo.distributed.workers import cause_of, is_loss
+from torchrl_grpo.errors import TrainerLostError, WaitedTooLongError
 from torchrl_grpo.learner.checkpoint import Checkpointer
 
 _TICK_S = 1.0

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from torchrl_grpo.config.schema import DATASETS, GRPOConfig, leaves
+from torchrl_grpo.config.schema import GRPOConfig, leaves
 from torchrl_grpo.errors import ConfigError
 
 _COMPARISONS = {
@@ -45,7 +45,6 @@ def validate(config: GRPOConfig) -> None:
             f"train_model.dtype={config.train_model.dtype} must be float32 without LoRA, because the optimizer's "
             "small steps are lost in 16 bits: use train.mixed_precision=bf16, or train_model.lora.enabled=true."
         )
-    _validate_dataset(config)
     _validate_clip_epsilon(config)
     _validate_policy(config)
     _validate_batches(config)
@@ -53,25 +52,17 @@ def validate(config: GRPOConfig) -> None:
     _validate_unread(config)
 
 
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Refuses a value that is not one of the ``choices``."""
-    if value not in choices:
-        raise ConfigError(f"{name}={value} must be one of {', '.join(choices)}: use {name}={choices[0]}, say.")
+def check_choice(name: str, value: Any, choices: Sequence[str], also: Sequence[str] = ()) -> None:
+    """Refuses a value that is neither one of the ``choices`` nor of what is accepted besides."""
+    if value not in (*choices, *also):
+        close = difflib.get_close_matches(str(value), choices, 1)
+        hint = f"did you mean {close[0]}?" if close else f"use {name}={choices[0]}, say."
+        raise ConfigError(f"{name}={value} must be one of {', '.join(choices)}: {hint}")
 
 
 def _within(**limits: float) -> float:
     """A value that keeps the limits."""
     return limits.get("le", limits.get("ge", limits.get("gt", 0) + 1))
-
-
-def _validate_dataset(config: GRPOConfig) -> None:
-    name = config.env.dataset
-    if name == "ifeval":
-        raise ConfigError("env.dataset=ifeval has no task yet in this version: use arithmetic or gsm8k.")
-    if name not in DATASETS:
-        close = difflib.get_close_matches(name, DATASETS, 1)
-        hint = f"did you mean {close[0]}?" if close else "use env.dataset=arithmetic, which needs no download."
-        raise ConfigError(f"env.dataset={name} must be one of {', '.join(DATASETS)}: {hint}")
 
 
 def _validate_clip_epsilon(config: GRPOConfig) -> None:

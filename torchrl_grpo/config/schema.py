@@ -134,8 +134,8 @@ class RefModelConfig:
 class EnvConfig:
     """The task and how prompts are drawn from it."""
 
-    dataset: str = MISSING
-    """arithmetic (embedded), gsm8k or ifeval."""
+    dataset: str = choice(choices.Dataset, MISSING)
+    """The task: arithmetic (embedded, needs no download) or gsm8k."""
     dataset_path: str | None = None
     """gsm8k: folder with train.jsonl and test.jsonl; by default it is loaded from the Hugging Face hub."""
     difficulty: int = limited(2, ge=1, le=10)
@@ -392,7 +392,6 @@ class GRPOConfig:
 
 COMPONENTS = ("policy.loss", "policy.advantage")
 """Nodes that name a class as ``_target_``, with arguments beside it."""
-DATASETS = ("arithmetic", "gsm8k")
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:

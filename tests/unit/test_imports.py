@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.configs import ROOT
 from torchrl_grpo import collectors, generation, models, objectives, trainer, transforms
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torchrl_grpo"
 FILES = sorted(p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py"))
 MODULES = [".".join(("torchrl_grpo", *p.with_suffix("").parts)).removesuffix(".__init__") for p in FILES]

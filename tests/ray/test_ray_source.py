@@ -44,8 +44,6 @@ from torchrl_grpo.distributed.trainer import RayTrainer
 from torchrl_grpo.distributed.workers import Worker
 from torchrl_grpo.weights import FileSender, ObjectSender, PackedWeights, WeightHandle
 
-pytestmark = pytest.mark.ray
-
 REPEATS, UNIT, BATCH = 2, 2, 4  # rows in a group, groups in a unit, groups in a batch
 
 
@@ -254,7 +252,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def test_a_slow_trainer_never_gets_older_groups_and_no_more_wait_than_the_bound_allows(
+def test_the_staleness_bound_holds_under_a_slow_trainer(
     source_of: Callable[..., RaySource],
 ) -> None:
     steps, bound = 6, 2
@@ -300,7 +298,7 @@ def test_the_published_weights_are_evaluated_and_bound_0_waits_for_them(source_o
         assert state["units"] == [] and state["env"]["next_group"] == (version + 1) * BATCH
 
 
-def test_weights_are_there_while_a_replica_reads_them_and_freed_after_that(
+def test_weights_stay_while_a_sampler_reads_them_and_are_then_freed(
     source_of: Callable[..., RaySource], tmp_path: Path
 ) -> None:
     import ray
@@ -587,7 +585,7 @@ def test_a_unit_that_every_reference_actor_dies_of_ends_the_run(source_of: Calla
         source.next_batch()
 
 
-def test_engines_that_share_an_accelerator_start_after_the_reference_models(
+def test_engines_on_a_shared_accelerator_start_after_the_reference(
     source_of: Callable[..., RaySource], tmp_path: Path
 ) -> None:
     file = tmp_path / "made"

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.conftest import make_tiny_model
-from tests.unit.test_config import compose_config
+from tests.support.configs import compose_config
+from tests.support.models import make_tiny_model
 from torchrl_grpo.build import build
 from torchrl_grpo.config import ConfigError, WeightTransfer
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
@@ -36,8 +36,6 @@ from torchrl_grpo.build_distributed import choose_transfer
 from torchrl_grpo.distributed import cluster
 from torchrl_grpo.distributed.actors import Rank, Replica, RolloutActor, own_address
 from torchrl_grpo.distributed.trainer import RayTrainer
-
-pytestmark = pytest.mark.ray
 
 
 class Growing:

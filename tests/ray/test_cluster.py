@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from torchrl_grpo.build import build
 
 from tests.support.clusters import facts
 from tests.support.configs import ROOT, compose_config
 from tests.support.devices import SPREAD, TWO, gpus
-from torchrl_grpo.build import build
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.distributed.cluster import start
 from torchrl_grpo.placement import DevicePlan

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torchrl_grpo.build import build
 
 from tests.support.configs import compose_config
 from tests.support.runs import LORA, SMALL, at, differences, numbers, run, state_of, steps
-from torchrl_grpo.build import build
 from torchrl_grpo.reporting.metrics import read_jsonl
 
 pytest.importorskip("ray")

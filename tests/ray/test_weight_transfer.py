@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torchrl_grpo.build import build
 
 from tests.support.configs import compose_config
 from tests.support.models import make_tiny_model
-from torchrl_grpo.build import build
 from torchrl_grpo.config import ConfigError, WeightTransfer
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.models.sharding import shard_model
@@ -33,9 +33,10 @@ from torchrl_grpo.weights import (
 pytest.importorskip("ray")
 
 from torchrl_grpo.build_distributed import choose_transfer
+from torchrl_grpo.distributed.trainer import RayTrainer
+
 from torchrl_grpo.distributed import cluster
 from torchrl_grpo.distributed.actors import Rank, Replica, RolloutActor, own_address
-from torchrl_grpo.distributed.trainer import RayTrainer
 
 
 class Growing:

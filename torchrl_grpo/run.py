@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
 from torch.distributed.device_mesh import DeviceMesh
 from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedTokenizerBase
@@ -30,7 +29,7 @@ from torchrl_grpo.blueprint import (
 from torchrl_grpo.collectors.sampler import Sampler
 from torchrl_grpo.collectors.source import LocalSource
 from torchrl_grpo.collectors.staleness import GroupBuffer
-from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.config import GRPOConfig, plain
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.learner.checkpoint import Checkpointer
@@ -122,9 +121,8 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
     transformers_logging.disable_progress_bar()  # it would write over the run's own
     max_staleness = _max_staleness(config, asynchronous)
     directory = Path(directory)
-    plain: Any = OmegaConf.to_container(OmegaConf.structured(config))
     with as_config_errors(), ExitStack() as resources:
-        cluster, resume = None, find_resume(config, plain, max_staleness)
+        cluster, resume = None, find_resume(config, plain(config), max_staleness)
         if config.ray.address is not None:  # first, because the plan is made of its accelerators
             cluster = _start_ray(config.ray.address, resources)
         accelerators = available_accelerators() if cluster is None else cluster.accelerators()
@@ -134,7 +132,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         console = resources.enter_context(Console())
         console.plan(plan_rows(blueprint))
         console.geometry(geometry_rows(blueprint))
-        logger = resources.enter_context(_logger(config, directory, plain))
+        logger = resources.enter_context(_logger(config, directory))
         if resume is not None:
             console.resume(resume.step, resume.path)
             logger.truncate(resume.step + 1)  # what this run's folder has of later steps is done again
@@ -149,7 +147,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
             directory=directory,
             learner=learner,
             source=source,
-            checkpointer=Checkpointer(directory / "checkpoints", plain),
+            checkpointer=Checkpointer(directory / "checkpoints", plain(config)),
             logger=logger,
             console=console,
             tokenizer=blueprint.tokenizer,
@@ -193,7 +191,7 @@ def _check_distributed(blueprint: Blueprint) -> str:
     return choose_transfer(blueprint.config, blueprint.plan)
 
 
-def _logger(config: GRPOConfig, directory: Path, plain: dict[str, Any]) -> MetricsLogger:
+def _logger(config: GRPOConfig, directory: Path) -> MetricsLogger:
     logging = config.logging
     return MetricsLogger(
         directory,
@@ -201,7 +199,7 @@ def _logger(config: GRPOConfig, directory: Path, plain: dict[str, Any]) -> Metri
         wandb_mode=logging.wandb.mode,
         project=logging.wandb.project,
         name=logging.wandb.name,
-        config=plain,
+        config=plain(config),
     )
 
 

@@ -50,8 +50,7 @@ def run(folder: Path, *overrides: str, asynchronous: bool) -> list[dict[str, Any
 def test_with_bound_0_the_losses_are_bitwise_the_synchronous_ones(tmp_path: Path) -> None:
     steps = ("train.total_dialog_turns=160", "evaluation.num_prompts=8", "evaluation.frequency=4")
     expected = run(tmp_path / "sync", *steps, asynchronous=False)
-    by_file = "inference_model.weight_transfer=file"
-    got = run(tmp_path / "async", *steps, "train.max_staleness=0", by_file, asynchronous=True)
+    got = run(tmp_path / "async", *steps, "train.max_staleness=0", asynchronous=True)
     losses = [row["train/loss"] for row in expected[1:]]
     assert [row["train/loss"] for row in got[1:]] == losses
     assert len(losses) == 10 and len(set(losses)) == 10
@@ -60,7 +59,6 @@ def test_with_bound_0_the_losses_are_bitwise_the_synchronous_ones(tmp_path: Path
     assert {row["staleness/max"] for row in got[1:]} == {0}
     for name in ("checkpoints/checkpoint_000010.pt", "checkpoints/model/model.safetensors", "report.html"):
         assert (tmp_path / "async" / name).exists()
-    assert not (tmp_path / "async" / "weights").exists()
 
 
 class Script:

@@ -358,14 +358,18 @@ def test_every_config_key_is_read_by_something_that_uses_it(
 
     The vLLM engine is not started for this: a stand-in takes its arguments.
     """
-    plain = {"to_container": lambda *_, **__: {}, "structured": lambda *_: None}
-    monkeypatch.setattr(build_module, "OmegaConf", type("Plain", (), {k: staticmethod(v) for k, v in plain.items()}))
+    monkeypatch.setattr(build_module, "plain", lambda config: {})
     configs = [
         compose_config(*SMALL, "train_model.lora.enabled=true", "optimizer.warmup_steps=1", "env.reward_workers=1"),
         compose_config(*SMALL, "inference_model.backend=vllm"),
         compose_config(*SMALL, "inference_model.check_sync=true"),
     ]
-    expected = {(type(node).__name__, name) for node in _nodes(GRPOConfig()) for name in vars(node)}
+    expected = {
+        (type(node).__name__, item.name)
+        for node in _nodes(GRPOConfig())
+        for item in dataclasses.fields(node)
+        if "now" not in item.metadata  # an old name, read when the config is made
+    }
     recorded.clear()
     for index, config in enumerate(configs):
         if index == 1:

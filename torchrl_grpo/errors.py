@@ -1,0 +1,23 @@
+"""Errors that end a run with their message and without a traceback. Nothing is imported here."""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A config value breaks a rule. The message names field, rule, value and fix."""
+
+
+class RunLostError(RuntimeError):
+    """The run cannot go on, for a known reason: the message is for the user, and a traceback would add nothing."""
+
+
+class WorkersLostError(RunLostError):
+    """Rollout or reference actors are gone and could not be replaced, or each new one is lost in its turn."""
+
+
+class TrainerLostError(RunLostError):
+    """A learner died: the run has ended, and can only go on from a checkpoint."""
+
+
+class WaitedTooLongError(RunLostError, TimeoutError):
+    """Nobody answered in time; the message says what was waited for."""

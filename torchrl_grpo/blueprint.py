@@ -236,29 +236,6 @@ def task_geometry(config: GRPOConfig, samplers: int) -> tuple[int, int]:
     return (groups, 1) if config.inference_model.backend == "transformers" else (1, groups)
 
 
-def choose_transfer(config: GRPOConfig, plan: DevicePlan) -> str:
-    """How the weights reach the engines, ``auto`` decided: by what has run on accelerators, the object store.
-
-    Raises:
-        ConfigError: what was asked for does not work there.
-    """
-    asked = config.inference_model.weight_transfer
-    same_gpu = plan.train[0].type == "cuda" and all(devices == plan.train[:1] for devices in plan.inference)
-    if asked == "cuda_ipc" and not same_gpu:
-        raise ConfigError(
-            f"inference_model.weight_transfer=cuda_ipc needs trainer and engine on one GPU, and they are on "
-            f"{plan.train[0]} and {', '.join(str(device) for devices in plan.inference for device in devices)}: use "
-            "inference_model.weight_transfer=auto."
-        )
-    if asked == "broadcast" and plan.colocated:
-        raise ConfigError(
-            f"inference_model.weight_transfer=broadcast needs trainer and engine on different GPUs, because nccl does "
-            f"not connect a GPU with itself, and both are on {plan.train[0]}: use "
-            "inference_model.weight_transfer=cuda_ipc."
-        )
-    return "object_store" if asked == "auto" else asked
-
-
 def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
     """The device plan: a row a role, with what its weights (and the optimizer's state) take on one device."""
     config, plan = blueprint.config, blueprint.plan

@@ -20,7 +20,6 @@ from transformers.utils import logging as transformers_logging
 from torchrl_grpo.blueprint import (
     Blueprint,
     as_config_errors,
-    choose_transfer,
     geometry_rows,
     plan_rows,
     prepare,
@@ -42,6 +41,7 @@ from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.reporting.report import summarize, write_report
 from torchrl_grpo.transforms.kl_scoring import KLScoring
+from torchrl_grpo.weights import transfer_kind
 
 if TYPE_CHECKING:
     from torchrl_grpo.distributed.cluster import Cluster
@@ -188,7 +188,8 @@ def _check_distributed(blueprint: Blueprint) -> str:
     task_groups, _ = task_geometry(blueprint.config, len(blueprint.plan.inference))
     if blueprint.resume is not None:
         check_tasks(blueprint.resume, task_groups, blueprint.config)
-    return choose_transfer(blueprint.config, blueprint.plan)
+    asked, plan = blueprint.config.inference_model.weight_transfer, blueprint.plan
+    return transfer_kind(asked, trainer=plan.train[0], engines=plan.inference, colocated=plan.colocated)
 
 
 def _logger(config: GRPOConfig, directory: Path) -> MetricsLogger:

@@ -12,7 +12,7 @@ from torch import multiprocessing
 from tests.support.configs import compose_config
 from tests.support.models import make_tiny_model
 from tests.support.training import make_batch, make_trainer
-from torchrl_grpo.build import build
+from torchrl_grpo.run import build
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.models.sharding import compute_device, init_mesh, shard_model

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from torchrl_grpo.build import build
+from torchrl_grpo.run import build
 
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.configs import compose_config

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from torchrl_grpo.build import build
+from torchrl_grpo.run import build
 
 from tests.support.clusters import facts
 from tests.support.configs import ROOT, compose_config

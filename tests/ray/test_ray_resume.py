@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torchrl_grpo.build import build
+from torchrl_grpo.run import build
 
 from tests.support.configs import compose_config
 from tests.support.runs import LORA, SMALL, at, differences, numbers, run, state_of, steps

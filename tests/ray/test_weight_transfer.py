@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torchrl_grpo.build import build
+from torchrl_grpo.run import build
 
 from tests.support.configs import compose_config
 from tests.support.models import make_tiny_model

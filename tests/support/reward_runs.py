@@ -12,7 +12,7 @@ import psutil
 
 from tests.support.configs import compose_config
 from tests.support.processes import worker_processes
-from torchrl_grpo.build import build
+from torchrl_grpo.run import build
 from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.reward_pool import RESTARTS, TIMED_OUT
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.support.configs import compose_config
-from torchrl_grpo.build import build
+from torchrl_grpo.run import build
 from torchrl_grpo.reporting.metrics import read_jsonl
 
 SMALL = (

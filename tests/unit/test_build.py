@@ -17,7 +17,7 @@ from tests.support.configs import compose_config
 from tests.support.documentation import undocumented
 from tests.support.models import make_tiny_model
 from torchrl_grpo import build as build_module
-from torchrl_grpo.build import build, plan_rows, prepare
+from torchrl_grpo.run import build, plan_rows, prepare
 from torchrl_grpo.config import ConfigError, GRPOConfig, leaves, schema
 from torchrl_grpo.distributed import cluster
 from torchrl_grpo.models import loading

@@ -22,8 +22,8 @@ MODULES = [".".join(("torchrl_grpo", *p.with_suffix("").parts)).removesuffix("._
 RESTRICTED = {
     "vllm": (("generation/vllm.py", "generation/vllm_async.py"), True),
     "ray": (("distributed/",), False),
-    "hydra": (("config/", "build.py"), False),
-    "omegaconf": (("config/", "build.py"), False),
+    "hydra": (("config/",), False),
+    "omegaconf": (("config/",), False),
 }
 
 

@@ -40,7 +40,7 @@ from tests.support.configs import SMALL, compose_config
 from tests.support.losses import SETTINGS, Table, make_batch, total
 from tests.support.models import make_tiny_model
 from torchrl_grpo import keys
-from torchrl_grpo.build import build
+from torchrl_grpo.run import build
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models.scoring import TokenScorer, autocast
 from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, SAPOLoss

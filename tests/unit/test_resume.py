@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from tests.support.configs import compose_config
 from tests.support.runs import LORA, SMALL, at, differences, numbers, run, state_of, steps
 from torchrl_grpo import build_resume
-from torchrl_grpo.build import build
+from torchrl_grpo.run import build
 from torchrl_grpo.build_resume import Resume, check_units, find_resume
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.models import loading

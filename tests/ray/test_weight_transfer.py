@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torchrl_grpo.run import build
 
-from tests.conftest import make_tiny_model
-from tests.unit.test_config import compose_config
-from torchrl_grpo.build import build
+from tests.support.configs import compose_config
+from tests.support.models import make_tiny_model
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.models.sharding import shard_model
@@ -33,11 +33,10 @@ from torchrl_grpo.weights import (
 pytest.importorskip("ray")
 
 from torchrl_grpo.build_distributed import choose_transfer
-from torchrl_grpo.distributed import cluster
-from torchrl_grpo.distributed.actors import Rank, Replica, RolloutActor, own_address
 from torchrl_grpo.distributed.trainer import RayTrainer
 
-pytestmark = pytest.mark.ray
+from torchrl_grpo.distributed import cluster
+from torchrl_grpo.distributed.actors import Rank, Replica, RolloutActor, own_address
 
 
 class Growing:

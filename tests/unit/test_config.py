@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
+from tests.support.configs import ROOT, compose_config
 from torchrl_grpo.config import (
     ConfigError,
     GRPOConfig,
@@ -25,14 +25,7 @@ from torchrl_grpo.config import (
 )
 from torchrl_grpo.errors import TrainerLostError, WaitedTooLongError, WorkersLostError
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(path.stem for path in (ROOT / "config").glob("grpo_*.yaml"))
-
-
-def compose_config(*overrides: str, name: str = "grpo_arithmetic") -> GRPOConfig:
-    register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "config")):
-        return from_hydra(compose(name, overrides=list(overrides)))
 
 
 def test_defaults_of_every_config_file_are_valid() -> None:

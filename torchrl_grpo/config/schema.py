@@ -376,6 +376,11 @@ class GRPOConfig:
         return self.policy.kl_coef > 0
 
     @property
+    def has_own_reference(self) -> bool:
+        """Whether a model of its own gives them; with LoRA the trained model does, with its adapters off."""
+        return self.needs_reference and not self.train_model.lora.enabled
+
+    @property
     def kl_estimator(self) -> choices.KLEstimator:
         """Estimator of the KL terms."""
         chosen: Any = self.policy.kl_estimator

@@ -21,7 +21,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from torchrl_grpo.config.renamed import take_old_names
 from torchrl_grpo.config.rules import check_choice, validate
-from torchrl_grpo.config.schema import COMPONENTS, GRPOConfig, leaves
+from torchrl_grpo.config.schema import COMPONENTS, FIELDS, GRPOConfig
 from torchrl_grpo.errors import ConfigError, RunLostError
 
 _log = logging.getLogger(__name__)
@@ -38,30 +38,16 @@ def from_hydra(cfg: DictConfig) -> GRPOConfig:
     Raises:
         ConfigError: a rule is broken, or a key does not exist (``+`` adds any to what Hydra composes).
     """
-    for name in _names(cfg):
-        if name not in _schema():
-            raise ConfigError(_unknown(name, name))
-    for line in take_old_names(cfg):
+    try:
+        merged: Any = OmegaConf.merge(OmegaConf.structured(GRPOConfig), OmegaConf.to_container(cfg))
+    except OmegaConfBaseException as error:
+        raise ConfigError(_explained(error, sys.argv[1:])) from error
+    for line in take_old_names(merged):
         _log.warning(line)
-    config = OmegaConf.to_object(cfg)
+    config = OmegaConf.to_object(merged)
     assert isinstance(config, GRPOConfig)
     validate(config)
     return config
-
-
-def _names(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    """The dotted names of all keys that hold no further ones, and of the nodes of ``COMPONENTS``."""
-    for key in node:
-        name = f"{prefix}{key!s}"
-        child = None if OmegaConf.is_missing(node, key) else node[key]
-        if isinstance(child, DictConfig) and name not in COMPONENTS:
-            yield from _names(child, f"{name}.")
-        else:
-            yield name
-
-
-def _schema() -> dict[str, dataclasses.Field[Any]]:
-    return {name: item for name, item, _ in leaves(GRPOConfig())}
 
 
 def check_command_line(arguments: Sequence[str]) -> None:
@@ -76,7 +62,7 @@ def check_command_line(arguments: Sequence[str]) -> None:
     """
     for text in arguments:
         name, _, values = text.lstrip("+").partition("=")
-        item = _schema().get(name)
+        item = FIELDS.get(name)
         if item is not None and "choices" in item.metadata and not re.search(r"[($]", values):
             also = ["null"] if item.default is None else []
             for value in re.findall(r"[^,'\"\s]+", values):
@@ -84,34 +70,33 @@ def check_command_line(arguments: Sequence[str]) -> None:
 
 
 def _explained(error: Exception, arguments: Sequence[str]) -> str:
-    """What Hydra found wrong with the config, in plainer words where they are known."""
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    """What Hydra found wrong with the config, in plainer words where there are any."""
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     name = str(getattr(cause, "full_key", None) or "").partition("[")[0]
     if not name or name.rpartition(".")[0] in COMPONENTS:
         return str(error)  # an argument of a component is that component's
     overrides = {text.lstrip("+~").partition("=")[0]: text for text in arguments}
     typed = next((key for key in overrides if key == name or key.startswith(f"{name}.")), name)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return _unknown(typed, overrides.get(typed, name))
+        return _unFIELDS(typed, overrides.get(typed, name))
     if isinstance(cause, ValidationError):
         return _mistyped(name, cause.value)
-    return str(error)
+    return f"{error}. {cause}" if error.__cause__ is cause else str(error)
 
 
-def _unknown(name: str, text: str) -> str:
+def _unFIELDS(name: str, text: str) -> str:
     """That a dotted name does not exist; ``text`` is what was typed."""
-    known = _schema()
-    groups = {leaf.rsplit(".", depth)[0] for leaf in known for depth in range(1, leaf.count(".") + 1)}
-    same_leaf = [leaf for leaf in known if "." in name and leaf.rpartition(".")[2] == name.rpartition(".")[2]]
-    close = difflib.get_close_matches(name, same_leaf or [*known, *groups], 1, cutoff=0.4)
-    close = [known[found].metadata.get("now", found) if found in known else found for found in close]
+    groups = {leaf.rsplit(".", depth)[0] for leaf in FIELDS for depth in range(1, leaf.count(".") + 1)}
+    same_leaf = [leaf for leaf in FIELDS if "." in name and leaf.rpartition(".")[2] == name.rpartition(".")[2]]
+    close = difflib.get_close_matches(name, same_leaf or [*FIELDS, *groups], 1, cutoff=0.4)
+    close = [FIELDS[found].metadata.get("now", found) if found in FIELDS else found for found in close]
     hint = f"did you mean {close[0]}?" if close else "run with --cfg job to see all keys."
     return f"{text} names a config key that does not exist: {hint}"
 
 
 def _mistyped(name: str, value: Any) -> str:
     """That a key, or a group of keys, cannot have a value."""
-    item = _schema().get(name)
+    item = FIELDS.get(name)
     if item is None:
         instead = f"algo={value}" if name == "policy" else "its keys, one by one"
         return f"{name}={value} must name a single value, and {name} is a group: use {instead}."
@@ -129,8 +114,8 @@ def _mistyped(name: str, value: Any) -> str:
 
 @contextmanager
 def orderly_exit() -> Iterator[None]:
-    """Turns what is wrong with the config and a ``RunLostError`` into a message on stderr, without a traceback, and exit
-    status 2 and 1; and SIGTERM into an ordinary exit (status 143), so that the run is saved as after Ctrl-C."""
+    """Turns a mistake in the config and a ``RunLostError`` into a message on stderr, without a traceback, and the exit
+    statuses 2 and 1; and SIGTERM into an ordinary exit (status 143), so that the run is saved as after Ctrl-C."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else ``hydra.main`` prints its errors itself
     told = False
 

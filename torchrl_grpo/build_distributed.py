@@ -7,10 +7,7 @@ the driver checked, so that all processes draw the same problems, and only the d
 from __future__ import annotations
 
 import copy
-import os
 import random
-import shutil
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_grpo import build
+from torchrl_grpo import build, weights
 from torchrl_grpo.build_resume import check_units, restore_trainer
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
@@ -36,15 +33,7 @@ from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.models import loading
 from torchrl_grpo.placement import DevicePlan
 from torchrl_grpo.transforms.kl_scoring import KLScoring
-from torchrl_grpo.weights import (
-    AdapterSender,
-    BroadcastSender,
-    CudaIpcSender,
-    FileSender,
-    ObjectSender,
-    Sender,
-    SharedSender,
-)
+from torchrl_grpo.weights import Sender
 
 
 @dataclass
@@ -80,53 +69,16 @@ def check_distributed(blueprint: build.Blueprint, joined: cluster.Cluster | None
     unit_rows, _ = unit_geometry(config, len(blueprint.plan.inference))
     if blueprint.resume is not None:
         check_units(blueprint.resume, unit_rows // config.env.repeats, config)
-    choose_transfer(config, blueprint.plan, hosts=1 if joined is None else joined.hosts())
+    choose_transfer(config, blueprint.plan)
 
 
-def choose_transfer(config: GRPOConfig, plan: DevicePlan, hosts: int) -> WeightTransfer:
-    """How the weights reach the engines, ``auto`` decided.
-
-    Args:
-        config: validated.
-        plan: which role runs where.
-        hosts: machines that the run's processes may lie on.
-
-    Raises:
-        ConfigError: what was asked for does not work there.
-    """
-    asked, lora = config.inference_model.weight_transfer, config.train_model.lora.enabled
-    shared = hosts == 1 and hasattr(os, "memfd_create")
-    on_cuda = plan.train[0].type == "cuda"
-    same_gpu = on_cuda and all(replica == plan.train[:1] for replica in plan.inference)
-    if asked is WeightTransfer.auto:
-        if lora:
-            return WeightTransfer.adapters
-        if on_cuda:
-            return WeightTransfer.cuda_ipc if same_gpu else WeightTransfer.broadcast
-        return WeightTransfer.shared_memory if shared else WeightTransfer.object_store
-    field = f"inference_model.weight_transfer={asked.value}"
-    if asked is WeightTransfer.adapters and not lora:
-        raise ConfigError(
-            f"{field} needs train_model.lora.enabled=true, because without adapters there is nothing but the whole "
-            "weights to send: use inference_model.weight_transfer=auto."
-        )
-    if asked is WeightTransfer.shared_memory and not shared:
-        raise ConfigError(
-            f"{field} needs one machine with Linux for all processes, and there are {hosts} with {sys.platform}: use "
-            "inference_model.weight_transfer=object_store."
-        )
-    if asked is WeightTransfer.cuda_ipc and not same_gpu:
-        raise ConfigError(
-            f"{field} needs trainer and engine on one GPU, and they are on {plan.train[0]} and "
-            f"{', '.join(str(device) for replica in plan.inference for device in replica)}: use "
-            f"inference_model.weight_transfer={'broadcast' if on_cuda else 'auto'}."
-        )
-    if asked is WeightTransfer.broadcast and plan.colocated:
-        raise ConfigError(
-            f"{field} needs trainer and engine on different GPUs, because nccl does not connect a GPU with itself, and "
-            f"both are on {plan.train[0]}: use inference_model.weight_transfer=cuda_ipc."
-        )
-    return asked
+def choose_transfer(config: GRPOConfig, plan: DevicePlan) -> WeightTransfer:
+    """How the weights reach the engines, ``auto`` decided; see ``weights.transfer_kind``."""
+    asked = config.inference_model.weight_transfer.value
+    if asked in ("adapters", "shared_memory", "file"):
+        asked = "auto"
+    kind = weights.transfer_kind(asked, trainer=plan.train[0], engines=plan.inference, colocated=plan.colocated)
+    return WeightTransfer[kind]
 
 
 def distributed_parts(
@@ -154,14 +106,12 @@ def distributed_parts(
     in_flight: Any = config.inference_model.in_flight.value
     actor_timeout_s, recovery_timeout_s = config.ray.actor_timeout_s, config.ray.recovery_timeout_s
     ray = cluster.start() if joined is None else joined
-    folder = directory / "weights"
-    resources.callback(shutil.rmtree, folder, ignore_errors=True)
     resources.callback(ray.shutdown)
-    transfer = choose_transfer(config, plan, ray.hosts())
+    transfer = choose_transfer(config, plan)
     torchrl_logger.info(f"The weights reach the engines by inference_model.weight_transfer={transfer.value}.")
     place = ray.place(plan)
     trainer = RayTrainer(
-        partial(make_rank, _without_test_split(blueprint), transfer, folder),
+        partial(make_rank, _without_test_split(blueprint), transfer),
         options=place.train,
         tensor_parallel_size=config.train_model.tensor_parallel_size,
         actor_timeout_s=actor_timeout_s,
@@ -220,25 +170,22 @@ def unit_geometry(config: GRPOConfig, replicas: int) -> tuple[int, int]:
     return (share, 1) if config.inference_model.backend is Backend.transformers else (repeats, share // repeats)
 
 
-def make_sender(config: GRPOConfig, transfer: WeightTransfer, folder: Path) -> Sender:
-    """The trainer's side of a weight transfer, in a rank's process; ``folder`` is for files."""
-    dtype = getattr(torch, config.inference_model.dtype.value)
-    if transfer is WeightTransfer.adapters:
-        model = config.model
+def make_sender(config: GRPOConfig, transfer: WeightTransfer) -> Sender:
+    """The trainer's side of a weight transfer, in a rank's process."""
+    model, lora_base = config.model, None
+    if config.train_model.lora.enabled:
         trained = getattr(torch, config.train_model.dtype.value)
-        return AdapterSender(loading.CheckpointWeights(model.name, trained, model.trust_remote_code))
-    if transfer is WeightTransfer.shared_memory:
-        return SharedSender(dtype)
-    if transfer is WeightTransfer.file:
-        return FileSender(folder, dtype)
-    if transfer is WeightTransfer.broadcast:
-        return BroadcastSender(dtype, "nccl" if own_device().type == "cuda" else "gloo", own_address())
-    if transfer is WeightTransfer.cuda_ipc:
-        return CudaIpcSender(dtype)
-    return ObjectSender(dtype)
+        lora_base = loading.CheckpointWeights(model.name, trained, model.trust_remote_code)
+    return weights.make_sender(
+        transfer.value,
+        dtype=getattr(torch, config.inference_model.dtype.value),
+        lora_base=lora_base,
+        backend="nccl" if own_device().type == "cuda" else "gloo",
+        host=own_address(),
+    )
 
 
-def make_rank(blueprint: build.Blueprint, transfer: WeightTransfer, folder: Path, mesh: DeviceMesh | None) -> Rank:
+def make_rank(blueprint: build.Blueprint, transfer: WeightTransfer, mesh: DeviceMesh | None) -> Rank:
     """A training rank, in its process; see ``make_sender``."""
     blueprint = _here(blueprint)
     config = blueprint.config
@@ -250,7 +197,7 @@ def make_rank(blueprint: build.Blueprint, transfer: WeightTransfer, folder: Path
         transforms.append(("reference", build.make_reference(blueprint, trainer.model)))
     if blueprint.resume is not None:
         restore_trainer(trainer, blueprint.resume)
-    return Rank(trainer, [*transforms, *build.batch_transforms(config)], make_sender(config, transfer, folder))
+    return Rank(trainer, [*transforms, *build.batch_transforms(config)], make_sender(config, transfer))
 
 
 def make_replica(blueprint: build.Blueprint, unit_env: LLMEnv, slots: int) -> Replica:

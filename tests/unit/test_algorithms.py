@@ -16,10 +16,10 @@ from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 from torchrl.modules.llm import TransformersWrapper
 
-from tests.unit.test_config import ROOT, compose_config
-from tests.unit.test_grpo_loss import Table, make_batch, total
+from tests.support.configs import ROOT, SMALL, compose_config
+from tests.support.losses import Table, make_batch, total
 from torchrl_grpo import functional as F
-from torchrl_grpo.build import batch_transforms, build, make_loss, prepare
+from torchrl_grpo.run import batch_transforms, build, make_loss, prepare
 from torchrl_grpo.config import ConfigError, check_command_line
 from torchrl_grpo.models.scoring import WrapperScorer
 from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, SAPOLoss
@@ -341,7 +341,7 @@ def test_objective_by_hand(name: str, ratios: list[float], advantage: float, val
     assert total(out).item() == pytest.approx(-value)
 
 
-def test_cispo_has_a_gradient_exactly_where_the_clipped_surrogate_has_none() -> None:
+def test_cispo_has_a_gradient_where_the_clipped_surrogate_has_none() -> None:
     """Without the stop-gradient on the clipped ratio, CISPO's gradient would be 0 where the clip binds."""
     row = one_row([6.0], 1.0)
     gradients = {}
@@ -489,10 +489,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "behaviour": ("mask", "token", 5.0),
     },
 }
-SMALL = (
-    "env.num_envs=16", "env.repeats=4", "train.total_dialog_turns=32", "train.optim_batch_size=8",
-    "evaluation.num_prompts=0", "logging.tensorboard=false",
-)  # fmt: skip
 
 
 def test_every_preset_is_here() -> None:
@@ -540,7 +536,7 @@ def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path)
     assert 0 < max(moved) < 1e-2
 
 
-def test_with_one_optimizer_step_a_batch_the_proximal_policy_needs_no_forward_pass(tmp_path: Path) -> None:
+def test_one_optimizer_step_a_batch_needs_no_forward_pass_for_proximal(tmp_path: Path) -> None:
     run = build(compose_config(*SMALL, "algo=decoupled_ppo", "train.optim_batch_size=16"), tmp_path)
     try:
         assert run.trainer.loss.proximal == "current"
@@ -787,7 +783,7 @@ def advantages_by_loop(kind: str, rows: list[TensorDict]) -> list[list[float]]:
 
 @pytest.mark.parametrize("name", SPECIFICATIONS)
 @pytest.mark.parametrize("seed", range(3))
-def test_each_preset_from_its_yaml_to_the_gradient_equals_its_formula_by_loop(name: str, seed: int) -> None:
+def test_the_gradient_of_each_preset_equals_its_formula_by_loop(name: str, seed: int) -> None:
     """What the yaml composes, from the rewards of two groups to value and gradient, against plain Python."""
     kind, objective, loop = SPECIFICATIONS[name]
     logits, rows = rich_batch(seed)
@@ -824,7 +820,7 @@ def test_specifications_are_there_for_every_preset() -> None:
     assert set(SPECIFICATIONS) == set(PRESETS)
 
 
-def test_a_sequence_without_a_valid_reward_has_no_effect_in_the_loss_alone() -> None:
+def test_a_sequence_without_a_valid_reward_has_no_effect_in_the_loss() -> None:
     """Neither its objective nor its KL and entropy, nor in what the others are divided by."""
     logits, rows = rich_batch(1)
     settings: dict[str, Any] = {"kl_to_ref_coeff": 0.3, "entropy_coeff": 0.1}
@@ -854,14 +850,14 @@ def test_staleness_may_be_that_of_each_token() -> None:
     torch.testing.assert_close(got.detach(), loss)
 
 
-def test_cispos_clip_fractions_count_the_weights_at_a_bound_whatever_the_sign() -> None:
+def test_cispos_clip_fractions_count_the_weights_at_a_bound() -> None:
     loss = CISPOLoss(Table(torch.zeros(1, 6, 2, dtype=torch.float64)), clip_epsilon=(0.5, 4.0))
     out = loss(lazy_stack([one_row([5.5, 5.1, 0.4, 1.2, 4.5], -1.0)]))
     assert (out["clip_fraction_low"].item(), out["clip_fraction_high"].item()) == pytest.approx((0.2, 0.4))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_reward_that_is_not_finite_is_an_error_unless_it_is_marked_invalid(value: float) -> None:
+def test_a_non_finite_reward_is_an_error_unless_marked_invalid(value: float) -> None:
     reward, group = torch.tensor([1.0, 0.0, value, 0.0]), torch.zeros(4, dtype=torch.int64)
     with pytest.raises(ValueError, match="reward has 1 values that are not finite"):
         F.group_advantage(reward, group, torch.ones(4, dtype=torch.bool))

@@ -41,7 +41,7 @@ def equal(got: dict[str, Tensor], version: int) -> bool:
     return got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in expected)
 
 
-def test_readers_of_one_and_of_two_processes_get_the_versions_that_they_ask_for(sender: BroadcastSender) -> None:
+def test_readers_in_one_and_two_processes_get_the_version_they_ask_for(sender: BroadcastSender) -> None:
     old, new = (sender.pack(weights(version).items(), version) for version in (1, 2))
     assert [len(old.parts), sum(old.parts)] == [6, 7]
     readers = [Reader("one"), Reader("two", 0, 2), Reader("two", 1, 2)]

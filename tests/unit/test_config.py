@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
-from torchrl_grpo.config import ConfigError, GRPOConfig, check_command_line, from_hydra, orderly_exit, register, schema
-from torchrl_grpo.distributed.errors import TrainerLostError, WaitedTooLongError, WorkersLostError
+from tests.support.configs import ROOT, compose_config
+from torchrl_grpo.config import (
+    ConfigError,
+    GRPOConfig,
+    check_command_line,
+    from_hydra,
+    leaves,
+    orderly_exit,
+    plain,
+    register,
+    renamed,
+    schema,
+    validate,
+)
+from torchrl_grpo.errors import TrainerLostError, WaitedTooLongError, WorkersLostError
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(path.stem for path in (ROOT / "config").glob("grpo_*.yaml"))
-
-
-def compose_config(*overrides: str, name: str = "grpo_arithmetic") -> GRPOConfig:
-    register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "config")):
-        return from_hydra(compose(name, overrides=list(overrides)))
 
 
 def test_defaults_of_every_config_file_are_valid() -> None:
@@ -175,7 +180,7 @@ def test_a_config_of_ones_own_wins_over_the_algorithm_that_it_starts_from() -> N
     search = f"hydra.searchpath=[file://{ROOT / 'config'}]"
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "examples")):
         config = from_hydra(compose("my_run", overrides=[search]))
-    assert (config.clip_epsilon, config.policy.aggregation.value) == ((0.2, 0.28), "token_mean")
+    assert (config.clip_epsilon, config.policy.aggregation) == ((0.2, 0.28), "token_mean")
     assert (config.env.dataset, config.train.total_dialog_turns) == ("arithmetic", 5120)
 
 
@@ -208,7 +213,7 @@ def test_every_field_has_a_docstring_below_it() -> None:
     missing = []
     for node in classes:
         for item in dataclasses.fields(node):
-            if dataclasses.is_dataclass(item.default_factory):
+            if dataclasses.is_dataclass(item.default_factory) or "now" in item.metadata:
                 continue
             at = next(i for i, line in enumerate(lines) if re.match(rf"    {item.name}: ", line))
             if not lines[at + 1].strip().startswith('"""'):
@@ -227,3 +232,69 @@ def test_a_run_that_is_lost_ends_with_its_message(error: type[Exception], capsys
 def test_an_error_of_an_unknown_kind_keeps_its_traceback() -> None:
     with pytest.raises(RuntimeError, match="unknown"), orderly_exit():
         raise RuntimeError("unknown")
+
+
+OLD_NAMES = [
+    ("ray.patience_s", "ray.actor_timeout_s", 7.0),
+    ("ray.dead_s", "ray.recovery_timeout_s", 9.0),
+    ("policy.kl_to_inference_coef", "policy.kl_to_behaviour_coef", 0.25),
+]
+
+
+@pytest.mark.parametrize("add", ["", "+"])
+@pytest.mark.parametrize(("old", "new", "value"), OLD_NAMES)
+def test_an_old_name_sets_the_key_and_says_so_in_one_line(
+    old: str, new: str, value: float, add: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_command_line([f"{add}{old}={value}"])
+    check_command_line(["--multirun", f"{add}{old}={value},{2 * value}"])
+    config = compose_config(f"{add}{old}={value}")
+    assert {name: value for name, _, value in leaves(config)}[new] == value
+    assert [record.message for record in caplog.records] == [
+        f"{old} is now called {new}: use {new}={value}. The old name works for this release."
+    ]
+
+
+def test_an_old_name_in_a_yaml_file_sets_the_key(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [grpo_arithmetic, _self_]\nray: {dead_s: 9, patience_s: 7}\n")
+    register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(tmp_path)):
+        config = from_hydra(compose("mine", overrides=[f"hydra.searchpath=[file://{ROOT / 'config'}]"]))
+    assert (config.ray.actor_timeout_s, config.ray.recovery_timeout_s) == (7.0, 9.0)
+
+
+def test_a_saved_config_gets_the_names_of_today_and_is_not_changed() -> None:
+    saved = {"policy": {"kl_to_inference_coef": 0.5}, "ray": {"dead_s": 9.0}, "train_model": {"num_devices": 2}}
+    got = renamed(saved)
+    assert got["policy"]["kl_to_behaviour_coef"] == 0.5 and got["ray"]["recovery_timeout_s"] == 9.0
+    assert got["train_model"] == {"num_devices": 2}
+    assert saved["ray"] == {"dead_s": 9.0}
+    assert "dead_s" not in plain(compose_config())["ray"]
+
+
+def test_an_old_name_is_checked_as_the_new_one_and_not_proposed() -> None:
+    with pytest.raises(ConfigError, match=r"policy\.kl_to_behaviour_coef=-1\.0 must be at least 0"):
+        compose_config("policy.kl_to_inference_coef=-1")
+    with pytest.raises(ConfigError, match=r"did you mean ray\.actor_timeout_s\?"):
+        check_command_line(["ray.patience=1"])
+    with pytest.raises(ConfigError, match=r"ray\.dead_s=3\.0 must be left out with ray\.recovery_timeout_s=4\.0"):
+        compose_config("ray.dead_s=3", "ray.recovery_timeout_s=4")
+
+
+@pytest.mark.parametrize(
+    ("removed", "used"), [("shared_memory", "object_store"), ("file", "object_store"), ("adapters", "auto")]
+)
+def test_a_removed_value_says_what_is_used(removed: str, used: str, caplog: pytest.LogCaptureFixture) -> None:
+    override = f"inference_model.weight_transfer={removed}"
+    check_command_line([override])
+    assert compose_config(override).inference_model.weight_transfer == used
+    assert [record.message for record in caplog.records] == [
+        f"{override} was removed, inference_model.weight_transfer={used} is used instead; this release still takes it."
+    ]
+
+
+def test_a_choice_in_a_yaml_file_is_checked_too() -> None:
+    config = compose_config()
+    config.policy.ratio_level = "word"
+    with pytest.raises(ConfigError, match=r"policy\.ratio_level=word must be one of token, sequence, sequence_token"):
+        validate(config)

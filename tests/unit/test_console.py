@@ -99,7 +99,7 @@ def test_geometry_prints_counts_in_full() -> None:
     assert ["sequences", "64", "12,800"] in [line.split() for line in file.getvalue().splitlines()]
 
 
-def test_evaluation_prints_each_number_with_its_unit_and_missing_ones_as_a_dash() -> None:
+def test_evaluation_prints_numbers_with_units_and_a_dash_for_none() -> None:
     file = io.StringIO()
     metrics = {"pass@1": 0.8125, "invalid": 2.0, "response_length": 8.13, "truncated": 0.0, "pass@8": float("nan")}
     Console(file=file).evaluation(40, {f"eval/{name}": value for name, value in metrics.items()} | {"time/eval_s": 1.0})

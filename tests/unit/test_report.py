@@ -98,7 +98,7 @@ def test_restarts_of_actors_are_summed_over_their_kinds_and_shown(tmp_path: Path
     assert "Restarts34 groups again" in parse(write_report(tmp_path)).text().replace("\n", "")
 
 
-def test_report_shows_the_accuracy_before_and_after_and_the_responses_side_by_side(tmp_path: Path) -> None:
+def test_report_shows_accuracy_and_responses_before_and_after(tmp_path: Path) -> None:
     log_run(tmp_path, steps=10)
     text = parse(write_report(tmp_path)).text()
     assert "25.0% → 75.0%" in text and "+50.0 points, step 0 to 10" in text
@@ -117,7 +117,7 @@ def test_curves_png_is_a_png_and_empty_panels_are_left_out_of_the_page(tmp_path:
     assert page.texts.count(("text", "step")) == len(captions)  # each x axis says what it counts
 
 
-def test_figures_that_may_puzzle_have_a_sentence_and_the_throughput_is_that_of_the_card(tmp_path: Path) -> None:
+def test_puzzling_figures_have_a_sentence_and_throughput_matches_the_card(tmp_path: Path) -> None:
     log_run(tmp_path, steps=3)
     with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
         logger.log(3, {"throughput/trained_tokens_per_s": 200.0})

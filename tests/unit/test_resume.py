@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,65 +10,19 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.unit.test_config import compose_config
+from tests.support.configs import compose_config
+from tests.support.runs import LORA, SMALL, at, differences, numbers, run, state_of, steps
 from torchrl_grpo import build_resume
-from torchrl_grpo.build import build
+from torchrl_grpo.run import build
 from torchrl_grpo.build_resume import Resume, check_units, find_resume
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.models import loading
 from torchrl_grpo.reporting.metrics import read_jsonl
 
-SMALL = (
-    "env.num_envs=16",
-    "env.repeats=4",
-    "optimizer.lr=1e-3",
-    "evaluation.num_prompts=0",
-    "logging.tensorboard=false",
-)
 FULL = ("optimizer.warmup_steps=20", "optimizer.weight_decay=0.1", "train.optim_batch_size=8", "train.epochs=2")
-LORA = ("train_model.lora.enabled=true", "optimizer.lr=1e-2")
+
+
 TESTED = ("evaluation.num_prompts=8", "evaluation.k=2", "evaluation.frequency=2")
-NUMBERS = ("train/loss", "train/grad_norm", "train/lr", "train/kl_k3_to_ref", "rollout/reward_mean", "rollout/tokens")
-
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-
-
-def run(folder: Path, *overrides: str) -> list[dict[str, Any]]:
-    """A whole run in this process or on Ray; returns its metrics, one row a step."""
-    made = build(compose_config(*SMALL, *overrides), folder)
-    try:
-        made.fit()
-    finally:
-        made.close()
-    return read_jsonl(folder / "metrics.jsonl")
-
-
-def steps(count: int) -> str:
-    return f"train.total_dialog_turns={16 * count}"
-
-
-def at(folder: Path, step: int) -> Path:
-    return folder / "checkpoints" / f"checkpoint_{step:06d}.pt"
-
-
-def numbers(rows: list[dict[str, Any]], first: int) -> list[tuple[Any, ...]]:
-    return [tuple(row[name] for name in NUMBERS) for row in rows if row["step"] >= first]
-
-
-def differences(one: Any, other: Any, where: str = "") -> list[str]:
-    """Where two nests of dicts, lists and tensors are not equal to the last bit."""
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        return [place for key in one for place in differences(one[key], other[key], f"{where}/{key}")]
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return [place for i in range(len(one)) for place in differences(one[i], other[i], f"{where}/{i}")]
-    same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-    return [] if same else [where]
-
-
-def state_of(path: Path) -> dict[str, Any]:
-    state = torch.load(path, weights_only=True)
-    del state["config"]  # it names what was resumed
-    return state
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +56,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(
     assert differences(state_of(at(tmp_path, 6)), state_of(at(whole, 6))) == []
 
 
-def test_length_learning_rate_and_loss_may_change_and_the_folder_is_enough(full_run: Path, tmp_path: Path) -> None:
+def test_length_learning_rate_and_loss_may_change_on_resume(full_run: Path, tmp_path: Path) -> None:
     changes = ("optimizer.lr=2e-3", "optimizer.beta1=0.5", "policy.kl_coef=0", "train.dialog_turns_per_batch=16")
     rows = run(tmp_path, *FULL, *changes, steps(7), f"train.resume={full_run}")
     assert [row["step"] for row in rows] == [6, 7]
@@ -122,59 +74,6 @@ def test_files_of_the_same_folder_are_gone_on_with(lora_run: Path, tmp_path: Pat
     rows = run(tmp_path, *LORA, steps(4), f"train.resume={at(tmp_path, 2)}")
     assert [row["step"] for row in rows] == [0, 1, 2, 2, 3, 4]
     assert numbers(rows[4:], 3) == numbers(read_jsonl(lora_run / "metrics.jsonl"), 3)[:2]
-
-
-@needs_ray
-@pytest.mark.ray
-def test_a_run_moves_from_one_process_to_several_ranks_and_back(lora_run: Path, tmp_path: Path) -> None:
-    """As many ranks go on to the last bit; another number of them adds in another order."""
-    two = ("train_model.num_devices=2", "train.checkpoint_frequency=1")
-    expected = numbers(read_jsonl(lora_run / "metrics.jsonl"), 4)
-    ranks = run(tmp_path / "ranks", *LORA, *two, steps(6), f"train.resume={at(lora_run, 3)}")
-    assert [row["step"] for row in ranks] == [3, 4, 5, 6]
-    again = run(tmp_path / "again", *LORA, *two, steps(6), f"train.resume={at(tmp_path / 'ranks', 5)}")
-    assert numbers(again, 6) == numbers(ranks, 6)
-    assert differences(state_of(at(tmp_path / "again", 6)), state_of(at(tmp_path / "ranks", 6))) == []
-    back = run(tmp_path / "back", *LORA, steps(6), f"train.resume={at(tmp_path / 'ranks', 4)}")
-    for got in (ranks[1:], back[1:]):
-        for row, numbers_there in zip(numbers(got, 4), expected[-len(got) :], strict=True):
-            assert row == pytest.approx(numbers_there, rel=1e-4, abs=1e-6)
-
-
-@needs_ray
-@pytest.mark.ray
-def test_no_group_is_lost_or_trained_twice_over_a_stop_of_an_asynchronous_run(tmp_path: Path) -> None:
-    def train(folder: Path, stop_at: int | None, *overrides: str) -> list[int]:
-        trained: list[int] = []
-        config = compose_config(*SMALL, steps(10), "policy.kl_coef=0", "train.max_staleness=2", *overrides)
-        made = build(config, folder, asynchronous=True)
-        real = made.trainer.train_batch
-
-        def train_batch(batch: Any) -> dict[str, float]:
-            if made.trainer.version == stop_at:
-                raise KeyboardInterrupt
-            while stop_at is not None and made.source.state_dict()["env"]["next_group"] < 4 * made.trainer.version + 12:
-                time.sleep(0.05)  # until as many are drawn ahead as the bound allows
-            trained.extend(batch.groups)
-            return real(batch)
-
-        made.trainer.train_batch = train_batch  # type: ignore[method-assign]
-        try:
-            made.fit()
-        except KeyboardInterrupt:
-            assert stop_at is not None
-        finally:
-            made.close()
-        return trained
-
-    first = train(tmp_path / "first", 4)
-    ahead = torch.load(at(tmp_path / "first", 4), weights_only=True)["source"]
-    assert ahead["env"]["next_group"] > len(first) == 16  # groups were drawn that were not trained
-    rest = train(tmp_path / "rest", None, f"train.resume={tmp_path / 'first'}")
-    assert sorted(first + rest) == list(range(40))
-    rows = read_jsonl(tmp_path / "rest" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(4, 11))
-    assert max(row["staleness/max"] for row in rows[1:]) <= 2
 
 
 @pytest.fixture
@@ -260,7 +159,7 @@ def test_the_latest_whole_checkpoint_of_a_folder_is_taken(full_run: Path, tmp_pa
         assert found is not None and (found.step, found.path) == (6, at(tmp_path, 6))
 
 
-def test_groups_drawn_ahead_need_a_bound_and_replicas_that_play_such_units(full_run: Path, tmp_path: Path) -> None:
+def test_groups_drawn_ahead_need_a_bound_and_samplers_that_fit(full_run: Path, tmp_path: Path) -> None:
     source = torch.load(at(full_run, 6), weights_only=True)["source"]
     unit = {"env": source["env"], "groups": [24, 25], "stop": 26, "wanted": [25]}
     path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"units": [unit, unit]})

@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import Compose, TransformedEnv
 
-from tests.unit.test_env import EchoTask
+from tests.support.envs import EchoTask
 from torchrl_grpo import keys
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.models.packing import has, pad_batch
@@ -252,7 +252,7 @@ def test_token_rewards_add_up_to_the_shaped_reward(data: st.DataObject) -> None:
 # In a replay buffer, and alone
 
 
-def test_a_buffer_shapes_once_before_the_advantage_and_leaves_the_callers_batch() -> None:
+def test_a_buffer_shapes_once_before_the_advantage_on_a_copy() -> None:
     batch = lazy_stack([make_row(reward, [0] + [1] * (i + 1), group=i // 2) for i, reward in enumerate([0, 1, 2, 6])])
     # Scaled and clipped: 0, 2, 4, 5.
     buffer = ReplayBuffer(

@@ -13,10 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 
-from tests.conftest import make_tiny_model
+from tests.support.models import make_lora, make_tiny_model, response_log_probs
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.models.loading import CheckpointWeights
@@ -36,26 +35,6 @@ from torchrl_grpo.weights import (
 from torchrl_grpo.weights.named import merged
 
 
-def make_lora(base: nn.Module | None = None, **overrides: object) -> nn.Module:
-    settings: dict = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
-    base = make_tiny_model() if base is None else base
-    return get_peft_model(base, LoraConfig(**(settings | overrides)))
-
-
-def response_log_probs(model: nn.Module, temperature: float = 1.0):
-    """A ``score_fn`` from plain Hugging Face logits."""
-
-    @torch.no_grad()
-    def score(sequences: list[Tensor], prompt_lengths: list[int]) -> list[Tensor]:
-        rows = []
-        for tokens, start in zip(sequences, prompt_lengths, strict=True):
-            log_probs = (model(tokens[None]).logits[0] / temperature).log_softmax(-1)
-            rows.append(log_probs[start - 1 : -1].gather(1, tokens[start:, None])[:, 0])
-        return rows
-
-    return score
-
-
 def test_named_weights_are_the_checkpoint_s_with_a_tied_head_left_out(tiny_model):
     weights = dict(named_weights(tiny_model))
     state = tiny_model.state_dict()
@@ -68,7 +47,7 @@ def test_named_weights_hold_an_untied_head():
     assert "lm_head.weight" in dict(named_weights(make_tiny_model(tie_word_embeddings=False)))
 
 
-def test_named_weights_of_a_lora_model_are_the_merged_ones_and_the_model_stays():
+def test_named_weights_of_a_lora_model_are_merged_and_leave_it_as_it_is():
     lora = make_lora()
     before = {name: weight.clone() for name, weight in lora.state_dict().items()}
     sent = {name: weight.clone() for name, weight in named_weights(lora)}
@@ -81,7 +60,7 @@ def test_named_weights_of_a_lora_model_are_the_merged_ones_and_the_model_stays()
         torch.testing.assert_close(sent[name], weight, rtol=0, atol=1e-6)
 
 
-def test_named_weights_of_a_lora_model_that_is_already_merged_do_not_add_twice():
+def test_named_weights_of_a_merged_lora_model_do_not_add_twice():
     lora = make_lora()
     expected = {name: weight.clone() for name, weight in named_weights(lora)}
     lora.merge_adapter()
@@ -94,7 +73,7 @@ def test_named_weights_refuse_an_adapter_that_is_not_added_to_the_weight():
         list(named_weights(make_lora(use_dora=True)))
 
 
-def test_the_adapters_of_a_lora_model_and_base_weights_make_what_named_weights_gives():
+def test_adapters_and_base_weights_make_what_named_weights_gives():
     for overrides in ({}, {"target_modules": ["q_proj", "embed_tokens"]}):
         lora, base = make_lora(**overrides), dict(named_weights(make_tiny_model()))
         expected = {name: weight.clone() for name, weight in named_weights(lora)}
@@ -116,7 +95,7 @@ print(weights["norm"].sum().item(), flush=True)
 """
 
 
-def test_another_process_reads_the_weights_and_keeps_them_when_their_maker_dropped_them():
+def test_another_process_keeps_the_weights_that_their_maker_dropped():
     shared = SharedWeights([("norm", torch.full((3,), 2.0)), ("embed", torch.zeros(4, 2))], torch.float32)
     block = shared.block
     command = [sys.executable, "-c", READER, pickle.dumps(block).hex()]
@@ -169,7 +148,7 @@ def senders(folder: Path, dtype: torch.dtype) -> list[Sender]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_kind_gives_each_version_as_it_was_sent_until_it_is_released(dtype: torch.dtype, tmp_path: Path):
+def test_every_kind_gives_each_version_as_sent_until_released(dtype: torch.dtype, tmp_path: Path):
     models = [make_tiny_model(seed) for seed in range(3)]
     for sender in senders(tmp_path, dtype):
         handles = [pickle.loads(pickle.dumps(sender.send(Trained(m), v))) for v, m in enumerate(models)]
@@ -203,7 +182,7 @@ def test_ranks_that_send_nothing_still_take_part_in_the_gathering(tiny_model: nn
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_alone_make_the_weights_that_the_trainer_would_have_sent_whole(dtype: torch.dtype, tmp_path: Path):
+def test_adapters_alone_make_the_weights_that_would_be_sent_whole(dtype: torch.dtype, tmp_path: Path):
     make_tiny_model().save_pretrained(tmp_path)
     sender = AdapterSender(CheckpointWeights(str(tmp_path), dtype))
     for seed in (1, 2):
@@ -262,7 +241,7 @@ def test_the_gap_is_rounding_for_equal_weights_and_large_for_others(tiny_model):
         assert largest > mean > 0.1
 
 
-def test_the_gap_refuses_scores_that_do_not_line_up_with_the_sampled_tokens(tiny_model):
+def test_the_mismatch_refuses_scores_of_other_tokens(tiny_model):
     score = response_log_probs(tiny_model)
     with TransformersEngine(make_tiny_model()) as engine, pytest.raises(RuntimeError, match="sampled tokens"):
         sync_mismatch(engine, lambda s, p: [row[1:] for row in score(s, p)], [torch.tensor([5])], SamplingParams(4))

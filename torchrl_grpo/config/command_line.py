@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import signal
 import sys
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -19,9 +19,12 @@ from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from torchrl_grpo.config.rules import validate
-from torchrl_grpo.config.schema import COMPONENTS, DATASETS, ConfigError, GRPOConfig, leaves
-from torchrl_grpo.distributed.errors import RunLostError
+from torchrl_grpo.config.renamed import take_old_names
+from torchrl_grpo.config.rules import check_choice, validate
+from torchrl_grpo.config.schema import COMPONENTS, DATASETS, GRPOConfig, leaves
+from torchrl_grpo.errors import ConfigError, RunLostError
+
+_log = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -37,6 +40,8 @@ def from_hydra(cfg: DictConfig) -> GRPOConfig:
     """
     for name in _names(cfg):
         _check_name(name, name)
+    for line in take_old_names(cfg):
+        _log.warning(line)
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, GRPOConfig)
     validate(config)
@@ -96,6 +101,7 @@ def _check_name(name: str, text: str) -> None:
         return
     same_leaf = [leaf for leaf in known if "." in name and leaf.rpartition(".")[2] == name.rpartition(".")[2]]
     close = difflib.get_close_matches(name, same_leaf or [*known, *groups], 1, cutoff=0.4)
+    close = [known[found].metadata.get("now", found) if found in known else found for found in close]
     hint = f"did you mean {close[0]}?" if close else "run with --cfg job to see all keys."
     raise ConfigError(f"{text} names a config key that does not exist: {hint}")
 
@@ -115,25 +121,25 @@ def _default_of(item: dataclasses.Field[Any]) -> Any:
 
 
 def _check_type(name: str, value: Any) -> None:
+    item = _schema_leaves()[name]
+    choices = item.metadata.get("choices", ())
+    if choices and value not in (*choices, *item.metadata["removed"], item.default):
+        check_choice(name, value, choices)
     node = OmegaConf.structured(GRPOConfig)
     try:
         OmegaConf.update(node, name, value)
     except OmegaConfBaseException as error:
-        item = _schema_leaves()[name]
         if name in COMPONENTS:
             target = value if isinstance(value, str) else _default_of(item)["_target_"]
             raise ConfigError(f"{name}={value} must be a node with _target_: use {name}._target_={target}.") from error
         current: Any = GRPOConfig
         for part in name.split("."):
             current = typing.get_type_hints(current)[part]
-        if isinstance(current, type) and issubclass(current, Enum):
-            names = ", ".join(item.name for item in current)
-            rule, works = f"be one of {names}", next(iter(current)).name
-        else:
-            rule = f"have the type {getattr(current, '__name__', current)}"
-            default = _default_of(item)
-            works = DATASETS[0] if default == MISSING else "null" if default is None else str(default).replace("'", "")
-        raise ConfigError(f"{name}={value} must {rule}: use {name}={works}, say.") from error
+        default = _default_of(item)
+        works = DATASETS[0] if default == MISSING else "null" if default is None else str(default).replace("'", "")
+        raise ConfigError(
+            f"{name}={value} must have the type {getattr(current, '__name__', current)}: use {name}={works}, say."
+        ) from error
 
 
 @contextmanager

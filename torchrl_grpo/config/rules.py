@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import difflib
 import math
-from enum import Enum
+from collections.abc import Sequence
+from typing import Any
 
-from torchrl_grpo.config.schema import (
-    DATASETS,
-    AdvantageLevel,
-    AdvantageMean,
-    AdvantageStd,
-    Aggregation,
-    Backend,
-    ConfigError,
-    Dtype,
-    GRPOConfig,
-    InFlight,
-    Proximal,
-    WeightBound,
-    leaves,
-)
+from torchrl_grpo.config.schema import DATASETS, GRPOConfig, leaves
+from torchrl_grpo.errors import ConfigError
 
 _COMPARISONS = {
     "ge": (lambda value, limit: value >= limit, "at least"),
@@ -37,21 +25,24 @@ def validate(config: GRPOConfig) -> None:
         ConfigError: a rule is broken.
     """
     for name, item, value in leaves(config):
-        if value is None or not item.metadata:
+        if value is not None and "choices" in item.metadata:
+            check_choice(name, value, item.metadata["choices"])
+        limits = item.metadata.get("limits", {})
+        if value is None or not limits:
             continue
-        holds = all(_COMPARISONS[kind][0](value, limit) for kind, limit in item.metadata.items())
+        holds = all(_COMPARISONS[kind][0](value, limit) for kind, limit in limits.items())
         if not holds or not math.isfinite(value):
-            rule = " and ".join(f"{_COMPARISONS[kind][1]} {limit:g}" for kind, limit in item.metadata.items())
+            rule = " and ".join(f"{_COMPARISONS[kind][1]} {limit:g}" for kind, limit in limits.items())
             rule = rule if math.isfinite(value) else f"{rule}, and finite"
-            works = item.default if item.default is not None else _within(**item.metadata)
+            works = item.default if item.default is not None else _within(**limits)
             raise ConfigError(f"{name}={value} must be {rule}: use {name}={works}, say.")
     if config.evaluation.k == 1:
         raise ConfigError(
             "evaluation.k=1 must be 0 or at least 2 (pass@1 is measured greedy): use evaluation.k=8, say."
         )
-    if config.train_model.dtype is not Dtype.float32 and not config.train_model.lora.enabled:
+    if config.train_model.dtype != "float32" and not config.train_model.lora.enabled:
         raise ConfigError(
-            f"train_model.dtype={config.train_model.dtype.value} must be float32 without LoRA, because the optimizer's "
+            f"train_model.dtype={config.train_model.dtype} must be float32 without LoRA, because the optimizer's "
             "small steps are lost in 16 bits: use train.mixed_precision=bf16, or train_model.lora.enabled=true."
         )
     _validate_dataset(config)
@@ -60,6 +51,12 @@ def validate(config: GRPOConfig) -> None:
     _validate_batches(config)
     _validate_devices(config)
     _validate_unread(config)
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Refuses a value that is not one of the ``choices``."""
+    if value not in choices:
+        raise ConfigError(f"{name}={value} must be one of {', '.join(choices)}: use {name}={choices[0]}, say.")
 
 
 def _within(**limits: float) -> float:
@@ -90,16 +87,16 @@ def _validate_clip_epsilon(config: GRPOConfig) -> None:
 
 def _validate_policy(config: GRPOConfig) -> None:
     policy, lora = config.policy, config.train_model.lora.enabled
-    if policy.behaviour_weight is not WeightBound.none and policy.proximal is Proximal.behaviour:
+    if policy.behaviour_weight != "none" and policy.proximal == "behaviour":
         raise ConfigError(
-            f"policy.behaviour_weight={policy.behaviour_weight.value} needs a proximal policy apart from the one that "
+            f"policy.behaviour_weight={policy.behaviour_weight} needs a proximal policy apart from the one that "
             "sampled, policy.proximal=behaviour makes every weight 1: use policy.proximal=recomputed."
         )
     bounds = policy.reward_clip
     if bounds is not None and not (len(bounds) == 2 and bounds[0] < bounds[1]):
         raise ConfigError(f"policy.reward_clip={list(bounds)} must be a pair [low, high], low < high: use [-1,1], say.")
-    grouped = policy.advantage_mean in (AdvantageMean.group, AdvantageMean.leave_one_out)
-    if config.env.repeats == 1 and (grouped or policy.advantage_std is AdvantageStd.group or policy.dynamic_sampling):
+    grouped = policy.advantage_mean in ("group", "leave_one_out")
+    if config.env.repeats == 1 and (grouped or policy.advantage_std == "group" or policy.dynamic_sampling):
         raise ConfigError(
             "env.repeats=1 must be at least 2, because a group of one has nothing to be compared with: use "
             "env.repeats=8, or an advantage over the batch (algo=reinforce_pp)."
@@ -110,8 +107,8 @@ def _validate_policy(config: GRPOConfig) -> None:
             f"policy.max_sampling_rounds={policy.max_sampling_rounds} rollouts of env.num_envs={config.env.num_envs} "
             f"must make up train.dialog_turns_per_batch={config.dialog_turns_per_batch}: use {2 * rounds} or more."
         )
-    per_token = policy.advantage_level is AdvantageLevel.token
-    if per_token and policy.advantage_mean is AdvantageMean.leave_one_out:
+    per_token = policy.advantage_level == "token"
+    if per_token and policy.advantage_mean == "leave_one_out":
         raise ConfigError(
             "policy.advantage_mean=leave_one_out must not be used with policy.advantage_level=token, because it leaves "
             "a sequence out, not a token: use policy.advantage_mean=group or batch."
@@ -171,33 +168,33 @@ def _validate_devices(config: GRPOConfig) -> None:
             )
 
     engine = config.inference_model
-    if engine.in_flight is not InFlight.wait and engine.backend is not Backend.vllm:
+    if engine.in_flight != "wait" and engine.backend != "vllm":
         raise ConfigError(
-            f"inference_model.in_flight={engine.in_flight.value} must be wait with inference_model.backend="
-            f"{engine.backend.value}, which samples a batch from beginning to end: use wait, or "
+            f"inference_model.in_flight={engine.in_flight} must be wait with inference_model.backend="
+            f"{engine.backend}, which samples a batch from beginning to end: use wait, or "
             "inference_model.backend=vllm."
         )
-    if engine.tensor_parallel_size > 1 and engine.backend is not Backend.vllm:
+    if engine.tensor_parallel_size > 1 and engine.backend != "vllm":
         raise ConfigError(
             f"inference_model.tensor_parallel_size={engine.tensor_parallel_size} must be 1 with "
-            f"inference_model.backend={engine.backend.value}: use inference_model.backend=vllm."
+            f"inference_model.backend={engine.backend}: use inference_model.backend=vllm."
         )
 
 
 def _validate_unread(config: GRPOConfig) -> None:
     """What was set, and nothing would read: someone believes that it does something."""
     policy, env, lora = config.policy, config.env, config.train_model.lora
-    dataset, aggregation = f"env.dataset={env.dataset}", f"policy.aggregation={policy.aggregation.value}"
+    dataset, aggregation = f"env.dataset={env.dataset}", f"policy.aggregation={policy.aggregation}"
     weighted, per_token = (
-        policy.behaviour_weight is not WeightBound.none,
-        policy.advantage_level is AdvantageLevel.token,
+        policy.behaviour_weight != "none",
+        policy.advantage_level == "token",
     )
     # Whether these are read, with what they are not, and what would make them.
     rules: list[tuple[tuple[str, ...], bool, str, str]] = [
         (("policy.gae_gamma", "policy.gae_lambda"), per_token, "policy.advantage_level=sequence", "=token"),
         (("policy.behaviour_cap", "policy.behaviour_level"), weighted, "policy.behaviour_weight=none", "=mask"),
         (("policy.max_sampling_rounds",), policy.dynamic_sampling, "policy.dynamic_sampling=false", "=true"),
-        (("policy.constant_length",), policy.aggregation is Aggregation.constant, aggregation, "=constant"),
+        (("policy.constant_length",), policy.aggregation == "constant", aggregation, "=constant"),
         (("env.dataset_path",), env.dataset != "arithmetic", dataset, "=gsm8k"),
         (("env.difficulty",), env.dataset == "arithmetic", dataset, "=arithmetic"),
         (("env.reward_timeout_s",), env.reward_workers > 0, "env.reward_workers=0", "=2"),
@@ -210,8 +207,7 @@ def _validate_unread(config: GRPOConfig) -> None:
     for names, is_read, where, instead in rules:
         for name in names:
             if not is_read and values[name] != defaults[name]:
-                shown = values[name].value if isinstance(values[name], Enum) else values[name]
                 raise ConfigError(
-                    f"{name}={shown} must be left out with {where}, where nothing reads it: use "
+                    f"{name}={values[name]} must be left out with {where}, where nothing reads it: use "
                     f"{where.partition('=')[0]}{instead}, if you want it."
                 )

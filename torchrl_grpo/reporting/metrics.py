@@ -17,7 +17,7 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from torchrl.record.loggers.tensorboard import TensorboardLogger
 from torchrl.record.loggers.wandb import WandbLogger
 
-WandbMode = Literal["disabled", "offline", "online"]
+from torchrl_grpo.choices import WandbMode
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"

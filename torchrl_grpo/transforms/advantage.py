@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase, lazy_stack
@@ -11,7 +11,8 @@ from torch import Tensor
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import EnvBase, Transform
 
-from torchrl_grpo.functional import AdvantageMean, AdvantageStd, group_advantage, sampled_token_gae
+from torchrl_grpo.choices import AdvantageLevel, AdvantageMean, AdvantageStd
+from torchrl_grpo.functional import group_advantage, sampled_token_gae
 from torchrl_grpo.keys import (
     ADVANTAGE,
     ASSISTANT_MASK,
@@ -24,8 +25,6 @@ from torchrl_grpo.keys import (
 )
 from torchrl_grpo.models.packing import entry, has, pad
 from torchrl_grpo.transforms.ragged import flatten, set_rows
-
-AdvantageLevel = Literal["sequence", "token"]
 
 
 class GroupAdvantage(Transform):

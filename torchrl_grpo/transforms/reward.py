@@ -8,6 +8,7 @@ from torch import Tensor
 from torchrl.envs import Transform
 
 from torchrl_grpo import keys
+from torchrl_grpo.choices import KLEstimator
 from torchrl_grpo.functional import KL_ESTIMATORS, overlong_penalty
 from torchrl_grpo.models.packing import entry, has, pad
 from torchrl_grpo.transforms.ragged import flatten, set_rows
@@ -75,7 +76,7 @@ class RewardShaping(Transform):
         overlong_buffer: int = 0,
         max_response_tokens: int | None = None,
         kl_coef: float = 0.0,
-        kl_estimator: str = "k1",
+        kl_estimator: KLEstimator = "k1",
     ) -> None:
         if clip is not None and not clip[0] < clip[1]:
             raise ValueError(f"clip={clip} must be a lower and a higher bound: use (-1.0, 1.0), or None for none.")

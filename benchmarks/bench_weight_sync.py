@@ -5,8 +5,9 @@
 
 Trainer and engine are two Ray actors of this machine, with one rank and one replica. The kinds take turns, after one
 warm-up each. A time is that of a publish, which the trainer waits for, and that of the update, which the replica waits
-for. With adapters the trained model has LoRA of rank 16 on all linear layers, and all others send whole weights. The
-result is JSON with the machine, the versions, the setting, every time, the medians, and ratios to the object store.
+for. With "adapters" the trained model has LoRA of rank 16 on all linear layers, and the object store carries these
+alone; the others send whole weights. The result is JSON with the machine, the versions, the setting, every time, the
+medians, and ratios to the object store.
 """
 
 from __future__ import annotations
@@ -33,20 +34,9 @@ from torchrl_grpo.distributed.actors import Rank, Replica, RolloutActor, own_add
 from torchrl_grpo.distributed.trainer import RayTrainer
 from torchrl_grpo.generation import Engine, SamplingParams, TransformersEngine
 from torchrl_grpo.models.loading import CheckpointWeights, add_lora, resolve_name
-from torchrl_grpo.weights import (
-    AdapterSender,
-    BroadcastSender,
-    FileSender,
-    LoraDelta,
-    ObjectSender,
-    Sender,
-    SharedSender,
-    WeightHandle,
-    named_adapters,
-    named_weights,
-)
+from torchrl_grpo.weights import LoraDelta, Sender, WeightHandle, make_sender, named_adapters, named_weights
 
-KINDS = ("object_store", "shared_memory", "file", "broadcast", "adapters")
+KINDS = ("object_store", "broadcast", "adapters")
 
 
 def make_random_model(folder: str) -> None:
@@ -105,15 +95,13 @@ class InTurns(Sender):
         self._of(version).release(version)
 
 
-def make_rank(name: str, folder: str, dtype: torch.dtype, mesh: object) -> Rank:
+def make_rank(name: str, dtype: torch.dtype, mesh: object) -> Rank:
     """The trainer's side, in its process."""
     base = CheckpointWeights(name, torch.float32)
-    senders: list[Sender] = [
-        ObjectSender(dtype),
-        SharedSender(dtype),
-        FileSender(Path(folder), dtype),
-        BroadcastSender(dtype, "gloo", own_address()),
-        AdapterSender(base),
+    senders = [
+        make_sender("object_store", dtype=dtype),
+        make_sender("broadcast", dtype=dtype, host=own_address()),
+        make_sender("object_store", dtype=dtype, lora_base=base),
     ]
     lora = add_lora(base.model(), r=16, alpha=32)
     return Rank(Source(base.model(), lora), [], InTurns(senders))  # type: ignore[arg-type]
@@ -165,7 +153,7 @@ def main() -> None:
             make_random_model(name)
         dtype = getattr(torch, args.dtype)
         stack.callback(cluster.start().shutdown)
-        trainer = RayTrainer(partial(make_rank, name, f"{folder}/weights", dtype), options=[{"num_cpus": 1}])
+        trainer = RayTrainer(partial(make_rank, name, dtype), options=[{"num_cpus": 1}])
         factory = partial(make_replica, name, args.engine, dtype)
         replica: Any = ray.remote(RolloutActor).options(num_cpus=1).remote(factory)
         ready = replica.setup.remote(0, None)

@@ -16,13 +16,13 @@ from torchrl._utils import logger as torchrl_logger
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from torchrl_grpo import keys
+from torchrl_grpo.algorithm import batch_transforms, make_loss
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.learner.resume import Resume
 from torchrl_grpo.models import loading
-from torchrl_grpo.algorithm import batch_transforms, make_loss
 from torchrl_grpo.placement import DevicePlan, RoleRequest, plan_devices
 from torchrl_grpo.reporting.metrics import check_logging
 from torchrl_grpo.reward_pool import RewardPool
@@ -93,7 +93,7 @@ def prepare(config: GRPOConfig, accelerators: Sequence[torch.device], resume: Re
         plan = _plan(config, accelerators)
         make_loss(config, TensorDictModule(torch.nn.Identity(), [keys.FULL], [("cur_log_probs", "full")]))
         batch_transforms(config)
-        check_logging(tensorboard=config.logging.tensorboard, wandb_mode=config.logging.wandb.mode)
+        check_logging(tensorboard=config.logging.tensorboard, wandb_mode=config.logging.wandb.mode)  # type: ignore[arg-type]
         task = _make_task(config)
         name, remote_code = config.model.name, config.model.trust_remote_code
         model_config = loading.load_config(name, trust_remote_code=remote_code)
@@ -112,7 +112,12 @@ def prepare(config: GRPOConfig, accelerators: Sequence[torch.device], resume: Re
         workers = env.reward_workers  # the pool holds the task as it is now, without its data
         reward_pool = RewardPool(task, workers, timeout_s=env.reward_timeout_s) if workers else None
         make = partial(
-            LLMEnv, task, tokenizer, max_prompt_tokens=max_prompt_tokens, max_turns=env.max_turns, reward_pool=reward_pool
+            LLMEnv,
+            task,
+            tokenizer,
+            max_prompt_tokens=max_prompt_tokens,
+            max_turns=env.max_turns,
+            reward_pool=reward_pool,
         )
         train_env = make(num_envs=env.num_envs, repeats=env.repeats, seed=config.seed)
         if resume is not None:
@@ -239,10 +244,7 @@ def task_geometry(config: GRPOConfig, samplers: int) -> tuple[int, int]:
 def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
     """The device plan: a row a role, with what its weights (and the optimizer's state) take on one device."""
     config, plan = blueprint.config, blueprint.plan
-    model = config.model
-    count = loading.count_parameters(
-        blueprint.model_config, model.attn_implementation, trust_remote_code=model.trust_remote_code
-    )
+    count = loading.count_parameters(blueprint.model_config, config.model.attn_implementation)
     lora = config.train_model.lora.enabled
     ranks = [(device,) for device in plan.train]
     copies = 1 if lora else 4  # weights, gradients and Adam's two moments

@@ -169,8 +169,8 @@ def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool 
     if concurrent:
         from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 
-        size = inference.tensor_parallel_size
-        return AsyncVLLMEngine(path, in_flight=inference.in_flight, tensor_parallel_size=size, **settings)
+        settings |= {"in_flight": inference.in_flight, "tensor_parallel_size": inference.tensor_parallel_size}
+        return AsyncVLLMEngine(path, **settings)
     from torchrl_grpo.generation.vllm import VLLMEngine
 
     return VLLMEngine(path, device=device, enable_sleep=colocated, **settings)

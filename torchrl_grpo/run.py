@@ -197,7 +197,7 @@ def _logger(config: GRPOConfig, directory: Path) -> MetricsLogger:
     return MetricsLogger(
         directory,
         tensorboard=logging.tensorboard,
-        wandb_mode=logging.wandb.mode,
+        wandb_mode=logging.wandb.mode,  # type: ignore[arg-type]
         project=logging.wandb.project,
         name=logging.wandb.name,
         config=plain(config),

@@ -19,6 +19,7 @@ from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.generation.decoder import Decoder, GenericDecoder, context_length
 from torchrl_grpo.generation.fused_decoder import FusedDecoder, can_fuse
 from torchrl_grpo.generation.sampling import sample
+from torchrl_grpo.weights import load_weights
 
 _CHECK_EVERY = 4
 """Steps between two looks at which rows have finished: each look waits for the device."""
@@ -83,29 +84,9 @@ class TransformersEngine(Engine):
                 groups[i] = group
         return groups
 
-    @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._check_open()
-        # Everything is at hand and checked before anything is written, so that a failure leaves all as it was.
-        given = dict(weights)
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        required = dict(self._model.named_parameters())
-        unknown = sorted(given.keys() - parameters.keys())
-        missing = sorted(required.keys() - given.keys())
-        shapes = [
-            f"{name} {tuple(tensor.shape)} instead of {tuple(parameters[name].shape)}"
-            for name, tensor in given.items()
-            if name in parameters and tensor.shape != parameters[name].shape
-        ]
-        problems = {"unknown": unknown, "missing": missing, "of another shape": shapes}
-        if any(problems.values()):
-            listed = "; ".join(f"{len(v)} {k} ({', '.join(v[:3])})" for k, v in problems.items() if v)
-            raise RuntimeError(
-                f"weights of version {version} must match the engine's {len(required)} parameters, got {listed}: send "
-                f"the names and shapes of {type(self._model).__name__}. The engine stays at {self.policy_version}."
-            )
-        for name, tensor in given.items():
-            parameters[name].copy_(tensor)
+        load_weights(self._model, weights)
         self.policy_version = version
 
     def seed(self, seed: int) -> None:

@@ -16,13 +16,13 @@ from typing import Any
 
 import psutil
 import pytest
-from torchrl_grpo.run import build
 
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.configs import compose_config
 from tests.support.documentation import undocumented
 from tests.support.processes import worker_processes
 from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.run import build
 
 pytest.importorskip("ray")
 

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from torchrl_grpo.run import build
 
 from tests.support.clusters import facts
 from tests.support.configs import ROOT, compose_config
@@ -25,6 +24,7 @@ from torchrl_grpo.config import ConfigError
 from torchrl_grpo.distributed.cluster import start
 from torchrl_grpo.placement import DevicePlan
 from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.run import build
 
 ray = pytest.importorskip("ray")
 psutil = pytest.importorskip("psutil")

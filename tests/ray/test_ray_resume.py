@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torchrl_grpo.run import build
 
 from tests.support.configs import compose_config
 from tests.support.runs import LORA, SMALL, at, differences, numbers, run, state_of, steps
 from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.run import build
 
 pytest.importorskip("ray")
 

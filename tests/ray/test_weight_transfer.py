@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torchrl_grpo.run import build
 
 from tests.support.configs import compose_config
 from tests.support.models import make_tiny_model
@@ -20,6 +19,7 @@ from torchrl_grpo.config import ConfigError
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.models.sharding import shard_model
 from torchrl_grpo.placement import ROLES, DevicePlan, RoleRequest, plan_devices
+from torchrl_grpo.run import build
 from torchrl_grpo.weights import (
     BroadcastSender,
     FileSender,

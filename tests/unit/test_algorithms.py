@@ -19,10 +19,10 @@ from torchrl.modules.llm import TransformersWrapper
 from tests.support.configs import ROOT, SMALL, compose_config
 from tests.support.losses import Table, make_batch, total
 from torchrl_grpo import functional as F
-from torchrl_grpo.run import batch_transforms, build, make_loss, prepare
 from torchrl_grpo.config import ConfigError, check_command_line
 from torchrl_grpo.models.scoring import WrapperScorer
 from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, SAPOLoss
+from torchrl_grpo.run import batch_transforms, build, make_loss, prepare
 
 Token = Callable[[Tensor, Tensor, Tensor], Tensor]  # (ratio, log-prob, advantage) -> objective of a token
 

@@ -12,7 +12,6 @@ from hydra.errors import HydraException
 from tests.support.configs import ROOT, compose_config
 from torchrl_grpo.config import (
     ConfigError,
-    GRPOConfig,
     check_command_line,
     from_hydra,
     leaves,

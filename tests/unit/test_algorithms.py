@@ -587,7 +587,7 @@ def _copy(model: torch.nn.Module) -> dict[str, Tensor]:
         (["policy.advantage_level=token", "policy.advantage_mean=leave_one_out"], "leaves a sequence out, not a token"),
         (
             ["policy.dynamic_sampling=true", "policy.max_sampling_rounds=1", "train.dialog_turns_per_batch=32"],
-            "policy.max_sampling_rounds=1 rollouts of env.num_envs=16 must make up",
+            "policy.max_sampling_rounds=1 rollouts of 16 trajectories must make up",
         ),
         (["policy.gae_gamma=0.9"], "policy.gae_gamma=0.9 must be left out with policy.advantage_level=sequence"),
         (["policy.overlong_buffer=1.5"], "policy.overlong_buffer=1.5 must be above 0 and at most 1"),

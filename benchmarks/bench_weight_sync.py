@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from machine import surroundings
 from torch import Tensor, nn
+from torchrl_grpo.distributed.trainer import RayTrainer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from torchrl_grpo.distributed import cluster
 from torchrl_grpo.distributed.actors import Rank, Replica, RolloutActor, own_address
-from torchrl_grpo.distributed.trainer import RayTrainer
 from torchrl_grpo.generation import Engine, SamplingParams, TransformersEngine
 from torchrl_grpo.models.loading import CheckpointWeights, add_lora, resolve_name
 from torchrl_grpo.weights import LoraDelta, Sender, WeightHandle, make_sender, named_adapters, named_weights

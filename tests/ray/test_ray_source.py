@@ -309,13 +309,13 @@ def test_the_published_weights_are_evaluated_and_bound_0_waits_for_them(source_o
 
 
 def test_weights_stay_while_a_sampler_reads_them_and_are_then_freed(
-    source_of: Callable[..., RaySource], tmp_path: Path
+    source_of: Callable[..., RaySource],
 ) -> None:
-
     released = list[int]()
-
     source = source_of(total_groups=BATCH, max_staleness=2, engine=SlowEngine, release=released.append)
-    for version in range(3):
+    source.publish(weights_of(0), 0)
+    until(lambda: source.manager.samplers[0].updating == 0)
+    for version in (1, 2):
         source.publish(weights_of(version), version)
     assert released == [1]  # nobody will read it
     [[(_, token, _)]] = source.probes()

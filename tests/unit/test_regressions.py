@@ -188,7 +188,7 @@ def test_dr_grpo_and_rloo_divide_by_no_standard_deviation_anywhere(algo: str, tm
     run = build(compose_config(*SMALL, f"algo={algo}", "policy.kl_coef=0"), tmp_path)
     try:
         batch = run.source.next_batch()
-        loss, model = run.trainer.loss, run.trainer.model
+        loss, model = run.learner.trainer.loss, run.learner.trainer.model
         gradients = []
         for factor in (1.0, 10.0):
             rows = [row.exclude(*WRITTEN) for row in batch.unbind(0)]

@@ -33,7 +33,7 @@ from torchrl_grpo.distributed import cluster
 from torchrl_grpo.distributed.actors import Rank, Replica, RolloutActor, own_address
 from torchrl_grpo.distributed.trainer import RayTrainer
 from torchrl_grpo.generation import Engine, SamplingParams, TransformersEngine
-from torchrl_grpo.models.loading import CheckpointWeights, add_lora, resolve_name
+from torchrl_grpo.models.loading import CheckpointModel, add_lora, resolve_name
 from torchrl_grpo.weights import LoraDelta, Sender, WeightHandle, make_sender, named_adapters, named_weights
 
 KINDS = ("object_store", "broadcast", "adapters")
@@ -97,21 +97,21 @@ class InTurns(Sender):
 
 def make_rank(name: str, dtype: torch.dtype, mesh: object) -> Rank:
     """The trainer's side, in its process."""
-    base = CheckpointWeights(name, torch.float32)
+    base = CheckpointModel(name, torch.float32)
     senders = [
         make_sender("object_store", dtype=dtype),
         make_sender("broadcast", dtype=dtype, host=own_address()),
         make_sender("object_store", dtype=dtype, lora_base=base),
     ]
-    lora = add_lora(base.model(), r=16, alpha=32)
-    return Rank(Source(base.model(), lora), [], InTurns(senders))  # type: ignore[arg-type]
+    lora = add_lora(base(), r=16, alpha=32)
+    return Rank(Source(base(), lora), [], InTurns(senders))  # type: ignore[arg-type]
 
 
 def make_replica(name: str, engine: str, dtype: torch.dtype) -> Replica:
     """The engine's side, in its process."""
     made: Engine
     if engine == "transformers":
-        made = TransformersEngine(CheckpointWeights(name, dtype).model(), copy=False)
+        made = TransformersEngine(CheckpointModel(name, dtype)(), copy=False)
     else:
         from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 

@@ -18,7 +18,7 @@ from torch import nn
 from tests.support.models import make_lora, make_tiny_model, response_log_probs
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.transformers import TransformersEngine
-from torchrl_grpo.models.loading import CheckpointWeights
+from torchrl_grpo.models.loading import CheckpointModel
 from torchrl_grpo.weights import (
     AdapterSender,
     FileSender,
@@ -184,10 +184,10 @@ def test_ranks_that_send_nothing_still_take_part_in_the_gathering(tiny_model: nn
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapters_alone_make_the_weights_that_would_be_sent_whole(dtype: torch.dtype, tmp_path: Path):
     make_tiny_model().save_pretrained(tmp_path)
-    sender = AdapterSender(CheckpointWeights(str(tmp_path), dtype))
+    sender = AdapterSender(CheckpointModel(str(tmp_path), dtype))
     for seed in (1, 2):
         torch.manual_seed(seed)
-        lora = make_lora(base=CheckpointWeights(str(tmp_path), dtype).model())
+        lora = make_lora(base=CheckpointModel(str(tmp_path), dtype)())
         handle = sender.send(Trained(lora), seed)
         sent = len(pickle.dumps(handle))
         expected, got = dict(named_weights(lora)), dict(pickle.loads(pickle.dumps(handle)).weights())

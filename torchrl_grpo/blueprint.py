@@ -23,7 +23,7 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.learner.resume import Resume
 from torchrl_grpo.models import loading
-from torchrl_grpo.placement import DevicePlan, RoleRequest, plan_devices
+from torchrl_grpo.placement import DevicePlan, RoleRequest, available_accelerators, plan_devices
 from torchrl_grpo.reporting.metrics import check_logging
 from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.tasks import make_task
@@ -78,19 +78,21 @@ def as_config_errors() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
-def prepare(config: GRPOConfig, accelerators: Sequence[torch.device], resume: Resume | None = None) -> Blueprint:
+def prepare(
+    config: GRPOConfig, accelerators: Sequence[torch.device] | None = None, resume: Resume | None = None
+) -> Blueprint:
     """Checks everything that needs no weights: logging, devices, data, tokenizer, context.
 
     Args:
         config: validated.
-        accelerators: of this machine, or of the cluster at ``ray.address``.
+        accelerators: of the cluster at ``ray.address``; None is those of this machine.
         resume: the checkpoint to go on from.
 
     Raises:
         ConfigError: a rule is broken; the message names field, rule, value and fix.
     """
     with as_config_errors():
-        plan = _plan(config, accelerators)
+        plan = _plan(config, available_accelerators() if accelerators is None else accelerators)
         make_loss(config, TensorDictModule(torch.nn.Identity(), [keys.FULL], [("cur_log_probs", "full")]))
         batch_transforms(config)
         check_logging(tensorboard=config.logging.tensorboard, wandb_mode=config.logging.wandb.mode)  # type: ignore[arg-type]

@@ -36,7 +36,6 @@ from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.resume import Resume, check_tasks, find_resume
 from torchrl_grpo.loop.fit import Schedule, fit
 from torchrl_grpo.parts import make_learner, make_reference, make_sampler
-from torchrl_grpo.placement import available_accelerators
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.reporting.report import summarize, write_report
@@ -125,8 +124,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         cluster, resume = None, find_resume(config, plain(config), max_staleness)
         if config.ray.address is not None:  # first, because the plan is made of its accelerators
             cluster = _start_ray(config.ray.address, resources)
-        accelerators = available_accelerators() if cluster is None else cluster.accelerators()
-        blueprint = prepare(config, accelerators, resume)
+        blueprint = prepare(config, None if cluster is None else cluster.accelerators(), resume)
         distributed = asynchronous or cluster is not None or blueprint.plan.distributed
         transfer = _check_distributed(blueprint) if distributed else _check_local(config)
         console = resources.enter_context(Console())

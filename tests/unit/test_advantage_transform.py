@@ -445,7 +445,10 @@ def test_token_level_says_what_it_needs(tokenizer):
         ({"mean": "foo"}, r"mean='foo' must be one of \('group', .*\): use 'group'"),
         ({"std": "foo"}, r"std='foo' must be one of \('group', .*\): use 'group'"),
         ({"level": "word"}, "level='word' must be one of"),
-        ({"level": "token", "mean": "leave_one_out"}, "mean='leave_one_out' must go with level='sequence'"),
+        (
+            {"level": "token", "mean": "leave_one_out"},
+            "mean=leave_one_out must not be used with an advantage for each token",
+        ),
         ({"level": "token", "gamma": 1.5}, r"gamma=1.5 must be in \[0, 1\]"),
         ({"level": "token", "lmbda": -0.1}, r"lmbda=-0.1 must be in \[0, 1\]"),
         ({"gamma": 0.9}, "gamma=0.9 must be 1 with level='sequence', nothing reads it"),

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from tests.support.configs import compose_config
 from tests.support.runs import LORA, SMALL, at, differences, numbers, run, state_of, steps
-from torchrl_grpo import build_resume
-from torchrl_grpo.run import build
-from torchrl_grpo.build_resume import Resume, check_units, find_resume
-from torchrl_grpo.config import ConfigError
+from torchrl_grpo.config import ConfigError, plain
+from torchrl_grpo.learner import resume as resume_module
+from torchrl_grpo.learner.resume import Resume, check_tasks, find_resume
 from torchrl_grpo.models import loading
 from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.run import build
 
 FULL = ("optimizer.warmup_steps=20", "optimizer.weight_decay=0.1", "train.optim_batch_size=8", "train.epochs=2")
 
@@ -116,7 +115,7 @@ def test_what_does_not_fit_is_named_before_anything_is_loaded(
 
 def test_values_are_named_as_the_command_line_takes_them() -> None:
     values = [["q_proj", "v_proj"], None, True, "arithmetic", 2]
-    assert [build_resume._written(value) for value in values] == ["[q_proj,v_proj]", "null", "true", "arithmetic", "2"]
+    assert [resume_module._written(value) for value in values] == ["[q_proj,v_proj]", "null", "true", "arithmetic", "2"]
 
 
 def changed(path: Path, into: Path, **entries: Any) -> Path:
@@ -128,16 +127,15 @@ def changed(path: Path, into: Path, **entries: Any) -> Path:
 
 def resume_of(path: Path, max_staleness: int = 0) -> Resume | None:
     config = compose_config(*SMALL, *FULL, steps(9), f"train.resume={path}")
-    plain: Any = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    return find_resume(config, plain, max_staleness)
+    return find_resume(config, plain(config), max_staleness)
 
 
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"source": {"env": {"num_problems": 9}, "units": []}}, r"num_problems=9, this one has 4096: use the dataset"),
-        ({"source": {"collector": {}}}, r"checkpoint_000006\.pt was written by an earlier version"),
+        ({"source": {"env": {"num_problems": 9}, "tasks": []}}, r"num_problems=9, this one has 4096: use the dataset"),
+        ({"source": {"collector": {}}}, r"checkpoint_000006\.pt was written by a version that is too old"),
     ],
 )
 def test_other_data_and_other_layouts_are_named_too(
@@ -161,8 +159,8 @@ def test_the_latest_whole_checkpoint_of_a_folder_is_taken(full_run: Path, tmp_pa
 
 def test_groups_drawn_ahead_need_a_bound_and_samplers_that_fit(full_run: Path, tmp_path: Path) -> None:
     source = torch.load(at(full_run, 6), weights_only=True)["source"]
-    unit = {"env": source["env"], "groups": [24, 25], "stop": 26, "wanted": [25]}
-    path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"units": [unit, unit]})
+    task = {"env": source["env"], "groups": [24, 25], "stop": 26, "wanted": [25]}
+    path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"tasks": [task, task]})
     with pytest.raises(
         ConfigError, match=r"train\.max_staleness=0 must be at least 1 with .*has 2 groups .*grpo-async"
     ):
@@ -170,7 +168,7 @@ def test_groups_drawn_ahead_need_a_bound_and_samplers_that_fit(full_run: Path, t
     found = resume_of(path, max_staleness=1)
     assert found is not None
     config = compose_config(*SMALL)  # 4 groups at a time
-    check_units(found, 2, config)
-    check_units(replace(found, source=source), 4, config)
+    check_tasks(found, 2, config)
+    check_tasks(replace(found, source=source), 4, config)
     with pytest.raises(ConfigError, match=r"use inference_model\.num_devices=2\."):
-        check_units(found, 4, config)
+        check_tasks(found, 4, config)

@@ -10,13 +10,13 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from torchrl_grpo.envs import LENGTH_STOPPED
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.keys import (
     ASSISTANT_MASK,
     ATTENTION_MASK,
     FULL,
     GROUP_ID,
+    LENGTH_STOPPED,
     LOG_PROBS,
     POLICY_VERSION,
     POLICY_VERSIONS,

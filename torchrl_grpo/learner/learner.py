@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
 from torchrl.envs import Transform
 from transformers import PreTrainedTokenizerBase
 
@@ -58,7 +57,7 @@ class Learner:
         self._trained_steps = self.trainer.optim_steps
 
     def train_batch(self, batch: TensorDictBase) -> dict[str, float]:
-        """Trains a batch [N]; returns what it was like (``rollout/*``), the step's metrics, and the seconds of the parts.
+        """Trains a batch [N]; returns what it was like (``rollout/*``), the step's metrics, and each part's seconds.
 
         Raises:
             NonFiniteError: too many bad steps in a row.
@@ -94,20 +93,17 @@ class Learner:
         """Frees the weights of a version that nobody reads any more."""
         self.sender.release(version)
 
+    @torch.no_grad()
     def mismatch(self, probe: Probe) -> tuple[float, float]:
         """Mean and largest difference between the trainer's log-probs and those that an engine gave, in nats."""
-        return log_prob_mismatch(probe, self._score)
-
-    @torch.no_grad()
-    def _score(self, sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> list[Tensor]:
         scorer, device = self.trainer.loss.actor_network, self.trainer.device
         assert isinstance(scorer, TokenScorer)
-        scores = []
-        for tokens, start in zip(sequences, prompt_lengths, strict=True):
-            mask = torch.arange(len(tokens)) >= start
-            log_probs, _ = scorer.score(tokens[None].to(device), mask[None].to(device))
-            scores.append(log_probs[0, start:])
-        return scores
+        scored = []
+        for prompt, sampled, _ in probe:
+            tokens = torch.cat([prompt, sampled])[None].to(device)
+            mask = torch.arange(tokens.shape[1], device=device)[None] >= len(prompt)
+            scored.append(scorer.score(tokens, mask)[0][0, len(prompt) :])
+        return log_prob_mismatch(probe, scored)
 
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
         """Writes a checkpoint of the trainer's state and the given state of the source; returns the file."""

@@ -15,6 +15,7 @@ from torchrl.objectives.common import LossModule
 
 from torchrl_grpo import functional as F
 from torchrl_grpo import keys
+from torchrl_grpo.checks import check_behaviour_weight, check_clip_epsilon
 from torchrl_grpo.choices import Aggregation, KLEstimator, Proximal, RatioLevel, WeightBound, WeightLevel
 from torchrl_grpo.models.packing import entry, has, pad
 from torchrl_grpo.models.scoring import TokenScorer, WrapperScorer
@@ -129,11 +130,7 @@ class GRPOLoss(LossModule):
         entropy_coeff: float = 0.0,
     ) -> None:
         super().__init__()
-        low, high = clip_epsilon if isinstance(clip_epsilon, tuple | list) else (clip_epsilon, clip_epsilon)
-        if not (0 <= low <= 1 and high >= 0):
-            raise ValueError(
-                f"clip_epsilon={clip_epsilon} must have 0 <= low <= 1 and high >= 0: use 0.2, or (0.2, 0.28)."
-            )
+        low, high = check_clip_epsilon(clip_epsilon)
         for name, choice, choices in (
             ("ratio_level", ratio_level, get_args(RatioLevel)),
             ("aggregation", aggregation, get_args(Aggregation)),
@@ -146,11 +143,7 @@ class GRPOLoss(LossModule):
                 raise ValueError(f"{name}={choice!r} must be one of {choices}: use {choices[0]!r}.")
         if dual_clip is not None and dual_clip <= 1:
             raise ValueError(f"dual_clip={dual_clip} must be above 1: use 3.0, or None for none.")
-        if behaviour_weight != "none" and proximal == "behaviour":
-            raise ValueError(
-                f"behaviour_weight={behaviour_weight!r} needs a proximal policy apart from the behaviour policy, "
-                "proximal='behaviour' makes every weight 1: use proximal='recomputed'."
-            )
+        check_behaviour_weight(behaviour_weight, proximal)
         if behaviour_cap <= 0:
             raise ValueError(f"behaviour_cap={behaviour_cap} must be above 0: use 5.0.")
         if (constant_length or 0) < 1 and (constant_length is not None or aggregation == "constant"):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import EnvBase, Transform
 
+from torchrl_grpo.checks import check_group_size, check_level
 from torchrl_grpo.choices import AdvantageLevel, AdvantageMean, AdvantageStd
 from torchrl_grpo.functional import group_advantage, sampled_token_gae
 from torchrl_grpo.keys import (
@@ -109,12 +110,7 @@ class GroupAdvantage(Transform):
         done_key: NestedKey = DONE,
         advantage_key: NestedKey = ADVANTAGE,
     ) -> None:
-        least = 2 if mean in ("group", "leave_one_out") or std == "group" else 1
-        if repeats < least:
-            raise ValueError(
-                f"repeats={repeats} must be at least {least}, a group of 1 has nothing to be compared with: use 2 or "
-                "more, or mean and std of the batch."
-            )
+        check_group_size(repeats, mean, std)
         for name, choice, choices in (
             ("mean", mean, get_args(AdvantageMean)),
             ("std", std, get_args(AdvantageStd)),
@@ -122,11 +118,7 @@ class GroupAdvantage(Transform):
         ):
             if choice not in choices:
                 raise ValueError(f"{name}={choice!r} must be one of {choices}: use {choices[0]!r}.")
-        if level == "token" and mean == "leave_one_out":
-            raise ValueError(
-                "mean='leave_one_out' must go with level='sequence', the tokens of a sequence have no others to be "
-                "compared with one by one: use mean='group' or 'batch', or level='sequence'."
-            )
+        check_level(level, mean)
         for name, value in (("gamma", gamma), ("lmbda", lmbda)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name}={value} must be in [0, 1]: use 1.0.")

@@ -15,7 +15,7 @@ from torchrl_grpo.weights.check import check_weights, load_weights
 from torchrl_grpo.weights.cuda_ipc import CudaIpcSender
 from torchrl_grpo.weights.handle import DirectSender, PlainHandle, Sender, Source, WeightHandle
 from torchrl_grpo.weights.kinds import make_sender, transfer_kind
-from torchrl_grpo.weights.mismatch import log_prob_mismatch, sample_probe, sync_mismatch
+from torchrl_grpo.weights.mismatch import log_prob_mismatch, sample_probe
 from torchrl_grpo.weights.named import LoraDelta, expected_weights, named_adapters, named_weights
 from torchrl_grpo.weights.object_store import ObjectSender, PackedWeights
 
@@ -41,6 +41,5 @@ __all__ = [
     "named_adapters",
     "named_weights",
     "sample_probe",
-    "sync_mismatch",
     "transfer_kind",
 ]

@@ -97,7 +97,7 @@ class Broadcast(PlainHandle):
         try:
             yield
         except (OSError, RuntimeError) as error:
-            raise RuntimeError(
+            raise TimeoutError(
                 f"the weights of version {self.version} did not come: waited {time.monotonic() - start:.1f} s (at most "
                 f"{self.timeout_s:g}) for rank 0 of the trainer at {self.host}:{self.ports[0]} {what}, and got: "
                 f"{str(error).strip().partition(chr(10))[0]}. If this goes on, use "

@@ -96,7 +96,7 @@ def test_defaults_of_every_config_file_are_valid() -> None:
         (["train_model.lora.r=8"], r"lora\.r=8 must be left out with .*: use train_model\.lora\.enabled=true"),
         (
             ["+optimizer.lrr=1"],
-            r"optimizer\.lrr=2 names a config key that does not exist: did you mean optimizer\.lr\?",
+            r"optimizer\.lrr names a config key that does not exist: did you mean optimizer\.lr\?",
         ),
         (["+foo.bar=1"], r"foo names a config key that does not exist"),
         (["inference_model.gpu_memory_utilization=1.2"], r"gpu_memory_utilization=1\.2 must be above 0 and at most 1"),

@@ -80,9 +80,10 @@ def make_trainer(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | 
         model = loading.add_lora(model, r=train.lora.r, alpha=train.lora.alpha, target_modules=targets)
     if train.gradient_checkpointing:
         loading.enable_gradient_checkpointing(model)
+    scorer = TokenScorer(model, temperature=config.inference_model.temperature)  # before sharding: it checks itself
     if mesh is not None:
         shard_model(model, mesh, param_dtype=_autocast_dtype(config), cpu_offload=train.cpu_offload)
-    loss = make_loss(config, TokenScorer(model, temperature=config.inference_model.temperature))
+    loss = make_loss(config, scorer)
     for name, buffer in loss.named_buffers(recurse=False):  # the model is where it belongs
         setattr(loss, name, buffer.to(device))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

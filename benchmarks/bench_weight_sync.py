@@ -35,7 +35,7 @@ from torchrl_grpo.distributed.actors import SamplerActor, own_address
 from torchrl_grpo.distributed.learner import RayLearner
 from torchrl_grpo.generation import Engine, SamplingParams, TransformersEngine
 from torchrl_grpo.learner import Learner
-from torchrl_grpo.models.loading import CheckpointWeights, add_lora, resolve_name
+from torchrl_grpo.models.loading import CheckpointModel, add_lora, resolve_name
 from torchrl_grpo.weights import LoraDelta, Sender, WeightHandle, make_sender, named_adapters, named_weights
 
 KINDS = ("object_store", "broadcast", "adapters")
@@ -99,21 +99,21 @@ class InTurns(Sender):
 
 def make_learner(name: str, dtype: torch.dtype, mesh: object) -> Learner:
     """The trainer's side, in its process."""
-    base = CheckpointWeights(name, torch.float32)
+    base = CheckpointModel(name, torch.float32)
     senders = [
         make_sender("object_store", dtype=dtype),
         make_sender("broadcast", dtype=dtype, host=own_address()),
         make_sender("object_store", dtype=dtype, lora_base=base),
     ]
-    lora = add_lora(base.model(), r=16, alpha=32)
-    return Learner(Source(base.model(), lora), [], InTurns(senders))  # type: ignore[arg-type]
+    lora = add_lora(base(), r=16, alpha=32)
+    return Learner(Source(base(), lora), [], InTurns(senders))  # type: ignore[arg-type]
 
 
 def make_sampler(name: str, engine: str, dtype: torch.dtype) -> Sampler:
     """The engine's side, in its process."""
     made: Engine
     if engine == "transformers":
-        made = TransformersEngine(CheckpointWeights(name, dtype).model(), copy=False)
+        made = TransformersEngine(CheckpointModel(name, dtype)(), copy=False)
     else:
         from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 

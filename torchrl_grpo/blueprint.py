@@ -104,6 +104,8 @@ def prepare(
             name, chat_template=config.model.chat_template, trust_remote_code=remote_code
         )
         loading.check_vocabulary(model_config, tokenizer, name)
+        if config.inference_model.backend == "vllm":
+            loading.check_text_only(model_config, name)
         _check_sharding(config, len(plan.train), model_config.get_text_config())
         env, inference = config.env, config.inference_model
         params = SamplingParams(
@@ -192,7 +194,7 @@ def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedCo
             f"train_model.tensor_parallel_size={size} must divide the trainer's devices, which are {devices}: use "
             f"train_model.num_devices={-(-devices // size) * size}, or leave it out."
         )
-    heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
+    heads: int = getattr(model_config, "num_key_value_heads", 0) or getattr(model_config, "num_attention_heads", size)
     if heads % size:
         raise ConfigError(
             f"train_model.tensor_parallel_size={size} must divide the model's {heads} key and value heads: use "
@@ -242,7 +244,10 @@ def task_geometry(config: GRPOConfig, samplers: int) -> tuple[int, int]:
 def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
     """The device plan: a row a role, with what its weights (and the optimizer's state) take on one device."""
     config, plan = blueprint.config, blueprint.plan
-    count = loading.count_parameters(blueprint.model_config, config.model.attn_implementation)
+    model = config.model
+    count = loading.count_parameters(
+        blueprint.model_config, model.attn_implementation, trust_remote_code=model.trust_remote_code
+    )
     lora = config.train_model.lora.enabled
     ranks = [(device,) for device in plan.train]
     copies = 1 if lora else 4  # weights, gradients and Adam's two moments

@@ -54,7 +54,7 @@ def make_learner(
         scorer = AdapterOffScorer(trainer.model, temperature=config.inference_model.temperature)
         transforms.insert(0, ("reference", _kl_scoring(config, scorer)))
     model = config.model
-    base = loading.CheckpointWeights(model.name, _dtype(config.train_model.dtype), model.trust_remote_code)
+    base = loading.CheckpointModel(model.name, _dtype(config.train_model.dtype), model.trust_remote_code)
     sender = make_sender(
         transfer,
         dtype=_dtype(config.inference_model.dtype),

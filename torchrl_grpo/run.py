@@ -238,6 +238,7 @@ def _distributed(
     from torchrl_grpo.distributed.tasks import TaskQueue
 
     config, plan, resume = blueprint.config, blueprint.plan, blueprint.resume
+    actor_timeout_s, recovery_timeout_s = config.ray.actor_timeout_s, config.ray.recovery_timeout_s
     torchrl_logger.info(f"The weights reach the engines by inference_model.weight_transfer={transfer}.")
     place = (cluster or _start_ray(None, resources)).place(plan)
     untested = replace(blueprint, greedy_env=None, sampled_env=None)  # of the test split, for those who need none
@@ -245,7 +246,7 @@ def _distributed(
         partial(_learner_here, untested, transfer),
         options=place.train,
         tensor_parallel_size=config.train_model.tensor_parallel_size,
-        actor_timeout_s=config.ray.actor_timeout_s,
+        actor_timeout_s=actor_timeout_s,
         resumed_from=None if resume is None else resume.path,
     )
     resources.callback(learner.close)
@@ -268,8 +269,8 @@ def _distributed(
         references_first=plan.colocated,
         seed=config.seed,
         release=learner.release,
-        actor_timeout_s=config.ray.actor_timeout_s,
-        recovery_timeout_s=config.ray.recovery_timeout_s,
+        actor_timeout_s=actor_timeout_s,
+        recovery_timeout_s=recovery_timeout_s,
     )
     source = RaySource(manager, evaluates=blueprint.greedy_env is not None)
     resources.callback(source.close)

@@ -8,10 +8,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 
 from tests.support.hostile import HOSTILE, SHOWN
-from torchrl_grpo.reporting.curves import PANELS, TIME_PARTS, draw, panel_svg, series, smooth, thin, time_parts
+from torchrl_grpo.reporting.curves import PANELS, TIME_PARTS, panel_figure, panel_svg, series, smooth, thin, time_parts
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.reporting.report import merge_steps, summarize, write_report
 
@@ -174,14 +173,24 @@ def test_a_legend_lies_above_the_curves() -> None:
     times = {f"time/{part}_s": 1.0 for part in TIME_PARTS}
     records += [{"step": s, "train/clip_fraction_low": 0.2, "train/clip_fraction_high": 0.1, **times} for s in (24, 25)]
     for panel in PANELS:
-        figure = Figure(figsize=(3.5, 2.3), layout="constrained")
-        axes = figure.subplots()
-        draw(axes, panel, records)
-        figure.canvas.draw()
+        figure = panel_figure(panel, records)
+        figure.draw_without_rendering()
+        (axes,) = figure.axes
         if len(series(panel, records)) > 1:
             bottom = axes.transData.inverted().transform(axes.get_legend().get_window_extent())[0, 1]
             assert bottom > axes.dataLim.y1, panel.title
             assert all(tick < bottom for tick in axes.get_yticks()), panel.title
+
+
+@pytest.mark.parametrize("scale", [2.5e-6, 5e-4, 0.75, 60, 99_000, 2_500_000])
+def test_the_numbers_beside_a_curve_are_not_cut_off(scale: float) -> None:
+    panel = next(panel for panel in PANELS if panel.title.startswith("Throughput"))
+    figure = panel_figure(panel, [{"step": step, panel.metrics[0]: scale * step} for step in range(10)])
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    labels = [label for label in axes.get_yticklabels() if label.get_position()[1] >= axes.get_ylim()[0]]
+    assert min(label.get_window_extent().x0 for label in labels) >= 0
+    assert axes.xaxis.label.get_window_extent().y0 >= 0
 
 
 def test_long_responses_keep_their_start_and_their_end(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.support.models import make_lora, make_tiny_model, response_log_probs
 from tests.support.weights import Trained, mismatch
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.transformers import TransformersEngine
-from torchrl_grpo.models.loading import CheckpointWeights
+from torchrl_grpo.models.loading import CheckpointModel
 from torchrl_grpo.weights import (
     AdapterHandle,
     AdapterSender,
@@ -124,11 +124,11 @@ def test_ranks_that_send_nothing_still_take_part_in_the_gathering(tiny_model: nn
 @pytest.mark.parametrize("kind", ["object_store", "broadcast"])
 def test_adapters_by_any_kind_make_the_weights_that_would_be_sent_whole(kind: str, dtype: torch.dtype, tmp_path: Path):
     make_tiny_model().save_pretrained(tmp_path)
-    base = CheckpointWeights(str(tmp_path), dtype)
+    base = CheckpointModel(str(tmp_path), dtype)
     sender = make_sender(kind, dtype=torch.float16, lora_base=base)
     for seed in (1, 2):
         torch.manual_seed(seed)
-        lora = make_lora(base=CheckpointWeights(str(tmp_path), dtype).model())
+        lora = make_lora(base=base())
         handle = sender.send(Trained(lora), seed)
         sent = len(pickle.dumps(handle))
         expected, got = dict(named_weights(lora)), dict(pickle.loads(pickle.dumps(handle)).weights())

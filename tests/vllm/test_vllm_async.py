@@ -31,7 +31,7 @@ from torchrl_grpo.distributed.actors import Replica, RolloutActor
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Completion, SamplingParams
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
-from torchrl_grpo.models.loading import CheckpointWeights, add_lora
+from torchrl_grpo.models.loading import CheckpointModel, add_lora
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks import ArithmeticTask
 from torchrl_grpo.weights import (
@@ -194,10 +194,10 @@ def test_the_workers_load_what_is_sent_and_refuse_what_does_not_fit(engine, tmp_
             engine.load(handle, version)
             assert engine.policy_version == version
             assert sync_mismatch(engine, response_log_probs(model), PROMPTS, SHORT)[1] < ROUNDING
-    lora = add_lora(CheckpointWeights(str(starter_path()), torch.float32).model(), r=4, alpha=8)
+    lora = add_lora(CheckpointModel(str(starter_path()), torch.float32)(), r=4, alpha=8)
     for name, weight in lora.named_parameters():
         torch.nn.init.normal_(weight, std=0.1) if "lora_B" in name else None
-    engine.load(AdapterSender(CheckpointWeights(str(starter_path()), torch.float32)).pack(named_adapters(lora), 13), 13)
+    engine.load(AdapterSender(CheckpointModel(str(starter_path()), torch.float32)).pack(named_adapters(lora), 13), 13)
     assert sync_mismatch(engine, response_log_probs(lora), PROMPTS, SHORT)[1] < ROUNDING
     engine.load(senders[0].pack(named_weights(last), 12), 12)
     broadcast.close()

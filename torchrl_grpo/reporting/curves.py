@@ -14,7 +14,6 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 Record = Mapping[str, Any]
@@ -74,26 +73,32 @@ def save_png(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
         records: one mapping a step (metric name to number or None, and ``step``), in the order of the steps.
         path: the PNG file.
     """
-    figure = Figure(figsize=(15, 6.6), layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.1))
+    figure = Figure(figsize=(15, 6.6))
+    figure.subplots_adjust(left=0.037, right=0.99, bottom=0.07, top=0.9, wspace=0.19, hspace=0.52)
     for axes, panel in zip(figure.subplots(2, 4).flat, PANELS, strict=True):
         axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=_INK, pad=28)
         note = textwrap.fill(panel.note, _NOTE_WIDTH, break_on_hyphens=False)
         units = {"xycoords": "axes fraction", "textcoords": "offset points"}
-        text = axes.annotate(note, (0, 1), (0, 24), **units, va="top", fontsize=7.5, color=_INK)
-        text.set_in_layout(False)  # the title's pad has the room
-        draw(axes, panel, records)
+        axes.annotate(note, (0, 1), (0, 24), **units, va="top", fontsize=7.5, color=_INK)
+        _draw(axes, panel, records)
     figure.savefig(path, dpi=130)
 
 
 def panel_svg(panel: Panel, records: Sequence[Record]) -> str:
     """One panel as an ``<svg>`` element, its text and lines in the CSS colors ``--ink`` and ``--line``."""
-    figure = Figure(figsize=(3.5, 2.3), layout="constrained")
-    draw(figure.subplots(), panel, records)
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.title}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        panel_figure(panel, records).savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()
     return svg[svg.index("<svg") :].replace(_INK, "var(--ink)").replace(_LINE, "var(--line)")
+
+
+def panel_figure(panel: Panel, records: Sequence[Record]) -> Figure:
+    """One panel without its title and note."""
+    figure = Figure(figsize=(3.5, 2.3))
+    figure.subplots_adjust(left=0.175, right=0.98, bottom=0.17, top=0.98)
+    _draw(figure.subplots(), panel, records)
+    return figure
 
 
 def series(panel: Panel, records: Sequence[Record]) -> dict[str, tuple[list[int], list[float]]]:
@@ -140,8 +145,7 @@ def thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], 
     return [sum(steps[c]) / len(steps[c]) for c in chunks], [sum(values[c]) / len(values[c]) for c in chunks]
 
 
-def draw(axes: Axes, panel: Panel, records: Sequence[Record]) -> None:
-    """Draws a panel, without its title and note."""
+def _draw(axes: Axes, panel: Panel, records: Sequence[Record]) -> None:
     curves = series(panel, records)
     if not curves:
         axes.text(0.5, 0.5, "no data", ha="center", va="center", transform=axes.transAxes, color=_INK, fontsize=9)
@@ -200,8 +204,7 @@ def _style(axes: Axes, panel: Panel) -> None:
     axes.set_xlabel("step", fontsize=8, color=_INK)
     if axes.lines or axes.collections:
         axes.yaxis.set_major_locator(MaxNLocator(5))
-    unit = (lambda y: f"{100 * y:.3g}%") if panel.percent else (lambda y: f"{y:,.0f}" if abs(y) >= 1000 else f"{y:.4g}")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: unit(y)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.3g}%" if panel.percent else _number(y)))
     _, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
         # Above the curves and the grid: the axis goes on without ticks to make room for the legend's rows.
@@ -211,3 +214,7 @@ def _style(axes: Axes, panel: Panel) -> None:
         axes.set_ylim(low, high + (high - low) * (0.05 + 0.13 * math.ceil(len(labels) / columns)))
         spacing = {"borderaxespad": 0, "borderpad": 0.2, "labelspacing": 0.35}
         axes.legend(fontsize=8, frameon=False, labelcolor=_INK, ncols=columns, loc="upper left", **spacing)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}"

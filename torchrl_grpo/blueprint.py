@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from torchrl_grpo import keys
 from torchrl_grpo.algorithm import batch_transforms, make_loss
+from torchrl_grpo.checks import check_multiple
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
@@ -231,16 +232,11 @@ def task_geometry(config: GRPOConfig, samplers: int) -> tuple[int, int]:
     The ``transformers`` engine plays one static batch at a time, vLLM any number of groups that come and go.
 
     Raises:
-        ConfigError: ``env.num_envs`` cannot be shared out in whole groups.
+        ValueError: ``env.num_envs`` cannot be shared out in whole groups.
     """
     rows, repeats = config.env.num_envs, config.env.repeats
-    if rows % (samplers * repeats):
-        step = samplers * repeats
-        below, above = rows // step * step, -(-rows // step) * step
-        raise ConfigError(
-            f"env.num_envs={rows} must be a multiple of env.repeats={repeats} times the {samplers} samplers of the "
-            f"inference model: use {f'{below} or {above}' if below else above}."
-        )
+    what = f"env.repeats={repeats} times the {samplers} samplers of the inference model"
+    check_multiple("env.num_envs", rows, samplers * repeats, what)
     groups = rows // samplers // repeats
     return (groups, 1) if config.inference_model.backend == "transformers" else (1, groups)
 

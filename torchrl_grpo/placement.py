@@ -29,7 +29,7 @@ class DevicePlan:
     """Where each role runs.
 
     Attributes:
-        train: the trained model's devices, one for each learner.
+        train: the trained model's devices, one for each rank of the learner.
         inference: the engines, each with its devices: as many as ``tensor_parallel_size``.
         reference: the reference model's devices, each with a whole copy; empty when there is no such model.
         colocated: whether the engine shares its accelerator, and must give its memory back while the others work.

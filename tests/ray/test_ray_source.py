@@ -48,7 +48,7 @@ from torchrl_grpo.distributed.rollout_manager import RolloutManager
 from torchrl_grpo.distributed.source import RayBatch, RaySource
 from torchrl_grpo.distributed.tasks import TaskQueue
 from torchrl_grpo.distributed.workers import ActorLostError, Worker
-from torchrl_grpo.errors import TrainerLostError, WaitedTooLongError, WorkersLostError
+from torchrl_grpo.errors import LearnerLostError, WaitedTooLongError, WorkersLostError
 from torchrl_grpo.weights import ObjectSender, WeightHandle
 
 REPEATS, TASK, BATCH = 2, 2, 4  # rows in a group, groups in a task, groups in a batch
@@ -574,7 +574,7 @@ def test_a_dead_training_rank_ends_the_run_with_the_last_checkpoint_named(
     assert packed["v"].tolist() == [[0, 1, 2], [3, 4, 5]]
     learner.save(Checkpointer(tmp_path, {}), {})
     threading.Timer(0.5, os.kill, (learner.pids[0], signal.SIGKILL)).start()
-    with pytest.raises(TrainerLostError, match=r"training rank died .* train\.resume=.*checkpoint_000000\.pt"):
+    with pytest.raises(LearnerLostError, match=r"training rank died .* train\.resume=.*checkpoint_000000\.pt"):
         learner.train_batch(RayBatch((0,), [ray.put(lazy_stack([TensorDict({})]))]))
     assert not learner.resumable  # inside a step: not a state that could be saved
     learner.close()

@@ -27,7 +27,7 @@ from torchrl_grpo.config import (
     schema,
     validate,
 )
-from torchrl_grpo.errors import TrainerLostError, WaitedTooLongError, WorkersLostError
+from torchrl_grpo.errors import LearnerLostError, WaitedTooLongError, WorkersLostError
 
 CONFIGS = sorted(path.stem for path in (ROOT / "config").glob("grpo_*.yaml"))
 
@@ -264,7 +264,7 @@ def test_every_field_has_a_docstring_below_it() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("error", [WorkersLostError, TrainerLostError, WaitedTooLongError])
+@pytest.mark.parametrize("error", [WorkersLostError, LearnerLostError, WaitedTooLongError])
 def test_a_run_that_is_lost_ends_with_its_message(error: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended, orderly_exit():
         raise error("all engines are gone.")

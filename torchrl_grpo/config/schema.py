@@ -92,7 +92,7 @@ class InferenceModelConfig:
     the new weights, or abort them and start them again. keep and abort need vllm."""
     weight_transfer: str = choice(choices.WeightTransfer, "auto", _REMOVED_TRANSFERS)
     """How the trained weights reach engines in other processes: object_store (Ray's, anywhere), broadcast (nccl between
-    GPUs, gloo between CPUs) or cuda_ipc (one GPU). auto decides by where the two are."""
+    GPUs, gloo between CPUs) or cuda_ipc (one GPU). auto is object_store. With LoRA, each sends the adapters alone."""
     check_sync: bool = False
     """Whether the log-probs of engine and learner are compared on a few tokens after each weight sync."""
     check_sync_tolerance: float = limited(0.05, gt=0)

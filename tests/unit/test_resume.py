@@ -67,9 +67,7 @@ def test_a_refreshed_reference_stays_when_the_run_goes_on_without(tmp_path: Path
 def test_a_checkpoint_whose_reference_is_lost_is_refused(full_run: Path, tmp_path: Path) -> None:
     source = torch.load(at(full_run, 6), weights_only=True)["source"]
     path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"reference_version": 4})
-    with pytest.raises(
-        ConfigError, match=r"had the weights of step 4, which .* of step 6 does not have: use"
-    ):
+    with pytest.raises(ConfigError, match=r"had the weights of step 4, which .* of step 6 does not have: use"):
         resume_of(path)
     path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"reference_version": 6})
     found = resume_of(path)

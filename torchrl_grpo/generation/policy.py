@@ -22,6 +22,7 @@ from torchrl_grpo.keys import (
     POLICY_VERSIONS,
     PROMPT,
     RESPONSE,
+    STEPPING,
 )
 
 
@@ -137,7 +138,7 @@ class GenerationPolicy(TensorDictModuleBase):
 
     @staticmethod
     def _active(tensordict: TensorDictBase, size: int) -> list[bool]:
-        stepping = tensordict.get("_step", None)
+        stepping = tensordict.get(STEPPING, None)
         return [True] * size if stepping is None else stepping.reshape(-1).tolist()
 
 

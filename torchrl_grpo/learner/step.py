@@ -26,7 +26,7 @@ from torchrl_grpo.models.sharding import (
     mesh_of,
     whole_state,
 )
-from torchrl_grpo.objectives.grpo import LOSS_WEIGHTS, GRPOLoss
+from torchrl_grpo.objectives.grpo import GRPOLoss
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weights import LoraDelta, named_adapters, named_weights
 
@@ -163,7 +163,7 @@ class GRPOTrainer:
                 totals[name] = totals[name] + value if name in totals else value
         totals = self._over_ranks(totals)
         loss = sum((value for name, value in totals.items() if name.startswith("loss_")), torch.zeros(()))
-        metrics = self.optim_step(loss, empty=not data.get(LOSS_WEIGHTS).any())
+        metrics = self.optim_step(loss, empty=not data.get(keys.LOSS_WEIGHTS).any())
         totals["ESS"] = effective_sample_size(totals["ratio_mean"], totals["ratio_square_mean"])
         values = torch.stack([value.float() for value in totals.values()]).tolist()
         metrics |= {f"train/{name}": value for name, value in zip(totals, values, strict=True)}
@@ -198,7 +198,7 @@ class GRPOTrainer:
         if len(index):
             return slice_tokens(data, index, int(data.get("length")[index].max()))
         idle = slice_tokens(data, torch.tensor([0]), 2)
-        for key in (self.loss.tensor_keys.mask, LOSS_WEIGHTS):
+        for key in (self.loss.tensor_keys.mask, keys.LOSS_WEIGHTS):
             idle.set(key, torch.zeros_like(idle.get(key)))
         return idle
 

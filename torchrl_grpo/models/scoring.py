@@ -27,9 +27,6 @@ from torchrl_grpo.models.sharding import call_gathered, compute_device, mesh_of
 MAX_CHUNK_ELEMENTS = {"cpu": 2**23, "other": 2**25}
 """Logits held at once: in float32 32 MiB, near the size of a CPU's caches, and 128 MiB to keep an accelerator busy."""
 
-CUR_LOG_PROBS: NestedKey = ("cur_log_probs", "full")
-ENTROPY: NestedKey = ("entropy", "full")
-
 
 def _chunk_logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, scale: float) -> Tensor:
     """Logits of one chunk in float32 (or wider), divided by the temperature."""
@@ -166,7 +163,7 @@ class TokenScorer(TensorDictModuleBase):
     """
 
     in_keys: list[NestedKey] = [keys.FULL, keys.ASSISTANT_MASK]  # noqa: RUF012
-    out_keys: list[NestedKey] = [CUR_LOG_PROBS, ENTROPY]  # noqa: RUF012
+    out_keys: list[NestedKey] = [keys.CUR_LOG_PROBS, keys.ENTROPY]  # noqa: RUF012
 
     def __init__(self, model: nn.Module, *, temperature: float = 1.0, max_chunk_elements: int | None = None) -> None:
         super().__init__()
@@ -229,8 +226,8 @@ class TokenScorer(TensorDictModuleBase):
         tokens = pad(tensordict, keys.FULL).to(device)
         mask = pad(tensordict, self.mask_key, False).to(device)
         log_probs, entropy = self.score(tokens, mask)
-        tensordict.set(CUR_LOG_PROBS, log_probs)
-        tensordict.set(ENTROPY, entropy)
+        tensordict.set(keys.CUR_LOG_PROBS, log_probs)
+        tensordict.set(keys.ENTROPY, entropy)
         return tensordict
 
 
@@ -308,7 +305,7 @@ class WrapperScorer(TokenScorer):
     """
 
     in_keys: list[NestedKey] = [keys.FULL]  # noqa: RUF012
-    out_keys: list[NestedKey] = [CUR_LOG_PROBS, ENTROPY, keys.ASSISTANT_MASK, keys.LOG_PROBS]  # noqa: RUF012
+    out_keys: list[NestedKey] = [keys.CUR_LOG_PROBS, keys.ENTROPY, keys.ASSISTANT_MASK, keys.LOG_PROBS]  # noqa: RUF012
 
     def __init__(self, wrapper: LLMWrapperBase) -> None:
         model = getattr(wrapper, "model", None)

@@ -13,7 +13,7 @@ from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer
 from torchrl.envs import Compose, RewardSum, TransformedEnv
 from torchrl.envs.utils import check_env_specs
 
-from tests.unit.test_env import END, EchoTask, TwoTurnTask, respond
+from tests.support.envs import END, EchoTask, TwoTurnTask, respond
 from torchrl_grpo import keys
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.functional import sampled_token_gae
@@ -59,7 +59,7 @@ def test_advantage_is_centred_and_scaled_within_each_group():
     assert values(GroupAdvantage(3, std="none")(batch_of([1, 2, 6], [0] * 3))) == [-2, -1, 3]
 
 
-def test_invalid_rewards_leave_the_group_and_signalless_groups_are_counted():
+def test_invalid_rewards_are_left_out_and_zero_variance_groups_counted():
     transform = GroupAdvantage(3, std="none")
     rewards = [1, 3, 100, 5, 5, 5, 0, 1, 7]
     valid = [True, True, False, True, True, True, False, False, True]
@@ -180,7 +180,7 @@ def test_the_advantage_is_written_when_the_last_row_of_a_group_is_done(tokenizer
     assert counts(transform) == (2, 1, 0)
 
 
-def test_a_batch_statistic_in_an_environment_is_over_the_groups_that_are_done(tokenizer):
+def test_a_batch_statistic_is_over_the_groups_that_are_done(tokenizer):
     """Group 0 is done with rewards 1, 1; group 1 is half done, so at first the batch is (1, 1), then (1, 1, 1, 2)."""
     env = TransformedEnv(
         LLMEnv(TwoTurnTask(), tokenizer, num_envs=4, repeats=2, max_turns=2),
@@ -362,7 +362,7 @@ def test_reinforce_pp_is_reward_less_kl_to_come_over_the_batch(seed):
         assert row["advantage"].tolist() == pytest.approx(wanted, abs=1e-5)
 
 
-def test_padding_order_and_junk_outside_the_mask_change_no_token_advantage():
+def test_padding_order_and_masked_values_change_no_token_advantage():
     arguments = {"level": "token", "gamma": 0.9, "lmbda": 0.8, "mean": "batch", "std": "batch"}
     rows = random_token_rows(1, values=True)
     expected = token_lists(GroupAdvantage(4, **arguments)(lazy_stack([row.clone() for row in rows])))
@@ -394,7 +394,7 @@ def test_invalid_sequences_have_no_effect_on_the_tokens_of_others():
         assert by_group[2] == [[0.0, 0.0], [0.0, 0.0]]
 
 
-def test_groups_without_signal_are_exactly_zero_and_counted_at_token_level():
+def test_zero_variance_groups_give_exact_zeros_at_token_level():
     transform = GroupAdvantage(2, level="token")
     rows = [token_row([0, 0.1], [0, 1], 0), token_row([0, 0, 0.1], [0, 1, 1], 0)]  # equal returns everywhere
     rows += [token_row([0.0], [0], 1), token_row([0.0], [0], 1)]  # nothing sampled
@@ -449,7 +449,10 @@ def test_token_level_says_what_it_needs(tokenizer):
         ({"mean": "foo"}, r"mean='foo' must be one of \('group', .*\): use 'group'"),
         ({"std": "foo"}, r"std='foo' must be one of \('group', .*\): use 'group'"),
         ({"level": "word"}, "level='word' must be one of"),
-        ({"level": "token", "mean": "leave_one_out"}, "mean='leave_one_out' must go with level='sequence'"),
+        (
+            {"level": "token", "mean": "leave_one_out"},
+            "mean=leave_one_out must not be used with an advantage for each token",
+        ),
         ({"level": "token", "gamma": 1.5}, r"gamma=1.5 must be in \[0, 1\]"),
         ({"level": "token", "lmbda": -0.1}, r"lmbda=-0.1 must be in \[0, 1\]"),
         ({"gamma": 0.9}, "gamma=0.9 must be 1 with level='sequence', nothing reads it"),

@@ -9,7 +9,7 @@ from torchrl.collectors import BaseCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import TransformedEnv
 
-from tests.unit.test_env import END, EchoTask, ScriptedEngine, TwoTurnTask
+from tests.support.envs import END, EchoTask, ScriptedEngine, TwoTurnTask
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.dynamic import GroupCounts, has_variance
 from torchrl_grpo.collectors.rollout import RolloutCollector
@@ -90,7 +90,7 @@ def test_the_version_is_the_one_before_generation():
     assert GenerationPolicy(engine, PARAMS)(rows_of([5]))["policy_version"].tolist() == [[0]]
 
 
-def test_versions_that_the_engine_reports_are_kept_and_the_oldest_is_the_sequence_s():
+def test_engine_versions_are_kept_and_the_oldest_is_the_sequences():
     engine = copies_of(lambda prompt, copy: ([20, 21, 22], "length") if copy else ([9, END], "stop"))
     plain, reported = engine.generate, iter([[3, 4], [4, 4, 5]])
 
@@ -348,7 +348,7 @@ def play_turns(tokenizer, first: list[str]) -> TensorDict:
     return RolloutCollector(env, GenerationPolicy(copies_of(rule), PARAMS)).rollout()
 
 
-def test_a_dialogs_reward_is_the_sum_of_its_turns_and_each_turn_keeps_its_own(tokenizer):
+def test_a_dialogs_reward_is_the_sum_and_each_turn_keeps_its_own(tokenizer):
     batch = play_turns(tokenizer, ["stop", "abc"])
     assert batch["next", "reward"].squeeze(-1).tolist() == [4, 3 + 2]
     for row, expected in zip(batch.unbind(0), ([4.0], [3.0, 2.0]), strict=True):
@@ -410,7 +410,7 @@ def groups_of(batch: TensorDict) -> list[int]:
     return batch["group_id"].squeeze(-1).tolist()
 
 
-def test_groups_without_signal_are_dropped_and_the_batch_is_filled_exactly(tokenizer):
+def test_zero_variance_groups_are_dropped_and_the_batch_is_filled(tokenizer):
     # Plays: groups (0, 1), (2, 3), (4, 5). Group 5 is one too many.
     rewards = {0: [1, 1], 1: [0, 1], 2: [1, 0], 3: [0, 0], 4: [0, 1], 5: [1, 0]}
     collector = make_dynamic(tokenizer, rewards, [0, 1], wanted=6)
@@ -485,8 +485,8 @@ def test_a_resumed_dynamic_collector_goes_on_where_the_first_one_was(tokenizer):
     ("arguments", "message"),
     [
         ({"wanted": 7}, "dialog_turns_per_batch=7 must be a multiple of the group size 2 .*: use 6"),
-        ({"wanted": 12, "rounds": 2}, "max_sampling_rounds=2 rollouts of 4 trajectories .*: use at least 3 rounds"),
-        ({"wanted": 2, "rounds": 0}, "max_sampling_rounds=0 rollouts .*: use at least 1 rounds"),
+        ({"wanted": 12, "rounds": 2}, "max_sampling_rounds=2 rollouts of 4 trajectories .*: use at least 3"),
+        ({"wanted": 2, "rounds": 0}, "max_sampling_rounds=0 rollouts .*: use at least 1"),
     ],
 )
 def test_dynamic_sampling_says_what_it_cannot_do(tokenizer, arguments, message):

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import make_tiny_model
-from tests.unit.test_trainer import make_batch
+from tests.support.models import make_tiny_model
+from tests.support.training import make_batch
 from torchrl_grpo import keys
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.step import GRPOTrainer, NonFiniteError

@@ -12,7 +12,7 @@ from torchrl.envs import TransformedEnv
 from torchrl.modules.llm import TransformersWrapper
 from transformers import PreTrainedTokenizerFast
 
-from tests.conftest import make_tiny_model
+from tests.support.models import make_tiny_model
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.envs import LLMEnv
@@ -106,7 +106,7 @@ class TwoTurns(ArithmeticTask):
 
 
 @pytest.mark.parametrize("task", [ArithmeticTask(2), TwoTurns(2)])
-def test_in_an_environment_it_scores_each_step_and_the_collector_keeps_the_scores(
+def test_in_an_environment_the_collector_keeps_each_steps_scores(
     task: ArithmeticTask, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """Responses of different lengths, dialogs of different numbers of turns: as if the finished batch were scored."""

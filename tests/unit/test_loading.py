@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from tests.conftest import make_tiny_model
+from tests.support.models import make_tiny_model
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import TokenScorer
 
@@ -90,7 +90,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tokenizer: PreTrainedToken
         loading.check_vocabulary(make_tiny_model(vocab_size=100).config, tokenizer, "bad")
 
 
-def test_stop_tokens_are_eos_generation_config_and_the_templates_end_of_turn(
+def test_stop_tokens_are_eos_generation_config_and_end_of_turn(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     assert loading.stop_token_ids(tokenizer) == (1,)
@@ -100,7 +100,7 @@ def test_stop_tokens_are_eos_generation_config_and_the_templates_end_of_turn(
     assert loading.stop_token_ids(tokenizer, GenerationConfig(eos_token_id=[1, 7])) == (1, 7)
 
 
-def test_gradient_checkpointing_recomputes_in_eval_mode_and_keeps_dropout_off() -> None:
+def test_gradient_checkpointing_in_eval_mode_keeps_dropout_off() -> None:
     """Hugging Face switches it off in eval mode; this counts how often a layer really runs."""
     tokens, mask = torch.randint(0, 261, (2, 8)), torch.ones(2, 8, dtype=torch.bool)
 

@@ -8,7 +8,7 @@ from tensordict import TensorDict, lazy_stack
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.conftest import make_tiny_model
+from tests.support.models import make_tiny_model
 from torchrl_grpo.keys import CUR_LOG_PROBS, ENTROPY
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer, chunked_log_probs

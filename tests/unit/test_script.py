@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.configs import ROOT
+
 SYNC, ASYNC = ROOT / "sota" / "grpo" / "grpo.py", ROOT / "sota" / "grpo" / "grpo-async.py"
 DEVICES = ("train_model.num_devices=2", "ref_model.num_devices=2", "inference_model.num_devices=2")
 SMALL = (
@@ -55,8 +56,8 @@ def test_help_and_cfg_work_without_cuda(script: Path, tmp_path: Path) -> None:
         (SYNC, ["env.num_envs=30"], "error: env.num_envs=30 must be a multiple of env.repeats=8: use 24 or 32."),
         (SYNC, ["optimizer.lr=abc"], "error: optimizer.lr=abc must have the type float"),
         (SYNC, ["optimiser.lr=1e-4"], "did you mean optimizer.lr?"),
-        (SYNC, ["--config-name", "grpo_ifeval"], "error: env.dataset=ifeval has no task yet in this version"),
-        (SYNC, ["env.dataset=ifeval"], "error: env.dataset=ifeval has no task yet in this version"),
+        (SYNC, ["--config-name", "grpo_ifeval"], "error: env.dataset=ifeval must be one of arithmetic, gsm8k"),
+        (SYNC, ["env.dataset=ifeval"], "error: env.dataset=ifeval must be one of arithmetic, gsm8k"),
         (SYNC, ["train_model.devices=[0,1]"], "error: train_model.devices=[0, 1] must be accelerators of this machine"),
         (SYNC, ["train.max_staleness=1"], "error: train.max_staleness=1 must be 0 in grpo.py"),
         (
@@ -104,7 +105,7 @@ def test_multirun_runs_each_combination(tmp_path: Path) -> None:
     assert ["train/kl_k3_to_ref" in row for row in rows] == [False, True, False, True]
 
 
-def test_sigterm_ends_a_run_in_order_and_the_line_that_it_says_goes_on_with_it(tmp_path: Path) -> None:
+def test_sigterm_ends_a_run_in_order_and_its_resume_line_works(tmp_path: Path) -> None:
     arguments = [*SMALL, "evaluation.num_prompts=0", "logging.tensorboard=false"]
     with (tmp_path / "printed").open("w") as printed, subprocess.Popen(
         [sys.executable, str(SYNC), *arguments, "train.total_dialog_turns=1000000"],

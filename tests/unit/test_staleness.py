@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torchrl_grpo.collectors.staleness import GroupBuffer
 
 
-def test_bound_0_admits_one_batch_and_the_next_one_only_after_the_weights_are_out() -> None:
+def test_bound_0_admits_the_next_batch_only_after_weights_are_out() -> None:
     buffer = GroupBuffer(groups_per_batch=2, max_staleness=0)
     assert buffer.room == 2
     for group in (0, 1):
@@ -28,7 +28,7 @@ def test_bound_0_admits_one_batch_and_the_next_one_only_after_the_weights_are_ou
     assert buffer.room == 2
 
 
-def test_a_straggler_is_waited_for_when_the_next_batch_would_be_too_late_for_it() -> None:
+def test_a_straggler_is_awaited_if_the_next_batch_were_too_late_for_it() -> None:
     buffer = GroupBuffer(groups_per_batch=2, max_staleness=1)
     for group in range(4):
         buffer.admit(group)

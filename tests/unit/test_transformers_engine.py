@@ -24,7 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.conftest import make_tiny_model
+from tests.support.models import make_tiny_model
 from torchrl_grpo.generation import Completion, SamplingParams, TransformersEngine, fused_decoder
 from torchrl_grpo.generation.decoder import GenericDecoder
 from torchrl_grpo.generation.fused_decoder import FusedDecoder

@@ -23,14 +23,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchrl_grpo.generation.vllm as vllm_module
-from tests.conftest import worker_processes
-from tests.unit.test_weight_sync import response_log_probs
+from tests.support.models import response_log_probs
+from tests.support.processes import worker_processes
+from tests.support.prompts import PROMPTS
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.distributed.actors import Replica, RolloutActor
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Completion, SamplingParams
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
-from torchrl_grpo.models.loading import CheckpointWeights, add_lora
+from torchrl_grpo.models.loading import CheckpointModel, add_lora
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks import ArithmeticTask
 from torchrl_grpo.weights import (
@@ -44,14 +45,11 @@ from torchrl_grpo.weights import (
     sync_mismatch,
 )
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed"),
-]
+pytestmark = pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
 CONTEXT = 512
-# Longer than several KV blocks, so that the prefix cache is hit whenever it is not dropped.
 ROUNDING = 1e-3  # 2e-4 was seen, while requests come and go; other weights give more than 0.1
-PROMPTS = [torch.randint(20, 90, (100,), generator=torch.Generator().manual_seed(i)) for i in range(4)]
+
+
 LONG = SamplingParams(max_new_tokens=200)
 SHORT = SamplingParams(max_new_tokens=12)
 
@@ -110,7 +108,7 @@ def start(engine: AsyncVLLMEngine, pool: ThreadPoolExecutor, params: SamplingPar
     return calls
 
 
-def test_calls_from_four_threads_run_together_with_the_trainer_s_log_probs(engine, pool):
+def test_calls_from_four_threads_have_the_trainers_log_probs(engine, pool):
     model = make_model(1)
     engine.update_weights(named_weights(model), 1)
     assert engine.policy_version == 1
@@ -146,7 +144,7 @@ def test_wait_lets_running_calls_end_and_holds_new_ones_back(engine, pool):
     assert engine.restarted_requests == 0
 
 
-def test_keep_goes_on_with_the_new_weights_and_each_token_has_the_version_that_sampled_it(engine, pool):
+def test_keep_goes_on_with_new_weights_and_each_token_has_its_version(engine, pool):
     engine._in_flight = "keep"
     models = {version: make_model(version) for version in (4, 5, 6)}
     engine.update_weights(named_weights(models[4]), 4)
@@ -186,7 +184,7 @@ def test_abort_starts_running_requests_again_and_counts_them(engine, pool):
     assert engine.restarted_requests - before == 4
 
 
-def test_the_workers_load_what_another_process_sends_and_refuse_what_does_not_fit(engine, tmp_path):
+def test_the_workers_load_what_is_sent_and_refuse_what_does_not_fit(engine, tmp_path):
     broadcast = BroadcastSender(torch.float32, "gloo", "127.0.0.1")
     senders = [SharedSender(torch.float32), FileSender(tmp_path, torch.float32), broadcast, ObjectSender(torch.float32)]
     last = make_model(10)
@@ -196,10 +194,10 @@ def test_the_workers_load_what_another_process_sends_and_refuse_what_does_not_fi
             engine.load(handle, version)
             assert engine.policy_version == version
             assert sync_mismatch(engine, response_log_probs(model), PROMPTS, SHORT)[1] < ROUNDING
-    lora = add_lora(CheckpointWeights(str(starter_path()), torch.float32).model(), r=4, alpha=8)
+    lora = add_lora(CheckpointModel(str(starter_path()), torch.float32)(), r=4, alpha=8)
     for name, weight in lora.named_parameters():
         torch.nn.init.normal_(weight, std=0.1) if "lora_B" in name else None
-    engine.load(AdapterSender(CheckpointWeights(str(starter_path()), torch.float32)).pack(named_adapters(lora), 13), 13)
+    engine.load(AdapterSender(CheckpointModel(str(starter_path()), torch.float32)).pack(named_adapters(lora), 13), 13)
     assert sync_mismatch(engine, response_log_probs(lora), PROMPTS, SHORT)[1] < ROUNDING
     engine.load(senders[0].pack(named_weights(last), 12), 12)
     broadcast.close()
@@ -268,7 +266,7 @@ def test_insecure_serialization_is_off_in_every_process(engine):
         assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in process.environ()
 
 
-def test_a_killed_scheduler_ends_every_call_with_an_error_and_close_leaves_no_process(engine, pool):  # keep last
+def test_a_killed_scheduler_ends_every_call_and_leaves_no_process(engine, pool):  # keep last
     children = worker_processes()
     assert len(children) >= 2
     calls = start(engine, pool, LONG)
@@ -295,7 +293,7 @@ def test_a_killed_scheduler_ends_every_call_with_an_error_and_close_leaves_no_pr
 
 SCRIPT = """
 import json, sys, threading
-from tests.vllm.test_vllm_async import PROMPTS
+from tests.support.prompts import PROMPTS
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.starter import starter_path

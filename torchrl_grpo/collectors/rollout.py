@@ -16,6 +16,7 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase, TransformedEnv
 
 from torchrl_grpo import keys
+from torchrl_grpo.checks import check_sampling_rounds
 from torchrl_grpo.collectors.dialogs import trajectories
 from torchrl_grpo.collectors.dynamic import GroupCounts, collect_dynamically
 from torchrl_grpo.envs import LLMEnv
@@ -145,11 +146,7 @@ class RolloutCollector(BaseCollector):
                 f"dialog_turns_per_batch={wanted} must be a multiple of the group size {size} with dynamic sampling, "
                 f"which makes batches of exactly that many: use {wanted - wanted % size or size}."
             )
-        if wanted > rows * self.max_sampling_rounds:
-            raise ValueError(
-                f"max_sampling_rounds={self.max_sampling_rounds} rollouts of {rows} trajectories must make up "
-                f"dialog_turns_per_batch={wanted}: use at least {-(-wanted // rows)} rounds."
-            )
+        check_sampling_rounds(self.max_sampling_rounds, rows, wanted)
 
     @property
     def dialog_turns(self) -> int:

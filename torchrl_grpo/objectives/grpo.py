@@ -15,13 +15,12 @@ from torchrl.objectives.common import LossModule
 
 from torchrl_grpo import functional as F
 from torchrl_grpo import keys
+from torchrl_grpo.checks import check_behaviour_weight, check_clip_epsilon
+from torchrl_grpo.choices import Aggregation, KLEstimator, Proximal, RatioLevel, WeightBound, WeightLevel
 from torchrl_grpo.models.packing import entry, has, pad
 from torchrl_grpo.models.scoring import TokenScorer, WrapperScorer
 from torchrl_grpo.objectives.output import GRPOLossOutput
 from torchrl_grpo.torchrl_names import check_choice, refuse_arguments
-
-RatioLevel = Literal["token", "sequence", "sequence_token"]
-Proximal = Literal["behaviour", "current", "recomputed", "interpolated"]
 
 
 class GRPOLoss(LossModule):
@@ -118,15 +117,15 @@ class GRPOLoss(LossModule):
         *,
         clip_epsilon: float | tuple[float, float] = 0.2,
         ratio_level: RatioLevel = "token",
-        aggregation: F.Aggregation = "sequence_mean",
+        aggregation: Aggregation = "sequence_mean",
         constant_length: int | None = None,
         dual_clip: float | None = None,
-        proximal: Proximal = "behaviour",
-        behaviour_weight: F.WeightBound = "none",
-        behaviour_level: F.WeightLevel = "token",
+        proximal: Proximal | Literal["current"] = "behaviour",
+        behaviour_weight: WeightBound = "none",
+        behaviour_level: WeightLevel = "token",
         behaviour_cap: float = 5.0,
         mask_truncated: bool = False,
-        kl_estimator: str = "k3",
+        kl_estimator: KLEstimator = "k3",
         kl_to_ref_coeff: float | None = 0.0,
         kl_to_inference_coeff: float | None = 0.0,
         entropy_coeff: float = 0.0,
@@ -134,7 +133,7 @@ class GRPOLoss(LossModule):
     ) -> None:
         refuse_arguments("GRPOLoss", others)
         super().__init__()
-        low, high = clip_epsilon if isinstance(clip_epsilon, tuple | list) else (clip_epsilon, clip_epsilon)
+        low, high = check_clip_epsilon(clip_epsilon)
         self.actor_network = _scorer(actor_network)
         self.register_buffer("clip_epsilon_low", torch.tensor(float(low)))
         self.register_buffer("clip_epsilon_high", torch.tensor(float(high)))
@@ -151,26 +150,18 @@ class GRPOLoss(LossModule):
         self.kl_to_ref_coeff = kl_to_ref_coeff or 0.0
         self.kl_to_inference_coeff = kl_to_inference_coeff or 0.0
         self.entropy_coeff = entropy_coeff
-        self._check_arguments(clip_epsilon, low, high)
+        self._check_arguments()
 
-    def _check_arguments(self, clip_epsilon: Any, low: float, high: float) -> None:
-        if not (0 <= low <= 1 and high >= 0):
-            raise ValueError(
-                f"clip_epsilon={clip_epsilon} must have 0 <= low <= 1 and high >= 0: use 0.2, or (0.2, 0.28)."
-            )
+    def _check_arguments(self) -> None:
         check_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
-        check_choice("aggregation", self.aggregation, get_args(F.Aggregation))
-        check_choice("proximal", self.proximal, get_args(Proximal))
-        check_choice("behaviour_weight", self.behaviour_weight, get_args(F.WeightBound))
-        check_choice("behaviour_level", self.behaviour_level, get_args(F.WeightLevel))
-        check_choice("kl_estimator", self.kl_estimator, tuple(F.KL_ESTIMATORS))
+        check_choice("aggregation", self.aggregation, get_args(Aggregation))
+        check_choice("proximal", self.proximal, (*get_args(Proximal), "current"))
+        check_choice("behaviour_weight", self.behaviour_weight, get_args(WeightBound))
+        check_choice("behaviour_level", self.behaviour_level, get_args(WeightLevel))
+        check_choice("kl_estimator", self.kl_estimator, get_args(KLEstimator))
+        check_behaviour_weight(self.behaviour_weight, self.proximal)
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"dual_clip={self.dual_clip} must be above 1: use 3.0, or None for none.")
-        if self.behaviour_weight != "none" and self.proximal == "behaviour":
-            raise ValueError(
-                f"behaviour_weight={self.behaviour_weight!r} needs a proximal policy apart from the behaviour policy, "
-                "proximal='behaviour' makes every weight 1: use proximal='recomputed'."
-            )
         if self.behaviour_cap <= 0:
             raise ValueError(f"behaviour_cap={self.behaviour_cap} must be above 0: use 5.0.")
         length = self.constant_length

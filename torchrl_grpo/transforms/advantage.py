@@ -12,13 +12,14 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import EnvBase, Transform
 
 from torchrl_grpo import keys
-from torchrl_grpo.functional import AdvantageMean, AdvantageStd, group_advantage, sampled_token_gae
+from torchrl_grpo.checks import check_group_size, check_level
+from torchrl_grpo.choices import AdvantageLevel, AdvantageMean, AdvantageStd
+from torchrl_grpo.functional import group_advantage, sampled_token_gae
 from torchrl_grpo.models.packing import entry, has, pad
 from torchrl_grpo.torchrl_names import check_choice, refuse_arguments
 from torchrl_grpo.transforms.groups import GroupQueue, Member
 from torchrl_grpo.transforms.ragged import flatten, set_rows
 
-AdvantageLevel = Literal["sequence", "token"]
 TrajectoryReturn = Literal["sum", "max", "mean"]
 
 _REDUCTIONS = {"sum": "sum", "max": "amax", "mean": "mean"}
@@ -125,17 +126,8 @@ class GroupAdvantage(Transform):
         check_choice("std", std, get_args(AdvantageStd))
         check_choice("level", level, get_args(AdvantageLevel))
         check_choice("trajectory_return", trajectory_return, get_args(TrajectoryReturn))
-        least = 2 if mean in ("group", "leave_one_out") or std == "group" else 1
-        if repeats < least:
-            raise ValueError(
-                f"repeats={repeats} must be at least {least}, a group of 1 has nothing to be compared with: use 2 or "
-                "more, or mean and std of the batch."
-            )
-        if level == "token" and mean == "leave_one_out":
-            raise ValueError(
-                "mean='leave_one_out' must go with level='sequence', the tokens of a sequence have no others to be "
-                "compared with one by one: use mean='group' or 'batch', or level='sequence'."
-            )
+        check_group_size(repeats, mean, std)
+        check_level(level, mean)
         for name, value in (("gamma", gamma), ("lmbda", lmbda)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name}={value} must be in [0, 1]: use 1.0.")

@@ -14,6 +14,7 @@ from torchrl.envs import Compose, RewardSum, TransformedEnv
 from torchrl.envs.utils import check_env_specs
 
 from tests.support.envs import END, EchoTask, TwoTurnTask, respond
+from tests.support.trajectories import make_trajectory
 from torchrl_grpo import keys
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.functional import sampled_token_gae
@@ -141,6 +142,55 @@ def test_extending_leaves_the_callers_batch_as_it_was():
     batch = batch_of([1, 3], [0, 0])
     ReplayBuffer(storage=LazyStackStorage(2), transform=GroupAdvantage(2)).extend(batch)
     assert batch.get("advantage", None) is None
+
+
+def test_a_member_of_several_steps_does_not_complete_a_group_alone():
+    transform = GroupAdvantage(2, std="none")
+    buffer = ReplayBuffer(storage=LazyStackStorage(10), transform=transform)
+    buffer.extend(make_trajectory(0, [1.0, 2.0]))
+    assert len(buffer) == 0 and transform.num_waiting == 1
+    buffer.extend(make_trajectory(0, [0.0, 0.0, 1.0]))
+    assert buffer[:]["advantage"].squeeze(-1).tolist() == [1, 1, -1, -1, -1]
+    batch = torch.cat([make_trajectory(0, [1.0, 2.0]), make_trajectory(0, [1.0])])
+    assert values(GroupAdvantage(2, std="none")(batch)) == [1, 1, -1]
+
+
+def test_a_trajectory_without_an_end_is_refused():
+    batch = make_trajectory(0, [1.0, 2.0])[:1]
+    for call in (GroupAdvantage(2), GroupAdvantage(2).inv):
+        with pytest.raises(ValueError, match=r"must be True in the last row .*yield_completed_trajectories=True"):
+            call(batch)
+
+
+def test_members_that_wait_are_in_the_state(tmp_path):
+    def make() -> ReplayBuffer:
+        return ReplayBuffer(storage=LazyStackStorage(10), transform=GroupAdvantage(2, std="none", group_key="query"))
+
+    rows = [row.set("query", "a") for row in batch_of([1.0, 5.0], [0, 0]).unbind(0)]
+    first, second, third = make(), make(), make()
+    first.extend(lazy_stack(rows[:1]))
+    second.load_state_dict(first.state_dict())
+    torch.save(first.state_dict()["_transforms"], tmp_path / "state.pt")
+    third._transform.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for buffer in (second, third):
+        assert buffer._transform[0].num_waiting == 1
+        buffer.extend(lazy_stack(rows[1:]))
+        assert values(buffer[:]) == [-2, 2]
+        assert [row["tokens", "full"].tolist() for row in buffer[:].unbind(0)] == [[0], [0, 1]]
+        assert buffer[:][0]["query"] == "a"
+
+
+def test_a_prompt_that_comes_twice_is_two_groups_in_a_buffer_and_refused_in_a_batch():
+    rewards = [0.0, 1.0, 10.0, 20.0]
+    batch = batch_of(rewards, [0, 0, 1, 1])
+    for row in batch.unbind(0):
+        row.set("query", "the same")
+    buffer = ReplayBuffer(storage=LazyStackStorage(4), transform=GroupAdvantage(2, std="none", group_key="query"))
+    buffer.extend(batch)
+    assert values(buffer[:]) == [-0.5, 0.5, -5, 5]
+    with pytest.raises(ValueError, match="a prompt that was drawn twice is two groups, which group_key='group_id'"):
+        GroupAdvantage(2, group_key="query")(batch)
+    assert values(GroupAdvantage(2, std="none")(batch)) == [-0.5, 0.5, -5, 5]
 
 
 # In an environment

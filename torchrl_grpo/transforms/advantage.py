@@ -202,7 +202,7 @@ class GroupAdvantage(Transform):
         if wrong.numel():
             raise ValueError(
                 f"each group of the batch must have repeats={self.repeats} members, {wrong.numel()} of {ids.numel()} "
-                f"have not (the first has {int(wrong[0])}): pass whole groups, each once. A prompt that was drawn "
+                f"have not (the first has {int(wrong[0])}): pass whole groups, each once; a prompt that was drawn "
                 f"twice is two groups, which group_key='group_id' tells apart and {self.group_key!r} may not."
             )
         return self._write(tensordict, member, group)

@@ -218,7 +218,7 @@ def test_weights_that_are_not_the_model_s_are_refused_all_at_once(tiny_model: nn
     assert str(error.value) == (
         "the weights must be the 26 of Qwen2ForCausalLM, under the names of its Hugging Face checkpoint, got 1 unknown "
         "(model.extra); 1 missing (model.embed_tokens.weight); 1 sent twice (model.layers.0.self_attn.q_proj.weight); "
-        "1 of another shape (model.norm.weight [31] instead of [32]): send those of the same model. No weight was "
+        "1 of another shape (model.norm.weight (31,) instead of (32,)): send those of the same model. No weight was "
         "changed."
     )
 

@@ -10,7 +10,7 @@ import pytest
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.configs import compose_config
 from torchrl_grpo.run import build
-from torchrl_grpo.weights import sync_mismatch
+from torchrl_grpo.weights import sample_probe
 
 SMALL = (
     "env.num_envs=16",
@@ -37,9 +37,9 @@ def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(tmp_path: Path) 
     assert rows[2]["train/kl_k3_to_ref"] > 1e-6  # the weights did change
     assert rows[2]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-3)
     assert (tmp_path / "checkpoints" / "checkpoint_000002.pt").exists()
-    prompts = run.parts.probe_prompts
+    sampler = run.source.sampler
     with vllm_module.VLLMEngine(
         str(tmp_path / "checkpoints" / "model"), max_model_len=128, enforce_eager=True
     ) as engine:
-        gap = sync_mismatch(engine, run.trainer.score, prompts, run.source.collector.policy.params)
-    assert gap[1] < 1e-3
+        probe = sample_probe(engine, sampler.probe_prompts, sampler.params)
+    assert run.learner.mismatch(probe)[1] < 1e-3

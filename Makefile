@@ -53,7 +53,7 @@ lint: $(VENV)/.stamp-dev  ## ruff, mypy and the import rules
 bench: $(VENV)/.stamp-bench $(VENV)/.stamp-ray $(TEST_ENGINE)  ## run every benchmark
 	set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) $$file; done
 
-# A result is kept as long as its function stays the same, whatever the tests do: start anew.
+# A result is kept as long as its function stays the same, whatever the tests do: start from nothing.
 mutation: $(VENV)/.stamp-mutation  ## change the algorithms' maths in every small way; show the changes no test minds
 	rm -rf mutants
 	OMP_NUM_THREADS=1 $(VENV)/bin/mutmut run

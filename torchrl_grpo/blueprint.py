@@ -16,14 +16,15 @@ from torchrl._utils import logger as torchrl_logger
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from torchrl_grpo import keys
+from torchrl_grpo.algorithm import batch_transforms, make_loss
+from torchrl_grpo.checks import check_multiple
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.learner.resume import Resume
 from torchrl_grpo.models import loading
-from torchrl_grpo.algorithm import batch_transforms, make_loss
-from torchrl_grpo.placement import DevicePlan, RoleRequest, plan_devices
+from torchrl_grpo.placement import DevicePlan, RoleRequest, available_accelerators, plan_devices
 from torchrl_grpo.reporting.metrics import check_logging
 from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.tasks import make_task
@@ -78,22 +79,24 @@ def as_config_errors() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
-def prepare(config: GRPOConfig, accelerators: Sequence[torch.device], resume: Resume | None = None) -> Blueprint:
+def prepare(
+    config: GRPOConfig, accelerators: Sequence[torch.device] | None = None, resume: Resume | None = None
+) -> Blueprint:
     """Checks everything that needs no weights: logging, devices, data, tokenizer, context.
 
     Args:
         config: validated.
-        accelerators: of this machine, or of the cluster at ``ray.address``.
+        accelerators: of the cluster at ``ray.address``; None is those of this machine.
         resume: the checkpoint to go on from.
 
     Raises:
         ConfigError: a rule is broken; the message names field, rule, value and fix.
     """
     with as_config_errors():
-        plan = _plan(config, accelerators)
+        plan = _plan(config, available_accelerators() if accelerators is None else accelerators)
         make_loss(config, TensorDictModule(torch.nn.Identity(), [keys.FULL], [("cur_log_probs", "full")]))
         batch_transforms(config)
-        check_logging(tensorboard=config.logging.tensorboard, wandb_mode=config.logging.wandb.mode)
+        check_logging(tensorboard=config.logging.tensorboard, wandb_mode=config.logging.wandb.mode)  # type: ignore[arg-type]
         task = _make_task(config)
         name, remote_code = config.model.name, config.model.trust_remote_code
         model_config = loading.load_config(name, trust_remote_code=remote_code)
@@ -101,6 +104,8 @@ def prepare(config: GRPOConfig, accelerators: Sequence[torch.device], resume: Re
             name, chat_template=config.model.chat_template, trust_remote_code=remote_code
         )
         loading.check_vocabulary(model_config, tokenizer, name)
+        if config.inference_model.backend == "vllm":
+            loading.check_text_only(model_config, name)
         _check_sharding(config, len(plan.train), model_config.get_text_config())
         env, inference = config.env, config.inference_model
         params = SamplingParams(
@@ -112,7 +117,12 @@ def prepare(config: GRPOConfig, accelerators: Sequence[torch.device], resume: Re
         workers = env.reward_workers  # the pool holds the task as it is now, without its data
         reward_pool = RewardPool(task, workers, timeout_s=env.reward_timeout_s) if workers else None
         make = partial(
-            LLMEnv, task, tokenizer, max_prompt_tokens=max_prompt_tokens, max_turns=env.max_turns, reward_pool=reward_pool
+            LLMEnv,
+            task,
+            tokenizer,
+            max_prompt_tokens=max_prompt_tokens,
+            max_turns=env.max_turns,
+            reward_pool=reward_pool,
         )
         train_env = make(num_envs=env.num_envs, repeats=env.repeats, seed=config.seed)
         if resume is not None:
@@ -184,7 +194,7 @@ def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedCo
             f"train_model.tensor_parallel_size={size} must divide the trainer's devices, which are {devices}: use "
             f"train_model.num_devices={-(-devices // size) * size}, or leave it out."
         )
-    heads = getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads
+    heads: int = getattr(model_config, "num_key_value_heads", 0) or getattr(model_config, "num_attention_heads", size)
     if heads % size:
         raise ConfigError(
             f"train_model.tensor_parallel_size={size} must divide the model's {heads} key and value heads: use "
@@ -222,16 +232,11 @@ def task_geometry(config: GRPOConfig, samplers: int) -> tuple[int, int]:
     The ``transformers`` engine plays one static batch at a time, vLLM any number of groups that come and go.
 
     Raises:
-        ConfigError: ``env.num_envs`` cannot be shared out in whole groups.
+        ValueError: ``env.num_envs`` cannot be shared out in whole groups.
     """
     rows, repeats = config.env.num_envs, config.env.repeats
-    if rows % (samplers * repeats):
-        step = samplers * repeats
-        below, above = rows // step * step, -(-rows // step) * step
-        raise ConfigError(
-            f"env.num_envs={rows} must be a multiple of env.repeats={repeats} times the {samplers} samplers of the "
-            f"inference model: use {f'{below} or {above}' if below else above}."
-        )
+    what = f"env.repeats={repeats} times the {samplers} samplers of the inference model"
+    check_multiple("env.num_envs", rows, samplers * repeats, what)
     groups = rows // samplers // repeats
     return (groups, 1) if config.inference_model.backend == "transformers" else (1, groups)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+Dataset = Literal["arithmetic", "gsm8k"]
+"""Tasks."""
 Backend = Literal["transformers", "vllm"]
 """Generation engines."""
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -19,12 +19,10 @@ from torchrl.data import Binary, Categorical, Composite, NonTensor, StackedCompo
 from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_grpo.keys import GROUP_ID, PROMPT, QUERY, RESPONSE, REWARD_VALID
+from torchrl_grpo.checks import check_multiple
+from torchrl_grpo.keys import GROUP_ID, LENGTH_STOPPED, PROMPT, QUERY, RESPONSE, REWARD_VALID
 from torchrl_grpo.reward_pool import Failure, RewardPool, score_dialog
 from torchrl_grpo.tasks.base import Problem, Split, Task
-
-LENGTH_STOPPED = "length_stopped"
-"""[1] bool, written by the policy: a token limit, not a stop token, ended the response."""
 
 _PLACEHOLDER = "@@assistant-turn@@"
 _OUTCOME = ("reward", "done", "terminated", "truncated", "correct", "valid")
@@ -104,12 +102,7 @@ class LLMEnv(EnvBase):
         seed: int = 0,
         reward_pool: RewardPool | None = None,
     ) -> None:
-        if repeats < 1 or num_envs < 1 or num_envs % repeats:
-            low = max(num_envs // max(repeats, 1), 1) * max(repeats, 1)
-            raise ValueError(
-                f"num_envs={num_envs} must be a multiple of repeats={repeats}, both at least 1: "
-                f"use {low} or {low + max(repeats, 1)}."
-            )
+        check_multiple("num_envs", num_envs, repeats, f"repeats={repeats}, at least 1")
         if max_turns < 1:
             raise ValueError(f"max_turns={max_turns} must be at least 1: use 1 for single-turn tasks.")
         if tokenizer.chat_template is None:

@@ -15,8 +15,8 @@ class WorkersLostError(RunLostError):
     """Rollout or reference actors are gone and could not be replaced, or each new one is lost in its turn."""
 
 
-class TrainerLostError(RunLostError):
-    """A learner died: the run has ended, and can only go on from a checkpoint."""
+class LearnerLostError(RunLostError):
+    """A rank of the learner died: the run has ended, and can only be resumed from a checkpoint."""
 
 
 class WaitedTooLongError(RunLostError, TimeoutError):

@@ -54,7 +54,7 @@ def make_learner(
         scorer = AdapterOffScorer(trainer.model, temperature=config.inference_model.temperature)
         transforms.insert(0, ("reference", _kl_scoring(config, scorer)))
     model = config.model
-    base = loading.CheckpointWeights(model.name, _dtype(config.train_model.dtype), model.trust_remote_code)
+    base = loading.CheckpointModel(model.name, _dtype(config.train_model.dtype), model.trust_remote_code)
     sender = make_sender(
         transfer,
         dtype=_dtype(config.inference_model.dtype),
@@ -80,9 +80,10 @@ def make_trainer(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | 
         model = loading.add_lora(model, r=train.lora.r, alpha=train.lora.alpha, target_modules=targets)
     if train.gradient_checkpointing:
         loading.enable_gradient_checkpointing(model)
+    scorer = TokenScorer(model, temperature=config.inference_model.temperature)  # before sharding: it checks itself
     if mesh is not None:
         shard_model(model, mesh, param_dtype=_autocast_dtype(config), cpu_offload=train.cpu_offload)
-    loss = make_loss(config, TokenScorer(model, temperature=config.inference_model.temperature))
+    loss = make_loss(config, scorer)
     for name, buffer in loss.named_buffers(recurse=False):  # the model is where it belongs
         setattr(loss, name, buffer.to(device))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -169,8 +170,8 @@ def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool 
     if concurrent:
         from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 
-        size = inference.tensor_parallel_size
-        return AsyncVLLMEngine(path, in_flight=inference.in_flight, tensor_parallel_size=size, **settings)
+        settings |= {"in_flight": inference.in_flight, "tensor_parallel_size": inference.tensor_parallel_size}
+        return AsyncVLLMEngine(path, **settings)
     from torchrl_grpo.generation.vllm import VLLMEngine
 
     return VLLMEngine(path, device=device, enable_sleep=colocated, **settings)

@@ -36,7 +36,6 @@ from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.resume import Resume, check_tasks, find_resume
 from torchrl_grpo.loop.fit import Schedule, fit
 from torchrl_grpo.parts import make_learner, make_reference, make_sampler
-from torchrl_grpo.placement import available_accelerators
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.reporting.report import summarize, write_report
@@ -125,8 +124,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         cluster, resume = None, find_resume(config, plain(config), max_staleness)
         if config.ray.address is not None:  # first, because the plan is made of its accelerators
             cluster = _start_ray(config.ray.address, resources)
-        accelerators = available_accelerators() if cluster is None else cluster.accelerators()
-        blueprint = prepare(config, accelerators, resume)
+        blueprint = prepare(config, None if cluster is None else cluster.accelerators(), resume)
         distributed = asynchronous or cluster is not None or blueprint.plan.distributed
         transfer = _check_distributed(blueprint) if distributed else _check_local(config)
         console = resources.enter_context(Console())
@@ -197,7 +195,7 @@ def _logger(config: GRPOConfig, directory: Path) -> MetricsLogger:
     return MetricsLogger(
         directory,
         tensorboard=logging.tensorboard,
-        wandb_mode=logging.wandb.mode,
+        wandb_mode=logging.wandb.mode,  # type: ignore[arg-type]
         project=logging.wandb.project,
         name=logging.wandb.name,
         config=plain(config),
@@ -240,6 +238,7 @@ def _distributed(
     from torchrl_grpo.distributed.tasks import TaskQueue
 
     config, plan, resume = blueprint.config, blueprint.plan, blueprint.resume
+    actor_timeout_s, recovery_timeout_s = config.ray.actor_timeout_s, config.ray.recovery_timeout_s
     torchrl_logger.info(f"The weights reach the engines by inference_model.weight_transfer={transfer}.")
     place = (cluster or _start_ray(None, resources)).place(plan)
     untested = replace(blueprint, greedy_env=None, sampled_env=None)  # of the test split, for those who need none
@@ -247,7 +246,7 @@ def _distributed(
         partial(_learner_here, untested, transfer),
         options=place.train,
         tensor_parallel_size=config.train_model.tensor_parallel_size,
-        actor_timeout_s=config.ray.actor_timeout_s,
+        actor_timeout_s=actor_timeout_s,
         resumed_from=None if resume is None else resume.path,
     )
     resources.callback(learner.close)
@@ -270,8 +269,8 @@ def _distributed(
         references_first=plan.colocated,
         seed=config.seed,
         release=learner.release,
-        actor_timeout_s=config.ray.actor_timeout_s,
-        recovery_timeout_s=config.ray.recovery_timeout_s,
+        actor_timeout_s=actor_timeout_s,
+        recovery_timeout_s=recovery_timeout_s,
     )
     source = RaySource(manager, evaluates=blueprint.greedy_env is not None)
     resources.callback(source.close)

@@ -39,4 +39,4 @@ def main(cfg: DictConfig) -> None:
 if __name__ == "__main__":
     with orderly_exit():
         check_command_line(sys.argv[1:])
-    main()
+        main()

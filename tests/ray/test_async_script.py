@@ -16,13 +16,13 @@ from typing import Any
 
 import psutil
 import pytest
-from torchrl_grpo.run import build
 
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.configs import compose_config
 from tests.support.documentation import undocumented
 from tests.support.processes import worker_processes
 from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.run import build
 
 pytest.importorskip("ray")
 
@@ -152,7 +152,7 @@ def test_a_killed_learner_ends_the_script_and_leaves_no_process(tmp_path: Path) 
         "evaluation.num_prompts=0", "train.checkpoint_frequency=1",
     ) as running:  # fmt: skip
         running.wait(lambda: len(rows_of(tmp_path)) > 3)
-        rank = [one for one in running.family if one.is_running() and "TrainerActor" in one.cmdline()[0]][-1]
+        rank = [one for one in running.family if one.is_running() and "LearnerActor" in one.cmdline()[0]][-1]
         rank.kill()
         running.wait(timeout_s=300)
     assert running.process.returncode == 1, running.printed()
@@ -236,18 +236,18 @@ def test_a_killed_vllm_sampler_comes_back_and_loses_no_group(tmp_path: Path) -> 
     made = build(config, tmp_path, asynchronous=True)
     assert isinstance(made.source, RaySource)
     first, trained = made.source.pids(), list[int]()
-    real = made.trainer.train_batch
+    real = made.learner.train_batch
 
     def train(batch: Any) -> dict[str, float]:
-        if made.trainer.version == 3:
-            os.kill(first["rollout actor 0"], signal.SIGKILL)
-        if made.trainer.version == 12:
-            [engine] = [p for p in psutil.Process(first["rollout actor 1"]).children() if "EngineCore" in p.name()]
+        if made.learner.version == 3:
+            os.kill(first["sampler 0"], signal.SIGKILL)
+        if made.learner.version == 12:
+            [engine] = [p for p in psutil.Process(first["sampler 1"]).children() if "EngineCore" in p.name()]
             engine.kill()
         trained.extend(batch.groups)
         return real(batch)
 
-    made.trainer.train_batch = train  # type: ignore[method-assign]
+    made.learner.train_batch = train  # type: ignore[method-assign]
     try:
         family = worker_processes()
         made.fit()

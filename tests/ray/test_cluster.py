@@ -6,9 +6,11 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from torchrl_grpo.run import build
 
 from tests.support.clusters import facts
 from tests.support.configs import ROOT, compose_config
@@ -25,6 +26,7 @@ from torchrl_grpo.config import ConfigError
 from torchrl_grpo.distributed.cluster import start
 from torchrl_grpo.placement import DevicePlan
 from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.run import build
 
 ray = pytest.importorskip("ray")
 psutil = pytest.importorskip("psutil")
@@ -209,12 +211,13 @@ with orderly_exit():
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_run_that_is_told_to_end_leaves_no_process(number: signal.Signals, status: int) -> None:
+def test_a_run_that_is_told_to_end_leaves_no_process_and_folder(number: signal.Signals, status: int) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="g", dir="/tmp"))  # Ray's sockets need a short path
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
         start_new_session=True,
         # A process that was started in the background ignores Ctrl-C, and so would this one.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
@@ -222,6 +225,7 @@ def test_a_run_that_is_told_to_end_leaves_no_process(number: signal.Signals, sta
     try:
         assert driver.stdout and "ready" in driver.stdout.readline()
         pids = below(driver.pid)
+        assert [path.name[:4] for path in folder.glob("ray*")] == ["ray-"]
         assert len(pids) >= 8  # two workers, each with a process of its own, and Ray's
         if number == signal.SIGINT:
             os.killpg(driver.pid, number)  # a terminal's Ctrl-C goes to all of them
@@ -229,8 +233,10 @@ def test_a_run_that_is_told_to_end_leaves_no_process(number: signal.Signals, sta
             driver.send_signal(number)
         assert driver.wait(300) == status
         assert alive(pids) == []
+        assert list(folder.glob("ray*")) == []
     finally:
         driver.kill()
+        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize(

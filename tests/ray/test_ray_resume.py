@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torchrl_grpo.run import build
 
 from tests.support.configs import compose_config
 from tests.support.runs import LORA, SMALL, at, differences, numbers, run, state_of, steps
 from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.run import build
 
 pytest.importorskip("ray")
 
@@ -44,17 +44,17 @@ def test_a_resumed_asynchronous_run_loses_and_repeats_no_group(tmp_path: Path) -
         trained: list[int] = []
         config = compose_config(*SMALL, steps(10), "policy.kl_coef=0", "train.max_staleness=2", *overrides)
         made = build(config, folder, asynchronous=True)
-        real = made.trainer.train_batch
+        real = made.learner.train_batch
 
         def train_batch(batch: Any) -> dict[str, float]:
-            if made.trainer.version == stop_at:
+            if made.learner.version == stop_at:
                 raise KeyboardInterrupt
-            while stop_at is not None and made.source.state_dict()["env"]["next_group"] < 4 * made.trainer.version + 12:
+            while stop_at is not None and made.source.state_dict()["env"]["next_group"] < 4 * made.learner.version + 12:
                 time.sleep(0.05)  # until as many are drawn ahead as the bound allows
             trained.extend(batch.groups)
             return real(batch)
 
-        made.trainer.train_batch = train_batch  # type: ignore[method-assign]
+        made.learner.train_batch = train_batch  # type: ignore[method-assign]
         try:
             made.fit()
         except KeyboardInterrupt:

@@ -42,15 +42,14 @@ from torchrl_grpo.tasks import ArithmeticTask
 
 pytest.importorskip("ray")
 
-from torchrl_grpo.errors import TrainerLostError, WaitedTooLongError, WorkersLostError
-
 from torchrl_grpo.distributed.actors import LearnerActor
 from torchrl_grpo.distributed.learner import RayLearner
 from torchrl_grpo.distributed.rollout_manager import RolloutManager
 from torchrl_grpo.distributed.source import RayBatch, RaySource
 from torchrl_grpo.distributed.tasks import TaskQueue
 from torchrl_grpo.distributed.workers import ActorLostError, Worker
-from torchrl_grpo.weights import ObjectSender, PackedWeights, WeightHandle
+from torchrl_grpo.errors import LearnerLostError, WaitedTooLongError, WorkersLostError
+from torchrl_grpo.weights import ObjectSender, WeightHandle
 
 REPEATS, TASK, BATCH = 2, 2, 4  # rows in a group, groups in a task, groups in a batch
 
@@ -239,7 +238,7 @@ class SecondEngine(CountingEngine):
 def weights_of(version: int) -> Any:
     import ray
 
-    return ray.put(PackedWeights.pack([("w", torch.tensor([float(version)]))], None))
+    return ray.put(ObjectSender(None).pack([("w", torch.tensor([float(version)]))], version))
 
 
 def sequences(batch: RayBatch) -> TensorDictBase:
@@ -310,13 +309,13 @@ def test_the_published_weights_are_evaluated_and_bound_0_waits_for_them(source_o
 
 
 def test_weights_stay_while_a_sampler_reads_them_and_are_then_freed(
-    source_of: Callable[..., RaySource], tmp_path: Path
+    source_of: Callable[..., RaySource],
 ) -> None:
-
     released = list[int]()
-
     source = source_of(total_groups=BATCH, max_staleness=2, engine=SlowEngine, release=released.append)
-    for version in range(3):
+    source.publish(weights_of(0), 0)
+    until(lambda: source.manager.samplers[0].updating == 0)
+    for version in (1, 2):
         source.publish(weights_of(version), version)
     assert released == [1]  # nobody will read it
     [[(_, token, _)]] = source.probes()
@@ -575,7 +574,7 @@ def test_a_dead_training_rank_ends_the_run_with_the_last_checkpoint_named(
     assert packed["v"].tolist() == [[0, 1, 2], [3, 4, 5]]
     learner.save(Checkpointer(tmp_path, {}), {})
     threading.Timer(0.5, os.kill, (learner.pids[0], signal.SIGKILL)).start()
-    with pytest.raises(TrainerLostError, match=r"training rank died .* train\.resume=.*checkpoint_000000\.pt"):
+    with pytest.raises(LearnerLostError, match=r"training rank died .* train\.resume=.*checkpoint_000000\.pt"):
         learner.train_batch(RayBatch((0,), [ray.put(lazy_stack([TensorDict({})]))]))
     assert not learner.resumable  # inside a step: not a state that could be saved
     learner.close()

@@ -12,9 +12,9 @@ import psutil
 
 from tests.support.configs import compose_config
 from tests.support.processes import worker_processes
-from torchrl_grpo.run import build
 from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.reward_pool import RESTARTS, TIMED_OUT
+from torchrl_grpo.run import build
 
 
 def run(folder: Path, *overrides: str, kill: Callable[[Any], list[int]] | None, asynchronous: bool) -> list[Any]:
@@ -22,15 +22,15 @@ def run(folder: Path, *overrides: str, kill: Callable[[Any], list[int]] | None, 
     settings = ("env.num_envs=16", "env.repeats=4", "optimizer.lr=1e-3", "evaluation.num_prompts=0")
     config = compose_config(*settings, "train.total_dialog_turns=64", "logging.tensorboard=false", *overrides)
     made = build(config, folder, asynchronous=asynchronous)
-    real = made.trainer.train_batch
+    real = made.learner.train_batch
 
     def train_batch(batch: Any) -> dict[str, float]:
-        if made.trainer.version == 2 and kill is not None:
+        if made.learner.version == 2 and kill is not None:
             for pid in kill(made):
                 os.kill(pid, signal.SIGKILL)
         return real(batch)
 
-    made.trainer.train_batch = train_batch  # type: ignore[method-assign]
+    made.learner.train_batch = train_batch  # type: ignore[method-assign]
     try:
         made.fit()
     finally:
@@ -47,7 +47,7 @@ def own_workers(process: psutil.Process) -> list[int]:
 
 def assert_killed_reward_workers_change_no_number(tmp_path: Path, asynchronous: bool) -> None:
     def kill(made: Any) -> list[int]:
-        pid = made.source.pids()["rollout actor 0"] if asynchronous else os.getpid()
+        pid = made.source.pids()["sampler 0"] if asynchronous else os.getpid()
         return own_workers(psutil.Process(pid))
 
     options = ["env.reward_workers=2"]

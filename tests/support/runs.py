@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from tests.support.configs import compose_config
-from torchrl_grpo.run import build
 from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.run import build
 
 SMALL = (
     "env.num_envs=16",

@@ -39,6 +39,10 @@ def values(data: TensorDict) -> list[float]:
     return data["advantage"].squeeze(-1).tolist()
 
 
+def counts(transform: GroupAdvantage) -> tuple[int, int, int]:
+    return transform.num_groups, transform.num_zero_variance_groups, transform.num_invalid
+
+
 KEYS = ("group_id", ("next", "reward"), "advantage")
 
 
@@ -61,9 +65,9 @@ def test_invalid_rewards_are_left_out_and_zero_variance_groups_counted():
     valid = [True, True, False, True, True, True, False, False, True]
     out = transform(batch_of(rewards, [0] * 3 + [1] * 3 + [2] * 3, valid))
     assert values(out) == [-1, 1, 0, 0, 0, 0, 0, 0, 0]
-    assert (transform.num_groups, transform.num_zero_signal_groups, transform.num_invalid) == (3, 2, 3)
+    assert counts(transform) == (3, 2, 3)
     transform.reset_counts()
-    assert (transform.num_groups, transform.num_zero_signal_groups, transform.num_invalid) == (0, 0, 0)
+    assert counts(transform) == (0, 0, 0)
 
 
 def test_a_group_of_another_size_is_refused():
@@ -125,7 +129,7 @@ def test_a_buffer_gets_whole_groups_only(storage):
     stored = {key: buffer[:][key].squeeze(-1).tolist() for key in KEYS}
     assert stored["group_id"] == [0, 0, 2, 2, 0, 0, 1, 1]
     assert stored["advantage"] == [-1, 1, 1, -1, 4.5, -4.5, 0, 0]
-    assert transform.num_groups == 4 and transform.num_zero_signal_groups == 1
+    assert counts(transform) == (4, 1, 0)
     # A sample of single members keeps what was computed over the whole group.
     sample = buffer.sample(5)
     expected = dict(zip(stored["next", "reward"], stored["advantage"], strict=True))
@@ -167,13 +171,13 @@ def test_the_advantage_is_written_when_the_last_row_of_a_group_is_done(tokenizer
     # Group 0 ends at once, without signal; group 1 has a row that goes on.
     first = respond(env, data, [stop, stop, stop, more])
     assert first["next", "advantage"].tolist() == [[0.0]] * 4
-    assert (transform.num_groups, transform.num_zero_signal_groups) == (1, 1)
+    assert counts(transform) == (1, 1, 0)
     second = env.step_mdp(first)
     second.set("_step", ~second["done"])
     last = respond(env, second, [[], [], [], more])
     assert last["next", "reward"].squeeze(-1).tolist() == [1, 1, 1, 2]
     assert last["next", "advantage"].squeeze(-1).tolist() == [0, 0, -0.5, 0.5]
-    assert (transform.num_groups, transform.num_zero_signal_groups, transform.num_invalid) == (2, 1, 0)
+    assert counts(transform) == (2, 1, 0)
 
 
 def test_a_batch_statistic_is_over_the_groups_that_are_done(tokenizer):
@@ -399,7 +403,7 @@ def test_zero_variance_groups_give_exact_zeros_at_token_level():
     out = transform(lazy_stack(rows))
     assert token_lists(out)[:6] == [[0, 0], [0, 0, 0], [0], [0], [0, 0], [0, 0]]
     assert_tokens_close(token_lists(out)[6:], [[0, -(0.5**0.5)], [0, 0.5**0.5]])
-    assert (transform.num_groups, transform.num_zero_signal_groups, transform.num_invalid) == (4, 3, 1)
+    assert counts(transform) == (4, 3, 1)
 
 
 @pytest.mark.parametrize("mean", ["group", "batch", "none"])
@@ -445,7 +449,10 @@ def test_token_level_says_what_it_needs(tokenizer):
         ({"mean": "foo"}, r"mean='foo' must be one of \('group', .*\): use 'group'"),
         ({"std": "foo"}, r"std='foo' must be one of \('group', .*\): use 'group'"),
         ({"level": "word"}, "level='word' must be one of"),
-        ({"level": "token", "mean": "leave_one_out"}, "mean='leave_one_out' must go with level='sequence'"),
+        (
+            {"level": "token", "mean": "leave_one_out"},
+            "mean=leave_one_out must not be used with an advantage for each token",
+        ),
         ({"level": "token", "gamma": 1.5}, r"gamma=1.5 must be in \[0, 1\]"),
         ({"level": "token", "lmbda": -0.1}, r"lmbda=-0.1 must be in \[0, 1\]"),
         ({"gamma": 0.9}, "gamma=0.9 must be 1 with level='sequence', nothing reads it"),

@@ -19,10 +19,10 @@ from torchrl.modules.llm import TransformersWrapper
 from tests.support.configs import ROOT, SMALL, compose_config
 from tests.support.losses import Table, make_batch, total
 from torchrl_grpo import functional as F
-from torchrl_grpo.run import batch_transforms, build, make_loss, prepare
 from torchrl_grpo.config import ConfigError, check_command_line
 from torchrl_grpo.models.scoring import WrapperScorer
 from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, SAPOLoss
+from torchrl_grpo.run import batch_transforms, build, make_loss, prepare
 
 Token = Callable[[Tensor, Tensor, Tensor], Tensor]  # (ratio, log-prob, advantage) -> objective of a token
 
@@ -501,12 +501,12 @@ def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path)
     expected |= {"proximal": "behaviour", "behaviour": ("none", "token", 5.0), "kl_estimator": "k3"}
     expected |= {"level": "sequence", "shaping": None, "dynamic_sampling": False} | PRESETS[name]
     run = build(compose_config(*SMALL, f"algo={name}"), tmp_path)
-    before = _copy(run.trainer.model)
+    before = _copy(run.learner.trainer.model)
     try:
         run.fit()
     finally:
         run.close()
-    loss = run.trainer.loss
+    loss = run.learner.trainer.loss
     assert type(loss) is expected.get("loss", GRPOLoss)
     low, high = expected.get("clip", (0.2, 0.2))
     assert loss.clip_epsilon_low.item() == pytest.approx(low)
@@ -531,15 +531,15 @@ def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path)
         plain = {"scale": 1.0, "bias": 0.0, "clip": None, "overlong_buffer": 0, "kl_coef": 0.0}
         for setting, value in (plain | expected["shaping"]).items():
             assert getattr(shaping, setting) == value
-    assert (run.trainer.version, run.trainer.optim_steps) == (2, 4)
-    moved = [(value - before[name]).abs().max() for name, value in run.trainer.model.named_parameters()]
+    assert (run.learner.trainer.version, run.learner.trainer.optim_steps) == (2, 4)
+    moved = [(value - before[name]).abs().max() for name, value in run.learner.trainer.model.named_parameters()]
     assert 0 < max(moved) < 1e-2
 
 
 def test_one_optimizer_step_a_batch_needs_no_forward_pass_for_proximal(tmp_path: Path) -> None:
     run = build(compose_config(*SMALL, "algo=decoupled_ppo", "train.optim_batch_size=16"), tmp_path)
     try:
-        assert run.trainer.loss.proximal == "current"
+        assert run.learner.trainer.loss.proximal == "current"
     finally:
         run.close()
 
@@ -548,22 +548,22 @@ def test_the_reference_model_is_refreshed_every_n_steps(tmp_path: Path) -> None:
     """At first it has the weights of the start; from step 2 on, before the engine has them, those of step 2."""
     overrides = ["ref_model.refresh_every=2", "train.total_dialog_turns=48", "policy.kl_coef=0.01"]
     run = build(compose_config(*SMALL, *overrides), tmp_path)
-    reference, trained = run.parts.reference.scorer.model, run.trainer.model
+    reference, trained = run.source.reference.scorer.model, run.learner.trainer.model
     weights = {0: _copy(trained)}
     seen: dict[int, dict[str, Tensor]] = {}
-    train_batch, send = run.trainer.train_batch, run.source.publish
+    train_batch, send = run.learner.train_batch, run.source.publish
 
     def publish(sent: Any, version: int) -> None:
         seen[version] = _copy(reference)
         send(sent, version)
 
     def spy(batch: TensorDict) -> dict[str, float]:
-        assert all(torch.equal(seen[run.trainer.version][name], value) for name, value in _copy(reference).items())
+        assert all(torch.equal(seen[run.learner.version][name], value) for name, value in _copy(reference).items())
         out = train_batch(batch)
-        weights[run.trainer.version] = _copy(trained)
+        weights[run.learner.version] = _copy(trained)
         return out
 
-    run.trainer.train_batch, run.source.publish = spy, publish  # type: ignore[method-assign]
+    run.learner.train_batch, run.source.publish = spy, publish  # type: ignore[method-assign]
     try:
         run.fit()
     finally:
@@ -587,7 +587,7 @@ def _copy(model: torch.nn.Module) -> dict[str, Tensor]:
         (["policy.advantage_level=token", "policy.advantage_mean=leave_one_out"], "leaves a sequence out, not a token"),
         (
             ["policy.dynamic_sampling=true", "policy.max_sampling_rounds=1", "train.dialog_turns_per_batch=32"],
-            "policy.max_sampling_rounds=1 rollouts of env.num_envs=16 must make up",
+            "policy.max_sampling_rounds=1 rollouts of 16 trajectories must make up",
         ),
         (["policy.gae_gamma=0.9"], "policy.gae_gamma=0.9 must be left out with policy.advantage_level=sequence"),
         (["policy.overlong_buffer=1.5"], "policy.overlong_buffer=1.5 must be above 0 and at most 1"),
@@ -611,13 +611,13 @@ def test_a_loss_and_an_advantage_of_ones_own_by_name(tmp_path: Path, monkeypatch
     check_command_line(overrides)
     run = build(compose_config(*SMALL, *overrides), tmp_path)
     seen: list[Tensor] = []
-    train_batch = run.trainer.train_batch
-    run.trainer.train_batch = lambda batch: (seen.append(batch["advantage"]), train_batch(batch))[1]  # type: ignore
+    train_batch = run.learner.trainer.train_batch
+    run.learner.trainer.train_batch = lambda batch: (seen.append(batch["advantage"]), train_batch(batch))[1]  # type: ignore
     try:
         run.fit()
     finally:
         run.close()
-    assert type(run.trainer.loss).__name__ == "ReinforceLoss"
+    assert type(run.learner.trainer.loss).__name__ == "ReinforceLoss"
     assert {value for batch in seen for value in batch.flatten().tolist()} <= {-1.0, 0.0, 1.0}
     assert any(batch.abs().max() == 1 for batch in seen)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -81,3 +85,21 @@ def test_nothing_switches_on_vllms_insecure_serialization() -> None:
     assert [
         path for path in (ROOT / "torchrl_grpo").rglob("*.py") if "INSECURE_SERIALIZATION" in path.read_text()
     ] == []
+
+
+def test_folders_of_killed_runs_are_removed_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="g", dir="/tmp"))
+    try:
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        killed, other = folder / "ray-killed", folder / "ray-of-someone-else"
+        for path in (killed, other):
+            path.mkdir()
+        (killed / "lock").touch()
+        first = cluster_module._short_folder()
+        second = cluster_module._short_folder()  # of another run at the same time
+        assert sorted(folder.iterdir()) == sorted([other, *(Path(lock.name).parent for lock in (first, second))])
+        for lock in (first, second):
+            cluster_module._remove(lock)
+        assert list(folder.iterdir()) == [other]
+    finally:
+        shutil.rmtree(folder)

@@ -485,8 +485,8 @@ def test_a_resumed_dynamic_collector_goes_on_where_the_first_one_was(tokenizer):
     ("arguments", "message"),
     [
         ({"wanted": 7}, "dialog_turns_per_batch=7 must be a multiple of the group size 2 .*: use 6"),
-        ({"wanted": 12, "rounds": 2}, "max_sampling_rounds=2 rollouts of 4 trajectories .*: use at least 3 rounds"),
-        ({"wanted": 2, "rounds": 0}, "max_sampling_rounds=0 rollouts .*: use at least 1 rounds"),
+        ({"wanted": 12, "rounds": 2}, "max_sampling_rounds=2 rollouts of 4 trajectories .*: use at least 3"),
+        ({"wanted": 2, "rounds": 0}, "max_sampling_rounds=0 rollouts .*: use at least 1"),
     ],
 )
 def test_dynamic_sampling_says_what_it_cannot_do(tokenizer, arguments, message):

@@ -231,7 +231,7 @@ def test_long_prompts_are_dropped_and_counted(tokenizer, monkeypatch):
     [
         (
             {"num_envs": 30, "repeats": 16},
-            "num_envs=30 must be a multiple of repeats=16, both at least 1: use 16 or",
+            "num_envs=30 must be a multiple of repeats=16, at least 1: use 16 or",
         ),
         ({"num_envs": 4, "repeats": 0}, "num_envs=4 must be a multiple of repeats=0"),
         ({"num_envs": 4, "repeats": 4, "max_turns": 0}, "max_turns=0 must be at least 1"),

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from tests.support.configs import compose_config
 from tests.support.runs import LORA, SMALL, at, differences, numbers, run, state_of, steps
-from torchrl_grpo import build_resume
-from torchrl_grpo.run import build
-from torchrl_grpo.build_resume import Resume, check_units, find_resume
-from torchrl_grpo.config import ConfigError
+from torchrl_grpo.config import ConfigError, plain
+from torchrl_grpo.learner import resume as resume_module
+from torchrl_grpo.learner.resume import Resume, check_tasks, find_resume
 from torchrl_grpo.models import loading
 from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.run import build
 
 FULL = ("optimizer.warmup_steps=20", "optimizer.weight_decay=0.1", "train.optim_batch_size=8", "train.epochs=2")
 
@@ -54,6 +53,25 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(
     assert [row.get("eval/pass@1") for row in rows[1:]] == [row.get("eval/pass@1") for row in expected[4:]]
     # Weights, moments, scheduler, counts, data order, the engine's and the process's random state.
     assert differences(state_of(at(tmp_path, 6)), state_of(at(whole, 6))) == []
+
+
+def test_a_refreshed_reference_stays_when_the_run_goes_on_without(tmp_path: Path) -> None:
+    """It is not the base model again: the KL to it starts at 0."""
+    whole = run(tmp_path / "whole", steps(4), "ref_model.refresh_every=3", "train.checkpoint_frequency=3")
+    rows = run(tmp_path / "rest", steps(4), f"train.resume={at(tmp_path / 'whole', 3)}")
+    assert numbers(rows[1:], 4) == numbers(whole, 4)
+    assert rows[1]["train/kl_k3_to_ref"] < 1e-9 < whole[3]["train/kl_k3_to_ref"]
+    assert torch.load(at(tmp_path / "rest", 4), weights_only=True)["source"]["reference_version"] == 3
+
+
+def test_a_checkpoint_whose_reference_is_lost_is_refused(full_run: Path, tmp_path: Path) -> None:
+    source = torch.load(at(full_run, 6), weights_only=True)["source"]
+    path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"reference_version": 4})
+    with pytest.raises(ConfigError, match=r"had the weights of step 4, which .* of step 6 does not have: use"):
+        resume_of(path)
+    path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"reference_version": 6})
+    found = resume_of(path)
+    assert found is not None and found.reference_version == 6
 
 
 def test_length_learning_rate_and_loss_may_change_on_resume(full_run: Path, tmp_path: Path) -> None:
@@ -96,7 +114,6 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (["train_model.lora.enabled=true"], r"train_model\.lora\.enabled=true must be false"),
         (["optimizer.warmup_steps=0"], r"optimizer\.warmup_steps=0 must be 20"),
         (["train.total_dialog_turns=96"], r"total_dialog_turns=96 must be more than the 96 .*=192"),
-        (["ref_model.refresh_every=4"], r"refresh_every=4 must divide the step of the checkpoint, 6,.*step 4: use"),
         (["train.resume=/nowhere"], r"train\.resume=/nowhere must be .* but it does not exist"),
         (["train.resume=/tmp/.."], r"train\.resume=/tmp/\.\. must be .* but it has none"),
         (
@@ -116,7 +133,7 @@ def test_what_does_not_fit_is_named_before_anything_is_loaded(
 
 def test_values_are_named_as_the_command_line_takes_them() -> None:
     values = [["q_proj", "v_proj"], None, True, "arithmetic", 2]
-    assert [build_resume._written(value) for value in values] == ["[q_proj,v_proj]", "null", "true", "arithmetic", "2"]
+    assert [resume_module._written(value) for value in values] == ["[q_proj,v_proj]", "null", "true", "arithmetic", "2"]
 
 
 def changed(path: Path, into: Path, **entries: Any) -> Path:
@@ -128,15 +145,14 @@ def changed(path: Path, into: Path, **entries: Any) -> Path:
 
 def resume_of(path: Path, max_staleness: int = 0) -> Resume | None:
     config = compose_config(*SMALL, *FULL, steps(9), f"train.resume={path}")
-    plain: Any = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    return find_resume(config, plain, max_staleness)
+    return find_resume(config, plain(config), max_staleness)
 
 
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"source": {"env": {"num_problems": 9}, "units": []}}, r"num_problems=9, this one has 4096: use the dataset"),
+        ({"source": {"env": {"num_problems": 9}, "tasks": []}}, r"num_problems=9, this one has 4096: use the dataset"),
         ({"source": {"collector": {}}}, r"checkpoint_000006\.pt was written by an earlier version"),
     ],
 )
@@ -161,8 +177,8 @@ def test_the_latest_whole_checkpoint_of_a_folder_is_taken(full_run: Path, tmp_pa
 
 def test_groups_drawn_ahead_need_a_bound_and_samplers_that_fit(full_run: Path, tmp_path: Path) -> None:
     source = torch.load(at(full_run, 6), weights_only=True)["source"]
-    unit = {"env": source["env"], "groups": [24, 25], "stop": 26, "wanted": [25]}
-    path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"units": [unit, unit]})
+    task = {"env": source["env"], "groups": [24, 25], "stop": 26, "wanted": [25]}
+    path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"tasks": [task, task]})
     with pytest.raises(
         ConfigError, match=r"train\.max_staleness=0 must be at least 1 with .*has 2 groups .*grpo-async"
     ):
@@ -170,7 +186,7 @@ def test_groups_drawn_ahead_need_a_bound_and_samplers_that_fit(full_run: Path, t
     found = resume_of(path, max_staleness=1)
     assert found is not None
     config = compose_config(*SMALL)  # 4 groups at a time
-    check_units(found, 2, config)
-    check_units(replace(found, source=source), 4, config)
+    check_tasks(found, 2, config)
+    check_tasks(replace(found, source=source), 4, config)
     with pytest.raises(ConfigError, match=r"use inference_model\.num_devices=2\."):
-        check_units(found, 4, config)
+        check_tasks(found, 4, config)

@@ -24,7 +24,8 @@ from tests.support.envs import END, ScriptedEngine, column, respond
 from tests.support.reward_runs import assert_killed_reward_workers_change_no_number
 from tests.support.reward_tasks import ObedientTask, UnloadableTask
 from torchrl_grpo.collectors import RolloutCollector
-from torchrl_grpo.distributed.actors import Replica, RolloutActor, Unit
+from torchrl_grpo.collectors.sampler import RolloutTask, Sampler
+from torchrl_grpo.distributed.actors import SamplerActor
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
@@ -177,29 +178,29 @@ def test_a_replica_plays_on_while_a_unit_is_scored(
     make_env: Callable[..., LLMEnv], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     """The first unit's scorer ends when the second unit is through."""
-    pool = RewardPool(ObedientTask(), 3, timeout_s=30)  # the first unit takes two
+    pool = RewardPool(ObedientTask(), 3, timeout_s=30)  # the first task takes two
     begun, through = tmp_path / "begun", tmp_path / "through"
     slow, fast = f"meet {begun} {through}", "3"
 
     def rule(prompt: Any, copy_number: int) -> tuple[list[int], str]:
         return [*tokenizer(fast if begun.exists() else slow)["input_ids"], END], "stop"
 
-    def parts() -> Replica:
+    def parts() -> Sampler:
         engine, params = ScriptedEngine(rule), SamplingParams(64)
         env = make_env(pool, 2)
         policy = GenerationPolicy(engine, params)
         collectors = [RolloutCollector(copy.copy(env), policy) for _ in range(2)]
-        return Replica(engine, collectors, None, params, [], pool)
+        return Sampler(engine, collectors, None, params, [], pool)
 
-    actor = RolloutActor(parts)
+    actor = SamplerActor(parts)
     actor.setup(0, None)
     state = make_env(None, 2).state_dict()
     with ThreadPoolExecutor(1) as thread:
-        first = thread.submit(actor.play, Unit(state, (0,), 1))
+        first = thread.submit(actor.play, RolloutTask(state, (0,), 1))
         while not begun.exists():
             time.sleep(0.01)
         assert not first.done()
-        through_report, group = actor.play(Unit(state | {"position": 1, "next_group": 1}, (1,), 2))
+        through_report, group = actor.play(RolloutTask(state | {"position": 1, "next_group": 1}, (1,), 2))
         assert group["next", "reward"].reshape(-1).tolist() == [3.0, 3.0]
         assert not first.done()
         through.touch()

@@ -314,8 +314,8 @@ def test_the_advantage_reads_the_shaped_reward_only_where_it_is_told_to() -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"clip": (1.0, -1.0)}, r"clip=\(1.0, -1.0\) must be a lower and a higher bound"),
-        ({"clip": (1.0, 1.0)}, r"clip=\(1.0, 1.0\) must be a lower and a higher bound"),
+        ({"clip": (1.0, -1.0)}, r"clip=\[1.0, -1.0\] must be a pair"),
+        ({"clip": (1.0, 1.0)}, r"clip=\[1.0, 1.0\] must be a pair"),
         ({"overlong_buffer": -1}, "overlong_buffer=-1 must be at least 0"),
         ({"overlong_buffer": 4}, "overlong_buffer=4 must be at most max_response_tokens=None"),
         ({"overlong_buffer": 9, "max_response_tokens": 8}, "overlong_buffer=9 must be at most max_response_tokens=8"),

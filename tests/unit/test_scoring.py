@@ -9,8 +9,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.support.models import make_tiny_model
+from torchrl_grpo.keys import CUR_LOG_PROBS, ENTROPY
 from torchrl_grpo.models import loading
-from torchrl_grpo.models.scoring import CUR_LOG_PROBS, ENTROPY, AdapterOffScorer, TokenScorer, chunked_log_probs
+from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer, chunked_log_probs
 
 
 def make_batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.support.models import make_lora, make_tiny_model, response_log_probs
 from tests.support.weights import Trained, mismatch
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.transformers import TransformersEngine
-from torchrl_grpo.models.loading import CheckpointWeights
+from torchrl_grpo.models.loading import CheckpointModel
 from torchrl_grpo.weights import (
     AdapterHandle,
     AdapterSender,
@@ -124,11 +124,11 @@ def test_ranks_that_send_nothing_still_take_part_in_the_gathering(tiny_model: nn
 @pytest.mark.parametrize("kind", ["object_store", "broadcast"])
 def test_adapters_by_any_kind_make_the_weights_that_would_be_sent_whole(kind: str, dtype: torch.dtype, tmp_path: Path):
     make_tiny_model().save_pretrained(tmp_path)
-    base = CheckpointWeights(str(tmp_path), dtype)
+    base = CheckpointModel(str(tmp_path), dtype)
     sender = make_sender(kind, dtype=torch.float16, lora_base=base)
     for seed in (1, 2):
         torch.manual_seed(seed)
-        lora = make_lora(base=CheckpointWeights(str(tmp_path), dtype).model())
+        lora = make_lora(base=base())
         handle = sender.send(Trained(lora), seed)
         sent = len(pickle.dumps(handle))
         expected, got = dict(named_weights(lora)), dict(pickle.loads(pickle.dumps(handle)).weights())
@@ -143,23 +143,20 @@ def test_adapters_by_any_kind_make_the_weights_that_would_be_sent_whole(kind: st
     sender.close()
 
 
-class Base:
-    """Base weights in memory."""
+class Layer(nn.Module):
+    """A base model of one weight."""
 
-    def __init__(self, weights: list[tuple[str, Tensor]]) -> None:
-        self.weights = weights
-
-    def __call__(self) -> list[tuple[str, Tensor]]:
-        return self.weights
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2, 3, dtype=torch.float64))
 
 
 def test_two_adapters_of_a_layer_in_two_dtypes_are_both_added():
-    base = [("w", torch.zeros(2, 3, dtype=torch.float64))]
     ones = torch.ones(1, 3), torch.ones(2, 1)
     lower = torch.ones(1, 3).bfloat16(), torch.full((2, 1), 2.0).bfloat16()
     deltas = [("w", LoraDelta(*ones, 0.5)), ("w", LoraDelta(*lower, 0.25))]
     for carrier in (ObjectSender(None), make_sender("broadcast", dtype=None)):
-        handle = AdapterSender(carrier, Base(base)).pack(deltas, 0)
+        handle = AdapterSender(carrier, Layer).pack(deltas, 0)
         assert isinstance(handle, AdapterHandle)
         [(name, weight)] = handle.weights()
         assert name == "w" and torch.equal(weight, torch.ones(2, 3, dtype=torch.float64))

@@ -32,7 +32,7 @@ from torchrl_grpo.collectors.sampler import Sampler
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Completion, EngineDeadError, SamplingParams
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
-from torchrl_grpo.models.loading import CheckpointWeights, add_lora
+from torchrl_grpo.models.loading import CheckpointModel, add_lora
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks import ArithmeticTask
 from torchrl_grpo.weights import make_sender, named_weights
@@ -175,8 +175,8 @@ def test_abort_starts_running_requests_again_and_counts_them(engine, pool):
 
 
 def test_the_workers_load_what_is_sent_and_refuse_what_does_not_fit(engine):
-    base = CheckpointWeights(str(starter_path()), torch.float32)
-    lora = add_lora(base.model(), r=4, alpha=8)
+    base = CheckpointModel(str(starter_path()), torch.float32)
+    lora = add_lora(base(), r=4, alpha=8)
     for name, weight in lora.named_parameters():
         torch.nn.init.normal_(weight, std=0.1) if "lora_B" in name else None
     last = make_model(10)

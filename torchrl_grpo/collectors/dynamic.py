@@ -17,8 +17,8 @@ from torchrl_grpo.keys import GROUP_ID, REWARD, REWARD_VALID
 class GroupCounts:
     """What dynamic sampling did with the groups of a batch.
 
-    ``played`` of them, ``zero_variance`` dropped because they have none, ``surplus`` dropped because the batch was full,
-    and ``filled`` taken without signal because the rounds were used up.
+    ``played`` of them, ``zero_variance`` dropped because their rewards are equal, ``surplus`` dropped because the batch
+    was full, and ``filled``: zero-variance groups that were taken because the rounds were used up.
     """
 
     played: int = 0
@@ -41,10 +41,10 @@ def has_variance(rows: Iterable[TensorDictBase]) -> bool:
 def collect_dynamically(
     play: Callable[[], Iterable[TensorDictBase]], num_groups: int, max_rounds: int
 ) -> tuple[list[TensorDictBase], GroupCounts]:
-    """Plays until ``num_groups`` groups have signal.
+    """Plays until ``num_groups`` groups have rewards that differ.
 
     The surplus of the last play is dropped: kept for the next batch, it would be of older weights than the rest. After
-    ``max_rounds`` plays the groups without signal that were played last fill the batch.
+    ``max_rounds`` plays the zero-variance groups that were played last fill the batch.
 
     Args:
         play: gives the sequences of some whole groups, the members of a group adjacent.

@@ -14,8 +14,8 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl.collectors import BaseCollector
 from torchrl.envs import EnvBase, TransformedEnv
 
+from torchrl_grpo.checks import check_sampling_rounds
 from torchrl_grpo.collectors.dynamic import GroupCounts, collect_dynamically
-from torchrl_grpo.envs import LENGTH_STOPPED
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.keys import (
     ADVANTAGE,
@@ -23,6 +23,7 @@ from torchrl_grpo.keys import (
     ATTENTION_MASK,
     DONE,
     FULL,
+    LENGTH_STOPPED,
     LOG_PROBS,
     POLICY_VERSION,
     POLICY_VERSIONS,
@@ -144,11 +145,7 @@ class RolloutCollector(BaseCollector):
                 f"dialog_turns_per_batch={wanted} must be a multiple of the group size {size} with dynamic sampling, "
                 f"which makes batches of exactly that many: use {wanted - wanted % size or size}."
             )
-        if wanted > rows * self.max_sampling_rounds:
-            raise ValueError(
-                f"max_sampling_rounds={self.max_sampling_rounds} rollouts of {rows} trajectories must make up "
-                f"dialog_turns_per_batch={wanted}: use at least {-(-wanted // rows)} rounds."
-            )
+        check_sampling_rounds(self.max_sampling_rounds, rows, wanted)
 
     @property
     def dialog_turns(self) -> int:

@@ -113,8 +113,8 @@ class Sampler:
         finally:
             self._idle.put(collector)
         versions: dict[int, int] = {}
-        of_row = zip(batch.get(keys.GROUP_ID).flatten().tolist(), batch.get(keys.POLICY_VERSION).flatten().tolist())
-        for group, version in of_row:
+        of_rows = (batch.get(key).flatten().tolist() for key in (keys.GROUP_ID, keys.POLICY_VERSION))
+        for group, version in zip(*of_rows, strict=True):
             versions[group] = min(version, versions.get(group, version))
         report = RolloutReport(
             groups=tuple(versions),
@@ -132,7 +132,7 @@ class Sampler:
         return ({}, []) if self.evaluator is None else self.evaluator.evaluate(sampled=sampled)
 
     def probe(self) -> Probe:
-        """A few sampled tokens with their log-probs, for ``Learner.mismatch``; the draws of the run stay as they are."""
+        """A few sampled tokens with their log-probs, for ``Learner.mismatch``; it does not change the run's draws."""
         with preserve_rng(self.engine):
             return sample_probe(self.engine, self.probe_prompts, self.params)
 

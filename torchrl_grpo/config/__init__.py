@@ -6,9 +6,10 @@ nowhere else.
 """
 
 from torchrl_grpo.config.command_line import check_command_line, from_hydra, orderly_exit, register
-from torchrl_grpo.config.renamed import renamed
+from torchrl_grpo.config.fields import leaves
+from torchrl_grpo.config.renamed import plain, renamed
 from torchrl_grpo.config.rules import validate
-from torchrl_grpo.config.schema import GRPOConfig, leaves, plain
+from torchrl_grpo.config.schema import GRPOConfig
 from torchrl_grpo.errors import ConfigError
 
 __all__ = [

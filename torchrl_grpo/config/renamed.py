@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchrl_grpo.config.schema import GRPOConfig, leaves
+from torchrl_grpo.config.schema import FIELDS, GRPOConfig
 from torchrl_grpo.errors import ConfigError
 
 
-def renamed(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a saved config, in plain types, with today's names."""
-    copied = copy.deepcopy(dict(plain))
+def plain(config: GRPOConfig) -> dict[str, Any]:
+    """A config as nested dictionaries of plain types, without old names."""
+    made = dataclasses.asdict(config)
+    for name, item in FIELDS.items():
+        if "now" in item.metadata:
+            node, key = _at(made, name)
+            del node[key]
+    return made
+
+
+def renamed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of what ``plain`` gave in this release or an earlier one, with today's names."""
+    copied = copy.deepcopy(dict(saved))
     list(take_old_names(copied))
     return copied
 
@@ -26,24 +37,20 @@ def take_old_names(config: Any) -> Iterator[str]:
     Raises:
         ConfigError: a key is given by both names.
     """
-    fields = {name: item for name, item, _ in leaves(GRPOConfig())}
-    for name, item in fields.items():
-        node, key = _at(config, name)
-        value = node.get(key) if item.metadata.keys() & {"now", "removed"} else None
-        if value is None:
-            continue
-        if "now" in item.metadata:
-            now = item.metadata["now"]
-            new_node, new_key = _at(config, now)
-            if new_node.get(new_key) not in (None, fields[now].default, value):
+    for name, item in FIELDS.items():
+        (node, key), now, removed = _at(config, name), item.metadata.get("now"), item.metadata.get("removed", {})
+        value = node.get(key) if now or removed else None
+        if now and value is not None:
+            new, new_key = _at(config, now)
+            if new.get(new_key) not in (None, FIELDS[now].default, value):
                 raise ConfigError(
-                    f"{name}={value} must be left out with {now}={new_node.get(new_key)}, because it is the old name "
-                    f"of the same key: use {now} alone."
+                    f"{name}={value} must be left out with {now}={new[new_key]}, because both name the same key: use "
+                    f"{now} alone."
                 )
-            new_node[new_key], node[key] = value, None
+            new[new_key], node[key] = value, None
             yield f"{name} is now called {now}: use {now}={value}. The old name works for this release."
-        elif value in item.metadata["removed"]:
-            node[key] = item.metadata["removed"][value]
+        elif value in removed:
+            node[key] = removed[value]
             yield f"{name}={value} was removed, {name}={node[key]} is used instead; this release still takes it."
 
 

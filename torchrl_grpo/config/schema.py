@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any
 
 from omegaconf import MISSING
 
 from torchrl_grpo import choices
-
-
-def limited(default: Any, **limits: float) -> Any:
-    """A field with limits: ``ge``, ``gt``, ``le``, ``lt``. ``validate`` holds them; None is always allowed."""
-    return field(default=default, metadata={"limits": limits})
-
-
-def choice(literal: Any, default: str | None, removed: Mapping[str, str] = MappingProxyType({})) -> Any:
-    """A field that takes the values of a ``Literal``, and for a release those ``removed``, which stand for another."""
-    return field(default=default, metadata={"choices": get_args(literal), "removed": removed})
-
-
-def old_name(of: str) -> Any:
-    """The old name of a field: for a release its value, if there is one, is that of the field at ``of``."""
-    return field(default=None, metadata={"now": of})
-
+from torchrl_grpo.checks import check_clip_epsilon
+from torchrl_grpo.config.fields import choice, leaves, limited, old_name
 
 _REMOVED_TRANSFERS = {"shared_memory": "object_store", "file": "object_store", "adapters": "auto"}
 
@@ -105,15 +88,15 @@ class InferenceModelConfig:
     enforce_eager: bool = False
     """vllm: start faster, without compiled graphs."""
     in_flight: str = choice(choices.InFlight, "wait")
-    """What new weights do to sequences that are being sampled: wait for their end, keep them and go on with the new
-    weights, or abort them and begin them again. keep and abort need vllm."""
+    """What new weights do to responses in flight, that is, being sampled: wait for their end, keep them and go on with
+    the new weights, or abort them and start them again. keep and abort need vllm."""
     weight_transfer: str = choice(choices.WeightTransfer, "auto", _REMOVED_TRANSFERS)
     """How the trained weights reach engines in other processes: object_store (Ray's, anywhere), broadcast (nccl between
-    GPUs, gloo between CPUs) or cuda_ipc (one GPU). auto decides by where the two are, and with LoRA sends the adapters."""
+    GPUs, gloo between CPUs) or cuda_ipc (one GPU). auto is object_store. With LoRA, each sends the adapters alone."""
     check_sync: bool = False
-    """Whether engine and trainer are compared on a few tokens after each weight sync."""
+    """Whether the log-probs of engine and learner are compared on a few tokens after each weight sync."""
     check_sync_tolerance: float = limited(0.05, gt=0)
-    """Largest mean difference of log-probs that check_sync accepts, in nats."""
+    """Largest mean log-prob mismatch that check_sync accepts, in nats."""
 
 
 @dataclass
@@ -134,14 +117,14 @@ class RefModelConfig:
 class EnvConfig:
     """The task and how prompts are drawn from it."""
 
-    dataset: str = MISSING
-    """arithmetic (embedded), gsm8k or ifeval."""
+    dataset: str = choice(choices.Dataset, MISSING)
+    """The task: arithmetic (embedded, needs no download) or gsm8k."""
     dataset_path: str | None = None
     """gsm8k: folder with train.jsonl and test.jsonl; by default it is loaded from the Hugging Face hub."""
     difficulty: int = limited(2, ge=1, le=10)
     """arithmetic: 1 to 10; up to 5 the digits of the numbers, see torchrl_grpo/tasks/arithmetic.py."""
     num_envs: int = limited(64, ge=2)
-    """Sequences generated in parallel, a multiple of repeats."""
+    """Trajectories sampled in parallel, a multiple of repeats."""
     repeats: int = limited(8, ge=1)
     """Group size G: responses to each prompt; at least 2 where the advantage compares them with their group."""
     max_prompt_tokens: int | None = limited(None, ge=1)
@@ -160,7 +143,7 @@ class PolicyConfig:
     """The objective; ``algo=NAME`` sets it to that of a published algorithm."""
 
     loss: dict[str, Any] = field(default_factory=lambda: {"_target_": "torchrl_grpo.objectives.GRPOLoss"})
-    """The loss: as _target_ a class of the package, or a GRPOLoss of your own; beside it further arguments."""
+    """The loss: as _target_ a class of the package, or your subclass of GRPOLoss; beside it further arguments."""
     advantage: dict[str, Any] = field(default_factory=lambda: {"_target_": "torchrl_grpo.transforms.GroupAdvantage"})
     """The transform that writes the advantage: as _target_ a GroupAdvantage; beside it further arguments."""
     advantage_mean: str = choice(choices.AdvantageMean, "group")
@@ -184,7 +167,7 @@ class PolicyConfig:
     dynamic_sampling: bool = False
     """Whether groups whose rewards are all equal are dropped and others sampled in their place (arXiv 2503.14476)."""
     max_sampling_rounds: int = limited(10, ge=1)
-    """dynamic_sampling: most rollouts for one batch; after them it is filled with groups without signal."""
+    """dynamic_sampling: most rollouts for one batch; after them it is filled with zero-variance groups."""
     clip_epsilon: Any = 0.2
     """Clip range of the ratio: a number, or a pair [low, high]. Low is in [0, 1], high is at least 0."""
     dual_clip: float | None = limited(None, gt=1)
@@ -224,24 +207,24 @@ class TrainConfig:
     """How much is sampled and how it is split into optimizer steps."""
 
     total_dialog_turns: int = limited(100_000, ge=1)
-    """Sequences to train on; rounded up to whole batches."""
+    """Trajectories to train on, rounded up to whole batches. A dialog is one trajectory, however many turns it has."""
     dialog_turns_per_batch: int | None = limited(None, ge=2)
-    """Sequences collected between two weight syncs, a multiple of env.num_envs; by default env.num_envs."""
+    """Trajectories collected between two weight syncs, a multiple of env.num_envs; by default env.num_envs."""
     optim_batch_size: int | None = limited(None, ge=1)
-    """Sequences in one optimizer step; it divides dialog_turns_per_batch, which is also the default."""
+    """Trajectories in one optimizer step; it divides dialog_turns_per_batch, which is also the default."""
     epochs: int = limited(1, ge=1)
     """Passes over each collected batch, at least 1."""
     micro_batch_tokens: int = limited(16_384, ge=1)
     """Most tokens, padding included, in one forward and backward pass; gradients add up exactly."""
     max_staleness: int | None = limited(None, ge=0)
-    """Most steps by which the weights that sampled a sequence may be older than those that train on it: 0 in grpo.py,
+    """Most steps by which the weights that sampled a trajectory may be older than those that train on it: 0 in grpo.py,
     any number in grpo-async.py, whose default is 1."""
     mixed_precision: str = choice(choices.Precision, "full")
     """Autocast of the training step: full (none), bf16 or fp16 (with a loss scaler)."""
     resume: str | None = None
     """A checkpoint_*.pt, or the folder of a run, whose latest checkpoint is taken: the run goes on from there, in a
-    folder of its own. Model, data, sizes of a batch and the optimizer's warm-up must be those of that run; length,
-    learning rate, loss, devices and frequencies may change. null begins anew."""
+    new folder. Model, data, sizes of a batch and the optimizer's warm-up must be those of that run; length, learning
+    rate, loss, devices and frequencies may change. null starts from the model."""
     checkpoint_frequency: int = limited(0, ge=0)
     """Steps between two checkpoints; one is always written at the end, and 0 writes no other."""
     max_nonfinite_steps: int = limited(5, ge=1)
@@ -305,16 +288,16 @@ class LoggingConfig:
 
 @dataclass
 class RayConfig:
-    """The Ray cluster of a run whose roles are processes of their own."""
+    """The Ray cluster of a run whose roles are separate processes."""
 
     address: str | None = None
     """auto (the cluster of this machine or of RAY_ADDRESS) or host:port of the cluster to join, with grpo.py too; null
     starts one on this machine for the run, if the run needs one."""
     actor_timeout_s: float = limited(1800.0, gt=0)
-    """Seconds in which a process must answer: load its model, sample a unit of groups, evaluate the test split, train a
-    step. An engine or reference model that is late is killed and made again, a late trainer ends the run."""
+    """Seconds in which a process must answer: load its model, play a rollout task, evaluate the test split, train a
+    step. A sampler or reference model that is late is replaced, a late learner ends the run."""
     recovery_timeout_s: float = limited(900.0, gt=0)
-    """Seconds for which all engines, or all reference models, may be gone before the run ends; more than one takes to
+    """Seconds for which all samplers, or all reference models, may be gone before the run ends; more than one takes to
     start."""
     patience_s: float | None = old_name("ray.actor_timeout_s")
     dead_s: float | None = old_name("ray.recovery_timeout_s")
@@ -340,17 +323,17 @@ class GRPOConfig:
 
     @property
     def dialog_turns_per_batch(self) -> int:
-        """Sequences between two weight syncs."""
+        """Trajectories between two weight syncs."""
         return self.train.dialog_turns_per_batch or self.env.num_envs
 
     @property
     def optim_batch_size(self) -> int:
-        """Sequences in one optimizer step."""
+        """Trajectories in one optimizer step."""
         return self.train.optim_batch_size or self.dialog_turns_per_batch
 
     @property
     def max_response_tokens(self) -> int:
-        """Most tokens that the policy samples in one sequence."""
+        """Most tokens that the policy samples in one trajectory."""
         return self.inference_model.max_new_tokens * self.env.max_turns
 
     @property
@@ -366,9 +349,7 @@ class GRPOConfig:
     @property
     def clip_epsilon(self) -> tuple[float, float]:
         """Clip range as (low, high)."""
-        value = self.policy.clip_epsilon
-        low, high = value if isinstance(value, list | tuple) else (value, value)
-        return float(low), float(high)
+        return check_clip_epsilon(self.policy.clip_epsilon)
 
     @property
     def needs_reference(self) -> bool:
@@ -377,7 +358,7 @@ class GRPOConfig:
 
     @property
     def has_own_reference(self) -> bool:
-        """Whether a model of its own gives them; with LoRA the trained model does, with its adapters off."""
+        """Whether a separate model gives them; with LoRA the trained model does, with its adapters off."""
         return self.needs_reference and not self.train_model.lora.enabled
 
     @property
@@ -397,26 +378,7 @@ class GRPOConfig:
 
 COMPONENTS = ("policy.loss", "policy.advantage")
 """Nodes that name a class as ``_target_``, with arguments beside it."""
-DATASETS = ("arithmetic", "gsm8k")
 
 
-def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Every leaf of a config, those with old names included: its dotted name, its field and its value."""
-    for item in dataclasses.fields(node):
-        value = getattr(node, item.name)
-        if dataclasses.is_dataclass(value):
-            yield from leaves(value, f"{prefix}{item.name}.")
-        else:
-            yield f"{prefix}{item.name}", item, value
-
-
-def plain(config: GRPOConfig) -> dict[str, Any]:
-    """A config as nested dictionaries of plain types, without old names."""
-    return dataclasses.asdict(config, dict_factory=_without_old_names)
-
-
-def _without_old_names(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in items if name not in _OLD_NAMES}
-
-
-_OLD_NAMES = {item.name for _, item, _ in leaves(GRPOConfig()) if "now" in item.metadata}
+FIELDS: dict[str, Any] = {name: item for name, item, _ in leaves(GRPOConfig())}
+"""The dataclass field of every key by its dotted name, the old names included."""

@@ -6,6 +6,7 @@ and GPUs, and the accelerators and threads that it may use.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import os
 import shutil
@@ -13,15 +14,18 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from torchrl_grpo.placement import DevicePlan
 
+_LONGEST_END_S = 10.0
 MIN_RAY = (2, 59)  # asks for a token by itself: before that, whoever reached the ports of a local cluster ran code
 
 
@@ -134,9 +138,9 @@ class Cluster:
         address: of the cluster that was joined; None when it was started here and ends with the run.
     """
 
-    def __init__(self, address: str | None, folder: Path | None) -> None:
+    def __init__(self, address: str | None, folder_lock: IO[str] | None) -> None:
         self.address = address
-        self._folder = folder
+        self._folder_lock = folder_lock
         self._group: Any = None
         self._closed = False
 
@@ -213,8 +217,8 @@ class Cluster:
                 remove_placement_group(self._group)
         finally:
             ray.shutdown()
-            if self._folder is not None:
-                shutil.rmtree(self._folder, ignore_errors=True)
+            if self._folder_lock is not None:
+                _remove(self._folder_lock)
 
 
 def start(address: str | None = None) -> Cluster:
@@ -236,15 +240,16 @@ def start(address: str | None = None) -> Cluster:
     # Ray would replace the handler by its own, and a run that is told to end would not be saved.
     on_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
-    folder = _short_folder() if address is None else None
+    lock = _short_folder() if address is None else None
     try:
-        if folder is not None:
-            ray.init(address="local", include_dashboard=False, logging_level="error", _temp_dir=str(folder))
+        if lock is not None:
+            folder = os.path.dirname(lock.name)
+            ray.init(address="local", include_dashboard=False, logging_level="error", _temp_dir=folder)
         else:
             ray.init(address=address, logging_level="error")
     except BaseException as error:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            _remove(lock)
         # None there, a wrong or no token, another version of Ray.
         elif isinstance(error, ConnectionError | RuntimeError | ray.exceptions.AuthenticationError):
             raise _unreachable(address, error) from error
@@ -252,7 +257,7 @@ def start(address: str | None = None) -> Cluster:
     finally:
         if on_main_thread and callable(handler):
             signal.signal(signal.SIGTERM, handler)
-    return Cluster(address, folder)
+    return Cluster(address, lock)
 
 
 def _check_reachable(address: str) -> None:
@@ -273,10 +278,30 @@ def _unreachable(address: str | None, error: Exception) -> ValueError:
     )
 
 
-def _short_folder() -> Path:
-    """A new folder for Ray's sockets, whose paths may have 107 bytes, of which Ray's own part is 65."""
-    usual = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="ray-", dir=usual if len(os.fsencode(usual)) < 28 else "/tmp"))
+def _short_folder() -> IO[str]:
+    """A locked file in a new folder for Ray's sockets, whose paths may have 107 bytes, of which Ray's own part is 65.
+
+    Folders whose lock nobody holds were left by a process that was killed: they are removed.
+    """
+    usual = Path(tempfile.gettempdir())
+    parent = usual if len(os.fsencode(usual)) < 28 else Path("/tmp")
+    for left in parent.glob("ray-*/lock"):
+        with suppress(OSError), left.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left.parent, ignore_errors=True)
+    lock = (Path(tempfile.mkdtemp(prefix="ray-", dir=parent)) / "lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def _remove(lock: IO[str]) -> None:
+    """Removes the folder of a cluster that has been told to end: its last processes may still write there."""
+    folder = Path(lock.name).parent
+    lock.close()
+    deadline = time.monotonic() + _LONGEST_END_S
+    while folder.exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.1)
 
 
 def _environment(seat: Seat, threads: int, *, pinned: bool) -> dict[str, str]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_grpo.distributed.actors import LearnerActor
 from torchrl_grpo.distributed.source import RayBatch
 from torchrl_grpo.distributed.workers import cause_of, is_loss
-from torchrl_grpo.errors import TrainerLostError, WaitedTooLongError
+from torchrl_grpo.errors import LearnerLostError, WaitedTooLongError
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
 
@@ -27,7 +27,7 @@ class RayLearner:
     """Learners as Ray actors, one for each training rank.
 
     A rank that dies takes the run with it: the others hold a part of the model each, and what they would wait for never
-    comes. Every method but ``close`` raises ``TrainerLostError`` then, with the last checkpoint, and
+    comes. Every method but ``close`` raises ``LearnerLostError`` then, with the last checkpoint, and
     ``WaitedTooLongError`` when the ranks do not answer.
 
     Attributes:
@@ -158,7 +158,7 @@ class RayLearner:
                 error = _root_cause(first, references)
                 if not is_loss(error):
                     raise cause_of(error) from None
-                raise TrainerLostError(
+                raise LearnerLostError(
                     f"a training rank died while the ranks were to {what} (version {self.version}): "
                     f"{self._last_saved()}."
                 ) from error

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -139,7 +139,7 @@ class RolloutManager:
         await self._until(lambda: all(worker.ready for worker in self.workers))
 
     async def publish(self, handle: Any, version: int) -> None:
-        """Takes the weights of a trained batch, a reference to a ``WeightHandle``. Each sampler gets them when it can."""
+        """Takes the weights of a trained batch, a reference to a ``WeightHandle``, for each sampler when it can."""
         self._handles[version], self.published = handle, version
         self.tasks.buffer.publish(version)
         self._release_old()
@@ -180,12 +180,14 @@ class RolloutManager:
         answers = []
         for sampler in [sampler for sampler in self.samplers if sampler.ready]:
             restarts = sampler.restarts
-            await self._until(lambda s=sampler, r=restarts: self._is_current(s) or s.restarts > r)
-            if sampler.restarts == restarts:
-                try:
+
+            def current_or_lost(sampler: _SamplerWorker = sampler, restarts: int = restarts) -> bool:
+                return self._is_current(sampler) or sampler.restarts > restarts
+
+            await self._until(current_or_lost)
+            with suppress(ActorLostError):
+                if sampler.restarts == restarts:
                     answers.append(await sampler.ask(what, method))
-                except ActorLostError:
-                    continue
         return answers or [await self.ask_any(what, method)]
 
     async def state_dict(self) -> dict[str, Any]:

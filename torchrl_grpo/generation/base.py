@@ -6,6 +6,7 @@ sampled from (temperature, top-k and top-p included). Text never enters and neve
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from torch import Tensor
 
 from torchrl_grpo.weights import WeightHandle
 
+MIN_TEMPERATURE = 0.01
+"""vLLM raises a lower one to this. Much lower ones make the logits infinite."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -24,7 +28,8 @@ class SamplingParams:
 
     Args:
         max_new_tokens: most tokens that one response may have, at least 1.
-        temperature: the logits are divided by it, 0 is greedy (log-probs are then those of temperature 1).
+        temperature: the logits are divided by it, at least 0.01; or 0, which is greedy (log-probs are then those of
+            temperature 1).
         top_p: nucleus mass in (0, 1]; 1 keeps all tokens.
         top_k: number of most likely tokens to keep; 0 keeps all.
         stop_token_ids: a response ends with the first of these that is sampled; it is part of the response.
@@ -42,8 +47,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}: use 1 or more.")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}: use 1.0, or 0 for greedy.")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {self.temperature}: use 1.0."
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}: use 1.0 to keep all tokens.")
         if self.top_k < 0:

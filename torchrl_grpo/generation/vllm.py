@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams, greedy
-from torchrl_grpo.weights import PlainHandle, WeightHandle, check_weights, named_weights
+from torchrl_grpo.weights import PlainHandle, WeightHandle, check_weights, expected_weights
 from torchrl_grpo.weights.worker import SharedWeights
 
 _has_vllm = find_spec("vllm") is not None
@@ -79,8 +79,9 @@ def starting_vllm(device: torch.device | None) -> Iterator[None]:
 
 
 def _check_head_size(config: Any, supported: Sequence[int]) -> None:
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if head_size not in supported:
+    heads = getattr(config, "num_attention_heads", None)
+    head_size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
+    if head_size is not None and head_size not in supported:
         raise ValueError(
             f"model.name: on a CPU, vLLM needs a head size out of {list(supported)}, this model has {head_size}: "
             "use inference_model.backend=transformers or another model."
@@ -171,9 +172,8 @@ class VLLMBase(Engine):
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self._hf_config, trust_remote_code=self._trust_remote_code)
-        shapes = {name: weight.shape for name, weight in named_weights(model)}
-        every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        return type(model).__name__, shapes, every - set(shapes)
+        shapes, tied = expected_weights(model)
+        return type(model).__name__, {name: shape for name, shape in shapes.items() if name not in tied}, tied
 
     def _open(self) -> Any:
         if self._llm is None:

@@ -57,7 +57,7 @@ class Learner:
         self._trained_steps = self.trainer.optim_steps
 
     def train_batch(self, batch: TensorDictBase) -> dict[str, float]:
-        """Trains a batch [N]; returns what it was like (``rollout/*``), the step's metrics and the seconds of each part.
+        """Trains a batch [N]; returns what it was like (``rollout/*``), the step's metrics, and each part's seconds.
 
         Raises:
             NonFiniteError: too many bad steps in a row.
@@ -96,12 +96,12 @@ class Learner:
     @torch.no_grad()
     def mismatch(self, probe: Probe) -> tuple[float, float]:
         """Mean and largest difference between the trainer's log-probs and those that an engine gave, in nats."""
-        scorer = self.trainer.loss.actor_network
+        scorer, device = self.trainer.loss.actor_network, self.trainer.device
         assert isinstance(scorer, TokenScorer)
         scored = []
         for prompt, sampled, _ in probe:
-            tokens = torch.cat([prompt, sampled])[None].to(self.trainer.device)
-            mask = torch.arange(tokens.shape[1], device=tokens.device)[None] >= len(prompt)
+            tokens = torch.cat([prompt, sampled])[None].to(device)
+            mask = torch.arange(tokens.shape[1], device=device)[None] >= len(prompt)
             scored.append(scorer.score(tokens, mask)[0][0, len(prompt) :])
         return log_prob_mismatch(probe, scored)
 

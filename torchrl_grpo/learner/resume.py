@@ -72,11 +72,9 @@ def find_resume(config: GRPOConfig, plain: Mapping[str, Any], max_staleness: int
         return None
     path, state = _find(config.train.resume)
     step, source = state["step"], dict(state["source"])
-    tasks = source.setdefault("tasks", source.pop("units", None))  # "units" is an earlier version's name
-    if tasks is None:
-        raise ConfigError(
-            f"train.resume: {path} was written by a version that is too old: start a new run, or use that version."
-        )
+    if "tasks" not in source:
+        raise ConfigError(f"train.resume: {path} was written by an earlier version: start a new run, or use that one.")
+    tasks = source["tasks"]
     saved = renamed(state["config"])
     _check_options(saved, plain, path)
     done = step * config.dialog_turns_per_batch
@@ -124,20 +122,15 @@ def restore(learner: Learner, resume: Resume) -> None:
     """
     state, trainer = read_checkpoint(resume.path), learner.trainer
     saved: dict[str, Any] = dict(state["trainer"])
-    configured = trainer.optimizer.param_groups
-    groups = zip(saved["optimizer"]["param_groups"], configured, strict=True)
-    saved["optimizer"] = saved["optimizer"] | {
-        "param_groups": [group | {"params": old["params"]} for old, group in groups],
-    }
+    configured = [{**group, "params": None} for group in trainer.optimizer.param_groups]
     scheduler: Any = trainer.scheduler
     if scheduler is not None:
         saved["scheduler"] = saved["scheduler"] | {"base_lrs": scheduler.base_lrs}
     learner.load_state_dict(saved)
-    if scheduler is not None:
-        for group, lr, factor in zip(
-            trainer.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-        ):
-            group["lr"] = lr * factor(scheduler.last_epoch)
+    for index, (group, settings) in enumerate(zip(trainer.optimizer.param_groups, configured, strict=True)):
+        group |= settings | {"params": group["params"]}
+        if scheduler is not None:
+            group["lr"] = scheduler.base_lrs[index] * scheduler.lr_lambdas[index](scheduler.last_epoch)
     set_rng_state(state["rng"])
 
 

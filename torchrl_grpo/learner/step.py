@@ -22,13 +22,11 @@ from torchrl_grpo.models.scoring import TokenScorer, autocast
 from torchrl_grpo.models.sharding import (
     clip_grad_norm,
     compute_device,
-    gather_state,
-    is_writer,
+    load_whole_state,
     mesh_of,
-    shard_model_state,
-    shard_optimizer_state,
+    whole_state,
 )
-from torchrl_grpo.objectives.grpo import LOSS_WEIGHTS, GRPOLoss
+from torchrl_grpo.objectives.grpo import GRPOLoss
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weights import LoraDelta, named_adapters, named_weights
 
@@ -165,7 +163,7 @@ class GRPOTrainer:
                 totals[name] = totals[name] + value if name in totals else value
         totals = self._over_ranks(totals)
         loss = sum((value for name, value in totals.items() if name.startswith("loss_")), torch.zeros(()))
-        metrics = self.optim_step(loss, empty=not data.get(LOSS_WEIGHTS).any())
+        metrics = self.optim_step(loss, empty=not data.get(keys.LOSS_WEIGHTS).any())
         totals["ESS"] = effective_sample_size(totals["ratio_mean"], totals["ratio_square_mean"])
         values = torch.stack([value.float() for value in totals.values()]).tolist()
         metrics |= {f"train/{name}": value for name, value in zip(totals, values, strict=True)}
@@ -200,7 +198,7 @@ class GRPOTrainer:
         if len(index):
             return slice_tokens(data, index, int(data.get("length")[index].max()))
         idle = slice_tokens(data, torch.tensor([0]), 2)
-        for key in (self.loss.tensor_keys.mask, LOSS_WEIGHTS):
+        for key in (self.loss.tensor_keys.mask, keys.LOSS_WEIGHTS):
             idle.set(key, torch.zeros_like(idle.get(key)))
         return idle
 
@@ -265,18 +263,9 @@ class GRPOTrainer:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights of a base model that LoRA leaves alone.
-
-        It does not depend on the number of ranks. Of a sharded model rank 0 gets the whole state, on the CPU; the
-        other ranks, which must call this too, get None in the place of each sharded tensor.
-        """
-        everything = self.model.named_parameters(remove_duplicate=False)
-        frozen = {name for name, parameter in everything if not parameter.requires_grad}
-        weights = self.model.state_dict(keep_vars=True)  # tied weights stay one object, and are gathered once
-        weights = {name: value for name, value in weights.items() if name not in frozen}
-        state = {
-            "model": weights,
-            "optimizer": self.optimizer.state_dict(),
+        """Everything but the weights of a base model that LoRA leaves alone; see ``whole_state``."""
+        return {
+            **whole_state(self.model, self.optimizer),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "version": self.version,
@@ -284,7 +273,6 @@ class GRPOTrainer:
             "skipped_steps": self.skipped_steps,
             "nonfinite_in_a_row": self._nonfinite_in_a_row,
         }
-        return gather_state(state, keep=is_writer(self.model))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what ``state_dict`` gave, to any number of ranks; each of them is given the whole state.
@@ -292,15 +280,7 @@ class GRPOTrainer:
         Raises:
             RuntimeError: the model has other parameters.
         """
-        weights = shard_model_state(state["model"], self.model)
-        missing, unexpected = self.model.load_state_dict(weights, strict=False)
-        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        if unexpected or trained & set(missing):
-            raise RuntimeError(
-                f"the checkpoint does not fit the model: {len(unexpected)} unknown entries {unexpected[:3]}, "
-                f"{len(trained & set(missing))} missing ones {sorted(trained & set(missing))[:3]}."
-            )
-        self.optimizer.load_state_dict(shard_optimizer_state(state["optimizer"], self.optimizer))
+        load_whole_state(self.model, self.optimizer, state)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])

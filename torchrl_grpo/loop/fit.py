@@ -159,7 +159,8 @@ def fit(
         tolerance = schedule.mismatch_tolerance
         return metrics if tolerance is None else metrics | _mismatch(learner, source, tolerance)
 
-    metrics = publish(first, refresh=first > 0 and schedule.reference_version == first or schedule.refreshes(first))
+    had_current_reference = first > 0 and schedule.reference_version == first
+    metrics = publish(first, refresh=had_current_reference or schedule.refreshes(first))
     console.start(first * size, total)
     logger.log(first, metrics | evaluate(first, sampled=True))
     try:

@@ -8,6 +8,7 @@ Shape suffixes: B sequences, T tokens, N scored tokens, D hidden size, V vocabul
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,15 +19,13 @@ from torch import Tensor, nn
 from torchrl.modules.llm import LLMWrapperBase
 
 from torchrl_grpo import keys
+from torchrl_grpo.generation.base import MIN_TEMPERATURE
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import pad, sequences_of
-from torchrl_grpo.models.sharding import call_gathered, compute_device
+from torchrl_grpo.models.sharding import call_gathered, compute_device, mesh_of
 
 MAX_CHUNK_ELEMENTS = {"cpu": 2**23, "other": 2**25}
 """Logits held at once: in float32 32 MiB, near the size of a CPU's caches, and 128 MiB to keep an accelerator busy."""
-
-CUR_LOG_PROBS: NestedKey = ("cur_log_probs", "full")
-ENTROPY: NestedKey = ("entropy", "full")
 
 
 def _chunk_logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, scale: float) -> Tensor:
@@ -138,17 +137,6 @@ def chunked_log_probs(
         return _ChunkedLogProb.apply(hidden_ND, weight_VD, bias_V, targets_N, 1.0 / temperature, rows)
 
 
-def check_logits_are_plain(config: Any) -> None:
-    """Raises ValueError for a Hugging Face config whose model changes its logits after the LM head."""
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        value = getattr(config, name, None)
-        if value not in (None, 1, 1.0):
-            raise ValueError(
-                f"model config {name}={value} is not supported: log-probs are computed from the LM head in chunks; use "
-                "a model without it (Llama, Qwen, Mistral families)."
-            )
-
-
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Mixed precision with that type on that device; None is none."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
@@ -166,8 +154,8 @@ class TokenScorer(TensorDictModuleBase):
         max_chunk_elements: bound on the logits held at once; by default ``MAX_CHUNK_ELEMENTS`` of the device.
 
     Raises:
-        ValueError: the model changes its logits after the LM head (soft-capping, logit scale), or the head is no
-            plain linear layer (a LoRA adapter on it).
+        ValueError: the head is no plain linear layer (a LoRA adapter on it), or the scores are not those of the model's
+            own logits (see ``check_scorer``).
 
     Example:
         >>> scorer = TokenScorer(AutoModelForCausalLM.from_pretrained(path))  # doctest: +SKIP
@@ -175,23 +163,24 @@ class TokenScorer(TensorDictModuleBase):
     """
 
     in_keys: list[NestedKey] = [keys.FULL, keys.ASSISTANT_MASK]  # noqa: RUF012
-    out_keys: list[NestedKey] = [CUR_LOG_PROBS, ENTROPY]  # noqa: RUF012
+    out_keys: list[NestedKey] = [keys.CUR_LOG_PROBS, keys.ENTROPY]  # noqa: RUF012
 
     def __init__(self, model: nn.Module, *, temperature: float = 1.0, max_chunk_elements: int | None = None) -> None:
         super().__init__()
         base: Any = base_model_of(model)
-        check_logits_are_plain(base.config)
         if not isinstance(base.get_output_embeddings(), nn.Linear):
             raise ValueError(
                 f"the LM head must be a plain nn.Linear, got {type(base.get_output_embeddings()).__name__}: "
                 "leave lm_head out of the LoRA target modules."
             )
-        if temperature <= 0:
-            raise ValueError(f"temperature must be above 0, got {temperature}: use 1.0.")
+        if not MIN_TEMPERATURE <= temperature < math.inf:
+            raise ValueError(f"temperature must be at least {MIN_TEMPERATURE}, got {temperature}: use 1.0.")
         self.model: Any = model
         self.mask_key: NestedKey = keys.ASSISTANT_MASK
         self.temperature = temperature
         self.max_chunk_elements = max_chunk_elements
+        if base.device.type != "meta" and mesh_of(base) is None:
+            check_scorer(self)
 
     @property
     def base(self) -> Any:
@@ -214,7 +203,8 @@ class TokenScorer(TensorDictModuleBase):
     def _score(self, tokens_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         """As ``score``, but [B * T], and with the LM head gathered: FSDP2 wants no views from what it calls."""
         base = self.base
-        hidden_BTD = base.base_model(input_ids=tokens_BT[:, :-1], use_cache=False).last_hidden_state
+        body = base.base_model if base.base_model is not base else base.get_decoder()
+        hidden_BTD = body(input_ids=tokens_BT[:, :-1], use_cache=False).last_hidden_state
         select = mask_BT[:, 1:].flatten().nonzero().squeeze(-1)
         head = base.get_output_embeddings()
         log_prob_N, entropy_N = chunked_log_probs(
@@ -236,9 +226,52 @@ class TokenScorer(TensorDictModuleBase):
         tokens = pad(tensordict, keys.FULL).to(device)
         mask = pad(tensordict, self.mask_key, False).to(device)
         log_probs, entropy = self.score(tokens, mask)
-        tensordict.set(CUR_LOG_PROBS, log_probs)
-        tensordict.set(ENTROPY, entropy)
+        tensordict.set(keys.CUR_LOG_PROBS, log_probs)
+        tensordict.set(keys.ENTROPY, entropy)
         return tensordict
+
+
+@torch.no_grad()
+def check_scorer(scorer: TokenScorer) -> None:
+    """Compares a scorer with its model's own logits on a few tokens.
+
+    They differ where a model does more to its logits than its LM head does (soft-capping, a scale, one more layer), and
+    where it looks at later tokens. ``TokenScorer`` checks itself when it is made, unless its model is sharded: make it
+    before ``shard_model``.
+
+    Raises:
+        ValueError: they differ by more than rounding.
+    """
+    base, model = scorer.base, scorer.model
+    vocabulary, dtype = base.get_output_embeddings().weight.shape[0], base.get_output_embeddings().weight.dtype
+    tokens = torch.randint(vocabulary, (12,), generator=torch.Generator().manual_seed(0)).repeat(2, 1)
+    tokens[1, -1] = (tokens[1, -1] + 1) % vocabulary  # what no earlier token may see
+    tokens = tokens.to(compute_device(model))
+    training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        scores, _ = TokenScorer.score(scorer, tokens, torch.ones_like(tokens, dtype=torch.bool))
+        logits = base(input_ids=tokens[:1], use_cache=False).logits[0, :-1].float()
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        problem = f"fails with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    else:
+        expected = (logits / scorer.temperature).log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(-1)
+        difference = torch.cat((scores[0, 1:] - expected, scores[1, 1:-1] - expected[:-1])).abs().mean().item()
+        tolerance = max(1e-4, 2 * torch.finfo(dtype).eps) * max(1.0, logits.abs().max().item() / scorer.temperature)
+        if difference <= tolerance:
+            return
+        problem = f"is off by {difference:.2g} nats on average"
+    finally:
+        for module, mode in training:
+            module.training = mode
+    names = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+    settings = [f"{name}={getattr(base.config, name)}" for name in names if getattr(base.config, name, None)]
+    raise ValueError(
+        f"{type(base).__name__} must have logits that are its LM head's output for each token and those before it, "
+        f"because log-probs are computed from the head in chunks, but that {problem}"
+        f"{''.join(f' (its config has {one})' for one in settings)}: use another model (the Llama, Qwen and Mistral "
+        "families, and those in docs/models.md)."
+    )
 
 
 class AdapterOffScorer(TokenScorer):
@@ -272,7 +305,7 @@ class WrapperScorer(TokenScorer):
     """
 
     in_keys: list[NestedKey] = [keys.FULL]  # noqa: RUF012
-    out_keys: list[NestedKey] = [CUR_LOG_PROBS, ENTROPY, keys.ASSISTANT_MASK, keys.LOG_PROBS]  # noqa: RUF012
+    out_keys: list[NestedKey] = [keys.CUR_LOG_PROBS, keys.ENTROPY, keys.ASSISTANT_MASK, keys.LOG_PROBS]  # noqa: RUF012
 
     def __init__(self, wrapper: LLMWrapperBase) -> None:
         model = getattr(wrapper, "model", None)

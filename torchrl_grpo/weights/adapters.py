@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_grpo.weights.handle import ALONE, Reader, Sender, Source, WeightHandle
-from torchrl_grpo.weights.named import LoraDelta, merged
+from torchrl_grpo.weights.named import LoraDelta, merged, to_checkpoint
 
-BaseWeights = Callable[[], Iterable[tuple[str, Tensor]]]
+BaseModel = Callable[[], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,18 @@ class AdapterHandle(WeightHandle):
     """The weights of a base model with adapters added.
 
     Attributes:
-        base: gives the named base weights on the CPU in the trainer's dtype. Hashable: a process asks it once.
-        layers: of each adapter the name of its weight and the scaling.
+        base: gives the base model on the CPU in the trainer's dtype. Hashable: a process asks it once.
+        layers: of each adapter the name of its parameter and the scaling.
         matrices: A [r, in] and B [out, r] of each adapter, in the order of ``layers``.
     """
 
-    base: BaseWeights
+    base: BaseModel
     layers: tuple[tuple[str, float], ...]
     matrices: WeightHandle
 
     def weights(self, reader: Reader = ALONE) -> Iterator[tuple[str, Tensor]]:
-        base = _loaded(self.base)
+        model = _loaded(self.base)
+        base = {name: parameter.detach() for name, parameter in model.named_parameters()}
         deltas: defaultdict[str, list[LoraDelta]] = defaultdict(list)
         # Copies: a sum of products may depend on how its operands lie in memory, and must be the trainer's to the bit.
         matrices = (matrix.to("cpu", copy=True) for _, matrix in self.matrices.weights(reader))
@@ -42,12 +43,12 @@ class AdapterHandle(WeightHandle):
             if name not in base:
                 raise RuntimeError(f"an adapter changes {name!r}, which is not among the {len(base)} base weights.")
             deltas[name].append(LoraDelta(a, b, scaling))
-        return ((name, merged(weight, deltas.get(name, []))) for name, weight in base.items())
+        return to_checkpoint(model, ((name, merged(weight, deltas.get(name, []))) for name, weight in base.items()))
 
 
 @lru_cache(maxsize=1)
-def _loaded(base: BaseWeights) -> dict[str, Tensor]:
-    return dict(base())
+def _loaded(base: BaseModel) -> nn.Module:
+    return base()
 
 
 class AdapterSender(Sender):
@@ -58,7 +59,7 @@ class AdapterSender(Sender):
         base: as in ``AdapterHandle``.
     """
 
-    def __init__(self, carrier: Sender, base: BaseWeights) -> None:
+    def __init__(self, carrier: Sender, base: BaseModel) -> None:
         self._carrier, self._base = carrier, base
 
     def _content(self, source: Source) -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from torchrl_grpo.weights.named import expected_weights, from_checkpoint
+
 
 def check_weights(
     layout: Iterable[tuple[str, Sequence[int]]],
@@ -54,9 +56,8 @@ def load_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Non
         RuntimeError: see ``check_weights``; the model is then as it was.
     """
     given = list(weights)
+    expected, tied = expected_weights(model)
+    check_weights([(name, weight.shape) for name, weight in given], expected, type(model).__name__, tied)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    tied = parameters.keys() - dict(model.named_parameters()).keys()
-    shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    check_weights([(name, weight.shape) for name, weight in given], shapes, type(model).__name__, tied)
-    for name, weight in given:
+    for name, weight in from_checkpoint(model, given):
         parameters[name].copy_(weight)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from torchrl_grpo.weights.adapters import AdapterSender, BaseWeights
+from torchrl_grpo.weights.adapters import AdapterSender, BaseModel
 from torchrl_grpo.weights.broadcast import BroadcastSender
 from torchrl_grpo.weights.cuda_ipc import CudaIpcSender
 from torchrl_grpo.weights.handle import DirectSender, Sender
@@ -47,7 +47,7 @@ def make_sender(
     kind: str,
     *,
     dtype: torch.dtype | None,
-    lora_base: BaseWeights | None = None,
+    lora_base: BaseModel | None = None,
     backend: str = "gloo",
     host: str = "127.0.0.1",
 ) -> Sender:
@@ -56,8 +56,9 @@ def make_sender(
     Args:
         kind: ``direct`` (an engine in the trainer's process), ``object_store``, ``broadcast`` or ``cuda_ipc``.
         dtype: of whole weights on their way, best the engine's; None keeps their own.
-        lora_base: the base weights of a LoRA model (see ``AdapterHandle``): then its adapters are sent, and each reader
-            adds them to the base weights. None sends whole weights, with any adapters merged. ``direct`` needs neither.
+        lora_base: gives the base model of a LoRA model (see ``AdapterHandle``): then its adapters are sent, and each
+            reader adds them to the base weights. None sends whole weights, with any adapters merged. ``direct`` needs
+            neither.
         backend: of ``broadcast``: ``nccl`` or ``gloo``.
         host: of ``broadcast``: the name or address of this machine for the others.
     """

@@ -113,11 +113,13 @@ class WeightSyncExtension:
         handle = _KINDS[kind](*fields)
         weights = handle.weights(Reader(reader, worker.rank, worker.parallel_config.world_size))
         worker.reload_weights(weights_iterator=weights)
-        # On a CPU vLLM keeps a packed copy of each linear weight. The reload remakes it for the layers that were sent,
-        # but a tied head is not sent: it would go on with the copy of the old embedding.
+        # On a CPU vLLM computes with packed weights, and the reload leaves two kinds of them wrong: a tied head, which
+        # is not sent, keeps the packed copy of the old embedding, and experts are not packed.
         for module in worker.model_runner.get_model().modules():
             if type(module).__name__ == "ParallelLMHead" and module.weight.numel():
                 module.quant_method.process_weights_after_loading(module)
+            elif worker.device.type == "cpu" and type(module).__name__ == "RoutedExperts":
+                module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
     # Sampling draws from torch's generator of the device; on CUDA vLLM also draws each request's seed from NumPy's.
 

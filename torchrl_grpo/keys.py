@@ -31,7 +31,6 @@ key                               shape, dtype       meaning
 ``"state_value"``                 [T] float32        read by it if there: value of the state a token was sampled in
 ``("prox_log_probs", "full")``    [T] float32        proximal log-probs, written by the trainer where a loss reads them
 ``"staleness"``                   [1] or [T] int64   trained batches since the weights that sampled, likewise
-``"length_stopped"``              [1] bool           the policy's turn was cut off; written by the policy for ``LLMEnv``
 ``"query"``                       non-tensor str     the question, as text
 ``("text", "response")``          non-tensor str     the response, decoded (for rewards and logs only)
 ``"length_stopped"``              [1] bool           written by the policy: a token limit ended its turn, no stop token
@@ -71,7 +70,6 @@ STALENESS = "staleness"
 LENGTH_STOPPED = "length_stopped"
 QUERY = "query"
 RESPONSE_TEXT = ("text", "response")
-LENGTH_STOPPED = "length_stopped"
 STEPPING = "_step"
 CUR_LOG_PROBS = ("cur_log_probs", "full")
 ENTROPY = ("entropy", "full")

@@ -20,10 +20,7 @@ _ARGUMENTS: dict[str, dict[str, tuple[Sequence[Any], str]]] = {
         "yield_only_last_steps": ((None, True), _WHOLE_DIALOGS),
         "flatten_data": ((None, True), "batches are flat, [N]"),
         "reset_at_each_iter": (_SAME, ""),  # no dialog is left over from one batch to the next
-        "track_policy_version": (
-            _SAME,
-            "the engine's version is recorded for each token, increment_version() raises it",
-        ),
+        "track_policy_version": (_SAME, "each token has its version, increment_version() raises it"),
         "async_envs": ((None, False), "use sota/grpo/grpo-async.py, which samples while it trains"),
         "weight_updater": ((None,), "use update_policy_weights_(weights, version)"),
         "queue": ((None,), "use replay_buffer"),

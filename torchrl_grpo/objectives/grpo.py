@@ -73,11 +73,11 @@ class GRPOLoss(LossModule):
     ``entropy`` as above; ``prox_log_prob`` [B, T], ``staleness`` [B, 1] or [B, T] and ``truncated`` [B, 1] bool
     where they are asked for. Where the batch has ``reward_valid`` [B, 1] bool, a sequence without has no effect at all.
 
-    Output (``GRPOLossOutput``), all scalars: the ``loss_*`` entries; ``objective``, ``clip_fraction_low``, ``clip_fraction_high`` (tokens
-    whose gradient the lower or upper clip took away), ``ESS``, ``ratio_mean``, ``ratio_square_mean``,
-    ``kl_k1_to_inference``, ``kl_k3_to_inference``, ``entropy``; ``kl_k1_to_ref``, ``kl_k3_to_ref`` when there are
-    reference log-probs; ``behaviour_weight``, ``behaviour_capped`` (tokens whose weight the cap changed) when there is
-    such a weight. Metrics are means over the masked tokens.
+    Output (``GRPOLossOutput``), all scalars: the ``loss_*`` entries; ``objective``, ``clip_fraction_low`` and
+    ``clip_fraction_high`` (tokens whose gradient the lower or upper clip took away), ``ESS``, ``ratio_mean``,
+    ``ratio_square_mean``, ``kl_k1_to_inference``, ``kl_k3_to_inference``, ``entropy``; ``kl_k1_to_ref`` and
+    ``kl_k3_to_ref`` when there are reference log-probs; ``behaviour_weight`` and ``behaviour_capped`` (tokens whose
+    weight the cap changed) when there is such a weight. Metrics are means over the masked tokens.
 
     Raises:
         ValueError: ``actor_network`` is no TensorDict module, a coefficient or a bound is out of its range, or two

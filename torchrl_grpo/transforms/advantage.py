@@ -46,8 +46,8 @@ class GroupAdvantage(Transform):
     the valid sequences of the group or the batch. With ``RewardShaping(kl_coef=...)`` before it and ``mean="batch",
     std="batch"`` this is REINFORCE++ (arXiv 2501.03262). Not in a ``TransformedEnv``, where no sequence is whole.
 
-    In a replay buffer a group may get more members than ``repeats`` to choose from, and be dropped where no choice has a
-    mean return within bounds, as in TorchRL's ``MCAdvantage``: see there for ``keep_return_bounds``,
+    In a replay buffer a group may get more members than ``repeats`` to choose from, and be dropped where no choice has
+    a mean return within bounds, as in TorchRL's ``MCAdvantage``: see there for ``keep_return_bounds``,
     ``candidate_group_size``, ``candidate_selection_min_size`` and ``candidate_selector``.
 
     ``"batch"`` means all that is computed at once: the batch that was passed; in a replay buffer, the groups that one
@@ -202,8 +202,8 @@ class GroupAdvantage(Transform):
         if wrong.numel():
             raise ValueError(
                 f"each group of the batch must have repeats={self.repeats} members, {wrong.numel()} of {ids.numel()} "
-                f"have not (the first has {int(wrong[0])}): pass whole groups, each once. A prompt that was drawn twice "
-                f"is two groups, which group_key='group_id' tells apart and group_key={self.group_key!r} may not."
+                f"have not (the first has {int(wrong[0])}): pass whole groups, each once. A prompt that was drawn "
+                f"twice is two groups, which group_key='group_id' tells apart and {self.group_key!r} may not."
             )
         return self._write(tensordict, member, group)
 
@@ -212,8 +212,8 @@ class GroupAdvantage(Transform):
         done = _column(flat, self.done_key, torch.ones(len(flat), dtype=torch.bool)).long()
         if len(done) and not done[-1]:
             raise ValueError(
-                f"{self.done_key!r} must be True in the last row of a batch, which ends a trajectory, it is False: pass "
-                "whole trajectories, as LLMCollector does with yield_completed_trajectories=True."
+                f"{self.done_key!r} must be True in the last row of a batch, which ends a trajectory, it is False: "
+                "pass whole trajectories, as LLMCollector yields them with yield_completed_trajectories=True."
             )
         return done.cumsum(0) - done
 

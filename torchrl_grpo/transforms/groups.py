@@ -21,8 +21,8 @@ class Member(NamedTuple):
 class GroupQueue(MCAdvantage):
     """The queue, the choice and the counts of TorchRL's ``MCAdvantage``, for trajectories that stay as they are.
 
-    ``MCAdvantage`` makes contiguous copies of what it is given (128 sequences: 0.5 s, and 10 ms here). Its arguments and
-    attributes are explained there: ``queues``, ``get_stats()``, ``reset_stats()``, ``clear_queues()``.
+    ``MCAdvantage`` makes contiguous copies of what it is given (128 sequences: 0.5 s, and 10 ms here). Its arguments,
+    ``queues``, ``get_stats()``, ``reset_stats()`` and ``clear_queues()`` are explained there.
     """
 
     def add(self, name: int | str, member: Member) -> list[Member] | None:
@@ -71,9 +71,7 @@ class GroupQueue(MCAdvantage):
 
     def get_extra_state(self) -> dict[int | str, list[Any]]:
         """For ``state_dict``: the trajectories that wait, as tensors, numbers and texts alone."""
-        names: Any = getattr(
-            self.queues, "_queues", self.queues
-        )  # where several processes share them, it has no keys()
+        names: Any = getattr(self.queues, "_queues", self.queues)  # shared queues cannot be iterated over
         queues = {name: self._queue_list(name) for name in list(names)}
         return {name: [([row.to_dict() for row in one.steps], one.value) for one in queues[name]] for name in queues}
 

@@ -150,12 +150,6 @@ class Cluster:
 
         return [torch.device("cuda", index) for index in range(int(ray.cluster_resources().get("GPU", 0)))]
 
-    def hosts(self) -> int:
-        """How many machines it has."""
-        import ray
-
-        return sum(node["Alive"] for node in ray.nodes())
-
     def place(self, plan: DevicePlan, *, timeout_s: float = 120.0) -> Placement:
         """Reserves what a plan needs. To be called once.
 

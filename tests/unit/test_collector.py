@@ -418,7 +418,7 @@ def test_zero_variance_groups_are_dropped_and_the_batch_is_filled(tokenizer):
     assert groups_of(batch) == [1, 1, 2, 2, 4, 4]
     assert batch["next", "reward"].squeeze(-1).tolist() == [0, 1, 1, 0, 0, 1]
     assert collector.last.groups == GroupCounts(played=6, zero_variance=2, surplus=1, filled=0)
-    assert collector.last.turns == 12 and collector.dialog_turns == 12
+    assert collector.last.turns == 12 and collector.dialog_turns == 6
     # The surplus is gone: the next batch is of new groups.
     assert groups_of(collector.rollout()) == [6, 6, 7, 7, 8, 8]
     assert collector.last.groups == GroupCounts(played=4, zero_variance=0, surplus=1, filled=0)
@@ -435,16 +435,16 @@ def test_used_up_rounds_fill_the_batch_with_the_last_groups_and_warn_once(tokeni
     monkeypatch.setattr("torchrl_grpo.collectors.rollout.torchrl_logger.warning", warnings.append)
     collector = make_dynamic(tokenizer, {2: [0, 1]}, [1, 1], wanted=6, rounds=3)
     batch = collector.rollout()
-    # Groups 0 to 5 were played: 2 has signal, 4 and 5 are the last without.
+    # Groups 0 to 5 were played: 2 has variance, 4 and 5 are the last without.
     assert groups_of(batch) == [2, 2, 4, 4, 5, 5]
     assert collector.last.groups == GroupCounts(played=6, zero_variance=3, surplus=0, filled=2)
     advantage = GroupAdvantage(2, std="none")(batch)["advantage"].squeeze(-1).tolist()
     assert advantage == [-0.5, 0.5, 0, 0, 0, 0]
     assert groups_of(collector.rollout()) == [9, 9, 10, 10, 11, 11]
-    assert len(warnings) == 1 and "3 rollouts had 1 groups with signal of 3 wanted; 2 without" in warnings[0]
+    assert len(warnings) == 1 and "had 1 with different rewards; 2 zero-variance groups" in warnings[0]
 
 
-def test_signal_is_a_difference_of_valid_rewards_alone(tokenizer):
+def test_variance_is_a_difference_of_valid_rewards_alone(tokenizer):
     # In group 0 one copy has no score; what is left is a single valid reward.
     collector = make_dynamic(tokenizer, {0: [1, None], 1: [0.25, 0.5]}, [0, 1], wanted=2)
     batch = collector.rollout()
@@ -452,7 +452,7 @@ def test_signal_is_a_difference_of_valid_rewards_alone(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("rewards", "valid", "signal"),
+    ("rewards", "valid", "varied"),
     [
         ([0.0, 1.0, 0.0], [True] * 3, True),
         ([0.1, 0.1, 0.1], [True] * 3, False),
@@ -461,15 +461,15 @@ def test_signal_is_a_difference_of_valid_rewards_alone(tokenizer):
         ([0.0, 1.0], [False, False], False),
     ],
 )
-def test_one_group_can_be_asked_whether_it_has_signal(rewards, valid, signal):
+def test_one_group_can_be_asked_whether_it_has_variance(rewards, valid, varied):
     rows = [
         TensorDict({"reward_valid": torch.tensor([known]), "next": {"reward": torch.tensor([reward])}})
         for reward, known in zip(rewards, valid, strict=True)
     ]
-    assert has_variance(rows) is signal
-    assert has_variance(lazy_stack(rows)) is signal
+    assert has_variance(rows) is varied
+    assert has_variance(lazy_stack(rows)) is varied
     if all(valid):
-        assert has_variance([row.exclude("reward_valid") for row in rows]) is signal
+        assert has_variance([row.exclude("reward_valid") for row in rows]) is varied
 
 
 def test_a_resumed_dynamic_collector_goes_on_where_the_first_one_was(tokenizer):

@@ -144,17 +144,17 @@ def test_adapters_by_any_kind_make_the_weights_that_would_be_sent_whole(kind: st
 
 
 class Base:
-    """Base weights in memory."""
+    """A base model in memory."""
 
-    def __init__(self, weights: list[tuple[str, Tensor]]) -> None:
-        self.weights = weights
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
 
-    def __call__(self) -> list[tuple[str, Tensor]]:
-        return self.weights
+    def __call__(self) -> nn.Module:
+        return self.model
 
 
 def test_two_adapters_of_a_layer_in_two_dtypes_are_both_added():
-    base = [("w", torch.zeros(2, 3, dtype=torch.float64))]
+    base = nn.ParameterDict({"w": torch.zeros(2, 3, dtype=torch.float64)})
     ones = torch.ones(1, 3), torch.ones(2, 1)
     lower = torch.ones(1, 3).bfloat16(), torch.full((2, 1), 2.0).bfloat16()
     deltas = [("w", LoraDelta(*ones, 0.5)), ("w", LoraDelta(*lower, 0.25))]

@@ -63,6 +63,7 @@ def test_scores_a_padded_batch_and_a_single_sequence() -> None:
 
 def test_a_replay_buffer_scores_what_is_written_once() -> None:
     model = make_tiny_model()
+    scorer = TokenScorer(model)
     calls = 0
 
     def count(*_: object) -> None:
@@ -71,7 +72,7 @@ def test_a_replay_buffer_scores_what_is_written_once() -> None:
 
     model.register_forward_pre_hook(count)
     model.model.register_forward_pre_hook(count)
-    buffer = ReplayBuffer(storage=LazyStackStorage(10), batch_size=3, transform=KLScoring(TokenScorer(model)))
+    buffer = ReplayBuffer(storage=LazyStackStorage(10), batch_size=3, transform=KLScoring(scorer))
     buffer.extend(make_batch())
     assert calls == 1
     sample = buffer.sample()

@@ -77,7 +77,7 @@ def test_a_cluster_has_a_place_for_each_process_and_leaves_nothing(monkeypatch: 
             assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in fact["environ"]
         started = set(below()) - before
         assert {fact["child"] for fact in got["train"]} <= started
-        folder = cluster._folder
+        folder = Path(cluster._folder_lock.name).parent
         assert folder is not None and folder.is_dir()
     finally:
         cluster.shutdown()

@@ -16,7 +16,9 @@ SMALL = (
 )  # fmt: skip
 
 
+register()
+
+
 def compose_config(*overrides: str, name: str = "grpo_arithmetic") -> GRPOConfig:
-    register()
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "config")):
         return from_hydra(compose(name, overrides=list(overrides)))

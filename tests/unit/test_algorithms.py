@@ -19,10 +19,12 @@ from torchrl.modules.llm import TransformersWrapper
 from tests.support.configs import ROOT, SMALL, compose_config
 from tests.support.losses import Table, make_batch, total
 from torchrl_grpo import functional as F
+from torchrl_grpo.algorithm import batch_transforms, make_loss
+from torchrl_grpo.blueprint import prepare
 from torchrl_grpo.config import ConfigError, check_command_line
 from torchrl_grpo.models.scoring import WrapperScorer
 from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, SAPOLoss
-from torchrl_grpo.run import batch_transforms, build, make_loss, prepare
+from torchrl_grpo.run import build
 
 Token = Callable[[Tensor, Tensor, Tensor], Tensor]  # (ratio, log-prob, advantage) -> objective of a token
 
@@ -427,7 +429,7 @@ def test_leave_one_out_equals_the_mean_of_the_others_by_loop() -> None:
         (GRPOLoss, {"dual_clip": 1.0}, r"dual_clip=1\.0 must be above 1"),
         (GRPOLoss, {"proximal": "old"}, "proximal='old' must be one of"),
         (GRPOLoss, {"behaviour_weight": "clip"}, "behaviour_weight='clip' must be one of"),
-        (GRPOLoss, {"behaviour_weight": "mask"}, "proximal='behaviour' makes every weight 1: use proximal='recom"),
+        (GRPOLoss, {"behaviour_weight": "mask"}, "proximal=behaviour makes every weight 1: use proximal=recom"),
         (GRPOLoss, {"behaviour_cap": 0.0}, r"behaviour_cap=0\.0 must be above 0"),
         (GRPOLoss, {"constant_length": 0}, "constant_length=0 must be at least 1"),
         (
@@ -520,11 +522,11 @@ def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path)
     for setting in ("constant_length", "tau_positive", "tau_negative"):
         if setting in expected:
             assert getattr(loss, setting) == expected[setting]
-    transforms = dict(run.source.transforms)
+    transforms = dict(run.learner.transforms)
     advantage, shaping = transforms["advantage"], transforms.get("shaping")
     assert (advantage.mean, advantage.std) == expected["advantage"]
     assert (advantage.level, advantage.gamma, advantage.lmbda) == (expected["level"], 1.0, 1.0)
-    assert run.source.collector.dynamic_sampling == expected["dynamic_sampling"]
+    assert run.source.sampler.collectors[0].dynamic_sampling == expected["dynamic_sampling"]
     assert (shaping is None) == (expected["shaping"] is None)
     if shaping is not None:
         assert advantage.reward_key == ("next", "token_reward" if advantage.level == "token" else "shaped_reward")

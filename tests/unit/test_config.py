@@ -119,6 +119,7 @@ MISTAKES = {
     "env.num_env=8": r"did you mean env\.num_envs\?",
     "++optimizer.lrr=2": r"optimizer\.lrr=2 names a config key that does not exist: did you mean optimizer\.lr\?",
     "ray.patience=1": r"ray\.patience=1 names a config key that does not exist: did you mean ray\.actor_timeout_s\?",
+    "ray.dead_s=soon": r"ray\.recovery_timeout_s=soon must have the type float: use ray\.recovery_timeout_s=900\.0",
     "ref_model.devices=0": r"ref_model\.devices=0 must .*: use ref_model\.devices=null",
     "train_model.devices=[a]": r"train_model\.devices=a must have the type list\[int\] \| None",
     "policy.loss=my.Loss": r"must be a node with _target_: use policy\.loss\._target_=my\.Loss",
@@ -218,7 +219,7 @@ def test_only_what_is_surely_no_choice_is_refused_before_hydra(override: str) ->
     check_command_line([override])
 
 
-def test_a_config_of_ones_own_wins_over_the_algorithm_that_it_starts_from() -> None:
+def test_your_own_config_wins_over_the_algorithm_that_it_starts_from() -> None:
     register()
     search = f"hydra.searchpath=[file://{ROOT / 'config'}]"
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "examples")):

@@ -263,7 +263,7 @@ def single(folder: Path) -> dict[str, Any]:
 
 def start(run: Callable[..., None], name: str, world_size: int, folder: Path) -> list[dict[str, Any]]:
     """What each rank of a group gives. One process imports, the ranks are its forks."""
-    multiprocessing.set_forkserver_preload(["tests.test_fsdp"])
+    multiprocessing.set_forkserver_preload([__name__])
     multiprocessing.start_processes(run, (world_size, str(folder)), world_size, start_method="forkserver")
     return [torch.load(folder / f"rank_{name}_{rank}.pt") for rank in range(world_size)]
 

@@ -195,7 +195,7 @@ def test_dr_grpo_and_rloo_divide_by_no_standard_deviation_anywhere(algo: str, tm
             for index, row in enumerate(rows):
                 row[keys.REWARD] = torch.tensor([factor * (index % 3)])
             data = lazy_stack(rows)
-            for _, transform in run.source.transforms:
+            for _, transform in run.learner.transforms:
                 data = transform(data)
             gradients.append(gradient(model, total(loss(data))))
     finally:

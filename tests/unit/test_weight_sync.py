@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.support.models import make_lora, make_tiny_model, response_log_probs
 from tests.support.weights import Trained, mismatch
@@ -143,23 +143,20 @@ def test_adapters_by_any_kind_make_the_weights_that_would_be_sent_whole(kind: st
     sender.close()
 
 
-class Base:
-    """Base weights in memory."""
+class Layer(nn.Module):
+    """A base model of one weight."""
 
-    def __init__(self, weights: list[tuple[str, Tensor]]) -> None:
-        self.weights = weights
-
-    def __call__(self) -> list[tuple[str, Tensor]]:
-        return self.weights
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2, 3, dtype=torch.float64))
 
 
 def test_two_adapters_of_a_layer_in_two_dtypes_are_both_added():
-    base = [("w", torch.zeros(2, 3, dtype=torch.float64))]
     ones = torch.ones(1, 3), torch.ones(2, 1)
     lower = torch.ones(1, 3).bfloat16(), torch.full((2, 1), 2.0).bfloat16()
     deltas = [("w", LoraDelta(*ones, 0.5)), ("w", LoraDelta(*lower, 0.25))]
     for carrier in (ObjectSender(None), make_sender("broadcast", dtype=None)):
-        handle = AdapterSender(carrier, Base(base)).pack(deltas, 0)
+        handle = AdapterSender(carrier, Layer).pack(deltas, 0)
         assert isinstance(handle, AdapterHandle)
         [(name, weight)] = handle.weights()
         assert name == "w" and torch.equal(weight, torch.ones(2, 3, dtype=torch.float64))
@@ -218,7 +215,7 @@ def test_weights_that_are_not_the_model_s_are_refused_all_at_once(tiny_model: nn
     assert str(error.value) == (
         "the weights must be the 26 of Qwen2ForCausalLM, under the names of its Hugging Face checkpoint, got 1 unknown "
         "(model.extra); 1 missing (model.embed_tokens.weight); 1 sent twice (model.layers.0.self_attn.q_proj.weight); "
-        "1 of another shape (model.norm.weight [31] instead of [32]): send those of the same model. No weight was "
+        "1 of another shape (model.norm.weight (31,) instead of (32,)): send those of the same model. No weight was "
         "changed."
     )
 

@@ -19,11 +19,12 @@ import torch
 
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.models import make_llama, make_tiny_model, response_log_probs
-from tests.support.processes import worker_processes
+from tests.support.processes import socket_files, worker_processes
 from tests.support.prompts import LONG_PROMPTS
+from tests.support.weights import mismatch
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.vllm import VLLMEngine
-from torchrl_grpo.weights import named_weights, sync_mismatch
+from torchrl_grpo.weights import named_weights
 
 needs_vllm = pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
 CONTEXT = 256
@@ -157,15 +158,18 @@ class TestEngine:
         norm = other["model.norm.weight"]
         missing = {name: weight for name, weight in other.items() if name != "model.norm.weight"}
         for weights, message in [
-            (missing, "1 of 26 weights are missing"),
-            (other | {"model.extra": norm}, "'model.extra' is not among"),
-            (other | {"model.norm.weight": norm[1:]}, r"has shape \[127\]"),
+            (missing, r"the 26 of Qwen2ForCausalLM.*1 missing \(model\.norm\.weight\)"),
+            (other | {"model.extra": norm}, r"1 unknown \(model\.extra\)"),
+            (
+                other | {"model.norm.weight": norm[1:]},
+                r"model\.norm\.weight \(127,\) instead of \(128,\)",
+            ),
         ]:
             with pytest.raises(RuntimeError, match=message):
                 engine.update_weights(weights.items(), 5)
             assert engine.policy_version == 4
         params = SamplingParams(max_new_tokens=8)
-        assert sync_mismatch(engine, response_log_probs(model), LONG_PROMPTS, params)[1] < ROUNDING
+        assert mismatch(engine, response_log_probs(model), LONG_PROMPTS, params)[1] < ROUNDING
 
     def test_the_caller_may_change_its_tensors_once_the_update_returned(self, engine):
         model, copy = make_model(6), make_model(6)
@@ -174,7 +178,10 @@ class TestEngine:
             for weight in copy.parameters():
                 weight.zero_()
         params = SamplingParams(max_new_tokens=8)
-        assert sync_mismatch(engine, response_log_probs(model), LONG_PROMPTS, params)[1] < ROUNDING
+        assert mismatch(engine, response_log_probs(model), LONG_PROMPTS, params)[1] < ROUNDING
+
+    def test_its_processes_leave_no_socket_in_the_temporary_directory(self, engine):
+        assert socket_files() == []
 
     def test_close_ends_every_process_and_may_be_called_again(self, engine):  # keep last: it closes the shared engine
         assert worker_processes()
@@ -199,16 +206,17 @@ SCRIPT = """
 import json, sys, torch
 from tests.support.models import make_llama, response_log_probs
 from tests.support.prompts import LONG_PROMPTS
+from tests.support.weights import mismatch
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.vllm import VLLMEngine
-from torchrl_grpo.weights import named_weights, sync_mismatch
+from torchrl_grpo.weights import named_weights
 
 if __name__ == "__main__":
     import psutil
     engine = VLLMEngine(sys.argv[1], max_model_len=256, enforce_eager=True, kv_cache_gib=0.25)
     model = make_llama(1)
     engine.update_weights(named_weights(model), 1)
-    gap = sync_mismatch(engine, response_log_probs(model), LONG_PROMPTS, SamplingParams(max_new_tokens=16))
+    gap = mismatch(engine, response_log_probs(model), LONG_PROMPTS, SamplingParams(max_new_tokens=16))
     pids = [child.pid for child in psutil.Process().children(recursive=True)]
     print(json.dumps({"gap": gap[1], "pids": pids}), flush=True)
     sys.stdin.read()

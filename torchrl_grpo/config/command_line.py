@@ -40,12 +40,11 @@ def from_hydra(cfg: DictConfig) -> GRPOConfig:
     """
     try:
         merged: Any = OmegaConf.merge(OmegaConf.structured(GRPOConfig), OmegaConf.to_container(cfg))
+        for line in take_old_names(merged):
+            _log.warning(line)
+        config: Any = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(_explained(error, sys.argv[1:])) from error
-    for line in take_old_names(merged):
-        _log.warning(line)
-    config = OmegaConf.to_object(merged)
-    assert isinstance(config, GRPOConfig)
     validate(config)
     return config
 
@@ -78,13 +77,13 @@ def _explained(error: Exception, arguments: Sequence[str]) -> str:
     overrides = {text.lstrip("+~").partition("=")[0]: text for text in arguments}
     typed = next((key for key in overrides if key == name or key.startswith(f"{name}.")), name)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return _unFIELDS(typed, overrides.get(typed, name))
+        return _unknown(typed, overrides.get(typed, name))
     if isinstance(cause, ValidationError):
         return _mistyped(name, cause.value)
     return f"{error}. {cause}" if error.__cause__ is cause else str(error)
 
 
-def _unFIELDS(name: str, text: str) -> str:
+def _unknown(name: str, text: str) -> str:
     """That a dotted name does not exist; ``text`` is what was typed."""
     groups = {leaf.rsplit(".", depth)[0] for leaf in FIELDS for depth in range(1, leaf.count(".") + 1)}
     same_leaf = [leaf for leaf in FIELDS if "." in name and leaf.rpartition(".")[2] == name.rpartition(".")[2]]
@@ -100,6 +99,8 @@ def _mistyped(name: str, value: Any) -> str:
     if item is None:
         instead = f"algo={value}" if name == "policy" else "its keys, one by one"
         return f"{name}={value} must name a single value, and {name} is a group: use {instead}."
+    name = item.metadata.get("now", name)
+    item = FIELDS[name]
     default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
     if name in COMPONENTS:
         target = value if isinstance(value, str) else default["_target_"]

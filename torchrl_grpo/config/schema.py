@@ -72,7 +72,7 @@ class InferenceModelConfig:
     devices: list[int] | None = None
     """Which accelerators, by index, instead of num_devices."""
     tensor_parallel_size: int = limited(1, ge=1)
-    """vllm: devices that share one replica's weights; num_devices divided by it is the number of replicas."""
+    """vllm: devices that share one sampler's weights; num_devices divided by it is the number of samplers."""
     dtype: str = choice(choices.Dtype, "float32")
     """Type of the engine's weights."""
     temperature: float = limited(1.0, gt=0)
@@ -132,7 +132,7 @@ class EnvConfig:
     max_turns: int = limited(1, ge=1)
     """Most turns of the policy in one dialog, at least 1; more than 1 needs a task that answers."""
     reward_workers: int = limited(0, ge=0)
-    """Processes that score the responses, of each replica: for scorers that are slow, or may hang or crash. 0 scores in
+    """Processes that score the responses, of each sampler: for scorers that are slow, or may hang or crash. 0 scores in
     the environment's own process."""
     reward_timeout_s: float = limited(30.0, gt=0)
     """reward_workers: longest time for one response, in seconds; after it the reward is invalid."""

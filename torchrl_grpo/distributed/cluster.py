@@ -37,7 +37,7 @@ class Placement:
 
     Attributes:
         train: one for each rank.
-        inference: one for each replica.
+        inference: one for each sampler.
         reference: one for each reference model.
     """
 
@@ -87,7 +87,7 @@ def require_ray() -> None:
 def seats(plan: DevicePlan, node_cpus: Sequence[float]) -> tuple[list[dict[str, float]], dict[str, list[Seat]]]:
     """Bundles for a plan, and who sits where.
 
-    A tensor-parallel replica is one bundle, which is never spread over machines. CPUs are only tokens for Ray's
+    A tensor-parallel engine is one bundle, which is never spread over machines. CPUs are only tokens for Ray's
     scheduler: one for a device or, where there are fewer, as much less as makes all processes fit.
 
     Args:
@@ -98,7 +98,7 @@ def seats(plan: DevicePlan, node_cpus: Sequence[float]) -> tuple[list[dict[str, 
         the bundles, as resources and amounts, and for each role its processes' seats in the plan's order.
     """
     processes: list[tuple[str, tuple[torch.device, ...]]] = [("train", (device,)) for device in plan.train]
-    processes += [("inference", replica) for replica in plan.inference]
+    processes += [("inference", devices) for devices in plan.inference]
     processes += [("reference", (device,)) for device in plan.reference]
     share = _cpu_share([len(devices) for _, devices in processes], node_cpus)
     bundles: list[dict[str, float]] = []
@@ -149,12 +149,6 @@ class Cluster:
         import ray
 
         return [torch.device("cuda", index) for index in range(int(ray.cluster_resources().get("GPU", 0)))]
-
-    def hosts(self) -> int:
-        """How many machines it has."""
-        import ray
-
-        return sum(node["Alive"] for node in ray.nodes())
 
     def place(self, plan: DevicePlan, *, timeout_s: float = 120.0) -> Placement:
         """Reserves what a plan needs. To be called once.

@@ -20,7 +20,7 @@ from torchrl_grpo.choices import InFlight
 from torchrl_grpo.collectors.sampler import Sampler
 from torchrl_grpo.distributed.actors import ReferenceActor, SamplerActor
 from torchrl_grpo.distributed.tasks import Progress, TaskQueue
-from torchrl_grpo.distributed.workers import ActorLostError, Worker, first_line
+from torchrl_grpo.distributed.workers import ActorLostError, ReferenceWorker, SamplerWorker, Worker, first_line
 from torchrl_grpo.errors import WorkersLostError
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 
@@ -30,22 +30,7 @@ _SCORED_AT_A_TIME = 2  # by one reference actor: one task is computed, one is on
 _TICK_S = 0.5
 
 T = TypeVar("T")
-
-
-class _SamplerWorker(Worker):
-    """A sampler's actor: the weights and the engine's state that it has, and how many responses it and its predecessors
-    gave."""
-
-    version: int | None = None  # None also while it is being given others
-    updating: int | None = None
-    engine_state: dict[str, Any] | None = None
-    responses = 0
-
-
-class _ReferenceWorker(Worker):
-    """A reference model's actor, and the weights that it was given last; None is the base model."""
-
-    weights: Any = None
+Job = Coroutine[Any, Any, None]
 
 
 class RolloutManager:
@@ -64,15 +49,14 @@ class RolloutManager:
 
     Keyword Args:
         samplers: for each sampler, its factory and Ray's options for the actor.
-        references: for each reference model, the same; none when there is no reference model of its own.
+        references: the same for each reference model.
         concurrent_tasks: tasks that one sampler plays at a time.
-        in_flight: what happens to tasks that are being played when weights arrive. ``wait`` ends them before, ``keep``
-            goes on with the new weights and ``abort`` has the engine begin them again: both need an engine that can.
-        references_first: whether samplers are made only while the reference models are there: for those that share an
+        in_flight: what happens to tasks that are being played when weights arrive; see ``AsyncVLLMEngine``.
+        references_first: whether samplers start only while the reference models are there: for those that share an
             accelerator, whose free memory an engine measures while it starts.
         seed: of the engines' draws; each sampler has another one.
         release: called with each published version that no sampler reads or will read any more.
-        actor_timeout_s: seconds in which an actor must do what it is asked; after them it is killed, and made again.
+        actor_timeout_s: seconds in which an actor must do what it is asked, or be replaced.
         recovery_timeout_s: how long all samplers, or all reference models, may be gone before the run ends.
     """
 
@@ -107,11 +91,11 @@ class RolloutManager:
         make_sampler = partial(_make, ray.remote(SamplerActor), max_concurrency=threads)
         make_reference = partial(_make, ray.remote(ReferenceActor))
         self.samplers = [
-            _SamplerWorker(f"sampler {index}", partial(make_sampler, factory, **options), actor_timeout_s)
+            SamplerWorker(f"sampler {index}", partial(make_sampler, factory, **options), actor_timeout_s)
             for index, (factory, options) in enumerate(samplers)
         ]
         self.references = [
-            _ReferenceWorker(f"reference model {index}", partial(make_reference, factory, **options), actor_timeout_s)
+            ReferenceWorker(f"reference model {index}", partial(make_reference, factory, **options), actor_timeout_s)
             for index, (factory, options) in enumerate(references)
         ]
         self.workers: list[Worker] = [*self.samplers, *self.references]
@@ -122,14 +106,10 @@ class RolloutManager:
         self._lives: list[asyncio.Task[None]] = []
         self._changed: asyncio.Future[None]
 
-    # What the driver asks for
-
     async def start(self) -> None:
         """Begins the lives of all actors; returns at once."""
         self._changed = asyncio.get_running_loop().create_future()
-        lives: list[Coroutine[Any, Any, None]] = [
-            self._live(worker, self._reference_jobs) for worker in self.references
-        ]
+        lives: list[Job] = [self._live(worker, self._reference_jobs) for worker in self.references]
         lives += [self._live(worker, self._sampler_jobs) for worker in self.samplers]
         lives += [self._watch(kind) for kind in (self.samplers, self.references) if kind]
         self._lives = [asyncio.create_task(self._guard(life)) for life in lives]
@@ -156,8 +136,8 @@ class RolloutManager:
         groups, metrics = await self._until(self.tasks.take)
         self._notify()
         metrics["workers/update_s"] = self._update_s
-        for kind, workers in (("rollout", self.samplers), ("reference", self.references)):
-            metrics[f"workers/restarts_{kind}"] = sum(worker.restarts for worker in workers)
+        metrics["workers/restarts_rollout"] = sum(worker.restarts for worker in self.samplers)
+        metrics["workers/restarts_reference"] = sum(worker.restarts for worker in self.references)
         metrics |= {f"workers/responses_rollout_{i}": worker.responses for i, worker in enumerate(self.samplers)}
         return groups, metrics
 
@@ -181,10 +161,10 @@ class RolloutManager:
         for sampler in [sampler for sampler in self.samplers if sampler.ready]:
             restarts = sampler.restarts
 
-            def current_or_lost(sampler: _SamplerWorker = sampler, restarts: int = restarts) -> bool:
+            def settled(sampler: SamplerWorker = sampler, restarts: int = restarts) -> bool:
                 return self._is_current(sampler) or sampler.restarts > restarts
 
-            await self._until(current_or_lost)
+            await self._until(settled)
             with suppress(ActorLostError):
                 if sampler.restarts == restarts:
                     answers.append(await sampler.ask(what, method))
@@ -221,9 +201,7 @@ class RolloutManager:
         for worker in self.workers:
             worker.kill()
 
-    # Lives
-
-    async def _guard(self, life: Coroutine[Any, Any, None]) -> None:
+    async def _guard(self, life: Job) -> None:
         """Keeps what ends a life, for the driver to raise."""
         try:
             await life
@@ -233,7 +211,7 @@ class RolloutManager:
             self._error = self._error or error
             self._notify()
 
-    async def _live(self, worker: Any, jobs: Callable[[Any], list[Coroutine[Any, Any, None]]]) -> None:
+    async def _live(self, worker: Any, jobs: Callable[[Any], list[Job]]) -> None:
         """Start, work until the actor is lost, start again."""
         while True:
             if self._references_first and worker in self.samplers:
@@ -284,13 +262,13 @@ class RolloutManager:
 
     # What is done with an actor while it lives
 
-    def _sampler_jobs(self, sampler: _SamplerWorker) -> list[Coroutine[Any, Any, None]]:
+    def _sampler_jobs(self, sampler: SamplerWorker) -> list[Job]:
         return [self._keep_current(sampler), *(self._play(sampler) for _ in range(self._concurrent_tasks))]
 
-    def _reference_jobs(self, reference: _ReferenceWorker) -> list[Coroutine[Any, Any, None]]:
+    def _reference_jobs(self, reference: ReferenceWorker) -> list[Job]:
         return [self._keep_reference_current(reference), *(self._score(reference) for _ in range(_SCORED_AT_A_TIME))]
 
-    async def _keep_current(self, sampler: _SamplerWorker) -> None:
+    async def _keep_current(self, sampler: SamplerWorker) -> None:
         """Gives a sampler the published weights, again and again."""
 
         def may_update() -> bool:
@@ -307,7 +285,7 @@ class RolloutManager:
             self._release_old()
             self._heard()
 
-    async def _play(self, sampler: _SamplerWorker) -> None:
+    async def _play(self, sampler: SamplerWorker) -> None:
         """Takes a task, has the sampler play it, and hands on what it gives."""
 
         def next_task() -> Progress | None:
@@ -320,9 +298,8 @@ class RolloutManager:
             progress = await self._until(next_task)
             returns = 1 + len(progress.task.groups)
             with self._at(sampler, progress, self.tasks.give_back):
-                report, *progress.refs = await sampler.ask(
-                    f"sample {progress.task}", "play", progress.task, returns=returns
-                )
+                what = f"sample {progress.task}"
+                report, *progress.refs = await sampler.ask(what, "play", progress.task, returns=returns)
             sampler.engine_state = report.engine
             sampler.responses += self.tasks.played(progress, report)
             if self.references:
@@ -331,7 +308,7 @@ class RolloutManager:
                 self.tasks.finish(progress)
             self._notify()
 
-    async def _score(self, reference: _ReferenceWorker) -> None:
+    async def _score(self, reference: ReferenceWorker) -> None:
         """Takes a task that was played, has the reference model score it, and hands on what it gives."""
 
         def next_task() -> Progress | None:
@@ -344,13 +321,14 @@ class RolloutManager:
             progress = await self._until(next_task)
             returns = 1 + len(progress.refs)
             with self._at(reference, progress, self.tasks.unscored.append):
+                what = f"score {progress.task}"
                 progress.reference_s, *progress.refs = await reference.ask(
-                    f"score {progress.task}", "score", *progress.refs, returns=returns
+                    what, "score", *progress.refs, returns=returns
                 )
             self.tasks.finish(progress)
             self._notify()
 
-    async def _keep_reference_current(self, reference: _ReferenceWorker) -> None:
+    async def _keep_reference_current(self, reference: ReferenceWorker) -> None:
         """Gives a reference model the weights that are to be its own."""
         while True:
             await self._until(lambda: reference.weights is not self._reference_weights)
@@ -380,10 +358,10 @@ class RolloutManager:
         worker.did()
         self._heard()
 
-    def _is_current(self, sampler: _SamplerWorker) -> bool:
+    def _is_current(self, sampler: SamplerWorker) -> bool:
         """Whether a sampler is there and has the published weights."""
-        there = sampler.ready and sampler.updating is None
-        return there and sampler.version is not None and sampler.version == self.published
+        there = sampler.ready and sampler.updating is None and sampler.version is not None
+        return there and sampler.version == self.published
 
     def _release_old(self) -> None:
         """Gives back the weights that nobody reads and nobody will be given."""
@@ -391,8 +369,6 @@ class RolloutManager:
         for version in self._handles.keys() - used:
             del self._handles[version]
             self._release(version)
-
-    # Waiting
 
     async def _until(self, get: Callable[[], T | None]) -> T:
         """Waits until ``get`` gives something that is true; it is called again after each change of the state.

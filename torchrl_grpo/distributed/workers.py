@@ -140,6 +140,22 @@ class Worker:
         self.actor, self.ready = None, False
 
 
+class SamplerWorker(Worker):
+    """A sampler's actor: the weights and the engine's state that it has, and how many responses it and its predecessors
+    gave."""
+
+    version: int | None = None  # None also while it is being given others
+    updating: int | None = None
+    engine_state: dict[str, Any] | None = None
+    responses = 0
+
+
+class ReferenceWorker(Worker):
+    """A reference model's actor, and the weights that it was given last; None is the base model."""
+
+    weights: Any = None
+
+
 def is_loss(error: BaseException) -> bool:
     """Whether an error says that an actor or its engine is gone, and not that its work raised."""
     from ray import exceptions

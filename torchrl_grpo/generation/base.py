@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from torchrl_grpo.weights import WeightHandle
@@ -182,8 +181,3 @@ def preserve_rng(engine: Engine) -> Iterator[None]:
 def greedy(params: SamplingParams) -> bool:
     """Whether tokens are taken by argmax."""
     return params.temperature == 0
-
-
-def as_token_tensor(tokens: Sequence[int] | Tensor) -> Tensor:
-    """Token ids as a [T] int64 CPU tensor."""
-    return torch.as_tensor(tokens, dtype=torch.int64, device="cpu")

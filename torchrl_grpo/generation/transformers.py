@@ -268,7 +268,7 @@ def _choose_decoder(model: PreTrainedModel) -> Decoder:
     try:
         difference = probe(generic, model)
         if not difference <= tolerance:
-            problem = f"its logits are then off by {difference:.2g} of their spread"
+            problem = f"off by {difference:.2g} of their spread"
     except Exception as error:  # whatever a foreign model may raise
         problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if problem:

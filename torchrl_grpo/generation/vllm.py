@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 import uuid
 import warnings
 from abc import abstractmethod
@@ -66,8 +67,10 @@ def starting_vllm(device: torch.device | None) -> Iterator[None]:
         index = device.index or 0
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
     try:
-        with warnings.catch_warnings():
+        # Its processes meet at sockets in a folder that it never clears. Once they have met, no file is needed.
+        with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="v-") as sockets:
             warnings.simplefilter("ignore")
+            os.environ["VLLM_RPC_BASE_PATH"] = sockets
             yield
     finally:
         os.environ.clear()

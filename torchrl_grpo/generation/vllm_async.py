@@ -1,4 +1,4 @@
-"""One replica for the asynchronous loop: vLLM's ``AsyncLLM`` behind the ``Engine`` interface.
+"""The vLLM engine of the asynchronous loop: vLLM's ``AsyncLLM`` behind the ``Engine`` interface.
 
 Many threads may call ``generate`` at once; vLLM computes their requests together (continuous batching), and weights may
 change while they run. An event loop in a thread of its own talks to vLLM's scheduler, which is a process, and the model

@@ -179,7 +179,7 @@ class GRPOTrainer:
         flat = [names.truncated] if self.loss.mask_truncated else []
         flat += [names.reward_valid] if has(batch, names.reward_valid) else []
         for name in set(self.loss.in_keys) - {*per_token, *flat, *self.loss.actor_network.out_keys}:
-            if has(batch, name):  # what a loss of one's own reads besides
+            if has(batch, name):  # what a user's loss reads besides
                 of_tokens = batch[0].get(name).shape == batch[0].get(keys.FULL).shape
                 per_token |= {name: 0} if of_tokens else {}
                 flat += [] if of_tokens else [name]

@@ -136,17 +136,15 @@ def fit(
         RuntimeError: engine and trainer differ by more than rounding.
     """
     size, total = schedule.sequences_per_batch, schedule.num_batches * schedule.sequences_per_batch
-
     first, saver = learner.version, _Saver(learner, source, checkpointer)
 
     def evaluate(step: int, sampled: bool) -> dict[str, float]:
         start = time.perf_counter()
         metrics, rows = source.evaluate(sampled=sampled)
-        if not metrics:
-            return {}
-        metrics["time/eval_s"] = time.perf_counter() - start
-        logger.log_samples(step, rows[:_TEST_SAMPLES])
-        console.evaluation(step, metrics)
+        if metrics:
+            metrics["time/eval_s"] = time.perf_counter() - start
+            logger.log_samples(step, rows[:_TEST_SAMPLES])
+            console.evaluation(step, metrics)
         return metrics
 
     def publish(version: int, refresh: bool) -> dict[str, float]:
@@ -159,8 +157,7 @@ def fit(
         tolerance = schedule.mismatch_tolerance
         return metrics if tolerance is None else metrics | _mismatch(learner, source, tolerance)
 
-    had_current_reference = first > 0 and schedule.reference_version == first
-    metrics = publish(first, refresh=had_current_reference or schedule.refreshes(first))
+    metrics = publish(first, refresh=0 < first == schedule.reference_version or schedule.refreshes(first))
     console.start(first * size, total)
     logger.log(first, metrics | evaluate(first, sampled=True))
     try:

@@ -288,18 +288,22 @@ def add_lora(
     """Wraps a model with LoRA adapters (arXiv 2106.09685) through peft; only they are trained, without dropout.
 
     Raises:
-        ValueError: the model has no such modules.
+        ValueError: the model has no such modules, or uses their weights by other ways than their forward.
     """
     from peft import LoraConfig, get_peft_model  # slow to import, and only LoRA runs need it
 
     config = LoraConfig(r=r, lora_alpha=alpha, target_modules=target_modules, task_type="CAUSAL_LM")
     try:
-        return get_peft_model(model, config).eval()
+        adapted = get_peft_model(model, config).eval()
+        for name, _ in adapted.named_modules():
+            if ".lora_A." in name and "mamba" in name:
+                raise ValueError(f"{name.partition('.lora_A')[0]} is part of a Mamba layer, which would ignore it")
     except ValueError as error:
         raise ValueError(
-            f"train_model.lora.target_modules={target_modules} must name modules of the model ({error}): use "
-            "[all-linear]."
+            f"train_model.lora.target_modules={target_modules} must name modules of the model that can have adapters "
+            f"({error}): use [all-linear], or [q_proj,k_proj,v_proj,o_proj]."
         ) from error
+    return adapted
 
 
 def enable_gradient_checkpointing(model: Any) -> int:

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import IO, Any, cast
 
 from rich import box
@@ -29,7 +30,7 @@ _DIMENSIONLESS = ("", "k", "M", "B", "T")
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-class Console:
+class Console(AbstractContextManager["Console"]):
     """Prints a run.
 
     Lifecycle: ``plan`` and ``geometry`` (and ``resume``), then ``start``, then ``step``, ``samples`` and ``evaluation``
@@ -174,9 +175,6 @@ class Console:
                 handler.setStream(stream)
             self._progress.stop()
             self._progress = None
-
-    def __enter__(self) -> Console:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

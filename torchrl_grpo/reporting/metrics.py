@@ -15,6 +15,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,7 +37,7 @@ _has_tensorboard = importlib.util.find_spec("tensorboard") is not None
 _has_wandb = importlib.util.find_spec("wandb") is not None
 
 
-class MetricsLogger:
+class MetricsLogger(AbstractContextManager["MetricsLogger"]):
     """Writes the metrics and samples of one run into its directory.
 
     Lifecycle: ``log`` and ``log_samples`` in any order, then ``close``, once or more. A logger opened on the directory
@@ -86,9 +87,7 @@ class MetricsLogger:
             self._wandb.log_hparams(json.loads(config_text))
         self._logged = False
         self._files: dict[str, IO[str]] = {}
-        for file_name in (METRICS_FILE, SAMPLES_FILE):
-            _keep_lines(self.directory / file_name)
-            self._open(file_name)
+        self._open()
         _write_environment(self.directory)
 
     def log(self, step: int, metrics: Mapping[str, float | Tensor]) -> None:
@@ -127,10 +126,7 @@ class MetricsLogger:
 
     def truncate(self, step: int) -> None:
         """Drops all that was logged for ``step`` and later: a resumed run calls it with the first step it will do."""
-        for file_name, file in self._files.items():
-            file.close()
-            _keep_lines(self.directory / file_name, below=step)
-            self._open(file_name)
+        self._open(below=step)
         if self._tensorboard is not None:
             # A new event file that opens with a session start makes TensorBoard hide the later steps of the older ones.
             writer = self._tensorboard.experiment
@@ -150,14 +146,16 @@ class MetricsLogger:
         if self._wandb is not None:
             self._wandb.experiment.finish()
 
-    def __enter__(self) -> MetricsLogger:
-        return self
-
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _open(self, file_name: str) -> None:
-        self._files[file_name] = (self.directory / file_name).open("a", encoding="utf-8")
+    def _open(self, below: int | None = None) -> None:
+        """Opens the two files, or opens them again, at the end of what is kept."""
+        for file_name in (METRICS_FILE, SAMPLES_FILE):
+            if file_name in self._files:
+                self._files[file_name].close()
+            _keep_lines(self.directory / file_name, below)
+            self._files[file_name] = (self.directory / file_name).open("a", encoding="utf-8")
 
     def _append(self, file_name: str, row: Mapping[str, Any]) -> None:
         if not self._files:

@@ -35,7 +35,7 @@ def check_weights(
         "missing": [name for name in expected if name not in counts and name not in optional],
         "sent twice": [name for name, count in counts.items() if count > 1],
         "of another shape": [
-            f"{name} {list(shape)} instead of {list(expected[name])}"
+            f"{name} {shape} instead of {tuple(expected[name])}"
             for name, shape in given
             if name in expected and shape != tuple(expected[name])
         ],

@@ -137,7 +137,8 @@ def test_several_ranks_replicas_and_references_train_on_fresh_enough_data(
         assert row["time/wait_s"] + row["time/train_s"] + row["time/sync_s"] <= row["time/step_s"]
         assert row["buffer/waiting_max"] <= (bound + 1) * 4
         assert row["workers/restarts_rollout"] == row["workers/restarts_reference"] == 0
-        assert row["workers/generate_s"] > 0 and row["workers/reference_s"] > 0
+        assert row["workers/generate_s"] > 0
+        assert row["workers/reference_s" if script == ASYNC else "time/reference_s"] > 0  # LoRA: the learner scores
     assert sum(rows[6][f"workers/responses_rollout_{index}"] for index in range(2)) == 96
     if script == ASYNC:
         assert max(row["sync/mismatch_max"] for row in rows) < 1e-4  # both replicas have the weights of both ranks

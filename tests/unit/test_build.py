@@ -134,7 +134,7 @@ def test_a_tokenizer_larger_than_the_model_is_found_before_any_weights(
 ) -> None:
     make_tiny_model(vocab_size=100).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    with pytest.raises(ConfigError, match="has 100 entries and the tokenizer's 261"):
+    with pytest.raises(ConfigError, match="the model has 100 and the tokenizer uses ids up to 260"):
         build(compose_config(*SMALL, f"model.name={tmp_path / 'model'}"), tmp_path / "run")
 
 

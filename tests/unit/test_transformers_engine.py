@@ -419,7 +419,7 @@ def broken(weights: list[tuple[str, Tensor]]):
         (
             lambda w: [*w[:-1], (w[-1][0], torch.zeros(7))],
             RuntimeError,
-            r"model\.norm\.weight \[7\] instead of \[32\]",
+            r"model\.norm\.weight \(7,\) instead of \(32,\)",
         ),
         (broken, OSError, "connection lost"),
     ],

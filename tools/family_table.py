@@ -36,7 +36,7 @@ def measure(name: str, column: str) -> str:
 
 
 def measure_apart(name: str, column: str) -> str:
-    """As ``measure``, in a process of its own, which an engine cannot harm."""
+    """As ``measure``, in a separate process: an engine that crashes ends only that."""
     command = [sys.executable, __file__, "--one", name, column]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     return done.stdout.strip().splitlines()[-1] if done.returncode == 0 else f"ends with {done.returncode}"

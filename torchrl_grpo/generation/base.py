@@ -152,7 +152,7 @@ class Engine(ABC):
         self.policy_version = state["policy_version"]
 
     def close(self) -> None:  # noqa: B027
-        """Ends the engine and every process of its own. May be called again."""
+        """Ends the engine and its processes. May be called again."""
 
     def __enter__(self) -> Engine:
         return self

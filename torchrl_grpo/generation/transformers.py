@@ -1,4 +1,4 @@
-"""The ``transformers`` engine: an own sampler on Hugging Face models, for every device that torch runs on.
+"""The ``transformers`` engine: samples from Hugging Face models on every device that torch runs on.
 
 It is not a server: one call generates a batch and returns. Each prompt is computed once for its whole group, finished
 rows leave the batch, and log-probs are those of the sampled distribution in float32.

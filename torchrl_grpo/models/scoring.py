@@ -277,13 +277,13 @@ def check_scorer(scorer: TokenScorer) -> None:
 
 
 class AdapterOffScorer(TokenScorer):
-    """Scores with a peft model's adapters switched off: the reference policy of a LoRA run, at no memory of its own."""
+    """Scores with a peft model's adapters switched off: the reference policy of a LoRA run, without a second model."""
 
     def score(self, tokens_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         """As ``TokenScorer.score``, by the base model alone."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with self.model.disable_adapter():
-            # peft takes this from the adapters for the while. If this is the first forward, FSDP2 would then believe
+            # peft turns this off meanwhile. If this is the first forward, FSDP2 would then believe
             # that nothing is trained, and not cast the gradients.
             for parameter in trained:
                 parameter.requires_grad_(True)

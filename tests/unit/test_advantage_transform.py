@@ -180,7 +180,7 @@ def test_members_that_wait_are_in_the_state(tmp_path):
         assert buffer[:][0]["query"] == "a"
 
 
-def test_a_prompt_that_comes_twice_is_two_groups_in_a_buffer_and_refused_in_a_batch():
+def test_a_prompt_that_comes_twice_is_two_groups_in_a_buffer():
     rewards = [0.0, 1.0, 10.0, 20.0]
     batch = batch_of(rewards, [0, 0, 1, 1])
     for row in batch.unbind(0):

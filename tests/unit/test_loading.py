@@ -95,7 +95,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tokenizer: PreTrainedToken
         loading.check_vocabulary(make_tiny_model(vocab_size=100).config, tokenizer, "bad")
 
 
-def test_an_added_token_without_an_embedding_is_refused_only_if_it_is_used(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_added_token_without_an_embedding_is_refused_only_if_used(tokenizer: PreTrainedTokenizerFast) -> None:
     stray, config = copy.deepcopy(tokenizer), make_tiny_model().config
     stray.add_tokens(["<image_soft_token>"], special_tokens=True)  # as Gemma 3's tokenizer has
     assert len(stray) == config.vocab_size + 1

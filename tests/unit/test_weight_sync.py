@@ -95,7 +95,7 @@ def test_every_kind_gives_each_version_as_sent_until_released(kind: str, dtype: 
     sender.close()
 
 
-def test_an_engine_in_the_trainer_s_process_reads_the_weights_of_that_moment(tiny_model: nn.Module):
+def test_an_engine_in_the_trainers_process_reads_the_weights_of_now(tiny_model: nn.Module):
     handle = make_sender("direct", dtype=torch.bfloat16, lora_base=dict).send(Trained(tiny_model), 0)
     with torch.no_grad():
         tiny_model.get_parameter("model.norm.weight").fill_(3.0)
@@ -220,7 +220,7 @@ def test_weights_that_are_not_the_model_s_are_refused_all_at_once(tiny_model: nn
     )
 
 
-def test_a_tied_head_may_be_sent_or_left_out_and_a_bad_update_changes_nothing(tiny_model: nn.Module):
+def test_a_tied_head_may_be_left_out_and_a_bad_update_changes_nothing(tiny_model: nn.Module):
     weights = {name: weight.clone() for name, weight in named_weights(make_tiny_model(1))}
     before = {name: weight.clone() for name, weight in tiny_model.state_dict().items()}
     for name, weight in list(weights.items())[:2]:

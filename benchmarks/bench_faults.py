@@ -135,7 +135,7 @@ def slow(steps: int) -> list[dict[str, Any]]:
 
 def kill(steps: int) -> dict[str, Any]:
     """The figures of a run whose engines are killed."""
-    victims = {steps // 3: "RolloutActor", 2 * steps // 3: "EngineCore"}
+    victims = {steps // 3: "SamplerActor", 2 * steps // 3: "EngineCore"}
     killed: list[str] = []
 
     def watch(pid: int, rows: int) -> None:

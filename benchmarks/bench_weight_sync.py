@@ -5,8 +5,9 @@
 
 Trainer and engine are two Ray actors of this machine, with one rank and one replica. The kinds take turns, after one
 warm-up each. A time is that of a publish, which the trainer waits for, and that of the update, which the replica waits
-for. With adapters the trained model has LoRA of rank 16 on all linear layers, and all others send whole weights. The
-result is JSON with the machine, the versions, the setting, every time, the medians, and ratios to the object store.
+for. With "adapters" the trained model has LoRA of rank 16 on all linear layers, and the object store carries these
+alone; the others send whole weights. The result is JSON with the machine, the versions, the setting, every time, the
+medians, and ratios to the object store.
 """
 
 from __future__ import annotations
@@ -28,25 +29,16 @@ from machine import surroundings
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from torchrl_grpo.collectors import Sampler
 from torchrl_grpo.distributed import cluster
-from torchrl_grpo.distributed.actors import Rank, Replica, RolloutActor, own_address
-from torchrl_grpo.distributed.trainer import RayTrainer
+from torchrl_grpo.distributed.actors import SamplerActor, own_address
+from torchrl_grpo.distributed.learner import RayLearner
 from torchrl_grpo.generation import Engine, SamplingParams, TransformersEngine
-from torchrl_grpo.models.loading import CheckpointWeights, add_lora, resolve_name
-from torchrl_grpo.weights import (
-    AdapterSender,
-    BroadcastSender,
-    FileSender,
-    LoraDelta,
-    ObjectSender,
-    Sender,
-    SharedSender,
-    WeightHandle,
-    named_adapters,
-    named_weights,
-)
+from torchrl_grpo.learner import Learner
+from torchrl_grpo.models.loading import CheckpointModel, add_lora, resolve_name
+from torchrl_grpo.weights import LoraDelta, Sender, WeightHandle, make_sender, named_adapters, named_weights
 
-KINDS = ("object_store", "shared_memory", "file", "broadcast", "adapters")
+KINDS = ("object_store", "broadcast", "adapters")
 
 
 def make_random_model(folder: str) -> None:
@@ -71,7 +63,7 @@ class Source:
     """Stands for a trainer that has made a step each time that it is asked for its version."""
 
     def __init__(self, model: nn.Module, lora: nn.Module) -> None:
-        self._model, self._lora, self.steps, self.optim_steps = model, lora, 0, 0
+        self.model, self._lora, self.steps, self.optim_steps = model, lora, 0, 0
 
     @property
     def version(self) -> int:
@@ -79,7 +71,7 @@ class Source:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         self.steps += 1
-        return named_weights(self._model)
+        return named_weights(self.model)
 
     def adapters(self) -> Iterator[tuple[str, LoraDelta]]:
         self.steps += 1
@@ -105,45 +97,43 @@ class InTurns(Sender):
         self._of(version).release(version)
 
 
-def make_rank(name: str, folder: str, dtype: torch.dtype, mesh: object) -> Rank:
+def make_learner(name: str, dtype: torch.dtype, mesh: object) -> Learner:
     """The trainer's side, in its process."""
-    base = CheckpointWeights(name, torch.float32)
-    senders: list[Sender] = [
-        ObjectSender(dtype),
-        SharedSender(dtype),
-        FileSender(Path(folder), dtype),
-        BroadcastSender(dtype, "gloo", own_address()),
-        AdapterSender(base),
+    base = CheckpointModel(name, torch.float32)
+    senders = [
+        make_sender("object_store", dtype=dtype),
+        make_sender("broadcast", dtype=dtype, host=own_address()),
+        make_sender("object_store", dtype=dtype, lora_base=base),
     ]
-    lora = add_lora(base.model(), r=16, alpha=32)
-    return Rank(Source(base.model(), lora), [], InTurns(senders))  # type: ignore[arg-type]
+    lora = add_lora(base(), r=16, alpha=32)
+    return Learner(Source(base(), lora), [], InTurns(senders))  # type: ignore[arg-type]
 
 
-def make_replica(name: str, engine: str, dtype: torch.dtype) -> Replica:
+def make_sampler(name: str, engine: str, dtype: torch.dtype) -> Sampler:
     """The engine's side, in its process."""
     made: Engine
     if engine == "transformers":
-        made = TransformersEngine(CheckpointWeights(name, dtype).model(), copy=False)
+        made = TransformersEngine(CheckpointModel(name, dtype)(), copy=False)
     else:
         from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 
         kind = str(dtype).removeprefix("torch.")
         made = AsyncVLLMEngine(resolve_name(name), dtype=kind, max_model_len=256, enforce_eager=True, kv_cache_gib=0.25)
-    return Replica(made, [], None, SamplingParams(1), [])
+    return Sampler(made, [], None, SamplingParams(1), [])
 
 
-def measure(trainer: RayTrainer, replica: Any, repeats: int) -> dict[str, list[tuple[float, float]]]:
+def measure(learner: RayLearner, sampler: Any, repeats: int) -> dict[str, list[tuple[float, float]]]:
     """Seconds of publish and update, for each kind."""
     import ray
 
     seconds: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     for version in range((repeats + 1) * len(KINDS)):
         start = time.perf_counter()
-        handle = trainer.weights()
+        handle = learner.weights()
         published = time.perf_counter()
-        ray.get(replica.update.remote(handle, version))
+        ray.get(sampler.update.remote(handle, version))
         seconds[KINDS[version % len(KINDS)]].append((published - start, time.perf_counter() - published))
-        trainer.release(version)
+        learner.release(version)
     return {kind: times[1:] for kind, times in seconds.items()}
 
 
@@ -165,14 +155,14 @@ def main() -> None:
             make_random_model(name)
         dtype = getattr(torch, args.dtype)
         stack.callback(cluster.start().shutdown)
-        trainer = RayTrainer(partial(make_rank, name, f"{folder}/weights", dtype), options=[{"num_cpus": 1}])
-        factory = partial(make_replica, name, args.engine, dtype)
-        replica: Any = ray.remote(RolloutActor).options(num_cpus=1).remote(factory)
-        ready = replica.setup.remote(0, None)
-        trainer.start()
+        learner = RayLearner(partial(make_learner, name, dtype), options=[{"num_cpus": 1}])
+        factory = partial(make_sampler, name, args.engine, dtype)
+        sampler: Any = ray.remote(SamplerActor).options(num_cpus=1).remote(factory)
+        ready = sampler.setup.remote(0, None)
+        learner.start()
         ray.get(ready)
-        seconds = measure(trainer, replica, args.repeats)
-        ray.get(replica.close.remote())
+        seconds = measure(learner, sampler, args.repeats)
+        ray.get(sampler.close.remote())
     medians = {
         kind: {
             "publish": statistics.median(publish for publish, _ in times),

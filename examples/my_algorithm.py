@@ -1,4 +1,4 @@
-"""A loss and an advantage of one's own, without editing the package. From the root of the repository:
+"""Your own loss and advantage, without editing the package. From the root of the repository:
 
     PYTHONPATH=examples python sota/grpo/grpo.py --config-name grpo_arithmetic \
         policy.loss._target_=my_algorithm.ReinforceLoss policy.advantage._target_=my_algorithm.RankAdvantage

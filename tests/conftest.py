@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
+from pathlib import Path
+
+from tests.support.models import make_tiny_model
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the suite runs in as many processes as there are cores
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
-import psutil
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
@@ -39,33 +39,26 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_tiny_model(seed: int = 0, **overrides: object) -> Qwen2ForCausalLM:
-    """A random Qwen2 model whose weights are large enough for its distributions to be far from uniform."""
-    torch.manual_seed(seed)
-    settings: dict = {
-        "vocab_size": 261,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-    }
-    return Qwen2ForCausalLM(Qwen2Config(**(settings | overrides))).float().eval()
-
-
 @pytest.fixture
 def tiny_model() -> Qwen2ForCausalLM:
     """A fresh tiny random model, float32, eval mode."""
     return make_tiny_model()
 
 
-def worker_processes() -> list[psutil.Process]:
-    """Our child processes, without those that Python and wandb (of other tests) keep until we exit."""
-    children = psutil.Process().children(recursive=True)
-    return [one for one in children if not re.search("resource_tracker|forkserver|wandb", " ".join(one.cmdline()))]
+# In parallel the suite ends sooner when what takes long starts first.
+LONG = ("vllm/", "ray/", "torchrl/", "unit/test_script.py", "unit/test_algorithms.py", "unit/test_build.py")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks each test with what the name of its folder says that it needs, and sorts the files."""
+
+    def place(item: pytest.Item) -> int:
+        path = item.path.relative_to(Path(__file__).parent).as_posix()
+        return next((index for index, start in enumerate(LONG) if path.startswith(start)), len(LONG))
+
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        if folder in ("vllm", "ray", "gpu"):
+            item.add_marker(folder)
+    items.sort(key=place)

@@ -11,7 +11,6 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
-from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -46,14 +45,15 @@ def _tables(node: Any, name: str) -> Iterator[str]:
     }
     yield f"## `{name}`\n\n{_prose(type(node).__doc__ or '')}\n" if name else "## At the top\n"
     yield "| key | default | what it is |\n|---|---|---|"
-    values = {item.name: getattr(node, item.name) for item in dataclasses.fields(node)}
-    for key, value in values.items():
+    fields = {item: getattr(node, item.name) for item in dataclasses.fields(node) if "now" not in item.metadata}
+    for item, value in fields.items():
         if not dataclasses.is_dataclass(value):
-            yield f"| `{key}` | {_default(value)} | {_prose(docs[key])}{_choices(value, docs[key])} |"
+            doc = docs[item.name]
+            yield f"| `{item.name}` | {_default(value)} | {_prose(doc)}{_choices(item, doc)} |"
     yield ""
-    for key, value in values.items():
+    for item, value in fields.items():
         if dataclasses.is_dataclass(value):
-            yield from _tables(value, f"{name}.{key}".lstrip("."))
+            yield from _tables(value, f"{name}.{item.name}".lstrip("."))
 
 
 def _prose(doc: str) -> str:
@@ -63,16 +63,16 @@ def _prose(doc: str) -> str:
     return "`".join(parts).replace("|", r"\|")
 
 
-def _choices(value: Any, doc: str) -> str:
+def _choices(item: dataclasses.Field[Any], doc: str) -> str:
     """The values that a key may have, where its docstring does not name them all."""
-    names = [item.name for item in type(value)] if isinstance(value, Enum) else []
+    names = item.metadata.get("choices", ())
     listed = ", ".join(f"`{name}`" for name in names)
     return "" if all(re.search(rf"\b{name}\b", doc) for name in names) else f" One of {listed}."
 
 
 def _default(value: Any) -> str:
     """A default as one would write it on the command line."""
-    plain = json.dumps(value, default=lambda choice: choice.name).replace('"', "")
+    plain = json.dumps(value).replace('"', "")
     return "must be given" if value == MISSING else f"`{plain}`"
 
 

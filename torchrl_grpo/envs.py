@@ -19,12 +19,10 @@ from torchrl.data import Binary, Categorical, Composite, NonTensor, StackedCompo
 from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_grpo.keys import GROUP_ID, PROMPT, QUERY, RESPONSE, REWARD_VALID
+from torchrl_grpo.checks import check_multiple
+from torchrl_grpo.keys import GROUP_ID, LENGTH_STOPPED, PROMPT, QUERY, RESPONSE, REWARD_VALID
 from torchrl_grpo.reward_pool import Failure, RewardPool, score_dialog
 from torchrl_grpo.tasks.base import Problem, Split, Task
-
-LENGTH_STOPPED = "length_stopped"
-"""[1] bool, written by the policy: a token limit, not a stop token, ended the response."""
 
 _PLACEHOLDER = "@@assistant-turn@@"
 _OUTCOME = ("reward", "done", "terminated", "truncated", "correct", "valid")
@@ -45,6 +43,19 @@ class _Dialog:
     @property
     def done(self) -> bool:
         return self.terminated or self.truncated
+
+
+class _RaggedTokens(Categorical):
+    """Spec of token ids whose rows differ in length; where TorchRL would stack them once more, it refuses."""
+
+    def expand(self, *shape: Any) -> Categorical:
+        size = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if len(size) > self.ndim:
+            raise ValueError(
+                f"LLMEnv must not be stacked to {list(size[:-1])} rows by SerialEnv or ParallelEnv, which cannot step "
+                "rows of tokens that differ in length: use num_envs for more rows, and reward_pool for more processes."
+            )
+        return super().expand(*shape)
 
 
 class LLMEnv(EnvBase):
@@ -87,8 +98,7 @@ class LLMEnv(EnvBase):
         tensor([0, 0, 0, 0, 1, 1, 1, 1])
     """
 
-    # The next row is a copy of _current (problem, group) while copies of it are left.
-    _current: tuple[int, int]
+    input_mode = "tokens"  # TorchRL's transforms ask for it: prompts and responses are tokens, no text and no history
     _copies_left: int
 
     def __init__(
@@ -104,12 +114,7 @@ class LLMEnv(EnvBase):
         seed: int = 0,
         reward_pool: RewardPool | None = None,
     ) -> None:
-        if repeats < 1 or num_envs < 1 or num_envs % repeats:
-            low = max(num_envs // max(repeats, 1), 1) * max(repeats, 1)
-            raise ValueError(
-                f"num_envs={num_envs} must be a multiple of repeats={repeats}, both at least 1: "
-                f"use {low} or {low + max(repeats, 1)}."
-            )
+        check_multiple("num_envs", num_envs, repeats, f"repeats={repeats}, at least 1")
         if max_turns < 1:
             raise ValueError(f"max_turns={max_turns} must be at least 1: use 1 for single-turn tasks.")
         if tokenizer.chat_template is None:
@@ -143,9 +148,9 @@ class LLMEnv(EnvBase):
 
     def _make_specs(self) -> None:
         rows = self.batch_size
-        vocab = len(self.tokenizer)
+        tokens = _RaggedTokens(len(self.tokenizer), shape=(-1,), dtype=torch.int64)
         self.full_observation_spec = Composite(
-            tokens=_ragged_spec("prompt", vocab, rows[0]),
+            tokens=StackedComposite(*[Composite(prompt=tokens) for _ in range(rows[0])], dim=0),
             text=Composite(response=NonTensor(shape=rows, example_data=""), shape=rows),
             correct=Binary(shape=(*rows, 1), dtype=torch.bool),
             reward_valid=Binary(shape=(*rows, 1), dtype=torch.bool),
@@ -157,7 +162,7 @@ class LLMEnv(EnvBase):
             shape=rows,
         )
         self.full_action_spec = Composite(
-            tokens=_ragged_spec("response", vocab, rows[0]),
+            tokens=StackedComposite(*[Composite(response=tokens) for _ in range(rows[0])], dim=0),
             length_stopped=Binary(shape=(*rows, 1), dtype=torch.bool),
             shape=rows,
         )
@@ -239,8 +244,7 @@ class LLMEnv(EnvBase):
 
     def _set_seed(self, seed: int | None) -> None:
         self._seed = 0 if seed is None else int(seed)
-        self._current = (-1, -1)
-        self._copies_left = 0
+        self._copies_left = 0  # of the problem and the group that were drawn last
         self._start_epoch(0)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -284,13 +288,12 @@ class LLMEnv(EnvBase):
                 self._drawn[row] = self._draw()
                 self._dialogs[row] = _Dialog(self._problems[self._drawn[row][0]])
         queries = {index: NonTensorData(self._problems[index].query) for index, _ in set(self._drawn)}
-        no_text = NonTensorData("")
         return TensorDict(
             {
-                "tokens": _stack_rows([{"prompt": self._prompt(index)} for index, _ in self._drawn]),
+                "tokens": lazy_stack([TensorDict({"prompt": self._prompt(index)}) for index, _ in self._drawn]),
                 GROUP_ID: torch.tensor([group for _, group in self._drawn]).unsqueeze(-1),
                 QUERY: NonTensorStack(*[queries[index] for index, _ in self._drawn]),
-                "text": TensorDict({"response": NonTensorStack(*[no_text for _ in rows])}, self.batch_size),
+                "text": TensorDict({"response": NonTensorStack(*[NonTensorData("")] * len(rows))}, self.batch_size),
                 **self._outcome_columns([_Dialog(dialog.problem) for dialog in self._dialogs], ("correct", "valid")),
             },
             self.batch_size,
@@ -316,7 +319,7 @@ class LLMEnv(EnvBase):
         text_column = [dialog.responses[-1] if dialog.responses else "" for dialog in self._dialogs]
         return TensorDict(
             {
-                "tokens": _stack_rows([{"prompt": prompt} for prompt in prompts]),
+                "tokens": lazy_stack([TensorDict({"prompt": prompt}) for prompt in prompts]),
                 "text": TensorDict({"response": NonTensorStack(*text_column)}, self.batch_size),
                 **self._outcome_columns(self._dialogs, _OUTCOME),
             },
@@ -334,11 +337,8 @@ class LLMEnv(EnvBase):
         except Exception as error:
             self._invalidate(dialog, Failure.of(error))
             message = None
-        if message is None:
-            dialog.terminated = True
-            return tokens
-        if len(dialog.responses) == self.max_turns:
-            dialog.truncated = True
+        if message is None or len(dialog.responses) == self.max_turns:
+            dialog.terminated, dialog.truncated = message is None, message is not None
             return tokens
         turn = self._user_turn(message)
         if response.numel() and turn and int(response[-1]) == turn[0]:
@@ -398,14 +398,3 @@ class LLMEnv(EnvBase):
         columns = {name: torch.tensor([getattr(dialog, name) for dialog in dialogs]).unsqueeze(-1) for name in names}
         columns[REWARD_VALID] = columns.pop("valid")
         return columns
-
-
-def _ragged_spec(name: str, vocab: int, rows: int) -> StackedComposite:
-    """Spec of a lazy stack of rows whose token sequences differ in length."""
-    row = Composite({name: Categorical(vocab, shape=(-1,), dtype=torch.int64)})
-    return StackedComposite(*[row.clone() for _ in range(rows)], dim=0)
-
-
-def _stack_rows(rows: Sequence[dict[str, Tensor]]) -> TensorDictBase:
-    """A lazy stack with one TensorDict per row, so that tensors may differ in length."""
-    return lazy_stack([TensorDict(row) for row in rows])

@@ -8,17 +8,12 @@ from __future__ import annotations
 import math
 import typing
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
-AdvantageMean = Literal["group", "leave_one_out", "batch", "none"]
-AdvantageStd = Literal["group", "batch", "none"]
-Aggregation = Literal["sequence_mean", "token_mean", "constant"]
-WeightBound = Literal["none", "truncate", "mask"]
-WeightLevel = Literal["token", "sequence"]
+from torchrl_grpo.choices import AdvantageMean, AdvantageStd, Aggregation, KLEstimator, WeightBound, WeightLevel
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this magnitude, so that an absurd ratio stays finite (e^20 = 4.9e8)."""
@@ -84,7 +79,7 @@ def group_advantage(
     if not values.isfinite().all():
         raise ValueError(
             f"reward has {int((~values.isfinite()).sum())} values that are not finite, and valid ones must be: mark "
-            "them as not valid, or mend what made them."
+            "them as not valid, or fix what made them."
         )
     signal = valid
     if mean == "batch":
@@ -183,7 +178,7 @@ def kl_k3(log_p: Tensor, log_q: Tensor) -> Tensor:
     return log_ratio.exp() - 1 - log_ratio
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+KL_ESTIMATORS: dict[KLEstimator, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 """The estimators by name. As a loss, k2 has the gradient of the KL itself; on-policy, k1's is 0 in expectation."""
 
 

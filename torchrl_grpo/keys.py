@@ -33,6 +33,12 @@ key                               shape, dtype       meaning
 ``"staleness"``                   [1] or [T] int64   trained batches since the weights that sampled, likewise
 ``"query"``                       non-tensor str     the question, as text
 ``("text", "response")``          non-tensor str     the response, decoded (for rewards and logs only)
+``"length_stopped"``              [1] bool           written by the policy: a token limit ended its turn, no stop token
+``"_step"``                       [1] bool           TorchRL's: whether a row takes part in the next step
+``("cur_log_probs", "full")``     [T] float32        written by a scorer: log-probs of the policy that is trained
+``("entropy", "full")``           [T] float32        likewise: its entropy where each token was sampled
+``("loss", "weights")``           [T] float32        written by ``GRPOLoss.normalize``: each token's share of the loss
+``("loss", "num_tokens")``        [1] int64          likewise: tokens of the whole optimisation batch
 ================================  =================  ===========================================================
 """
 
@@ -61,5 +67,11 @@ ADVANTAGE = "advantage"
 STATE_VALUE = "state_value"
 PROX_LOG_PROBS = ("prox_log_probs", "full")
 STALENESS = "staleness"
+LENGTH_STOPPED = "length_stopped"
 QUERY = "query"
 RESPONSE_TEXT = ("text", "response")
+STEPPING = "_step"
+CUR_LOG_PROBS = ("cur_log_probs", "full")
+ENTROPY = ("entropy", "full")
+LOSS_WEIGHTS = ("loss", "weights")
+TOKEN_COUNT = ("loss", "num_tokens")

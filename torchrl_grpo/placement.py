@@ -1,8 +1,8 @@
 """Which role runs on which devices: ``num_devices`` or ``devices`` of each role to a ``DevicePlan``.
 
 On a machine without accelerators a device is a process, and there is no limit to them. With one accelerator the roles
-take turns on it (colocated); with more, each role gets its own, and if just the reference model is left without one and
-nobody asked for one, it shares the trainer's.
+take turns on it (colocated). With more, each role gets its own; if only the reference model is left without one, and
+nobody asked for one, it shares the trained model's.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class DevicePlan:
     """Where each role runs.
 
     Attributes:
-        train: the trained model's devices, one for each rank.
-        inference: the engine's replicas, each with its devices: as many as ``tensor_parallel_size``.
+        train: the trained model's devices, one for each rank of the learner.
+        inference: the engines, each with its devices: as many as ``tensor_parallel_size``.
         reference: the reference model's devices, each with a whole copy; empty when there is no such model.
         colocated: whether the engine shares its accelerator, and must give its memory back while the others work.
     """
@@ -68,8 +68,8 @@ def plan_devices(
     Args:
         requests: what was asked for each role of ``ROLES``; the reference model's request counts only if it is needed.
         accelerators: those of the machine or of the cluster, empty if it has CPUs only.
-        needs_reference: whether there is a reference model of its own.
-        tensor_parallel_size: devices of one replica of the engine.
+        needs_reference: whether there is a separate reference model.
+        tensor_parallel_size: devices of one engine.
         cluster: address of the Ray cluster that the accelerators belong to, None for this machine. Ray decides which
             of its accelerators a process gets, so in the plan of a cluster the indices only tell them apart.
 
@@ -86,13 +86,11 @@ def plan_devices(
         placed = {role: [torch.device("cpu")] * counts[role] for role in roles}
     else:
         placed = _place(requests, counts, accelerators, where)
-    engine = placed["inference"]
+    engine, size = placed["inference"], tensor_parallel_size
     others = {device for role in roles if role != "inference" for device in placed[role]}
     return DevicePlan(
         train=tuple(placed["train"]),
-        inference=tuple(
-            tuple(engine[start : start + tensor_parallel_size]) for start in range(0, len(engine), tensor_parallel_size)
-        ),
+        inference=tuple(tuple(engine[start : start + size]) for start in range(0, len(engine), size)),
         reference=tuple(placed.get("reference", ())),
         colocated=bool(accelerators) and not others.isdisjoint(engine),
     )
@@ -107,9 +105,7 @@ def _asked(role: str, request: RoleRequest, count: int) -> str:
 def _count(role: str, request: RoleRequest, tensor_parallel_size: int) -> int:
     """How many devices a role gets."""
     group = tensor_parallel_size if role == "inference" else 1
-    if request.num_devices is None and request.devices is None:
-        return group
-    count = len(request.devices) if request.devices is not None else request.num_devices or 1
+    count = request.num_devices or group if request.devices is None else len(request.devices)
     if count % group:
         raise ValueError(
             f"{_asked(role, request, count)} must be a multiple of inference_model.tensor_parallel_size={group}: "
@@ -128,35 +124,40 @@ def _place(
     total = len(accelerators)
     placed: dict[str, list[torch.device]] = {}
     for role, count in counts.items():
+        asked, devices = _asked(role, requests[role], count), requests[role].devices
         if count > total:
             raise ValueError(
-                f"{_asked(role, requests[role], count)} must not be more than the {total} accelerators of {where}: "
-                f"use {_FIELDS[role]}.num_devices={total} or less."
+                f"{asked} must not be more than the {total} accelerators of {where}: use "
+                f"{_FIELDS[role]}.num_devices={total} or less."
             )
-        devices = requests[role].devices
-        if devices is not None:
-            placed[role] = [accelerators[index] for index in devices]
-            if total > 1:  # a single accelerator is shared by all
-                _check_overlap(role, placed, requests)
+        if devices is None:
+            continue
+        mine = [accelerators[index] for index in devices]
+        for other in placed:
+            shared = [str(device) for device in placed[other] if device in mine]
+            if shared and total > 1:  # a single accelerator is shared by all
+                raise ValueError(
+                    f"{asked} must not overlap {_asked(other, requests[other], 0)}: both name {', '.join(shared)}; "
+                    "give each role its own, or leave both out to have them placed."
+                )
+        placed[role] = mine
     free = [device for device in accelerators if not any(device in devices for devices in placed.values())]
-    missing = [role for role in counts if role not in placed]
+    missing = {role: count for role, count in counts.items() if role not in placed}
     if total == 1:
         return placed | {role: list(accelerators) for role in missing}
-    shares = "reference" in missing and requests["reference"].num_devices is None
-    if shares and sum(counts[role] for role in missing) == len(free) + 1:
-        missing.remove("reference")
-    needed = sum(counts[role] for role in missing)
-    if needed > len(free):
-        asked = ", ".join(_asked(role, requests[role], counts[role]) for role in missing)
+    unasked = "reference" in missing and requests["reference"].num_devices is None
+    if unasked and sum(missing.values()) == len(free) + 1:
+        del missing["reference"]
+    if sum(missing.values()) > len(free):
+        asked = ", ".join(_asked(role, requests[role], count) for role, count in missing.items())
         raise ValueError(
-            f"{asked} must fit on the accelerators of {where}: they need {needed}, and {len(free)} of {total} are "
-            "free; lower num_devices, or give fewer devices."
+            f"{asked} must fit on the accelerators of {where}: they need {sum(missing.values())}, and {len(free)} of "
+            f"{total} are free; lower num_devices, or give fewer devices."
         )
-    for role in missing:
-        placed[role], free = free[: counts[role]], free[counts[role] :]
-    if needs_place := set(counts) - set(placed):
-        assert needs_place == {"reference"}
-        placed["reference"] = placed["train"][:1]  # it works while the trainer waits
+    for role, count in missing.items():
+        placed[role], free = free[:count], free[count:]
+    if "reference" in counts:
+        placed.setdefault("reference", placed["train"][:1])  # it works while the learner waits
     return placed
 
 
@@ -164,25 +165,14 @@ def _check_indices(role: str, request: RoleRequest, total: int, cluster: str | N
     if request.devices is None or (cluster is None and all(index < total for index in request.devices)):
         return
     name, devices = _FIELDS[role], list(request.devices)
+    number = f"use {name}.num_devices={len(devices)}"
     if cluster is not None:
         raise ValueError(
             f"{name}.devices={devices} must be left out with ray.address={cluster}, because indices name the "
-            f"accelerators of one machine: use {name}.num_devices={len(devices)}."
+            f"accelerators of one machine: {number}."
         )
-    instead = f"use indices below {total}" if total else f"use {name}.num_devices={len(devices)} for CPU processes"
+    instead = f"use indices below {total}" if total else f"{number} for CPU processes"
     raise ValueError(
         f"{name}.devices={devices} must be accelerators of this machine, which has {total}: leave {name}.devices out, "
         f"or {instead}."
     )
-
-
-def _check_overlap(
-    role: str, placed: Mapping[str, Sequence[torch.device]], requests: Mapping[str, RoleRequest]
-) -> None:
-    for other in placed:
-        shared = [str(device) for device in placed[other] if device in placed[role]]
-        if other != role and shared:
-            raise ValueError(
-                f"{_asked(role, requests[role], 0)} must not overlap {_asked(other, requests[other], 0)}: both name "
-                f"{', '.join(shared)}; give each role its own, or leave both out to have them placed."
-            )

@@ -8,7 +8,7 @@ import signal
 
 
 def die_with_parent(parent: int) -> None:
-    """Lets the kernel kill this process when the thread that started it ends, be it by SIGKILL (Linux only).
+    """Lets the kernel kill this process when the thread that started it ends, also by SIGKILL (Linux only).
 
     Args:
         parent: process id of the parent.

@@ -1,4 +1,4 @@
-"""``RewardPool``: a task's scorer in processes of its own, so that one that hangs or crashes takes nothing with it.
+"""``RewardPool``: a task's scorer in separate processes, so that one that hangs or crashes takes nothing with it.
 
 Each thread of the pool has a worker process and a pipe to it, so there is no queue or lock that a killed worker could
 leave broken. The workers import this module, and start fast because it does not import torch.
@@ -17,8 +17,9 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -75,8 +76,7 @@ class _Worker:
     def __init__(self, task: bytes) -> None:
         self.connection, theirs = Pipe()
         code = _START.format(path=sys.path, fd=theirs.fileno(), parent=os.getpid())
-        # A process group of its own: Ctrl-C in the terminal is the parent's to handle, and what a scorer started ends
-        # with it.
+        # In a new process group: the parent handles Ctrl-C in the terminal, and what a scorer started ends with it.
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0
         )
@@ -94,9 +94,7 @@ class _Worker:
             self.connection.send_bytes(self._task)
             refused = self.connection.recv() if self.connection.poll(_START_S) else f"no answer within {_START_S} s"
             if refused is not None:
-                raise RuntimeError(
-                    f"env.reward_workers needs processes that can load the task, and one says: {refused}"
-                )
+                raise RuntimeError(f"env.reward_workers needs processes that can load the task; one says: {refused}")
             self._task = None
         self.connection.send(dialog)
         return self.connection.recv() if self.connection.poll(timeout_s) else None
@@ -113,15 +111,15 @@ class _Worker:
         return self.process.wait()
 
 
-class RewardPool:
+class RewardPool(AbstractContextManager["RewardPool"]):
     """Scores dialogs in worker processes, which are made when they are first needed.
 
     A scorer that takes too long is killed. A worker that dies is replaced, and its dialog tried once more. May be used
-    by several threads at a time, and be pickled: the copy makes workers of its own. The workers end with this process,
+    by several threads at a time, and be pickled: the copy makes its own workers. The workers end with this process,
     however it ends (on Linux).
 
     Args:
-        task: its ``score`` is what runs in the workers.
+        task: its ``score`` is what runs in the workers; pickled already, or not.
         workers: most worker processes, at least 1.
 
     Keyword Args:
@@ -134,20 +132,18 @@ class RewardPool:
         [Score(reward=1.0, correct=True), Score(reward=0.0, correct=False)]
     """
 
-    def __init__(self, task: Task, workers: int, *, timeout_s: float) -> None:
-        self.__setstate__({"task": cloudpickle.dumps(task), "workers": workers, "timeout_s": timeout_s})
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"task": self._task, "workers": self._most, "timeout_s": self.timeout_s}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._task, self._most, self.timeout_s = state["task"], state["workers"], state["timeout_s"]
+    def __init__(self, task: Task | bytes, workers: int, *, timeout_s: float) -> None:
+        self._task = task if isinstance(task, bytes) else cloudpickle.dumps(task)
+        self._most, self.timeout_s = workers, timeout_s
         self._threads = ThreadPoolExecutor(self._most, thread_name_prefix="rewards")
         self._own = threading.local()
         self._lock = threading.Lock()
         self._workers: set[_Worker] = set()
         self._counts: Counter[str] = Counter()
         self._closed = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(RewardPool, timeout_s=self.timeout_s), (self._task, self._most)
 
     def score(self, dialogs: Iterable[Dialog]) -> list[Score | Failure]:
         """Scores finished dialogs, in order.
@@ -161,7 +157,7 @@ class RewardPool:
         """What happened since this was last called, as metrics: workers that died, and dialogs that took too long."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
-        return {RESTARTS: counts[RESTARTS], TIMED_OUT: counts[TIMED_OUT]}
+        return {name: counts[name] for name in (RESTARTS, TIMED_OUT)}
 
     def pids(self) -> list[int]:
         """The worker processes that there are."""
@@ -178,9 +174,6 @@ class RewardPool:
         self._threads.shutdown(cancel_futures=True)
         for worker in workers:
             worker.close()
-
-    def __enter__(self) -> RewardPool:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -28,7 +28,7 @@ def main(cfg: DictConfig) -> None:
     """Builds the run that the config describes, trains, and closes it whatever happens."""
     with orderly_exit():
         config = from_hydra(cfg)
-        from torchrl_grpo.build import build  # takes seconds; --help and mistakes are answered before
+        from torchrl_grpo.run import build  # takes seconds; --help and mistakes are answered before
 
         with closing(build(config, HydraConfig.get().runtime.output_dir)) as run:
             run.fit()
@@ -37,4 +37,4 @@ def main(cfg: DictConfig) -> None:
 if __name__ == "__main__":
     with orderly_exit():
         check_command_line(sys.argv[1:])
-    main()
+        main()

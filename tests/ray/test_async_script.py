@@ -18,17 +18,15 @@ import psutil
 import pytest
 
 import torchrl_grpo.generation.vllm as vllm_module
-from tests.conftest import worker_processes
-from tests.unit.test_config import compose_config
-from tests.unit.test_docs import undocumented
-from torchrl_grpo.build import build
+from tests.support.configs import compose_config
+from tests.support.documentation import undocumented
+from tests.support.processes import worker_processes
 from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.run import build
 
 pytest.importorskip("ray")
 
 from torchrl_grpo.distributed.source import RaySource
-
-pytestmark = pytest.mark.ray
 
 ROOT = Path(__file__).parents[2]
 SYNC, ASYNC = ROOT / "sota" / "grpo" / "grpo.py", ROOT / "sota" / "grpo" / "grpo-async.py"
@@ -49,11 +47,10 @@ def run(folder: Path, *overrides: str, asynchronous: bool) -> list[dict[str, Any
     return rows_of(folder)
 
 
-def test_with_bound_0_the_losses_are_those_of_the_synchronous_run_to_the_last_bit(tmp_path: Path) -> None:
+def test_with_bound_0_the_losses_are_bitwise_the_synchronous_ones(tmp_path: Path) -> None:
     steps = ("train.total_dialog_turns=160", "evaluation.num_prompts=8", "evaluation.frequency=4")
     expected = run(tmp_path / "sync", *steps, asynchronous=False)
-    by_file = "inference_model.weight_transfer=file"
-    got = run(tmp_path / "async", *steps, "train.max_staleness=0", by_file, asynchronous=True)
+    got = run(tmp_path / "async", *steps, "train.max_staleness=0", asynchronous=True)
     losses = [row["train/loss"] for row in expected[1:]]
     assert [row["train/loss"] for row in got[1:]] == losses
     assert len(losses) == 10 and len(set(losses)) == 10
@@ -62,7 +59,6 @@ def test_with_bound_0_the_losses_are_those_of_the_synchronous_run_to_the_last_bi
     assert {row["staleness/max"] for row in got[1:]} == {0}
     for name in ("checkpoints/checkpoint_000010.pt", "checkpoints/model/model.safetensors", "report.html"):
         assert (tmp_path / "async" / name).exists()
-    assert not (tmp_path / "async" / "weights").exists()
 
 
 class Script:
@@ -141,7 +137,8 @@ def test_several_ranks_replicas_and_references_train_on_fresh_enough_data(
         assert row["time/wait_s"] + row["time/train_s"] + row["time/sync_s"] <= row["time/step_s"]
         assert row["buffer/waiting_max"] <= (bound + 1) * 4
         assert row["workers/restarts_rollout"] == row["workers/restarts_reference"] == 0
-        assert row["workers/generate_s"] > 0 and row["workers/reference_s"] > 0
+        assert row["workers/generate_s"] > 0
+        assert row["workers/reference_s" if script == ASYNC else "time/reference_s"] > 0  # LoRA: the learner scores
     assert sum(rows[6][f"workers/responses_rollout_{index}"] for index in range(2)) == 96
     if script == ASYNC:
         assert max(row["sync/mismatch_max"] for row in rows) < 1e-4  # both replicas have the weights of both ranks
@@ -150,13 +147,13 @@ def test_several_ranks_replicas_and_references_train_on_fresh_enough_data(
     assert len(running.family) >= 6 and running.left() == []
 
 
-def test_a_killed_training_rank_ends_the_script_with_its_message_and_no_process_left(tmp_path: Path) -> None:
+def test_a_killed_learner_ends_the_script_and_leaves_no_process(tmp_path: Path) -> None:
     with Script(
         ASYNC, tmp_path, "train_model.num_devices=2", "policy.kl_coef=0", "train.total_dialog_turns=1000000",
         "evaluation.num_prompts=0", "train.checkpoint_frequency=1",
     ) as running:  # fmt: skip
         running.wait(lambda: len(rows_of(tmp_path)) > 3)
-        rank = [one for one in running.family if one.is_running() and "TrainerActor" in one.cmdline()[0]][-1]
+        rank = [one for one in running.family if one.is_running() and "LearnerActor" in one.cmdline()[0]][-1]
         rank.kill()
         running.wait(timeout_s=300)
     assert running.process.returncode == 1, running.printed()
@@ -229,7 +226,7 @@ def test_a_replica_of_two_processes_has_the_trainers_weights(tmp_path: Path, mon
 
 @pytest.mark.vllm
 @pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
-def test_a_killed_vllm_replica_comes_back_and_no_group_is_lost_or_trained_twice(tmp_path: Path) -> None:
+def test_a_killed_vllm_sampler_comes_back_and_loses_no_group(tmp_path: Path) -> None:
     """One loses its actor, the other one the engine's own process; weights keep coming while sequences are sampled."""
     steps = 30
     config = compose_config(
@@ -240,18 +237,18 @@ def test_a_killed_vllm_replica_comes_back_and_no_group_is_lost_or_trained_twice(
     made = build(config, tmp_path, asynchronous=True)
     assert isinstance(made.source, RaySource)
     first, trained = made.source.pids(), list[int]()
-    real = made.trainer.train_batch
+    real = made.learner.train_batch
 
     def train(batch: Any) -> dict[str, float]:
-        if made.trainer.version == 3:
-            os.kill(first["rollout actor 0"], signal.SIGKILL)
-        if made.trainer.version == 12:
-            [engine] = [p for p in psutil.Process(first["rollout actor 1"]).children() if "EngineCore" in p.name()]
+        if made.learner.version == 3:
+            os.kill(first["sampler 0"], signal.SIGKILL)
+        if made.learner.version == 12:
+            [engine] = [p for p in psutil.Process(first["sampler 1"]).children() if "EngineCore" in p.name()]
             engine.kill()
         trained.extend(batch.groups)
         return real(batch)
 
-    made.trainer.train_batch = train  # type: ignore[method-assign]
+    made.learner.train_batch = train  # type: ignore[method-assign]
     try:
         family = worker_processes()
         made.fit()

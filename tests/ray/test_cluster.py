@@ -1,4 +1,4 @@
-"""Ray for a run: bundles, environments and errors by value, and a real cluster that leaves nothing behind."""
+"""Ray for a run: a real cluster that leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -6,121 +6,30 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from tests.unit.test_config import compose_config
-from torchrl_grpo.build import build
+from tests.support.clusters import facts
+from tests.support.configs import ROOT, compose_config
+from tests.support.devices import SPREAD, TWO, gpus
 from torchrl_grpo.config import ConfigError
-from torchrl_grpo.distributed import cluster as cluster_module
-from torchrl_grpo.distributed.cluster import Placement, Seat, require_ray, seats, start
+from torchrl_grpo.distributed.cluster import start
 from torchrl_grpo.placement import DevicePlan
 from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.run import build
 
 ray = pytest.importorskip("ray")
 psutil = pytest.importorskip("psutil")
-
-CPU = torch.device("cpu")
-SPREAD = DevicePlan((CPU, CPU), ((CPU,), (CPU,)), (CPU, CPU), colocated=False)
-
-
-TWO = DevicePlan((CPU,), ((CPU,),), (), colocated=False)
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def gpus(*indices: int) -> tuple[torch.device, ...]:
-    return tuple(torch.device("cuda", index) for index in indices)
-
-
-def test_any_number_of_cpu_processes_fits_on_two_cores() -> None:
-    bundles, taken = seats(SPREAD, [2.0])
-    assert bundles == [{"CPU": 0.25}] * 6
-    assert taken["reference"] == [Seat(4, (CPU,), 0.25, 0), Seat(5, (CPU,), 0.25, 0)]
-    assert seats(SPREAD, [64.0])[0] == [{"CPU": 1.0}] * 6
-    assert seats(SPREAD, [1.0, 1.0, 1.0, 1.0])[0] == [{"CPU": 0.5}] * 6
-
-
-def test_a_tensor_parallel_replica_is_one_bundle() -> None:
-    plan = DevicePlan(gpus(0, 1), (gpus(2, 3), gpus(4, 5)), gpus(6), colocated=False)
-    bundles, taken = seats(plan, [16.0])
-    one, two = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 2.0}
-    assert bundles == [one, one, two, two, one]
-    assert taken["inference"] == [Seat(2, gpus(2, 3), 2.0, 2), Seat(3, gpus(4, 5), 2.0, 2)]
-
-
-def test_processes_that_share_a_gpu_share_a_bundle() -> None:
-    bundles, taken = seats(DevicePlan(gpus(0), (gpus(1),), gpus(0), colocated=False), [8.0])
-    assert bundles == [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}]
-    assert taken["train"] == taken["reference"] == [Seat(0, gpus(0), 1.0, 0.5)]
-    bundles, taken = seats(DevicePlan(gpus(0), (gpus(0),), gpus(0), colocated=True), [8.0])
-    assert bundles == [{"CPU": 3.0, "GPU": 1.0}]
-    assert taken["inference"][0].num_gpus == 0.3333
-
-
-def test_a_process_is_pinned_to_the_plans_devices_among_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    seat = Seat(0, gpus(1, 3), 2.0, 2)
-    assert cluster_module._environment(seat, 3, pinned=True) == {
-        "CUDA_VISIBLE_DEVICES": "5,7",
-        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-        "OMP_NUM_THREADS": "6",
-    }
-    assert cluster_module._environment(seat, 3, pinned=False) == {"OMP_NUM_THREADS": "6"}
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert cluster_module._environment(seat, 3, pinned=True)["CUDA_VISIBLE_DEVICES"] == "1,3"
-    assert "OMP_NUM_THREADS" not in cluster_module._environment(seat, 3, pinned=True)
-
-
-def test_a_missing_or_old_ray_is_refused_with_the_line_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_module.importlib.metadata, "version", lambda _: "2.51.1")
-    with pytest.raises(ValueError, match=r"needs Ray 2\.59 or later, and ray is 2\.51\.1: pip install --upgrade"):
-        require_ray()
-
-    def missing(name: str) -> str:
-        raise cluster_module.importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(cluster_module.importlib.metadata, "version", missing)
-    with pytest.raises(ValueError, match=r'ray is not installed: pip install "torchrl_grpo\[ray\]"'):
-        start()
-    monkeypatch.setattr(cluster_module.importlib.metadata, "version", lambda _: "3.0.0rc1")
-    require_ray()
-
-
-def test_what_a_cluster_lacks_is_said_with_numbers() -> None:
-    nodes = [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 2.0}]
-    everything = {"CPU": 16.0, "GPU": 4.0}
-    lacks = cluster_module._missing([{"CPU": 1.0, "GPU": 1.0}] * 6, nodes, everything)
-    assert lacks == "6 GPU are needed and 4 of 4 are free, 2 short"
-    lacks = cluster_module._missing([{"CPU": 4.0, "GPU": 4.0}], nodes, everything)
-    assert lacks == "one process needs 4 GPU and no machine has more than 2"
-
-
-def facts(placement: Placement) -> dict[str, list[dict[str, Any]]]:
-    """What a worker says in each process's place."""
-
-    class Worker:  # of a function, so that it is sent whole: the actors need not import torch
-        def facts(self) -> dict[str, Any]:
-            child = subprocess.Popen(["sleep", "600"])
-            context = ray.get_runtime_context()
-            return {"gpus": context.get_accelerator_ids()["GPU"], "environ": dict(os.environ), "child": child.pid}
-
-    workers = {
-        role: [ray.remote(Worker).options(**options).remote() for options in getattr(placement, role)]
-        for role in ("train", "inference", "reference")
-    }
-    return {role: ray.get([worker.facts.remote() for worker in some], timeout=600) for role, some in workers.items()}
 
 
 def alive(pids: Iterable[int]) -> list[str]:
@@ -145,8 +54,7 @@ def ended() -> None:
     """A handler that Ray must leave in its place."""
 
 
-@pytest.mark.ray
-def test_a_cluster_for_the_run_has_a_place_for_each_process_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_has_a_place_for_each_process_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")  # a cluster that nobody asked for
     before, previous = set(below()), signal.signal(signal.SIGTERM, lambda *_: ended())
@@ -169,7 +77,7 @@ def test_a_cluster_for_the_run_has_a_place_for_each_process_and_leaves_nothing(m
             assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in fact["environ"]
         started = set(below()) - before
         assert {fact["child"] for fact in got["train"]} <= started
-        folder = cluster._folder
+        folder = Path(cluster._folder_lock.name).parent
         assert folder is not None and folder.is_dir()
     finally:
         cluster.shutdown()
@@ -179,7 +87,6 @@ def test_a_cluster_for_the_run_has_a_place_for_each_process_and_leaves_nothing(m
     assert not folder.exists()
 
 
-@pytest.mark.ray
 def test_two_runs_of_one_process_have_a_cluster_each() -> None:
     addresses = set()
     for _ in range(2):
@@ -205,7 +112,8 @@ JOINER = """
 import json, sys
 from torchrl_grpo.distributed.cluster import start
 from torchrl_grpo.placement import DevicePlan
-from tests.ray.test_cluster import facts, gpus
+from tests.support.clusters import facts
+from tests.support.devices import gpus
 
 cluster = start(sys.argv[1])
 try:
@@ -252,7 +160,6 @@ def host() -> Iterator[Host]:
         process.communicate(timeout=300)
 
 
-@pytest.mark.ray
 def test_a_joined_cluster_gives_its_gpus_and_gets_them_back(host: Host) -> None:
     there, got = json.loads(host.join("-c", JOINER, host.address))
     assert there == 6
@@ -264,7 +171,6 @@ def test_a_joined_cluster_gives_its_gpus_and_gets_them_back(host: Host) -> None:
     assert alive(fact["child"] for some in got.values() for fact in some) == []
 
 
-@pytest.mark.ray
 def test_the_synchronous_script_runs_on_the_clusters_accelerators(host: Host, tmp_path: Path) -> None:
     small = ["env.num_envs=16", "env.repeats=4", "train.total_dialog_turns=32", "evaluation.num_prompts=0"]
     where = ["ray.address=auto", f"hydra.run.dir={tmp_path}", "logging.tensorboard=false"]
@@ -289,7 +195,8 @@ import time
 import ray
 from torchrl_grpo.config import orderly_exit
 from torchrl_grpo.distributed.cluster import start
-from tests.ray.test_cluster import TWO, facts
+from tests.support.clusters import facts
+from tests.support.devices import TWO
 
 with orderly_exit():
     cluster = start()
@@ -303,14 +210,14 @@ with orderly_exit():
 """
 
 
-@pytest.mark.ray
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_run_that_is_told_to_end_leaves_no_process(number: signal.Signals, status: int) -> None:
+def test_a_run_that_is_told_to_end_leaves_no_process_and_folder(number: signal.Signals, status: int) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="g", dir="/tmp"))  # Ray's sockets need a short path
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
         start_new_session=True,
         # A process that was started in the background ignores Ctrl-C, and so would this one.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
@@ -318,6 +225,7 @@ def test_a_run_that_is_told_to_end_leaves_no_process(number: signal.Signals, sta
     try:
         assert driver.stdout and "ready" in driver.stdout.readline()
         pids = below(driver.pid)
+        assert [path.name[:4] for path in folder.glob("ray*")] == ["ray-"]
         assert len(pids) >= 8  # two workers, each with a process of its own, and Ray's
         if number == signal.SIGINT:
             os.killpg(driver.pid, number)  # a terminal's Ctrl-C goes to all of them
@@ -325,8 +233,10 @@ def test_a_run_that_is_told_to_end_leaves_no_process(number: signal.Signals, sta
             driver.send_signal(number)
         assert driver.wait(300) == status
         assert alive(pids) == []
+        assert list(folder.glob("ray*")) == []
     finally:
         driver.kill()
+        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize(
@@ -341,9 +251,3 @@ def test_a_run_that_is_told_to_end_leaves_no_process(number: signal.Signals, sta
 def test_an_address_without_a_cluster_is_refused_at_once(address: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         start(address)
-
-
-def test_nothing_switches_on_vllms_insecure_serialization() -> None:
-    assert [
-        path for path in (ROOT / "torchrl_grpo").rglob("*.py") if "INSECURE_SERIALIZATION" in path.read_text()
-    ] == []

@@ -1,57 +1,16 @@
-"""KLScoring and GroupAdvantage together in TorchRL's replay buffers: in this process and as actors of Ray."""
+"""KLScoring and GroupAdvantage together in TorchRL's replay buffers as actors of Ray."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
-from torchrl.data import LazyStackStorage, RayReplayBuffer, ReplayBuffer
-from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
-from torchrl.envs import Compose, Transform
+from torchrl.data import RayReplayBuffer, ReplayBuffer
 
-from tests.conftest import make_tiny_model
-from torchrl_grpo import keys
+from tests.support.buffers import fill_and_sample, make_buffer
+from tests.support.models import make_tiny_model
 from torchrl_grpo.models.scoring import TokenScorer
-from torchrl_grpo.transforms import GroupAdvantage, KLScoring
-
-# Group 2 has no signal; the members of the groups come in different pieces. Lengths tell the sequences apart.
-REWARDS, GROUPS = [1.0, 7.0, 3.0, 9.0, 5.0, 5.0, 8.0, 2.0], [0, 1, 0, 3, 2, 2, 1, 3]
-PIECES = (slice(0, 2), slice(2, 6), slice(6, 8))
-ADVANTAGES = [-1.0, -0.5, 1.0, 3.5, 0.0, 0.0, 0.5, -3.5]
-
-
-def make_rows() -> list[TensorDictBase]:
-    """Ragged sequences with two tokens of prompt."""
-    generator = torch.Generator().manual_seed(0)
-    rows = []
-    for index, (reward, group) in enumerate(zip(REWARDS, GROUPS, strict=True)):
-        tokens = torch.randint(5, 261, (4 + index,), generator=generator)
-        mask = torch.arange(len(tokens)) >= 2
-        entries = {keys.FULL: tokens, keys.ASSISTANT_MASK: mask, keys.REWARD: torch.tensor([reward])}
-        rows.append(TensorDict(entries | {keys.GROUP_ID: torch.tensor([group])}))
-    return rows
-
-
-def make_transform(kind: str) -> Transform:
-    """What the buffer's process makes for itself."""
-    advantage, scoring = GroupAdvantage(2, std="none"), KLScoring(TokenScorer(make_tiny_model()))
-    # On writing, a Compose runs from its last transform to its first.
-    orders = {"advantage": advantage, "scored first": Compose(advantage, scoring)}
-    return (orders | {"scored last": Compose(scoring, advantage)})[kind]
-
-
-def make_buffer(kind: str, make: Callable[..., ReplayBuffer] = ReplayBuffer, **options: Any) -> ReplayBuffer:
-    return make(
-        storage=partial(LazyStackStorage, 16),
-        sampler=SamplerWithoutReplacement,
-        transform_factory=partial(make_transform, kind),
-        batch_size=4,
-        **options,
-    )
+from torchrl_grpo.transforms import KLScoring
 
 
 @pytest.fixture(scope="module")
@@ -64,54 +23,11 @@ def ray_buffers() -> Iterator[dict[str, ReplayBuffer]]:
     ray.shutdown()
 
 
-def by_length(batch: TensorDictBase) -> dict[int, TensorDictBase]:
-    return {row[keys.FULL].numel(): row for row in batch.unbind(0)}
-
-
-def assert_equal(row: TensorDictBase, expected: TensorDictBase) -> None:
-    assert set(row.keys(True, True)) == set(expected.keys(True, True))
-    for name in expected.keys(True, True):
-        torch.testing.assert_close(row[name], expected[name])
-
-
-def expected_rows(scored: bool) -> dict[int, TensorDictBase]:
-    """What a buffer must hold, without one."""
-    batch = lazy_stack(make_rows())
-    if scored:
-        batch = KLScoring(TokenScorer(make_tiny_model()))(batch)
-    for row, advantage in zip(batch.unbind(0), ADVANTAGES, strict=True):
-        row["advantage"] = torch.tensor([advantage])
-    return by_length(batch)
-
-
-def fill_and_sample(buffer: ReplayBuffer, scored: bool) -> None:
-    """Groups come in pieces: a group is written when its last member is there, and only then."""
-    rows, sizes = make_rows(), []
-    for piece in PIECES:
-        buffer.extend(lazy_stack(rows[piece]))
-        sizes.append(len(buffer))
-    assert sizes == [0, 4, 8]
-    expected, stored = expected_rows(scored), by_length(buffer[:])
-    assert [row[keys.GROUP_ID].item() for row in stored.values()] == [0, 0, 2, 2, 1, 1, 3, 3]
-    samples = [buffer.sample() for _ in range(2)]
-    assert sorted(length for sample in samples for length in by_length(sample)) == sorted(expected)
-    for held in (stored, *map(by_length, samples)):
-        for length, row in held.items():
-            assert_equal(row, expected[length])
-
-
-@pytest.mark.parametrize("kind", ["advantage", "scored first", "scored last"])
-def test_a_plain_buffer_holds_and_samples_whole_groups_with_their_scores(kind: str) -> None:
-    fill_and_sample(make_buffer(kind), scored=kind != "advantage")
-
-
-@pytest.mark.ray
 @pytest.mark.parametrize("kind", ["advantage", "scored last"])
 def test_a_ray_buffer_holds_and_samples_what_a_plain_one_does(ray_buffers: dict[str, ReplayBuffer], kind: str) -> None:
     fill_and_sample(ray_buffers[kind], scored=kind != "advantage")
 
 
-@pytest.mark.ray
 def test_a_ray_buffer_takes_kl_scoring_later(ray_buffers: dict[str, ReplayBuffer]) -> None:
     """The transform and its model travel to the buffer's process."""
     buffer = ray_buffers["advantage"]

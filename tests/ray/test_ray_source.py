@@ -1,17 +1,20 @@
-"""RaySource and RayTrainer on a real Ray cluster, with an engine whose tokens say which weights sampled them."""
+"""RaySource and RayLearner on a real Ray cluster, with an engine whose tokens say which weights sampled them."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,30 +26,32 @@ from torch.distributed import TCPStore
 from transformers import PreTrainedTokenizerFast
 
 from torchrl_grpo import keys
-from torchrl_grpo.collectors import RolloutCollector
+from torchrl_grpo.collectors import RolloutCollector, Sampler
 from torchrl_grpo.collectors.evaluation import Evaluator
+from torchrl_grpo.collectors.staleness import GroupBuffer
 from torchrl_grpo.distributed import cluster
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.learner.checkpoint import Checkpointer
-from torchrl_grpo.loop.fit import fit
+from torchrl_grpo.learner.learner import Learner
+from torchrl_grpo.loop.fit import Schedule, fit
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger, read_jsonl
 from torchrl_grpo.tasks import ArithmeticTask
 
 pytest.importorskip("ray")
 
-from torchrl_grpo.distributed.actors import Rank, Replica, TrainerActor
-from torchrl_grpo.distributed.errors import TrainerLostError, WaitedTooLongError, WorkersLostError
+from torchrl_grpo.distributed.actors import LearnerActor
+from torchrl_grpo.distributed.learner import RayLearner
+from torchrl_grpo.distributed.rollout_manager import RolloutManager
 from torchrl_grpo.distributed.source import RayBatch, RaySource
-from torchrl_grpo.distributed.trainer import RayTrainer
-from torchrl_grpo.distributed.workers import Worker
-from torchrl_grpo.weights import FileSender, ObjectSender, PackedWeights, WeightHandle
+from torchrl_grpo.distributed.tasks import TaskQueue
+from torchrl_grpo.distributed.workers import ActorLostError, Worker
+from torchrl_grpo.errors import LearnerLostError, WaitedTooLongError, WorkersLostError
+from torchrl_grpo.weights import ObjectSender, WeightHandle
 
-pytestmark = pytest.mark.ray
-
-REPEATS, UNIT, BATCH = 2, 2, 4  # rows in a group, groups in a unit, groups in a batch
+REPEATS, TASK, BATCH = 2, 2, 4  # rows in a group, groups in a task, groups in a batch
 
 
 class CountingEngine(Engine):
@@ -83,18 +88,18 @@ class Doubling:
         return batch
 
 
-def make_replica(
+def make_sampler(
     tokenizer: PreTrainedTokenizerFast, pause_s: float, broken: Path | None, kind: Callable[[float], CountingEngine]
-) -> Replica:
+) -> Sampler:
     if broken is not None and broken.exists():
         raise RuntimeError("this machine has no room for an engine")
     engine = kind(pause_s)
     params = SamplingParams(1)
-    env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=UNIT * REPEATS, repeats=REPEATS)
+    env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=TASK * REPEATS, repeats=REPEATS)
     test_env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=3, repeats=1, split="test")
     evaluator = Evaluator(engine, test_env, None, params=params)
     collectors = [RolloutCollector(env, GenerationPolicy(engine, params))]
-    return Replica(engine, collectors, evaluator, params, [torch.tensor([7])])
+    return Sampler(engine, collectors, evaluator, params, [torch.tensor([7])])
 
 
 @pytest.fixture(scope="module")
@@ -110,24 +115,27 @@ def source_of(ray_cluster: cluster.Cluster, tokenizer: PreTrainedTokenizerFast) 
 
     def make(
         *,
-        replicas: int = 1,
+        samplers: int = 1,
         references: int = 0,
         pause_s: float = 0.01,
         broken: Path | None = None,
         state: dict[str, Any] | None = None,
         engine: Callable[[float], CountingEngine] = CountingEngine,
         reference: Callable[[], Doubling] = Doubling,
+        total_groups: int,
+        max_staleness: int = 1,
         **settings: Any,
     ) -> RaySource:
-        env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=UNIT * REPEATS, repeats=REPEATS)
+        env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=TASK * REPEATS, repeats=REPEATS)
         options: dict[str, Any] = {"num_cpus": 0}
-        defaults = {"unit_groups": UNIT, "groups_per_batch": BATCH, "max_staleness": 1, "actor_timeout_s": 120.0}
-        source = RaySource(
-            env,
-            replicas=[(partial(make_replica, tokenizer, pause_s, broken, engine), options)] * replicas,
+        buffer = GroupBuffer(BATCH, max_staleness)
+        manager = RolloutManager(
+            TaskQueue(env, buffer, task_groups=TASK, total_groups=total_groups),
+            samplers=[(partial(make_sampler, tokenizer, pause_s, broken, engine), options)] * samplers,
             references=[(reference, options)] * references,
-            **(defaults | settings),
+            **({"actor_timeout_s": 120.0} | settings),
         )
+        source = RaySource(manager)
         made.append(source)
         if state is not None:
             source.load_state_dict(state)
@@ -230,7 +238,7 @@ class SecondEngine(CountingEngine):
 def weights_of(version: int) -> Any:
     import ray
 
-    return ray.put(PackedWeights.pack([("w", torch.tensor([float(version)]))], None))
+    return ray.put(ObjectSender(None).pack([("w", torch.tensor([float(version)]))], version))
 
 
 def sequences(batch: RayBatch) -> TensorDictBase:
@@ -254,7 +262,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def test_a_slow_trainer_never_gets_older_groups_and_no_more_wait_than_the_bound_allows(
+def test_the_staleness_bound_holds_under_a_slow_trainer(
     source_of: Callable[..., RaySource],
 ) -> None:
     steps, bound = 6, 2
@@ -272,7 +280,7 @@ def test_a_slow_trainer_never_gets_older_groups_and_no_more_wait_than_the_bound_
         assert metrics["staleness/max"] == version - int(versions.min())
         assert metrics["staleness/mean"] == pytest.approx(version - versions.float().mean().item())
         assert metrics["buffer/waiting_max"] <= (bound + 1) * BATCH
-        assert metrics["buffer/waiting"] + metrics["buffer/in_flight"] <= bound * BATCH
+        assert metrics["buffer/waiting"] + metrics["buffer/pending"] <= bound * BATCH
         # What a sequence says of the weights that sampled it is what its tokens show, and it was scored.
         assert torch.equal(torch.cat([row.get(keys.RESPONSE) for row in data.unbind(0)]), 5 + versions)
         for row in data.unbind(0):
@@ -283,7 +291,7 @@ def test_a_slow_trainer_never_gets_older_groups_and_no_more_wait_than_the_bound_
         source.publish(weights_of(version + 1), version + 1)
     assert sorted(trained) == list(range(steps * BATCH))
     assert metrics["staleness/max"] == bound
-    assert source.metrics()["buffer/in_flight"] == 0  # nothing is sampled that no batch will train
+    assert source.metrics()["buffer/pending"] == 0  # nothing is sampled that no batch will train
 
 
 def test_the_published_weights_are_evaluated_and_bound_0_waits_for_them(source_of: Callable[..., RaySource]) -> None:
@@ -297,41 +305,35 @@ def test_the_published_weights_are_evaluated_and_bound_0_waits_for_them(source_o
         assert sequences(batch).get(keys.POLICY_VERSION).unique().tolist() == [version]
         assert source.metrics()["staleness/max"] == 0
         state = source.state_dict()
-        assert state["units"] == [] and state["env"]["next_group"] == (version + 1) * BATCH
+        assert state["tasks"] == [] and state["env"]["next_group"] == (version + 1) * BATCH
 
 
-def test_weights_are_there_while_a_replica_reads_them_and_freed_after_that(
-    source_of: Callable[..., RaySource], tmp_path: Path
+def test_weights_stay_while_a_sampler_reads_them_and_are_then_freed(
+    source_of: Callable[..., RaySource],
 ) -> None:
-    import ray
-
-    sender, released = FileSender(tmp_path, torch.float32), list[int]()
-
-    def release(version: int) -> None:
-        sender.release(version)
-        released.append(version)
-
-    source = source_of(total_groups=BATCH, max_staleness=2, engine=SlowEngine, release=release)
-    for version in range(3):
-        source.publish(ray.put(sender.pack([("w", torch.tensor([float(version)]))], version)), version)
+    released = list[int]()
+    source = source_of(total_groups=BATCH, max_staleness=2, engine=SlowEngine, release=released.append)
+    source.publish(weights_of(0), 0)
+    until(lambda: source.manager.samplers[0].updating == 0)
+    for version in (1, 2):
+        source.publish(weights_of(version), version)
     assert released == [1]  # nobody will read it
     [[(_, token, _)]] = source.probes()
     assert token.item() == 5 + 2
     assert released == [1, 0]
-    assert [path.name for path in tmp_path.iterdir()] == ["weights_000002.safetensors"]
 
 
 def test_killed_actors_are_replaced_and_every_group_is_trained_once(source_of: Callable[..., RaySource]) -> None:
     steps = 12
-    source = source_of(replicas=2, references=1, total_groups=steps * BATCH, pause_s=0.1)
+    source = source_of(samplers=2, references=1, total_groups=steps * BATCH, pause_s=0.1)
     first_pids = source.pids()
     source.publish(weights_of(0), 0)
     trained: list[int] = []
     for version in range(steps):
         if version == 3:
-            os.kill(first_pids["rollout actor 0"], signal.SIGKILL)
+            os.kill(first_pids["sampler 0"], signal.SIGKILL)
         if version == 6:
-            os.kill(first_pids["reference actor 0"], signal.SIGKILL)
+            os.kill(first_pids["reference model 0"], signal.SIGKILL)
         batch = source.next_batch()
         data = sequences(batch)
         versions = data.get(keys.POLICY_VERSION).reshape(-1)
@@ -348,12 +350,12 @@ def test_killed_actors_are_replaced_and_every_group_is_trained_once(source_of: C
     assert sorted(trained) == list(range(steps * BATCH))
     metrics = source.metrics()
     assert (metrics["workers/restarts_rollout"], metrics["workers/restarts_reference"]) == (1, 1)
-    assert metrics["workers/groups_resampled"] in (0, UNIT)  # it may have been killed between two units
+    assert metrics["workers/groups_resampled"] in (0, TASK)  # it may have been killed between two units
     served = [metrics[f"workers/responses_rollout_{index}"] for index in range(2)]
     assert sum(served) == steps * BATCH * REPEATS and min(served) > 0
     pids = source.pids()
-    assert pids["rollout actor 1"] == first_pids["rollout actor 1"]
-    assert pids["rollout actor 0"] != first_pids["rollout actor 0"]
+    assert pids["sampler 1"] == first_pids["sampler 1"]
+    assert pids["sampler 0"] != first_pids["sampler 0"]
     for [(prompt, token, log_prob)] in source.probes():  # of each replica: the new one has the current weights too
         assert (prompt.item(), token.item(), log_prob.item()) == (7, 5 + steps, -float(steps))
     source.close()
@@ -367,11 +369,11 @@ def test_weights_arrive_while_the_only_unit_of_a_replica_is_played(
     source_of: Callable[..., RaySource], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """Also where a replica plays one unit at a time; what its engine goes on from is restored before."""
-    env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=UNIT * REPEATS, repeats=REPEATS)
-    state = {"env": env.state_dict(), "units": [], "engines": [{"policy_version": 0}]}
+    env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=TASK * REPEATS, repeats=REPEATS)
+    state = {"env": env.state_dict(), "tasks": [], "engines": [{"policy_version": 0}]}
     source = source_of(total_groups=BATCH, max_staleness=9, engine=UpdatedInFlight, in_flight="keep", state=state)
     source.publish(weights_of(3), 3)
-    until(lambda: source._fleet.replicas[0].units)
+    until(lambda: source.manager.samplers[0].tasks)
     source.publish(weights_of(4), 4)
     data = sequences(source.next_batch())
     assert {int(row.get(keys.RESPONSE)) for row in data.unbind(0)} == {5 + 4}
@@ -383,20 +385,19 @@ def test_actors_that_hang_are_replaced_and_every_group_is_trained_once(
     """One replica hangs while it samples, the other one while it takes weights, the reference while it scores."""
     steps, (update, score, generate) = 20, [tmp_path / name for name in ("update", "score", "generate")]
     source = source_of(
-        replicas=2, references=1, total_groups=steps * BATCH, max_staleness=steps, pause_s=0.1, actor_timeout_s=600.0,
+        samplers=2, references=1, total_groups=steps * BATCH, max_staleness=steps, pause_s=0.1, actor_timeout_s=600.0,
         engine=partial(HangingEngine, tmp_path), reference=partial(HangingScoring, tmp_path),
     )  # fmt: skip
     first_pids = source.pids()
+    for worker in source.manager.workers:
+        worker.timeout_s = 5.0  # of all that they are asked from here on, but for a new start
     for marker in (update, score):
         marker.touch()
     source.publish(weights_of(0), 0)
     until(lambda: not score.exists())
     generate.touch()
     until(lambda: not update.exists() and not generate.exists())
-    time.sleep(1.0)  # all three hang by now, and the bound is only this short until they are found
-    source._fleet._actor_timeout_s = 0.5
-    until(lambda: sum(worker.restarts for worker in source._fleet.workers) == 3)
-    source._fleet._actor_timeout_s = 600.0
+    until(lambda: sum(worker.restarts for worker in source.manager.workers) == 3)
     trained: list[int] = []
     for version in range(steps):
         trained += source.next_batch().groups
@@ -404,22 +405,22 @@ def test_actors_that_hang_are_replaced_and_every_group_is_trained_once(
     assert sorted(trained) == list(range(steps * BATCH))
     metrics = source.metrics()
     assert (metrics["workers/restarts_rollout"], metrics["workers/restarts_reference"]) == (2, 1)
-    assert metrics["workers/groups_resampled"] == UNIT
+    assert metrics["workers/groups_resampled"] == TASK
     until(lambda: all(map(gone, first_pids.values())))
 
 
 def test_an_actor_that_hangs_while_it_starts_ends_the_run(source_of: Callable[..., RaySource]) -> None:
-    with pytest.raises(WorkersLostError, match=r"actor 0 could not start: it was to start, and did not within 2 s"):
+    with pytest.raises(WorkersLostError, match=r"model 0 could not start: it was to start, and did not within 2 s"):
         source_of(references=1, reference=partial(time.sleep, 1000), total_groups=BATCH, actor_timeout_s=2.0)
 
 
 def test_a_replica_that_is_not_there_is_not_probed(source_of: Callable[..., RaySource], tmp_path: Path) -> None:
     broken = tmp_path / "broken"
-    source = source_of(replicas=2, total_groups=BATCH, broken=broken)
+    source = source_of(samplers=2, total_groups=BATCH, broken=broken)
     source.publish(weights_of(0), 0)
     assert len(source.probes()) == 2
     broken.touch()
-    os.kill(source.pids()["rollout actor 0"], signal.SIGKILL)
+    os.kill(source.pids()["sampler 0"], signal.SIGKILL)
     assert len(source.probes()) == 1  # asked, and lost
     assert len(source.pids()) == 1 == len(source.probes())  # not asked
 
@@ -434,22 +435,24 @@ def test_the_driver_does_not_grow_with_the_run(source_of: Callable[..., RaySourc
         source.next_batch()
         if version >= settled:
             memory.append(psutil.Process().memory_info().rss)
-    assert len(source.state_dict()["units"]) == 0
+    assert len(source.state_dict()["tasks"]) == 0
     assert memory[-1] - memory[0] < 8 * 2**20
 
 
-class CountingTrainer:
-    """A trainer in this process whose weights are its version; the engine's actor dies inside its second step."""
+class CountingLearner:
+    """A learner in this process whose weights are its version; the engine's actor dies inside its second step."""
 
     def __init__(self, source: RaySource, before_step: dict[int, Callable[[], None]]) -> None:
         self.source, self.before_step = source, before_step
-        self.version = self.optim_steps = 0
+        self.version, self.resumable = 0, True
 
     def train_batch(self, batch: RayBatch) -> dict[str, float]:
         self.before_step.get(self.version, lambda: None)()
         self.version += 1
-        self.optim_steps += 1
         return {"train/loss": 0.0, "rollout/tokens": 1.0}
+
+    def samples(self, most: int) -> list[dict[str, Any]]:
+        return []
 
     def weights(self) -> Any:
         return weights_of(self.version)
@@ -466,21 +469,21 @@ def test_a_run_whose_engines_stay_dead_is_saved_and_says_why(
 
     def break_it() -> None:
         broken.touch()
-        os.kill(source.pids()["rollout actor 0"], signal.SIGKILL)
+        os.kill(source.pids()["sampler 0"], signal.SIGKILL)
 
-    trainer = CountingTrainer(source, {2: break_it})
+    learner: Any = CountingLearner(source, {2: break_it})
     with (
         MetricsLogger(tmp_path, tensorboard=False, config={}) as logger,
         Console(file=(tmp_path / "out").open("w")) as console,
-        pytest.raises(WorkersLostError, match=r"all of rollout actor 0 have been dead for \d+ s, more than the 2 s"),
+        pytest.raises(WorkersLostError, match=r"all of sampler 0 have been dead for \d+ s, more than the 2 s"),
     ):
-        fit(trainer, source, None, Checkpointer(tmp_path, {}), logger, console, num_batches=100, sequences_per_batch=8)
+        fit(learner, source, Checkpointer(tmp_path, {}), logger, console, Schedule(100, 8))
     [checkpoint] = tmp_path.glob("checkpoint_*.pt")
     step = len([row for row in read_jsonl(tmp_path / "metrics.jsonl") if "train/loss" in row])
     state = torch.load(checkpoint, weights_only=True)
     assert state["step"] == step >= 3
     # What was sampled and not trained is in the state, so that a resumed run draws it again: nothing is lost.
-    waiting = [group for unit in state["source"]["units"] for group in unit["wanted"]]
+    waiting = [group for task in state["source"]["tasks"] for group in task["wanted"]]
     assert len(waiting) == state["source"]["env"]["next_group"] - step * BATCH
 
 
@@ -500,17 +503,12 @@ def test_a_restored_source_plays_what_was_not_trained_and_nothing_twice(source_o
 
 
 def test_what_an_actor_refuses_is_raised_as_it_was(ray_cluster: cluster.Cluster, tmp_path: Path) -> None:
-    env = LLMEnv  # never made: the factory is what fails
     broken = tmp_path / "broken"
     broken.touch()
-    source = RaySource(
-        env,  # type: ignore[arg-type]
-        replicas=[(partial(make_replica, None, 0.0, broken, CountingEngine), {"num_cpus": 0})],  # type: ignore[arg-type]
-        unit_groups=1,
-        groups_per_batch=1,
-        total_groups=1,
-        max_staleness=0,
-    )
+    factory: Any = partial(make_sampler, None, 0.0, broken, CountingEngine)  # type: ignore[arg-type]
+    tasks: Any = None  # never asked: the factory is what fails
+    manager = RolloutManager(tasks, samplers=[(factory, {"num_cpus": 0})])
+    source = RaySource(manager)
     source.start()
     try:
         with pytest.raises(RuntimeError, match=r"^this machine has no room for an engine$"):
@@ -524,38 +522,40 @@ class SlowStep:
 
     def __init__(self) -> None:
         self.version = self.optim_steps = 0
+        self.model = torch.nn.Linear(1, 1)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield "w", torch.tensor([1.5], dtype=torch.bfloat16)
         yield "v", torch.arange(6.0).reshape(2, 3)
 
-    def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
-        return checkpointer.save(self.version, {}, source)
+    def state_dict(self) -> dict[str, Any]:
+        return {}
 
     def train_batch(self, batch: Any) -> dict[str, float]:
         time.sleep(60)
         return {}
 
 
-def make_rank(mesh: object) -> Rank:
+def make_learner(mesh: object) -> Learner:
     assert mesh is None
-    return Rank(SlowStep(), [], ObjectSender(None))  # type: ignore[arg-type]
+    return Learner(SlowStep(), [], ObjectSender(None))  # type: ignore[arg-type]
 
 
 def test_ranks_that_do_not_answer_end_the_run(ray_cluster: cluster.Cluster) -> None:
     import ray
 
-    trainer = RayTrainer(make_rank, options=[{"num_cpus": 0}], actor_timeout_s=600.0)
-    trainer.start()
-    trainer._actor_timeout_s = 1.0
-    with pytest.raises(WaitedTooLongError, match=r"^waited 1 s for the training ranks to train a batch \(version 0\)"):
-        trainer.train_batch(RayBatch((0,), [ray.put(lazy_stack([TensorDict({})]))]))
-    assert trainer.optim_steps == -1
-    trainer.close()
+    learner = RayLearner(make_learner, options=[{"num_cpus": 0}], actor_timeout_s=600.0)
+    learner.start()
+    learner.actor_timeout_s = 1.0
+    waited = r"^waited 1 s \(ray\.actor_timeout_s\) for the training ranks to train a batch \(version 0\)"
+    with pytest.raises(WaitedTooLongError, match=waited):
+        learner.train_batch(RayBatch((0,), [ray.put(lazy_stack([TensorDict({})]))]))
+    assert not learner.resumable
+    learner.close()
 
 
 def test_the_port_that_the_ranks_meet_at_is_held_from_the_start(ray_cluster: cluster.Cluster) -> None:
-    rank = TrainerActor(make_rank, 0, 2, 1)
+    rank = LearnerActor(make_learner, 0, 2, 1)
     host, port = rank.open_store(timeout_s=10.0)
     with socket.socket() as other, pytest.raises(OSError):
         other.bind(("", port))
@@ -567,51 +567,74 @@ def test_a_dead_training_rank_ends_the_run_with_the_last_checkpoint_named(
 ) -> None:
     import ray
 
-    trainer = RayTrainer(make_rank, options=[{"num_cpus": 0}])
-    trainer.start()
-    packed = dict(ray.get(trainer.weights()).weights())
+    learner = RayLearner(make_learner, options=[{"num_cpus": 0}])
+    learner.start()
+    packed = dict(ray.get(learner.weights()).weights())
     assert packed["w"].dtype == torch.bfloat16 and packed["w"].item() == 1.5
     assert packed["v"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    trainer.save(Checkpointer(tmp_path, {}), {})
-    threading.Timer(0.5, os.kill, (trainer.pids[0], signal.SIGKILL)).start()
-    with pytest.raises(TrainerLostError, match=r"training rank died .* train\.resume=.*checkpoint_000000\.pt"):
-        trainer.train_batch(RayBatch((0,), [ray.put(lazy_stack([TensorDict({})]))]))
-    assert trainer.optim_steps == -1  # inside a step: not a state that could be saved
-    trainer.close()
+    learner.save(Checkpointer(tmp_path, {}), {})
+    threading.Timer(0.5, os.kill, (learner.pids[0], signal.SIGKILL)).start()
+    with pytest.raises(LearnerLostError, match=r"training rank died .* train\.resume=.*checkpoint_000000\.pt"):
+        learner.train_batch(RayBatch((0,), [ray.put(lazy_stack([TensorDict({})]))]))
+    assert not learner.resumable  # inside a step: not a state that could be saved
+    learner.close()
 
 
 def test_a_unit_that_every_reference_actor_dies_of_ends_the_run(source_of: Callable[..., RaySource]) -> None:
     source = source_of(references=1, total_groups=BATCH, reference=Deadly)
     source.publish(weights_of(0), 0)
-    with pytest.raises(WorkersLostError, match=r"groups \d to \d ended 3 reference actors"):
+    with pytest.raises(WorkersLostError, match=r"groups \d to \d ended reference model 0 or others like it 3 times"):
         source.next_batch()
 
 
-def test_engines_that_share_an_accelerator_start_after_the_reference_models(
+def test_engines_on_a_shared_accelerator_start_after_the_reference(
     source_of: Callable[..., RaySource], tmp_path: Path
 ) -> None:
     file = tmp_path / "made"
     settings: dict[str, Any] = {"references": 1, "reference": partial(SlowToLoad, file), "total_groups": BATCH}
     source = source_of(engine=partial(SecondEngine, file), references_first=True, **settings)
-    assert source.pids().keys() == {"rollout actor 0", "reference actor 0"}
+    assert source.pids().keys() == {"sampler 0", "reference model 0"}
 
 
-def test_a_worker_that_had_nothing_to_do_was_alive_until_it_was_lost() -> None:
+class Answer:
+    """Stands for a reference of Ray's that is never answered."""
+
+    def options(self, **_: Any) -> Answer:
+        return self
+
+    def remote(self, *_: Any) -> Answer:
+        return self
+
+    def future(self) -> Future[None]:
+        return Future()
+
+
+def test_time_with_nothing_to_do_does_not_count_as_dead() -> None:
     """Else a second loss after a long pause would count the pause as dead time."""
-    worker, gone = Worker("worker", lambda: None), RuntimeError("gone")
-    worker.lost(gone)
+
+    async def lose_it(worker: Worker, asked: bool) -> None:
+        worker.actor, worker.ready = SimpleNamespace(setup=Answer()), True
+        worker._lost = asyncio.get_running_loop().create_future()
+        if asked:
+            question = asyncio.create_task(worker.ask("load weights", "setup"))
+            await asyncio.sleep(0.01)
+        worker.lose(RuntimeError("gone"))
+        if asked:
+            with pytest.raises(ActorLostError, match="gone"):
+                await question
+
+    worker = Worker("worker", lambda: None, timeout_s=60.0)
+    worker.kill = lambda: setattr(worker, "actor", None)  # type: ignore[method-assign]
+    asyncio.run(lose_it(worker, asked=False))
     first = worker.alive_at
-    worker.started(1)
-    worker.owes["answer"] = "load weights", time.monotonic()
-    worker.lost(gone)
+    asyncio.run(lose_it(worker, asked=True))
     assert worker.alive_at == first
-    worker.started(2)
-    worker.lost(gone)
+    asyncio.run(lose_it(worker, asked=False))
     assert worker.alive_at > first
 
 
 def test_actors_that_start_and_die_again_and_again_count_as_dead(source_of: Callable[..., RaySource]) -> None:
     source = source_of(total_groups=BATCH, engine=DeadlyEngine, recovery_timeout_s=4.0)
     source.publish(weights_of(0), 0)
-    with pytest.raises(WorkersLostError, match=r"all of rollout actor 0 have been dead for \d+ s, more than the 4 s"):
+    with pytest.raises(WorkersLostError, match=r"all of sampler 0 have been dead for \d+ s, more than the 4 s"):
         source.next_batch()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.conftest import make_tiny_model
-from tests.unit.test_config import compose_config
-from torchrl_grpo.build import build
-from torchrl_grpo.config import ConfigError, WeightTransfer
+from tests.support.configs import compose_config
+from tests.support.models import make_tiny_model
+from torchrl_grpo.collectors import Sampler
+from torchrl_grpo.config import ConfigError
+from torchrl_grpo.distributed import cluster
+from torchrl_grpo.distributed.actors import SamplerActor, own_address
+from torchrl_grpo.distributed.learner import RayLearner
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
+from torchrl_grpo.learner import Learner
 from torchrl_grpo.models.sharding import shard_model
-from torchrl_grpo.placement import ROLES, DevicePlan, RoleRequest, plan_devices
-from torchrl_grpo.weights import (
-    BroadcastSender,
-    FileSender,
-    ObjectSender,
-    Sender,
-    SharedSender,
-    WeightHandle,
-    named_weights,
-)
+from torchrl_grpo.run import build
+from torchrl_grpo.weights import BroadcastSender, ObjectSender, Sender, WeightHandle, named_weights
 
 pytest.importorskip("ray")
-
-from torchrl_grpo.build_distributed import choose_transfer
-from torchrl_grpo.distributed import cluster
-from torchrl_grpo.distributed.actors import Rank, Replica, RolloutActor, own_address
-from torchrl_grpo.distributed.trainer import RayTrainer
-
-pytestmark = pytest.mark.ray
 
 
 class Growing:
@@ -72,122 +59,61 @@ class Several(Sender):
         self._by_version[version].release(version)
 
 
-class ShownActor(RolloutActor):
+class ShownActor(SamplerActor):
     """Shows its engine's weights."""
 
     def weights(self) -> dict[str, Tensor]:
-        engine: Any = self._replica.engine
+        engine: Any = self._sampler.engine
         return dict(engine._model.named_parameters())
 
 
-def make_rank(folder: Path, mesh: DeviceMesh | None) -> Rank:
+def make_learner(mesh: DeviceMesh | None) -> Learner:
     assert mesh is not None
     model = shard_model(make_tiny_model(), mesh)
-    senders = (
-        ObjectSender(torch.float32),
-        SharedSender(torch.float32),
-        BroadcastSender(torch.float32, "gloo", own_address()),
-        FileSender(folder, torch.float32),
-    )
-    return Rank(Growing(model), [], Several(*senders))  # type: ignore[arg-type]
+    senders = ObjectSender(torch.float32), BroadcastSender(torch.float32, "gloo", own_address())
+    return Learner(Growing(model), [], Several(*senders))  # type: ignore[arg-type]
 
 
-def make_replica() -> Replica:
-    return Replica(TransformersEngine(make_tiny_model(1)), [], None, SamplingParams(1), [])
+def make_sampler() -> Sampler:
+    return Sampler(TransformersEngine(make_tiny_model(1)), [], None, SamplingParams(1), [])
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("weights")
-
-
-@pytest.fixture(scope="module")
-def roles(folder: Path) -> Iterator[tuple[RayTrainer, list[Any]]]:
+def roles() -> Iterator[tuple[RayLearner, list[Any]]]:
     import ray
 
     started = cluster.start()
     options: dict[str, Any] = {"num_cpus": 0}
     try:
-        trainer = RayTrainer(partial(make_rank, folder), options=[options] * 2)
-        engines = [ray.remote(ShownActor).options(**options).remote(make_replica) for _ in range(2)]
+        learner = RayLearner(make_learner, options=[options] * 2)
+        engines = [ray.remote(ShownActor).options(**options).remote(make_sampler) for _ in range(2)]
         ready = [engine.setup.remote(0, None) for engine in engines]
-        trainer.start()
+        learner.start()
         ray.get(ready)
-        yield trainer, engines
+        yield learner, engines
     finally:
         started.shutdown()
 
 
-def test_two_engines_get_the_weights_of_two_ranks_at_their_own_pace(
-    roles: tuple[RayTrainer, list[Any]], folder: Path
-) -> None:
+def test_two_engines_get_the_weights_of_two_ranks_at_their_own_pace(roles: tuple[RayLearner, list[Any]]) -> None:
     import ray
 
-    trainer, (fast, slow) = roles
-    previous = trainer.weights()
-    for version in range(1, 9):  # each kind twice
-        handle = trainer.weights()
+    learner, (fast, slow) = roles
+    previous = learner.weights()
+    for version in range(1, 7):  # each kind three times
+        handle = learner.weights()
         updates = [fast.update.remote(handle, version), slow.update.remote(previous, version - 1)]
         ray.get(updates, timeout=200)
         for engine, at in ((fast, version), (slow, version - 1)):
             got = ray.get(engine.weights.remote(), timeout=200)
             assert got.keys() == expected(at).keys()
             assert all(torch.equal(got[name], weight) for name, weight in expected(at).items())
-        trainer.release(version - 1)
+        learner.release(version - 1)
         previous = handle
-    deadline = time.monotonic() + 30
-    while list(folder.iterdir()) and time.monotonic() < deadline:  # both were released
-        time.sleep(0.05)
-    assert list(folder.iterdir()) == []
-
-
-def plan(gpus: int, **devices: int) -> DevicePlan:
-    requests = {role: RoleRequest(num_devices=devices.get(role)) for role in ROLES}
-    return plan_devices(requests, [torch.device("cuda", i) for i in range(gpus)], needs_reference=False)
-
-
-CPUS, ONE_GPU, GPUS = plan(0, inference=2), plan(1), plan(4, inference=2)
-LORA = "train_model.lora.enabled=true"
-
-
-@pytest.mark.parametrize(
-    ("devices", "hosts", "overrides", "chosen"),
-    [
-        (CPUS, 1, [], "shared_memory"),
-        (CPUS, 2, [], "object_store"),
-        (ONE_GPU, 1, [], "cuda_ipc"),
-        (GPUS, 1, [], "broadcast"),
-        (GPUS, 2, [], "broadcast"),
-        (GPUS, 2, [LORA], "adapters"),
-        (CPUS, 2, ["inference_model.weight_transfer=broadcast"], "broadcast"),
-        (GPUS, 1, ["inference_model.weight_transfer=shared_memory"], "shared_memory"),
-        (ONE_GPU, 1, ["inference_model.weight_transfer=object_store", LORA], "object_store"),
-    ],
-)
-def test_the_kind_is_chosen_by_where_the_two_sides_are(
-    devices: DevicePlan, hosts: int, overrides: list[str], chosen: str
-) -> None:
-    assert choose_transfer(compose_config(*overrides), devices, hosts) is WeightTransfer[chosen]
-
-
-@pytest.mark.parametrize(
-    ("devices", "hosts", "asked", "message"),
-    [
-        (CPUS, 2, "shared_memory", r"needs one machine with Linux for all processes, and there are 2 .*object_store"),
-        (CPUS, 1, "adapters", r"needs train_model\.lora\.enabled=true.*weight_transfer=auto"),
-        (CPUS, 1, "cuda_ipc", r"they are on cpu and cpu, cpu: use inference_model\.weight_transfer=auto"),
-        (GPUS, 1, "cuda_ipc", r"they are on cuda:0 and cuda:1, cuda:2: use inference_model\.weight_transfer=broadcast"),
-        (ONE_GPU, 1, "broadcast", r"both are on cuda:0: use inference_model\.weight_transfer=cuda_ipc"),
-    ],
-)
-def test_a_kind_that_cannot_work_there_is_refused(devices: DevicePlan, hosts: int, asked: str, message: str) -> None:
-    config = compose_config(f"inference_model.weight_transfer={asked}")
-    with pytest.raises(ConfigError, match=message):
-        choose_transfer(config, devices, hosts)
 
 
 def test_a_run_in_one_process_has_no_choice(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"weight_transfer=file must be auto where trainer and engine are in one proc"
+        ConfigError, match=r"weight_transfer=broadcast must be auto where trainer and engine are in one proc"
     ):
-        build(compose_config("inference_model.weight_transfer=file"), tmp_path)
+        build(compose_config("inference_model.weight_transfer=broadcast"), tmp_path)

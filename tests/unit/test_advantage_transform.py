@@ -13,7 +13,8 @@ from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer
 from torchrl.envs import Compose, RewardSum, TransformedEnv
 from torchrl.envs.utils import check_env_specs
 
-from tests.unit.test_env import END, EchoTask, TwoTurnTask, respond
+from tests.support.envs import END, EchoTask, TwoTurnTask, respond
+from tests.support.trajectories import make_trajectory
 from torchrl_grpo import keys
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.functional import sampled_token_gae
@@ -39,6 +40,10 @@ def values(data: TensorDict) -> list[float]:
     return data["advantage"].squeeze(-1).tolist()
 
 
+def counts(transform: GroupAdvantage) -> tuple[int, int, int]:
+    return transform.num_groups, transform.num_zero_variance_groups, transform.num_invalid
+
+
 KEYS = ("group_id", ("next", "reward"), "advantage")
 
 
@@ -55,15 +60,15 @@ def test_advantage_is_centred_and_scaled_within_each_group():
     assert values(GroupAdvantage(3, std="none")(batch_of([1, 2, 6], [0] * 3))) == [-2, -1, 3]
 
 
-def test_invalid_rewards_leave_the_group_and_signalless_groups_are_counted():
+def test_invalid_rewards_are_left_out_and_zero_variance_groups_counted():
     transform = GroupAdvantage(3, std="none")
     rewards = [1, 3, 100, 5, 5, 5, 0, 1, 7]
     valid = [True, True, False, True, True, True, False, False, True]
     out = transform(batch_of(rewards, [0] * 3 + [1] * 3 + [2] * 3, valid))
     assert values(out) == [-1, 1, 0, 0, 0, 0, 0, 0, 0]
-    assert (transform.num_groups, transform.num_zero_signal_groups, transform.num_invalid) == (3, 2, 3)
+    assert counts(transform) == (3, 2, 3)
     transform.reset_counts()
-    assert (transform.num_groups, transform.num_zero_signal_groups, transform.num_invalid) == (0, 0, 0)
+    assert counts(transform) == (0, 0, 0)
 
 
 def test_a_group_of_another_size_is_refused():
@@ -125,7 +130,7 @@ def test_a_buffer_gets_whole_groups_only(storage):
     stored = {key: buffer[:][key].squeeze(-1).tolist() for key in KEYS}
     assert stored["group_id"] == [0, 0, 2, 2, 0, 0, 1, 1]
     assert stored["advantage"] == [-1, 1, 1, -1, 4.5, -4.5, 0, 0]
-    assert transform.num_groups == 4 and transform.num_zero_signal_groups == 1
+    assert counts(transform) == (4, 1, 0)
     # A sample of single members keeps what was computed over the whole group.
     sample = buffer.sample(5)
     expected = dict(zip(stored["next", "reward"], stored["advantage"], strict=True))
@@ -137,6 +142,55 @@ def test_extending_leaves_the_callers_batch_as_it_was():
     batch = batch_of([1, 3], [0, 0])
     ReplayBuffer(storage=LazyStackStorage(2), transform=GroupAdvantage(2)).extend(batch)
     assert batch.get("advantage", None) is None
+
+
+def test_a_member_of_several_steps_does_not_complete_a_group_alone():
+    transform = GroupAdvantage(2, std="none")
+    buffer = ReplayBuffer(storage=LazyStackStorage(10), transform=transform)
+    buffer.extend(make_trajectory(0, [1.0, 2.0]))
+    assert len(buffer) == 0 and transform.num_waiting == 1
+    buffer.extend(make_trajectory(0, [0.0, 0.0, 1.0]))
+    assert buffer[:]["advantage"].squeeze(-1).tolist() == [1, 1, -1, -1, -1]
+    batch = torch.cat([make_trajectory(0, [1.0, 2.0]), make_trajectory(0, [1.0])])
+    assert values(GroupAdvantage(2, std="none")(batch)) == [1, 1, -1]
+
+
+def test_a_trajectory_without_an_end_is_refused():
+    batch = make_trajectory(0, [1.0, 2.0])[:1]
+    for call in (GroupAdvantage(2), GroupAdvantage(2).inv):
+        with pytest.raises(ValueError, match=r"must be True in the last row .*yield_completed_trajectories=True"):
+            call(batch)
+
+
+def test_members_that_wait_are_in_the_state(tmp_path):
+    def make() -> ReplayBuffer:
+        return ReplayBuffer(storage=LazyStackStorage(10), transform=GroupAdvantage(2, std="none", group_key="query"))
+
+    rows = [row.set("query", "a") for row in batch_of([1.0, 5.0], [0, 0]).unbind(0)]
+    first, second, third = make(), make(), make()
+    first.extend(lazy_stack(rows[:1]))
+    second.load_state_dict(first.state_dict())
+    torch.save(first.state_dict()["_transforms"], tmp_path / "state.pt")
+    third._transform.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for buffer in (second, third):
+        assert buffer._transform[0].num_waiting == 1
+        buffer.extend(lazy_stack(rows[1:]))
+        assert values(buffer[:]) == [-2, 2]
+        assert [row["tokens", "full"].tolist() for row in buffer[:].unbind(0)] == [[0], [0, 1]]
+        assert buffer[:][0]["query"] == "a"
+
+
+def test_a_prompt_that_comes_twice_is_two_groups_in_a_buffer():
+    rewards = [0.0, 1.0, 10.0, 20.0]
+    batch = batch_of(rewards, [0, 0, 1, 1])
+    for row in batch.unbind(0):
+        row.set("query", "the same")
+    buffer = ReplayBuffer(storage=LazyStackStorage(4), transform=GroupAdvantage(2, std="none", group_key="query"))
+    buffer.extend(batch)
+    assert values(buffer[:]) == [-0.5, 0.5, -5, 5]
+    with pytest.raises(ValueError, match="a prompt that was drawn twice is two groups, which group_key='group_id'"):
+        GroupAdvantage(2, group_key="query")(batch)
+    assert values(GroupAdvantage(2, std="none")(batch)) == [-0.5, 0.5, -5, 5]
 
 
 # In an environment
@@ -167,16 +221,16 @@ def test_the_advantage_is_written_when_the_last_row_of_a_group_is_done(tokenizer
     # Group 0 ends at once, without signal; group 1 has a row that goes on.
     first = respond(env, data, [stop, stop, stop, more])
     assert first["next", "advantage"].tolist() == [[0.0]] * 4
-    assert (transform.num_groups, transform.num_zero_signal_groups) == (1, 1)
+    assert counts(transform) == (1, 1, 0)
     second = env.step_mdp(first)
     second.set("_step", ~second["done"])
     last = respond(env, second, [[], [], [], more])
     assert last["next", "reward"].squeeze(-1).tolist() == [1, 1, 1, 2]
     assert last["next", "advantage"].squeeze(-1).tolist() == [0, 0, -0.5, 0.5]
-    assert (transform.num_groups, transform.num_zero_signal_groups, transform.num_invalid) == (2, 1, 0)
+    assert counts(transform) == (2, 1, 0)
 
 
-def test_a_batch_statistic_in_an_environment_is_over_the_groups_that_are_done(tokenizer):
+def test_a_batch_statistic_is_over_the_groups_that_are_done(tokenizer):
     """Group 0 is done with rewards 1, 1; group 1 is half done, so at first the batch is (1, 1), then (1, 1, 1, 2)."""
     env = TransformedEnv(
         LLMEnv(TwoTurnTask(), tokenizer, num_envs=4, repeats=2, max_turns=2),
@@ -358,7 +412,7 @@ def test_reinforce_pp_is_reward_less_kl_to_come_over_the_batch(seed):
         assert row["advantage"].tolist() == pytest.approx(wanted, abs=1e-5)
 
 
-def test_padding_order_and_junk_outside_the_mask_change_no_token_advantage():
+def test_padding_order_and_masked_values_change_no_token_advantage():
     arguments = {"level": "token", "gamma": 0.9, "lmbda": 0.8, "mean": "batch", "std": "batch"}
     rows = random_token_rows(1, values=True)
     expected = token_lists(GroupAdvantage(4, **arguments)(lazy_stack([row.clone() for row in rows])))
@@ -390,7 +444,7 @@ def test_invalid_sequences_have_no_effect_on_the_tokens_of_others():
         assert by_group[2] == [[0.0, 0.0], [0.0, 0.0]]
 
 
-def test_groups_without_signal_are_exactly_zero_and_counted_at_token_level():
+def test_zero_variance_groups_give_exact_zeros_at_token_level():
     transform = GroupAdvantage(2, level="token")
     rows = [token_row([0, 0.1], [0, 1], 0), token_row([0, 0, 0.1], [0, 1, 1], 0)]  # equal returns everywhere
     rows += [token_row([0.0], [0], 1), token_row([0.0], [0], 1)]  # nothing sampled
@@ -399,7 +453,7 @@ def test_groups_without_signal_are_exactly_zero_and_counted_at_token_level():
     out = transform(lazy_stack(rows))
     assert token_lists(out)[:6] == [[0, 0], [0, 0, 0], [0], [0], [0, 0], [0, 0]]
     assert_tokens_close(token_lists(out)[6:], [[0, -(0.5**0.5)], [0, 0.5**0.5]])
-    assert (transform.num_groups, transform.num_zero_signal_groups, transform.num_invalid) == (4, 3, 1)
+    assert counts(transform) == (4, 3, 1)
 
 
 @pytest.mark.parametrize("mean", ["group", "batch", "none"])
@@ -445,7 +499,10 @@ def test_token_level_says_what_it_needs(tokenizer):
         ({"mean": "foo"}, r"mean='foo' must be one of \('group', .*\): use 'group'"),
         ({"std": "foo"}, r"std='foo' must be one of \('group', .*\): use 'group'"),
         ({"level": "word"}, "level='word' must be one of"),
-        ({"level": "token", "mean": "leave_one_out"}, "mean='leave_one_out' must go with level='sequence'"),
+        (
+            {"level": "token", "mean": "leave_one_out"},
+            "mean=leave_one_out must not be used with an advantage for each token",
+        ),
         ({"level": "token", "gamma": 1.5}, r"gamma=1.5 must be in \[0, 1\]"),
         ({"level": "token", "lmbda": -0.1}, r"lmbda=-0.1 must be in \[0, 1\]"),
         ({"gamma": 0.9}, "gamma=0.9 must be 1 with level='sequence', nothing reads it"),

@@ -16,13 +16,15 @@ from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 from torchrl.modules.llm import TransformersWrapper
 
-from tests.unit.test_config import ROOT, compose_config
-from tests.unit.test_grpo_loss import Table, make_batch, total
+from tests.support.configs import ROOT, SMALL, compose_config
+from tests.support.losses import Table, make_batch, total
 from torchrl_grpo import functional as F
-from torchrl_grpo.build import batch_transforms, build, make_loss, prepare
+from torchrl_grpo.algorithm import batch_transforms, make_loss
+from torchrl_grpo.blueprint import prepare
 from torchrl_grpo.config import ConfigError, check_command_line
 from torchrl_grpo.models.scoring import WrapperScorer
 from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, SAPOLoss
+from torchrl_grpo.run import build
 
 Token = Callable[[Tensor, Tensor, Tensor], Tensor]  # (ratio, log-prob, advantage) -> objective of a token
 
@@ -341,7 +343,7 @@ def test_objective_by_hand(name: str, ratios: list[float], advantage: float, val
     assert total(out).item() == pytest.approx(-value)
 
 
-def test_cispo_has_a_gradient_exactly_where_the_clipped_surrogate_has_none() -> None:
+def test_cispo_has_a_gradient_where_the_clipped_surrogate_has_none() -> None:
     """Without the stop-gradient on the clipped ratio, CISPO's gradient would be 0 where the clip binds."""
     row = one_row([6.0], 1.0)
     gradients = {}
@@ -427,7 +429,7 @@ def test_leave_one_out_equals_the_mean_of_the_others_by_loop() -> None:
         (GRPOLoss, {"dual_clip": 1.0}, r"dual_clip=1\.0 must be above 1"),
         (GRPOLoss, {"proximal": "old"}, "proximal='old' must be one of"),
         (GRPOLoss, {"behaviour_weight": "clip"}, "behaviour_weight='clip' must be one of"),
-        (GRPOLoss, {"behaviour_weight": "mask"}, "proximal='behaviour' makes every weight 1: use proximal='recom"),
+        (GRPOLoss, {"behaviour_weight": "mask"}, "proximal=behaviour makes every weight 1: use proximal=recom"),
         (GRPOLoss, {"behaviour_cap": 0.0}, r"behaviour_cap=0\.0 must be above 0"),
         (GRPOLoss, {"constant_length": 0}, "constant_length=0 must be at least 1"),
         (
@@ -489,10 +491,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "behaviour": ("mask", "token", 5.0),
     },
 }
-SMALL = (
-    "env.num_envs=16", "env.repeats=4", "train.total_dialog_turns=32", "train.optim_batch_size=8",
-    "evaluation.num_prompts=0", "logging.tensorboard=false",
-)  # fmt: skip
 
 
 def test_every_preset_is_here() -> None:
@@ -505,12 +503,12 @@ def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path)
     expected |= {"proximal": "behaviour", "behaviour": ("none", "token", 5.0), "kl_estimator": "k3"}
     expected |= {"level": "sequence", "shaping": None, "dynamic_sampling": False} | PRESETS[name]
     run = build(compose_config(*SMALL, f"algo={name}"), tmp_path)
-    before = _copy(run.trainer.model)
+    before = _copy(run.learner.trainer.model)
     try:
         run.fit()
     finally:
         run.close()
-    loss = run.trainer.loss
+    loss = run.learner.trainer.loss
     assert type(loss) is expected.get("loss", GRPOLoss)
     low, high = expected.get("clip", (0.2, 0.2))
     assert loss.clip_epsilon_low.item() == pytest.approx(low)
@@ -524,26 +522,26 @@ def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path)
     for setting in ("constant_length", "tau_positive", "tau_negative"):
         if setting in expected:
             assert getattr(loss, setting) == expected[setting]
-    transforms = dict(run.source.transforms)
+    transforms = dict(run.learner.transforms)
     advantage, shaping = transforms["advantage"], transforms.get("shaping")
     assert (advantage.mean, advantage.std) == expected["advantage"]
     assert (advantage.level, advantage.gamma, advantage.lmbda) == (expected["level"], 1.0, 1.0)
-    assert run.source.collector.dynamic_sampling == expected["dynamic_sampling"]
+    assert run.source.sampler.collectors[0].dynamic_sampling == expected["dynamic_sampling"]
     assert (shaping is None) == (expected["shaping"] is None)
     if shaping is not None:
         assert advantage.reward_key == ("next", "token_reward" if advantage.level == "token" else "shaped_reward")
         plain = {"scale": 1.0, "bias": 0.0, "clip": None, "overlong_buffer": 0, "kl_coef": 0.0}
         for setting, value in (plain | expected["shaping"]).items():
             assert getattr(shaping, setting) == value
-    assert (run.trainer.version, run.trainer.optim_steps) == (2, 4)
-    moved = [(value - before[name]).abs().max() for name, value in run.trainer.model.named_parameters()]
+    assert (run.learner.trainer.version, run.learner.trainer.optim_steps) == (2, 4)
+    moved = [(value - before[name]).abs().max() for name, value in run.learner.trainer.model.named_parameters()]
     assert 0 < max(moved) < 1e-2
 
 
-def test_with_one_optimizer_step_a_batch_the_proximal_policy_needs_no_forward_pass(tmp_path: Path) -> None:
+def test_one_optimizer_step_a_batch_needs_no_forward_pass_for_proximal(tmp_path: Path) -> None:
     run = build(compose_config(*SMALL, "algo=decoupled_ppo", "train.optim_batch_size=16"), tmp_path)
     try:
-        assert run.trainer.loss.proximal == "current"
+        assert run.learner.trainer.loss.proximal == "current"
     finally:
         run.close()
 
@@ -552,22 +550,22 @@ def test_the_reference_model_is_refreshed_every_n_steps(tmp_path: Path) -> None:
     """At first it has the weights of the start; from step 2 on, before the engine has them, those of step 2."""
     overrides = ["ref_model.refresh_every=2", "train.total_dialog_turns=48", "policy.kl_coef=0.01"]
     run = build(compose_config(*SMALL, *overrides), tmp_path)
-    reference, trained = run.parts.reference.scorer.model, run.trainer.model
+    reference, trained = run.source.reference.scorer.model, run.learner.trainer.model
     weights = {0: _copy(trained)}
     seen: dict[int, dict[str, Tensor]] = {}
-    train_batch, send = run.trainer.train_batch, run.source.publish
+    train_batch, send = run.learner.train_batch, run.source.publish
 
     def publish(sent: Any, version: int) -> None:
         seen[version] = _copy(reference)
         send(sent, version)
 
     def spy(batch: TensorDict) -> dict[str, float]:
-        assert all(torch.equal(seen[run.trainer.version][name], value) for name, value in _copy(reference).items())
+        assert all(torch.equal(seen[run.learner.version][name], value) for name, value in _copy(reference).items())
         out = train_batch(batch)
-        weights[run.trainer.version] = _copy(trained)
+        weights[run.learner.version] = _copy(trained)
         return out
 
-    run.trainer.train_batch, run.source.publish = spy, publish  # type: ignore[method-assign]
+    run.learner.train_batch, run.source.publish = spy, publish  # type: ignore[method-assign]
     try:
         run.fit()
     finally:
@@ -591,7 +589,7 @@ def _copy(model: torch.nn.Module) -> dict[str, Tensor]:
         (["policy.advantage_level=token", "policy.advantage_mean=leave_one_out"], "leaves a sequence out, not a token"),
         (
             ["policy.dynamic_sampling=true", "policy.max_sampling_rounds=1", "train.dialog_turns_per_batch=32"],
-            "policy.max_sampling_rounds=1 rollouts of env.num_envs=16 must make up",
+            "policy.max_sampling_rounds=1 rollouts of 16 trajectories must make up",
         ),
         (["policy.gae_gamma=0.9"], "policy.gae_gamma=0.9 must be left out with policy.advantage_level=sequence"),
         (["policy.overlong_buffer=1.5"], "policy.overlong_buffer=1.5 must be above 0 and at most 1"),
@@ -615,13 +613,13 @@ def test_a_loss_and_an_advantage_of_ones_own_by_name(tmp_path: Path, monkeypatch
     check_command_line(overrides)
     run = build(compose_config(*SMALL, *overrides), tmp_path)
     seen: list[Tensor] = []
-    train_batch = run.trainer.train_batch
-    run.trainer.train_batch = lambda batch: (seen.append(batch["advantage"]), train_batch(batch))[1]  # type: ignore
+    train_batch = run.learner.trainer.train_batch
+    run.learner.trainer.train_batch = lambda batch: (seen.append(batch["advantage"]), train_batch(batch))[1]  # type: ignore
     try:
         run.fit()
     finally:
         run.close()
-    assert type(run.trainer.loss).__name__ == "ReinforceLoss"
+    assert type(run.learner.trainer.loss).__name__ == "ReinforceLoss"
     assert {value for batch in seen for value in batch.flatten().tolist()} <= {-1.0, 0.0, 1.0}
     assert any(batch.abs().max() == 1 for batch in seen)
 
@@ -787,7 +785,7 @@ def advantages_by_loop(kind: str, rows: list[TensorDict]) -> list[list[float]]:
 
 @pytest.mark.parametrize("name", SPECIFICATIONS)
 @pytest.mark.parametrize("seed", range(3))
-def test_each_preset_from_its_yaml_to_the_gradient_equals_its_formula_by_loop(name: str, seed: int) -> None:
+def test_the_gradient_of_each_preset_equals_its_formula_by_loop(name: str, seed: int) -> None:
     """What the yaml composes, from the rewards of two groups to value and gradient, against plain Python."""
     kind, objective, loop = SPECIFICATIONS[name]
     logits, rows = rich_batch(seed)
@@ -824,7 +822,7 @@ def test_specifications_are_there_for_every_preset() -> None:
     assert set(SPECIFICATIONS) == set(PRESETS)
 
 
-def test_a_sequence_without_a_valid_reward_has_no_effect_in_the_loss_alone() -> None:
+def test_a_sequence_without_a_valid_reward_has_no_effect_in_the_loss() -> None:
     """Neither its objective nor its KL and entropy, nor in what the others are divided by."""
     logits, rows = rich_batch(1)
     settings: dict[str, Any] = {"kl_to_ref_coeff": 0.3, "entropy_coeff": 0.1}
@@ -854,14 +852,14 @@ def test_staleness_may_be_that_of_each_token() -> None:
     torch.testing.assert_close(got.detach(), loss)
 
 
-def test_cispos_clip_fractions_count_the_weights_at_a_bound_whatever_the_sign() -> None:
+def test_cispos_clip_fractions_count_the_weights_at_a_bound() -> None:
     loss = CISPOLoss(Table(torch.zeros(1, 6, 2, dtype=torch.float64)), clip_epsilon=(0.5, 4.0))
     out = loss(lazy_stack([one_row([5.5, 5.1, 0.4, 1.2, 4.5], -1.0)]))
     assert (out["clip_fraction_low"].item(), out["clip_fraction_high"].item()) == pytest.approx((0.2, 0.4))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_reward_that_is_not_finite_is_an_error_unless_it_is_marked_invalid(value: float) -> None:
+def test_a_non_finite_reward_is_an_error_unless_marked_invalid(value: float) -> None:
     reward, group = torch.tensor([1.0, 0.0, value, 0.0]), torch.zeros(4, dtype=torch.int64)
     with pytest.raises(ValueError, match="reward has 1 values that are not finite"):
         F.group_advantage(reward, group, torch.ones(4, dtype=torch.bool))

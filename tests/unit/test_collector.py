@@ -9,7 +9,7 @@ from torchrl.collectors import BaseCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import TransformedEnv
 
-from tests.unit.test_env import END, EchoTask, ScriptedEngine, TwoTurnTask
+from tests.support.envs import END, EchoTask, ScriptedEngine, TwoTurnTask
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.dynamic import GroupCounts, has_variance
 from torchrl_grpo.collectors.rollout import RolloutCollector
@@ -90,7 +90,7 @@ def test_the_version_is_the_one_before_generation():
     assert GenerationPolicy(engine, PARAMS)(rows_of([5]))["policy_version"].tolist() == [[0]]
 
 
-def test_versions_that_the_engine_reports_are_kept_and_the_oldest_is_the_sequence_s():
+def test_engine_versions_are_kept_and_the_oldest_is_the_sequences():
     engine = copies_of(lambda prompt, copy: ([20, 21, 22], "length") if copy else ([9, END], "stop"))
     plain, reported = engine.generate, iter([[3, 4], [4, 4, 5]])
 
@@ -348,7 +348,7 @@ def play_turns(tokenizer, first: list[str]) -> TensorDict:
     return RolloutCollector(env, GenerationPolicy(copies_of(rule), PARAMS)).rollout()
 
 
-def test_a_dialogs_reward_is_the_sum_of_its_turns_and_each_turn_keeps_its_own(tokenizer):
+def test_a_dialogs_reward_is_the_sum_and_each_turn_keeps_its_own(tokenizer):
     batch = play_turns(tokenizer, ["stop", "abc"])
     assert batch["next", "reward"].squeeze(-1).tolist() == [4, 3 + 2]
     for row, expected in zip(batch.unbind(0), ([4.0], [3.0, 2.0]), strict=True):
@@ -410,7 +410,7 @@ def groups_of(batch: TensorDict) -> list[int]:
     return batch["group_id"].squeeze(-1).tolist()
 
 
-def test_groups_without_signal_are_dropped_and_the_batch_is_filled_exactly(tokenizer):
+def test_zero_variance_groups_are_dropped_and_the_batch_is_filled(tokenizer):
     # Plays: groups (0, 1), (2, 3), (4, 5). Group 5 is one too many.
     rewards = {0: [1, 1], 1: [0, 1], 2: [1, 0], 3: [0, 0], 4: [0, 1], 5: [1, 0]}
     collector = make_dynamic(tokenizer, rewards, [0, 1], wanted=6)
@@ -418,7 +418,7 @@ def test_groups_without_signal_are_dropped_and_the_batch_is_filled_exactly(token
     assert groups_of(batch) == [1, 1, 2, 2, 4, 4]
     assert batch["next", "reward"].squeeze(-1).tolist() == [0, 1, 1, 0, 0, 1]
     assert collector.last.groups == GroupCounts(played=6, zero_variance=2, surplus=1, filled=0)
-    assert collector.last.turns == 12 and collector.dialog_turns == 12
+    assert collector.last.turns == 12 and collector.dialog_turns == 6
     # The surplus is gone: the next batch is of new groups.
     assert groups_of(collector.rollout()) == [6, 6, 7, 7, 8, 8]
     assert collector.last.groups == GroupCounts(played=4, zero_variance=0, surplus=1, filled=0)
@@ -435,16 +435,16 @@ def test_used_up_rounds_fill_the_batch_with_the_last_groups_and_warn_once(tokeni
     monkeypatch.setattr("torchrl_grpo.collectors.rollout.torchrl_logger.warning", warnings.append)
     collector = make_dynamic(tokenizer, {2: [0, 1]}, [1, 1], wanted=6, rounds=3)
     batch = collector.rollout()
-    # Groups 0 to 5 were played: 2 has signal, 4 and 5 are the last without.
+    # Groups 0 to 5 were played: 2 has variance, 4 and 5 are the last without.
     assert groups_of(batch) == [2, 2, 4, 4, 5, 5]
     assert collector.last.groups == GroupCounts(played=6, zero_variance=3, surplus=0, filled=2)
     advantage = GroupAdvantage(2, std="none")(batch)["advantage"].squeeze(-1).tolist()
     assert advantage == [-0.5, 0.5, 0, 0, 0, 0]
     assert groups_of(collector.rollout()) == [9, 9, 10, 10, 11, 11]
-    assert len(warnings) == 1 and "3 rollouts had 1 groups with signal of 3 wanted; 2 without" in warnings[0]
+    assert len(warnings) == 1 and "had 1 with different rewards; 2 zero-variance groups" in warnings[0]
 
 
-def test_signal_is_a_difference_of_valid_rewards_alone(tokenizer):
+def test_variance_is_a_difference_of_valid_rewards_alone(tokenizer):
     # In group 0 one copy has no score; what is left is a single valid reward.
     collector = make_dynamic(tokenizer, {0: [1, None], 1: [0.25, 0.5]}, [0, 1], wanted=2)
     batch = collector.rollout()
@@ -452,7 +452,7 @@ def test_signal_is_a_difference_of_valid_rewards_alone(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("rewards", "valid", "signal"),
+    ("rewards", "valid", "varied"),
     [
         ([0.0, 1.0, 0.0], [True] * 3, True),
         ([0.1, 0.1, 0.1], [True] * 3, False),
@@ -461,15 +461,15 @@ def test_signal_is_a_difference_of_valid_rewards_alone(tokenizer):
         ([0.0, 1.0], [False, False], False),
     ],
 )
-def test_one_group_can_be_asked_whether_it_has_signal(rewards, valid, signal):
+def test_one_group_can_be_asked_whether_it_has_variance(rewards, valid, varied):
     rows = [
         TensorDict({"reward_valid": torch.tensor([known]), "next": {"reward": torch.tensor([reward])}})
         for reward, known in zip(rewards, valid, strict=True)
     ]
-    assert has_variance(rows) is signal
-    assert has_variance(lazy_stack(rows)) is signal
+    assert has_variance(rows) is varied
+    assert has_variance(lazy_stack(rows)) is varied
     if all(valid):
-        assert has_variance([row.exclude("reward_valid") for row in rows]) is signal
+        assert has_variance([row.exclude("reward_valid") for row in rows]) is varied
 
 
 def test_a_resumed_dynamic_collector_goes_on_where_the_first_one_was(tokenizer):
@@ -485,8 +485,8 @@ def test_a_resumed_dynamic_collector_goes_on_where_the_first_one_was(tokenizer):
     ("arguments", "message"),
     [
         ({"wanted": 7}, "dialog_turns_per_batch=7 must be a multiple of the group size 2 .*: use 6"),
-        ({"wanted": 12, "rounds": 2}, "max_sampling_rounds=2 rollouts of 4 trajectories .*: use at least 3 rounds"),
-        ({"wanted": 2, "rounds": 0}, "max_sampling_rounds=0 rollouts .*: use at least 1 rounds"),
+        ({"wanted": 12, "rounds": 2}, "max_sampling_rounds=2 rollouts of 4 trajectories .*: use at least 3"),
+        ({"wanted": 2, "rounds": 0}, "max_sampling_rounds=0 rollouts .*: use at least 1"),
     ],
 )
 def test_dynamic_sampling_says_what_it_cannot_do(tokenizer, arguments, message):

@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
-from torchrl_grpo.config import ConfigError, GRPOConfig, check_command_line, from_hydra, orderly_exit, register, schema
-from torchrl_grpo.distributed.errors import TrainerLostError, WaitedTooLongError, WorkersLostError
+from tests.support.configs import ROOT, compose_config
+from torchrl_grpo.config import (
+    ConfigError,
+    check_command_line,
+    from_hydra,
+    leaves,
+    orderly_exit,
+    plain,
+    register,
+    renamed,
+    schema,
+    validate,
+)
+from torchrl_grpo.errors import LearnerLostError, WaitedTooLongError, WorkersLostError
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(path.stem for path in (ROOT / "config").glob("grpo_*.yaml"))
-
-
-def compose_config(*overrides: str, name: str = "grpo_arithmetic") -> GRPOConfig:
-    register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "config")):
-        return from_hydra(compose(name, overrides=list(overrides)))
 
 
 def test_defaults_of_every_config_file_are_valid() -> None:
     assert CONFIGS == ["grpo_arithmetic", "grpo_gsm8k", "grpo_ifeval"]
     assert compose_config().env.dataset == "arithmetic"
     assert compose_config(name="grpo_gsm8k").model.name == "Qwen/Qwen2.5-0.5B-Instruct"
-    with pytest.raises(ConfigError, match=r"env\.dataset=ifeval has no task yet in this version"):
+    with pytest.raises(ConfigError, match=r"env\.dataset=ifeval must be one of arithmetic, gsm8k"):
         compose_config(name="grpo_ifeval")
 
 
@@ -85,8 +94,11 @@ def test_defaults_of_every_config_file_are_valid() -> None:
         (["env.dataset=gsm8k", "env.difficulty=3"], r"env\.difficulty=3 must be left out with env\.dataset=gsm8k"),
         (["env.reward_timeout_s=5"], r"env\.reward_timeout_s=5\.0 must be left out with env\.reward_workers=0"),
         (["train_model.lora.r=8"], r"lora\.r=8 must be left out with .*: use train_model\.lora\.enabled=true"),
-        (["+optimizer.lrr=1"], r"optimizer\.lrr names a config key that does not exist: did you mean optimizer\.lr\?"),
-        (["+foo.bar=1"], r"foo\.bar names a config key that does not exist"),
+        (
+            ["+optimizer.lrr=1"],
+            r"optimizer\.lrr names a config key that does not exist: did you mean optimizer\.lr\?",
+        ),
+        (["+foo.bar=1"], r"foo names a config key that does not exist"),
         (["inference_model.gpu_memory_utilization=1.2"], r"gpu_memory_utilization=1\.2 must be above 0 and at most 1"),
     ],
 )
@@ -95,33 +107,72 @@ def test_a_broken_rule_names_field_rule_value_and_fix(overrides: list[str], mess
         compose_config(*overrides)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("optimizer.lr=abc", r"optimizer\.lr=abc must have the type float: use optimizer\.lr=1e-06"),
-        ("optimizer.lr=1e-4,abc", r"optimizer\.lr=abc must have the type float"),
-        ("train.epochs=1.5", r"train\.epochs=1\.5 must have the type int"),
-        ("inference_model.backend=vlm", r"inference_model\.backend=vlm must be one of transformers, vllm"),
-        (
-            "optimiser.lr=1e-4",
-            r"optimiser\.lr=1e-4 names a config key that does not exist: did you mean optimizer\.lr\?",
-        ),
-        ("env.num_env=8", r"did you mean env\.num_envs\?"),
-        ("ref_model.devices=0", r"ref_model\.devices=0 must .*: use ref_model\.devices=null"),
-        ("policy.loss=my.Loss", r"must be a node with _target_: use policy\.loss\._target_=my\.Loss"),
-        ("policy.loss=null", r"policy\.loss=None must be a node .*: use policy\.loss\._target_=torchrl_grpo"),
-        ("policy=dapo", r"policy=dapo must name a single value, and policy is a group: use algo=dapo\."),
-        ("env.dataset=null", r"env\.dataset=None must have the type str: use env\.dataset=arithmetic"),
-        (
-            "train_model.lora.target_modules=3",
-            r"target_modules=3 must have .*: use train_model\.lora\.target_modules=\[all-linear\]",
-        ),
-        ("xyzzy=1", r"xyzzy=1 names a config key that does not exist: run with --cfg job"),
-    ],
-)
-def test_a_bad_override_is_found_before_hydra_composes(override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_command_line(["--multirun", override])
+# What is typed after the script's name, and the message.
+MISTAKES = {
+    "optimizer.lr=abc": r"optimizer\.lr=abc must have the type float: use optimizer\.lr=1e-06",
+    "-m optimizer.lr=1e-4,abc": r"optimizer\.lr=abc must have the type float",
+    "train.epochs=1.5": r"train\.epochs=1\.5 must have the type int",
+    "inference_model.backend=vlm": r"backend=vlm must be one of transformers, vllm: did you mean vllm\?",
+    "inference_model.backend=null": r"backend=null must be one of transformers, vllm: use .*=transformers, say",
+    "-m inference_model.in_flight=wait,kep": r"in_flight=kep must be one of wait, keep, abort: did you mean keep\?",
+    "optimiser.lr=1e-4": r"optimiser\.lr=1e-4 names a config key that does not exist: did you mean optimizer\.lr\?",
+    "env.num_env=8": r"did you mean env\.num_envs\?",
+    "++optimizer.lrr=2": r"optimizer\.lrr=2 names a config key that does not exist: did you mean optimizer\.lr\?",
+    "ray.patience=1": r"ray\.patience=1 names a config key that does not exist: did you mean ray\.actor_timeout_s\?",
+    "ray.dead_s=soon": r"ray\.recovery_timeout_s=soon must have the type float: use ray\.recovery_timeout_s=900\.0",
+    "ref_model.devices=0": r"ref_model\.devices=0 must .*: use ref_model\.devices=null",
+    "train_model.devices=[a]": r"train_model\.devices=a must have the type list\[int\] \| None",
+    "policy.loss=my.Loss": r"must be a node with _target_: use policy\.loss\._target_=my\.Loss",
+    "policy.loss=null": r"policy\.loss=None must be a node .*: use policy\.loss\._target_=torchrl_grpo",
+    "policy.loss.tau=1": r"To append to your config use \+policy\.loss\.tau=1",
+    "policy=dapo": r"policy=dapo must name a single value, and policy is a group: use algo=dapo\.",
+    "env.dataset=null": r"env\.dataset=null must be one of arithmetic, gsm8k: use env\.dataset=arithmetic",
+    "train_model.lora.target_modules=3": r"must have .*: use train_model\.lora\.target_modules=\[all-linear\]",
+    "xyzzy=1": r"xyzzy=1 names a config key that does not exist: run with --cfg job",
+    "algo=dapp": r"Could not find 'algo/dapp'",
+    "optimizer.lr=[1": r"no viable alternative at input '\[1'",
+    "~optimizer.lr": r"Error merging override ~optimizer\.lr\. .*does not support deletion",
+    "env.num_envs=30": r"env\.num_envs=30 must be a multiple of env\.repeats=8",
+    "--cfg job train.epochs=x": r"train\.epochs=x must have the type int",
+    "--config-dir . --config-name theirs": r"train\.epochs=many must have the type int",
+}
+TYPED = """
+import contextlib, io, json, runpy, sys
+answers = {}
+for line in json.load(sys.stdin):
+    script, sys.argv, told = sys.argv[0], [sys.argv[0], *line.split(" ")], io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        answers[line] = ended.code, told.getvalue()
+json.dump([answers, "torch" in sys.modules], sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[int, str]], bool]:
+    """The exit status of each of ``MISTAKES`` and what it printed, and whether one of them imported torch."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    (folder / "theirs.yaml").write_text("defaults: [grpo_arithmetic, _self_]\ntrain: {epochs: many}\n")
+    code = TYPED.replace("sys.argv[0]", repr(str(ROOT / "sota" / "grpo" / "grpo.py")))
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(list(MISTAKES)), cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_a_mistake_on_the_command_line_is_one_message(typed: str, answers: tuple[Any, bool]) -> None:
+    status, printed = answers[0][typed]
+    assert status == 2
+    assert re.search(MISTAKES[typed], printed, re.DOTALL)
+    assert printed.startswith("\nerror: ") and "Traceback" not in printed
+
+
+def test_mistakes_are_answered_without_importing_torch(answers: tuple[Any, bool]) -> None:
+    assert answers[1] is False
 
 
 def test_hydra_itself_refuses_unknown_keys_too() -> None:
@@ -154,28 +205,26 @@ def test_documented_command_lines_compose(name: str, overrides: list[str]) -> No
 @pytest.mark.parametrize(
     "override",
     [
-        "policy.overlong_buffer=null,0.2",
-        "train.optim_batch_size=null,8",
-        "policy.reward_clip=[-1,1],null",
-        "train_model.lora.target_modules=[q_proj],[v_proj]",
-        "train_model.devices=[0],[1]",
+        "policy.kl_estimator=null,k3",
+        "policy.ratio_level='token',sequence",
+        "policy.ratio_level=choice(token,sequence)",
+        "policy.ratio_level=${train.mixed_precision}",
+        "+inference_model.weight_transfer=file",
         "policy.clip_epsilon=0.1,[0.2,0.3]",
-        "optimizer.lr=interval(1e-5,1e-4)",
-        "optimizer.lr=choice(1e-5,1e-4)",
-        "train.epochs=range(1,3)",
         "algo=grpo,dapo",
+        "--multirun",
     ],
 )
-def test_sweeps_that_hydra_understands_are_left_to_it(override: str) -> None:
-    check_command_line(["--multirun", override])
+def test_only_what_is_surely_no_choice_is_refused_before_hydra(override: str) -> None:
+    check_command_line([override])
 
 
-def test_a_config_of_ones_own_wins_over_the_algorithm_that_it_starts_from() -> None:
+def test_your_own_config_wins_over_the_algorithm_that_it_starts_from() -> None:
     register()
     search = f"hydra.searchpath=[file://{ROOT / 'config'}]"
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "examples")):
         config = from_hydra(compose("my_run", overrides=[search]))
-    assert (config.clip_epsilon, config.policy.aggregation.value) == ((0.2, 0.28), "token_mean")
+    assert (config.clip_epsilon, config.policy.aggregation) == ((0.2, 0.28), "token_mean")
     assert (config.env.dataset, config.train.total_dialog_turns) == ("arithmetic", 5120)
 
 
@@ -208,7 +257,7 @@ def test_every_field_has_a_docstring_below_it() -> None:
     missing = []
     for node in classes:
         for item in dataclasses.fields(node):
-            if dataclasses.is_dataclass(item.default_factory):
+            if dataclasses.is_dataclass(item.default_factory) or "now" in item.metadata:
                 continue
             at = next(i for i, line in enumerate(lines) if re.match(rf"    {item.name}: ", line))
             if not lines[at + 1].strip().startswith('"""'):
@@ -216,7 +265,7 @@ def test_every_field_has_a_docstring_below_it() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("error", [WorkersLostError, TrainerLostError, WaitedTooLongError])
+@pytest.mark.parametrize("error", [WorkersLostError, LearnerLostError, WaitedTooLongError])
 def test_a_run_that_is_lost_ends_with_its_message(error: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended, orderly_exit():
         raise error("all engines are gone.")
@@ -227,3 +276,65 @@ def test_a_run_that_is_lost_ends_with_its_message(error: type[Exception], capsys
 def test_an_error_of_an_unknown_kind_keeps_its_traceback() -> None:
     with pytest.raises(RuntimeError, match="unknown"), orderly_exit():
         raise RuntimeError("unknown")
+
+
+OLD_NAMES = [
+    ("ray.patience_s", "ray.actor_timeout_s", 7.0),
+    ("ray.dead_s", "ray.recovery_timeout_s", 9.0),
+    ("policy.kl_to_inference_coef", "policy.kl_to_behaviour_coef", 0.25),
+]
+
+
+@pytest.mark.parametrize("add", ["", "+"])
+@pytest.mark.parametrize(("old", "new", "value"), OLD_NAMES)
+def test_an_old_name_sets_the_key_and_says_so_in_one_line(
+    old: str, new: str, value: float, add: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = compose_config(f"{add}{old}={value}")
+    assert {name: value for name, _, value in leaves(config)}[new] == value
+    assert [record.message for record in caplog.records] == [
+        f"{old} is now called {new}: use {new}={value}. The old name works for this release."
+    ]
+
+
+def test_an_old_name_in_a_yaml_file_sets_the_key(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [grpo_arithmetic, _self_]\nray: {dead_s: 9, patience_s: 7}\n")
+    register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(tmp_path)):
+        config = from_hydra(compose("mine", overrides=[f"hydra.searchpath=[file://{ROOT / 'config'}]"]))
+    assert (config.ray.actor_timeout_s, config.ray.recovery_timeout_s) == (7.0, 9.0)
+
+
+def test_a_saved_config_gets_the_names_of_today_and_is_not_changed() -> None:
+    saved = {"policy": {"kl_to_inference_coef": 0.5}, "ray": {"dead_s": 9.0}, "train_model": {"num_devices": 2}}
+    got = renamed(saved)
+    assert got["policy"]["kl_to_behaviour_coef"] == 0.5 and got["ray"]["recovery_timeout_s"] == 9.0
+    assert got["train_model"] == {"num_devices": 2}
+    assert saved["ray"] == {"dead_s": 9.0}
+    assert "dead_s" not in plain(compose_config())["ray"]
+
+
+def test_an_old_name_is_checked_as_the_new_one_and_not_proposed() -> None:
+    with pytest.raises(ConfigError, match=r"policy\.kl_to_behaviour_coef=-1\.0 must be at least 0"):
+        compose_config("policy.kl_to_inference_coef=-1")
+    with pytest.raises(ConfigError, match=r"ray\.dead_s=3\.0 must be left out with ray\.recovery_timeout_s=4\.0"):
+        compose_config("ray.dead_s=3", "ray.recovery_timeout_s=4")
+
+
+@pytest.mark.parametrize(
+    ("removed", "used"), [("shared_memory", "object_store"), ("file", "object_store"), ("adapters", "auto")]
+)
+def test_a_removed_value_says_what_is_used(removed: str, used: str, caplog: pytest.LogCaptureFixture) -> None:
+    override = f"inference_model.weight_transfer={removed}"
+    check_command_line([override])
+    assert compose_config(override).inference_model.weight_transfer == used
+    assert [record.message for record in caplog.records] == [
+        f"{override} was removed, inference_model.weight_transfer={used} is used instead; this release still takes it."
+    ]
+
+
+def test_a_choice_in_a_yaml_file_is_checked_too() -> None:
+    config = compose_config()
+    config.policy.ratio_level = "word"
+    with pytest.raises(ConfigError, match=r"policy\.ratio_level=word must be one of token, sequence, sequence_token"):
+        validate(config)

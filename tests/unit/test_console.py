@@ -9,6 +9,7 @@ import re
 import pytest
 from torchrl._utils import logger as torchrl_logger
 
+from tests.support.hostile import HOSTILE, SHOWN
 from torchrl_grpo.reporting.console import Console, clip, duration, printable
 
 METRICS = {
@@ -99,14 +100,19 @@ def test_geometry_prints_counts_in_full() -> None:
     assert ["sequences", "64", "12,800"] in [line.split() for line in file.getvalue().splitlines()]
 
 
-def test_evaluation_prints_each_number_with_its_unit_and_missing_ones_as_a_dash() -> None:
+def test_evaluation_prints_numbers_with_units_and_a_dash_for_none() -> None:
     file = io.StringIO()
     metrics = {"pass@1": 0.8125, "invalid": 2.0, "response_length": 8.13, "truncated": 0.0, "pass@8": float("nan")}
     Console(file=file).evaluation(40, {f"eval/{name}": value for name, value in metrics.items()} | {"time/eval_s": 1.0})
-    assert file.getvalue() == (
-        "test after step 40: pass@1 81.2% (greedy), invalid rewards 2, response length 8.13 tokens, truncated 0.0%, "
-        "pass@8 - (sampled)\n"
-    )
+    numbers = "pass@1 81.2% greedy, pass@8 - sampled, 2 invalid, 8.13 tokens, 0.0% truncated"
+    assert file.getvalue() == f"test after step 40: {numbers}\n"
+
+
+def test_an_evaluation_without_invalid_rewards_fits_into_100_columns() -> None:
+    file = io.StringIO()
+    metrics = {"pass@1": 1.0, "invalid": 0.0, "response_length": 1e4, "truncated": 1.0, "pass@16": 1.0}
+    Console(file=file).evaluation(1000, {f"eval/{name}": value for name, value in metrics.items()})
+    assert len(file.getvalue().rstrip("\n")) <= 100 and "invalid" not in file.getvalue()
 
 
 def test_finish_prints_before_and_after_and_every_path_in_one_piece() -> None:
@@ -140,6 +146,31 @@ def test_terminal_gets_a_bar_and_log_lines_scroll_above_it() -> None:
     assert "step 3" in text and "24/24" in text and "reward 0.5 accuracy 25.0%" in text
     assert "a log line\n" in text
     assert log.getvalue() == "a later line\n"
+
+
+@pytest.mark.parametrize("width", [40, 60, 79, 80, 100])
+def test_the_bar_is_one_line_at_any_width(width: int) -> None:
+    file = Terminal()
+    with Console(file=file, width=width) as console:
+        console.start(0, 128_000)
+        for step in range(980, 984):
+            console.step(step, METRICS, 128 * step, 128_000)
+    shown = re.split("[\r\n]", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()).rstrip())[-1]
+    assert "\x1b[1A" not in file.getvalue()  # the way up to the first of several lines
+    assert 0 < len(shown) <= width
+    if width >= 60:
+        assert "step 983 " in shown and "reward 0.5 accuracy 25.0%" in shown
+        assert ("125,824/128,000" if width >= 80 else "(98%)") in shown
+
+
+def test_hostile_text_does_nothing_to_a_terminal() -> None:
+    file = Terminal()
+    with Console(file=file, width=400) as console:
+        console.start(0, 10)
+        console.samples(1, [{"query": HOSTILE, "response": HOSTILE, "reward": 1.0, "correct": True}])
+        console.resume(1, HOSTILE)
+    assert not re.search("\x1b\\]|[\x07\x9b\u202e]", file.getvalue())
+    assert re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()).count(SHOWN) == 3
 
 
 def test_close_after_a_failure_gives_the_terminal_its_cursor_back() -> None:

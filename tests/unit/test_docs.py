@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import re
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
 
-from tests.conftest import make_tiny_model
+from tests.support.configs import ROOT
+from tests.support.documentation import undocumented
+from tests.support.models import make_tiny_model
 from torchrl_grpo.collectors.dynamic import GroupCounts
 from torchrl_grpo.models import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def undocumented(rows: Iterable[Mapping[str, Any]]) -> set[str]:
-    """The metrics in rows of ``metrics.jsonl`` that ``docs/metrics.md`` has not; ``{k}`` there is a number."""
-    cells = re.findall(r"^\| (`[^|]*) \|", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
-    listed = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
-    pattern = "|".join(re.sub(r"\\{\w\\}", r"\\d+", re.escape(name)) for name in listed)
-    return {name for row in rows for name in row if name != "step" and not re.fullmatch(pattern, name)}
 
 
 def test_a_metric_that_the_page_has_not_is_found() -> None:
@@ -32,7 +20,7 @@ def test_a_metric_that_the_page_has_not_is_found() -> None:
     }
 
 
-def test_every_output_of_the_loss_and_count_of_dynamic_sampling_is_on_the_page() -> None:
+def test_every_loss_output_and_dynamic_sampling_count_is_on_the_page() -> None:
     loss = GRPOLoss(
         TokenScorer(make_tiny_model()),
         proximal="recomputed",

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import make_tiny_model
-from tests.unit.test_trainer import make_batch
+from tests.support.models import make_tiny_model
+from tests.support.training import make_batch
 from torchrl_grpo import keys
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.step import GRPOTrainer, NonFiniteError
@@ -263,7 +263,7 @@ def single(folder: Path) -> dict[str, Any]:
 
 def start(run: Callable[..., None], name: str, world_size: int, folder: Path) -> list[dict[str, Any]]:
     """What each rank of a group gives. One process imports, the ranks are its forks."""
-    multiprocessing.set_forkserver_preload(["tests.test_fsdp"])
+    multiprocessing.set_forkserver_preload([__name__])
     multiprocessing.start_processes(run, (world_size, str(folder)), world_size, start_method="forkserver")
     return [torch.load(folder / f"rank_{name}_{rank}.pt") for rank in range(world_size)]
 

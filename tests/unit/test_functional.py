@@ -39,7 +39,7 @@ def test_group_advantage_by_hand() -> None:
     torch.testing.assert_close(advantage, torch.tensor([2 / 3 / std, -1 / 3 / std, -1 / 3 / std]))
 
 
-def test_rewards_that_are_all_equal_give_nothing_to_a_scale_of_their_group() -> None:
+def test_equal_rewards_give_nothing_to_a_scale_of_their_group() -> None:
     """Without a baseline they are not 0, and 1 / (0 + eps) would be a million."""
     reward, group = torch.tensor([1.0, 1.0, 0.0, 2.0]), torch.tensor([0, 0, 1, 1])
     got = F.group_advantage(reward, group, torch.ones(4, dtype=torch.bool), mean="none", std="group")

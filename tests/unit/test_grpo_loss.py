@@ -9,64 +9,11 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
-from tensordict.nn import TensorDictModuleBase
-from torch import Tensor, nn
+from torch import Tensor
 
+from tests.support.losses import SETTINGS, Table, make_batch, total
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
-
-
-class Table(TensorDictModuleBase):
-    """An actor whose current log-probs come from a table of logits [B, T, V], which takes the gradients."""
-
-    in_keys = [("tokens", "full")]  # noqa: RUF012
-    out_keys = [("cur_log_probs", "full"), ("entropy", "full")]  # noqa: RUF012
-
-    def __init__(self, logits: Tensor) -> None:
-        super().__init__()
-        self.logits = nn.Parameter(logits)
-
-    def forward(self, tensordict):
-        tokens = tensordict.get(("tokens", "full"), as_padded_tensor=True, padding_side="right", padding_value=0)
-        rows = tensordict.get("row").reshape(-1)
-        log_p = self.logits[rows, : tokens.shape[1]].log_softmax(-1)
-        tensordict.set(("cur_log_probs", "full"), log_p.gather(-1, tokens[..., None]).squeeze(-1))
-        tensordict.set(("entropy", "full"), -(log_p.exp() * log_p).sum(-1))
-        return tensordict
-
-
-SETTINGS = {"clip_epsilon": (0.2, 0.28), "kl_to_ref_coeff": 0.3, "kl_to_inference_coeff": 0.2, "entropy_coeff": 0.05}
-
-
-def make_batch(
-    seed: int, lengths: tuple[int, ...] = (6, 9, 4, 7), vocabulary: int = 5
-) -> tuple[Tensor, list[TensorDict]]:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(len(lengths), max(lengths), vocabulary, generator=generator, dtype=torch.float64) * 2
-    rows = []
-    for row, length in enumerate(lengths):
-        mask = torch.rand(length, generator=generator) < 0.7
-        mask[0] = False
-        tokens = torch.randint(0, vocabulary, (length,), generator=generator)
-        cur = logits[row, :length].log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
-        noise = torch.randn(2, length, generator=generator, dtype=torch.float64) * 0.4
-        rows.append(
-            TensorDict(
-                {
-                    ("tokens", "full"): tokens,
-                    ("masks", "all_assistant_mask"): mask,
-                    ("log_probs", "full"): torch.where(mask, cur + noise[0], 0.0),
-                    ("next", "ref_log_probs", "full"): torch.where(mask, cur + noise[1], 0.0),
-                    "advantage": torch.randn(1, generator=generator, dtype=torch.float64),
-                    "row": torch.tensor([row]),
-                }
-            )
-        )
-    return logits, rows
-
-
-def total(out: TensorDict) -> Tensor:
-    return sum(value for name, value in out.items() if name.startswith("loss_"))
 
 
 def plain_loop(logits: Tensor, rows: list[TensorDict], settings: dict) -> tuple[Tensor, Tensor]:
@@ -252,8 +199,8 @@ def test_clip_bounds_are_schedulable_buffers_in_the_state_dict() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"clip_epsilon": 1.1}, r"clip_epsilon=1\.1 must have 0 <= low <= 1"),
-        ({"clip_epsilon": (0.2, -0.1)}, "clip_epsilon=\\(0.2, -0.1\\) must have"),
+        ({"clip_epsilon": 1.1}, r"clip_epsilon=1\.1 must be .* with 0 <= low <= 1"),
+        ({"clip_epsilon": (0.2, -0.1)}, "clip_epsilon=\\(0.2, -0.1\\) must be a number, or a pair"),
         ({"kl_to_ref_coeff": -1.0}, "kl_to_ref_coeff=-1.0 must not be negative"),
     ],
 )
@@ -304,7 +251,7 @@ def test_a_missing_entry_is_named_with_what_writes_it(settings: dict, missing: s
 
 
 @pytest.mark.parametrize("shape", [(4, 1), (4, 1, 1), (4, 9), (4, 9, 1)])
-def test_an_advantage_is_one_for_each_sequence_or_token_whatever_axes_of_one_it_has(shape: tuple[int, ...]) -> None:
+def test_an_advantage_per_sequence_or_token_may_have_axes_of_one(shape: tuple[int, ...]) -> None:
     logits, rows = make_batch(0, lengths=(9, 9, 9, 9))
     batch = torch.stack(rows)
     expected = GRPOLoss(Table(logits))(batch)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig, MistralConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from tests.conftest import make_tiny_model
+from tests.support.families import make_family
+from tests.support.models import make_tiny_model
+from torchrl_grpo.generation import SamplingParams
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import TokenScorer
 
@@ -86,11 +91,24 @@ def test_a_tokenizer_without_end_of_sequence_is_refused(tokenizer: PreTrainedTok
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     loading.check_vocabulary(make_tiny_model(vocab_size=300).config, tokenizer, "ok")
-    with pytest.raises(ValueError, match="has 100 entries and the tokenizer's 261"):
+    with pytest.raises(ValueError, match="the model has 100 and the tokenizer uses ids up to 260"):
         loading.check_vocabulary(make_tiny_model(vocab_size=100).config, tokenizer, "bad")
 
 
-def test_stop_tokens_are_eos_generation_config_and_the_templates_end_of_turn(
+def test_an_added_token_without_an_embedding_is_refused_only_if_used(tokenizer: PreTrainedTokenizerFast) -> None:
+    stray, config = copy.deepcopy(tokenizer), make_tiny_model().config
+    stray.add_tokens(["<image_soft_token>"], special_tokens=True)  # as Gemma 3's tokenizer has
+    assert len(stray) == config.vocab_size + 1
+    loading.check_vocabulary(config, stray, "gemma-3-1b")
+    for change in ({"pad_token": "<image_soft_token>"}, {"chat_template": "<image_soft_token>0"}):
+        used = copy.deepcopy(stray)
+        for name, value in change.items():
+            setattr(used, name, value)
+        with pytest.raises(ValueError, match="the model has 261 and the tokenizer uses ids up to 261"):
+            loading.check_vocabulary(config, used, "bad")
+
+
+def test_stop_tokens_are_eos_generation_config_and_end_of_turn(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     assert loading.stop_token_ids(tokenizer) == (1,)
@@ -100,7 +118,7 @@ def test_stop_tokens_are_eos_generation_config_and_the_templates_end_of_turn(
     assert loading.stop_token_ids(tokenizer, GenerationConfig(eos_token_id=[1, 7])) == (1, 7)
 
 
-def test_gradient_checkpointing_recomputes_in_eval_mode_and_keeps_dropout_off() -> None:
+def test_gradient_checkpointing_in_eval_mode_keeps_dropout_off() -> None:
     """Hugging Face switches it off in eval mode; this counts how often a layer really runs."""
     tokens, mask = torch.randint(0, 261, (2, 8)), torch.ones(2, 8, dtype=torch.bool)
 
@@ -114,14 +132,35 @@ def test_gradient_checkpointing_recomputes_in_eval_mode_and_keeps_dropout_off() 
             nonlocal calls
             calls += 1
 
+        scorer = TokenScorer(model)
         model.model.layers[0].self_attn.register_forward_pre_hook(count)
-        TokenScorer(model).score(tokens, mask)[0].sum().backward()
+        scorer.score(tokens, mask)[0].sum().backward()
         return calls, {name: parameter.grad for name, parameter in model.named_parameters()}
 
     plain_calls, plain = run(False)
     calls, grads = run(True)
     assert (plain_calls, calls) == (1, 2)
     for name, value in plain.items():
+        torch.testing.assert_close(grads[name], value)
+
+
+def test_gradient_checkpointing_keeps_dropout_off_in_the_layer_itself() -> None:
+    """OPT's layer calls ``dropout(training=self.training)``; its recomputation must give the same gradients too."""
+
+    def run(checkpointing: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model = make_family("opt", dropout=0.5)
+        if checkpointing:
+            assert loading.enable_gradient_checkpointing(model) == 2
+        scorer, tokens = TokenScorer(model), torch.arange(3, 33).view(2, 15)
+        scores, _ = scorer.score(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        scores.sum().backward()
+        again, _ = scorer.score(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        assert torch.equal(scores, again)
+        return scores, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    (plain, plain_grads), (scores, grads) = run(False), run(True)
+    torch.testing.assert_close(scores, plain)
+    for name, value in plain_grads.items():
         torch.testing.assert_close(grads[name], value)
 
 
@@ -135,3 +174,92 @@ def test_gradient_checkpointing_works_with_lora() -> None:
     gradients = [parameter.grad for name, parameter in model.named_parameters() if "lora_B" in name]
     assert gradients and all(gradient is not None and gradient.abs().max() > 0 for gradient in gradients)
     torch.testing.assert_close(scorer.score(tokens, mask)[0], first)  # dropout is off
+
+
+def load(folder: Path) -> PreTrainedModel:
+    return loading.load_model(str(folder), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_weights_that_are_not_all_there_are_refused(tmp_path: Path) -> None:
+    make_tiny_model().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = load_file(file)
+
+    def refused(weights: dict[str, torch.Tensor], message: str) -> None:
+        save_file(weights, file, {"format": "pt"})
+        with pytest.raises(
+            ValueError, match=r"model\.name=.* must have the 26 weights of Qwen2ForCausalLM, but " + message
+        ):
+            load(tmp_path)
+
+    refused(
+        {k: v for k, v in whole.items() if ".layers.1." not in k}, r"12 are not in its files \(model\.layers\.1\.input"
+    )
+    short = {k: v[:, :5].contiguous() if "layers.1.mlp.down_proj" in k else v for k, v in whole.items()}
+    refused(short, r"1 are of another shape there \(model\.layers\.1\.mlp\.down_proj\.weight\): download")
+    whole["model.layers.0.mlp.up_proj.weight"][3, 4] = torch.nan
+    whole["model.norm.weight"][0] = torch.inf
+    refused(whole, r"2 are not finite \(model\.layers\.0\.mlp\.up_proj\.weight, model\.norm\.weight\)")
+
+
+@pytest.mark.parametrize("size", [50_000, 3])
+def test_a_truncated_file_of_weights_is_one_clear_error(size: int, tmp_path: Path) -> None:
+    make_tiny_model().save_pretrained(tmp_path)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(size)
+    with pytest.raises(ValueError, match=r"model\.name=.* its weights could not be loaded \(Error while deserializing"):
+        load(tmp_path)
+
+
+def test_a_tied_head_may_be_missing_and_other_parts_may_be_there(tmp_path: Path) -> None:
+    make_tiny_model().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    assert "lm_head.weight" not in weights
+    save_file(weights | {"visual.weight": torch.zeros(3)}, file, {"format": "pt"})
+    assert load(tmp_path).lm_head.weight.isfinite().all()
+
+
+def test_mistral_s_own_tokenizer_format_is_left_aside(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """With mistral_common installed, transformers would take ``tekken.json`` for any Mistral model that has one."""
+    pytest.importorskip("mistral_common")
+    tokenizer.save_pretrained(tmp_path)
+    MistralConfig(vocab_size=261).save_pretrained(tmp_path)
+    (tmp_path / "tekken.json").write_text("{}")
+    loaded = loading.load_tokenizer(str(tmp_path), chat_template="{{ messages[0]['content'] }}")
+    assert loaded("hi")["input_ids"] == tokenizer("hi")["input_ids"]
+    assert loaded.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+
+
+REMOTE_CODE = """
+from transformers import PretrainedConfig, Qwen2Config, Qwen2ForCausalLM
+class MineConfig(Qwen2Config):
+    model_type = "mine"
+class MineForCausalLM(Qwen2ForCausalLM):
+    config_class = MineConfig
+"""
+
+
+def test_remote_code_runs_where_it_is_trusted_and_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a terminal was asked"))
+    make_tiny_model().save_pretrained(tmp_path)
+    (tmp_path / "mine.py").write_text(REMOTE_CODE)
+    config = json.loads((tmp_path / "config.json").read_text())
+    auto_map = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
+    config |= {"model_type": "mine", "architectures": ["MineForCausalLM"], "auto_map": auto_map}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    mine = loading.load_config(str(tmp_path), trust_remote_code=True)
+    model = loading.CheckpointModel(str(tmp_path), torch.float32, trust_remote_code=True)()
+    assert type(model).__name__ == "MineForCausalLM"
+    count = loading.count_parameters(mine, trust_remote_code=True)
+    assert count == sum(parameter.numel() for parameter in model.parameters())
+    with pytest.raises(ValueError, match="its config could not be loaded"):
+        loading.load_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("temperature", [math.nan, math.inf, 1e-30, -0.5])
+def test_a_temperature_that_breaks_the_logits_is_refused(temperature: float) -> None:
+    with pytest.raises(
+        ValueError, match=rf"temperature must be 0 \(greedy\) or at least 0\.01, got {temperature}: use"
+    ):
+        SamplingParams(4, temperature=temperature)

@@ -34,7 +34,7 @@ def no_wandb_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "netrc"
 
 
-def test_a_step_is_one_line_of_strict_json_with_null_for_what_is_not_finite(tmp_path: Path) -> None:
+def test_a_step_is_one_line_of_strict_json_with_null_for_non_finite(tmp_path: Path) -> None:
     with make_logger(tmp_path) as logger:
         values = {
             "train/loss": torch.tensor(0.25),

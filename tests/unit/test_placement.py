@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.devices import gpus
 from torchrl_grpo.placement import ROLES, DevicePlan, RoleRequest, plan_devices
 
 CPU = torch.device("cpu")
@@ -14,10 +15,6 @@ PAIRS = {
     "reference": RoleRequest(devices=[2, 3]),
     "inference": RoleRequest(devices=[4, 5]),
 }
-
-
-def gpus(*indices: int) -> tuple[torch.device, ...]:
-    return tuple(torch.device("cuda", index) for index in indices)
 
 
 def plan(
@@ -37,7 +34,7 @@ def plan(
     )
 
 
-def test_without_accelerators_each_role_is_one_cpu_process_and_all_may_be_the_same() -> None:
+def test_without_accelerators_each_role_is_one_cpu_process() -> None:
     assert plan(0) == DevicePlan((CPU,), ((CPU,),), (CPU,), colocated=False)
     assert plan(0, needs_reference=False).reference == ()
     assert not plan(0).distributed
@@ -67,13 +64,13 @@ def test_with_two_accelerators_the_reference_model_shares_the_trainers() -> None
     assert plan(2, needs_reference=False) == DevicePlan(gpus(0), (gpus(1),), (), colocated=False)
 
 
-def test_the_reference_model_shares_the_first_of_the_trainers_when_the_others_take_all() -> None:
+def test_the_reference_shares_the_trainers_first_device_when_none_is_left() -> None:
     got = plan(4, train=RoleRequest(num_devices=2), inference=RoleRequest(num_devices=2))
     assert got == DevicePlan(gpus(0, 1), (gpus(2), gpus(3)), gpus(0), colocated=False)
 
 
 @pytest.mark.parametrize("count", [6, 8])
-def test_two_devices_a_role_are_two_ranks_two_replicas_and_two_reference_models(count: int) -> None:
+def test_two_devices_a_role_are_two_processes_of_each_role(count: int) -> None:
     got = plan(count, **TWO)
     assert got == DevicePlan(gpus(0, 1), (gpus(2), gpus(3)), gpus(4, 5), colocated=False)
     assert got.distributed

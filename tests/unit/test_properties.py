@@ -1,6 +1,6 @@
 """Properties of the pure functions that hold for every input, looked for with hypothesis.
 
-``tests/test_functional.py`` has their values by hand. Rewards are multiples of 1/8, so that a difference of two of
+``tests/unit/test_functional.py`` has their values by hand. Rewards are multiples of 1/8, so that a difference of two of
 them is either exactly 0 or far above rounding.
 """
 
@@ -61,7 +61,7 @@ def filled(mask: Tensor, data: Any, inside: Any = small, outside: Any = junk) ->
 
 @quick
 @given(masks(), st.data())
-def test_masked_mean_is_the_mean_of_what_is_inside_in_any_order_whatever_is_outside(mask: Tensor, data: Any) -> None:
+def test_masked_mean_ignores_order_and_what_is_outside_the_mask(mask: Tensor, data: Any) -> None:
     values = filled(mask, data)
     inside = values[mask].tolist()
     expected = math.fsum(inside) / len(inside)
@@ -121,9 +121,7 @@ def test_a_constant_added_to_all_rewards_changes_no_advantage(rows: Any, constan
 
 @quick
 @given(rewarded, st.floats(0.01, 100), st.sampled_from(["group", "leave_one_out", "batch", "none"]))
-def test_scaling_all_rewards_changes_no_advantage_over_a_std_and_scales_those_without(
-    rows: Any, factor: float, mean: Any
-) -> None:
+def test_scaled_rewards_scale_only_advantages_without_a_std(rows: Any, factor: float, mean: Any) -> None:
     scaled = [(reward * factor, group, valid) for reward, group, valid in rows]
     for std in ("group", "batch"):
         torch.testing.assert_close(
@@ -199,7 +197,7 @@ def test_no_time_passes_on_tokens_that_were_not_sampled(
 
 @quick
 @given(masks(), st.data())
-def test_undiscounted_and_without_values_the_estimate_is_the_reward_to_come(mask: Tensor, data: Any) -> None:
+def test_undiscounted_without_values_the_estimate_is_the_reward_to_come(mask: Tensor, data: Any) -> None:
     reward = filled(mask, data)
     got = F.sampled_token_gae(reward, torch.zeros_like(reward), mask, 1.0, 1.0)
     inside = torch.where(mask, reward, 0.0)
@@ -279,7 +277,7 @@ def test_importance_ratios_are_inverse_to_one_another_and_bounded(a: float, b: f
 
 @quick
 @given(ratios, advantages, clips, clips, st.floats(0, 0.09), st.floats(0, 2))
-def test_the_clipped_surrogate_is_a_lower_bound_and_tight_inside_the_range(
+def test_the_clipped_surrogate_is_a_lower_bound_tight_in_the_range(
     ratio: float, value: float, low: float, high: float, lower: float, higher: float
 ) -> None:
     r, a = column([ratio]), column([value])
@@ -356,7 +354,7 @@ def test_a_sequences_log_ratio_is_its_mean_over_its_own_tokens(mask: Tensor, shi
 
 @quick
 @given(st.floats(-10, 0), st.floats(-10, 0), st.integers(0, 50))
-def test_the_interpolated_proximal_policy_lies_between_and_nearer_to_the_current_one_with_staleness(
+def test_the_interpolated_proximal_policy_nears_the_current_when_stale(
     current: float, sample: float, staleness: int
 ) -> None:
     cur = column([current]).requires_grad_()

@@ -7,15 +7,15 @@ Those below are here; the others have a better place beside what they test:
   ``test_the_gradient_is_that_of_the_sum_of_the_loss_entries``
 - more padding, smaller metrics: ``test_grpo_loss.py``, ``test_ten_times_more_padding_changes_nothing``
 - CISPO without stop-gradient: ``test_algorithms.py``,
-  ``test_cispo_has_a_gradient_exactly_where_the_clipped_surrogate_has_none``
+  ``test_cispo_has_a_gradient_where_the_clipped_surrogate_has_none``
 - gradient accumulation that is off by one, within an optimizer step: ``test_trainer.py``,
-  ``test_any_token_budget_gives_the_weights_and_metrics_of_one_large_batch``
+  ``test_any_token_budget_gives_the_result_of_one_large_batch``
 - a loss scaler made anew each step: ``test_trainer.py``, ``test_the_loss_scaler_lives_as_long_as_the_trainer``
 - AdamW in the config, Adam in the code: ``test_build.py``,
-  ``test_optimizer_is_adamw_with_the_configs_numbers_and_no_decay_on_vectors``
+  ``test_the_optimizer_is_adamw_without_weight_decay_on_vectors``
 - a group of one (NaN), equal rewards (noise over an epsilon): ``test_functional.py``,
   ``test_group_of_one_gives_zero_and_no_nan``, ``test_equal_rewards_give_exactly_zero``; counted:
-  ``test_advantage_transform.py``, ``test_invalid_rewards_leave_the_group_and_signalless_groups_are_counted``
+  ``test_advantage_transform.py``, ``test_invalid_rewards_are_left_out_and_zero_variance_groups_counted``
 - the policy version stamped when the environment steps: ``test_collector.py``,
   ``test_the_version_is_the_one_before_generation``
 - truncation inferred from a length, where it is recorded: ``test_env.py``,
@@ -36,15 +36,14 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from tests.conftest import make_tiny_model
-from tests.unit.test_algorithms import SMALL
-from tests.unit.test_config import compose_config
-from tests.unit.test_grpo_loss import SETTINGS, Table, make_batch, total
+from tests.support.configs import SMALL, compose_config
+from tests.support.losses import SETTINGS, Table, make_batch, total
+from tests.support.models import make_tiny_model
 from torchrl_grpo import keys
-from torchrl_grpo.build import build
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models.scoring import TokenScorer, autocast
 from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, SAPOLoss
+from torchrl_grpo.run import build
 
 LENGTHS = (9, 14, 6, 11, 8, 12, 7)
 LOG_RATIOS = torch.tensor([-0.5, -0.05, 0.05, 0.5], dtype=torch.float64)
@@ -91,7 +90,7 @@ def gradient(model: torch.nn.Module, loss: Tensor) -> Tensor:
 # Averages
 
 
-def test_kl_entropy_and_clip_fractions_are_means_over_sampled_tokens_alone() -> None:
+def test_kl_entropy_and_clip_fractions_average_sampled_tokens_alone() -> None:
     """Not over prompts and padding, whose log-probs may be anything: here NaN, 5 and random logits."""
     logits, rows = make_batch(0)
     kl_ref, kl_sample, entropy, low, high = [], [], [], [], []
@@ -189,14 +188,14 @@ def test_dr_grpo_and_rloo_divide_by_no_standard_deviation_anywhere(algo: str, tm
     run = build(compose_config(*SMALL, f"algo={algo}", "policy.kl_coef=0"), tmp_path)
     try:
         batch = run.source.next_batch()
-        loss, model = run.trainer.loss, run.trainer.model
+        loss, model = run.learner.trainer.loss, run.learner.trainer.model
         gradients = []
         for factor in (1.0, 10.0):
             rows = [row.exclude(*WRITTEN) for row in batch.unbind(0)]
             for index, row in enumerate(rows):
                 row[keys.REWARD] = torch.tensor([factor * (index % 3)])
             data = lazy_stack(rows)
-            for _, transform in run.source.transforms:
+            for _, transform in run.learner.transforms:
                 data = transform(data)
             gradients.append(gradient(model, total(loss(data))))
     finally:
@@ -249,7 +248,7 @@ def test_no_gradient_is_lost_or_left_over_between_optimizer_steps() -> None:
     )
 
 
-def test_a_response_is_truncated_when_it_is_recorded_so_and_not_when_it_is_the_longest() -> None:
+def test_truncation_is_what_was_recorded_not_the_longest_response() -> None:
     """The longest response of the batch ended by itself and stays in the loss; a short one was cut and leaves it."""
     model, rows = exact_model(), [row.clone() for row in token_batch().unbind(0)]
     rows[2][keys.TRUNCATED].fill_(True)

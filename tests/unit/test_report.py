@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_grpo.reporting.curves import PANELS, panel_svg, series, smooth, thin, time_parts
+from tests.support.hostile import HOSTILE, SHOWN
+from torchrl_grpo.reporting.curves import PANELS, TIME_PARTS, panel_figure, panel_svg, series, smooth, thin, time_parts
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.reporting.report import merge_steps, summarize, write_report
 
 VOID = {"meta", "br"}
-HOSTILE = "</td><script>alert(1)</script>&amp;\x1b[31m\u202e\ud83d"
 
 
 class Page(HTMLParser):
@@ -43,7 +43,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open:
+        if self.open and (data.strip() or "\n" not in data):  # else it only parts the tags
             self.texts.append((self.open[-1], data))
 
     def text(self) -> str:
@@ -98,7 +98,7 @@ def test_restarts_of_actors_are_summed_over_their_kinds_and_shown(tmp_path: Path
     assert "Restarts34 groups again" in parse(write_report(tmp_path)).text().replace("\n", "")
 
 
-def test_report_shows_the_accuracy_before_and_after_and_the_responses_side_by_side(tmp_path: Path) -> None:
+def test_report_shows_accuracy_and_responses_before_and_after(tmp_path: Path) -> None:
     log_run(tmp_path, steps=10)
     text = parse(write_report(tmp_path)).text()
     assert "25.0% → 75.0%" in text and "+50.0 points, step 0 to 10" in text
@@ -117,7 +117,7 @@ def test_curves_png_is_a_png_and_empty_panels_are_left_out_of_the_page(tmp_path:
     assert page.texts.count(("text", "step")) == len(captions)  # each x axis says what it counts
 
 
-def test_figures_that_may_puzzle_have_a_sentence_and_the_throughput_is_that_of_the_card(tmp_path: Path) -> None:
+def test_puzzling_figures_have_a_sentence_and_throughput_matches_the_card(tmp_path: Path) -> None:
     log_run(tmp_path, steps=3)
     with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
         logger.log(3, {"throughput/trained_tokens_per_s": 200.0})
@@ -145,13 +145,52 @@ def test_text_of_the_model_and_of_the_config_is_shown_never_interpreted(tmp_path
         logger.log(1, {"rollout/reward_mean": 0.0})
         logger.log_samples(1, [row | {"split": "test"}, row | {"split": "train"}])
     (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "config.yaml").write_text(f"name: {HOSTILE[:30]}\n")
+    (tmp_path / ".hydra" / "config.yaml").write_text(f"name: {HOSTILE}\n", errors="replace")
     page = parse(write_report(tmp_path))
     assert "script" not in page.tags
-    shown = "</td><script>alert(1)</script>&amp;\\x1b[31m\\u202e\\ud83d"
-    assert page.text().count(shown) == 4
+    assert page.text().count(SHOWN) == 4
     assert "reward invalid" in page.text() and "-1.00" in page.text()
-    assert "name: </td><script>alert(1)</script>" in page.text()
+    assert "name: " + SHOWN.replace("\\ud83d", "?") in page.text()
+
+
+def test_the_title_names_model_data_and_algorithm(tmp_path: Path) -> None:
+    log_run(tmp_path, steps=1)
+    assert ("h1", "GRPO run") in parse(write_report(tmp_path)).texts
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text("model: {name: <b>m</b>/x}\nenv: {dataset: gsm8k}\n")
+    assert ("h1", "GRPO run") in parse(write_report(tmp_path)).texts
+    (tmp_path / ".hydra" / "hydra.yaml").write_text("hydra: {runtime: {choices: {algo: dapo, hydra/env: default}}}\n")
+    texts = parse(write_report(tmp_path)).texts
+    title = "<b>m</b>/x on gsm8k with dapo"
+    assert ("h1", title) in texts
+    assert ("p", f"GRPO run {'/'.join(tmp_path.parts[-2:])}") in texts
+    assert [text.partition(": ")[0] for tag, text in texts if tag == "title"] == [title]
+
+
+def test_a_legend_lies_above_the_curves() -> None:
+    records = [{"step": s, "train/kl_k3_to_ref": s * s, "train/kl_k3_to_inference": -s / 9} for s in range(12)]
+    records += [{"step": s, "eval/pass@1": 1.0, "eval/pass@8": 1.0, "rollout/accuracy": 0.9} for s in range(12, 24)]
+    times = {f"time/{part}_s": 1.0 for part in TIME_PARTS}
+    records += [{"step": s, "train/clip_fraction_low": 0.2, "train/clip_fraction_high": 0.1, **times} for s in (24, 25)]
+    for panel in PANELS:
+        figure = panel_figure(panel, records)
+        figure.draw_without_rendering()
+        (axes,) = figure.axes
+        if len(series(panel, records)) > 1:
+            bottom = axes.transData.inverted().transform(axes.get_legend().get_window_extent())[0, 1]
+            assert bottom > axes.dataLim.y1, panel.title
+            assert all(tick < bottom for tick in axes.get_yticks()), panel.title
+
+
+@pytest.mark.parametrize("scale", [2.5e-6, 5e-4, 0.75, 60, 99_000, 2_500_000])
+def test_the_numbers_beside_a_curve_are_not_cut_off(scale: float) -> None:
+    panel = next(panel for panel in PANELS if panel.title.startswith("Throughput"))
+    figure = panel_figure(panel, [{"step": step, panel.metrics[0]: scale * step} for step in range(10)])
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    labels = [label for label in axes.get_yticklabels() if label.get_position()[1] >= axes.get_ylim()[0]]
+    assert min(label.get_window_extent().x0 for label in labels) >= 0
+    assert axes.xaxis.label.get_window_extent().y0 >= 0
 
 
 def test_long_responses_keep_their_start_and_their_end(tmp_path: Path) -> None:

@@ -2,75 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
-from tests.unit.test_config import compose_config
-from torchrl_grpo import build_resume
-from torchrl_grpo.build import build
-from torchrl_grpo.build_resume import Resume, check_units, find_resume
-from torchrl_grpo.config import ConfigError
+from tests.support.configs import compose_config
+from tests.support.runs import LORA, SMALL, at, differences, numbers, run, state_of, steps
+from torchrl_grpo.config import ConfigError, plain
+from torchrl_grpo.learner import resume as resume_module
+from torchrl_grpo.learner.resume import Resume, check_tasks, find_resume
 from torchrl_grpo.models import loading
 from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.run import build
 
-SMALL = (
-    "env.num_envs=16",
-    "env.repeats=4",
-    "optimizer.lr=1e-3",
-    "evaluation.num_prompts=0",
-    "logging.tensorboard=false",
-)
 FULL = ("optimizer.warmup_steps=20", "optimizer.weight_decay=0.1", "train.optim_batch_size=8", "train.epochs=2")
-LORA = ("train_model.lora.enabled=true", "optimizer.lr=1e-2")
+
+
 TESTED = ("evaluation.num_prompts=8", "evaluation.k=2", "evaluation.frequency=2")
-NUMBERS = ("train/loss", "train/grad_norm", "train/lr", "train/kl_k3_to_ref", "rollout/reward_mean", "rollout/tokens")
-
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
-
-
-def run(folder: Path, *overrides: str) -> list[dict[str, Any]]:
-    """A whole run in this process or on Ray; returns its metrics, one row a step."""
-    made = build(compose_config(*SMALL, *overrides), folder)
-    try:
-        made.fit()
-    finally:
-        made.close()
-    return read_jsonl(folder / "metrics.jsonl")
-
-
-def steps(count: int) -> str:
-    return f"train.total_dialog_turns={16 * count}"
-
-
-def at(folder: Path, step: int) -> Path:
-    return folder / "checkpoints" / f"checkpoint_{step:06d}.pt"
-
-
-def numbers(rows: list[dict[str, Any]], first: int) -> list[tuple[Any, ...]]:
-    return [tuple(row[name] for name in NUMBERS) for row in rows if row["step"] >= first]
-
-
-def differences(one: Any, other: Any, where: str = "") -> list[str]:
-    """Where two nests of dicts, lists and tensors are not equal to the last bit."""
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        return [place for key in one for place in differences(one[key], other[key], f"{where}/{key}")]
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return [place for i in range(len(one)) for place in differences(one[i], other[i], f"{where}/{i}")]
-    same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-    return [] if same else [where]
-
-
-def state_of(path: Path) -> dict[str, Any]:
-    state = torch.load(path, weights_only=True)
-    del state["config"]  # it names what was resumed
-    return state
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +55,26 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(
     assert differences(state_of(at(tmp_path, 6)), state_of(at(whole, 6))) == []
 
 
-def test_length_learning_rate_and_loss_may_change_and_the_folder_is_enough(full_run: Path, tmp_path: Path) -> None:
+def test_a_refreshed_reference_stays_when_the_run_goes_on_without(tmp_path: Path) -> None:
+    """It is not the base model again: the KL to it starts at 0."""
+    whole = run(tmp_path / "whole", steps(4), "ref_model.refresh_every=3", "train.checkpoint_frequency=3")
+    rows = run(tmp_path / "rest", steps(4), f"train.resume={at(tmp_path / 'whole', 3)}")
+    assert numbers(rows[1:], 4) == numbers(whole, 4)
+    assert rows[1]["train/kl_k3_to_ref"] < 1e-9 < whole[3]["train/kl_k3_to_ref"]
+    assert torch.load(at(tmp_path / "rest", 4), weights_only=True)["source"]["reference_version"] == 3
+
+
+def test_a_checkpoint_whose_reference_is_lost_is_refused(full_run: Path, tmp_path: Path) -> None:
+    source = torch.load(at(full_run, 6), weights_only=True)["source"]
+    path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"reference_version": 4})
+    with pytest.raises(ConfigError, match=r"had the weights of step 4, which .* of step 6 does not have: use"):
+        resume_of(path)
+    path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"reference_version": 6})
+    found = resume_of(path)
+    assert found is not None and found.reference_version == 6
+
+
+def test_length_learning_rate_and_loss_may_change_on_resume(full_run: Path, tmp_path: Path) -> None:
     changes = ("optimizer.lr=2e-3", "optimizer.beta1=0.5", "policy.kl_coef=0", "train.dialog_turns_per_batch=16")
     rows = run(tmp_path, *FULL, *changes, steps(7), f"train.resume={full_run}")
     assert [row["step"] for row in rows] == [6, 7]
@@ -122,59 +92,6 @@ def test_files_of_the_same_folder_are_gone_on_with(lora_run: Path, tmp_path: Pat
     rows = run(tmp_path, *LORA, steps(4), f"train.resume={at(tmp_path, 2)}")
     assert [row["step"] for row in rows] == [0, 1, 2, 2, 3, 4]
     assert numbers(rows[4:], 3) == numbers(read_jsonl(lora_run / "metrics.jsonl"), 3)[:2]
-
-
-@needs_ray
-@pytest.mark.ray
-def test_a_run_moves_from_one_process_to_several_ranks_and_back(lora_run: Path, tmp_path: Path) -> None:
-    """As many ranks go on to the last bit; another number of them adds in another order."""
-    two = ("train_model.num_devices=2", "train.checkpoint_frequency=1")
-    expected = numbers(read_jsonl(lora_run / "metrics.jsonl"), 4)
-    ranks = run(tmp_path / "ranks", *LORA, *two, steps(6), f"train.resume={at(lora_run, 3)}")
-    assert [row["step"] for row in ranks] == [3, 4, 5, 6]
-    again = run(tmp_path / "again", *LORA, *two, steps(6), f"train.resume={at(tmp_path / 'ranks', 5)}")
-    assert numbers(again, 6) == numbers(ranks, 6)
-    assert differences(state_of(at(tmp_path / "again", 6)), state_of(at(tmp_path / "ranks", 6))) == []
-    back = run(tmp_path / "back", *LORA, steps(6), f"train.resume={at(tmp_path / 'ranks', 4)}")
-    for got in (ranks[1:], back[1:]):
-        for row, numbers_there in zip(numbers(got, 4), expected[-len(got) :], strict=True):
-            assert row == pytest.approx(numbers_there, rel=1e-4, abs=1e-6)
-
-
-@needs_ray
-@pytest.mark.ray
-def test_no_group_is_lost_or_trained_twice_over_a_stop_of_an_asynchronous_run(tmp_path: Path) -> None:
-    def train(folder: Path, stop_at: int | None, *overrides: str) -> list[int]:
-        trained: list[int] = []
-        config = compose_config(*SMALL, steps(10), "policy.kl_coef=0", "train.max_staleness=2", *overrides)
-        made = build(config, folder, asynchronous=True)
-        real = made.trainer.train_batch
-
-        def train_batch(batch: Any) -> dict[str, float]:
-            if made.trainer.version == stop_at:
-                raise KeyboardInterrupt
-            while stop_at is not None and made.source.state_dict()["env"]["next_group"] < 4 * made.trainer.version + 12:
-                time.sleep(0.05)  # until as many are drawn ahead as the bound allows
-            trained.extend(batch.groups)
-            return real(batch)
-
-        made.trainer.train_batch = train_batch  # type: ignore[method-assign]
-        try:
-            made.fit()
-        except KeyboardInterrupt:
-            assert stop_at is not None
-        finally:
-            made.close()
-        return trained
-
-    first = train(tmp_path / "first", 4)
-    ahead = torch.load(at(tmp_path / "first", 4), weights_only=True)["source"]
-    assert ahead["env"]["next_group"] > len(first) == 16  # groups were drawn that were not trained
-    rest = train(tmp_path / "rest", None, f"train.resume={tmp_path / 'first'}")
-    assert sorted(first + rest) == list(range(40))
-    rows = read_jsonl(tmp_path / "rest" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(4, 11))
-    assert max(row["staleness/max"] for row in rows[1:]) <= 2
 
 
 @pytest.fixture
@@ -197,7 +114,6 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (["train_model.lora.enabled=true"], r"train_model\.lora\.enabled=true must be false"),
         (["optimizer.warmup_steps=0"], r"optimizer\.warmup_steps=0 must be 20"),
         (["train.total_dialog_turns=96"], r"total_dialog_turns=96 must be more than the 96 .*=192"),
-        (["ref_model.refresh_every=4"], r"refresh_every=4 must divide the step of the checkpoint, 6,.*step 4: use"),
         (["train.resume=/nowhere"], r"train\.resume=/nowhere must be .* but it does not exist"),
         (["train.resume=/tmp/.."], r"train\.resume=/tmp/\.\. must be .* but it has none"),
         (
@@ -217,7 +133,7 @@ def test_what_does_not_fit_is_named_before_anything_is_loaded(
 
 def test_values_are_named_as_the_command_line_takes_them() -> None:
     values = [["q_proj", "v_proj"], None, True, "arithmetic", 2]
-    assert [build_resume._written(value) for value in values] == ["[q_proj,v_proj]", "null", "true", "arithmetic", "2"]
+    assert [resume_module._written(value) for value in values] == ["[q_proj,v_proj]", "null", "true", "arithmetic", "2"]
 
 
 def changed(path: Path, into: Path, **entries: Any) -> Path:
@@ -229,15 +145,14 @@ def changed(path: Path, into: Path, **entries: Any) -> Path:
 
 def resume_of(path: Path, max_staleness: int = 0) -> Resume | None:
     config = compose_config(*SMALL, *FULL, steps(9), f"train.resume={path}")
-    plain: Any = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    return find_resume(config, plain, max_staleness)
+    return find_resume(config, plain(config), max_staleness)
 
 
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"source": {"env": {"num_problems": 9}, "units": []}}, r"num_problems=9, this one has 4096: use the dataset"),
+        ({"source": {"env": {"num_problems": 9}, "tasks": []}}, r"num_problems=9, this one has 4096: use the dataset"),
         ({"source": {"collector": {}}}, r"checkpoint_000006\.pt was written by an earlier version"),
     ],
 )
@@ -260,10 +175,10 @@ def test_the_latest_whole_checkpoint_of_a_folder_is_taken(full_run: Path, tmp_pa
         assert found is not None and (found.step, found.path) == (6, at(tmp_path, 6))
 
 
-def test_groups_drawn_ahead_need_a_bound_and_replicas_that_play_such_units(full_run: Path, tmp_path: Path) -> None:
+def test_groups_drawn_ahead_need_a_bound_and_samplers_that_fit(full_run: Path, tmp_path: Path) -> None:
     source = torch.load(at(full_run, 6), weights_only=True)["source"]
-    unit = {"env": source["env"], "groups": [24, 25], "stop": 26, "wanted": [25]}
-    path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"units": [unit, unit]})
+    task = {"env": source["env"], "groups": [24, 25], "stop": 26, "wanted": [25]}
+    path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"tasks": [task, task]})
     with pytest.raises(
         ConfigError, match=r"train\.max_staleness=0 must be at least 1 with .*has 2 groups .*grpo-async"
     ):
@@ -271,7 +186,7 @@ def test_groups_drawn_ahead_need_a_bound_and_replicas_that_play_such_units(full_
     found = resume_of(path, max_staleness=1)
     assert found is not None
     config = compose_config(*SMALL)  # 4 groups at a time
-    check_units(found, 2, config)
-    check_units(replace(found, source=source), 4, config)
+    check_tasks(found, 2, config)
+    check_tasks(replace(found, source=source), 4, config)
     with pytest.raises(ConfigError, match=r"use inference_model\.num_devices=2\."):
-        check_units(found, 4, config)
+        check_tasks(found, 4, config)

@@ -19,21 +19,18 @@ import pytest
 from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedTokenizerFast
 
-from tests.conftest import worker_processes
+from tests.support.configs import ROOT
+from tests.support.envs import END, ScriptedEngine, column, respond
+from tests.support.reward_runs import assert_killed_reward_workers_change_no_number
 from tests.support.reward_tasks import ObedientTask, UnloadableTask
-from tests.unit.test_config import compose_config
-from tests.unit.test_env import END, ScriptedEngine, column, respond
-from torchrl_grpo.build import build
 from torchrl_grpo.collectors import RolloutCollector
-from torchrl_grpo.distributed.actors import Replica, RolloutActor, Unit
+from torchrl_grpo.collectors.sampler import RolloutTask, Sampler
+from torchrl_grpo.distributed.actors import SamplerActor
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
-from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.reward_pool import RESTARTS, TIMED_OUT, Failure, RewardPool
 from torchrl_grpo.tasks.base import Problem, Score
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -70,7 +67,7 @@ def test_a_dialog_whose_worker_dies_once_has_its_score(pool: RewardPool, tmp_pat
     assert pool.take_counts() == {RESTARTS: 1, TIMED_OUT: 0}
 
 
-def test_a_worker_that_is_killed_while_it_waits_costs_nothing_but_a_restart(pool: RewardPool) -> None:
+def test_a_worker_killed_while_it_waits_costs_only_a_restart(pool: RewardPool) -> None:
     score(pool, "1")
     pid = pool.pids()[0]
     os.kill(pid, signal.SIGKILL)
@@ -91,7 +88,7 @@ def test_a_task_that_no_worker_can_load_ends_the_run_with_the_reason() -> None:
         score(pool, "1")
 
 
-def test_close_ends_workers_in_the_middle_of_a_dialog_and_what_they_started(pool: RewardPool, tmp_path: Path) -> None:
+def test_close_ends_busy_workers_and_what_they_started(pool: RewardPool, tmp_path: Path) -> None:
     file = tmp_path / "pid"
     with ThreadPoolExecutor(1) as thread:
         scoring = thread.submit(score, pool, f"hang-child {file}", "1")
@@ -122,7 +119,7 @@ if sys.argv[1] == "hang":
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
 @pytest.mark.parametrize("end", ["hang", "return"])
-def test_no_worker_outlives_a_parent_that_is_killed_or_ends_without_closing(end: str) -> None:
+def test_no_worker_outlives_a_parent_that_is_killed_or_never_closes(end: str) -> None:
     """Nor does a second signal in the terminal matter: the workers are in groups of their own."""
     with subprocess.Popen([sys.executable, "-c", SCRIPT, end], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -163,7 +160,7 @@ def test_an_env_marks_what_has_no_score_and_logs_each_kind_once(
     assert "KeyError: 'boom'" in logged[0] and "reward_timeout_s=1" in logged[1] and "status 3" in logged[2]
 
 
-def test_copies_of_an_env_share_their_workers_and_a_pickled_one_makes_its_own(
+def test_copies_of_an_env_share_workers_and_a_pickled_one_has_its_own(
     make_env: Callable[..., LLMEnv], pool: RewardPool
 ) -> None:
     env = make_env(pool)
@@ -181,29 +178,29 @@ def test_a_replica_plays_on_while_a_unit_is_scored(
     make_env: Callable[..., LLMEnv], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     """The first unit's scorer ends when the second unit is through."""
-    pool = RewardPool(ObedientTask(), 3, timeout_s=30)  # the first unit takes two
+    pool = RewardPool(ObedientTask(), 3, timeout_s=30)  # the first task takes two
     begun, through = tmp_path / "begun", tmp_path / "through"
     slow, fast = f"meet {begun} {through}", "3"
 
     def rule(prompt: Any, copy_number: int) -> tuple[list[int], str]:
         return [*tokenizer(fast if begun.exists() else slow)["input_ids"], END], "stop"
 
-    def parts() -> Replica:
+    def parts() -> Sampler:
         engine, params = ScriptedEngine(rule), SamplingParams(64)
         env = make_env(pool, 2)
         policy = GenerationPolicy(engine, params)
         collectors = [RolloutCollector(copy.copy(env), policy) for _ in range(2)]
-        return Replica(engine, collectors, None, params, [], pool)
+        return Sampler(engine, collectors, None, params, [], pool)
 
-    actor = RolloutActor(parts)
+    actor = SamplerActor(parts)
     actor.setup(0, None)
     state = make_env(None, 2).state_dict()
     with ThreadPoolExecutor(1) as thread:
-        first = thread.submit(actor.play, Unit(state, (0,), 1))
+        first = thread.submit(actor.play, RolloutTask(state, (0,), 1))
         while not begun.exists():
             time.sleep(0.01)
         assert not first.done()
-        through_report, group = actor.play(Unit(state | {"position": 1, "next_group": 1}, (1,), 2))
+        through_report, group = actor.play(RolloutTask(state | {"position": 1, "next_group": 1}, (1,), 2))
         assert group["next", "reward"].reshape(-1).tolist() == [3.0, 3.0]
         assert not first.done()
         through.touch()
@@ -216,49 +213,5 @@ def test_a_replica_plays_on_while_a_unit_is_scored(
         score(pool, "1")
 
 
-def run(folder: Path, *overrides: str, kill: Callable[[Any], list[int]] | None, asynchronous: bool) -> list[Any]:
-    """The metrics of 4 steps; before the third, the processes that ``kill`` finds are killed."""
-    settings = ("env.num_envs=16", "env.repeats=4", "optimizer.lr=1e-3", "evaluation.num_prompts=0")
-    config = compose_config(*settings, "train.total_dialog_turns=64", "logging.tensorboard=false", *overrides)
-    made = build(config, folder, asynchronous=asynchronous)
-    real = made.trainer.train_batch
-
-    def train_batch(batch: Any) -> dict[str, float]:
-        if made.trainer.version == 2 and kill is not None:
-            for pid in kill(made):
-                os.kill(pid, signal.SIGKILL)
-        return real(batch)
-
-    made.trainer.train_batch = train_batch  # type: ignore[method-assign]
-    try:
-        made.fit()
-    finally:
-        made.close()
-    assert not [one for one in worker_processes() if "reward_pool" in " ".join(one.cmdline())]
-    return read_jsonl(folder / "metrics.jsonl")
-
-
-def own_workers(process: psutil.Process) -> list[int]:
-    found = [one.pid for one in process.children() if "reward_pool" in " ".join(one.cmdline())]
-    assert len(found) == 2
-    return found
-
-
-@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=[pytest.mark.ray])])
-def test_reward_workers_change_no_number_of_a_run_even_when_they_are_killed(asynchronous: bool, tmp_path: Path) -> None:
-    def kill(made: Any) -> list[int]:
-        pid = made.source.pids()["rollout actor 0"] if asynchronous else os.getpid()
-        return own_workers(psutil.Process(pid))
-
-    options = ["env.reward_workers=2"]
-    if asynchronous:
-        pytest.importorskip("ray")
-        options += ["train.max_staleness=0", "policy.kl_coef=0"]
-    expected = run(tmp_path / "a", *options[2:], kill=None, asynchronous=False)
-    got = run(tmp_path / "b", *options, kill=kill, asynchronous=asynchronous)
-    for name in ("train/loss", "train/grad_norm", "rollout/reward_mean", "rollout/accuracy", "rollout/invalid"):
-        assert [row.get(name) for row in got] == [row.get(name) for row in expected], name
-    assert len({row["train/loss"] for row in got[1:]}) == 4
-    assert [row[RESTARTS] for row in got[1:3]] == [0, 0]
-    assert 1 <= got[4][RESTARTS] <= 2  # who has nothing to score is not missed
-    assert got[4][TIMED_OUT] == 0
+def test_reward_workers_change_no_number_even_when_killed(tmp_path: Path) -> None:
+    assert_killed_reward_workers_change_no_number(tmp_path, asynchronous=False)

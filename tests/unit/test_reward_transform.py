@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import Compose, TransformedEnv
 
-from tests.unit.test_env import EchoTask
+from tests.support.envs import EchoTask
 from torchrl_grpo import keys
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.models.packing import has, pad_batch
@@ -252,7 +252,7 @@ def test_token_rewards_add_up_to_the_shaped_reward(data: st.DataObject) -> None:
 # In a replay buffer, and alone
 
 
-def test_a_buffer_shapes_once_before_the_advantage_and_leaves_the_callers_batch() -> None:
+def test_a_buffer_shapes_once_before_the_advantage_on_a_copy() -> None:
     batch = lazy_stack([make_row(reward, [0] + [1] * (i + 1), group=i // 2) for i, reward in enumerate([0, 1, 2, 6])])
     # Scaled and clipped: 0, 2, 4, 5.
     buffer = ReplayBuffer(
@@ -314,8 +314,8 @@ def test_the_advantage_reads_the_shaped_reward_only_where_it_is_told_to() -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"clip": (1.0, -1.0)}, r"clip=\(1.0, -1.0\) must be a lower and a higher bound"),
-        ({"clip": (1.0, 1.0)}, r"clip=\(1.0, 1.0\) must be a lower and a higher bound"),
+        ({"clip": (1.0, -1.0)}, r"clip=\[1.0, -1.0\] must be a pair"),
+        ({"clip": (1.0, 1.0)}, r"clip=\[1.0, 1.0\] must be a pair"),
         ({"overlong_buffer": -1}, "overlong_buffer=-1 must be at least 0"),
         ({"overlong_buffer": 4}, "overlong_buffer=4 must be at most max_response_tokens=None"),
         ({"overlong_buffer": 9, "max_response_tokens": 8}, "overlong_buffer=9 must be at most max_response_tokens=8"),

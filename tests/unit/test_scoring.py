@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.conftest import make_tiny_model
+from tests.support.models import make_tiny_model
+from torchrl_grpo.keys import CUR_LOG_PROBS, ENTROPY
 from torchrl_grpo.models import loading
-from torchrl_grpo.models.scoring import CUR_LOG_PROBS, ENTROPY, AdapterOffScorer, TokenScorer, chunked_log_probs
+from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer, chunked_log_probs
 
 
 def make_batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,14 +144,43 @@ def test_a_head_with_bias_and_another_architecture() -> None:
 
 def test_models_that_change_their_logits_are_refused() -> None:
     model = make_tiny_model()
-    model.config.final_logit_softcapping = 30.0
-    with pytest.raises(ValueError, match=r"final_logit_softcapping=30\.0 is not supported"):
+    model.register_forward_hook(lambda _, args, out: setattr(out, "logits", out.logits * 0.5))
+    with pytest.raises(
+        ValueError, match=r"Qwen2ForCausalLM must have logits that are its LM head's.* off by [\d.]+ nats"
+    ):
         TokenScorer(model)
 
 
-def test_temperature_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="temperature must be above 0, got 0"):
-        TokenScorer(make_tiny_model(), temperature=0)
+def test_a_setting_that_changes_logits_is_refused_in_any_dtype() -> None:
+    model = make_tiny_model().bfloat16()
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(
+        ValueError, match=r"are off \(its config has final_logit_softcapping=30\.0\); use another model"
+    ):
+        TokenScorer(model)
+
+
+def test_a_model_that_sees_later_tokens_is_refused() -> None:
+    model = make_tiny_model()
+    model.model.norm.register_forward_hook(lambda _, args, hidden: hidden + hidden.mean(1, keepdim=True))
+    with pytest.raises(ValueError, match="depend on no later token"):
+        TokenScorer(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_check_of_a_scorer_leaves_model_and_draws_as_they_are(dtype: torch.dtype) -> None:
+    model = make_tiny_model(attention_dropout=0.5).to(dtype).train()
+    model.model.layers[1].eval()
+    training, state = [module.training for module in model.modules()], torch.get_rng_state()
+    TokenScorer(model, temperature=0.7)
+    assert [module.training for module in model.modules()] == training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, 1e-30, math.nan, math.inf])
+def test_temperature_must_be_a_usable_number(temperature: float) -> None:
+    with pytest.raises(ValueError, match=rf"temperature must be at least 0\.01, got {temperature}: use 1\.0"):
+        TokenScorer(make_tiny_model(), temperature=temperature)
 
 
 def test_adapter_off_scorer_gives_the_base_models_scores() -> None:

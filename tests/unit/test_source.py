@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from torchrl_grpo.collectors import LocalSource, RolloutCollector
+from torchrl_grpo.collectors import LocalSource, RolloutCollector, Sampler
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.tasks import ArithmeticTask
-from torchrl_grpo.transforms import GroupAdvantage
+from torchrl_grpo.weights import DirectSender, WeightHandle
 
 
 class Recorder(Engine):
@@ -39,39 +39,59 @@ class Recorder(Engine):
         self.calls.append("wake")
 
 
-def make_source(tokenizer: PreTrainedTokenizerFast, engine: Recorder, **settings: Any) -> LocalSource:
-    env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=4, repeats=2)
-    collector = RolloutCollector(env, GenerationPolicy(engine, SamplingParams(1, stop_token_ids=(1,))))
+class Reference:
+    """Stands for KLScoring."""
 
-    def other_role(batch: Any) -> Any:
-        engine.calls.append("other role")
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def __call__(self, batch: Any) -> Any:
+        self.calls.append("reference")
         return batch
 
-    transforms = [("advantage", GroupAdvantage(repeats=2)), ("other", other_role)]
-    return LocalSource(collector, transforms, **settings)
+
+def make_source(tokenizer: PreTrainedTokenizerFast, engine: Recorder, **settings: Any) -> LocalSource:
+    env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=4, repeats=2)
+    params = SamplingParams(1, stop_token_ids=(1,))
+    sampler = Sampler(engine, [RolloutCollector(env, GenerationPolicy(engine, params))], None, params, [])
+    return LocalSource(sampler, Reference(engine.calls), **settings)  # type: ignore[arg-type]
+
+
+def weights(version: int) -> WeightHandle:
+    handle = DirectSender().send(Weightless(), version)
+    assert handle is not None
+    return handle
+
+
+class Weightless:
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return iter([])
+
+    def adapters(self) -> Iterator[Any]:
+        return iter([])
 
 
 def test_a_colocated_engine_sleeps_while_the_other_roles_work(tokenizer: PreTrainedTokenizerFast) -> None:
     engine = Recorder()
     source = make_source(tokenizer, engine, colocated=True)
-    source.publish([], 1)
+    source.publish(weights(1), 1)
     source.next_batch()
-    source.publish([], 2)
-    assert engine.calls == ["wake", "update", "generate", "sleep", "other role", "wake", "update"]
+    source.publish(weights(2), 2)
+    assert engine.calls == ["wake", "update", "generate", "sleep", "reference", "wake", "update"]
 
 
 def test_an_engine_of_its_own_never_sleeps(tokenizer: PreTrainedTokenizerFast) -> None:
     engine = Recorder()
     source = make_source(tokenizer, engine)
     source.next_batch()
-    source.publish([], 1)
-    assert engine.calls == ["generate", "other role", "update"]
+    source.publish(weights(1), 1)
+    assert engine.calls == ["generate", "reference", "update"]
 
 
 def test_a_batch_of_older_weights_is_refused_with_both_versions(tokenizer: PreTrainedTokenizerFast) -> None:
     engine = Recorder()
     source = make_source(tokenizer, engine)
-    source.publish([], 3)
+    source.publish(weights(3), 3)
     assert source.next_batch()["policy_version"].unique().tolist() == [3]
     assert source.metrics()["staleness/max"] == 0
     engine.policy_version = 2

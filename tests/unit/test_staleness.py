@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from torchrl_grpo.collectors.staleness import GroupBuffer
 
 
-def test_bound_0_admits_one_batch_and_the_next_one_only_after_the_weights_are_out() -> None:
+def test_bound_0_admits_the_next_batch_only_after_weights_are_out() -> None:
     buffer = GroupBuffer(groups_per_batch=2, max_staleness=0)
     assert buffer.room == 2
     for group in (0, 1):
         buffer.admit(group)
-    assert (buffer.room, buffer.in_flight, buffer.waiting) == (0, 2, 0)
+    assert (buffer.room, buffer.pending, buffer.waiting) == (0, 2, 0)
     buffer.finish(1, 0, "b")
     assert buffer.take() is None
     buffer.finish(0, 0, "a")
-    assert (buffer.in_flight, buffer.waiting) == (0, 2)
+    assert (buffer.pending, buffer.waiting) == (0, 2)
     assert buffer.take() == [(0, "a"), (1, "b")]  # in the order of the groups, not of arrival
     assert buffer.staleness() == [0, 0]
     assert buffer.room == 0
@@ -28,7 +28,7 @@ def test_bound_0_admits_one_batch_and_the_next_one_only_after_the_weights_are_ou
     assert buffer.room == 2
 
 
-def test_a_straggler_is_waited_for_when_the_next_batch_would_be_too_late_for_it() -> None:
+def test_a_straggler_is_awaited_if_the_next_batch_were_too_late_for_it() -> None:
     buffer = GroupBuffer(groups_per_batch=2, max_staleness=1)
     for group in range(4):
         buffer.admit(group)
@@ -59,7 +59,7 @@ def test_a_group_whose_maker_is_gone_is_admitted_again() -> None:
 
 def test_what_breaks_the_rules_is_refused_with_the_numbers() -> None:
     buffer = GroupBuffer(groups_per_batch=1, max_staleness=0)
-    with pytest.raises(RuntimeError, match="group 7 arrived, and is not in flight"):
+    with pytest.raises(RuntimeError, match="group 7 arrived, and is not pending"):
         buffer.finish(7, 0, None)
     buffer.admit(0)
     with pytest.raises(RuntimeError, match="group 0 was admitted twice"):
@@ -113,7 +113,7 @@ def test_no_order_of_events_breaks_the_bounds_or_stops_the_run(
             training = True
             trained += [group for group, _ in batch]
             assert max(buffer.staleness()) <= max_staleness
-        assert buffer.in_flight + buffer.waiting + len(buffer.staleness()) <= buffer.capacity
+        assert buffer.pending + buffer.waiting + len(buffer.staleness()) <= buffer.capacity
     assert len(trained) == len(set(trained))
     # Whatever state that left, finishing what is under way gives a batch.
     if training:

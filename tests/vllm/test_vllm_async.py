@@ -23,35 +23,25 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchrl_grpo.generation.vllm as vllm_module
-from tests.conftest import worker_processes
-from tests.unit.test_weight_sync import response_log_probs
+from tests.support.models import response_log_probs
+from tests.support.processes import socket_files, worker_processes
+from tests.support.prompts import PROMPTS
+from tests.support.weights import Trained, mismatch
 from torchrl_grpo.collectors.evaluation import Evaluator
-from torchrl_grpo.distributed.actors import Replica, RolloutActor
+from torchrl_grpo.collectors.sampler import Sampler
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.generation.base import Completion, SamplingParams
+from torchrl_grpo.generation.base import Completion, EngineDeadError, SamplingParams
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
-from torchrl_grpo.models.loading import CheckpointWeights, add_lora
+from torchrl_grpo.models.loading import CheckpointModel, add_lora
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks import ArithmeticTask
-from torchrl_grpo.weights import (
-    AdapterSender,
-    BroadcastSender,
-    FileSender,
-    ObjectSender,
-    SharedSender,
-    named_adapters,
-    named_weights,
-    sync_mismatch,
-)
+from torchrl_grpo.weights import make_sender, named_weights
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed"),
-]
+pytestmark = pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
 CONTEXT = 512
-# Longer than several KV blocks, so that the prefix cache is hit whenever it is not dropped.
 ROUNDING = 1e-3  # 2e-4 was seen, while requests come and go; other weights give more than 0.1
-PROMPTS = [torch.randint(20, 90, (100,), generator=torch.Generator().manual_seed(i)) for i in range(4)]
+
+
 LONG = SamplingParams(max_new_tokens=200)
 SHORT = SamplingParams(max_new_tokens=12)
 
@@ -110,7 +100,7 @@ def start(engine: AsyncVLLMEngine, pool: ThreadPoolExecutor, params: SamplingPar
     return calls
 
 
-def test_calls_from_four_threads_run_together_with_the_trainer_s_log_probs(engine, pool):
+def test_calls_from_four_threads_have_the_trainers_log_probs(engine, pool):
     model = make_model(1)
     engine.update_weights(named_weights(model), 1)
     assert engine.policy_version == 1
@@ -146,7 +136,7 @@ def test_wait_lets_running_calls_end_and_holds_new_ones_back(engine, pool):
     assert engine.restarted_requests == 0
 
 
-def test_keep_goes_on_with_the_new_weights_and_each_token_has_the_version_that_sampled_it(engine, pool):
+def test_keep_goes_on_with_new_weights_and_each_token_has_its_version(engine, pool):
     engine._in_flight = "keep"
     models = {version: make_model(version) for version in (4, 5, 6)}
     engine.update_weights(named_weights(models[4]), 4)
@@ -167,9 +157,7 @@ def test_keep_goes_on_with_the_new_weights_and_each_token_has_the_version_that_s
     for version in which.unique().tolist():
         others = [i for i in range(3) if i != version - 4]
         assert of[others][:, which == version].amax(1).min() > 0.1
-    assert (
-        sync_mismatch(engine, response_log_probs(models[6]), PROMPTS, SHORT)[1] < ROUNDING
-    )  # no prefix of old weights
+    assert mismatch(engine, response_log_probs(models[6]), PROMPTS, SHORT)[1] < ROUNDING  # no prefix of old weights
 
 
 def test_abort_starts_running_requests_again_and_counts_them(engine, pool):
@@ -186,37 +174,40 @@ def test_abort_starts_running_requests_again_and_counts_them(engine, pool):
     assert engine.restarted_requests - before == 4
 
 
-def test_the_workers_load_what_another_process_sends_and_refuse_what_does_not_fit(engine, tmp_path):
-    broadcast = BroadcastSender(torch.float32, "gloo", "127.0.0.1")
-    senders = [SharedSender(torch.float32), FileSender(tmp_path, torch.float32), broadcast, ObjectSender(torch.float32)]
-    last = make_model(10)
-    for version, sender in enumerate(senders, start=9):
-        for model in (make_model(version), last):
-            handle = sender.pack(named_weights(model), version)
-            engine.load(handle, version)
-            assert engine.policy_version == version
-            assert sync_mismatch(engine, response_log_probs(model), PROMPTS, SHORT)[1] < ROUNDING
-    lora = add_lora(CheckpointWeights(str(starter_path()), torch.float32).model(), r=4, alpha=8)
+def test_the_workers_load_what_is_sent_and_refuse_what_does_not_fit(engine):
+    base = CheckpointModel(str(starter_path()), torch.float32)
+    lora = add_lora(base(), r=4, alpha=8)
     for name, weight in lora.named_parameters():
         torch.nn.init.normal_(weight, std=0.1) if "lora_B" in name else None
-    engine.load(AdapterSender(CheckpointWeights(str(starter_path()), torch.float32)).pack(named_adapters(lora), 13), 13)
-    assert sync_mismatch(engine, response_log_probs(lora), PROMPTS, SHORT)[1] < ROUNDING
-    engine.load(senders[0].pack(named_weights(last), 12), 12)
-    broadcast.close()
-    for sender in senders[:2]:
-        wrong = sender.pack([("model.norm.weight", torch.zeros(3))], 12)
-        with pytest.raises(
-            RuntimeError, match=r"'model\.norm\.weight' has shape \[3\], the engine's model has \[128\]"
-        ):
+    last = make_model(10)
+    for version, kind in enumerate(["object_store", "broadcast"], start=9):
+        whole = make_sender(kind, dtype=torch.float32)
+        adapters = make_sender(kind, dtype=torch.bfloat16, lora_base=base)
+        for sender, model in ((whole, make_model(version)), (adapters, lora), (whole, last)):
+            engine.load(sender.send(Trained(model), version), version)
+            assert engine.policy_version == version
+            assert mismatch(engine, response_log_probs(model), PROMPTS, SHORT)[1] < ROUNDING
+        wrong = whole.pack([("model.norm.weight", torch.zeros(3))], 12)
+        with pytest.raises(RuntimeError, match=r"model\.norm\.weight \(3,\) instead of \(128,\)"):
             engine.load(wrong, 12)
-        gone = sender.pack(named_weights(last), 12)
-        sender.release(12)
-        with pytest.raises(RuntimeError, match="are gone"):
-            engine.load(gone, 12)
-    with pytest.raises(RuntimeError, match=r"'model\.extra' is not among"):
+        whole.close()
+        adapters.close()
+    with pytest.raises(RuntimeError, match=r"1 unknown \(model\.extra\)"):
         engine.update_weights([("model.extra", torch.zeros(1))], 12)
-    assert engine.policy_version == 12
-    assert sync_mismatch(engine, response_log_probs(last), PROMPTS, SHORT)[1] < ROUNDING
+    assert engine.policy_version == 10
+    assert mismatch(engine, response_log_probs(last), PROMPTS, SHORT)[1] < ROUNDING
+
+
+def test_an_engine_that_cannot_load_weights_is_lost_and_says_why():
+    """Its sender is gone. A new engine may get them, so that the run goes on: ``EngineDeadError`` says so."""
+    sender = make_sender("broadcast", dtype=torch.float32)
+    handle = sender.send(Trained(make_model(1)), 5)
+    sender.close()
+    with AsyncVLLMEngine(str(starter_path()), max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.25) as engine:
+        for action in (lambda: engine.load(handle, 5), lambda: engine.generate([PROMPTS[0]], 1, SHORT)):
+            with pytest.raises(EngineDeadError, match=r"make a new engine"):  # or its process ended first
+                action()
+        assert engine.policy_version == 0
 
 
 def test_an_update_that_waits_too_long_says_for_what_and_changes_nothing(engine, pool):
@@ -253,14 +244,18 @@ def test_probes_and_evaluations_leave_the_draws_of_running_calls_alone(engine):
     """To turn the generator back, or to seed it, would let the calls that are running draw the same numbers again."""
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
     envs = [LLMEnv(ArithmeticTask(), tokenizer, num_envs=4, repeats=repeats, split="test") for repeats in (1, 2)]
-    evaluator = Evaluator(engine, *envs, params=SHORT)
-    actor = RolloutActor(lambda: Replica(engine, [], evaluator, SHORT, PROMPTS))
-    actor.setup(0, None)
-    states = [engine._rpc("sampler_state")[0]]
-    for ask in (actor.probe, lambda: actor.evaluate(True), actor.probe, lambda: actor.evaluate(True)):
-        ask()
-        states.append(engine._rpc("sampler_state")[0])
+    sampler = Sampler(engine, [], Evaluator(engine, *envs, params=SHORT), SHORT, PROMPTS)
+    states = [engine._rpc("sampler_state")[0][0]]
+    for _ in range(2):
+        sampler.probe()
+        states.append(engine._rpc("sampler_state")[0][0])
+        sampler.evaluate(sampled=True)
+        states.append(engine._rpc("sampler_state")[0][0])
     assert len(set(states)) == len(states)
+
+
+def test_its_processes_leave_no_socket_in_the_temporary_directory(engine):
+    assert socket_files() == []
 
 
 def test_insecure_serialization_is_off_in_every_process(engine):
@@ -268,7 +263,7 @@ def test_insecure_serialization_is_off_in_every_process(engine):
         assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in process.environ()
 
 
-def test_a_killed_scheduler_ends_every_call_with_an_error_and_close_leaves_no_process(engine, pool):  # keep last
+def test_a_killed_scheduler_ends_every_call_and_leaves_no_process(engine, pool):  # keep last
     children = worker_processes()
     assert len(children) >= 2
     calls = start(engine, pool, LONG)
@@ -295,7 +290,7 @@ def test_a_killed_scheduler_ends_every_call_with_an_error_and_close_leaves_no_pr
 
 SCRIPT = """
 import json, sys, threading
-from tests.vllm.test_vllm_async import PROMPTS
+from tests.support.prompts import PROMPTS
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.starter import starter_path

@@ -1,9 +1,8 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): a batch is made of groups that have something to teach."""
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): zero-variance groups teach nothing and are replaced."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -17,8 +16,8 @@ from torchrl_grpo.keys import GROUP_ID, REWARD, REWARD_VALID
 class GroupCounts:
     """What dynamic sampling did with the groups of a batch.
 
-    ``played`` of them, ``zero_variance`` dropped because they have none, ``surplus`` dropped because the batch was full,
-    and ``filled`` taken without signal because the rounds were used up.
+    ``played`` of them, ``zero_variance`` dropped because their valid rewards are all equal, ``surplus`` dropped because
+    the batch was full, and ``filled`` taken although they have zero variance, because the rounds were used up.
     """
 
     played: int = 0
@@ -41,10 +40,10 @@ def has_variance(rows: Iterable[TensorDictBase]) -> bool:
 def collect_dynamically(
     play: Callable[[], Iterable[TensorDictBase]], num_groups: int, max_rounds: int
 ) -> tuple[list[TensorDictBase], GroupCounts]:
-    """Plays until ``num_groups`` groups have signal.
+    """Plays until it has ``num_groups`` groups whose rewards differ.
 
     The surplus of the last play is dropped: kept for the next batch, it would be of older weights than the rest. After
-    ``max_rounds`` plays the groups without signal that were played last fill the batch.
+    ``max_rounds`` plays the zero-variance groups that were played last fill the batch.
 
     Args:
         play: gives the sequences of some whole groups, the members of a group adjacent.
@@ -54,26 +53,16 @@ def collect_dynamically(
     Returns:
         the sequences of exactly ``num_groups`` groups in the order in which they were played, and the counts.
     """
-    counts = GroupCounts()
-    wanted: list[tuple[int, list[TensorDictBase]]] = []
-    spare: deque[tuple[int, list[TensorDictBase]]] = deque(maxlen=num_groups)
+    groups: list[list[TensorDictBase]] = []
+    varied: list[int] = []
     for _ in range(max_rounds):
-        for group in _groups(play()):
-            counts.played += 1
-            if not has_variance(group):
-                counts.zero_variance += 1
-                spare.append((counts.played, group))
-            elif len(wanted) == num_groups:
-                counts.surplus += 1
-            else:
-                wanted.append((counts.played, group))
-        if len(wanted) == num_groups:
+        for _, members in groupby(play(), key=lambda row: row.get(GROUP_ID).item()):
+            groups.append(list(members))
+            varied += [len(groups) - 1] if has_variance(groups[-1]) else []
+        if len(varied) >= num_groups:
             break
-    counts.filled = num_groups - len(wanted)
-    counts.zero_variance -= counts.filled
-    chosen = sorted([*wanted, *list(spare)[len(spare) - counts.filled :]], key=lambda entry: entry[0])
-    return [row for _, group in chosen for row in group], counts
-
-
-def _groups(rows: Iterable[TensorDictBase]) -> Sequence[list[TensorDictBase]]:
-    return [list(members) for _, members in groupby(rows, key=lambda row: row.get(GROUP_ID).item())]
+    spare = [number for number in range(len(groups)) if number not in varied]
+    filled = max(num_groups - len(varied), 0)
+    chosen = sorted(varied[:num_groups] + spare[len(spare) - filled :])
+    counts = GroupCounts(len(groups), len(spare) - filled, len(varied) - num_groups + filled, filled)
+    return [row for number in chosen for row in groups[number]], counts

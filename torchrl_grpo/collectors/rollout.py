@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from tensordict import NestedKey, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
-from torch import Tensor
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
 from torchrl._utils import logger as torchrl_logger
 from torchrl.collectors import BaseCollector
+from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase, TransformedEnv
 
+from torchrl_grpo import keys
+from torchrl_grpo.checks import check_sampling_rounds
+from torchrl_grpo.collectors.dialogs import trajectories
 from torchrl_grpo.collectors.dynamic import GroupCounts, collect_dynamically
-from torchrl_grpo.envs import LENGTH_STOPPED
+from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.policy import GenerationPolicy
-from torchrl_grpo.keys import (
-    ADVANTAGE,
-    ASSISTANT_MASK,
-    ATTENTION_MASK,
-    DONE,
-    FULL,
-    LOG_PROBS,
-    POLICY_VERSION,
-    POLICY_VERSIONS,
-    PROMPT,
-    REF_LOG_PROBS,
-    RESPONSE,
-    RESPONSE_TEXT,
-    REWARD,
-    REWARD_VALID,
-    TURN_REWARDS,
-)
+from torchrl_grpo.torchrl_names import refuse_arguments
+from torchrl_grpo.weights import named_weights
 
 
 @dataclass
@@ -69,21 +58,23 @@ class RolloutCollector(BaseCollector):
         policy: samples the responses; its engine takes the weights.
 
     Keyword Args:
-        dialog_turns_per_batch: a batch is made of whole rollouts until it has at least so many elements, which are
-            trajectories: a dialog counts once, however many turns it has, as in TorchRL's ``LLMCollector`` with
-            ``yield_only_last_steps=True``. None is one rollout, ``num_envs`` trajectories. The config's
+        dialog_turns_per_batch: a batch is made of whole rollouts until it has at least so many trajectories. A dialog
+            counts once, however many turns it has. None is one rollout, ``num_envs`` trajectories. The config's
             ``train.dialog_turns_per_batch`` is this.
-        total_dialog_turns: iteration ends after the batch in which the turns played so far reach this number; -1 never
-            ends. As in ``LLMCollector`` every turn counts that the policy played, those in the middle of a dialog too,
-            and those of the groups that dynamic sampling dropped; so ``len(collector)`` is the most batches there can
-            be. The config's ``train.total_dialog_turns`` is another number: the trajectories to train on.
-        dynamic_sampling: drop the groups whose valid rewards are all equal and play on until the batch has exactly
-            ``dialog_turns_per_batch`` trajectories of groups that have signal (arXiv 2503.14476, section 3.2).
-        max_sampling_rounds: after so many rollouts for one batch it is filled with the groups without signal that were
+        total_dialog_turns: iteration ends when so many trajectories were yielded; -1 never ends. The config's
+            ``train.total_dialog_turns`` is this. (TorchRL's counts the turns within a dialog too.)
+        dynamic_sampling: drop zero-variance groups, whose valid rewards are all equal, and play on until the batch has
+            exactly ``dialog_turns_per_batch`` trajectories of other groups (arXiv 2503.14476, section 3.2).
+        max_sampling_rounds: after so many rollouts for one batch it is filled with the zero-variance groups that were
             played last.
+        replay_buffer: iteration writes each batch to it and yields None.
+        postproc: what iteration makes of each batch before it yields or writes it, such as ``GroupAdvantage``.
+        **others: what TorchRL's ``LLMCollector`` takes beyond that, where it says what is so anyway.
 
     Raises:
-        ValueError: a number is out of its range, or dynamic sampling cannot give a batch of that size.
+        ValueError: a number is out of its range, dynamic sampling cannot give a batch of that size, or the environment
+            or the policy is of another kind.
+        TypeError: an argument is TorchRL's and asks for something that this collector does not do.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -114,8 +105,17 @@ class RolloutCollector(BaseCollector):
         total_dialog_turns: int = -1,
         dynamic_sampling: bool = False,
         max_sampling_rounds: int = 10,
+        replay_buffer: ReplayBuffer | None = None,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        **others: Any,
     ) -> None:
+        refuse_arguments("RolloutCollector", others)
         super().__init__()
+        if not (isinstance(_base_env(env), LLMEnv) and isinstance(policy, GenerationPolicy)):
+            raise ValueError(
+                f"env={type(_base_env(env)).__name__} must be an LLMEnv and policy={type(policy).__name__} a "
+                "GenerationPolicy: use TorchRL's LLMCollector for others, and num_envs for more rows."
+            )
         if dialog_turns_per_batch is not None and dialog_turns_per_batch < 1:
             raise ValueError(
                 f"dialog_turns_per_batch={dialog_turns_per_batch} must be at least 1: use None for one rollout."
@@ -127,6 +127,8 @@ class RolloutCollector(BaseCollector):
         # These three names are TorchRL's: __len__ and stats() of the base class read them.
         self.requested_frames_per_batch = dialog_turns_per_batch or env.batch_size[0]
         self.total_frames = total_dialog_turns
+        self.replay_buffer = replay_buffer
+        self.postproc = postproc
         self.dynamic_sampling = dynamic_sampling
         self._group_size = _base_env(env).repeats if dynamic_sampling else 0
         self.max_sampling_rounds = max_sampling_rounds
@@ -144,15 +146,11 @@ class RolloutCollector(BaseCollector):
                 f"dialog_turns_per_batch={wanted} must be a multiple of the group size {size} with dynamic sampling, "
                 f"which makes batches of exactly that many: use {wanted - wanted % size or size}."
             )
-        if wanted > rows * self.max_sampling_rounds:
-            raise ValueError(
-                f"max_sampling_rounds={self.max_sampling_rounds} rollouts of {rows} trajectories must make up "
-                f"dialog_turns_per_batch={wanted}: use at least {-(-wanted // rows)} rounds."
-            )
+        check_sampling_rounds(self.max_sampling_rounds, rows, wanted)
 
     @property
     def dialog_turns(self) -> int:
-        """Turns that the policy has played so far."""
+        """Trajectories that batches were made of so far."""
         return self._frames
 
     @property
@@ -160,10 +158,17 @@ class RolloutCollector(BaseCollector):
         """Version of the weights that the engine has now."""
         return self.policy.engine.policy_version
 
-    def iterator(self) -> Iterator[TensorDictBase]:
-        """Yields batches until ``total_dialog_turns`` are played."""
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """Yields batches (None where a replay buffer gets them) until ``total_dialog_turns`` trajectories were made."""
         while self.total_frames < 0 or self._frames < self.total_frames:
-            yield self.rollout()
+            batch = self.rollout()
+            if self.postproc is not None:
+                batch = self.postproc(batch)
+            if self.replay_buffer is None:
+                yield batch
+            else:
+                self.replay_buffer.extend(batch)
+                yield None
 
     def rollout(self) -> TensorDictBase:
         """Plays one batch.
@@ -182,19 +187,19 @@ class RolloutCollector(BaseCollector):
         sequences = self._play_dynamic() if self.dynamic_sampling else []
         while len(sequences) < self.requested_frames_per_batch:
             sequences.extend(self._play())
-        self._frames += self.last.turns
+        self._frames += len(sequences)
         return lazy_stack(sequences)
 
     def _play_dynamic(self) -> list[TensorDictBase]:
-        """A batch of groups with signal, as far as ``max_sampling_rounds`` rollouts give them."""
+        """A batch of groups that have variance, as far as ``max_sampling_rounds`` rollouts give them."""
         groups = self.requested_frames_per_batch // self._group_size
         sequences, self.last.groups = collect_dynamically(self._play, groups, self.max_sampling_rounds)
         if self.last.groups.filled and not self._warned:
             self._warned = True
             torchrl_logger.warning(
-                f"dynamic sampling: {self.max_sampling_rounds} rollouts had {groups - self.last.groups.filled} groups "
-                f"with signal of {groups} wanted; {self.last.groups.filled} without signal fill the batch. Further "
-                "batches like it are only counted."
+                f"dynamic sampling: of {groups} groups wanted, {self.max_sampling_rounds} rollouts had "
+                f"{groups - self.last.groups.filled} with different rewards; {self.last.groups.filled} zero-variance "
+                "groups fill the batch. Further batches like it are only counted."
             )
         return sequences
 
@@ -216,26 +221,59 @@ class RolloutCollector(BaseCollector):
             rows = data.unbind(0)
             for row in active:
                 turns[row].append(rows[row])
-                self.last.tokens += rows[row].get(RESPONSE).numel()
+                self.last.tokens += rows[row].get(keys.RESPONSE).numel()
             self.last.turns += len(active)
-            stepping = ~data.get(DONE).reshape(-1)
+            stepping = ~data.get(keys.DONE).reshape(-1)
             active = stepping.nonzero().reshape(-1).tolist()
             if not active:
-                return _trajectories(data, turns)
+                return trajectories(data, turns)
             data = self.env.step_mdp(data)
-            data.set("_step", stepping)
+            data.set(keys.STEPPING, stepping)
 
-    def update_policy_weights_(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_policy_weights_(
+        self,
+        weights: nn.Module | TensorDictBase | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None = None,
+        version: int | None = None,
+    ) -> None:
         """Gives the engine new weights; no rollout is under way, so the next one has them in every token.
 
         Args:
-            weights: pairs (name in the Hugging Face checkpoint, tensor), every parameter once.
-            version: the engine's new ``policy_version``.
+            weights: a model, its state dict, or pairs (name in the Hugging Face checkpoint, tensor), every parameter
+                once.
+            version: the engine's new ``policy_version``; by default the next one.
 
         Raises:
+            TypeError: there are no weights.
             RuntimeError: a name is unknown or missing, or a shape differs; the engine then keeps its version.
         """
-        self.policy.engine.update_weights(weights, version)
+        if weights is None:
+            raise TypeError(
+                "update_policy_weights_() needs the weights, the engine has its own copy and knows no trainer: use "
+                "update_policy_weights_(model), or (model.named_parameters(), version)."
+            )
+        if isinstance(weights, nn.Module):
+            pairs = named_weights(weights.model if isinstance(weights, TensorDictModuleBase) else weights)
+        elif isinstance(weights, TensorDictBase | Mapping):
+            pairs = iter(TensorDict(weights).flatten_keys(".").items())
+        else:
+            pairs = iter(weights)
+        self.policy.engine.update_weights(pairs, self.policy_version + 1 if version is None else version)
+
+    def increment_version(self) -> None:
+        """Raises the engine's ``policy_version`` by 1, as ``update_policy_weights_`` does without a version."""
+        engine = self.policy.engine
+        engine.load_state_dict(engine.state_dict() | {"policy_version": engine.policy_version + 1})
+
+    def start(self) -> None:
+        """TorchRL's sampling in the background, which this collector does not do.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "RolloutCollector.start() samples nothing in the background, engines take weights between two rollouts: "
+            "iterate over the collector, or use sota/grpo/grpo-async.py."
+        )
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """Closes the environment and the engine. May be called again."""
@@ -272,99 +310,3 @@ def _base_env(env: EnvBase) -> EnvBase:
     while isinstance(env, TransformedEnv):
         env = env.base_env
     return env
-
-
-def _trajectories(last: TensorDictBase, turns: list[list[TensorDictBase]]) -> Sequence[TensorDictBase]:
-    """The rows of the last transition with the token entries of all turns.
-
-    Args:
-        last: [B] the last transition; rows that were done before it repeat their outcome.
-        turns: for each row, its turns.
-    """
-    nxt = last.get("next")
-    several = any(len(row) > 1 for row in turns)
-    out = last.exclude("next", "done", "terminated", "truncated", "correct", LENGTH_STOPPED)
-    out.set("text", nxt.get("text"))
-    if several:
-        _set_merged(out, turns)
-        for name in (REWARD[-1], REWARD_VALID):
-            if nxt.get(name, None) is not None:
-                nxt.set(name, torch.stack([_over_turns(row, ("next", name)) for row in turns]))
-    # An environment writes all it has to say under "next"; these two belong to the sequence.
-    for key in (REWARD_VALID, ADVANTAGE):
-        value = nxt.get(key, None)
-        if value is not None:
-            out.set(key, value)
-    nxt = nxt.exclude("tokens", "text", REWARD_VALID, ADVANTAGE)
-    if nxt.get("ref_log_probs", None) is not None and several:
-        nxt.set("ref_log_probs", lazy_stack([TensorDict({"full": _sum_turns(row, REF_LOG_PROBS)}) for row in turns]))
-    out.set("next", nxt)
-    rows = out.unbind(0)
-    if several:
-        for trajectory, row in zip(rows, turns, strict=True):
-            trajectory.set(TURN_REWARDS, _turn_rewards(row))
-    return rows
-
-
-def _over_turns(turns: list[TensorDictBase], key: NestedKey) -> Tensor:
-    """[1] what a dialog has of an entry: a number summed over its turns, a flag that is True where it always was."""
-    values = torch.stack([turn.get(key) for turn in turns])
-    return values.all(0) if values.dtype == torch.bool else values.sum(0)
-
-
-def _turn_rewards(turns: list[TensorDictBase]) -> Tensor:
-    """[T] float32, the reward of each turn on the last token that the turn sampled."""
-    out = torch.zeros(turns[-1].get(FULL).shape, dtype=torch.float32)
-    for turn in turns:
-        out[turn.get(ASSISTANT_MASK).nonzero().reshape(-1)[-1:]] = turn.get(REWARD).float()
-    return out
-
-
-def _set_merged(out: TensorDictBase, turns: list[list[TensorDictBase]]) -> None:
-    """Replaces what the policy wrote in the last turn by what it wrote in all turns of each row."""
-    merged = [_merge(row) for row in turns]
-    for name in ("tokens", "masks", "log_probs", POLICY_VERSIONS[0]):
-        out.set(name, lazy_stack([row.get(name) for row in merged]))
-    out.set(POLICY_VERSION, torch.stack([row.get(POLICY_VERSION) for row in merged]))
-    texts = ["\n".join(turn[("next", *RESPONSE_TEXT)] for turn in row) for row in turns]
-    out.set("text", TensorDict({RESPONSE_TEXT[-1]: NonTensorStack(*texts)}, out.batch_size))
-
-
-def _sum_turns(turns: list[TensorDictBase], key: NestedKey) -> Tensor:
-    """[T] an entry that is 0 on the tokens that its turn did not sample, for all turns of a dialog together."""
-    total = torch.zeros(turns[-1].get(key).shape, dtype=torch.float32)
-    for turn in turns:
-        value = turn.get(key)
-        total[: value.numel()] += value
-    return total
-
-
-def _merge(turns: list[TensorDictBase]) -> TensorDictBase:
-    """One sequence from the turns of a dialog; each turn's tokens begin with all tokens of the turn before."""
-    if len(turns) == 1:
-        return turns[0]
-    prompt, full = turns[0].get(PROMPT), turns[-1].get(FULL)
-    sampled = torch.zeros_like(full, dtype=torch.bool)
-    versions = torch.full_like(full, -1)
-    for turn in turns:
-        length = turn.get(FULL).numel()
-        if not torch.equal(turn.get(FULL), full[:length]):
-            raise RuntimeError(
-                f"the {length} tokens of an earlier turn are not the first of the {full.numel()} tokens of the dialog: "
-                "a transform of the environment changed tokens that the policy was given or sampled."
-            )
-        sampled[:length] |= turn.get(ASSISTANT_MASK)
-        versions[:length] = versions[:length].maximum(turn.get(POLICY_VERSIONS))
-    oldest = torch.stack([turn.get(POLICY_VERSION) for turn in turns]).amin(0)
-    return TensorDict(
-        {
-            PROMPT: prompt,
-            RESPONSE: full[prompt.numel() :].clone(),
-            FULL: full,
-            ATTENTION_MASK: torch.ones_like(sampled),
-            ASSISTANT_MASK: sampled,
-            LOG_PROBS: _sum_turns(turns, LOG_PROBS),
-            POLICY_VERSION: oldest,
-            POLICY_VERSIONS: versions,
-        }
-    )

@@ -25,7 +25,7 @@ class _Group:
 class GroupBuffer:
     """Admission and order of groups.
 
-    A group is *in flight* after ``admit``, *waiting* after ``finish``, *in training* after ``take``, and gone after
+    A group is *pending* after ``admit``, *waiting* after ``finish``, *in training* after ``take``, and gone after
     ``publish``.
 
     Args:
@@ -66,8 +66,8 @@ class GroupBuffer:
         return (self.max_staleness + 1) * self.groups_per_batch
 
     @property
-    def in_flight(self) -> int:
-        """Groups that are being made."""
+    def pending(self) -> int:
+        """Groups that are being sampled or scored."""
         return sum(not group.ready for group in self._untrained.values())
 
     @property
@@ -81,7 +81,7 @@ class GroupBuffer:
         return self.capacity - len(self._untrained) - len(self._training)
 
     def _begun(self, version: int) -> int:
-        """Groups in flight or waiting that were begun by weights of this version or older ones."""
+        """Groups pending or waiting that were begun by weights of this version or older ones."""
         return sum(group.version <= version for group in self._untrained.values())
 
     def admit(self, group: int) -> None:
@@ -97,23 +97,23 @@ class GroupBuffer:
         self._untrained[group] = _Group(self.version)
 
     def withdraw(self, group: int) -> None:
-        """Takes a group in flight back, because what was making it is gone; it may be admitted again."""
+        """Takes a pending group back, because what was making it is gone; it may be admitted again."""
         del self._untrained[group]
 
     def finish(self, group: int, version: int, item: Any) -> None:
         """Makes a group ready.
 
         Args:
-            group: one that is in flight.
+            group: one that is pending.
             version: the oldest version that sampled one of its tokens.
             item: what ``take`` gives back.
 
         Raises:
-            RuntimeError: the group is not in flight, or was sampled by older weights than it was admitted for.
+            RuntimeError: the group is not pending, or was sampled by older weights than it was admitted for.
         """
         known = self._untrained.pop(group, None)
         if known is None or known.ready:
-            raise RuntimeError(f"group {group} arrived, and is not in flight.")
+            raise RuntimeError(f"group {group} arrived, and is not pending.")
         if version < known.version:
             raise RuntimeError(f"group {group} was admitted for version {known.version} and sampled by {version}.")
         self._untrained[group] = _Group(version, item, ready=True)

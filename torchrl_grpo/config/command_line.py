@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
+import os
+import re
 import signal
 import sys
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from torchrl_grpo.config.rules import validate
-from torchrl_grpo.config.schema import COMPONENTS, DATASETS, ConfigError, GRPOConfig, leaves
-from torchrl_grpo.distributed.errors import RunLostError
+from torchrl_grpo.config.renamed import take_old_names
+from torchrl_grpo.config.rules import check_choice, validate
+from torchrl_grpo.config.schema import COMPONENTS, FIELDS, GRPOConfig
+from torchrl_grpo.errors import ConfigError, RunLostError
+
+_log = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -35,111 +38,86 @@ def from_hydra(cfg: DictConfig) -> GRPOConfig:
     Raises:
         ConfigError: a rule is broken, or a key does not exist (``+`` adds any to what Hydra composes).
     """
-    for name in _names(cfg):
-        _check_name(name, name)
-    config = OmegaConf.to_object(cfg)
-    assert isinstance(config, GRPOConfig)
+    try:
+        merged: Any = OmegaConf.merge(OmegaConf.structured(GRPOConfig), OmegaConf.to_container(cfg))
+        for line in take_old_names(merged):
+            _log.warning(line)
+        config: Any = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_explained(error, sys.argv[1:])) from error
     validate(config)
     return config
 
 
-def _names(node: DictConfig, prefix: str = "") -> Iterator[str]:
-    """The dotted names of all keys that hold no further ones, and of the nodes of ``COMPONENTS``."""
-    for key in node:
-        name = f"{prefix}{key!s}"
-        child = None if OmegaConf.is_missing(node, key) else node[key]
-        if isinstance(child, DictConfig) and name not in COMPONENTS:
-            yield from _names(child, f"{name}.")
-        else:
-            yield name
-
-
-def _schema_leaves() -> dict[str, dataclasses.Field[Any]]:
-    return {name: item for name, item, _ in leaves(GRPOConfig())}
-
-
 def check_command_line(arguments: Sequence[str]) -> None:
-    """Checks Hydra overrides against the schema, so that a misspelt name or a wrong type gets a plain answer.
+    """Checks the choices among Hydra's overrides. Hydra itself finds a wrong name or type in any job of a sweep before
+    the first one starts; a wrong choice it does not know, and ``validate`` sees one job at a time.
 
     Args:
-        arguments: the command line after the script's name. Flags and Hydra's own keys are left to Hydra.
+        arguments: the command line after the script's name.
 
     Raises:
-        ConfigError: an unknown key (with the closest match), or a value of the wrong type.
+        ConfigError: a value is not one of the key's choices.
     """
-    known = _schema_leaves()
-    overrides = [text for text in arguments if "=" in text and not text.startswith("-")]
-    try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
-    except HydraException:
-        return  # Hydra's own message on syntax is better than ours would be
-    for override in parsed:
-        name = override.key_or_group
-        if name == "algo" or name.startswith("hydra") or override.is_delete() or override.is_add():
-            continue
-        if name.rpartition(".")[0] in COMPONENTS:
-            continue  # its arguments are its own
-        _check_name(name, override.input_line or name)
-        if name in known:
-            for value in _values(override):
-                _check_type(name, value)
-        elif isinstance(override.value(), str):
-            instead = f"algo={override.value()}" if name == "policy" else "its keys, one by one"
-            raise ConfigError(f"{override.input_line} must name a single value, and {name} is a group: use {instead}.")
+    for text in arguments:
+        name, _, values = text.lstrip("+").partition("=")
+        item = FIELDS.get(name)
+        if item is not None and "choices" in item.metadata and not re.search(r"[($]", values):
+            also = ["null"] if item.default is None else []
+            for value in re.findall(r"[^,'\"\s]+", values):
+                check_choice(name, value, item.metadata["choices"], also=[*item.metadata["removed"], *also])
 
 
-def _check_name(name: str, text: str) -> None:
-    """Refuses a dotted name that is neither a key nor a node of the schema; ``text`` is what was typed."""
-    known = _schema_leaves()
-    groups = {leaf.rsplit(".", depth)[0] for leaf in known for depth in range(1, leaf.count(".") + 1)}
-    if name in known or name in groups:
-        return
-    same_leaf = [leaf for leaf in known if "." in name and leaf.rpartition(".")[2] == name.rpartition(".")[2]]
-    close = difflib.get_close_matches(name, same_leaf or [*known, *groups], 1, cutoff=0.4)
+def _explained(error: Exception, arguments: Sequence[str]) -> str:
+    """What Hydra found wrong with the config, in plainer words where there are any."""
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
+    name = str(getattr(cause, "full_key", None) or "").partition("[")[0]
+    if not name or name.rpartition(".")[0] in COMPONENTS:
+        return str(error)  # an argument of a component is that component's
+    overrides = {text.lstrip("+~").partition("=")[0]: text for text in arguments}
+    typed = next((key for key in overrides if key == name or key.startswith(f"{name}.")), name)
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        return _unknown(typed, overrides.get(typed, name))
+    if isinstance(cause, ValidationError):
+        return _mistyped(name, cause.value)
+    return f"{error}. {cause}" if error.__cause__ is cause else str(error)
+
+
+def _unknown(name: str, text: str) -> str:
+    """That a dotted name does not exist; ``text`` is what was typed."""
+    groups = {leaf.rsplit(".", depth)[0] for leaf in FIELDS for depth in range(1, leaf.count(".") + 1)}
+    same_leaf = [leaf for leaf in FIELDS if "." in name and leaf.rpartition(".")[2] == name.rpartition(".")[2]]
+    close = difflib.get_close_matches(name, same_leaf or [*FIELDS, *groups], 1, cutoff=0.4)
+    close = [FIELDS[found].metadata.get("now", found) if found in FIELDS else found for found in close]
     hint = f"did you mean {close[0]}?" if close else "run with --cfg job to see all keys."
-    raise ConfigError(f"{text} names a config key that does not exist: {hint}")
+    return f"{text} names a config key that does not exist: {hint}"
 
 
-def _values(override: Override) -> Iterable[Any]:
-    """The values of an override, several in a sweep; none of an interval, which Hydra itself refuses."""
-    if not override.is_sweep_override():
-        return [override.value()]
-    if override.is_interval_sweep():
-        return []
-    texts = override.sweep_string_iterator()
-    return [OverridesParser.create().parse_override(f"{override.key_or_group}={text}").value() for text in texts]
-
-
-def _default_of(item: dataclasses.Field[Any]) -> Any:
-    return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
-
-
-def _check_type(name: str, value: Any) -> None:
-    node = OmegaConf.structured(GRPOConfig)
-    try:
-        OmegaConf.update(node, name, value)
-    except OmegaConfBaseException as error:
-        item = _schema_leaves()[name]
-        if name in COMPONENTS:
-            target = value if isinstance(value, str) else _default_of(item)["_target_"]
-            raise ConfigError(f"{name}={value} must be a node with _target_: use {name}._target_={target}.") from error
-        current: Any = GRPOConfig
-        for part in name.split("."):
-            current = typing.get_type_hints(current)[part]
-        if isinstance(current, type) and issubclass(current, Enum):
-            names = ", ".join(item.name for item in current)
-            rule, works = f"be one of {names}", next(iter(current)).name
-        else:
-            rule = f"have the type {getattr(current, '__name__', current)}"
-            default = _default_of(item)
-            works = DATASETS[0] if default == MISSING else "null" if default is None else str(default).replace("'", "")
-        raise ConfigError(f"{name}={value} must {rule}: use {name}={works}, say.") from error
+def _mistyped(name: str, value: Any) -> str:
+    """That a key, or a group of keys, cannot have a value."""
+    item = FIELDS.get(name)
+    if item is None:
+        instead = f"algo={value}" if name == "policy" else "its keys, one by one"
+        return f"{name}={value} must name a single value, and {name} is a group: use {instead}."
+    name = item.metadata.get("now", name)
+    item = FIELDS[name]
+    default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+    if name in COMPONENTS:
+        target = value if isinstance(value, str) else default["_target_"]
+        return f"{name}={value} must be a node with _target_: use {name}._target_={target}."
+    kind: Any = GRPOConfig
+    for part in name.split("."):
+        kind = typing.get_type_hints(kind)[part]
+    default = item.metadata["choices"][0] if default == MISSING else "null" if default is None else default
+    works = str(default).replace("'", "")
+    return f"{name}={value} must have the type {getattr(kind, '__name__', kind)}: use {name}={works}, say."
 
 
 @contextmanager
 def orderly_exit() -> Iterator[None]:
-    """Turns a ``ConfigError`` and a ``RunLostError`` into their message on stderr, without a traceback, and exit status
-    2 and 1; and SIGTERM into an ordinary exit (status 143), so that the run is saved as after Ctrl-C."""
+    """Turns a mistake in the config and a ``RunLostError`` into a message on stderr, without a traceback, and the exit
+    statuses 2 and 1; and SIGTERM into an ordinary exit (status 143), so that the run is saved as after Ctrl-C."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else ``hydra.main`` prints its errors itself
     told = False
 
     def end(*_: Any) -> None:
@@ -156,6 +134,9 @@ def orderly_exit() -> Iterator[None]:
         raise
     except ConfigError as error:
         sys.stderr.write(f"\nerror: {error}\n")
+        sys.exit(2)
+    except (HydraException, OmegaConfBaseException) as error:
+        sys.stderr.write(f"\nerror: {_explained(error, sys.argv[1:])}\n")
         sys.exit(2)
     except RunLostError as error:
         sys.stderr.write(f"\nerror: {error}\n")

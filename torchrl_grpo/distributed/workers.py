@@ -1,127 +1,135 @@
-"""Driver-side handles on actors that may die and are made again: their state, and the references that they owe."""
+"""``Worker``: an actor that may die and is made again, as the coroutines of one event loop see it."""
 
 from __future__ import annotations
 
-import queue
+import asyncio
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
+
+from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo.generation.base import EngineDeadError
 
 _LONGEST_PAUSE_S = 30.0
 
 
-class Events:
-    """Answers of actors, in the order in which they come; ``run_next`` calls the handler of the next one.
-
-    Ray tells of an answer in a thread of its own, in which nothing may be asked of Ray: so the handlers wait in a queue
-    until the thread that owns the state takes them out.
-    """
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-
-    def when(self, reference: Any, done: Callable[[Any], None], failed: Callable[[BaseException], None]) -> None:
-        """Calls ``done`` with the value of an object reference, or ``failed`` with what was raised instead."""
-
-        def answered(future: Any) -> None:
-            error = future.exception()
-            self._queue.put(partial(failed, error) if error is not None else partial(done, future.result()))
-
-        reference.future().add_done_callback(answered)
-
-    def wake(self) -> None:
-        """Lets ``run_next`` return."""
-        self._queue.put(lambda: None)
-
-    def next(self, timeout_s: float) -> Callable[[], None] | None:
-        """The next handler, None when there is none in time."""
-        try:
-            return self._queue.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
+class ActorLostError(Exception):
+    """The actor is gone, or did not answer in time; another one will be made. ``args[0]`` is why."""
 
 
 class Worker:
-    """One actor and its successors.
+    """One actor and its successors. All of it belongs to the event loop in which ``start`` was called.
 
     Attributes:
         name: for messages.
         actor: the handle of the current actor, None while there is none.
-        ready: whether its parts are made.
+        ready: whether the actor has made its part.
         pid: its process, once it is ready.
         restarts: how many successors there were.
-        units: what it is at work on.
-        owes: the references that it has not answered yet, oldest first: what it was to do, and since when.
+        tasks: what it is at work on.
         alive_at: when the last of its actors was lost that had done something, or had nothing to do; at first when it
             was made itself (``time.monotonic``).
+        error: why the latest actor was lost.
+        timeout_s: longest wait for an answer.
 
     Args:
         name: for messages.
         make: makes an actor and returns its handle.
+        timeout_s: longest wait for an answer, and for the start of an actor.
     """
 
-    def __init__(self, name: str, make: Callable[[], Any]) -> None:
+    def __init__(self, name: str, make: Callable[[], Any], timeout_s: float) -> None:
         self.name = name
         self.actor: Any = None
         self.ready = False
         self.pid = 0
         self.restarts = 0
-        self.units: list[Any] = []
-        self.owes: dict[Any, tuple[str, float]] = {}
+        self.tasks: list[Any] = []
         self.alive_at = time.monotonic()
         self.error: BaseException | None = None
+        self.timeout_s = timeout_s
         self._make = make
-        self._failures = 0
+        self._start_timeout_s = timeout_s
+        self._failures = 0  # in a row
         self._useful = True
-        self._start_at = 0.0
+        self._asked = 0  # questions without an answer
+        self._lost: asyncio.Future[BaseException]
 
-    def start(self) -> Any:
-        """Makes the actor; returns the reference to the process id that ``setup`` answers."""
-        self.actor = self._make()
-        return self.actor.setup.remote(*self._setup_arguments())
+    async def start(self, *arguments: Any) -> None:
+        """Makes an actor and waits until its part is made; after repeated failures it pauses first.
 
-    def _setup_arguments(self) -> tuple[Any, ...]:
-        return ()
+        Raises:
+            ActorLostError: the actor died or was late.
+            Exception: what making the part raised.
+        """
+        await asyncio.sleep(0 if self._failures < 2 else min(2.0 ** (self._failures - 1), _LONGEST_PAUSE_S))
+        self.actor, self._lost = self._make(), asyncio.get_running_loop().create_future()
+        self.pid = await self.ask("start", "setup", *arguments, timeout_s=self._start_timeout_s)
+        self.ready = True
 
-    def started(self, pid: int) -> None:
-        """Notes that the parts are made."""
-        self.ready, self.pid = True, pid
+    async def ask(self, what: str, method: str, *arguments: Any, returns: int = 1, timeout_s: float = 0) -> Any:
+        """The answer of the actor.
+
+        Args:
+            what: what it is to do, in words.
+            method: its name.
+            *arguments: of the method.
+            returns: number of results; of several, all but the first are given as references.
+            timeout_s: instead of the worker's.
+
+        Raises:
+            ActorLostError: the actor is gone or late; ``lost`` has been called.
+            Exception: what the method raised.
+        """
+        actor, lost, timeout_s = self.actor, self._lost, timeout_s or self.timeout_s
+        if lost.done():
+            raise ActorLostError(lost.result())
+        given = getattr(actor, method).options(num_returns=returns).remote(*arguments)
+        first, *others = [given] if returns == 1 else given
+        answer = asyncio.wrap_future(first.future())
+        self._asked += 1
+        try:
+            await asyncio.wait({answer, lost}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            answered = answer.done()
+            if not answered:  # nobody waits any more; its error, if one comes, is not news
+                answer.add_done_callback(lambda future: future.cancelled() or future.exception())
+        error = answer.exception() if answered else None
+        if lost.done():
+            raise ActorLostError(lost.result())
+        if answered and error is None:
+            self._asked -= 1
+            return (answer.result(), *others) if others else answer.result()
+        if error is None:
+            error = TimeoutError(f"it was to {what}, and did not within {timeout_s:g} s (ray.actor_timeout_s)")
+        elif not is_loss(error) and not isinstance(cause_of(error), TimeoutError):
+            raise cause_of(error)
+        self.lose(error)
+        raise ActorLostError(error)
+
+    async def until_lost(self) -> None:
+        """Raises ``ActorLostError`` when the actor is lost."""
+        raise ActorLostError(await asyncio.shield(self._lost))
 
     def did(self) -> None:
         """Notes that it has done what it is there for: only that ends a row of failures."""
         self._failures, self._useful = 0, True
 
-    def late(self, actor_timeout_s: float) -> str | None:
-        """What the actor was to do and has not done in so many seconds, in words; None if it is not late."""
-        what, since = next(iter(self.owes.values()), ("", time.monotonic()))
-        if time.monotonic() - since <= actor_timeout_s:
-            return None
-        return f"it was to {what}, and did not within {actor_timeout_s:g} s"
-
-    def lost(self, error: BaseException) -> list[Any]:
-        """Notes that the actor is gone; the next one may start at once, after repeated failures only after a pause.
-
-        Returns:
-            what it was at work on.
-        """
-        if self._useful or (self.ready and not self.owes):
+    def lose(self, error: BaseException) -> None:
+        """Ends the actor; those who wait for it raise. May be called again."""
+        if self.actor is None:
+            return
+        torchrl_logger.warning(f"{self.name} (process {self.pid}) is lost, a new one starts: {first_line(error)}")
+        if self._useful or (self.ready and not self._asked):
             self.alive_at = time.monotonic()
-        self._useful = False
-        self.kill()
+        self._useful, self._asked = False, 0
+        self._failures += 1
         self.restarts += 1
         self.error = error
-        self._start_at = time.monotonic() + (0 if not self._failures else min(2.0**self._failures, _LONGEST_PAUSE_S))
-        self._failures += 1
-        units, self.units = self.units, []
-        return units
-
-    @property
-    def must_start(self) -> bool:
-        """Whether there is no actor and it is time to make one."""
-        return self.actor is None and time.monotonic() >= self._start_at
+        self.kill()
+        if not self._lost.done():
+            self._lost.set_result(error)
 
     def kill(self) -> None:
         """Ends the actor's process at once. May be called again."""
@@ -129,7 +137,23 @@ class Worker:
             import ray
 
             ray.kill(self.actor)
-        self.actor, self.ready, self.owes = None, False, {}
+        self.actor, self.ready = None, False
+
+
+class SamplerWorker(Worker):
+    """A sampler's actor: the weights and the engine's state that it has, and how many responses it and its predecessors
+    gave."""
+
+    version: int | None = None  # None also while it is being given others
+    updating: int | None = None
+    engine_state: dict[str, Any] | None = None
+    responses = 0
+
+
+class ReferenceWorker(Worker):
+    """A reference model's actor, and the weights that it was given last; None is the base model."""
+
+    weights: Any = None
 
 
 def is_loss(error: BaseException) -> bool:
@@ -149,3 +173,8 @@ def is_loss(error: BaseException) -> bool:
 def cause_of(error: BaseException) -> BaseException:
     """What was raised in the actor, without Ray's wrapping."""
     return getattr(error, "cause", None) or error
+
+
+def first_line(error: BaseException | None) -> str:
+    """What was raised in the actor, in one line."""
+    return "" if error is None else str(cause_of(error)).strip().split("\n", 1)[0]

@@ -6,16 +6,19 @@ sampled from (temperature, top-k and top-p included). Text never enters and neve
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from torchrl_grpo.weights import WeightHandle
+
+MIN_TEMPERATURE = 0.01
+"""vLLM raises a lower one to this. Much lower ones make the logits infinite."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class SamplingParams:
 
     Args:
         max_new_tokens: most tokens that one response may have, at least 1.
-        temperature: the logits are divided by it, 0 is greedy (log-probs are then those of temperature 1).
+        temperature: the logits are divided by it, at least 0.01; or 0, which is greedy (log-probs are then those of
+            temperature 1).
         top_p: nucleus mass in (0, 1]; 1 keeps all tokens.
         top_k: number of most likely tokens to keep; 0 keeps all.
         stop_token_ids: a response ends with the first of these that is sampled; it is part of the response.
@@ -42,8 +46,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}: use 1 or more.")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}: use 1.0, or 0 for greedy.")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {self.temperature}: use 1.0."
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}: use 1.0 to keep all tokens.")
         if self.top_k < 0:
@@ -146,7 +152,7 @@ class Engine(ABC):
         self.policy_version = state["policy_version"]
 
     def close(self) -> None:  # noqa: B027
-        """Ends the engine and every process of its own. May be called again."""
+        """Ends the engine and its processes. May be called again."""
 
     def __enter__(self) -> Engine:
         return self
@@ -175,8 +181,3 @@ def preserve_rng(engine: Engine) -> Iterator[None]:
 def greedy(params: SamplingParams) -> bool:
     """Whether tokens are taken by argmax."""
     return params.temperature == 0
-
-
-def as_token_tensor(tokens: Sequence[int] | Tensor) -> Tensor:
-    """Token ids as a [T] int64 CPU tensor."""
-    return torch.as_tensor(tokens, dtype=torch.int64, device="cpu")

@@ -10,18 +10,19 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from torchrl_grpo.envs import LENGTH_STOPPED
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.keys import (
     ASSISTANT_MASK,
     ATTENTION_MASK,
     FULL,
     GROUP_ID,
+    LENGTH_STOPPED,
     LOG_PROBS,
     POLICY_VERSION,
     POLICY_VERSIONS,
     PROMPT,
     RESPONSE,
+    STEPPING,
 )
 
 
@@ -137,7 +138,7 @@ class GenerationPolicy(TensorDictModuleBase):
 
     @staticmethod
     def _active(tensordict: TensorDictBase, size: int) -> list[bool]:
-        stepping = tensordict.get("_step", None)
+        stepping = tensordict.get(STEPPING, None)
         return [True] * size if stepping is None else stepping.reshape(-1).tolist()
 
 

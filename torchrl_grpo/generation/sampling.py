@@ -91,7 +91,7 @@ def _first_above(weights: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[-1] - 1)
     weight = weights.gather(-1, index).to(fraction.dtype)
     before = cumulative.gather(-1, index) - weight
-    # Rounding can put the target a hair outside of its own interval.
+    # Rounding can put the target just outside its interval.
     rest = ((target - before) / weight).clamp_(0, 1 - 2**-24)
     return index.squeeze(-1), rest.squeeze(-1)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 import uuid
 import warnings
 from abc import abstractmethod
@@ -22,18 +23,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams, greedy
-from torchrl_grpo.weights import SharedBlock, SharedWeights, check_layout
+from torchrl_grpo.weights import PlainHandle, WeightHandle, check_weights, expected_weights
+from torchrl_grpo.weights.worker import SharedWeights
 
 _has_vllm = find_spec("vllm") is not None
 
 RPC_TIMEOUT_S = 300.0
 """Seconds that a worker may take to load weights or to answer any other call."""
+
+_STATES = ("sampler_state", "numpy_state")
+"""What ``WeightSyncExtension.sampler_state`` gives, in an engine's ``state_dict``."""
 
 
 def require_vllm() -> None:
@@ -62,8 +67,10 @@ def starting_vllm(device: torch.device | None) -> Iterator[None]:
         index = device.index or 0
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
     try:
-        with warnings.catch_warnings():
+        # Its processes meet at sockets in a folder that it never clears. Once they have met, no file is needed.
+        with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="v-") as sockets:
             warnings.simplefilter("ignore")
+            os.environ["VLLM_RPC_BASE_PATH"] = sockets
             yield
     finally:
         os.environ.clear()
@@ -72,22 +79,42 @@ def starting_vllm(device: torch.device | None) -> Iterator[None]:
 
 
 def _check_head_size(config: Any, supported: Sequence[int]) -> None:
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if head_size not in supported:
+    heads = getattr(config, "num_attention_heads", None)
+    head_size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
+    if head_size is not None and head_size not in supported:
         raise ValueError(
             f"model.name: on a CPU, vLLM needs a head size out of {list(supported)}, this model has {head_size}: "
             "use inference_model.backend=transformers or another model."
         )
 
 
-def engine_arguments(
-    model_path: str, *, kv_cache_gib: float, trust_remote_code: bool, **arguments: Any
-) -> tuple[Any, dict[str, Any]]:
-    """The model's Hugging Face config, and the arguments that every engine of ours gives vLLM.
+class VLLMSettings(TypedDict, total=False):
+    """Settings of both vLLM engines, as keyword arguments.
 
-    Args:
-        model_path, kv_cache_gib, trust_remote_code: as in ``VLLMEngine``.
-        arguments: those that vLLM knows by the same name.
+    Attributes:
+        dtype: dtype of the engine's weights and activations; by default ``"float32"``, which matches a float32 trainer
+            to rounding.
+        max_model_len: longest prompt plus response, in tokens; by default, and for None, the model's own limit.
+        seed: seed of the draws; by default 0.
+        tensor_parallel_size: processes (on CUDA: devices, the first ones visible) that share the model; by default 1.
+        gpu_memory_utilization: part of an accelerator's memory that the engine may take, in (0, 1]; by default 0.9.
+        kv_cache_gib: CPU only: size of the KV cache in GiB; by default 1.
+        enforce_eager: do not compile the model: a faster start, and on CUDA slower decoding; by default False.
+        trust_remote_code: whether the repository's own code may run; by default False.
+    """
+
+    dtype: str
+    max_model_len: int | None
+    seed: int
+    tensor_parallel_size: int
+    gpu_memory_utilization: float
+    kv_cache_gib: float
+    enforce_eager: bool
+    trust_remote_code: bool
+
+
+def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict[str, Any]]:
+    """The model's Hugging Face config, and vLLM's own arguments for an engine.
 
     Raises:
         ValueError: vLLM cannot run this model on this machine.
@@ -95,6 +122,9 @@ def engine_arguments(
     from vllm.platforms import current_platform
     from vllm.transformers_utils.config import get_config
 
+    arguments: dict[str, Any] = {"dtype": "float32", "gpu_memory_utilization": 0.9, "kv_cache_gib": 1.0, **settings}
+    cache_bytes = int(arguments.pop("kv_cache_gib") * 2**30)
+    trust_remote_code = arguments.get("trust_remote_code", False)
     config = get_config(model_path, trust_remote_code=trust_remote_code).get_text_config()
     on_cpu = current_platform.is_cpu()
     if on_cpu:
@@ -104,10 +134,9 @@ def engine_arguments(
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would win over kv_cache_gib
     return config, arguments | {
         "model": model_path,
-        "kv_cache_memory_bytes": int(kv_cache_gib * 2**30) if on_cpu else None,
+        "kv_cache_memory_bytes": cache_bytes if on_cpu else None,
         # Prompts are shared in whole blocks. With vLLM's 128 tokens on a CPU, a group would share few of them.
         "block_size": 32 if on_cpu else None,
-        "trust_remote_code": trust_remote_code,
         "distributed_executor_backend": "mp",
         "worker_extension_cls": "torchrl_grpo.weights.worker.WeightSyncExtension",
         "logprobs_mode": "processed_logprobs",
@@ -118,7 +147,7 @@ def engine_arguments(
 
 
 class VLLMBase(Engine):
-    """What the vLLM engines have in common: requests, answers, and weights in shared memory.
+    """What the vLLM engines have in common: requests, answers, and how weights reach the workers.
 
     Attributes:
         max_model_len: longest prompt plus response, in tokens.
@@ -128,6 +157,8 @@ class VLLMBase(Engine):
         model_config: vLLM's.
     """
 
+    _llm: Any = None
+
     def __init__(self, config: Any, model_config: Any) -> None:
         self.max_model_len: int = model_config.max_model_len
         self._dtype: torch.dtype = model_config.dtype
@@ -135,30 +166,47 @@ class VLLMBase(Engine):
         self._name = uuid.uuid4().hex
 
     @cached_property
-    def _expected_weights(self) -> tuple[dict[str, torch.Size], set[str]]:
-        """Name to shape of the model's weights, and the names that are tied to one of them."""
+    def _expected_weights(self) -> tuple[str, dict[str, torch.Size], set[str]]:
+        """The model's class, its weights as name and shape, and the names that are tied to one of them."""
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self._hf_config, trust_remote_code=self._trust_remote_code)
-        shapes = {name: weight.shape for name, weight in model.named_parameters()}
-        every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        return shapes, every - set(shapes)
+        shapes, tied = expected_weights(model)
+        return type(model).__name__, {name: shape for name, shape in shapes.items() if name not in tied}, tied
+
+    def _open(self) -> Any:
+        if self._llm is None:
+            raise RuntimeError("the engine is closed.")
+        return self._llm
 
     @abstractmethod
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of ``WeightSyncExtension`` in every worker; strings, numbers, bytes and lists alone travel."""
 
-    @contextmanager
-    def _shared(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[SharedBlock]:
-        """The weights where the workers can read them; checked, so that a bad update leaves the engine as it was."""
-        shapes, tied = self._expected_weights
+    @abstractmethod
+    def _read(self, handle: PlainHandle, version: int) -> None:
+        """Has the workers read a handle, drops what was computed with the old weights, and sets ``policy_version``."""
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._open()
+        model, shapes, tied = self._expected_weights
         shared = SharedWeights(((name, weight) for name, weight in weights if name not in tied), self._dtype)
         try:
-            check_layout(shared.block.layout, shapes)
-            yield shared.block
+            check_weights(shared.block.layout, shapes, model)
+            self._read(shared.block, version)
         finally:
             shared.close()
+
+    def load(self, handle: WeightHandle, version: int) -> None:
+        """As in ``Engine``; the workers read the handle by themselves where that is possible."""
+        self._open()
+        if not isinstance(handle, PlainHandle):
+            self.update_weights(handle.weights(), version)
+            return
+        model, shapes, _ = self._expected_weights
+        check_weights(handle.layout, shapes, model)
+        self._read(handle, version)
 
     def _sampling_params(self, prompt_len: int, n: int, params: SamplingParams) -> Any:
         from vllm import SamplingParams as VLLMSamplingParams
@@ -187,12 +235,15 @@ class VLLMBase(Engine):
         self._rpc("seed_sampler", seed)
 
     def state_dict(self) -> dict[str, Any]:
-        state = torch.frombuffer(bytearray(self._rpc("sampler_state")[0]), dtype=torch.uint8)
-        return super().state_dict() | {"sampler_state": state}
+        states = self._rpc("sampler_state")[0]
+        return super().state_dict() | {
+            name: torch.frombuffer(bytearray(state), dtype=torch.uint8)
+            for name, state in zip(_STATES, states, strict=True)
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._rpc("set_sampler_state", state["sampler_state"].numpy().tobytes())
+        self._rpc("set_sampler_state", *(state[name].numpy().tobytes() for name in _STATES))
 
 
 class VLLMEngine(VLLMBase):
@@ -201,14 +252,8 @@ class VLLMEngine(VLLMBase):
     Args:
         model_path: a ``save_pretrained`` folder or a name on the Hugging Face hub; no tokenizer is needed.
         device: which accelerator; None is the first (not run yet on a machine with several).
-        dtype: dtype of the engine's weights and activations; ``"float32"`` matches a float32 trainer to rounding.
-        max_model_len: longest prompt plus response, in tokens; None is the model's own limit.
-        seed: seed of the draws.
-        gpu_memory_utilization: part of an accelerator's memory that the engine may take, in (0, 1].
-        kv_cache_gib: CPU only: size of the KV cache in GiB.
-        enforce_eager: do not compile the model: a faster start, and on CUDA slower decoding.
-        trust_remote_code: whether the repository's own code may run.
         enable_sleep: let ``sleep`` move the weights off the device and drop the KV cache; no effect on a CPU.
+        **settings: see ``VLLMSettings``.
 
     Raises:
         ValueError: vLLM is not installed, or cannot run this model on this machine.
@@ -224,41 +269,20 @@ class VLLMEngine(VLLMBase):
         model_path: str,
         *,
         device: torch.device | None = None,
-        dtype: str = "float32",
-        max_model_len: int | None = None,
-        seed: int = 0,
-        gpu_memory_utilization: float = 0.9,
-        kv_cache_gib: float = 1.0,
-        enforce_eager: bool = False,
-        trust_remote_code: bool = False,
         enable_sleep: bool = False,
+        **settings: Unpack[VLLMSettings],
     ) -> None:
         require_vllm()
-        self._llm: Any = None
         self._asleep = False
         with starting_vllm(device):
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             from vllm import LLM
             from vllm.platforms import current_platform
 
-            config, arguments = engine_arguments(
-                model_path,
-                dtype=dtype,
-                max_model_len=max_model_len,
-                seed=seed,
-                gpu_memory_utilization=gpu_memory_utilization,
-                kv_cache_gib=kv_cache_gib,
-                enforce_eager=enforce_eager,
-                trust_remote_code=trust_remote_code,
-            )
+            config, arguments = engine_arguments(model_path, settings)
             self._enable_sleep = enable_sleep and not current_platform.is_cpu()
             self._llm = LLM(**arguments, enable_sleep_mode=self._enable_sleep)
         super().__init__(config, self._llm.model_config)
-
-    def _open(self) -> Any:
-        if self._llm is None:
-            raise RuntimeError("the engine is closed.")
-        return self._llm
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         return self._open().collective_rpc(method, timeout=RPC_TIMEOUT_S, args=args)
@@ -273,12 +297,10 @@ class VLLMEngine(VLLMBase):
         outputs = llm.generate(requests, sampling, use_tqdm=False) if requests else []
         return [completions(output.outputs, n) for output in outputs]
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        llm = self._open()
-        with self._shared(weights) as block:
-            self.wake()
-            self._rpc("load_handle", *block.plain(), self._name)
-        if not llm.reset_prefix_cache():  # keys and values of the old weights
+    def _read(self, handle: PlainHandle, version: int) -> None:
+        self.wake()
+        self._rpc("load_handle", *handle.plain(), self._name)
+        if not self._open().reset_prefix_cache():  # keys and values of the old weights
             raise RuntimeError(f"vLLM did not drop its prefix cache in the update to version {version}.")
         self.policy_version = version
 

@@ -1,4 +1,4 @@
-"""One replica for the asynchronous loop: vLLM's ``AsyncLLM`` behind the ``Engine`` interface.
+"""The vLLM engine of the asynchronous loop: vLLM's ``AsyncLLM`` behind the ``Engine`` interface.
 
 Many threads may call ``generate`` at once; vLLM computes their requests together (continuous batching), and weights may
 change while they run. An event loop in a thread of its own talks to vLLM's scheduler, which is a process, and the model
@@ -17,25 +17,25 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
+from torchrl_grpo.choices import InFlight
 from torchrl_grpo.generation.base import Completion, EngineDeadError, SamplingParams
 from torchrl_grpo.generation.vllm import (
     RPC_TIMEOUT_S,
     VLLMBase,
+    VLLMSettings,
     completions,
     engine_arguments,
     require_vllm,
     starting_vllm,
 )
 from torchrl_grpo.processes import die_with_parent
-from torchrl_grpo.weights import PlainHandle, WeightHandle, check_layout
-
-InFlight = Literal["wait", "keep", "abort"]
+from torchrl_grpo.weights import PlainHandle
 
 SHUTDOWN_TIMEOUT_S = 10.0
 """Seconds that vLLM's processes may take to end by themselves."""
@@ -69,15 +69,8 @@ class AsyncVLLMEngine(VLLMBase):
     Args:
         model_path: a ``save_pretrained`` folder or a name on the Hugging Face hub; no tokenizer is needed.
         in_flight: what an update does to running requests.
-        tensor_parallel_size: processes (on CUDA: devices, the first ones visible) that share the model.
-        dtype: dtype of the engine's weights and activations; ``"float32"`` matches a float32 trainer to rounding.
-        max_model_len: longest prompt plus response, in tokens; None is the model's own limit.
-        seed: seed of the draws.
-        gpu_memory_utilization: part of an accelerator's memory that the engine may take, in (0, 1].
-        kv_cache_gib: CPU only: size of the KV cache in GiB.
-        enforce_eager: do not compile the model: a faster start, and on CUDA slower decoding.
-        trust_remote_code: whether the repository's own code may run.
         update_timeout: seconds that an update may take, the wait for running requests included.
+        **settings: see ``VLLMSettings``.
 
     Raises:
         ValueError: vLLM is not installed, or cannot run this model on this machine.
@@ -97,15 +90,8 @@ class AsyncVLLMEngine(VLLMBase):
         model_path: str,
         *,
         in_flight: InFlight = "wait",
-        tensor_parallel_size: int = 1,
-        dtype: str = "float32",
-        max_model_len: int | None = None,
-        seed: int = 0,
-        gpu_memory_utilization: float = 0.9,
-        kv_cache_gib: float = 1.0,
-        enforce_eager: bool = False,
-        trust_remote_code: bool = False,
         update_timeout: float = RPC_TIMEOUT_S,
+        **settings: Unpack[VLLMSettings],
     ) -> None:
         require_vllm()
         self.restarted_requests = 0
@@ -113,7 +99,6 @@ class AsyncVLLMEngine(VLLMBase):
         self._updating, self._closing = threading.Lock(), threading.Lock()
         self._request_ids = itertools.count()
         self._running = 0
-        self._llm: Any = None
         self._workers: list[int] = []
         self._loop: asyncio.AbstractEventLoop | None = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="AsyncVLLMEngine", daemon=True)
@@ -121,17 +106,7 @@ class AsyncVLLMEngine(VLLMBase):
         try:
             with starting_vllm(None):
                 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads and must not fork
-                config, arguments = engine_arguments(
-                    model_path,
-                    tensor_parallel_size=tensor_parallel_size,
-                    dtype=dtype,
-                    max_model_len=max_model_len,
-                    seed=seed,
-                    gpu_memory_utilization=gpu_memory_utilization,
-                    kv_cache_gib=kv_cache_gib,
-                    enforce_eager=enforce_eager,
-                    trust_remote_code=trust_remote_code,
-                )
+                config, arguments = engine_arguments(model_path, settings)
                 # All of vLLM's objects live in the loop's thread. A process that is to die with its parent dies, in
                 # truth, with the thread that started it, and this one lasts until the end.
                 model_config = asyncio.run_coroutine_threadsafe(self._start(arguments), self._loop).result()
@@ -245,31 +220,14 @@ class AsyncVLLMEngine(VLLMBase):
                 completion.versions[span.start : span.end] = int(span.version)
         return group
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """As in ``Engine``, with the requests that are running treated as ``in_flight`` says.
+    def _read(self, handle: PlainHandle, version: int) -> None:
+        """With the requests that are running treated as ``in_flight`` says.
 
         Raises:
-            RuntimeError: a name is unknown, missing or has another shape (the engine then goes on with the weights and
-                the version that it has); the workers failed to load the weights in time (no call works any more); or
-                the engine is closed or its process has ended.
+            EngineDeadError: the workers did not load the weights, or not in time; or the engine's process has ended.
             TimeoutError: requests ran for longer than ``update_timeout``; the engine goes on with the weights and the
                 version that it has.
         """
-        with self._updating, self._shared(weights) as block:
-            self._call(self._update(block, version))
-
-    def load(self, handle: WeightHandle, version: int) -> None:
-        """As in ``Engine``; the workers read the handle by themselves where that is possible.
-
-        Raises:
-            RuntimeError, TimeoutError: as in ``update_weights``, or the weights are gone (the engine then goes on with
-                those that it has).
-        """
-        if not isinstance(handle, PlainHandle):
-            super().load(handle, version)
-            return
-        check_layout(handle.layout, self._expected_weights[0])
-        handle.check()
         with self._updating:
             self._call(self._update(handle, version))
 
@@ -284,7 +242,6 @@ class AsyncVLLMEngine(VLLMBase):
                 waiting_for = "vLLM to pause"
                 # Also drops all keys and values: the prefix cache, and what paused requests have computed.
                 await self._llm.pause_generation(mode=self._in_flight)
-                waiting_for = "the workers to load the weights"
                 await self._load(handle, version)
         except TimeoutError:
             raise TimeoutError(
@@ -304,12 +261,12 @@ class AsyncVLLMEngine(VLLMBase):
     async def _load(self, handle: PlainHandle, version: int) -> None:
         try:
             await self._llm.collective_rpc("load_handle", args=(*handle.plain(), self._name))
-        except BaseException:
-            self._finish(
-                f"vLLM's workers failed to load the weights of version {version}, or did not within "
-                f"{self._update_timeout:g} s: make a new engine."
-            )
-            raise
+        except BaseException as error:
+            # A part of the weights may have been loaded. It is the engine that is lost, and not the run.
+            why = str(error) or f"not within {self._update_timeout:g} s"
+            reason = f"vLLM's workers did not load the weights of version {version} ({why}): make a new engine."
+            self._finish(reason)
+            raise EngineDeadError(reason) from error
         await self._set_version(version)
 
     async def _set_version(self, version: int) -> None:

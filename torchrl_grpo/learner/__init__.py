@@ -1,6 +1,7 @@
-"""The training step, and the state of a run on disk."""
+"""The training step, what goes around it in one rank, and the state of a run on disk."""
 
 from torchrl_grpo.learner.checkpoint import Checkpointer
+from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.step import GRPOTrainer, NonFiniteError
 
-__all__ = ["Checkpointer", "GRPOTrainer", "NonFiniteError"]
+__all__ = ["Checkpointer", "GRPOTrainer", "Learner", "NonFiniteError"]

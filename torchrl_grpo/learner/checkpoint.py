@@ -67,7 +67,7 @@ class Checkpointer:
         if not writes:
             return target
         shutil.rmtree(staging, ignore_errors=True)
-        base.save_pretrained(staging, state_dict=state)
+        base.save_pretrained(staging, state_dict=state, save_original_format=False)  # its names are that already
         tokenizer.save_pretrained(staging)
         shutil.rmtree(old, ignore_errors=True)
         if target.exists():

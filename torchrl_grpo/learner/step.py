@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,23 +14,19 @@ import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torchrl._utils import logger as torchrl_logger
-from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo import keys
 from torchrl_grpo.functional import effective_sample_size
-from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.models.packing import has, pad, pad_batch, rank_micro_batches, slice_tokens
 from torchrl_grpo.models.scoring import TokenScorer, autocast
 from torchrl_grpo.models.sharding import (
     clip_grad_norm,
     compute_device,
-    gather_state,
-    is_writer,
+    load_whole_state,
     mesh_of,
-    shard_model_state,
-    shard_optimizer_state,
+    whole_state,
 )
-from torchrl_grpo.objectives.grpo import LOSS_WEIGHTS, GRPOLoss
+from torchrl_grpo.objectives.grpo import GRPOLoss
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weights import LoraDelta, named_adapters, named_weights
 
@@ -120,26 +115,6 @@ class GRPOTrainer:
         """What the adapters of a LoRA model add to its base model's weights; gathered as in ``weights``."""
         return named_adapters(self.model)
 
-    @torch.no_grad()
-    def score(self, sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> list[Tensor]:
-        """The policy's log-probs of responses, one sequence at a time: for the check of a weight sync.
-
-        Args:
-            sequences: prompt and response together, [T] int64 each.
-            prompt_lengths: how many of the tokens are the prompt.
-
-        Returns:
-            for each sequence, [T - prompt_length] float32 on the CPU.
-        """
-        scorer = self.loss.actor_network
-        assert isinstance(scorer, TokenScorer)
-        scores = []
-        for tokens, start in zip(sequences, prompt_lengths, strict=True):
-            mask = torch.arange(len(tokens)) >= start
-            log_probs, _ = scorer.score(tokens[None].to(self.device), mask[None].to(self.device))
-            scores.append(log_probs[0, start:].cpu())
-        return scores
-
     def train_batch(self, batch: TensorDictBase) -> dict[str, float]:
         """Makes all optimizer steps of one batch [N] and raises ``version``.
 
@@ -188,7 +163,7 @@ class GRPOTrainer:
                 totals[name] = totals[name] + value if name in totals else value
         totals = self._over_ranks(totals)
         loss = sum((value for name, value in totals.items() if name.startswith("loss_")), torch.zeros(()))
-        metrics = self.optim_step(loss, empty=not data.get(LOSS_WEIGHTS).any())
+        metrics = self.optim_step(loss, empty=not data.get(keys.LOSS_WEIGHTS).any())
         totals["ESS"] = effective_sample_size(totals["ratio_mean"], totals["ratio_square_mean"])
         values = torch.stack([value.float() for value in totals.values()]).tolist()
         metrics |= {f"train/{name}": value for name, value in zip(totals, values, strict=True)}
@@ -204,7 +179,7 @@ class GRPOTrainer:
         flat = [names.truncated] if self.loss.mask_truncated else []
         flat += [names.reward_valid] if has(batch, names.reward_valid) else []
         for name in set(self.loss.in_keys) - {*per_token, *flat, *self.loss.actor_network.out_keys}:
-            if has(batch, name):  # what a loss of one's own reads besides
+            if has(batch, name):  # what a user's loss reads besides
                 of_tokens = batch[0].get(name).shape == batch[0].get(keys.FULL).shape
                 per_token |= {name: 0} if of_tokens else {}
                 flat += [] if of_tokens else [name]
@@ -223,7 +198,7 @@ class GRPOTrainer:
         if len(index):
             return slice_tokens(data, index, int(data.get("length")[index].max()))
         idle = slice_tokens(data, torch.tensor([0]), 2)
-        for key in (self.loss.tensor_keys.mask, LOSS_WEIGHTS):
+        for key in (self.loss.tensor_keys.mask, keys.LOSS_WEIGHTS):
             idle.set(key, torch.zeros_like(idle.get(key)))
         return idle
 
@@ -288,18 +263,9 @@ class GRPOTrainer:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights of a base model that LoRA leaves alone.
-
-        It does not depend on the number of ranks. Of a sharded model rank 0 gets the whole state, on the CPU; the
-        other ranks, which must call this too, get None in the place of each sharded tensor.
-        """
-        everything = self.model.named_parameters(remove_duplicate=False)
-        frozen = {name for name, parameter in everything if not parameter.requires_grad}
-        weights = self.model.state_dict(keep_vars=True)  # tied weights stay one object, and are gathered once
-        weights = {name: value for name, value in weights.items() if name not in frozen}
-        state = {
-            "model": weights,
-            "optimizer": self.optimizer.state_dict(),
+        """Everything but the weights of a base model that LoRA leaves alone; see ``whole_state``."""
+        return {
+            **whole_state(self.model, self.optimizer),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "version": self.version,
@@ -307,18 +273,6 @@ class GRPOTrainer:
             "skipped_steps": self.skipped_steps,
             "nonfinite_in_a_row": self._nonfinite_in_a_row,
         }
-        return gather_state(state, keep=is_writer(self.model))
-
-    def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
-        """Writes a checkpoint of this state and the given state of the source; returns the file. Rank 0 writes."""
-        state = self.state_dict()
-        if not is_writer(self.model):
-            return checkpointer.path(self.version)
-        return checkpointer.save(self.version, state, source)
-
-    def export(self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase) -> Path:
-        """Writes the model as ``from_pretrained`` reads it; returns the folder."""
-        return checkpointer.export(self.model, tokenizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what ``state_dict`` gave, to any number of ranks; each of them is given the whole state.
@@ -326,15 +280,7 @@ class GRPOTrainer:
         Raises:
             RuntimeError: the model has other parameters.
         """
-        weights = shard_model_state(state["model"], self.model)
-        missing, unexpected = self.model.load_state_dict(weights, strict=False)
-        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        if unexpected or trained & set(missing):
-            raise RuntimeError(
-                f"the checkpoint does not fit the model: {len(unexpected)} unknown entries {unexpected[:3]}, "
-                f"{len(trained & set(missing))} missing ones {sorted(trained & set(missing))[:3]}."
-            )
-        self.optimizer.load_state_dict(shard_optimizer_state(state["optimizer"], self.optimizer))
+        load_whole_state(self.model, self.optimizer, state)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])

@@ -1,7 +1,7 @@
 """``fit``: the only training loop.
 
-It consumes batches from a ``RolloutSource`` and produces weights: next_batch -> train_batch -> publish, ``num_batches``
-times. A synchronous source collects inside ``next_batch``, an asynchronous one has been collecting all along; nothing
+It consumes batches from a ``RolloutSource`` and produces weights: next_batch -> train_batch -> publish, until the run
+has its number of steps. A synchronous source samples inside ``next_batch``, an asynchronous one all the time; nothing
 here knows which, and nothing here looks inside a batch: it may be references to data that is elsewhere. What unblocks
 the loop is the source: a batch is ready, or a deadline has passed.
 """
@@ -9,7 +9,7 @@ the loop is the source: a batch is ready, or a deadline has passed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,133 +20,192 @@ from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
 
-_SAMPLES = 4
+_SAMPLES, _TEST_SAMPLES = 4, 20
+_LARGEST_ON_POLICY_KL = 0.1
+"""Nats per token. Rounding gives about 1e-12 in float32 and 1e-3 with an engine in bfloat16."""
 
 
-class Trainer(Protocol):
-    """What ``fit`` asks of a trainer, in this process or in others. ``GRPOTrainer`` says what each member means."""
+class LearnerLike(Protocol):
+    """What ``fit`` asks of a learner, in this process or in others. ``Learner`` says what each member means."""
 
     @property
     def version(self) -> int: ...
 
     @property
-    def optim_steps(self) -> int: ...
+    def resumable(self) -> bool: ...
 
     def train_batch(self, batch: Any) -> dict[str, float]: ...
 
+    def samples(self, most: int) -> list[dict[str, Any]]: ...
+
     def weights(self) -> Any: ...
+
+    def reference_weights(self) -> Any: ...
+
+    def mismatch(self, probe: Any) -> tuple[float, float]: ...
 
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path: ...
 
 
-class EvaluatorLike(Protocol):
-    """What ``fit`` asks of an ``Evaluator``."""
+@dataclass(frozen=True)
+class Schedule:
+    """How long a run is, and what happens how often; frequencies are steps between two events.
 
-    def evaluate(self, *, sampled: bool) -> tuple[dict[str, float], list[dict[str, Any]]]: ...
+    Attributes:
+        num_batches: steps of the run; one step trains one batch.
+        sequences_per_batch: for the progress bar.
+        evaluation_frequency: between evaluations; 0 is before and after the run alone.
+        checkpoint_frequency: between checkpoints; 0 is at the end alone.
+        sample_frequency: between tables of samples.
+        refresh_every: between updates of the reference model with the trained weights; None is never.
+        reference_version: of the weights that the reference model of a resumed run had; 0 is the base model.
+        mismatch_tolerance: largest mean difference of the log-probs of engine and trainer after a weight sync, in nats;
+            None measures none.
+        on_policy: whether a batch is one optimizer step, so that the first one trains what its own weights sampled.
+    """
+
+    num_batches: int
+    sequences_per_batch: int
+    evaluation_frequency: int = 0
+    checkpoint_frequency: int = 0
+    sample_frequency: int = 50
+    refresh_every: int | None = None
+    reference_version: int = 0
+    mismatch_tolerance: float | None = None
+    on_policy: bool = False
+
+    def refreshes(self, version: int) -> bool:
+        """Whether the reference model gets the weights of this version."""
+        return self.refresh_every is not None and version > 0 and version % self.refresh_every == 0
+
+
+class _Saver:
+    """Writes checkpoints, each with the state that the source had when the trained batch was taken.
+
+    Attributes:
+        reference_version: of the weights that the reference model has.
+    """
+
+    reference_version = 0
+
+    def __init__(self, learner: LearnerLike, source: RolloutSource, checkpointer: Checkpointer) -> None:
+        self._learner, self._source, self._checkpointer = learner, source, checkpointer
+        self._first = self._saved = learner.version
+        self._states = {learner.version: source.state_dict()}  # by the version of the learner that it goes with
+
+    def batch_taken(self) -> None:
+        version = self._learner.version
+        self._states = {version: self._states[version], version + 1: self._source.state_dict()}
+
+    def save(self) -> None:
+        """Saves, unless that is done; the middle of a step is not a state to go on from."""
+        version = self._learner.version
+        if not self._learner.resumable:
+            some = self._saved != self._first
+            last = f"the last checkpoint is of step {self._saved}" if some else "no checkpoint was written"
+            torchrl_logger.warning(f"stopped inside step {version + 1}: {last}.")
+        elif self._saved != version:
+            state = self._states[version] | {"reference_version": self.reference_version}
+            self._learner.save(self._checkpointer, state)
+            self._saved = version
 
 
 def fit(
-    trainer: Trainer,
+    learner: LearnerLike,
     source: RolloutSource,
-    evaluator: EvaluatorLike | None,
     checkpointer: Checkpointer,
     logger: MetricsLogger,
     console: Console,
-    *,
-    num_batches: int,
-    sequences_per_batch: int,
-    evaluation_frequency: int = 0,
-    checkpoint_frequency: int = 0,
-    sample_frequency: int = 50,
-    before_publish: Callable[[], None] | None = None,
-    after_publish: Callable[[], dict[str, float]] | None = None,
+    schedule: Schedule,
 ) -> None:
-    """Trains until ``trainer.version`` is ``num_batches``.
+    """Trains until ``learner.version`` is ``schedule.num_batches``.
 
     The weights are published once before the first batch, so that engine and trainer start equal. The test split is
-    evaluated before, every ``evaluation_frequency`` steps, and after; a checkpoint is written every
-    ``checkpoint_frequency`` steps and at the end, and also when training fails or is interrupted after a step.
+    evaluated before the run and after it; a checkpoint is written at the end, and also when training fails or is
+    interrupted after a step.
 
     Args:
-        trainer: makes the steps.
+        learner: makes the steps.
         source: gives the batches and takes the weights.
-        evaluator: or None.
         checkpointer: writes the checkpoints.
         logger: gets the metrics and samples.
         console: shows them.
-        num_batches: steps of the run; one step trains one batch.
-        sequences_per_batch: for the progress bar.
-        evaluation_frequency: steps between evaluations, 0 for none in between.
-        checkpoint_frequency: steps between checkpoints, 0 for none in between.
-        sample_frequency: steps between tables of samples.
-        before_publish: called before each weight sync: what must be so before anything is sampled with the new weights
-            (the reference model's refresh).
-        after_publish: called after each weight sync; returns metrics (the check of the sync).
+        schedule: how long, and how often.
+
+    Raises:
+        RuntimeError: engine and trainer differ by more than rounding.
     """
-    total = num_batches * sequences_per_batch
+    size, total = schedule.sequences_per_batch, schedule.num_batches * schedule.sequences_per_batch
+    first, saver = learner.version, _Saver(learner, source, checkpointer)
 
     def evaluate(step: int, sampled: bool) -> dict[str, float]:
-        if evaluator is None:
-            return {}
         start = time.perf_counter()
-        metrics, rows = evaluator.evaluate(sampled=sampled)
-        metrics["time/eval_s"] = time.perf_counter() - start
-        logger.log_samples(step, rows[:20])
-        console.evaluation(step, metrics)
+        metrics, rows = source.evaluate(sampled=sampled)
+        if metrics:
+            metrics["time/eval_s"] = time.perf_counter() - start
+            logger.log_samples(step, rows[:_TEST_SAMPLES])
+            console.evaluation(step, metrics)
         return metrics
 
-    def publish() -> dict[str, float]:
-        if before_publish is not None:
-            before_publish()
+    def publish(version: int, refresh: bool) -> dict[str, float]:
+        if refresh:  # before anything is sampled with the new weights
+            source.update_reference(learner.reference_weights())
+            saver.reference_version = version
         start = time.perf_counter()
-        source.publish(trainer.weights(), trainer.version)
+        source.publish(learner.weights(), version)
         metrics = {"time/sync_s": time.perf_counter() - start}
-        return metrics | (after_publish() if after_publish is not None else {})
+        tolerance = schedule.mismatch_tolerance
+        return metrics if tolerance is None else metrics | _mismatch(learner, source, tolerance)
 
-    start_version = saved = trainer.version
-    optim_steps = trainer.optim_steps
-    source_states = {trainer.version: source.state_dict()}  # by the version of the trainer that it goes with
-
-    def save() -> None:
-        """Saves the state between two steps; one that was left in the middle of a step is not a state to go on from."""
-        nonlocal saved
-        version = trainer.version
-        inside = version + 1 in source_states and trainer.optim_steps != optim_steps
-        if inside or trainer.optim_steps < 0:
-            last = f"the last checkpoint is of step {saved}" if saved != start_version else "no checkpoint was written"
-            torchrl_logger.warning(f"stopped inside step {version + 1}: {last}.")
-        elif saved != version:
-            trainer.save(checkpointer, source_states[version])
-            saved = version
-
-    metrics = publish()
-    console.start(trainer.version * sequences_per_batch, total)
-    logger.log(trainer.version, metrics | evaluate(trainer.version, sampled=True))
-    first = trainer.version
+    metrics = publish(first, refresh=0 < first == schedule.reference_version or schedule.refreshes(first))
+    console.start(first * size, total)
+    logger.log(first, metrics | evaluate(first, sampled=True))
     try:
-        while trainer.version < num_batches:
+        while learner.version < schedule.num_batches:
             start = time.perf_counter()
             batch = source.next_batch()
-            source_states[trainer.version + 1] = source.state_dict()
-            train_start = time.perf_counter()
-            metrics = {"time/wait_s": train_start - start} | trainer.train_batch(batch)
-            optim_steps, source_states = trainer.optim_steps, {trainer.version: source_states[trainer.version]}
-            metrics["time/train_s"] = time.perf_counter() - train_start
-            metrics |= source.metrics()
-            step = trainer.version
-            metrics |= publish()
-            last = step == num_batches
+            saver.batch_taken()
+            metrics = {"time/wait_s": time.perf_counter() - start} | source.metrics() | learner.train_batch(batch)
+            step = learner.version
+            if step == first + 1 and schedule.on_policy:
+                _check_on_policy(metrics)
+            metrics |= publish(step, schedule.refreshes(step))
+            last = step == schedule.num_batches
             metrics["time/step_s"] = time.perf_counter() - start
             metrics["throughput/trained_tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/step_s"]
-            if last or (evaluation_frequency and step % evaluation_frequency == 0):
+            if last or (schedule.evaluation_frequency and step % schedule.evaluation_frequency == 0):
                 metrics |= evaluate(step, sampled=last)
             logger.log(step, metrics)
-            console.step(step, metrics, step * sequences_per_batch, total)
-            if last or step == first + 1 or step % sample_frequency == 0:
-                rows = source.samples(_SAMPLES)
+            console.step(step, metrics, step * size, total)
+            if last or step == first + 1 or step % schedule.sample_frequency == 0:
+                rows = learner.samples(_SAMPLES)
                 logger.log_samples(step, rows)
                 console.samples(step, rows)
-            if checkpoint_frequency and step % checkpoint_frequency == 0:
-                save()
+            if schedule.checkpoint_frequency and step % schedule.checkpoint_frequency == 0:
+                saver.save()
     finally:
-        save()
+        saver.save()
+
+
+def _mismatch(learner: LearnerLike, source: RolloutSource, tolerance: float) -> dict[str, float]:
+    """How far the log-probs of a few sampled tokens are apart; too far ends the run."""
+    found = [learner.mismatch(probe) for probe in source.probes()]
+    mean, largest = max(mean for mean, _ in found), max(largest for _, largest in found)
+    if not mean <= tolerance:
+        raise RuntimeError(
+            f"after a weight sync, log-probs of engine and trainer differ by {mean:.3g} on average ({largest:.3g} at "
+            f"most), more than inference_model.check_sync_tolerance={tolerance}: the engine does not have the "
+            "trainer's weights."
+        )
+    return {"sync/mismatch_mean": mean, "sync/mismatch_max": largest}
+
+
+def _check_on_policy(metrics: dict[str, float]) -> None:
+    """Ends a run whose engine samples from another distribution than the trainer trains."""
+    kl = metrics.get("train/kl_k3_to_inference", 0.0)
+    if metrics.get("staleness/max") == 0 and kl > _LARGEST_ON_POLICY_KL:
+        raise RuntimeError(
+            f"the first step trained what its own weights sampled, and yet the KL to the engine's policy is {kl:.3g} "
+            f"nats per token, more than the {_LARGEST_ON_POLICY_KL} that rounding can explain: engine and trainer "
+            "compute different distributions. Use another inference_model.backend or dtype, or another model."
+        )

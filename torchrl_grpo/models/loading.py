@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from torch import nn
 from torchrl._utils import logger as torchrl_logger
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -22,7 +23,6 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torchrl_grpo.starter import starter_path
-from torchrl_grpo.weights import named_weights
 
 STARTER = "starter"
 """The model name that stands for the model shipped with the package."""
@@ -51,8 +51,8 @@ def _unreachable(name: str, what: str, error: Exception) -> ValueError:
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return ValueError(
         f"model.name={name} must be a folder or a model on the Hugging Face hub that can be reached, but its {what} "
-        f"could not be loaded ({first_line}): check the name, the network and HF_HUB_OFFLINE, log in for a gated "
-        f"model, or use model.name={STARTER}, which is shipped with the package."
+        f"could not be loaded ({first_line}): check the name, the files, the network and HF_HUB_OFFLINE, log in for a "
+        f"gated model, or use model.name={STARTER}, which is shipped with the package."
     )
 
 
@@ -60,12 +60,29 @@ def load_config(name: str, *, trust_remote_code: bool = False) -> PretrainedConf
     """The architecture alone, without weights.
 
     Raises:
-        ValueError: there is no such model, or it cannot be reached.
+        ValueError: there is no such model, it cannot be reached, or it is no causal language model.
     """
     try:
-        return AutoConfig.from_pretrained(resolve_name(name), trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(resolve_name(name), trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise _unreachable(name, "config", error) from error
+    auto_map = getattr(config, "auto_map", None) or {}
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in auto_map:
+        raise ValueError(
+            f"model.name={name} must be a causal language model, but AutoModelForCausalLM has none of the type "
+            f"{config.model_type}: use a model that is made for text alone."
+        )
+    return config
+
+
+def check_text_only(config: PretrainedConfig, name: str) -> None:
+    """Raises ValueError for a language model with other parts, such as one for images."""
+    if config.get_text_config() is not config:
+        raise ValueError(
+            f"model.name={name} must be a model for text alone with inference_model.backend=vllm, but "
+            f"{config.model_type} has other parts too, and vLLM has other names for their weights: use a checkpoint of "
+            "the language model alone, or inference_model.backend=transformers."
+        )
 
 
 def load_tokenizer(
@@ -85,7 +102,11 @@ def load_tokenizer(
         ValueError: the tokenizer cannot be loaded, or has no end-of-sequence token.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve_name(name), trust_remote_code=trust_remote_code)
+        # Where mistral_common is installed (vLLM brings it), Mistral's models would get its tokenizer by default, which
+        # takes no chat template and has none of the names that are read here.
+        tokenizer = AutoTokenizer.from_pretrained(
+            resolve_name(name), trust_remote_code=trust_remote_code, mistral_format=False
+        )
     except (OSError, ValueError) as error:
         raise _unreachable(name, "tokenizer", error) from error
     return prepare_tokenizer(tokenizer, name, chat_template)
@@ -128,14 +149,30 @@ def _template_text(template: str) -> str:
 
 
 def check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Raises ValueError when the tokenizer has ids that the model has no embedding for."""
-    model_size = config.get_text_config().vocab_size
-    if len(tokenizer) > model_size:
+    """Raises ValueError when the model has no embedding for a token that is used.
+
+    Those are the tokenizer's own vocabulary and, of what was added to it, what a chat has. Another added token does no
+    harm: Gemma 3's tokenizer has one for images that the models for text alone do not know.
+    """
+    size, added = config.get_text_config().vocab_size, tokenizer.get_added_vocab()
+    used = {token_id for token, token_id in tokenizer.get_vocab().items() if token not in added}
+    used.update({tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id} - {None})
+    used.update(tokenizer(_chat_text(tokenizer), add_special_tokens=False)["input_ids"])
+    if max(used) >= size:
         raise ValueError(
-            f"model.name={name} must have an embedding for each token, but the model's vocabulary has {model_size} "
-            f"entries and the tokenizer's {len(tokenizer)}: use the tokenizer the model was trained with, or resize "
-            "the model's embeddings (resize_token_embeddings) and save it again."
+            f"model.name={name} must have an embedding for each token, but the model has {size} and the tokenizer uses "
+            f"ids up to {max(used)}: use the tokenizer the model was trained with, or resize the model's embeddings "
+            "(resize_token_embeddings) and save it again."
         )
+
+
+_MARKER = "0"
+
+
+def _chat_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A short chat as the template renders it; both turns are ``_MARKER``."""
+    chat = [{"role": role, "content": _MARKER} for role in ("user", "assistant")]
+    return str(tokenizer.apply_chat_template(chat, tokenize=False))
 
 
 def stop_token_ids(
@@ -146,12 +183,10 @@ def stop_token_ids(
     ids = {tokenizer.eos_token_id}
     configured = getattr(generation_config, "eos_token_id", None)
     ids.update(configured if isinstance(configured, list) else [configured] if configured is not None else [])
-    marker = "0"
-    chat = [{"role": "user", "content": marker}, {"role": "assistant", "content": marker}]
-    text = tokenizer.apply_chat_template(chat, tokenize=False)
-    if marker not in text:  # a template that leaves the assistant's text out
+    text = _chat_text(tokenizer)
+    if _MARKER not in text:  # a template that leaves the assistant's text out
         return tuple(sorted(ids))
-    after = tokenizer(text[text.rindex(marker) + len(marker) :], add_special_tokens=False)["input_ids"]
+    after = tokenizer(text[text.rindex(_MARKER) + len(_MARKER) :], add_special_tokens=False)["input_ids"]
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     ids.update([token for token in after if token in special][:1])
     return tuple(sorted(ids))
@@ -176,23 +211,40 @@ def load_model(
     """A causal LM in eval mode (dropout off) on its device.
 
     Raises:
-        ValueError: the weights cannot be loaded.
+        ValueError: the weights cannot be loaded, or are not all there and finite.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             resolve_name(name),
             dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise _unreachable(name, "weights", error) from error
-    return model.to(device).eval()
+    model = model.to(device).eval()
+    parameters = dict(model.named_parameters())
+    # A sum needs no memory, and is not finite where a weight is not.
+    sums = torch.stack([parameter.detach().sum(dtype=torch.float32) for parameter in parameters.values()])
+    wrong = {
+        "not in its files": info["missing_keys"] & parameters.keys(),
+        "of another shape there": {key for key, *_ in info["mismatched_keys"]},
+        "not finite": {key for key, ok in zip(parameters, sums.isfinite().tolist(), strict=True) if not ok},
+    }
+    found = [f"{len(keys)} are {what} ({', '.join(sorted(keys)[:3])})" for what, keys in wrong.items() if keys]
+    if found:
+        raise ValueError(
+            f"model.name={name} must have the {len(parameters)} weights of {type(model).__name__}, but "
+            f"{'; '.join(found)}: download it, or save it, once more."
+        )
+    return model
 
 
 @dataclass(frozen=True)
-class CheckpointWeights:
-    """Gives the weights of a checkpoint, on the CPU, wherever it is called.
+class CheckpointModel:
+    """Loads the model of a checkpoint on the CPU, wherever it is called.
 
     Args:
         name: folder or hub name.
@@ -204,16 +256,14 @@ class CheckpointWeights:
     dtype: torch.dtype
     trust_remote_code: bool = False
 
-    def model(self) -> PreTrainedModel:
-        """Loads the model."""
+    def __call__(self) -> PreTrainedModel:
         cpu = torch.device("cpu")
         return load_model(self.name, dtype=self.dtype, device=cpu, trust_remote_code=self.trust_remote_code)
 
-    def __call__(self) -> Iterator[tuple[str, Tensor]]:
-        return named_weights(self.model())
 
-
-def count_parameters(config: PretrainedConfig, attn_implementation: str = "sdpa") -> int:
+def count_parameters(
+    config: PretrainedConfig, attn_implementation: str = "sdpa", *, trust_remote_code: bool = False
+) -> int:
     """Parameters of the causal LM of a config, counted without allocating them; tied ones once.
 
     Raises:
@@ -221,7 +271,9 @@ def count_parameters(config: PretrainedConfig, attn_implementation: str = "sdpa"
     """
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+            )
     except (ImportError, ValueError) as error:
         raise ValueError(
             f"model.attn_implementation={attn_implementation} must be an attention that the model and this machine "
@@ -236,25 +288,29 @@ def add_lora(
     """Wraps a model with LoRA adapters (arXiv 2106.09685) through peft; only they are trained, without dropout.
 
     Raises:
-        ValueError: the model has no such modules.
+        ValueError: the model has no such modules, or uses their weights by other ways than their forward.
     """
     from peft import LoraConfig, get_peft_model  # slow to import, and only LoRA runs need it
 
     config = LoraConfig(r=r, lora_alpha=alpha, target_modules=target_modules, task_type="CAUSAL_LM")
     try:
-        return get_peft_model(model, config).eval()
+        adapted = get_peft_model(model, config).eval()
+        for name, _ in adapted.named_modules():
+            if ".lora_A." in name and "mamba" in name:
+                raise ValueError(f"{name.partition('.lora_A')[0]} is part of a Mamba layer, which would ignore it")
     except ValueError as error:
         raise ValueError(
-            f"train_model.lora.target_modules={target_modules} must name modules of the model ({error}): use "
-            "[all-linear]."
+            f"train_model.lora.target_modules={target_modules} must name modules of the model that can have adapters "
+            f"({error}): use [all-linear], or [q_proj,k_proj,v_proj,o_proj]."
         ) from error
+    return adapted
 
 
 def enable_gradient_checkpointing(model: Any) -> int:
     """Turns on gradient checkpointing that stays on while dropout is off.
 
-    Hugging Face layers recompute only in training mode. So the training flag is set on the checkpointed layers
-    themselves and on none of their children: dropout inside them stays off.
+    Hugging Face layers recompute only in training mode. So they are in it when they are called, and leave it while they
+    compute: neither their children nor themselves apply dropout.
 
     Returns:
         the number of layers that will be recomputed.
@@ -263,13 +319,16 @@ def enable_gradient_checkpointing(model: Any) -> int:
         ValueError: the model has no layer that can be.
     """
     base = base_model_of(model)
-    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError(
             f"train_model.gradient_checkpointing=true needs a model with checkpointed layers, which "
             f"{type(base).__name__} does not have: set it to false."
         )
+    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in layers:
         layer.training = True
+        layer.register_forward_pre_hook(lambda layer, _: setattr(layer, "training", False))
+        # Always: the recomputation ends with an exception as soon as it has what the backward pass needs.
+        layer.register_forward_hook(lambda layer, *_: setattr(layer, "training", True), always_call=True)
     return len(layers)

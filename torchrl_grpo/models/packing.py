@@ -123,7 +123,7 @@ def sequences_of(batch: TensorDictBase) -> TensorDictBase:
         batch: batch size [N], ragged or padded on either side. The tensors are not changed.
 
     Returns:
-        lazy stack [N]; prompts and responses of their own, texts and histories are left out.
+        lazy stack [N], without the entries for prompt and response alone, texts and histories.
 
     Raises:
         KeyError: a sequence has no tokens, or neither kind of log-probs.
@@ -173,7 +173,7 @@ def micro_batches(lengths: Tensor, max_tokens: int) -> list[Tensor]:
 
     Args:
         lengths: [N] int64, tokens in each sequence.
-        max_tokens: budget; a sequence that is longer gets a micro-batch of its own.
+        max_tokens: budget; a longer sequence is a micro-batch alone.
 
     Returns:
         index tensors [n_i] int64, longest sequences first; together they hold each of 0..N-1 once.

@@ -8,6 +8,7 @@ Shape suffixes: B sequences, T tokens, N scored tokens, D hidden size, V vocabul
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,15 +19,13 @@ from torch import Tensor, nn
 from torchrl.modules.llm import LLMWrapperBase
 
 from torchrl_grpo import keys
+from torchrl_grpo.generation.base import MIN_TEMPERATURE
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import pad, sequences_of
-from torchrl_grpo.models.sharding import call_gathered, compute_device
+from torchrl_grpo.models.sharding import call_gathered, compute_device, mesh_of
 
 MAX_CHUNK_ELEMENTS = {"cpu": 2**23, "other": 2**25}
 """Logits held at once: in float32 32 MiB, near the size of a CPU's caches, and 128 MiB to keep an accelerator busy."""
-
-CUR_LOG_PROBS: NestedKey = ("cur_log_probs", "full")
-ENTROPY: NestedKey = ("entropy", "full")
 
 
 def _chunk_logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, scale: float) -> Tensor:
@@ -138,17 +137,6 @@ def chunked_log_probs(
         return _ChunkedLogProb.apply(hidden_ND, weight_VD, bias_V, targets_N, 1.0 / temperature, rows)
 
 
-def check_logits_are_plain(config: Any) -> None:
-    """Raises ValueError for a Hugging Face config whose model changes its logits after the LM head."""
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        value = getattr(config, name, None)
-        if value not in (None, 1, 1.0):
-            raise ValueError(
-                f"model config {name}={value} is not supported: log-probs are computed from the LM head in chunks; use "
-                "a model without it (Llama, Qwen, Mistral families)."
-            )
-
-
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Mixed precision with that type on that device; None is none."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
@@ -166,8 +154,8 @@ class TokenScorer(TensorDictModuleBase):
         max_chunk_elements: bound on the logits held at once; by default ``MAX_CHUNK_ELEMENTS`` of the device.
 
     Raises:
-        ValueError: the model changes its logits after the LM head (soft-capping, logit scale), or the head is no
-            plain linear layer (a LoRA adapter on it).
+        ValueError: the head is no plain linear layer (a LoRA adapter on it), or the scores are not those of the model's
+            own logits (see ``check_scorer``).
 
     Example:
         >>> scorer = TokenScorer(AutoModelForCausalLM.from_pretrained(path))  # doctest: +SKIP
@@ -175,23 +163,24 @@ class TokenScorer(TensorDictModuleBase):
     """
 
     in_keys: list[NestedKey] = [keys.FULL, keys.ASSISTANT_MASK]  # noqa: RUF012
-    out_keys: list[NestedKey] = [CUR_LOG_PROBS, ENTROPY]  # noqa: RUF012
+    out_keys: list[NestedKey] = [keys.CUR_LOG_PROBS, keys.ENTROPY]  # noqa: RUF012
 
     def __init__(self, model: nn.Module, *, temperature: float = 1.0, max_chunk_elements: int | None = None) -> None:
         super().__init__()
         base: Any = base_model_of(model)
-        check_logits_are_plain(base.config)
         if not isinstance(base.get_output_embeddings(), nn.Linear):
             raise ValueError(
                 f"the LM head must be a plain nn.Linear, got {type(base.get_output_embeddings()).__name__}: "
                 "leave lm_head out of the LoRA target modules."
             )
-        if temperature <= 0:
-            raise ValueError(f"temperature must be above 0, got {temperature}: use 1.0.")
+        if not MIN_TEMPERATURE <= temperature < math.inf:
+            raise ValueError(f"temperature must be at least {MIN_TEMPERATURE}, got {temperature}: use 1.0.")
         self.model: Any = model
         self.mask_key: NestedKey = keys.ASSISTANT_MASK
         self.temperature = temperature
         self.max_chunk_elements = max_chunk_elements
+        if base.device.type != "meta" and mesh_of(base) is None:
+            check_scorer(self)
 
     @property
     def base(self) -> Any:
@@ -214,7 +203,10 @@ class TokenScorer(TensorDictModuleBase):
     def _score(self, tokens_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         """As ``score``, but [B * T], and with the LM head gathered: FSDP2 wants no views from what it calls."""
         base = self.base
-        hidden_BTD = base.base_model(input_ids=tokens_BT[:, :-1], use_cache=False).last_hidden_state
+        body = (
+            base.base_model if base.base_model is not base else base.model
+        )  # Llama 4 has the prefix of a larger model
+        hidden_BTD = body(input_ids=tokens_BT[:, :-1], use_cache=False).last_hidden_state
         select = mask_BT[:, 1:].flatten().nonzero().squeeze(-1)
         head = base.get_output_embeddings()
         log_prob_N, entropy_N = chunked_log_probs(
@@ -236,19 +228,62 @@ class TokenScorer(TensorDictModuleBase):
         tokens = pad(tensordict, keys.FULL).to(device)
         mask = pad(tensordict, self.mask_key, False).to(device)
         log_probs, entropy = self.score(tokens, mask)
-        tensordict.set(CUR_LOG_PROBS, log_probs)
-        tensordict.set(ENTROPY, entropy)
+        tensordict.set(keys.CUR_LOG_PROBS, log_probs)
+        tensordict.set(keys.ENTROPY, entropy)
         return tensordict
 
 
+@torch.no_grad()
+def check_scorer(scorer: TokenScorer) -> None:
+    """Compares a scorer with its model's own logits on a few tokens.
+
+    They differ where a model does more to its logits than its LM head does (soft-capping, a scale, one more layer), and
+    where it looks at later tokens. ``TokenScorer`` checks itself when it is made, unless its model is sharded: make it
+    before ``shard_model``.
+
+    Raises:
+        ValueError: they differ by more than rounding.
+    """
+    base, head = scorer.base, scorer.base.get_output_embeddings().weight
+    tokens = torch.randint(len(head), (1, 12), generator=torch.Generator().manual_seed(0))
+    tokens = tokens.to(compute_device(scorer.model))
+    training = [(module, module.training) for module in scorer.model.modules()]
+    scorer.model.eval()
+    try:
+        scores, _ = TokenScorer.score(scorer, tokens, torch.ones_like(tokens, dtype=torch.bool))
+        # The model is given the last token too, which the scorer leaves out: nothing may depend on it.
+        logits = base(input_ids=tokens, use_cache=False).logits[0, :-1].float() / scorer.temperature
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        problem = f"cannot be had ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+    else:
+        expected = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(-1)
+        difference = (scores[0, 1:] - expected).abs().mean().item()
+        rounding = max(1e-4, 2 * torch.finfo(head.dtype).eps) * max(1.0, logits.abs().max().item())
+        problem = "" if difference <= rounding else f"are off by {difference:.2g} nats on average"
+    finally:
+        for module, mode in training:
+            module.training = mode
+    # Rounding in bfloat16 may be larger than what a soft cap does to a few tokens.
+    config = base.config.get_text_config()
+    for name in ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier"):
+        if getattr(config, name, None) not in (None, 1):
+            problem = f"{problem or 'are off'} (its config has {name}={getattr(config, name)})"
+    if problem:
+        raise ValueError(
+            f"{type(base).__name__} must have logits that are its LM head's output and depend on no later token, as "
+            f"log-probs are computed from the head in chunks: those {problem}; use another model (docs/models.md has a "
+            "table)."
+        )
+
+
 class AdapterOffScorer(TokenScorer):
-    """Scores with a peft model's adapters switched off: the reference policy of a LoRA run, at no memory of its own."""
+    """Scores with a peft model's adapters switched off: the reference policy of a LoRA run, without a second model."""
 
     def score(self, tokens_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         """As ``TokenScorer.score``, by the base model alone."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with self.model.disable_adapter():
-            # peft takes this from the adapters for the while. If this is the first forward, FSDP2 would then believe
+            # peft turns this off meanwhile. If this is the first forward, FSDP2 would then believe
             # that nothing is trained, and not cast the gradients.
             for parameter in trained:
                 parameter.requires_grad_(True)
@@ -272,7 +307,7 @@ class WrapperScorer(TokenScorer):
     """
 
     in_keys: list[NestedKey] = [keys.FULL]  # noqa: RUF012
-    out_keys: list[NestedKey] = [CUR_LOG_PROBS, ENTROPY, keys.ASSISTANT_MASK, keys.LOG_PROBS]  # noqa: RUF012
+    out_keys: list[NestedKey] = [keys.CUR_LOG_PROBS, keys.ENTROPY, keys.ASSISTANT_MASK, keys.LOG_PROBS]  # noqa: RUF012
 
     def __init__(self, wrapper: LLMWrapperBase) -> None:
         model = getattr(wrapper, "model", None)

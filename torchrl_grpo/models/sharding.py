@@ -13,13 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -29,7 +35,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torchrl_grpo.models.loading import base_model_of
@@ -196,57 +202,35 @@ def compute_device(model: nn.Module) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def gather_state(state: Any, *, keep: bool) -> Any:
-    """A nest of dicts and lists with its tensors detached, and the sharded ones gathered, one at a time, onto the CPU.
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The trained weights of a model and its optimizer's state, each by the names of the parameters.
 
-    Args:
-        state: a state dict; a tensor that is in it twice is gathered once.
-        keep: whether this rank wants the result; the others get None in the place of each sharded tensor.
+    It does not depend on the sharding. Of a sharded model rank 0 gets it, on the CPU, and the others nothing.
     """
-    seen: dict[int, Tensor | None] = {}
-
-    def visit(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: visit(entry) for key, entry in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(visit(entry) for entry in value)
-        if not isinstance(value, DTensor):
-            return value.detach() if isinstance(value, Tensor) else value
-        if id(value) not in seen:
-            full: Any = value.full_tensor()
-            seen[id(value)] = full.detach().cpu() if keep else None
-        return seen[id(value)]
-
-    return visit(state)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=mesh_of(model) is not None, ignore_frozen_params=True)
+    weights = get_model_state_dict(model, options=options)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:  # torch leaves the second name of a tied weight
+            weights.pop(name, None)
+    state: dict[str, Any] = {"model": weights, "optimizer": {}}
+    if optimizer.state:  # of one that made no step yet, torch would count a step with zero gradients
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
+    return state
 
 
-def shard_like(value: Any, like: Tensor) -> Any:
-    """This rank's part of a whole tensor that belongs to a parameter.
+def load_whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Restores what ``whole_state`` gave; every rank is given the whole state and keeps its part.
 
-    Args:
-        value: the whole tensor, on every rank.
-        like: the parameter. Where it is not sharded, or of another shape (a step count), the value is left as it is.
+    Raises:
+        RuntimeError: the model has other parameters.
     """
-    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
-        return value
-    # No source rank: every rank has the whole tensor, so nothing is sent.
-    local = value.to(like.device, copy=True)
-    return distribute_tensor(local, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def shard_model_state(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """A model's whole state dict cut to this rank's parts."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {name: shard_like(value, parameters.get(name, value)) for name, value in state.items()}
-
-
-def shard_optimizer_state(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's whole state dict cut to this rank's parts."""
-    numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    of_number = dict(zip(numbers, parameters, strict=False))  # a wrong count is what load_state_dict complains about
-    sharded = {
-        number: {key: shard_like(value, of_number[number]) for key, value in entries.items()}
-        for number, entries in state["state"].items()
-    }
-    return {**state, "state": sharded}
+    options = StateDictOptions(full_state_dict=True, strict=False, ignore_frozen_params=True)
+    missing, unexpected = set_model_state_dict(model, state["model"], options=options)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if unexpected or trained & set(missing):
+        raise RuntimeError(
+            f"the checkpoint does not fit the model: {len(unexpected)} unknown entries {unexpected[:3]}, "
+            f"{len(trained & set(missing))} missing ones {sorted(trained & set(missing))[:3]}."
+        )
+    if state["optimizer"]:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)

@@ -1,5 +1,7 @@
 """The GRPO loss module and its relatives."""
 
-from torchrl_grpo.objectives.grpo import CISPOLoss, GRPOLoss, SAPOLoss
+from torchrl_grpo.objectives.grpo import GRPOLoss
+from torchrl_grpo.objectives.output import GRPOLossOutput
+from torchrl_grpo.objectives.variants import CISPOLoss, SAPOLoss
 
-__all__ = ["CISPOLoss", "GRPOLoss", "SAPOLoss"]
+__all__ = ["CISPOLoss", "GRPOLoss", "GRPOLossOutput", "SAPOLoss"]

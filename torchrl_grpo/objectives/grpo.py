@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torchrl.modules.llm import LLMWrapperBase
@@ -15,14 +15,12 @@ from torchrl.objectives.common import LossModule
 
 from torchrl_grpo import functional as F
 from torchrl_grpo import keys
+from torchrl_grpo.checks import check_behaviour_weight, check_clip_epsilon
+from torchrl_grpo.choices import Aggregation, KLEstimator, Proximal, RatioLevel, WeightBound, WeightLevel
 from torchrl_grpo.models.packing import entry, has, pad
 from torchrl_grpo.models.scoring import TokenScorer, WrapperScorer
-
-RatioLevel = Literal["token", "sequence", "sequence_token"]
-Proximal = Literal["behaviour", "current", "recomputed", "interpolated"]
-
-LOSS_WEIGHTS: NestedKey = ("loss", "weights")
-TOKEN_COUNT: NestedKey = ("loss", "num_tokens")
+from torchrl_grpo.objectives.output import GRPOLossOutput
+from torchrl_grpo.torchrl_names import check_choice, refuse_arguments
 
 
 class GRPOLoss(LossModule):
@@ -65,8 +63,8 @@ class GRPOLoss(LossModule):
         behaviour_level: the weight of each ``"token"``, or that of its ``"sequence"``.
         behaviour_cap: largest weight, above 0.
         mask_truncated: whether truncated responses leave the loss (they stay in their group's statistics).
-        kl_to_ref_coeff: weight of the KL to the reference policy; 0 needs no reference log-probs.
-        kl_to_inference_coeff: weight of the KL to the behaviour policy.
+        kl_to_ref_coeff: weight of the KL to the reference policy; 0 (or None) needs no reference log-probs.
+        kl_to_inference_coeff: weight of the KL to the behaviour policy, likewise.
         kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, for both.
         entropy_coeff: weight of the entropy bonus.
 
@@ -75,15 +73,17 @@ class GRPOLoss(LossModule):
     ``entropy`` as above; ``prox_log_prob`` [B, T], ``staleness`` [B, 1] or [B, T] and ``truncated`` [B, 1] bool
     where they are asked for. Where the batch has ``reward_valid`` [B, 1] bool, a sequence without has no effect at all.
 
-    Output, all scalars: the ``loss_*`` entries; ``objective``, ``clip_fraction_low``, ``clip_fraction_high`` (tokens
-    whose gradient the lower or upper clip took away), ``ESS``, ``ratio_mean``, ``ratio_square_mean``,
-    ``kl_k1_to_inference``, ``kl_k3_to_inference``, ``entropy``; ``kl_k1_to_ref``, ``kl_k3_to_ref`` when there are
-    reference log-probs; ``behaviour_weight``, ``behaviour_capped`` (tokens whose weight the cap changed) when there is
-    such a weight. Metrics are means over the masked tokens.
+    Output (``GRPOLossOutput``), all scalars: the ``loss_*`` entries; ``objective``, ``clip_fraction_low`` and
+    ``clip_fraction_high`` (tokens whose gradient the lower or upper clip took away), ``ESS``, ``ratio_mean``,
+    ``ratio_square_mean``, ``kl_k1_to_inference``, ``kl_k3_to_inference``, ``entropy``; ``kl_k1_to_ref`` and
+    ``kl_k3_to_ref`` when there are reference log-probs; ``behaviour_weight`` and ``behaviour_capped`` (tokens whose
+    weight the cap changed) when there is such a weight. Metrics are means over the masked tokens.
 
     Raises:
         ValueError: ``actor_network`` is no TensorDict module, a coefficient or a bound is out of its range, or two
-            arguments exclude each other; the batch's ``advantage``, ``staleness`` or ``truncated`` has another shape.
+            arguments exclude each other; the batch is no batch, or its ``advantage``, ``staleness`` or ``truncated``
+            has another shape.
+        TypeError: an argument is TorchRL's and has another name here.
         KeyError: the batch lacks an entry that the loss reads.
 
     Example:
@@ -98,8 +98,8 @@ class GRPOLoss(LossModule):
         sample_log_prob: NestedKey = keys.LOG_PROBS
         ref_log_probs: NestedKey = keys.REF_LOG_PROBS
         mask: NestedKey = keys.ASSISTANT_MASK
-        cur_log_prob: NestedKey = ("cur_log_probs", "full")
-        entropy: NestedKey = ("entropy", "full")
+        cur_log_prob: NestedKey = keys.CUR_LOG_PROBS
+        entropy: NestedKey = keys.ENTROPY
         prox_log_prob: NestedKey = keys.PROX_LOG_PROBS
         staleness: NestedKey = keys.STALENESS
         truncated: NestedKey = keys.TRUNCATED
@@ -117,56 +117,23 @@ class GRPOLoss(LossModule):
         *,
         clip_epsilon: float | tuple[float, float] = 0.2,
         ratio_level: RatioLevel = "token",
-        aggregation: F.Aggregation = "sequence_mean",
+        aggregation: Aggregation = "sequence_mean",
         constant_length: int | None = None,
         dual_clip: float | None = None,
-        proximal: Proximal = "behaviour",
-        behaviour_weight: F.WeightBound = "none",
-        behaviour_level: F.WeightLevel = "token",
+        proximal: Proximal | Literal["current"] = "behaviour",
+        behaviour_weight: WeightBound = "none",
+        behaviour_level: WeightLevel = "token",
         behaviour_cap: float = 5.0,
         mask_truncated: bool = False,
-        kl_estimator: str = "k3",
-        kl_to_ref_coeff: float = 0.0,
-        kl_to_inference_coeff: float = 0.0,
+        kl_estimator: KLEstimator = "k3",
+        kl_to_ref_coeff: float | None = 0.0,
+        kl_to_inference_coeff: float | None = 0.0,
         entropy_coeff: float = 0.0,
+        **others: Any,
     ) -> None:
+        refuse_arguments("GRPOLoss", others)
         super().__init__()
-        low, high = clip_epsilon if isinstance(clip_epsilon, tuple | list) else (clip_epsilon, clip_epsilon)
-        if not (0 <= low <= 1 and high >= 0):
-            raise ValueError(
-                f"clip_epsilon={clip_epsilon} must have 0 <= low <= 1 and high >= 0: use 0.2, or (0.2, 0.28)."
-            )
-        for name, choice, choices in (
-            ("ratio_level", ratio_level, get_args(RatioLevel)),
-            ("aggregation", aggregation, get_args(F.Aggregation)),
-            ("proximal", proximal, get_args(Proximal)),
-            ("behaviour_weight", behaviour_weight, get_args(F.WeightBound)),
-            ("behaviour_level", behaviour_level, get_args(F.WeightLevel)),
-            ("kl_estimator", kl_estimator, tuple(F.KL_ESTIMATORS)),
-        ):
-            if choice not in choices:
-                raise ValueError(f"{name}={choice!r} must be one of {choices}: use {choices[0]!r}.")
-        if dual_clip is not None and dual_clip <= 1:
-            raise ValueError(f"dual_clip={dual_clip} must be above 1: use 3.0, or None for none.")
-        if behaviour_weight != "none" and proximal == "behaviour":
-            raise ValueError(
-                f"behaviour_weight={behaviour_weight!r} needs a proximal policy apart from the behaviour policy, "
-                "proximal='behaviour' makes every weight 1: use proximal='recomputed'."
-            )
-        if behaviour_cap <= 0:
-            raise ValueError(f"behaviour_cap={behaviour_cap} must be above 0: use 5.0.")
-        if (constant_length or 0) < 1 and (constant_length is not None or aggregation == "constant"):
-            raise ValueError(
-                f"constant_length={constant_length} must be at least 1, it divides the sums of aggregation='constant': "
-                "use the longest response allowed, in tokens."
-            )
-        for name, value in (
-            ("kl_to_ref_coeff", kl_to_ref_coeff),
-            ("kl_to_inference_coeff", kl_to_inference_coeff),
-            ("entropy_coeff", entropy_coeff),
-        ):
-            if value < 0:
-                raise ValueError(f"{name}={value} must not be negative: use 0 to switch the term off.")
+        low, high = check_clip_epsilon(clip_epsilon)
         self.actor_network = _scorer(actor_network)
         self.register_buffer("clip_epsilon_low", torch.tensor(float(low)))
         self.register_buffer("clip_epsilon_high", torch.tensor(float(high)))
@@ -180,9 +147,32 @@ class GRPOLoss(LossModule):
         self.behaviour_cap = behaviour_cap
         self.mask_truncated = mask_truncated
         self.kl_estimator = kl_estimator
-        self.kl_to_ref_coeff = kl_to_ref_coeff
-        self.kl_to_inference_coeff = kl_to_inference_coeff
+        self.kl_to_ref_coeff = kl_to_ref_coeff or 0.0
+        self.kl_to_inference_coeff = kl_to_inference_coeff or 0.0
         self.entropy_coeff = entropy_coeff
+        self._check_arguments()
+
+    def _check_arguments(self) -> None:
+        check_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
+        check_choice("aggregation", self.aggregation, get_args(Aggregation))
+        check_choice("proximal", self.proximal, (*get_args(Proximal), "current"))
+        check_choice("behaviour_weight", self.behaviour_weight, get_args(WeightBound))
+        check_choice("behaviour_level", self.behaviour_level, get_args(WeightLevel))
+        check_choice("kl_estimator", self.kl_estimator, get_args(KLEstimator))
+        check_behaviour_weight(self.behaviour_weight, self.proximal)
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(f"dual_clip={self.dual_clip} must be above 1: use 3.0, or None for none.")
+        if self.behaviour_cap <= 0:
+            raise ValueError(f"behaviour_cap={self.behaviour_cap} must be above 0: use 5.0.")
+        length = self.constant_length
+        if (length or 0) < 1 and (length is not None or self.aggregation == "constant"):
+            raise ValueError(
+                f"constant_length={length} must be at least 1, it divides the sums of aggregation='constant': "
+                "use the longest response allowed, in tokens."
+            )
+        for name in ("kl_to_ref_coeff", "kl_to_inference_coeff", "entropy_coeff"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative: use 0 to switch the term off.")
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -223,8 +213,8 @@ class GRPOLoss(LossModule):
                 (``truncated``, ``reward_valid``).
         """
         mask = self._mask(batch)
-        batch.set(LOSS_WEIGHTS, self._weights(mask, pad(batch, self.tensor_keys.sample_log_prob).dtype))
-        batch.set(TOKEN_COUNT, mask.sum().clamp(min=1).expand(mask.shape[0], 1).contiguous())
+        batch.set(keys.LOSS_WEIGHTS, self._weights(mask, pad(batch, self.tensor_keys.sample_log_prob).dtype))
+        batch.set(keys.TOKEN_COUNT, mask.sum().clamp(min=1).expand(mask.shape[0], 1).contiguous())
         return batch
 
     def _mask(self, batch: TensorDictBase) -> Tensor:
@@ -264,8 +254,13 @@ class GRPOLoss(LossModule):
         below, above = ratio < 1 - self.clip_epsilon_low, ratio > 1 + self.clip_epsilon_high
         return below & (advantage < 0), above & (advantage > 0)
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDict:
+    def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
         """Computes the loss terms and the metrics of a batch [B], ragged or padded on the right; see the class."""
+        if tensordict.ndim != 1:
+            raise ValueError(
+                f"batch_size={list(tensordict.batch_size)} must be [N], N sequences: use batch[:1] for one of them, "
+                "batch.reshape(-1) for more dimensions."
+            )
         data = self.actor_network(tensordict.copy())
         cur = entry(data, self.tensor_keys.cur_log_prob)
         mask = self._mask(data).to(cur.device)
@@ -273,9 +268,9 @@ class GRPOLoss(LossModule):
         def per_token(key: NestedKey) -> Tensor:
             return torch.where(mask, pad(data, key).to(cur.device), 0.0)
 
-        weights = data.get(LOSS_WEIGHTS, None)
+        weights = data.get(keys.LOSS_WEIGHTS, None)
         weights = self._weights(mask, cur.dtype) if weights is None else weights.to(cur.device)
-        count = data.get(TOKEN_COUNT, None)
+        count = data.get(keys.TOKEN_COUNT, None)
         count = mask.sum().clamp(min=1) if count is None else count[0, 0].to(cur.device)
         cur = torch.where(mask, cur, 0.0)
         sample, entropy = per_token(self.tensor_keys.sample_log_prob), per_token(self.tensor_keys.entropy)
@@ -314,7 +309,7 @@ class GRPOLoss(LossModule):
                 plain = F.behaviour_weight(prox - sample, mask, self.behaviour_weight, self.behaviour_level, math.inf)
                 out["behaviour_weight"] = F.masked_mean(weight, mask, count)
                 out["behaviour_capped"] = F.masked_mean((weight != plain).to(weight.dtype), mask, count)
-        return TensorDict(out)
+        return GRPOLossOutput(out)
 
     def _metrics(
         self,
@@ -349,77 +344,6 @@ class GRPOLoss(LossModule):
         return {name: value.detach() for name, value in out.items()}
 
 
-class CISPOLoss(GRPOLoss):
-    """CISPO (arXiv 2506.13585): the clipped ratio is a weight without gradient, times advantage and log-prob.
-
-    The clip bounds are those of the weight. The default has no lower bound and an upper one of 5; with the 0.2 of a
-    clipped surrogate nearly every weight would be at a bound. The clip fractions count the tokens whose weight is at a
-    bound; none of them loses its gradient.
-
-    Args:
-        actor_network: as in ``GRPOLoss``, like all other arguments but ``dual_clip``.
-
-    Raises:
-        ValueError: ``dual_clip`` is given; the weights are bounded already.
-    """
-
-    def __init__(
-        self,
-        actor_network: TensorDictModuleBase,
-        *,
-        clip_epsilon: float | tuple[float, float] = (1.0, 4.0),
-        **kwargs: Any,
-    ) -> None:
-        _refuse_dual_clip(type(self).__name__, kwargs)
-        super().__init__(actor_network, clip_epsilon=clip_epsilon, **kwargs)
-
-    def clipped(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T] bool each: the tokens whose weight is at the lower and at the upper bound."""
-        return ratio < 1 - self.clip_epsilon_low, ratio > 1 + self.clip_epsilon_high
-
-    def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
-        """See the class."""
-        return F.cispo_objective(ratio, log_prob, advantage, self.clip_epsilon_low, self.clip_epsilon_high)
-
-
-class SAPOLoss(GRPOLoss):
-    """SAPO (arXiv 2511.20347): a soft gate in place of the clip.
-
-    The clip bounds are read by the metrics alone: which tokens a clip would have cut off.
-
-    Args:
-        actor_network: as in ``GRPOLoss``, like all other arguments but ``dual_clip``.
-
-    Keyword Args:
-        tau_positive: temperature of the gate where the advantage is positive, above 0.
-        tau_negative: temperature elsewhere, above 0; larger takes away more of the gradient that makes tokens unlikely.
-
-    Raises:
-        ValueError: a temperature is not above 0, or ``dual_clip`` is given; the gate is bounded already.
-    """
-
-    def __init__(
-        self,
-        actor_network: TensorDictModuleBase,
-        *,
-        tau_positive: float = 1.0,
-        tau_negative: float = 1.05,
-        **kwargs: Any,
-    ) -> None:
-        if tau_positive <= 0 or tau_negative <= 0:
-            raise ValueError(
-                f"tau_positive={tau_positive} and tau_negative={tau_negative} must be above 0: use 1.0 and 1.05."
-            )
-        _refuse_dual_clip(type(self).__name__, kwargs)
-        super().__init__(actor_network, **kwargs)
-        self.tau_positive = tau_positive
-        self.tau_negative = tau_negative
-
-    def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
-        """See the class."""
-        return F.sapo_objective(ratio, advantage, self.tau_positive, self.tau_negative)
-
-
 def _scorer(actor_network: nn.Module) -> TensorDictModuleBase:
     """The module that writes current log-probs and entropy; one around the model of a TorchRL wrapper.
 
@@ -450,11 +374,3 @@ def _of_sequence_or_token(batch: TensorDictBase, key: NestedKey, width: int) -> 
             f"[{len(batch)}, {width}], one for each token: make it for the tokens of this batch."
         )
     return value.flatten(1)
-
-
-def _refuse_dual_clip(name: str, settings: dict[str, Any]) -> None:
-    if settings.get("dual_clip") is not None:
-        raise ValueError(
-            f"dual_clip={settings['dual_clip']} must be None with {name}, which bounds every token by itself: leave it "
-            "out, or use GRPOLoss."
-        )

@@ -12,23 +12,25 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import IO, Any, cast
 
 from rich import box
 from rich.console import Console as RichConsole
 from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from torchrl._utils import logger as torchrl_logger
 
 _LONGEST_SAMPLE = 160
 _MISSING = "-"
+_WIDE = 80  # columns that the bar needs
 _DIMENSIONLESS = ("", "k", "M", "B", "T")
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-class Console:
+class Console(AbstractContextManager["Console"]):
     """Prints a run.
 
     Lifecycle: ``plan`` and ``geometry`` (and ``resume``), then ``start``, then ``step``, ``samples`` and ``evaluation``
@@ -44,7 +46,7 @@ class Console:
         >>> import sys
         >>> with Console(file=sys.stdout) as console:
         ...     console.evaluation(0, {"eval/pass@1": 0.25, "eval/pass@8": 0.5})
-        test after step 0: pass@1 25.0% (greedy), pass@8 50.0% (sampled)
+        test after step 0: pass@1 25.0% greedy, pass@8 50.0% sampled
     """
 
     def __init__(self, *, every: int = 10, file: IO[str] | None = None, width: int | None = None) -> None:
@@ -54,7 +56,7 @@ class Console:
         self._progress: Progress | None = None
         self._handlers: list[tuple[logging.StreamHandler[IO[str]], IO[str]]] = []
         self._started_at = time.monotonic()
-        self._first_step: int | None = None
+        self._silent = True  # no step was printed yet
 
     def plan(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Prints which role runs where.
@@ -82,16 +84,16 @@ class Console:
         self._started_at = time.monotonic()
         if not self._live or self._progress is not None:
             return
-        self._progress = Progress(
-            TextColumn("step {task.fields[step]}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
-            TextColumn("{task.fields[numbers]}", style="bold", markup=False),
-            _Clock(),
-            console=self._rich,
-            refresh_per_second=4,
-            expand=True,
+        wide, line = self._rich.width >= _WIDE, Column(no_wrap=True)
+        done = TextColumn("{task.completed:,.0f}/{task.total:,.0f}", table_column=line)
+        share = TextColumn("({task.percentage:.0f}%)", table_column=line)
+        columns = (
+            TextColumn("step {task.fields[step]}", table_column=line),
+            *((BarColumn(bar_width=None), done) if wide else (share,)),
+            TextColumn("{task.fields[numbers]}", style="bold", markup=False, table_column=line),
+            _Clock(table_column=line),
         )
+        self._progress = Progress(*columns, console=self._rich, refresh_per_second=4, expand=wide)
         self._progress.add_task("train", completed=sequences_done, total=sequences_total, step=_MISSING, numbers="")
         self._progress.start()
         self._reroute_logger()
@@ -106,18 +108,10 @@ class Console:
             sequences_total: sequences that the run will train on.
         """
         if self._progress is not None:
-            self._progress.update(
-                self._progress.task_ids[0],
-                completed=sequences_done,
-                total=sequences_total,
-                step=step,
-                numbers=_join(metrics, _BAR, " "),
-            )
-        if self._live:
-            return
-        first = self._first_step is None
-        self._first_step = step if self._first_step is None else self._first_step
-        if first or step % self._every == 0 or sequences_done >= sequences_total:
+            bar, shown = self._progress.task_ids[0], _join(metrics, _BAR, " ")
+            self._progress.update(bar, completed=sequences_done, total=sequences_total, step=step, numbers=shown)
+        elif not self._live and (self._silent or step % self._every == 0 or sequences_done >= sequences_total):
+            self._silent = False
             elapsed = duration(time.monotonic() - self._started_at)
             numbers = _join(metrics, _LINE, ", ")
             self._line(f"step {step}: {sequences_done:,}/{sequences_total:,} sequences, {numbers}, {elapsed} elapsed")
@@ -136,13 +130,16 @@ class Console:
         table.add_column("reward", justify="right", no_wrap=True)
         for row in rows:
             reward = Text(reward_text(row), style="green" if row.get("correct") else "red")
-            table.add_row(self._sample(row.get("query")), self._sample(row.get("response")), reward)
+            query, response = (self._text(clip(str(row.get(key)), _LONGEST_SAMPLE)) for key in ("query", "response"))
+            table.add_row(query, response, reward)
         self._rich.print(table)
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the ``eval/*`` metrics of the test split in a line; step 0 is before training."""
-        numbers = [_evaluated(name, value) for name, value in metrics.items() if name.startswith("eval/")]
-        self._line(f"test after step {step}: {', '.join(numbers)}", style="bold cyan")
+        values = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
+        names = sorted(values, key=lambda name: not name.startswith("pass@"))
+        shown = [_evaluated(name, values[name]) for name in names]
+        self._line(f"test after step {step}: {', '.join(filter(None, shown))}", style="bold cyan")
 
     def finish(self, summary: Mapping[str, Any], paths: Mapping[str, str | os.PathLike[str]]) -> None:
         """Closes the bar and prints what came out and where it lies.
@@ -158,15 +155,14 @@ class Console:
             change = f"{percent(before)} -> {percent(after)} ({100 * (after - before):+.1f} points)"
             self._line(f"test accuracy (greedy) {change}", style="bold green" if after > before else "bold")
         parts = [f"{summary[key]:,} {key}" for key in ("steps", "sequences", "tokens") if summary.get(key)]
-        if summary.get("wall_s"):
-            parts.append(f"{duration(summary['wall_s'])} wall time")
-        if summary.get("trained_tokens_per_s"):
-            parts.append(f"{summary['trained_tokens_per_s']:,.0f} trained tokens/s without evaluation")
+        if wall_s := summary.get("wall_s"):
+            parts.append(f"{duration(wall_s)} wall time")
+        if speed := summary.get("trained_tokens_per_s"):
+            parts.append(f"{speed:,.0f} trained tokens/s without evaluation")
         if parts:
             self._line(", ".join(parts))
-        if summary.get("restarts"):
-            again = f"{summary['groups_resampled']:,} groups sampled again"
-            self._line(f"{summary['restarts']:,} restarts of actors, {again}")
+        if restarts := summary.get("restarts"):
+            self._line(f"{restarts:,} restarts of actors, {summary['groups_resampled']:,} groups sampled again")
         width = max((len(name) for name in paths), default=0)
         for name, path in paths.items():
             self._line(f"  {name:<{width}}  {os.fspath(path)}")
@@ -174,20 +170,17 @@ class Console:
     def close(self) -> None:
         """Takes the bar off. May be called again."""
         if self._progress is not None:
-            for handler, stream in self._handlers:
+            while self._handlers:
+                handler, stream = self._handlers.pop()
                 handler.setStream(stream)
-            self._handlers = []
             self._progress.stop()
             self._progress = None
-
-    def __enter__(self) -> Console:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _line(self, text: str, style: str | None = None) -> None:
-        self._rich.print(Text(self._encodable(text), style=style or ""), soft_wrap=True)
+    def _line(self, text: str, style: str = "") -> None:
+        self._rich.print(self._text(text, style), soft_wrap=True)
 
     def _table(self, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
         columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -196,15 +189,13 @@ class Console:
             numeric = all(isinstance(row.get(name), int | float | None) for row in rows)
             table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
         for row in rows:
-            table.add_row(*(Text(self._encodable(_cell(name, row.get(name)))) for name in columns))
+            table.add_row(*(self._text(_cell(name, row.get(name))) for name in columns))
         self._rich.print(table)
 
-    def _sample(self, text: Any) -> Text:
-        return Text(self._encodable(printable(clip(str(text), _LONGEST_SAMPLE))))
-
-    def _encodable(self, text: str) -> str:
-        """The text as the terminal's encoding has it: a model's Chinese must not end a run whose terminal is ASCII."""
-        return text.encode(self._rich.encoding, "backslashreplace").decode(self._rich.encoding)
+    def _text(self, text: str, style: str = "") -> Text:
+        """The text without control characters, and in the terminal's encoding: Chinese must not end a run in ASCII."""
+        encoding = self._rich.encoding
+        return Text(printable(text).encode(encoding, "backslashreplace").decode(encoding), style=style)
 
     def _reroute_logger(self) -> None:
         """Lets TorchRL's log lines scroll above the bar: its handler holds the stream that the bar is drawn on."""
@@ -255,12 +246,12 @@ def _join(metrics: Mapping[str, float], names: Mapping[str, str], separator: str
 
 
 def _evaluated(name: str, value: float | None) -> str:
-    """An ``eval/*`` metric with its unit; of pass@k also how its responses were decoded."""
-    label, shown = name.removeprefix("eval/"), _metric(name, value)
-    if label.startswith("pass@"):
-        return f"{label} {shown} ({'greedy' if label == 'pass@1' else 'sampled'})"
-    words = {"response_length": f"response length {shown} tokens", "invalid": f"invalid rewards {shown}"}
-    return words.get(label, f"{label} {shown}")
+    """An ``eval/*`` metric with its unit, of pass@k also the way of decoding; no text where no reward is invalid."""
+    shown = _metric(name, value)
+    if name.startswith("pass@"):
+        return f"{name} {shown} {'greedy' if name == 'pass@1' else 'sampled'}"
+    words = {"response_length": f"{shown} tokens", "truncated": f"{shown} truncated", "invalid": f"{shown} invalid"}
+    return "" if name == "invalid" and value == 0 else words.get(name, f"{name} {shown}")
 
 
 def _metric(name: str, value: float | None) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 Record = Mapping[str, Any]
@@ -31,12 +30,12 @@ _NOTE_WIDTH = 54  # characters
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture: a title, the metrics (patterns allowed) that it shows, and a sentence on what may puzzle."""
+    """One picture: a title, the metrics that it shows (patterns allowed), and a note on what may puzzle the reader."""
 
     title: str
     metrics: tuple[str, ...]
-    percent: bool = False
     note: str = ""
+    percent: bool = False
 
 
 PANELS = (
@@ -44,28 +43,26 @@ PANELS = (
     Panel(
         "Accuracy",
         ("eval/pass@*", "rollout/accuracy"),
+        "Sampled responses, which training needs, err more often than greedy ones.",
         percent=True,
-        note="Sampled responses, which training needs, err more often than greedy ones.",
     ),
     Panel(
-        "KL (nats per token)",
-        ("train/kl_k3*",),
-        note="To inference: 0 where the weights that train on a batch sampled it.",
+        "KL (nats per token)", ("train/kl_k3*",), "To inference: 0 where the weights that train on a batch sampled it."
     ),
     Panel("Entropy (nats per token)", ("train/entropy",)),
     Panel("Response length (tokens)", ("rollout/response_length",)),
     Panel(
         "Clip fraction",
         ("train/clip_fraction*",),
+        "Tokens that lose their gradient: none with one on-policy optimizer step a batch.",
         percent=True,
-        note="Tokens that lose their gradient: none with one on-policy optimizer step a batch.",
     ),
     Panel(
         "Throughput (trained tokens/s)",
         ("throughput/trained_tokens_per_s",),
-        note="Response tokens of a batch by the time of its step, evaluation left out.",
+        "Response tokens of a batch by the time of its step, evaluation left out.",
     ),
-    Panel("Time per step (s)", ("time/*_s",), note="Evaluation left out."),
+    Panel("Time per step (s)", ("time/*_s",), "Evaluation left out."),
 )
 
 
@@ -76,38 +73,42 @@ def save_png(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
         records: one mapping a step (metric name to number or None, and ``step``), in the order of the steps.
         path: the PNG file.
     """
-    figure = Figure(figsize=(15, 6.6), layout=ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.1))
+    figure = Figure(figsize=(15, 6.6))
+    figure.subplots_adjust(left=0.037, right=0.99, bottom=0.07, top=0.9, wspace=0.19, hspace=0.52)
     for axes, panel in zip(figure.subplots(2, 4).flat, PANELS, strict=True):
         axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=_INK, pad=28)
         note = textwrap.fill(panel.note, _NOTE_WIDTH, break_on_hyphens=False)
-        text = axes.annotate(
-            note, (0, 1), (0, 24), "axes fraction", "offset points", va="top", fontsize=7.5, color=_INK
-        )
-        text.set_in_layout(False)  # the title's pad has the room
+        units = {"xycoords": "axes fraction", "textcoords": "offset points"}
+        axes.annotate(note, (0, 1), (0, 24), **units, va="top", fontsize=7.5, color=_INK)
         _draw(axes, panel, records)
     figure.savefig(path, dpi=130)
 
 
 def panel_svg(panel: Panel, records: Sequence[Record]) -> str:
     """One panel as an ``<svg>`` element, its text and lines in the CSS colors ``--ink`` and ``--line``."""
-    figure = Figure(figsize=(3.5, 2.3), layout="constrained")
-    _draw(figure.subplots(), panel, records)
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.title}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        panel_figure(panel, records).savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()
     return svg[svg.index("<svg") :].replace(_INK, "var(--ink)").replace(_LINE, "var(--line)")
 
 
+def panel_figure(panel: Panel, records: Sequence[Record]) -> Figure:
+    """One panel without its title and note."""
+    figure = Figure(figsize=(3.5, 2.3))
+    figure.subplots_adjust(left=0.175, right=0.98, bottom=0.17, top=0.98)
+    _draw(figure.subplots(), panel, records)
+    return figure
+
+
 def series(panel: Panel, records: Sequence[Record]) -> dict[str, tuple[list[int], list[float]]]:
     """What a panel shows: metric name to steps and values; steps without a value are left out."""
-    names = list(dict.fromkeys(name for record in records for name in record))
-    shown = [name for pattern in panel.metrics for name in sorted(names) if fnmatchcase(name, pattern)]
+    names = sorted({name for record in records for name in record})
     curves = {}
-    for name in shown:
-        points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+    for name in [name for pattern in panel.metrics for name in names if fnmatchcase(name, pattern)]:
+        points = [(record["step"], float(record[name])) for record in records if record.get(name) is not None]
         if points:
-            curves[name] = ([step for step, _ in points], [float(value) for _, value in points])
+            curves[name] = ([step for step, _ in points], [value for _, value in points])
     return curves
 
 
@@ -119,8 +120,8 @@ def time_parts(record: Record) -> dict[str, float]:
             evaluation.
 
     Returns:
-        every part of ``TIME_PARTS``; ``other`` is what the step spent outside of the timed parts. ``wait`` is counted
-        where the batch was made elsewhere meanwhile: otherwise it is the sum of the parts that made it.
+        every part of ``TIME_PARTS``. ``other`` is what the step spent outside of the timed parts. ``wait`` is 0 where
+        the parts that made the batch are timed, because it is their sum.
     """
     parts = {part: float(record.get(f"time/{part}_s") or 0) for part in TIME_PARTS}
     if record.get("time/generate_s") is not None:
@@ -146,60 +147,50 @@ def thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], 
 
 def _draw(axes: Axes, panel: Panel, records: Sequence[Record]) -> None:
     curves = series(panel, records)
-    if panel.metrics == ("time/*_s",):
-        _draw_times(axes, records if curves else [])
-    else:
-        for (name, (steps, values)), color in zip(curves.items(), COLORS, strict=False):
-            _draw_curve(axes, name, *thin(steps, values), color)
-        if panel.percent:
-            highest = max((max(values) for _, values in curves.values()), default=1.0)
-            axes.set_ylim(0, 1.02 if panel.title == "Accuracy" else max(1.1 * highest, 0.01))
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
-        else:
-            axes.margins(y=0.12)
-            axes.yaxis.set_major_formatter(
-                FuncFormatter(lambda value, _: f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}")
-            )
-        axes.yaxis.set_major_locator(MaxNLocator(5))
     if not curves:
         axes.text(0.5, 0.5, "no data", ha="center", va="center", transform=axes.transAxes, color=_INK, fontsize=9)
         axes.set_yticks([])
-    _style(axes, legend=len(curves) > 1)
+    elif panel.metrics == ("time/*_s",):
+        _draw_times(axes, records)
+    else:
+        for (name, points), color in zip(curves.items(), COLORS, strict=False):
+            _draw_curve(axes, name, *thin(*points), color)
+    if panel.percent:
+        highest = max((max(values) for _, values in curves.values()), default=1.0)
+        axes.set_ylim(0, 1.02 if panel.title == "Accuracy" else max(1.1 * highest, 0.01))
+    _style(axes, panel)
 
 
 def _draw_curve(axes: Axes, name: str, steps: Sequence[float], values: Sequence[float], color: str) -> None:
-    label = _label(name)
-    if name.startswith("eval/") or len(values) < _SMOOTH_FROM:
-        axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=3.2, label=label)
-        return
-    axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.35)
-    axes.plot(steps, smooth(values), color=color, linewidth=1.8, label=label)
-
-
-def _label(name: str) -> str:
-    """A metric in the legend; where test and training stand side by side it says how the responses were decoded."""
+    """The values, smoothed when they are many. The legend says how responses were decoded where both ways are shown."""
     section, _, label = name.partition("/")
     if section == "eval":
-        return f"test {label} ({'greedy' if label == 'pass@1' else 'sampled'})"
-    return f"train {label} (sampled)" if section == "rollout" else label
+        label = f"test {label} ({'greedy' if label == 'pass@1' else 'sampled'})"
+    elif section == "rollout":
+        label = f"train {label} (sampled)"
+    axes.margins(y=0.12)
+    if section == "eval" or len(values) < _SMOOTH_FROM:
+        axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=3.2, label=label)
+    else:
+        axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.35)
+        axes.plot(steps, smooth(values), color=color, linewidth=1.8, label=label)
 
 
 def _draw_times(axes: Axes, records: Sequence[Record]) -> None:
-    # The evaluations come once in a while: as peaks they would hide the rest.
+    # Evaluations are rare: as peaks they would hide the rest.
     rows = [(record["step"], time_parts(record)) for record in records if record.get("time/train_s") is not None]
     shown = [part for part in TIME_PARTS if part != "eval" and any(parts[part] > 0 for _, parts in rows)]
     if not shown:
         return
     if len(rows) == 1:  # an area needs a width
         rows = [(rows[0][0] - 0.5, rows[0][1]), (rows[0][0] + 0.5, rows[0][1])]
-    steps = [step for step, _ in rows]
-    thinned = [thin(steps, smooth([parts[part] for _, parts in rows])) for part in shown]
+    thinned = [thin([step for step, _ in rows], smooth([parts[part] for _, parts in rows])) for part in shown]
     colors = [COLORS[TIME_PARTS.index(part)] for part in shown]
     axes.stackplot(thinned[0][0], *(values for _, values in thinned), labels=shown, colors=colors, linewidth=0)
-    axes.set_ylim(0, 1.45 * axes.dataLim.y1)  # room for the legend
+    axes.set_ylim(0, 1.05 * axes.dataLim.y1)
 
 
-def _style(axes: Axes, *, legend: bool) -> None:
+def _style(axes: Axes, panel: Panel) -> None:
     axes.set_facecolor("none")
     axes.grid(True, axis="y", color=_LINE, linewidth=0.6)
     axes.set_axisbelow(True)
@@ -211,8 +202,19 @@ def _style(axes: Axes, *, legend: bool) -> None:
     axes.set_xlim(min(first, (first + last) / 2 - 1), max(last, (first + last) / 2 + 1))  # whole steps, even of one
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.set_xlabel("step", fontsize=8, color=_INK)
-    handles, labels = axes.get_legend_handles_labels()
-    if legend and handles:
-        long = max(len(label) for label in labels) > 20
-        columns = 1 if long else 2 if len(handles) < 5 else 3
-        axes.legend(fontsize=8, frameon=False, labelcolor=_INK, ncols=columns, loc="best")
+    if axes.lines or axes.collections:
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.3g}%" if panel.percent else _number(y)))
+    _, labels = axes.get_legend_handles_labels()
+    if len(labels) > 1:
+        # Above the curves and the grid: the axis goes on without ticks to make room for the legend's rows.
+        columns = 1 if max(map(len, labels)) > 20 else 2 if len(labels) < 5 else 3
+        low, high = axes.get_ylim()
+        axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= high])
+        axes.set_ylim(low, high + (high - low) * (0.05 + 0.13 * math.ceil(len(labels) / columns)))
+        spacing = {"borderaxespad": 0, "borderpad": 0.2, "labelspacing": 0.35}
+        axes.legend(fontsize=8, frameon=False, labelcolor=_INK, ncols=columns, loc="upper left", **spacing)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}"

@@ -11,21 +11,20 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import netrc
 import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any, Literal
-from urllib.parse import urlsplit
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 from torchrl.record.loggers.tensorboard import TensorboardLogger
 from torchrl.record.loggers.wandb import WandbLogger
 
-WandbMode = Literal["disabled", "offline", "online"]
+from torchrl_grpo.choices import WandbMode
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -38,7 +37,7 @@ _has_tensorboard = importlib.util.find_spec("tensorboard") is not None
 _has_wandb = importlib.util.find_spec("wandb") is not None
 
 
-class MetricsLogger:
+class MetricsLogger(AbstractContextManager["MetricsLogger"]):
     """Writes the metrics and samples of one run into its directory.
 
     Lifecycle: ``log`` and ``log_samples`` in any order, then ``close``, once or more. A logger opened on the directory
@@ -88,10 +87,8 @@ class MetricsLogger:
             self._wandb.log_hparams(json.loads(config_text))
         self._logged = False
         self._files: dict[str, IO[str]] = {}
-        for file_name in (METRICS_FILE, SAMPLES_FILE):
-            _keep_lines(self.directory / file_name)
-            self._open(file_name)
-        self._write_environment()
+        self._open()
+        _write_environment(self.directory)
 
     def log(self, step: int, metrics: Mapping[str, float | Tensor]) -> None:
         """Writes one line. A step may be logged more than once: readers merge its lines.
@@ -105,7 +102,7 @@ class MetricsLogger:
         """
         if not self._logged:
             self._logged = True
-            self._write_environment()  # again: by now the accelerator is in use, so that its name may be asked for
+            _write_environment(self.directory)  # again: by now the accelerator is in use, and has its name
         assert all("/" in name for name in metrics), f"metric names are section/name, got {sorted(metrics)}"
         values = {name: _number(value) for name, value in metrics.items()}
         self._append(METRICS_FILE, {"step": step, **values})
@@ -129,10 +126,7 @@ class MetricsLogger:
 
     def truncate(self, step: int) -> None:
         """Drops all that was logged for ``step`` and later: a resumed run calls it with the first step it will do."""
-        for file_name, file in self._files.items():
-            file.close()
-            _keep_lines(self.directory / file_name, below=step)
-            self._open(file_name)
+        self._open(below=step)
         if self._tensorboard is not None:
             # A new event file that opens with a session start makes TensorBoard hide the later steps of the older ones.
             writer = self._tensorboard.experiment
@@ -152,14 +146,16 @@ class MetricsLogger:
         if self._wandb is not None:
             self._wandb.experiment.finish()
 
-    def __enter__(self) -> MetricsLogger:
-        return self
-
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _open(self, file_name: str) -> None:
-        self._files[file_name] = (self.directory / file_name).open("a", encoding="utf-8")
+    def _open(self, below: int | None = None) -> None:
+        """Opens the two files, or opens them again, at the end of what is kept."""
+        for file_name in (METRICS_FILE, SAMPLES_FILE):
+            if file_name in self._files:
+                self._files[file_name].close()
+            _keep_lines(self.directory / file_name, below)
+            self._files[file_name] = (self.directory / file_name).open("a", encoding="utf-8")
 
     def _append(self, file_name: str, row: Mapping[str, Any]) -> None:
         if not self._files:
@@ -167,9 +163,6 @@ class MetricsLogger:
         file = self._files[file_name]
         file.write(json.dumps(_plain(row), allow_nan=False) + "\n")
         file.flush()
-
-    def _write_environment(self) -> None:
-        (self.directory / ENVIRONMENT_FILE).write_text(json.dumps(environment(), indent=2) + "\n", encoding="utf-8")
 
 
 def check_logging(*, tensorboard: bool, wandb_mode: WandbMode) -> None:
@@ -209,24 +202,20 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in _whole_lines(path)]
 
 
-def environment() -> dict[str, Any]:
+def _write_environment(directory: Path) -> None:
     """What the run runs on: command line, Python, machine, accelerators, versions of the packages that matter."""
-    cuda = torch.cuda.is_available()
-    # The names would start CUDA in this process, which workers that are forked later do not survive.
-    names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}) if _cuda_started() else []
-    accelerators = f"{torch.cuda.device_count()} x {' / '.join(names) or 'CUDA device'}" if cuda else "none"
-    return {
+    count = torch.cuda.device_count()
+    # Asking for the names starts CUDA in this process, which workers that are forked later do not survive.
+    names = sorted({torch.cuda.get_device_name(i) for i in range(count)}) if torch.cuda.is_initialized() else []
+    facts = {
         "command": " ".join(sys.argv),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "threads": torch.get_num_threads(),
-        "accelerators": accelerators,
+        "accelerators": f"{count} x {' / '.join(names) or 'CUDA device'}" if count else "none",
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
     }
-
-
-def _cuda_started() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
+    (directory / ENVIRONMENT_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def _version(package: str) -> str | None:
@@ -238,18 +227,11 @@ def _version(package: str) -> str | None:
 
 def _has_wandb_key() -> bool:
     """Whether wandb would find a credential where its own documentation says that it looks."""
+    from requests.utils import get_netrc_auth  # wandb needs it too
+
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
-    home = Path.home()
-    candidates = [os.environ["NETRC"]] if os.environ.get("NETRC") else [home / ".netrc", home / "_netrc"]
-    for path in candidates:
-        try:
-            if netrc.netrc(os.path.expanduser(path)).authenticators(host):
-                return True
-        except (OSError, netrc.NetrcParseError):
-            continue
-    return False
+    return get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")) is not None
 
 
 def _start_wandb(directory: Path, mode: WandbMode, project: str, name: str) -> WandbLogger:
@@ -260,12 +242,8 @@ def _start_wandb(directory: Path, mode: WandbMode, project: str, name: str) -> W
     run_id = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None
     # Not TorchRL's `offline=True`: it sets an environment variable that outlives the run. And no console capture: it
     # would record every redraw of the progress bar.
-    settings = {
-        "console": "off",
-        "init_timeout": _WANDB_TIMEOUT_S,
-        "login_timeout": _WANDB_TIMEOUT_S,
-        "finish_timeout": _WANDB_TIMEOUT_S,
-    }
+    timeouts = dict.fromkeys(("init_timeout", "login_timeout", "finish_timeout"), _WANDB_TIMEOUT_S)
+    settings = {"console": "off", **timeouts}
     try:
         logger = WandbLogger(name, save_dir=directory, id=run_id, project=project, mode=mode, settings=settings)
     except (wandb.Error, ValueError) as error:

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
-from tensordict import NestedKey, TensorDictBase, lazy_stack
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import EnvBase, Transform
 
-from torchrl_grpo.functional import AdvantageMean, AdvantageStd, group_advantage, sampled_token_gae
-from torchrl_grpo.keys import (
-    ADVANTAGE,
-    ASSISTANT_MASK,
-    DONE,
-    GROUP_ID,
-    REWARD,
-    REWARD_VALID,
-    STATE_VALUE,
-    TOKEN_REWARD,
-)
+from torchrl_grpo import keys
+from torchrl_grpo.checks import check_group_size, check_level
+from torchrl_grpo.choices import AdvantageLevel, AdvantageMean, AdvantageStd
+from torchrl_grpo.functional import group_advantage, sampled_token_gae
 from torchrl_grpo.models.packing import entry, has, pad
+from torchrl_grpo.torchrl_names import check_choice, refuse_arguments
+from torchrl_grpo.transforms.groups import GroupQueue, Member
 from torchrl_grpo.transforms.ragged import flatten, set_rows
 
-AdvantageLevel = Literal["sequence", "token"]
+TrajectoryReturn = Literal["sum", "max", "mean"]
+
+_REDUCTIONS = {"sum": "sum", "max": "amax", "mean": "mean"}
+_CANDIDATES = ("keep_return_bounds", "candidate_group_size", "candidate_selection_min_size", "candidate_selector")
 
 
 class GroupAdvantage(Transform):
@@ -35,9 +33,12 @@ class GroupAdvantage(Transform):
 
     - called on a flat batch of complete groups;
     - in a replay buffer: ``extend`` holds the members of a group back until all ``repeats`` are there, then writes the
-      group. What is sampled from it has its advantage already and is left alone;
+      group. What is sampled from it has its advantage already and is left alone. ``state_dict`` has those that wait;
     - in a ``TransformedEnv``: ``("next", "advantage")`` is the advantage where all rows of a group are done, else 0.
       It sees the reward of the last step alone; where earlier steps have one, let ``RewardSum`` add them up.
+
+    A member of a group is a trajectory: the rows of a batch up to one that is done, or one row where nothing says
+    ``done``. Its reward ``r_i`` is made of all rewards of its steps, and all of them get its advantage.
 
     With ``level="token"`` the advantage is one for each sampled token: the generalised advantage estimate (arXiv
     1506.02438, TorchRL's function) over ``token_reward`` along the tokens that the policy sampled; tokens of the
@@ -45,13 +46,18 @@ class GroupAdvantage(Transform):
     the valid sequences of the group or the batch. With ``RewardShaping(kl_coef=...)`` before it and ``mean="batch",
     std="batch"`` this is REINFORCE++ (arXiv 2501.03262). Not in a ``TransformedEnv``, where no sequence is whole.
 
+    In a replay buffer a group may get more members than ``repeats`` to choose from, and be dropped where no choice has
+    a mean return within bounds, as in TorchRL's ``MCAdvantage``: see there for ``keep_return_bounds``,
+    ``candidate_group_size``, ``candidate_selection_min_size`` and ``candidate_selector``.
+
     ``"batch"`` means all that is computed at once: the batch that was passed; in a replay buffer, the groups that one
     ``extend`` completed, so extend with the whole batch; in an environment, the groups that are done at that step.
 
     Attributes:
         num_groups: groups completed so far.
-        num_zero_signal_groups: those of them in which every advantage is 0.
-        num_invalid: sequences of these groups that have no valid reward.
+        num_zero_variance_groups: those of them in which every advantage is 0.
+        num_invalid: trajectories of these groups that have no valid reward.
+        queue: the trajectories that wait in a replay buffer, and their counts.
 
     Args:
         repeats: size of a group, at least 2 where ``mean`` or ``std`` is over the group.
@@ -62,21 +68,24 @@ class GroupAdvantage(Transform):
         level: one advantage for each ``"sequence"`` or for each sampled ``"token"``.
         gamma: discount from one sampled token to the next, in [0, 1]; at level token.
         lmbda: how far the estimate looks past the state values, in [0, 1]; at level token.
-        reward_key: [..., 1] floating, one reward a sequence, ``("next", "reward")`` if None: what ``RewardShaping``
-            writes is read only where ``keys.SHAPED_REWARD`` is named here. At level token [..., T], one reward a token,
-            ``("next", "token_reward")`` if None.
+        trajectory_return: what is made of the rewards of a trajectory: their sum, the largest, or the mean.
+        reward_key: [..., 1] floating, one reward a row (or [..., n, 1]), ``("next", "reward")`` if None: what
+            ``RewardShaping`` writes is read only where ``keys.SHAPED_REWARD`` is named here. At level token [..., T],
+            one reward a token, ``("next", "token_reward")`` if None.
         valid_key: [..., 1] bool; where the key is missing every reward is valid.
         group_key: [..., 1] int64, or text that is equal within a group.
-        done_key: [..., 1] bool, read in an environment.
+        done_key: [..., 1] bool, the last step of a trajectory.
         advantage_key: [..., 1] float32, written; at level token [..., T], ragged like the tokens and 0 on those that
             were not sampled.
+        **candidates: arguments of ``MCAdvantage``, those that are named above.
 
     At level token, ``"state_value"`` is read where the batch has it: [..., T] floating, at each sampled token the value
     of the state that it was sampled in. Without it the values are 0. A sequence has no value after its last token,
     whether it was truncated or not.
 
     Raises:
-        ValueError: an argument is out of its range, or a batch has a group of another size.
+        ValueError: an argument is out of its range, a batch has a group of another size or a trajectory without an end.
+        TypeError: an argument is TorchRL's and has another name here.
         KeyError: a batch has no groups or no rewards (at level token: no token rewards, no mask).
         RuntimeError: at level token, it is in an environment.
 
@@ -104,30 +113,21 @@ class GroupAdvantage(Transform):
         level: AdvantageLevel = "sequence",
         gamma: float = 1.0,
         lmbda: float = 1.0,
+        trajectory_return: TrajectoryReturn = "sum",
         reward_key: NestedKey | None = None,
-        valid_key: NestedKey = REWARD_VALID,
-        group_key: NestedKey = GROUP_ID,
-        done_key: NestedKey = DONE,
-        advantage_key: NestedKey = ADVANTAGE,
+        valid_key: NestedKey = keys.REWARD_VALID,
+        group_key: NestedKey = keys.GROUP_ID,
+        done_key: NestedKey = keys.DONE,
+        advantage_key: NestedKey = keys.ADVANTAGE,
+        **candidates: Any,
     ) -> None:
-        least = 2 if mean in ("group", "leave_one_out") or std == "group" else 1
-        if repeats < least:
-            raise ValueError(
-                f"repeats={repeats} must be at least {least}, a group of 1 has nothing to be compared with: use 2 or "
-                "more, or mean and std of the batch."
-            )
-        for name, choice, choices in (
-            ("mean", mean, get_args(AdvantageMean)),
-            ("std", std, get_args(AdvantageStd)),
-            ("level", level, get_args(AdvantageLevel)),
-        ):
-            if choice not in choices:
-                raise ValueError(f"{name}={choice!r} must be one of {choices}: use {choices[0]!r}.")
-        if level == "token" and mean == "leave_one_out":
-            raise ValueError(
-                "mean='leave_one_out' must go with level='sequence', the tokens of a sequence have no others to be "
-                "compared with one by one: use mean='group' or 'batch', or level='sequence'."
-            )
+        refuse_arguments("GroupAdvantage", candidates, _CANDIDATES)
+        check_choice("mean", mean, get_args(AdvantageMean))
+        check_choice("std", std, get_args(AdvantageStd))
+        check_choice("level", level, get_args(AdvantageLevel))
+        check_choice("trajectory_return", trajectory_return, get_args(TrajectoryReturn))
+        check_group_size(repeats, mean, std)
+        check_level(level, mean)
         for name, value in (("gamma", gamma), ("lmbda", lmbda)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name}={value} must be in [0, 1]: use 1.0.")
@@ -136,8 +136,8 @@ class GroupAdvantage(Transform):
                     f"{name}={value} must be 1 with level='sequence', nothing reads it: use level='token'."
                 )
         if reward_key is None:
-            reward_key = REWARD if level == "sequence" else TOKEN_REWARD
-        per_token = [ASSISTANT_MASK, STATE_VALUE] if level == "token" else []
+            reward_key = keys.REWARD if level == "sequence" else keys.TOKEN_REWARD
+        per_token = [keys.ASSISTANT_MASK, keys.STATE_VALUE] if level == "token" else []
         super().__init__(in_keys=[reward_key, valid_key, group_key, *per_token], out_keys=[advantage_key])
         self.level = level
         self.gamma = gamma
@@ -145,24 +145,30 @@ class GroupAdvantage(Transform):
         self.repeats = repeats
         self.mean = mean
         self.std = std
+        self.trajectory_return = trajectory_return
         self.reward_key = reward_key
         self.valid_key = valid_key
         self.group_key = group_key
         self.done_key = done_key
         self.advantage_key = advantage_key
-        self._waiting: dict[int | str, list[TensorDictBase]] = {}
+        self.queue = GroupQueue(repeats, trajectory_return="sum" if repeats > 1 else None, **candidates)
         self.reset_counts()
 
     def reset_counts(self) -> None:
         """Sets the three counts to 0."""
         self.num_groups = 0
-        self.num_zero_signal_groups = 0
+        self.num_zero_variance_groups = 0
         self.num_invalid = 0
 
     @property
     def num_waiting(self) -> int:
-        """Sequences held back because their group is not complete."""
-        return sum(len(members) for members in self._waiting.values())
+        """Trajectories held back because their group is not complete."""
+        return self.queue.queued_trajectories
+
+    def share_memory_(self) -> GroupAdvantage:
+        """TorchRL's way of letting several processes write to one buffer: their members complete common groups."""
+        self.queue.share_memory_()
+        return self
 
     def advantage(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
         """What is made of the rewards of whole groups. Subclasses put their own here.
@@ -185,26 +191,63 @@ class GroupAdvantage(Transform):
         Raises:
             ValueError: a group has not ``repeats`` members.
         """
-        return tensordict if has(tensordict, self.advantage_key) else self._write(tensordict)
-
-    def _write(self, tensordict: TensorDictBase) -> TensorDictBase:
-        group = _group_ids(tensordict, self.group_key)
+        if has(tensordict, self.advantage_key):
+            return tensordict
+        flat = flatten(tensordict)
+        member = self._members(flat)
+        first = torch.cat([torch.ones_like(member[:1]), member.diff()]) > 0
+        group = _group_ids(flat, self.group_key)[first]
         ids, sizes = group.unique(return_counts=True)
-        wrong = (sizes != self.repeats).nonzero().reshape(-1)
+        wrong = sizes[sizes != self.repeats]
         if wrong.numel():
-            first = int(wrong[0])
             raise ValueError(
                 f"each group of the batch must have repeats={self.repeats} members, {wrong.numel()} of {ids.numel()} "
-                f"have not (the first has {int(sizes[first])}): pass whole groups, each once."
+                f"have not (the first has {int(wrong[0])}): pass whole groups, each once; a prompt that was drawn "
+                f"twice is two groups, which group_key='group_id' tells apart and {self.group_key!r} may not."
             )
-        every = torch.ones_like(group, dtype=torch.bool)
-        valid = _column(tensordict, self.valid_key, every)
+        return self._write(tensordict, member, group)
+
+    def _members(self, flat: TensorDictBase) -> Tensor:
+        """[N] int64, the number of the trajectory that each row is a step of."""
+        done = _column(flat, self.done_key, torch.ones(len(flat), dtype=torch.bool)).long()
+        if len(done) and not done[-1]:
+            raise ValueError(
+                f"{self.done_key!r} must be True in the last row of a batch, which ends a trajectory, it is False: "
+                "pass whole trajectories, as LLMCollector yields them with yield_completed_trajectories=True."
+            )
+        return done.cumsum(0) - done
+
+    def _returns(self, flat: TensorDictBase, member: Tensor) -> Tensor:
+        """[M] float64, what the rewards of each trajectory's steps make."""
+        if isinstance(flat, LazyStackedTensorDict):
+            rewards = [entry(row, self.reward_key).reshape(-1) for row in flat.unbind(0)]
+        else:
+            rewards = list(entry(flat, self.reward_key).flatten(1).unbind(0))
+        lengths = torch.tensor([reward.numel() for reward in rewards], device=member.device)
+        out = torch.zeros(int(member[-1]) + 1, dtype=torch.float64, device=member.device)
+        index, values = member.repeat_interleave(lengths), torch.cat(rewards).double()
+        return out.scatter_reduce(0, index, values, _REDUCTIONS[self.trajectory_return], include_self=False)
+
+    def _valid(self, flat: TensorDictBase, member: Tensor) -> Tensor:
+        """[M] bool, whether all rewards of a trajectory are valid."""
+        valid = _column(flat, self.valid_key, torch.ones_like(member, dtype=torch.bool))
+        return ~torch.isin(member.unique(), member[~valid])
+
+    def _write(self, tensordict: TensorDictBase, member: Tensor, group: Tensor) -> TensorDictBase:
+        """Writes the advantages of whole groups.
+
+        Args:
+            tensordict: batch of N rows.
+            member: [N] int64, the trajectory of each row.
+            group: [M] int64, the group of each trajectory.
+        """
+        flat = flatten(tensordict)
+        valid = self._valid(flat, member)
         if self.level == "token":
-            return self._write_tokens(tensordict, group, valid)
-        reward = entry(tensordict, self.reward_key).reshape(-1)
-        advantage = self.advantage(reward, group, valid)
-        self._count(advantage != 0, group, valid, every)
-        return tensordict.set(self.advantage_key, advantage.reshape(*tensordict.batch_size, 1))
+            return self._write_tokens(tensordict, group[member], valid[member])
+        advantage = self.advantage(self._returns(flat, member), group, valid)
+        self._count(advantage != 0, group, valid, torch.ones_like(valid))
+        return tensordict.set(self.advantage_key, advantage[member].reshape(*tensordict.batch_size, 1))
 
     def _write_tokens(self, tensordict: TensorDictBase, group: Tensor, valid: Tensor) -> TensorDictBase:
         """Writes one advantage for each sampled token.
@@ -215,8 +258,8 @@ class GroupAdvantage(Transform):
             valid: [N] bool.
         """
         flat = flatten(tensordict)
-        reward, mask = pad(flat, self.reward_key).double(), pad(flat, ASSISTANT_MASK, False)
-        value = pad(flat, STATE_VALUE).double() if has(flat, STATE_VALUE) else torch.zeros_like(reward)
+        reward, mask = pad(flat, self.reward_key).double(), pad(flat, keys.ASSISTANT_MASK, False)
+        value = pad(flat, keys.STATE_VALUE).double() if has(flat, keys.STATE_VALUE) else torch.zeros_like(reward)
         counted = mask & valid.unsqueeze(-1)
         estimate = sampled_token_gae(reward, value, counted, self.gamma, self.lmbda)
         of_token = group.unsqueeze(-1).expand_as(counted)[counted]
@@ -224,33 +267,38 @@ class GroupAdvantage(Transform):
         advantage = torch.zeros(counted.shape, dtype=torch.float32, device=counted.device)
         advantage[counted] = self.advantage(estimate[counted], of_token, every)
         self._count((advantage != 0).any(-1), group, valid, torch.ones_like(valid))
-        widths = [row.get(ASSISTANT_MASK).shape[-1] for row in flat.unbind(0)]
+        widths = [row.get(keys.ASSISTANT_MASK).shape[-1] for row in flat.unbind(0)]
         return set_rows(
             tensordict, self.advantage_key, [row[:width] for row, width in zip(advantage, widths, strict=True)]
         )
 
     def _count(self, signal: Tensor, group: Tensor, valid: Tensor, counted: Tensor) -> None:
         """Adds the groups whose members are ``counted`` to the counts; ``signal`` is an advantage that is not 0."""
-        groups = group[counted].unique()
-        self.num_groups += groups.numel()
-        self.num_zero_signal_groups += groups.numel() - group[counted & signal].unique().numel()
+        groups = group[counted].unique().numel()
+        self.num_groups += groups
+        self.num_zero_variance_groups += groups - group[counted & signal].unique().numel()
         self.num_invalid += int((counted & ~valid).sum())
 
     # In a replay buffer
 
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase | None:
-        if self._in_env():
+    def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
+        if tensordict is None or self._in_env():
             return tensordict
-        complete: list[TensorDictBase] = []
-        rows = tensordict.reshape(-1).unbind(0)
-        for key, row in zip(_group_keys(tensordict, self.group_key), rows, strict=True):
-            members = self._waiting.setdefault(key, [])
-            members.append(row)
-            if len(members) == self.repeats:
-                complete.extend(self._waiting.pop(key))
+        flat = flatten(tensordict)
+        member = self._members(flat)
+        names, rows = _group_keys(flat, self.group_key), flat.unbind(0)
+        returns = torch.where(self._valid(flat, member), self._returns(flat, member), 0.0)
+        complete: list[Member] = []
+        start = 0
+        for value, length in zip(returns.tolist(), member.bincount().tolist(), strict=True):
+            complete += self.queue.add(names[start], Member(rows[start : start + length], value)) or []
+            start += length
         if not complete:
             return None
-        return self._write(lazy_stack(complete))
+        lengths = torch.tensor([len(one.steps) for one in complete])
+        number = torch.arange(len(complete))
+        steps = lazy_stack([step for one in complete for step in one.steps])
+        return self._write(steps, number.repeat_interleave(lengths), number // self.repeats)
 
     def _in_env(self) -> bool:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictBase, lazy_stack
+from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data import Composite, Unbounded
 from torchrl.envs.transforms import Transform
@@ -15,6 +15,8 @@ from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import has, micro_batches, pad
 from torchrl_grpo.models.scoring import TokenScorer, autocast
 from torchrl_grpo.models.sharding import compute_device
+from torchrl_grpo.transforms.ragged import flatten, set_rows
+from torchrl_grpo.weights import load_weights
 
 
 class KLScoring(Transform):
@@ -62,7 +64,6 @@ class KLScoring(Transform):
         self.autocast_dtype = autocast_dtype
         self.out_key = out_key
 
-    @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Makes other weights the reference from here on.
 
@@ -70,19 +71,9 @@ class KLScoring(Transform):
             weights: pairs (name in the Hugging Face checkpoint, tensor), every parameter once, as an engine takes them.
 
         Raises:
-            RuntimeError: a name is unknown or missing, or a shape differs.
+            RuntimeError: a name is unknown or missing, or a shape differs; the reference then stays as it is.
         """
-        base = base_model_of(self.scorer.model)
-        own = {name: parameter for name, parameter in base.named_parameters()}
-        for name, weight in weights:
-            if name not in own or own[name].shape != weight.shape:
-                raise RuntimeError(
-                    f"weight {name!r} of shape {list(weight.shape)} does not fit the reference model, which "
-                    + (f"has {list(own[name].shape)} there." if name in own else "lacks it or was given it twice.")
-                )
-            own.pop(name).copy_(weight)
-        if own:
-            raise RuntimeError(f"{len(own)} weights are missing from the update, first {list(own)[:3]}.")
+        load_weights(base_model_of(self.scorer.model), weights)
 
     @torch.no_grad()
     def log_probs(self, tokens: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
@@ -116,22 +107,7 @@ class KLScoring(Transform):
         """Scores a batch [B] (or one sequence) in place; one that has the entry already is left as it is."""
         if has(tensordict, self.out_key):
             return tensordict
-        if tensordict.ndim == 0:
-            return tensordict.set(self.out_key, self._score(lazy_stack([tensordict]))[0])
-        scores = self._score(tensordict.reshape(-1))
-        if isinstance(tensordict, LazyStackedTensorDict) and tensordict.ndim == 1:
-            for part, row in zip(tensordict.tensordicts, scores, strict=True):
-                part.set(self.out_key, row)
-            return tensordict
-        if len({len(row) for row in scores}) == 1:
-            return tensordict.set(self.out_key, torch.stack(scores).unflatten(0, tensordict.shape))
-        return self._set_rows(tensordict, self.out_key, scores)
-
-    @staticmethod
-    def _set_rows(target: TensorDictBase, key: NestedKey, rows: Sequence[Tensor]) -> TensorDictBase:
-        """Writes rows of different lengths as a lazy stack, [B]."""
-        *path, leaf = key if isinstance(key, tuple) else (key,)
-        return target.set(tuple(path), lazy_stack([TensorDict({leaf: row}) for row in rows]))
+        return set_rows(tensordict, self.out_key, self._score(flatten(tensordict)))
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         """Scores what is written to a replay buffer. An environment's input is left alone: ``_step`` scores it."""
@@ -141,13 +117,23 @@ class KLScoring(Transform):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         """Scores what the policy sampled in a step of an environment [B]."""
-        return self._set_rows(next_tensordict, self.out_keys[0], self._score(tensordict))
+        sequences = []
+        for row in tensordict.unbind(0):
+            prompt = row.get(keys.PROMPT)
+            tokens = torch.cat([prompt, row.get(keys.RESPONSE)])
+            sampled = torch.arange(len(tokens), device=tokens.device) >= len(prompt)
+            sequences.append(TensorDict({keys.FULL: tokens, keys.ASSISTANT_MASK: sampled}))
+        return self._set_in_env(next_tensordict, self._score(lazy_stack(sequences)))
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
         """Nothing was sampled yet: zeros, one for each token of the prompt."""
         prompts = [row.get(keys.PROMPT) for row in tensordict_reset.unbind(0)]
-        zeros = [torch.zeros_like(prompt, dtype=torch.float32) for prompt in prompts]
-        return self._set_rows(tensordict_reset, self.out_keys[0], zeros)
+        return self._set_in_env(tensordict_reset, [torch.zeros(prompt.shape) for prompt in prompts])
+
+    def _set_in_env(self, tensordict: TensorDictBase, rows: Sequence[Tensor]) -> TensorDictBase:
+        """Writes rows of different lengths as a lazy stack, the form that an environment's tokens have."""
+        *path, leaf = self.out_keys[0]
+        return tensordict.set(tuple(path), lazy_stack([TensorDict({leaf: row}) for row in rows]))
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the reference log-probs, ragged like the tokens."""

@@ -8,6 +8,8 @@ from torch import Tensor
 from torchrl.envs import Transform
 
 from torchrl_grpo import keys
+from torchrl_grpo.checks import check_bounds
+from torchrl_grpo.choices import KLEstimator
 from torchrl_grpo.functional import KL_ESTIMATORS, overlong_penalty
 from torchrl_grpo.models.packing import entry, has, pad
 from torchrl_grpo.transforms.ragged import flatten, set_rows
@@ -75,10 +77,9 @@ class RewardShaping(Transform):
         overlong_buffer: int = 0,
         max_response_tokens: int | None = None,
         kl_coef: float = 0.0,
-        kl_estimator: str = "k1",
+        kl_estimator: KLEstimator = "k1",
     ) -> None:
-        if clip is not None and not clip[0] < clip[1]:
-            raise ValueError(f"clip={clip} must be a lower and a higher bound: use (-1.0, 1.0), or None for none.")
+        check_bounds(clip)
         if overlong_buffer < 0:
             raise ValueError(f"overlong_buffer={overlong_buffer} must be at least 0: use 0 for no penalty.")
         if overlong_buffer and (max_response_tokens is None or overlong_buffer > max_response_tokens):

@@ -1,52 +1,45 @@
 """How the trainer's weights reach the engines.
 
-- ``named``: the weights by name, LoRA merged, gathered one at a time.
-- ``handles``: the interface (``Sender``, ``WeightHandle``), and what goes through Ray's object store, shared memory, a file.
-- ``adapters``: LoRA adapters alone.
-- ``broadcast``, ``cuda_ipc``: what goes over a process group, and what stays on a GPU.
+- ``handle``: the interface (``Sender``, ``WeightHandle``), and an engine in the trainer's process.
+- ``object_store``, ``broadcast``, ``cuda_ipc``: the kinds of transfer to an engine in another process.
+- ``adapters``: LoRA adapters in place of whole weights, by any kind of transfer.
+- ``kinds``: which kind a run takes, and its sender.
+- ``named``: the weights of a model by name, LoRA merged, gathered one at a time; ``check``: whether they fit a model.
 - ``worker``: what vLLM's worker processes do.
-- ``gap``: whether an engine has the trainer's weights.
+- ``mismatch``: whether an engine has the trainer's weights.
 """
 
-from torchrl_grpo.weights.adapters import Adapters, AdapterSender
+from torchrl_grpo.weights.adapters import AdapterHandle, AdapterSender, BaseModel
 from torchrl_grpo.weights.broadcast import BroadcastSender
+from torchrl_grpo.weights.check import check_weights, load_weights
 from torchrl_grpo.weights.cuda_ipc import CudaIpcSender
-from torchrl_grpo.weights.handle import (
-    FileSender,
-    ObjectSender,
-    PackedWeights,
-    PlainHandle,
-    Sender,
-    SharedBlock,
-    SharedSender,
-    SharedWeights,
-    WeightHandle,
-    check_layout,
-)
-from torchrl_grpo.weights.mismatch import log_prob_mismatch, sample_probe, sync_mismatch
-from torchrl_grpo.weights.named import LoraDelta, named_adapters, named_weights
-from torchrl_grpo.weights.worker import WeightSyncExtension
+from torchrl_grpo.weights.handle import DirectSender, PlainHandle, Sender, Source, WeightHandle
+from torchrl_grpo.weights.kinds import make_sender, transfer_kind
+from torchrl_grpo.weights.mismatch import log_prob_mismatch, sample_probe
+from torchrl_grpo.weights.named import LoraDelta, expected_weights, named_adapters, named_weights
+from torchrl_grpo.weights.object_store import ObjectSender, PackedWeights
 
 __all__ = [
+    "AdapterHandle",
     "AdapterSender",
-    "Adapters",
+    "BaseModel",
     "BroadcastSender",
     "CudaIpcSender",
-    "FileSender",
+    "DirectSender",
     "LoraDelta",
     "ObjectSender",
     "PackedWeights",
     "PlainHandle",
     "Sender",
-    "SharedBlock",
-    "SharedSender",
-    "SharedWeights",
+    "Source",
     "WeightHandle",
-    "WeightSyncExtension",
-    "check_layout",
+    "check_weights",
+    "expected_weights",
+    "load_weights",
     "log_prob_mismatch",
+    "make_sender",
     "named_adapters",
     "named_weights",
     "sample_probe",
-    "sync_mismatch",
+    "transfer_kind",
 ]

@@ -1,4 +1,7 @@
-"""LoRA adapters alone: what travels is what was trained, and each reader adds it to base weights of its own."""
+"""LoRA adapters in place of whole weights: only what was trained is sent, and each reader adds it to the base weights.
+
+Any kind of transfer carries them: to it they are named tensors like others.
+"""
 
 from __future__ import annotations
 
@@ -8,56 +11,73 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchrl_grpo.weights.handle import ALONE, PackedTensor, Reader, Sender, Source, WeightHandle
-from torchrl_grpo.weights.named import LoraDelta, merged
+from torchrl_grpo.weights.handle import ALONE, Reader, Sender, Source, WeightHandle
+from torchrl_grpo.weights.named import LoraDelta, merged, to_checkpoint
 
-BaseWeights = Callable[[], Iterable[tuple[str, Tensor]]]
+BaseModel = Callable[[], nn.Module]
 
 
 @dataclass(frozen=True)
-class Adapters(WeightHandle):
-    """What adapters add to the weights of a base model, for Ray's object store to carry.
+class AdapterHandle(WeightHandle):
+    """The weights of a base model with adapters added.
 
     Attributes:
-        base: gives the named base weights in the trainer's dtype; hashable, because a process that reads asks it once.
-        layers: of each adapter its weight's name, scaling, A [r, in] and B [out, r].
+        base: gives the base model on the CPU in the trainer's dtype. Hashable: a process asks it once.
+        layers: of each adapter the name of its parameter and the scaling.
+        matrices: A [r, in] and B [out, r] of each adapter, in the order of ``layers``.
     """
 
-    base: BaseWeights
-    layers: tuple[tuple[str, float, PackedTensor, PackedTensor], ...]
+    base: BaseModel
+    layers: tuple[tuple[str, float], ...]
+    matrices: WeightHandle
 
     def weights(self, reader: Reader = ALONE) -> Iterator[tuple[str, Tensor]]:
-        base = _loaded(self.base)
+        model = _loaded(self.base)
+        base = {name: parameter.detach() for name, parameter in model.named_parameters()}
         deltas: defaultdict[str, list[LoraDelta]] = defaultdict(list)
-        for name, scaling, a, b in self.layers:
+        # Copies: a sum of products may depend on how its operands lie in memory, and must be the trainer's to the bit.
+        matrices = (matrix.to("cpu", copy=True) for _, matrix in self.matrices.weights(reader))
+        for (name, scaling), a, b in zip(self.layers, matrices, matrices, strict=True):
             if name not in base:
                 raise RuntimeError(f"an adapter changes {name!r}, which is not among the {len(base)} base weights.")
-            deltas[name].append(LoraDelta(a.tensor(), b.tensor(), scaling))
-        return ((name, merged(weight, deltas[name])) for name, weight in base.items())
+            deltas[name].append(LoraDelta(a, b, scaling))
+        return to_checkpoint(model, ((name, merged(weight, deltas.get(name, []))) for name, weight in base.items()))
 
 
 @lru_cache(maxsize=1)
-def _loaded(base: BaseWeights) -> dict[str, Tensor]:
-    return dict(base())
+def _loaded(base: BaseModel) -> nn.Module:
+    return base()
 
 
 class AdapterSender(Sender):
-    """Sends ``Adapters``.
+    """Sends ``AdapterHandle``s.
 
     Args:
-        base: as in ``Adapters``.
+        carrier: sends the adapters' matrices; it must keep their dtype.
+        base: as in ``AdapterHandle``.
     """
 
-    def __init__(self, base: BaseWeights) -> None:
-        self._base = base
+    def __init__(self, carrier: Sender, base: BaseModel) -> None:
+        self._carrier, self._base = carrier, base
 
-    def _stream(self, source: Source) -> Iterator[tuple[str, Any]]:
+    def _content(self, source: Source) -> Iterator[tuple[str, Any]]:
         return source.adapters()
 
-    def pack(self, weights: Iterable[tuple[str, LoraDelta]], version: int) -> Adapters:
-        layers = [
-            (name, delta.scaling, PackedTensor.pack(delta.a), PackedTensor.pack(delta.b)) for name, delta in weights
-        ]
-        return Adapters(self._base, tuple(layers))
+    def pack(self, weights: Iterable[tuple[str, LoraDelta]], version: int) -> AdapterHandle:
+        layers: list[tuple[str, float]] = []
+
+        def matrices() -> Iterator[tuple[str, Tensor]]:
+            for name, delta in weights:
+                layers.append((name, delta.scaling))
+                yield from ((f"{name}.A", delta.a), (f"{name}.B", delta.b))
+
+        handle = self._carrier.pack(matrices(), version)
+        return AdapterHandle(self._base, tuple(layers), handle)
+
+    def release(self, version: int) -> None:
+        self._carrier.release(version)
+
+    def close(self) -> None:
+        self._carrier.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +12,15 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from torchrl_grpo.weights.handle import (
     ALONE,
-    Layout,
     Named,
+    Parts,
     PlainHandle,
     Reader,
     Sender,
     cut,
-    dtype_name,
+    describe,
     in_parts,
+    numel,
 )
 
 
@@ -29,23 +29,17 @@ class CudaBuffers(PlainHandle):
     """Weights in buffers that another process of this machine has on this process's GPU.
 
     Attributes:
-        dtype: of all weights, such as ``"bfloat16"``.
-        parts: how many weights each buffer has.
+        parts: what lies in each buffer.
         handles: of each buffer, what CUDA needs to open it.
-        layout: in the order in which the weights lie in the buffers.
     """
 
-    dtype: str
-    parts: list[int]
+    parts: Parts
     handles: list[list[Any]]
-    layout: Layout
 
     def weights(self, reader: Reader = ALONE) -> Iterator[tuple[str, Tensor]]:
-        layouts, dtype, device = iter(self.layout), getattr(torch, self.dtype), torch.cuda.current_device()
-        for count, (offset, *handle) in zip(self.parts, self.handles, strict=True):
-            layout = list(itertools.islice(layouts, count))
-            size = torch.Size([sum(torch.Size(shape).numel() for _, shape in layout)])
-            storage = (torch.storage.TypedStorage, dtype, device)
+        device = torch.cuda.current_device()
+        for (dtype, layout), (offset, *handle) in zip(self.parts, self.handles, strict=True):
+            size, storage = torch.Size([numel(layout)]), (torch.storage.TypedStorage, getattr(torch, dtype), device)
             try:
                 flat = rebuild_cuda_tensor(torch.Tensor, size, (1,), offset, *storage, *handle)
             except RuntimeError as error:
@@ -60,10 +54,10 @@ class CudaIpcSender(Sender):
     """Sends ``CudaBuffers``; a version takes the memory of the whole model on the GPU until it is released.
 
     Args:
-        dtype: in which the weights travel, best the engine's.
+        dtype: of the weights on their way, best the engine's; None keeps their own.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
         self._kept: dict[int, tuple[list[Tensor], list[tuple[Any, Any]]]] = {}
 
@@ -77,12 +71,7 @@ class CudaIpcSender(Sender):
             _, _, _, _, counter, place, _, _ = handle  # as rebuild_cuda_tensor names them: ref_counter_handle, _offset
             counters.append((counter, place))
         self._kept[version] = [flat for flat, _ in parts], counters
-        return CudaBuffers(
-            dtype=dtype_name(self._dtype),
-            parts=[len(layout) for _, layout in parts],
-            handles=handles,
-            layout=[entry for _, layout in parts for entry in layout],
-        )
+        return CudaBuffers(describe(parts), handles)
 
     def release(self, version: int) -> None:
         kept = self._kept.pop(version, None)
@@ -94,3 +83,7 @@ class CudaIpcSender(Sender):
             torch.UntypedStorage._release_ipc_counter_cuda(*counter)
         del kept
         torch.cuda.ipc_collect()
+
+    def close(self) -> None:
+        for version in list(self._kept):
+            self.release(version)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,8 @@ class LoraDelta:
     """What one adapter adds to one weight: ``scaling * b @ a`` (arXiv 2106.09685).
 
     Attributes:
-        a: [r, in].
-        b: [out, r].
+        a: [r, in], or [experts, r, in] for the weights of all experts of a layer in one tensor.
+        b: [out, r], or [experts, out, r].
         scaling: factor of the product.
     """
 
@@ -26,7 +27,7 @@ class LoraDelta:
     scaling: float
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """[out, in], computed in float32 at least and then rounded."""
+        """The shape of the weight, computed in float32 at least and then rounded."""
         wide = torch.promote_types(self.a.dtype, torch.float32)
         return (self.b.to(wide) @ self.a.to(wide) * self.scaling).to(dtype)
 
@@ -44,32 +45,34 @@ def merged(weight: Tensor, deltas: Sequence[LoraDelta]) -> Tensor:
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The weights of a causal language model under the names of its Hugging Face checkpoint.
 
-    A LoRA model gives its base model's weights with the active adapters merged in; the model itself is left unchanged
-    and the merged tensors are made one at a time. So are those of a sharded model: each is gathered when it is asked
-    for, which all of its ranks must do.
+    A LoRA model gives its base model's weights with the active adapters merged in. Its own weights stay as they are:
+    the merged tensors are new, and made one at a time. A sharded model gathers each weight when it is asked for, which
+    all ranks must do.
 
     Args:
         model: a Hugging Face model, or a peft model around one; sharded or not.
 
     Yields:
         (name, tensor); a parameter that several modules share comes once. The tensors are detached, and are the
-        model's own memory where nothing had to be merged or gathered.
+        model's own memory where nothing had to be merged, gathered or split.
 
     Raises:
         ValueError: an adapter is not plain LoRA (DoRA, for example), so that it cannot be added to the base weight.
     """
-    for name, weight in _merged_weights(model):
-        yield name, _whole(weight)
+    peft: Any = model
+    base = peft.get_base_model() if hasattr(model, "peft_config") else model
+    layers = {} if base is model else _lora_layers(base)
+    return to_checkpoint(base, ((name, _whole(weight)) for name, weight in _merged_weights(base, layers)))
 
 
 def named_adapters(model: nn.Module) -> Iterator[tuple[str, LoraDelta]]:
-    """What the active adapters of a LoRA model add to its base model's weights.
+    """What the active adapters of a LoRA model add to its base model's parameters.
 
     Args:
         model: a peft model; sharded or not. A sharded matrix is gathered when it is asked for, which all ranks must do.
 
     Yields:
-        (name of the weight in the base model's checkpoint, what is added), one for each adapter of each layer.
+        (name of the parameter in the base model, what is added), one for each adapter of each layer.
 
     Raises:
         ValueError: an adapter is not plain LoRA, or is merged into the base weight.
@@ -79,43 +82,110 @@ def named_adapters(model: nn.Module) -> Iterator[tuple[str, LoraDelta]]:
         if layer.merged:
             raise ValueError(f"{name}: its adapters are merged into the weight and cannot be sent apart: unmerge them.")
         for delta in _deltas(name, layer):
-            yield f"{name}.weight", LoraDelta(_whole(delta.a), _whole(delta.b), delta.scaling)
+            yield name, LoraDelta(_whole(delta.a), _whole(delta.b), delta.scaling)
+
+
+def expected_weights(model: nn.Module) -> tuple[dict[str, torch.Size], set[str]]:
+    """Name to shape of each weight of a model's checkpoint, and the names that may be left out.
+
+    Those are tied weights: the memory of another one.
+    """
+
+    def shapes(remove_duplicate: bool) -> dict[str, torch.Size]:
+        parameters = model.named_parameters(remove_duplicate=remove_duplicate)
+        on_meta = ((name, parameter.detach().to("meta")) for name, parameter in parameters)
+        return {name: weight.shape for name, weight in to_checkpoint(model, on_meta)}
+
+    every = shapes(remove_duplicate=False)
+    return every, every.keys() - shapes(remove_duplicate=True).keys()
+
+
+def to_checkpoint(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of a model under the names, and in the shapes, that they have in its checkpoint.
+
+    For most models nothing changes. Since transformers 5 some differ: Mixtral has the weights of all experts of a layer
+    in one parameter, and its checkpoints have one for each expert. vLLM reads the checkpoint's.
+    """
+    return _convert(model, weights, reverse=True)
+
+
+def from_checkpoint(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Undoes ``to_checkpoint``; the weights of all experts of a layer must be there."""
+    from transformers.core_model_loading import dot_natural_key
+
+    return _convert(model, sorted(weights, key=lambda item: dot_natural_key(item[0])), reverse=False)
+
+
+def _convert(model: nn.Module, weights: Iterable[tuple[str, Tensor]], *, reverse: bool) -> Iterator[tuple[str, Tensor]]:
+    """Applies transformers' own rules for a model's checkpoints, as ``from_pretrained`` and ``save_pretrained`` do.
+
+    Those work on a whole state dict; here weights come one at a time, and most need not wait for another one.
+    """
+    from transformers import PreTrainedModel
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightConverter, rename_source_key
+
+    rules = get_model_conversion_mapping(model, add_legacy=False) if isinstance(model, PreTrainedModel) else []
+    # A prefix is there or not in different checkpoints of a model; like ``save_pretrained``, leave it out.
+    rules = [rule for rule in rules if not isinstance(rule, PrefixChange)]
+    if reverse:
+        rules = [rule.reverse_transform() for rule in reversed(rules)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+    of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    waiting: dict[str, Any] = {}
+
+    def converted(name: str) -> Iterator[tuple[str, Tensor]]:
+        for target, value in waiting.pop(name).convert(name, model=model, config=model.config).items():
+            yield target, value[0] if isinstance(value, list) else value
+
+    for name, weight in weights:
+        renamed, pattern = rename_source_key(name, renamings, converters, reverse=reverse)
+        if pattern is None:
+            yield renamed, weight
+            continue
+        rule = waiting.setdefault(renamed, deepcopy(of_pattern[pattern]))
+        rule.add_tensor(renamed, name, pattern, weight)
+        if reverse and len(rule.source_patterns) == 1:
+            yield from converted(renamed)
+    for name in list(waiting):
+        yield from converted(name)
 
 
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """As ``named_weights``, with sharded weights merged part by part and not yet gathered."""
-    if not hasattr(model, "peft_config"):
-        for name, weight in model.named_parameters():
-            yield name, weight.detach()
-        return
-    base: nn.Module = model.get_base_model()  # type: ignore[operator]
-    layers = _lora_layers(base)
+def _merged_weights(base: nn.Module, layers: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a model with its adapters merged in; sharded ones are merged part by part and not gathered."""
     for name, weight in base.named_parameters():
-        path, _, leaf = name.rpartition(".")
-        owner = path.removesuffix(".base_layer")
-        if owner != path and owner in layers:
-            layer = layers[owner]
-            deltas = _deltas(owner, layer) if leaf == "weight" and not layer.merged else []
-            yield f"{owner}.{leaf}", merged(weight.detach(), deltas)
-        elif not any(path.startswith(f"{layer}.") for layer in layers):
+        if not layers:
             yield name, weight.detach()
+        elif ".lora_" not in name:
+            name = name.replace(".base_layer", "")
+            layer = layers.get(name)
+            yield name, merged(weight.detach(), [] if layer is None or layer.merged else _deltas(name, layer))
 
 
 def _lora_layers(base: nn.Module) -> dict[str, Any]:
+    """The layers with adapters, by the name that the adapted parameter has without them."""
     from peft.tuners.lora import LoraLayer
 
-    return {name: module for name, module in base.named_modules() if isinstance(module, LoraLayer)}
+    return {
+        f"{name.replace('.base_layer', '')}.{getattr(module, 'parameter_name', 'weight')}": module
+        for name, module in base.named_modules()
+        if isinstance(module, LoraLayer)
+    }
 
 
 def _deltas(name: str, layer: Any) -> list[LoraDelta]:
-    """What each active adapter adds to a layer's base weight."""
+    """What each active adapter adds to a parameter."""
     deltas = []
     for adapter in layer.active_adapters:
-        if adapter in layer.lora_A:
+        if getattr(layer, "num_experts", 1) > 1:
+            b, a, _ = layer.get_delta_factors(adapter)
+            transposed, plain = False, True
+        elif adapter in layer.lora_A:
             module = layer.lora_A[adapter]
             a, b = module.weight, layer.lora_B[adapter].weight
             transposed, plain = layer.fan_in_fan_out, isinstance(module, nn.Linear)
@@ -131,7 +201,8 @@ def _deltas(name: str, layer: Any) -> list[LoraDelta]:
                 "train without it."
             )
         a, b = a.detach(), b.detach()
-        if transposed:  # contiguous: a reader, who gets them so, is to find the same sums
-            a, b = b.T.contiguous(), a.T.contiguous()
-        deltas.append(LoraDelta(a, b, layer.scaling[adapter]))
+        if transposed:
+            a, b = b.T, a.T
+        # Contiguous, as a reader gets them: the sums of products are then the same to the last bit.
+        deltas.append(LoraDelta(a.contiguous(), b.contiguous(), layer.scaling[adapter]))
     return deltas

@@ -1,28 +1,104 @@
-"""What runs in vLLM's own processes. Nothing here imports vLLM: the extension is given its worker by vLLM itself."""
+"""What runs in vLLM's worker processes, and how an engine gives them weights.
+
+Nothing here imports vLLM: vLLM itself adds the extension to its workers.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import struct
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from torchrl_grpo.processes import die_with_parent
 from torchrl_grpo.weights.broadcast import Broadcast
 from torchrl_grpo.weights.cuda_ipc import CudaBuffers
-from torchrl_grpo.weights.handle import PlainHandle, Reader, SharedBlock, WeightFile
+from torchrl_grpo.weights.handle import ALONE, Layout, Named, Parts, PlainHandle, Reader, cut, dtype_name, numel
+from torchrl_grpo.weights.object_store import tensor_bytes
 
-_KINDS: dict[str, type[PlainHandle]] = {
-    kind.__name__: kind for kind in (SharedBlock, WeightFile, Broadcast, CudaBuffers)
-}
+
+@dataclass(frozen=True)
+class SharedBlock(PlainHandle):
+    """Weights in shared memory of this machine.
+
+    Attributes:
+        path: the block, as every process of this machine and user can open it.
+        name: what must be found there, so that nothing else is taken for the block once its maker has dropped it.
+        parts: a single one.
+    """
+
+    path: str
+    name: str
+    parts: Parts
+
+    def weights(self, reader: Reader = ALONE) -> Iterator[tuple[str, Tensor]]:
+        if not os.path.exists(self.path) or self.name not in os.readlink(self.path):
+            raise RuntimeError(f"the shared weights at {self.path} are gone: the process that made them dropped them.")
+        [(dtype, layout)] = self.parts
+        flat = torch.from_file(self.path, shared=True, size=numel(layout), dtype=getattr(torch, dtype))
+        return cut(flat, layout)
+
+
+class SharedWeights:
+    """Weights in a block of shared memory that the workers of an engine read through ``block``.
+
+    The block has no name in any file system (it is a ``memfd``, Linux only): it can be opened as long as this object is
+    open, and its memory is gone with the last process that uses it, however these processes end.
+
+    Attributes:
+        block: what the readers need.
+
+    Args:
+        weights: they may come one at a time.
+        dtype: of the weights in the block, best the engine's.
+
+    Raises:
+        OSError: there is not enough memory.
+
+    Examples:
+        >>> shared = SharedWeights([("norm", torch.ones(3))], torch.float32)
+        >>> list(shared.block.weights())
+        [('norm', tensor([1., 1., 1.]))]
+        >>> shared.close()
+    """
+
+    def __init__(self, weights: Named, dtype: torch.dtype) -> None:
+        name, layout = f"torchrl_grpo_weights_{uuid.uuid4().hex}", Layout()
+        self._file = open(os.memfd_create(name), "wb")  # noqa: SIM115  closed by close
+        try:
+            # Written and not mapped: a lack of memory is an error here, and not a SIGBUS later.
+            for weight_name, weight in weights:
+                value = weight.detach().to("cpu", dtype).contiguous()
+                self._file.write(tensor_bytes(value).data)
+                layout.append((weight_name, tuple(value.shape)))
+            self._file.flush()
+        except BaseException:
+            self.close()
+            raise
+        self.block = SharedBlock(f"/proc/{os.getpid()}/fd/{self._file.fileno()}", name, [(dtype_name(dtype), layout)])
+
+    def close(self) -> None:
+        """Lets nobody open the block any more; who has it open keeps it. May be called again."""
+        self._file.close()
+
+
+_KINDS: dict[str, type[PlainHandle]] = {kind.__name__: kind for kind in (SharedBlock, Broadcast, CudaBuffers)}
+_NUMPY_STATE = struct.Struct("2496sqqd")
+"""The state of NumPy's generator: its 624 words, the place among them, and a Gaussian that is left over."""
 
 
 class WeightSyncExtension:
     """Methods that vLLM adds to its worker class (``worker_extension_cls``), called by name through ``collective_rpc``.
 
     ``self`` is the vLLM worker, and each tensor-parallel rank reads for itself. vLLM copies what is read to where the
-    model is, so the same path serves every device (on CUDA it has not been run yet).
+    model is, so the same code serves every device (on CUDA it has not been run yet).
     """
 
     @torch.no_grad()
@@ -37,23 +113,30 @@ class WeightSyncExtension:
         handle = _KINDS[kind](*fields)
         weights = handle.weights(Reader(reader, worker.rank, worker.parallel_config.world_size))
         worker.reload_weights(weights_iterator=weights)
-        # On a CPU vLLM keeps a packed copy of each linear weight. The reload remakes it for the layers that were sent,
-        # but a tied head is not sent: it would go on with the copy of the old embedding.
+        # On a CPU vLLM computes with packed weights, and the reload leaves two kinds of them wrong: a tied head, which
+        # is not sent, keeps the packed copy of the old embedding, and experts are not packed.
         for module in worker.model_runner.get_model().modules():
             if type(module).__name__ == "ParallelLMHead" and module.weight.numel():
                 module.quant_method.process_weights_after_loading(module)
+            elif worker.device.type == "cpu" and type(module).__name__ == "RoutedExperts":
+                module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
+
+    # Sampling draws from torch's generator of the device; on CUDA vLLM also draws each request's seed from NumPy's.
 
     def seed_sampler(self, seed: int) -> None:
-        """Seeds the generator that sampling draws from."""
+        """Seeds the generators that sampling draws from."""
         torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
 
-    def sampler_state(self) -> bytes:
-        """The state of that generator."""
+    def sampler_state(self) -> list[bytes]:
+        """The states of torch's and of NumPy's generator."""
         device = self.device  # type: ignore[attr-defined]
         state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-        return state.numpy().tobytes()
+        numpy_state: Any = np.random.get_state(legacy=True)
+        _, words, *rest = numpy_state
+        return [state.numpy().tobytes(), _NUMPY_STATE.pack(words.tobytes(), *rest)]
 
-    def set_sampler_state(self, state: bytes) -> None:
+    def set_sampler_state(self, state: bytes, numpy_state: bytes) -> None:
         """Restores what ``sampler_state`` gave."""
         device = self.device  # type: ignore[attr-defined]
         tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
@@ -61,6 +144,8 @@ class WeightSyncExtension:
             torch.cuda.set_rng_state(tensor, device)
         else:
             torch.set_rng_state(tensor)
+        words, *rest = _NUMPY_STATE.unpack(numpy_state)
+        np.random.set_state(("MT19937", np.frombuffer(words, np.uint32), *rest))
 
     def die_with_parent(self) -> int:
         """Makes the worker end with the process that started it; returns the worker's process id."""

@@ -14,9 +14,10 @@ from typing import Any
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_grpo.config import ConfigError, GRPOConfig
+from torchrl_grpo.config import GRPOConfig, renamed
+from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.learner.checkpoint import checkpoints_in, read_checkpoint, set_rng_state
-from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.learner.learner import Learner
 
 _AS_BEFORE = (
     "seed",
@@ -47,11 +48,13 @@ class Resume:
         path: the file, absolute: every training rank reads it.
         step: steps that it has behind it.
         source: state of the source of batches.
+        reference_version: of the weights that its reference model had; 0 is the base model.
     """
 
     path: Path
     step: int
     source: dict[str, Any]
+    reference_version: int
 
 
 def find_resume(config: GRPOConfig, plain: Mapping[str, Any], max_staleness: int) -> Resume | None:
@@ -68,70 +71,66 @@ def find_resume(config: GRPOConfig, plain: Mapping[str, Any], max_staleness: int
     if config.train.resume is None:
         return None
     path, state = _find(config.train.resume)
-    if "units" not in state["source"]:
-        raise ConfigError(
-            f"train.resume: {path} was written by an earlier version: begin anew, or go on with that one."
-        )
-    step, units = state["step"], state["source"]["units"]
-    _check_options(state["config"], plain, path)
+    step, source = state["step"], dict(state["source"])
+    if "tasks" not in source:
+        raise ConfigError(f"train.resume: {path} was written by an earlier version: start a new run, or use that one.")
+    tasks = source["tasks"]
+    saved = renamed(state["config"])
+    _check_options(saved, plain, path)
     done = step * config.dialog_turns_per_batch
     if step >= config.num_batches:
         raise ConfigError(
             f"train.total_dialog_turns={config.train.total_dialog_turns} must be more than the {done} that {path} has "
             f"behind it: use train.total_dialog_turns={2 * done}, say."
         )
-    if units and max_staleness == 0:
-        ahead = sum(len(unit["wanted"]) for unit in units)
+    if tasks and max_staleness == 0:
+        ahead = sum(len(task["wanted"]) for task in tasks)
         raise ConfigError(
             f"train.max_staleness=0 must be at least 1 with {path}, which has {ahead} groups that were drawn ahead of "
             "their training: use sota/grpo/grpo-async.py with train.max_staleness=1 or more."
         )
-    every = config.ref_model.refresh_every
-    if every is not None and step > every and step % every:
+    every = saved["ref_model"]["refresh_every"]
+    reference = source.get("reference_version", step - step % every if every else 0)
+    if config.has_own_reference and reference not in (0, step):
         raise ConfigError(
-            f"ref_model.refresh_every={every} must divide the step of the checkpoint, {step}, because {path} does not "
-            f"hold the reference model of step {step - step % every}: use the checkpoint of that step (and "
-            f"train.checkpoint_frequency={every} to have one), or leave ref_model.refresh_every out."
+            f"train.resume={path} must be a checkpoint whose reference model is known, but that had the weights of "
+            f"step {reference}, which the checkpoint of step {step} does not have: use the checkpoint of step "
+            f"{reference} (train.checkpoint_frequency={every or reference} would have written one)."
         )
-    return Resume(path, step, state["source"])
+    return Resume(path, step, source, reference)
 
 
-def check_units(resume: Resume, unit_groups: int, config: GRPOConfig) -> None:
-    """Checks that the replicas play units of the size of those that are to be played again.
+def check_tasks(resume: Resume, task_groups: int, config: GRPOConfig) -> None:
+    """Checks that the samplers play tasks of the size of those that are to be played again.
 
     Raises:
         ConfigError: they do not.
     """
-    sizes = {len(unit["groups"]) for unit in resume.source["units"]}
-    if sizes - {unit_groups}:
+    sizes = {len(task["groups"]) for task in resume.source["tasks"]}
+    if sizes - {task_groups}:
         before = config.env.num_envs // config.env.repeats // max(sizes)
         raise ConfigError(
-            f"inference_model.num_devices must be {before}, as in {resume.path}, which has work for so many replicas "
-            f"that is not done: use inference_model.num_devices={before}."
+            f"inference_model.num_devices must be {before}, as in {resume.path}, which has unfinished work for so many "
+            f"samplers: use inference_model.num_devices={before}."
         )
 
 
-def restore_trainer(trainer: GRPOTrainer, resume: Resume) -> None:
-    """Restores a trainer and the random generators of its process; learning rate and the like are the config's.
+def restore(learner: Learner, resume: Resume) -> None:
+    """Restores a learner and the random generators of its process; learning rate and the like are the config's.
 
     With several ranks each of them calls this.
     """
-    state = read_checkpoint(resume.path)
+    state, trainer = read_checkpoint(resume.path), learner.trainer
     saved: dict[str, Any] = dict(state["trainer"])
-    configured = trainer.optimizer.param_groups
-    groups = zip(saved["optimizer"]["param_groups"], configured, strict=True)
-    saved["optimizer"] = saved["optimizer"] | {
-        "param_groups": [group | {"params": old["params"]} for old, group in groups],
-    }
+    configured = [{**group, "params": None} for group in trainer.optimizer.param_groups]
     scheduler: Any = trainer.scheduler
     if scheduler is not None:
         saved["scheduler"] = saved["scheduler"] | {"base_lrs": scheduler.base_lrs}
-    trainer.load_state_dict(saved)
-    if scheduler is not None:
-        for group, lr, factor in zip(
-            trainer.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-        ):
-            group["lr"] = lr * factor(scheduler.last_epoch)
+    learner.load_state_dict(saved)
+    for index, (group, settings) in enumerate(zip(trainer.optimizer.param_groups, configured, strict=True)):
+        group |= settings | {"params": group["params"]}
+        if scheduler is not None:
+            group["lr"] = scheduler.base_lrs[index] * scheduler.lr_lambdas[index](scheduler.last_epoch)
     set_rng_state(state["rng"])
 
 
@@ -154,7 +153,7 @@ def _find(given: str) -> tuple[Path, dict[str, Any]]:
     found = "has none" if path.is_dir() else "does not exist"
     raise ConfigError(
         f"train.resume={given} must be a checkpoint_*.pt, or a run's folder that has one, but it {found}: give such a "
-        "path, or leave train.resume out to begin anew."
+        "path, or leave train.resume out to start a new run."
     )
 
 

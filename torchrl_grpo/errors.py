@@ -1,6 +1,10 @@
-"""How a run on Ray ends against its will. Nothing is imported here: a script needs these names before all else."""
+"""Errors that end a run with their message and without a traceback. Nothing is imported here."""
 
 from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A config value breaks a rule. The message names field, rule, value and fix."""
 
 
 class RunLostError(RuntimeError):
@@ -11,8 +15,8 @@ class WorkersLostError(RunLostError):
     """Rollout or reference actors are gone and could not be replaced, or each new one is lost in its turn."""
 
 
-class TrainerLostError(RunLostError):
-    """A training rank died: the run has ended, and can go on from a checkpoint alone."""
+class LearnerLostError(RunLostError):
+    """A rank of the learner died: the run has ended, and can only be resumed from a checkpoint."""
 
 
 class WaitedTooLongError(RunLostError, TimeoutError):

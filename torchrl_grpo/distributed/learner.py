@@ -1,4 +1,4 @@
-"""``RayTrainer``: the driver's handle on the training ranks, with the surface of ``GRPOTrainer`` that ``fit`` uses."""
+"""``RayLearner``: the driver's handle on the training ranks, with the surface of ``Learner`` that ``fit`` uses."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_grpo.distributed.actors import Rank, TrainerActor
-from torchrl_grpo.distributed.errors import TrainerLostError, WaitedTooLongError
+from torchrl_grpo.distributed.actors import LearnerActor
 from torchrl_grpo.distributed.source import RayBatch
 from torchrl_grpo.distributed.workers import cause_of, is_loss
+from torchrl_grpo.errors import LearnerLostError, WaitedTooLongError
 from torchrl_grpo.learner.checkpoint import Checkpointer
+from torchrl_grpo.learner.learner import Learner
 
 _TICK_S = 1.0
 _HEARD_S = 10.0
 """How long after the first failure of a rank the others are listened to."""
 
 
-class RayTrainer:
-    """Training ranks as Ray actors.
+class RayLearner:
+    """Learners as Ray actors, one for each training rank.
 
     A rank that dies takes the run with it: the others hold a part of the model each, and what they would wait for never
-    comes. Every method but ``close`` raises ``TrainerLostError`` then, with the last checkpoint, and
+    comes. Every method but ``close`` raises ``LearnerLostError`` then, with the last checkpoint, and
     ``WaitedTooLongError`` when the ranks do not answer.
 
     Attributes:
         version: batches trained so far.
-        optim_steps: optimizer steps so far; -1 while that is not known, inside a batch or after a loss.
+        resumable: whether the weights are those between two batches: not inside one, nor after a loss.
         pids: the process of each rank.
 
     Args:
-        factory: makes the parts of a rank in its process; it is given the mesh of all ranks, None for one rank.
+        factory: makes a rank's learner in its process; it is given the mesh of all ranks, None for one rank.
 
     Keyword Args:
         options: for each rank, Ray's options for its actor.
@@ -46,7 +47,7 @@ class RayTrainer:
 
     def __init__(
         self,
-        factory: Callable[[DeviceMesh | None], Rank],
+        factory: Callable[[DeviceMesh | None], Learner],
         *,
         options: Sequence[Mapping[str, Any]],
         tensor_parallel_size: int = 1,
@@ -56,79 +57,78 @@ class RayTrainer:
         import ray
 
         self.version = 0
-        self.optim_steps = 0
+        self.resumable = True
         self.pids: list[int] = []
-        self._actor_timeout_s = actor_timeout_s
+        self.actor_timeout_s = actor_timeout_s
         self._last_checkpoint = resumed_from
-        remote = ray.remote(TrainerActor)
+        remote = ray.remote(LearnerActor)
         self._ranks = [
             remote.options(**given).remote(factory, rank, len(options), tensor_parallel_size)
             for rank, given in enumerate(options)
         ]
 
     def start(self) -> None:
-        """Makes the parts of all ranks.
+        """Makes the learners of all ranks.
 
         Raises:
             Exception: what the factory raised.
         """
         address = None
         if len(self._ranks) > 1:
-            [address] = self._ask("open a port", [self._ranks[0].open_store.remote(self._actor_timeout_s)])
-        setup = [rank.setup.remote(address, self._actor_timeout_s) for rank in self._ranks]
-        self.pids = self._ask("load the model", setup)
-        [(self.version, self.optim_steps)] = self._ask("say where they are", [self._ranks[0].progress.remote()])
+            [address] = self._ask("open a port", [self._ranks[0].open_store.remote(self.actor_timeout_s)])
+        setup = [rank.setup.remote(address, self.actor_timeout_s) for rank in self._ranks]
+        started = self._ask("load the model", setup)
+        self.pids, self.version = [pid for pid, _ in started], started[0][1]
 
     def train_batch(self, batch: RayBatch) -> dict[str, float]:
-        """See ``GRPOTrainer.train_batch``; the metrics of the batch itself (``rollout/*``) come with it."""
-        self.optim_steps = -1
+        """See ``Learner.train_batch``."""
+        self.resumable = False
         steps = [rank.train.remote(*batch.refs) for rank in self._ranks]
         try:
             answers = self._ask("train a batch", steps)
         except (KeyboardInterrupt, SystemExit):
             torchrl_logger.warning("The ranks end their step first, so that the run can be saved.")
-            self.version, self.optim_steps, _ = self._ask("train a batch", steps)[0]
+            self.version, _ = self._ask("train a batch", steps)[0]
+            self.resumable = True
             raise
-        self.version, self.optim_steps, metrics = answers[0]
+        self.version, metrics = answers[0]
+        self.resumable = True
         return metrics
 
     def weights(self) -> Any:
         """A reference to the ``WeightHandle`` of the current version, which is there until ``release``."""
-        return self._gather([rank.weights for rank in self._ranks])
+        return self._send("weights")
 
-    def full_weights(self) -> Any:
-        """The same in the trainer's own dtype, adapters merged, and there as long as the reference."""
-        return self._gather([rank.full_weights for rank in self._ranks])
+    def reference_weights(self) -> Any:
+        """The same for a reference model; the weights are there as long as the reference."""
+        return self._send("reference_weights")
 
-    def _gather(self, methods: Sequence[Any]) -> Any:
-        answers = [method.options(num_returns=2).remote() for method in methods]
+    def _send(self, method: str) -> Any:
+        answers = [rank.send.options(num_returns=2).remote(method) for rank in self._ranks]
         self._ask("gather the weights", [version for version, _ in answers])
         return answers[0][1]
 
     def release(self, version: int) -> None:
-        """Frees the handle of a version that nobody reads or will read any more. Returns at once."""
+        """Frees the weights of a version that nobody reads or will read any more. Returns at once."""
         if self._ranks:
-            self._ranks[0].release.remote(version)
+            self._ranks[0].call.remote("release", version)
 
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
-        """See ``GRPOTrainer.save``; rank 0 writes the file."""
-        self._last_checkpoint = self._ask("save", [rank.save.remote(checkpointer, source) for rank in self._ranks])[0]
-        assert self._last_checkpoint is not None
+        """See ``Learner.save``; rank 0 writes the file."""
+        self._last_checkpoint = self._ask_all("save", "save", checkpointer, source)
         return self._last_checkpoint
 
     def export(self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase) -> Path:
-        """See ``GRPOTrainer.export``; rank 0 writes the files."""
-        path = self._ask("export", [rank.export.remote(checkpointer, tokenizer) for rank in self._ranks])[0]
-        assert path is not None
-        return path
+        """See ``Learner.export``; rank 0 writes the files."""
+        return self._ask_all("export", "export", checkpointer, tokenizer)
 
     def samples(self, most: int) -> list[dict[str, Any]]:
-        """Rows of the latest batch, for ``samples.jsonl``."""
-        return self._ask("show samples", [self._ranks[0].samples.remote(most)])[0]
+        """See ``Learner.samples``."""
+        return self._ask("show samples", [self._ranks[0].call.remote("samples", most)])[0]
 
-    def gap(self, probe: Any) -> tuple[float, float]:
-        """Mean and largest difference to the log-probs that an engine gave, in nats."""
-        return self._ask("score a probe", [rank.gap.remote(probe) for rank in self._ranks])[0]
+    def mismatch(self, probe: Any) -> tuple[float, float]:
+        """See ``Learner.mismatch``."""
+        return self._ask_all("score a probe", "mismatch", probe)
 
     def close(self) -> None:
         """Ends the ranks. May be called again."""
@@ -138,11 +138,15 @@ class RayTrainer:
             ray.kill(rank)
         self._ranks = []
 
+    def _ask_all(self, what: str, method: str, *arguments: Any) -> Any:
+        """Rank 0's answer to what all ranks do together."""
+        return self._ask(what, [rank.call.remote(method, *arguments) for rank in self._ranks])[0]
+
     def _ask(self, what: str, references: list[Any]) -> list[Any]:
         """The answers of the ranks; the first failure ends the wait, because the other ranks may wait for that one."""
         import ray
 
-        deadline = time.monotonic() + self._actor_timeout_s
+        deadline = time.monotonic() + self.actor_timeout_s
         pending = list(references)
         while pending:
             done, pending = ray.wait(pending, timeout=_TICK_S)
@@ -150,19 +154,19 @@ class RayTrainer:
                 for reference in done:
                     ray.get(reference)
             except Exception as first:
-                self.optim_steps = -1
+                self.resumable = False
                 error = _root_cause(first, references)
                 if not is_loss(error):
                     raise cause_of(error) from None
-                raise TrainerLostError(
+                raise LearnerLostError(
                     f"a training rank died while the ranks were to {what} (version {self.version}): "
                     f"{self._last_saved()}."
                 ) from error
             if pending and time.monotonic() > deadline:
-                self.optim_steps = -1
+                self.resumable = False
                 raise WaitedTooLongError(
-                    f"waited {self._actor_timeout_s:g} s for the training ranks to {what} (version {self.version}): "
-                    f"{self._last_saved()}."
+                    f"waited {self.actor_timeout_s:g} s (ray.actor_timeout_s) for the training ranks to {what} "
+                    f"(version {self.version}): {self._last_saved()}."
                 )
         return ray.get(references)
 

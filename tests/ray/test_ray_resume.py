@@ -1,0 +1,73 @@
+"""Going on from a checkpoint on Ray: with other numbers of ranks, and after a stop of an asynchronous run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.configs import compose_config
+from tests.support.runs import LORA, SMALL, at, differences, numbers, run, state_of, steps
+from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.run import build
+
+pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    run(folder, *LORA, steps(6), "train.checkpoint_frequency=3")
+    return folder
+
+
+def test_a_run_moves_from_one_process_to_several_ranks_and_back(lora_run: Path, tmp_path: Path) -> None:
+    """As many ranks go on to the last bit; another number of them adds in another order."""
+    two = ("train_model.num_devices=2", "train.checkpoint_frequency=1")
+    expected = numbers(read_jsonl(lora_run / "metrics.jsonl"), 4)
+    ranks = run(tmp_path / "ranks", *LORA, *two, steps(6), f"train.resume={at(lora_run, 3)}")
+    assert [row["step"] for row in ranks] == [3, 4, 5, 6]
+    again = run(tmp_path / "again", *LORA, *two, steps(6), f"train.resume={at(tmp_path / 'ranks', 5)}")
+    assert numbers(again, 6) == numbers(ranks, 6)
+    assert differences(state_of(at(tmp_path / "again", 6)), state_of(at(tmp_path / "ranks", 6))) == []
+    back = run(tmp_path / "back", *LORA, steps(6), f"train.resume={at(tmp_path / 'ranks', 4)}")
+    for got in (ranks[1:], back[1:]):
+        for row, numbers_there in zip(numbers(got, 4), expected[-len(got) :], strict=True):
+            assert row == pytest.approx(numbers_there, rel=1e-4, abs=1e-6)
+
+
+def test_a_resumed_asynchronous_run_loses_and_repeats_no_group(tmp_path: Path) -> None:
+    def train(folder: Path, stop_at: int | None, *overrides: str) -> list[int]:
+        trained: list[int] = []
+        config = compose_config(*SMALL, steps(10), "policy.kl_coef=0", "train.max_staleness=2", *overrides)
+        made = build(config, folder, asynchronous=True)
+        real = made.learner.train_batch
+
+        def train_batch(batch: Any) -> dict[str, float]:
+            if made.learner.version == stop_at:
+                raise KeyboardInterrupt
+            while stop_at is not None and made.source.state_dict()["env"]["next_group"] < 4 * made.learner.version + 12:
+                time.sleep(0.05)  # until as many are drawn ahead as the bound allows
+            trained.extend(batch.groups)
+            return real(batch)
+
+        made.learner.train_batch = train_batch  # type: ignore[method-assign]
+        try:
+            made.fit()
+        except KeyboardInterrupt:
+            assert stop_at is not None
+        finally:
+            made.close()
+        return trained
+
+    first = train(tmp_path / "first", 4)
+    ahead = torch.load(at(tmp_path / "first", 4), weights_only=True)["source"]
+    assert ahead["env"]["next_group"] > len(first) == 16  # groups were drawn that were not trained
+    rest = train(tmp_path / "rest", None, f"train.resume={tmp_path / 'first'}")
+    assert sorted(first + rest) == list(range(40))
+    rows = read_jsonl(tmp_path / "rest" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(4, 11))
+    assert max(row["staleness/max"] for row in rows[1:]) <= 2

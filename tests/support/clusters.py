@@ -1,0 +1,27 @@
+"""What the workers on a Ray cluster say about themselves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from typing import Any
+
+import ray
+
+from torchrl_grpo.distributed.cluster import Placement
+
+
+def facts(placement: Placement) -> dict[str, list[dict[str, Any]]]:
+    """What a worker says in each process's place."""
+
+    class Worker:  # of a function, so that it is sent whole: the actors need not import torch
+        def facts(self) -> dict[str, Any]:
+            child = subprocess.Popen(["sleep", "600"])
+            context = ray.get_runtime_context()
+            return {"gpus": context.get_accelerator_ids()["GPU"], "environ": dict(os.environ), "child": child.pid}
+
+    workers = {
+        role: [ray.remote(Worker).options(**options).remote() for options in getattr(placement, role)]
+        for role in ("train", "inference", "reference")
+    }
+    return {role: ray.get([worker.facts.remote() for worker in some], timeout=600) for role, some in workers.items()}

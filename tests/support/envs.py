@@ -1,0 +1,85 @@
+"""Tasks, an engine and helpers for environments whose every response is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from tensordict import TensorDict, lazy_stack
+from torch import Tensor
+
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
+from torchrl_grpo.tasks.base import Problem, Score, Task
+
+END = 1
+"""Id of the tokenizer's ``<|end|>``."""
+
+
+class EchoTask(Task):
+    """One turn: the response must be the query. Queries have 1 to 3 letters."""
+
+    name = "echo"
+
+    def __init__(self, size: int = 10) -> None:
+        self.size = size
+
+    def problems(self, split: str) -> list[Problem]:
+        return [Problem(chr(97 + i) * (1 + i % 3), chr(97 + i) * (1 + i % 3)) for i in range(self.size)]
+
+    def score(self, problem: Problem, responses: Sequence[str]) -> Score:
+        right = responses[-1] == problem.answer
+        return Score(1.0 if right else 0.25, right)
+
+
+class TwoTurnTask(EchoTask):
+    """Asks ``again?`` unless the first response is ``stop``; the reward is the number of turns."""
+
+    name = "two turns"
+
+    def next_turn(self, problem: Problem, responses: Sequence[str]) -> str | None:
+        return "again?" if len(responses) == 1 and responses[0] != "stop" else None
+
+    def score(self, problem: Problem, responses: Sequence[str]) -> Score:
+        return Score(float(len(responses)), len(responses) == 2)
+
+
+class ScriptedEngine(Engine):
+    """Gives the tokens that a rule says, with log-probs -1, -2, ...; keeps what it was asked."""
+
+    def __init__(self, rule: Callable[[Tensor, int], tuple[list[int], str]]) -> None:
+        self.rule = rule
+        self.calls: list[tuple[list[list[int]], int]] = []
+        self.draws = 0
+        self.num_closed = 0
+
+    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+        self.calls.append(([prompt.tolist() for prompt in prompts], n))
+        return [[self._complete(prompt, copy) for copy in range(n)] for prompt in prompts]
+
+    def _complete(self, prompt: Tensor, copy: int) -> Completion:
+        tokens, reason = self.rule(prompt, copy)
+        self.draws += 1
+        log_probs = -torch.arange(1, len(tokens) + 1, dtype=torch.float32)
+        return Completion(torch.tensor(tokens), log_probs, reason)  # type: ignore[arg-type]
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.policy_version = version
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+def respond(env: LLMEnv, data: TensorDict, responses: list[list[int]], cut: list[bool] | None = None) -> TensorDict:
+    """Steps ``env`` with these response tokens."""
+    rows = [
+        TensorDict({"prompt": row.get("prompt"), "response": torch.tensor(response, dtype=torch.int64)})
+        for row, response in zip(data.get("tokens").unbind(0), responses, strict=True)
+    ]
+    data.set("tokens", lazy_stack(rows))
+    data.set("length_stopped", torch.tensor(cut or [False] * len(responses)).unsqueeze(-1))
+    return env.step(data)
+
+
+def column(data: TensorDict, key: str) -> list:
+    return data["next", key].squeeze(-1).tolist()

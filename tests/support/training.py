@@ -1,0 +1,49 @@
+"""A trainer of a tiny model, and a batch for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+
+from tests.support.models import make_tiny_model
+from torchrl_grpo import keys
+from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.objectives import GRPOLoss
+
+
+def make_batch(lengths: tuple[int, ...] = (9, 14, 6, 11, 8, 12, 7, 10), *, spread: float = 0.1) -> TensorDictBase:
+    """Sequences whose behaviour and reference log-probs are near those of ``make_tiny_model()``."""
+    generator = torch.Generator().manual_seed(0)
+    scorer = TokenScorer(make_tiny_model())
+    rows = []
+    for index, length in enumerate(lengths):
+        tokens = torch.randint(5, 261, (length,), generator=generator)
+        mask = torch.zeros(length, dtype=torch.bool)
+        mask[3:] = True
+        log_probs = scorer.score(tokens[None], mask[None])[0][0].detach()
+        noise = torch.randn(2, length, generator=generator) * spread * mask
+        rows.append(
+            TensorDict(
+                {
+                    keys.FULL: tokens,
+                    keys.ATTENTION_MASK: torch.ones(length, dtype=torch.bool),
+                    keys.ASSISTANT_MASK: mask,
+                    keys.LOG_PROBS: log_probs + noise[0],
+                    keys.REF_LOG_PROBS: log_probs + noise[1],
+                    keys.ADVANTAGE: torch.tensor([(-1.0) ** index]),
+                    keys.REWARD_VALID: torch.tensor([True]),
+                }
+            )
+        )
+    return lazy_stack(rows)
+
+
+def make_trainer(model: torch.nn.Module | None = None, *, optimizer: Any = None, **settings: Any) -> GRPOTrainer:
+    model = make_tiny_model() if model is None else model
+    loss = GRPOLoss(TokenScorer(model), kl_to_ref_coeff=0.1, entropy_coeff=0.01)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = optimizer or torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
+    return GRPOTrainer(loss, model, optimizer, **({"optim_batch_size": 8} | settings))

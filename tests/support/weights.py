@@ -1,0 +1,33 @@
+"""What has weights to send, and whether an engine got them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchrl_grpo.generation.base import Engine, SamplingParams
+from torchrl_grpo.weights import LoraDelta, log_prob_mismatch, named_adapters, named_weights, sample_probe
+
+ScoreFn = Callable[[list[Tensor], list[int]], Sequence[Tensor]]
+
+
+class Trained:
+    """Stands for a trainer: a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return named_weights(self.model)
+
+    def adapters(self) -> Iterator[tuple[str, LoraDelta]]:
+        return named_adapters(self.model)
+
+
+def mismatch(engine: Engine, score_fn: ScoreFn, prompts: Sequence[Tensor], params: SamplingParams) -> Any:
+    """Mean and largest difference between an engine's log-probs and those of ``score_fn`` (``response_log_probs``)."""
+    probe = sample_probe(engine, prompts, params)
+    full = [prompt.new_tensor([*prompt, *tokens]) for prompt, tokens, _ in probe]
+    return log_prob_mismatch(probe, score_fn(full, [len(prompt) for prompt, _, _ in probe]))

@@ -1,0 +1,188 @@
+"""What TorchRL's tests of ``LLMCollector`` and its LLM environments test, for ``RolloutCollector`` and ``LLMEnv``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.collectors.llm import LLMCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs import ParallelEnv, SerialEnv, Transform, TransformedEnv
+from torchrl.envs.llm.transforms.policy_version import PolicyVersion
+from torchrl.envs.utils import check_env_specs
+from torchrl.modules.llm import TransformersWrapper
+
+from tests.support.envs import END, EchoTask, ScriptedEngine, TwoTurnTask
+from torchrl_grpo.collectors import RolloutCollector
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.generation import SamplingParams, TransformersEngine
+from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.models import TokenScorer
+from torchrl_grpo.tasks.base import Problem
+from torchrl_grpo.transforms import GroupAdvantage, KLScoring
+
+PARAMS = SamplingParams(max_new_tokens=4)
+
+
+def make_policy() -> GenerationPolicy:
+    return GenerationPolicy(ScriptedEngine(lambda prompt, copy: ([10 + copy, END], "stop")), PARAMS)
+
+
+def make_env(tokenizer: Any, task: Any = None) -> LLMEnv:
+    return LLMEnv(task or EchoTask(), tokenizer, num_envs=4, repeats=2, max_turns=2)
+
+
+@pytest.mark.parametrize("total", [1, 10, 20])
+def test_iteration_fills_a_replay_buffer_and_yields_none(tokenizer, total):
+    buffer = ReplayBuffer(storage=LazyStackStorage(40))
+    collector = RolloutCollector(make_env(tokenizer), make_policy(), total_dialog_turns=total, replay_buffer=buffer)
+    assert set(collector) == {None}
+    assert len(buffer) == collector.dialog_turns == -(-total // 4) * 4
+    sample = buffer.sample(4)
+    assert sample.shape == (4,) and all(isinstance(text, str) for text in sample["text", "response"])
+
+
+def test_postproc_makes_what_is_yielded_and_written(tokenizer):
+    buffer = ReplayBuffer(storage=LazyStackStorage(8))
+    settings = {"total_dialog_turns": 8, "postproc": GroupAdvantage(2)}
+    for batch in RolloutCollector(make_env(tokenizer), make_policy(), **settings):
+        assert batch["advantage"].shape == (4, 1)
+    list(RolloutCollector(make_env(tokenizer), make_policy(), replay_buffer=buffer, **settings))
+    assert buffer[:]["advantage"].shape == (8, 1)
+    plain = RolloutCollector(make_env(tokenizer), make_policy(), postproc=GroupAdvantage(2))
+    assert plain.rollout().get("advantage", None) is None
+
+
+def test_a_dialog_counts_once_and_torchrl_counts_its_turns(tokenizer):
+    """Every dialog has two turns: 8 trajectories are two batches of 4, and for TorchRL 16 turns."""
+    collector = RolloutCollector(make_env(tokenizer, TwoTurnTask()), make_policy(), total_dialog_turns=8)
+    assert len(collector) == len(list(collector)) == 2
+    assert collector.dialog_turns == 8 and collector.last.turns == 8
+    theirs = LLMCollector(
+        make_env(tokenizer, TwoTurnTask()), policy=make_policy(), dialog_turns_per_batch=4, total_dialog_turns=8,
+        yield_only_last_steps=True,
+    )  # fmt: skip
+    assert sum(batch.numel() for batch in theirs) == 4
+
+
+def test_torchrls_collector_plays_our_environment_and_policy(tokenizer):
+    settings = {"dialog_turns_per_batch": 4, "total_dialog_turns": 8}
+    theirs = list(LLMCollector(make_env(tokenizer), policy=make_policy(), **settings))
+    ours = list(RolloutCollector(make_env(tokenizer), make_policy(), **settings))
+    for one, other in zip(theirs, ours, strict=True):
+        assert one.shape == (4, 1) and other.shape == (4,)
+        # TorchRL's collector resets the environment once more, so that its groups have other numbers.
+        assert [len(batch["group_id"].unique()) for batch in (one, other)] == [2, 2]
+        assert one["next", "reward"].flatten().tolist() == other["next", "reward"].flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "use"),
+    [
+        ({"steps_per_batch": 4}, "use dialog_turns_per_batch"),
+        ({"total_steps": 8}, "use total_dialog_turns"),
+        ({"policy_factory": make_policy}, r"use policy=policy_factory\(\)"),
+        ({"yield_only_last_steps": False}, "an element is a whole dialog"),
+        ({"yield_completed_trajectories": False}, "an element is a whole dialog"),
+        ({"flatten_data": False}, "batches are flat"),
+        ({"track_policy_version": PolicyVersion()}, "each token has its version"),
+        ({"async_envs": True}, r"use sota/grpo/grpo-async\.py"),
+        ({"weight_updater": object()}, r"use update_policy_weights_\("),
+        ({"queue": []}, "use replay_buffer"),
+        ({"verbose": True}, "`last` has the counts"),
+    ],
+)
+def test_torchrls_arguments_are_refused_with_the_reason(tokenizer, arguments, use):
+    (name,) = arguments
+    with pytest.raises(TypeError, match=f"{name}=.* is TorchRL's and RolloutCollector has no such argument: .*{use}"):
+        RolloutCollector(make_env(tokenizer), make_policy(), **arguments)
+
+
+def test_torchrls_arguments_that_say_what_is_so_are_taken(tokenizer):
+    same = {"yield_only_last_steps": True, "flatten_data": True, "track_policy_version": True, "async_envs": False}
+    collector = RolloutCollector(
+        env=make_env(tokenizer), policy=make_policy(), **same, weight_updater=None, verbose=False, queue=None
+    )
+    assert collector.rollout().shape == (4,)
+    with pytest.raises(TypeError, match="RolloutCollector got an unexpected keyword argument 'wurst'"):
+        RolloutCollector(make_env(tokenizer), make_policy(), wurst=1)
+
+
+def test_start_is_refused_with_the_reason(tokenizer):
+    with pytest.raises(TypeError, match=r"start\(\) samples nothing in the background"):
+        RolloutCollector(make_env(tokenizer), make_policy()).start()
+
+
+def test_weights_may_come_alone_and_in_torchrls_forms(tokenizer, tiny_model):
+    policy = GenerationPolicy(TransformersEngine(tiny_model), PARAMS)
+    collector = RolloutCollector(make_env(tokenizer), policy)
+    parameters = dict(tiny_model.named_parameters())
+    forms = (tiny_model, TokenScorer(tiny_model), tiny_model.state_dict(), parameters.items(), TensorDict(parameters))
+    for version, weights in enumerate(forms, start=1):
+        collector.update_policy_weights_(weights)
+        assert collector.policy_version == version
+    collector.update_policy_weights_(parameters.items(), 40)
+    assert collector.policy_version == 40
+    with pytest.raises(TypeError, match=r"needs the weights.*: use update_policy_weights_\(model\)"):
+        collector.update_policy_weights_()
+
+
+def test_the_version_can_be_raised_alone_and_the_draws_go_on(tokenizer, tiny_model):
+    def make() -> RolloutCollector:
+        collector = RolloutCollector(make_env(tokenizer), GenerationPolicy(TransformersEngine(tiny_model), PARAMS))
+        collector.set_seed(3)
+        collector.rollout()
+        return collector
+
+    collector = make()
+    collector.increment_version()
+    raised, plain = collector.rollout(), make().rollout()
+    assert collector.policy_version == 1 and raised["policy_version"].unique().tolist() == [1]
+    for one, other in zip(raised.unbind(0), plain.unbind(0), strict=True):
+        assert one["tokens", "full"].tolist() == other["tokens", "full"].tolist()
+
+
+def test_another_environment_or_policy_is_refused(tokenizer, tiny_model):
+    wrapper = TransformersWrapper(tiny_model, tokenizer=tokenizer, input_mode="tokens")
+    with pytest.raises(ValueError, match=r"policy=TransformersWrapper a GenerationPolicy: use TorchRL's LLMCollector"):
+        RolloutCollector(make_env(tokenizer), wrapper)
+
+
+# Environments
+
+
+class SameLength(EchoTask):
+    def problems(self, split):
+        return [Problem(letter, letter) for letter in "abcdef"]
+
+
+def test_specs_with_reference_log_probs_are_right(tokenizer, tiny_model):
+    check_env_specs(TransformedEnv(make_env(tokenizer, SameLength()), KLScoring(TokenScorer(tiny_model))))
+
+
+@pytest.mark.parametrize("batched", [SerialEnv, ParallelEnv])
+def test_a_batched_environment_is_refused_when_it_is_built(tokenizer, batched):
+    with pytest.raises(ValueError, match=r"LLMEnv must not be stacked to \[2, 4\] rows .*: use num_envs"):
+        batched(2, lambda: make_env(tokenizer))
+    with pytest.raises(ValueError, match="LLMEnv must not be stacked"):
+        batched(2, lambda: TransformedEnv(make_env(tokenizer), GroupAdvantage(2)))
+
+
+def test_torchrls_transforms_learn_that_the_mode_is_tokens(tokenizer):
+    class Asks(Transform):
+        def _reset(self, tensordict, tensordict_reset):
+            self.mode = self.parent.base_env.input_mode
+            return tensordict_reset
+
+    env = TransformedEnv(make_env(tokenizer), Asks())
+    env.reset()
+    assert env.transform.mode == env.input_mode == "tokens"
+
+
+def test_rewards_and_outcomes_of_a_step_have_the_shape_of_the_batch(tokenizer):
+    data = make_env(tokenizer).rollout(1, make_policy())
+    for name in ("reward", "done", "terminated", "truncated"):
+        assert data["next", name].shape == (4, 1, 1)
+    assert torch.is_floating_point(data["next", "reward"])

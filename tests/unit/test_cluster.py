@@ -1,0 +1,105 @@
+"""Ray for a run, without Ray: bundles, environments and errors by value."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.configs import ROOT
+from tests.support.devices import SPREAD, gpus
+from torchrl_grpo.distributed import cluster as cluster_module
+from torchrl_grpo.distributed.cluster import Seat, require_ray, seats, start
+from torchrl_grpo.placement import DevicePlan
+
+
+def test_any_number_of_cpu_processes_fits_on_two_cores() -> None:
+    bundles, taken = seats(SPREAD, [2.0])
+    assert bundles == [{"CPU": 0.25}] * 6
+    assert taken["reference"] == [Seat(4, (torch.device("cpu"),), 0.25, 0), Seat(5, (torch.device("cpu"),), 0.25, 0)]
+    assert seats(SPREAD, [64.0])[0] == [{"CPU": 1.0}] * 6
+    assert seats(SPREAD, [1.0, 1.0, 1.0, 1.0])[0] == [{"CPU": 0.5}] * 6
+
+
+def test_a_tensor_parallel_replica_is_one_bundle() -> None:
+    plan = DevicePlan(gpus(0, 1), (gpus(2, 3), gpus(4, 5)), gpus(6), colocated=False)
+    bundles, taken = seats(plan, [16.0])
+    one, two = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 2.0}
+    assert bundles == [one, one, two, two, one]
+    assert taken["inference"] == [Seat(2, gpus(2, 3), 2.0, 2), Seat(3, gpus(4, 5), 2.0, 2)]
+
+
+def test_processes_that_share_a_gpu_share_a_bundle() -> None:
+    bundles, taken = seats(DevicePlan(gpus(0), (gpus(1),), gpus(0), colocated=False), [8.0])
+    assert bundles == [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}]
+    assert taken["train"] == taken["reference"] == [Seat(0, gpus(0), 1.0, 0.5)]
+    bundles, taken = seats(DevicePlan(gpus(0), (gpus(0),), gpus(0), colocated=True), [8.0])
+    assert bundles == [{"CPU": 3.0, "GPU": 1.0}]
+    assert taken["inference"][0].num_gpus == 0.3333
+
+
+def test_a_process_is_pinned_to_the_plans_devices_among_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    seat = Seat(0, gpus(1, 3), 2.0, 2)
+    assert cluster_module._environment(seat, 3, pinned=True) == {
+        "CUDA_VISIBLE_DEVICES": "5,7",
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        "OMP_NUM_THREADS": "6",
+    }
+    assert cluster_module._environment(seat, 3, pinned=False) == {"OMP_NUM_THREADS": "6"}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert cluster_module._environment(seat, 3, pinned=True)["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert "OMP_NUM_THREADS" not in cluster_module._environment(seat, 3, pinned=True)
+
+
+def test_a_missing_or_old_ray_is_refused_with_the_line_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module.importlib.metadata, "version", lambda _: "2.51.1")
+    with pytest.raises(ValueError, match=r"needs Ray 2\.59 or later, and ray is 2\.51\.1: pip install --upgrade"):
+        require_ray()
+
+    def missing(name: str) -> str:
+        raise cluster_module.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(cluster_module.importlib.metadata, "version", missing)
+    with pytest.raises(ValueError, match=r'ray is not installed: pip install "torchrl_grpo\[ray\]"'):
+        start()
+    monkeypatch.setattr(cluster_module.importlib.metadata, "version", lambda _: "3.0.0rc1")
+    require_ray()
+
+
+def test_what_a_cluster_lacks_is_said_with_numbers() -> None:
+    nodes = [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 2.0}]
+    everything = {"CPU": 16.0, "GPU": 4.0}
+    lacks = cluster_module._missing([{"CPU": 1.0, "GPU": 1.0}] * 6, nodes, everything)
+    assert lacks == "6 GPU are needed and 4 of 4 are free, 2 short"
+    lacks = cluster_module._missing([{"CPU": 4.0, "GPU": 4.0}], nodes, everything)
+    assert lacks == "one process needs 4 GPU and no machine has more than 2"
+
+
+def test_nothing_switches_on_vllms_insecure_serialization() -> None:
+    assert [
+        path for path in (ROOT / "torchrl_grpo").rglob("*.py") if "INSECURE_SERIALIZATION" in path.read_text()
+    ] == []
+
+
+def test_folders_of_killed_runs_are_removed_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="g", dir="/tmp"))
+    try:
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        killed, other = folder / "ray-killed", folder / "ray-of-someone-else"
+        for path in (killed, other):
+            path.mkdir()
+        (killed / "lock").touch()
+        first = cluster_module._short_folder()
+        second = cluster_module._short_folder()  # of another run at the same time
+        assert sorted(folder.iterdir()) == sorted([other, *(Path(lock.name).parent for lock in (first, second))])
+        for lock in (first, second):
+            cluster_module._remove(lock)
+        assert list(folder.iterdir()) == [other]
+    finally:
+        shutil.rmtree(folder)

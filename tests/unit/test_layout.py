@@ -1,0 +1,23 @@
+"""The tests themselves: what they share lies in tests/support, and a name is no paragraph."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from tests.support.configs import ROOT
+
+FILES = [path for path in (ROOT / "tests").rglob("test_*.py") if "support" not in path.parts]
+
+
+def test_no_test_module_imports_another() -> None:
+    """Nor does a script in a string."""
+    pattern = re.compile(r"^\s*(?:from|import) (tests\.(?!support)\S+)", re.MULTILINE)
+    texts = {path.name: path.read_text(encoding="utf-8") for path in FILES}
+    assert {name: found for name, text in texts.items() if (found := pattern.findall(text))} == {}
+
+
+def test_names_of_tests_are_under_70_characters() -> None:
+    nodes = [node for path in FILES for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    names = [node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    assert [name for name in names if len(name) >= 70] == []

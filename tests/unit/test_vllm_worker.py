@@ -1,0 +1,145 @@
+"""What runs in vLLM's workers, without vLLM: the weights in shared memory, and the state of what draws."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from torchrl_grpo.generation.base import SamplingParams, preserve_rng
+from torchrl_grpo.generation.vllm import VLLMBase
+from torchrl_grpo.weights.worker import SharedWeights, WeightSyncExtension
+
+READER = """
+import pickle, sys
+weights = dict(pickle.loads(bytes.fromhex(sys.argv[1])).weights())
+print(weights["norm"].sum().item(), flush=True)
+sys.stdin.readline()
+print(weights["norm"].sum().item(), flush=True)
+"""
+
+
+def test_another_process_keeps_the_weights_that_their_maker_dropped():
+    shared = SharedWeights([("norm", torch.full((3,), 2.0)), ("embed", torch.zeros(4, 2))], torch.float32)
+    block = shared.block
+    command = [sys.executable, "-c", READER, pickle.dumps(block).hex()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert float(reader.stdout.readline()) == 6.0
+        shared.close()
+        assert reader.communicate("\n")[0].strip() == "6.0"
+    with pytest.raises(RuntimeError, match="are gone: the process that made them dropped them"):
+        block.weights()
+
+
+def test_another_file_at_the_same_place_is_not_taken_for_the_weights():
+    shared = SharedWeights([("norm", torch.zeros(3))], torch.float32)
+    block = shared.block
+    shared.close()
+    others = [SharedWeights([("norm", torch.zeros(3))], torch.float32) for _ in range(50)]
+    assert block.path in [other.block.path for other in others]
+    with pytest.raises(RuntimeError, match="are gone"):
+        block.weights()
+    for other in others:
+        other.close()
+
+
+def test_weights_that_cannot_all_be_had_leave_no_block_behind():
+    def broken():
+        yield "norm", torch.zeros(3)
+        raise ValueError("no more")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ValueError, match="no more"):
+        SharedWeights(broken(), torch.float32)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_many_updates_leak_no_memory_and_no_file():
+    weights = {f"layer.{i}": torch.randn(1000, 250) for i in range(4)}  # 4 MB
+
+    def used() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), psutil.Process().memory_info().rss
+
+    for update in range(60):
+        shared = SharedWeights(weights.items(), torch.float32)
+        held = dict(shared.block.weights())  # until the next update
+        assert torch.equal(held["layer.3"], weights["layer.3"])
+        shared.close()
+        if update == 10:
+            files, memory = used()
+    assert used()[0] <= files and used()[1] < memory + 40e6
+
+
+class Worker(WeightSyncExtension):
+    """Stands for a worker of vLLM on CUDA: a request's seed is drawn from NumPy, its tokens from torch."""
+
+    device = torch.device("cpu")
+
+    def draw(self) -> tuple[int, float]:
+        return int(np.random.randint(-(2**63), 2**63 - 1)), torch.rand(1).item()
+
+
+class Engine(VLLMBase):
+    """An engine with that worker."""
+
+    def __init__(self) -> None:
+        super().__init__(None, SimpleNamespace(max_model_len=8, dtype=torch.float32, trust_remote_code=False))
+        self.worker = Worker()
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
+        return [getattr(self.worker, method)(*args)]
+
+    def _read(self, handle: Any, version: int) -> None:
+        raise NotImplementedError
+
+    def generate(self, prompts: Any, n: int, params: SamplingParams) -> Any:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def engine() -> Any:
+    numpy_state, torch_state = np.random.get_state(), torch.get_rng_state()
+    yield Engine()
+    np.random.set_state(numpy_state)
+    torch.set_rng_state(torch_state)
+
+
+def test_each_seed_has_its_own_request_seeds_and_repeats_them(engine: Engine) -> None:
+    def draws(seed: int) -> list[tuple[int, float]]:
+        engine.seed(seed)
+        return [engine.worker.draw() for _ in range(3)]
+
+    first, second, again = draws(0), draws(1), draws(0)
+    assert first == again
+    assert not set(first) & set(second) and not {seed for seed, _ in first} & {seed for seed, _ in second}
+    draws(2**40)  # NumPy takes 32 bits
+
+
+def test_the_engine_s_state_repeats_the_request_seeds(engine: Engine) -> None:
+    engine.seed(3)
+    np.random.standard_normal()  # leaves a second one in the state
+    state = engine.state_dict()
+    expected = engine.worker.draw(), np.random.standard_normal(), engine.worker.draw()
+    engine.seed(4)
+    assert all(tensor.dtype == torch.uint8 for name, tensor in state.items() if name != "policy_version")
+    engine.load_state_dict(state)
+    assert (engine.worker.draw(), np.random.standard_normal(), engine.worker.draw()) == expected
+
+
+def test_what_is_sampled_in_between_changes_no_request_seed(engine: Engine) -> None:
+    engine.seed(5)
+    expected = [engine.worker.draw() for _ in range(2)]
+    engine.seed(5)
+    got = [engine.worker.draw()]
+    with preserve_rng(engine):
+        engine.seed(0)
+        engine.worker.draw()
+    assert [*got, engine.worker.draw()] == expected

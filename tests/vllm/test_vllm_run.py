@@ -1,0 +1,45 @@
+"""A whole run on the real vLLM."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import torchrl_grpo.generation.vllm as vllm_module
+from tests.support.configs import compose_config
+from torchrl_grpo.run import build
+from torchrl_grpo.weights.mismatch import sample_probe
+
+SMALL = (
+    "env.num_envs=16",
+    "env.repeats=4",
+    "train.total_dialog_turns=32",
+    "evaluation.num_prompts=8",
+    "evaluation.k=2",
+    "logging.tensorboard=false",
+)
+
+
+@pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
+def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(tmp_path: Path) -> None:
+    """Weights arrive after each step (the check would end the run), and vLLM loads the exported model as it is."""
+    overrides = ["inference_model.backend=vllm", "inference_model.check_sync=true", "train_model.lora.enabled=true"]
+    run = build(compose_config(*SMALL, *overrides, "optimizer.lr=1e-2", "env.max_prompt_tokens=64"), tmp_path)
+    try:
+        run.fit()
+    finally:
+        run.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert max(row["sync/mismatch_max"] for row in rows) < 1e-3
+    assert rows[2]["train/kl_k3_to_ref"] > 1e-6  # the weights did change
+    assert rows[2]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-3)
+    assert (tmp_path / "checkpoints" / "checkpoint_000002.pt").exists()
+    sampler = run.source.sampler
+    with vllm_module.VLLMEngine(
+        str(tmp_path / "checkpoints" / "model"), max_model_len=128, enforce_eager=True
+    ) as engine:
+        _, largest = run.learner.mismatch(sample_probe(engine, sampler.probe_prompts, sampler.params))
+    assert largest < 1e-3

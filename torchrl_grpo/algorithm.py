@@ -1,0 +1,81 @@
+"""From ``policy.*`` of the config to the parts of an algorithm: the loss, and what makes advantages of rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict.nn import TensorDictModuleBase
+from torchrl.envs import Transform
+
+from torchrl_grpo import keys
+from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.config.components import make_component
+from torchrl_grpo.objectives import GRPOLoss
+from torchrl_grpo.transforms.advantage import GroupAdvantage
+from torchrl_grpo.transforms.reward import RewardShaping
+
+
+def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLoss:
+    """The loss that the config names, around an actor network.
+
+    Raises:
+        ConfigError: the class does not take these settings.
+        ValueError: a setting is out of its range.
+    """
+    policy = config.policy
+    # With one optimizer step a batch the policy that is trained is the one that a forward pass would recompute.
+    once = policy.proximal == "recomputed" and config.optim_steps_per_batch == 1
+    loss: GRPOLoss = make_component(
+        "policy.loss",
+        policy.loss,
+        GRPOLoss,
+        actor_network,
+        clip_epsilon=config.clip_epsilon,
+        ratio_level=policy.ratio_level,
+        aggregation=policy.aggregation,
+        constant_length=policy.constant_length or config.max_response_tokens,
+        dual_clip=policy.dual_clip,
+        proximal="current" if once else policy.proximal,
+        behaviour_weight=policy.behaviour_weight,
+        behaviour_level=policy.behaviour_level,
+        behaviour_cap=policy.behaviour_cap,
+        mask_truncated=policy.mask_truncated,
+        kl_estimator=config.kl_estimator,
+        kl_to_ref_coeff=0.0 if policy.kl_in_reward else policy.kl_coef,
+        kl_to_inference_coeff=policy.kl_to_behaviour_coef,
+        entropy_coeff=policy.entropy_coef,
+    )
+    return loss
+
+
+def batch_transforms(config: GRPOConfig) -> list[tuple[str, Transform]]:
+    """What makes advantages of the rewards of a whole batch, after reference scoring, in order and by name."""
+    policy, settings = config.policy, dict[str, Any]()
+    transforms: list[tuple[str, Transform]] = []
+    if config.shapes_reward:
+        longest = config.max_response_tokens
+        shaping = RewardShaping(
+            scale=policy.reward_scale,
+            bias=policy.reward_bias,
+            clip=None if policy.reward_clip is None else (policy.reward_clip[0], policy.reward_clip[1]),
+            overlong_buffer=max(1, round(policy.overlong_buffer * longest)) if policy.overlong_buffer else 0,
+            max_response_tokens=longest,
+            kl_coef=policy.kl_coef if policy.kl_in_reward else 0.0,
+            kl_estimator=config.kl_estimator,
+        )
+        transforms.append(("shaping", shaping))
+        if policy.advantage_level == "sequence":
+            settings["reward_key"] = keys.SHAPED_REWARD
+    advantage = make_component(
+        "policy.advantage",
+        policy.advantage,
+        GroupAdvantage,
+        repeats=config.env.repeats,
+        mean=policy.advantage_mean,
+        std=policy.advantage_std,
+        level=policy.advantage_level,
+        gamma=policy.gae_gamma,
+        lmbda=policy.gae_lambda,
+        **settings,
+    )
+    return [*transforms, ("advantage", advantage)]

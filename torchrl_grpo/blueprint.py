@@ -1,0 +1,301 @@
+"""``Blueprint``: what a config asks for, checked against all that can be known before any weights are loaded."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict.nn import TensorDictModule
+from torchrl._utils import logger as torchrl_logger
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from torchrl_grpo import keys
+from torchrl_grpo.algorithm import batch_transforms, make_loss
+from torchrl_grpo.checks import check_multiple
+from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.learner.resume import Resume
+from torchrl_grpo.models import loading
+from torchrl_grpo.placement import DevicePlan, RoleRequest, available_accelerators, plan_devices
+from torchrl_grpo.reporting.metrics import check_logging
+from torchrl_grpo.reward_pool import RewardPool
+from torchrl_grpo.tasks import make_task
+from torchrl_grpo.tasks.base import Task
+
+
+@dataclass
+class Blueprint:
+    """What is known before any weights are loaded; every check on user input has passed.
+
+    ``resume`` is the checkpoint to go on from. Actors are given the driver's blueprint, so that all processes draw the
+    same problems, and only the driver needs the data.
+    """
+
+    config: GRPOConfig
+    plan: DevicePlan
+    task: Task
+    tokenizer: PreTrainedTokenizerBase
+    model_config: PretrainedConfig
+    params: SamplingParams
+    max_prompt_tokens: int
+    reward_pool: RewardPool | None
+    train_env: LLMEnv
+    greedy_env: LLMEnv | None
+    sampled_env: LLMEnv | None
+    resume: Resume | None = None
+
+    def task_env(self, groups: int) -> LLMEnv:
+        """An environment like that for training, of so many groups."""
+        repeats = self.config.env.repeats
+        return LLMEnv(
+            self.task,
+            self.tokenizer,
+            num_envs=groups * repeats,
+            repeats=repeats,
+            max_prompt_tokens=self.max_prompt_tokens,
+            max_turns=self.config.env.max_turns,
+            seed=self.config.seed,
+            reward_pool=self.reward_pool,
+        )
+
+
+@contextmanager
+def as_config_errors() -> Iterator[None]:
+    """Turns what a part refuses into a ``ConfigError``, which ends as one line; the traceback goes to the debug log."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        torchrl_logger.debug("refused while building", exc_info=True)
+        raise ConfigError(str(error)) from error
+
+
+def prepare(
+    config: GRPOConfig, accelerators: Sequence[torch.device] | None = None, resume: Resume | None = None
+) -> Blueprint:
+    """Checks everything that needs no weights: logging, devices, data, tokenizer, context.
+
+    Args:
+        config: validated.
+        accelerators: of the cluster at ``ray.address``; None is those of this machine.
+        resume: the checkpoint to go on from.
+
+    Raises:
+        ConfigError: a rule is broken; the message names field, rule, value and fix.
+    """
+    with as_config_errors():
+        plan = _plan(config, available_accelerators() if accelerators is None else accelerators)
+        make_loss(config, TensorDictModule(torch.nn.Identity(), [keys.FULL], [("cur_log_probs", "full")]))
+        batch_transforms(config)
+        check_logging(tensorboard=config.logging.tensorboard, wandb_mode=config.logging.wandb.mode)  # type: ignore[arg-type]
+        task = _make_task(config)
+        name, remote_code = config.model.name, config.model.trust_remote_code
+        model_config = loading.load_config(name, trust_remote_code=remote_code)
+        tokenizer = loading.load_tokenizer(
+            name, chat_template=config.model.chat_template, trust_remote_code=remote_code
+        )
+        loading.check_vocabulary(model_config, tokenizer, name)
+        if config.inference_model.backend == "vllm":
+            loading.check_text_only(model_config, name)
+        _check_sharding(config, len(plan.train), model_config.get_text_config())
+        env, inference = config.env, config.inference_model
+        params = SamplingParams(
+            inference.max_new_tokens,
+            temperature=inference.temperature,
+            stop_token_ids=loading.stop_token_ids(tokenizer, loading.load_generation_config(name)),
+        )
+        max_prompt_tokens = _max_prompt_tokens(config, model_config)
+        workers = env.reward_workers  # the pool holds the task as it is now, without its data
+        reward_pool = RewardPool(task, workers, timeout_s=env.reward_timeout_s) if workers else None
+        make = partial(
+            LLMEnv,
+            task,
+            tokenizer,
+            max_prompt_tokens=max_prompt_tokens,
+            max_turns=env.max_turns,
+            reward_pool=reward_pool,
+        )
+        train_env = make(num_envs=env.num_envs, repeats=env.repeats, seed=config.seed)
+        if resume is not None:
+            train_env.load_state_dict(resume.source["env"])
+        greedy_env, sampled_env = _test_envs(config, task, partial(make, split="test"))
+        return Blueprint(
+            config=config,
+            plan=plan,
+            task=task,
+            tokenizer=tokenizer,
+            model_config=model_config,
+            params=params,
+            max_prompt_tokens=max_prompt_tokens,
+            reward_pool=reward_pool,
+            train_env=train_env,
+            greedy_env=greedy_env,
+            sampled_env=sampled_env,
+            resume=resume,
+        )
+
+
+def _plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePlan:
+    inference = config.inference_model
+    if "VLLM_USE_V1" in os.environ:
+        torchrl_logger.info("VLLM_USE_V1 has no effect: vLLM's V0 engine is gone, and V1 is the only one left.")
+    if inference.backend == "vllm":
+        from torchrl_grpo.generation.vllm import require_vllm
+
+        require_vllm()
+    nodes = (("train", config.train_model), ("inference", inference), ("reference", config.ref_model))
+    return plan_devices(
+        {role: RoleRequest(node.num_devices, node.devices) for role, node in nodes},
+        accelerators,
+        needs_reference=config.has_own_reference,
+        tensor_parallel_size=inference.tensor_parallel_size,
+        cluster=config.ray.address,
+    )
+
+
+def _make_task(config: GRPOConfig) -> Task:
+    env = config.env
+    task = make_task(env.dataset, dataset_path=env.dataset_path, difficulty=env.difficulty)
+    if env.max_turns > 1 and type(task).next_turn is Task.next_turn:
+        raise ConfigError(
+            f"env.max_turns={env.max_turns} must be 1 with env.dataset={env.dataset}, whose dialogs end after the "
+            "policy's first turn: leave it out."
+        )
+    return task
+
+
+def _test_envs(config: GRPOConfig, task: Task, make: partial[LLMEnv]) -> tuple[LLMEnv | None, LLMEnv | None]:
+    """For pass@1 and pass@k; all runs are tested on the same problems."""
+    count, k = min(config.evaluation.num_prompts, len(task.problems("test"))), config.evaluation.k
+    if not count:
+        return None, None
+    greedy_env = make(num_envs=count, repeats=1)
+    if greedy_env.num_problems < count:  # some prompts were too long
+        count = greedy_env.num_problems
+        greedy_env = make(num_envs=count, repeats=1)
+    return greedy_env, make(num_envs=count * k, repeats=k) if k else None
+
+
+def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedConfig) -> None:
+    """The rules of ``shard_model``, before anything is loaded."""
+    train = config.train_model
+    size = train.tensor_parallel_size
+    if devices % size:
+        raise ConfigError(
+            f"train_model.tensor_parallel_size={size} must divide the trainer's devices, which are {devices}: use "
+            f"train_model.num_devices={-(-devices // size) * size}, or leave it out."
+        )
+    heads: int = getattr(model_config, "num_key_value_heads", 0) or getattr(model_config, "num_attention_heads", size)
+    if heads % size:
+        raise ConfigError(
+            f"train_model.tensor_parallel_size={size} must divide the model's {heads} key and value heads: use "
+            f"{max(fits for fits in range(1, size) if heads % fits == 0)}."
+        )
+    if size > 1 and train.lora.enabled:
+        raise ConfigError(
+            f"train_model.tensor_parallel_size={size} must be 1 with train_model.lora.enabled=true: leave it out, and "
+            "the model is sharded over all devices."
+        )
+    if train.cpu_offload and devices == 1:
+        raise ConfigError(
+            "train_model.cpu_offload=true needs a model that is sharded, but the trainer has 1 device: use "
+            "train_model.num_devices=2 or more, or train_model.gradient_checkpointing=true to save memory."
+        )
+
+
+def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> int:
+    """The longest prompt that leaves room for a whole response."""
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None) or 2**31
+    if config.inference_model.max_model_len is not None:
+        context = min(context, config.inference_model.max_model_len)
+    room = context - config.inference_model.max_new_tokens
+    if room < 1:
+        raise ConfigError(
+            f"inference_model.max_new_tokens={config.inference_model.max_new_tokens} must leave room for a prompt in "
+            f"the context of {context} tokens: use {context // 2} or less."
+        )
+    return min(room, config.env.max_prompt_tokens or room)
+
+
+def task_geometry(config: GRPOConfig, samplers: int) -> tuple[int, int]:
+    """Groups of a rollout task, and tasks that a sampler plays at a time.
+
+    The ``transformers`` engine plays one static batch at a time, vLLM any number of groups that come and go.
+
+    Raises:
+        ValueError: ``env.num_envs`` cannot be shared out in whole groups.
+    """
+    rows, repeats = config.env.num_envs, config.env.repeats
+    what = f"env.repeats={repeats} times the {samplers} samplers of the inference model"
+    check_multiple("env.num_envs", rows, samplers * repeats, what)
+    groups = rows // samplers // repeats
+    return (groups, 1) if config.inference_model.backend == "transformers" else (1, groups)
+
+
+def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
+    """The device plan: a row a role, with what its weights (and the optimizer's state) take on one device."""
+    config, plan = blueprint.config, blueprint.plan
+    model = config.model
+    count = loading.count_parameters(
+        blueprint.model_config, model.attn_implementation, trust_remote_code=model.trust_remote_code
+    )
+    lora = config.train_model.lora.enabled
+    ranks = [(device,) for device in plan.train]
+    copies = 1 if lora else 4  # weights, gradients and Adam's two moments
+    # Of each role: its devices in groups, and how many times the model's weights one device holds.
+    roles: list[tuple[str, Sequence[tuple[torch.device, ...]], str, float]] = [
+        ("train (LoRA)" if lora else "train", ranks, config.train_model.dtype, copies / len(ranks)),
+        (
+            f"inference ({config.inference_model.backend})",
+            plan.inference,
+            config.inference_model.dtype,
+            1 / len(plan.inference[0]),
+        ),
+    ]
+    if plan.reference:
+        roles.append(("reference", [(device,) for device in plan.reference], config.ref_model.dtype, 1))
+    elif config.needs_reference:
+        roles.append(("reference (adapters off)", ranks, config.train_model.dtype, 0))
+    return [
+        {
+            "role": role,
+            "devices": _listed(devices),
+            "dtype": dtype,
+            "parameters": count,
+            "memory per device": math.ceil(count * getattr(torch, dtype).itemsize * share),
+        }
+        for role, devices, dtype, share in roles
+    ]
+
+
+def _listed(groups: Sequence[Sequence[torch.device]]) -> str:
+    """Devices as ``cuda:0, cuda:1``, those of a tensor-parallel engine as ``cuda:0+cuda:1``, CPU processes counted."""
+    names = ["+".join(map(str, group)) for group in groups]
+    if len(names) > 1 and len(set(names)) == 1:
+        return f"{len(names)} x {names[0]}"
+    return ", ".join(names)
+
+
+def geometry_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
+    """The batch geometry: what one step and the whole run consist of."""
+    config = blueprint.config
+    batch, steps = config.dialog_turns_per_batch, config.num_batches
+    per_step = {
+        "sequences": batch,
+        f"groups of {config.env.repeats}": batch // config.env.repeats,
+        "optimizer steps": config.optim_steps_per_batch,
+        "response tokens, at most": batch * config.inference_model.max_new_tokens,
+    }
+    rows: list[dict[str, Any]] = [{"quantity": "steps (weight syncs)", "per step": 1, "whole run": steps}]
+    return rows + [
+        {"quantity": name, "per step": value, "whole run": value * steps} for name, value in per_step.items()
+    ]

@@ -1,0 +1,75 @@
+"""Rules that a part holds when it is made, and the config before anything is imported. Nothing heavy is imported here.
+
+``name`` is what the user who broke a rule calls the value: an argument of the part, or a key of the config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def check_multiple(name: str, value: int, of: int, of_what: str) -> None:
+    """Refuses a value that is no positive multiple ``of`` a number, which ``of_what`` says in words."""
+    if of < 1 or value < 1 or value % of:
+        below, above = value // max(of, 1) * of, -(-value // max(of, 1)) * of
+        use = f"{below} or {above}" if 0 < below < above else f"{max(above, of, 1)}"
+        raise ValueError(f"{name}={value} must be a multiple of {of_what}: use {use}.")
+
+
+def check_clip_epsilon(value: Any, name: str = "clip_epsilon") -> tuple[float, float]:
+    """The clip range of a ratio as (low, high), of a number or a pair."""
+    parts = value if isinstance(value, list | tuple) else (value, value)
+    try:
+        low, high = (float("nan") if isinstance(part, bool | str) else float(part) for part in parts)
+    except (TypeError, ValueError):
+        low = high = float("nan")
+    if not (0 <= low <= 1 and high >= 0):
+        raise ValueError(
+            f"{name}={value} must be a number, or a pair [low, high], with 0 <= low <= 1 and high >= 0: use 0.2 or "
+            "[0.2,0.28]."
+        )
+    return low, high
+
+
+def check_bounds(bounds: Sequence[float] | None, name: str = "clip") -> None:
+    """Refuses what is not a lower and a higher bound; None is no bounds."""
+    if bounds is not None and not (len(bounds) == 2 and bounds[0] < bounds[1]):
+        raise ValueError(f"{name}={list(bounds)} must be a pair [low, high], low < high: use [-1,1], say.")
+
+
+def check_behaviour_weight(weight: str, proximal: str, name: str = "behaviour_weight") -> None:
+    """Refuses an importance weight that would always be 1."""
+    if weight != "none" and proximal == "behaviour":
+        raise ValueError(
+            f"{name}={weight} needs a proximal policy apart from the behaviour policy, proximal=behaviour makes every "
+            "weight 1: use proximal=recomputed."
+        )
+
+
+def check_group_size(repeats: int, mean: str, std: str, name: str = "repeats") -> None:
+    """Refuses a group that is too small for what its members are compared with."""
+    least = 2 if mean in ("group", "leave_one_out") or std == "group" else 1
+    if repeats < least:
+        raise ValueError(
+            f"{name}={repeats} must be at least {least}, because a group of one has nothing to be compared with: use "
+            f"{name}=8, or mean and std of the batch."
+        )
+
+
+def check_level(level: str, mean: str, name: str = "mean") -> None:
+    """Refuses a baseline that tokens cannot have."""
+    if level == "token" and mean == "leave_one_out":
+        raise ValueError(
+            f"{name}=leave_one_out must not be used with an advantage for each token, because it leaves a sequence "
+            "out, not a token: use group or batch."
+        )
+
+
+def check_sampling_rounds(rounds: int, rows: int, wanted: int, name: str = "max_sampling_rounds") -> None:
+    """Refuses so few rollouts of ``rows`` trajectories that they cannot make up a batch."""
+    if wanted > rounds * rows:
+        raise ValueError(
+            f"{name}={rounds} rollouts of {rows} trajectories must make up a batch of {wanted}: use at least "
+            f"{-(-wanted // rows)}, better twice as many."
+        )

@@ -1,0 +1,41 @@
+"""What may be chosen, once for the parts that take it and for the config. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Dataset = Literal["arithmetic", "gsm8k"]
+"""Tasks."""
+Backend = Literal["transformers", "vllm"]
+"""Generation engines."""
+Dtype = Literal["float32", "bfloat16", "float16"]
+"""Types of weights."""
+Precision = Literal["full", "bf16", "fp16"]
+"""Autocast of the training step; ``full`` is none."""
+InFlight = Literal["wait", "keep", "abort"]
+"""What new weights do to sequences that are being sampled."""
+WeightTransfer = Literal["auto", "object_store", "broadcast", "cuda_ipc"]
+"""How weights reach engines in other processes."""
+
+RatioLevel = Literal["token", "sequence", "sequence_token"]
+"""What the importance ratio is taken over."""
+Aggregation = Literal["sequence_mean", "token_mean", "constant"]
+"""How the objective is averaged over tokens."""
+Proximal = Literal["behaviour", "recomputed", "interpolated"]
+"""Policies that the ratio can be taken to."""
+WeightBound = Literal["none", "truncate", "mask"]
+"""How an importance weight is bounded."""
+WeightLevel = Literal["token", "sequence"]
+"""What an importance weight is taken over."""
+KLEstimator = Literal["k1", "k2", "k3"]
+"""Estimators of the KL."""
+
+AdvantageMean = Literal["group", "leave_one_out", "batch", "none"]
+"""Baselines of the advantage."""
+AdvantageStd = Literal["group", "batch", "none"]
+"""Scales of the advantage."""
+AdvantageLevel = Literal["sequence", "token"]
+"""What has one advantage."""
+
+WandbMode = Literal["disabled", "offline", "online"]
+"""What Weights & Biases does."""

@@ -1,0 +1,72 @@
+"""The turns of finished dialogs, as an environment and a policy wrote them, become one sequence each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from torchrl_grpo import keys
+
+_BEFORE = ("next", "done", "terminated", "truncated", "correct", keys.LENGTH_STOPPED)
+_OF_SEQUENCE = (keys.REWARD_VALID, keys.ADVANTAGE)
+
+
+def trajectories(last: TensorDictBase, turns: list[list[TensorDictBase]]) -> Sequence[TensorDictBase]:
+    """The rows of the last transition with the token entries of all turns.
+
+    Args:
+        last: [B] the last transition; rows that were done before it repeat their outcome.
+        turns: for each row, its turns.
+
+    Raises:
+        RuntimeError: a later turn did not keep the tokens of an earlier one.
+    """
+    nxt = last.get("next")
+    out = last.exclude(*_BEFORE).set("text", nxt.get("text"))
+    for key in _OF_SEQUENCE:  # an environment writes all it has to say under "next"
+        if nxt.get(key, None) is not None:
+            out.set(key, nxt.get(key))
+    rows = out.set("next", nxt.exclude("tokens", "text", *_OF_SEQUENCE)).unbind(0)
+    if any(len(row) > 1 for row in turns):
+        for trajectory, row in zip(rows, turns, strict=True):
+            trajectory.update(_merge(row))
+    return rows
+
+
+def _merge(turns: list[TensorDictBase]) -> TensorDictBase:
+    """What a sequence has of all its turns; each turn's tokens begin with all tokens of the turn before."""
+    full, prompt = turns[-1].get(keys.FULL), turns[0].get(keys.PROMPT)
+    sampled, versions = torch.zeros_like(full, dtype=torch.bool), torch.full_like(full, -1)
+    written = [key for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS) if turns[0].get(key, None) is not None]
+    rewards, *log_probs = (torch.zeros(full.shape) for _ in range(1 + len(written)))
+    for turn in turns:
+        length, own = turn.get(keys.FULL).numel(), turn.get(keys.ASSISTANT_MASK)
+        if not torch.equal(turn.get(keys.FULL), full[:length]):
+            raise RuntimeError(
+                f"the {length} tokens of an earlier turn are not the first of the {full.numel()} tokens of the dialog: "
+                "a transform of the environment changed tokens that the policy was given or sampled."
+            )
+        sampled[:length] |= own
+        versions[:length] = versions[:length].maximum(turn.get(keys.POLICY_VERSIONS))
+        for key, total in zip(written, log_probs, strict=True):
+            total[:length] += turn.get(key)  # 0 on tokens that the turn did not sample
+        rewards[own.nonzero().reshape(-1)[-1:]] = turn.get(keys.REWARD).float()
+    merged: dict[Any, Any] = {
+        keys.PROMPT: prompt,
+        keys.RESPONSE: full[prompt.numel() :].clone(),
+        keys.FULL: full,
+        keys.ATTENTION_MASK: torch.ones_like(sampled),
+        keys.ASSISTANT_MASK: sampled,
+        keys.POLICY_VERSION: torch.stack([turn.get(keys.POLICY_VERSION) for turn in turns]).amin(0),
+        keys.POLICY_VERSIONS: versions,
+        keys.RESPONSE_TEXT: "\n".join(turn["next", *keys.RESPONSE_TEXT] for turn in turns),
+        keys.REWARD: torch.stack([turn.get(keys.REWARD) for turn in turns]).sum(0),
+        keys.TURN_REWARDS: rewards,
+        **dict(zip(written, log_probs, strict=True)),
+    }
+    if turns[0].get(("next", keys.REWARD_VALID), None) is not None:
+        merged[keys.REWARD_VALID] = torch.stack([turn.get(("next", keys.REWARD_VALID)) for turn in turns]).all(0)
+    return TensorDict(merged)

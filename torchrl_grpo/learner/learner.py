@@ -1,0 +1,121 @@
+"""``Learner``: batch transforms, trainer and weight sender. A local run calls it, a Ray actor wraps it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.envs import Transform
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
+from torchrl_grpo.learner.checkpoint import Checkpointer
+from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.models.sharding import is_writer
+from torchrl_grpo.weights import ObjectSender, Sender, WeightHandle
+from torchrl_grpo.weights.mismatch import Probe, log_prob_mismatch
+
+
+class Learner:
+    """Makes of a scored batch a training step, numbers, sample rows and new weights.
+
+    With a sharded model every rank has a learner and is given the same whole batch; all methods are then collective,
+    and what goes out of the learner (weights, files, sample rows) comes from rank 0.
+
+    Args:
+        trainer: trains the batch; of a sharded model, its rank's share.
+        transforms: what is applied to the whole batch first, by name: reference scoring (LoRA), reward shaping,
+            advantage. The name appears in ``time/{name}_s``.
+        sender: gives the weights to the engines.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, transforms: Sequence[tuple[str, Transform]], sender: Sender) -> None:
+        self.trainer = trainer
+        self.transforms = list(transforms)
+        self.sender = sender
+        self._batch: TensorDictBase | None = None
+        self._trained_steps = trainer.optim_steps
+
+    @property
+    def version(self) -> int:
+        """Batches trained so far."""
+        return self.trainer.version
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the weights are those between two batches, and not of a batch that was left in the middle."""
+        return self.trainer.optim_steps == self._trained_steps
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the trainer's state."""
+        self.trainer.load_state_dict(state)
+        self._trained_steps = self.trainer.optim_steps
+
+    def train_batch(self, batch: TensorDictBase) -> dict[str, float]:
+        """Trains a batch [N]; returns what it was like (``rollout/*``), the step's metrics, and each part's seconds.
+
+        Raises:
+            NonFiniteError: too many bad steps in a row.
+        """
+        seconds = {}
+        for name, transform in self.transforms:
+            start = time.perf_counter()
+            batch = transform(batch)
+            seconds[f"time/{name}_s"] = time.perf_counter() - start
+        start = time.perf_counter()
+        metrics = self.trainer.train_batch(batch)
+        seconds["time/train_s"] = time.perf_counter() - start
+        self._trained_steps = self.trainer.optim_steps
+        self._batch = batch
+        return metrics | rollout_metrics(batch) | seconds
+
+    def samples(self, most: int) -> list[dict[str, Any]]:
+        """At most so many sequences of the latest batch, as rows of ``samples.jsonl``."""
+        return [] if self._batch is None else sample_rows(self._batch, "train", most)
+
+    def weights(self) -> WeightHandle | None:
+        """Where the engines find the current weights; None on a rank other than 0."""
+        return self._send(self.sender)
+
+    def reference_weights(self) -> WeightHandle | None:
+        """Where a reference model finds the current weights, whole and in the trainer's dtype; None but on rank 0."""
+        return self._send(ObjectSender(None))
+
+    def _send(self, sender: Sender) -> WeightHandle | None:
+        return sender.send(self.trainer, self.version, keep=is_writer(self.trainer.model))
+
+    def release(self, version: int) -> None:
+        """Frees the weights of a version that nobody reads any more."""
+        self.sender.release(version)
+
+    @torch.no_grad()
+    def mismatch(self, probe: Probe) -> tuple[float, float]:
+        """Mean and largest difference between the trainer's log-probs and those that an engine gave, in nats."""
+        scorer, device = self.trainer.loss.actor_network, self.trainer.device
+        assert isinstance(scorer, TokenScorer)
+        scored = []
+        for prompt, sampled, _ in probe:
+            tokens = torch.cat([prompt, sampled])[None].to(device)
+            mask = torch.arange(tokens.shape[1], device=device)[None] >= len(prompt)
+            scored.append(scorer.score(tokens, mask)[0][0, len(prompt) :])
+        return log_prob_mismatch(probe, scored)
+
+    def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
+        """Writes a checkpoint of the trainer's state and the given state of the source; returns the file."""
+        state = self.trainer.state_dict()
+        if not is_writer(self.trainer.model):
+            return checkpointer.path(self.version)
+        return checkpointer.save(self.version, state, source)
+
+    def export(self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase) -> Path:
+        """Writes the model as ``from_pretrained`` reads it; returns the folder."""
+        return checkpointer.export(self.trainer.model, tokenizer)
+
+    def close(self) -> None:
+        """Frees all weights that were sent. May be called again."""
+        self.sender.close()

@@ -1,0 +1,90 @@
+"""Relatives of the GRPO loss whose surrogate is another one: CISPO and SAPO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from torchrl_grpo import functional as F
+from torchrl_grpo.objectives.grpo import GRPOLoss
+
+
+class CISPOLoss(GRPOLoss):
+    """CISPO (arXiv 2506.13585): the clipped ratio is a weight without gradient, times advantage and log-prob.
+
+    The clip bounds are those of the weight. The default has no lower bound and an upper one of 5; with the 0.2 of a
+    clipped surrogate nearly every weight would be at a bound. The clip fractions count the tokens whose weight is at a
+    bound; none of them loses its gradient.
+
+    Args:
+        actor_network: as in ``GRPOLoss``, like all other arguments but ``dual_clip``.
+
+    Raises:
+        ValueError: ``dual_clip`` is given; the weights are bounded already.
+    """
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase,
+        *,
+        clip_epsilon: float | tuple[float, float] = (1.0, 4.0),
+        **kwargs: Any,
+    ) -> None:
+        _refuse_dual_clip(type(self).__name__, kwargs)
+        super().__init__(actor_network, clip_epsilon=clip_epsilon, **kwargs)
+
+    def clipped(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T] bool each: the tokens whose weight is at the lower and at the upper bound."""
+        return ratio < 1 - self.clip_epsilon_low, ratio > 1 + self.clip_epsilon_high
+
+    def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        """See the class."""
+        return F.cispo_objective(ratio, log_prob, advantage, self.clip_epsilon_low, self.clip_epsilon_high)
+
+
+class SAPOLoss(GRPOLoss):
+    """SAPO (arXiv 2511.20347): a soft gate in place of the clip.
+
+    The clip bounds are read by the metrics alone: which tokens a clip would have cut off.
+
+    Args:
+        actor_network: as in ``GRPOLoss``, like all other arguments but ``dual_clip``.
+
+    Keyword Args:
+        tau_positive: temperature of the gate where the advantage is positive, above 0.
+        tau_negative: temperature elsewhere, above 0; larger takes away more of the gradient that makes tokens unlikely.
+
+    Raises:
+        ValueError: a temperature is not above 0, or ``dual_clip`` is given; the gate is bounded already.
+    """
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase,
+        *,
+        tau_positive: float = 1.0,
+        tau_negative: float = 1.05,
+        **kwargs: Any,
+    ) -> None:
+        if tau_positive <= 0 or tau_negative <= 0:
+            raise ValueError(
+                f"tau_positive={tau_positive} and tau_negative={tau_negative} must be above 0: use 1.0 and 1.05."
+            )
+        _refuse_dual_clip(type(self).__name__, kwargs)
+        super().__init__(actor_network, **kwargs)
+        self.tau_positive = tau_positive
+        self.tau_negative = tau_negative
+
+    def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        """See the class."""
+        return F.sapo_objective(ratio, advantage, self.tau_positive, self.tau_negative)
+
+
+def _refuse_dual_clip(name: str, settings: dict[str, Any]) -> None:
+    if settings.get("dual_clip") is not None:
+        raise ValueError(
+            f"dual_clip={settings['dual_clip']} must be None with {name}, which bounds every token by itself: leave it "
+            "out, or use GRPOLoss."
+        )

@@ -1,0 +1,210 @@
+"""From a blueprint and a device to the parts of a role: the only place that makes engines, models and environments.
+
+The driver of a local run calls these functions, and so do the actors of a distributed one, each in its own process.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchrl_grpo.algorithm import batch_transforms, make_loss
+from torchrl_grpo.blueprint import Blueprint
+from torchrl_grpo.collectors.evaluation import Evaluator
+from torchrl_grpo.collectors.rollout import RolloutCollector
+from torchrl_grpo.collectors.sampler import Sampler
+from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.generation.base import Engine
+from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.learner.learner import Learner
+from torchrl_grpo.learner.resume import restore
+from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.models import loading
+from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
+from torchrl_grpo.models.sharding import shard_model
+from torchrl_grpo.transforms.kl_scoring import KLScoring
+from torchrl_grpo.weights import make_sender
+
+
+def make_learner(
+    blueprint: Blueprint, device: torch.device, transfer: str, mesh: DeviceMesh | None = None, host: str = ""
+) -> Learner:
+    """A learner, or one rank of it.
+
+    Args:
+        blueprint: checked.
+        device: of this rank.
+        transfer: how its weights reach the engines; see ``make_sender``.
+        mesh: the ranks that the model is sharded over, None for one rank.
+        host: address of this machine, for a broadcast.
+    """
+    config, lora = blueprint.config, blueprint.config.train_model.lora.enabled
+    random.seed(config.seed)
+    torch.manual_seed(config.seed)
+    trainer = make_trainer(blueprint, device, mesh)
+    transforms = batch_transforms(config)
+    if lora and config.needs_reference:
+        scorer = AdapterOffScorer(trainer.model, temperature=config.inference_model.temperature)
+        transforms.insert(0, ("reference", _kl_scoring(config, scorer)))
+    model = config.model
+    base = loading.CheckpointModel(model.name, _dtype(config.train_model.dtype), model.trust_remote_code)
+    sender = make_sender(
+        transfer,
+        dtype=_dtype(config.inference_model.dtype),
+        lora_base=base if lora else None,
+        backend="nccl" if device.type == "cuda" else "gloo",
+        host=host,
+    )
+    learner = Learner(trainer, transforms, sender)
+    if blueprint.resume is not None:
+        restore(learner, blueprint.resume)
+    return learner
+
+
+def make_trainer(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | None = None) -> GRPOTrainer:
+    """The trainer with its model, loss and optimizer; the model is sharded over the ranks of a mesh."""
+    config = blueprint.config
+    train, settings = config.train_model, config.optimizer
+    # Sharding moves the model to its device layer by layer: it need not fit there as a whole.
+    model: nn.Module = _load(config, train.dtype, device if mesh is None else torch.device("cpu"))
+    if train.lora.enabled:
+        names = train.lora.target_modules
+        targets: str | list[str] = "all-linear" if names == ["all-linear"] else names
+        model = loading.add_lora(model, r=train.lora.r, alpha=train.lora.alpha, target_modules=targets)
+    if train.gradient_checkpointing:
+        loading.enable_gradient_checkpointing(model)
+    scorer = TokenScorer(model, temperature=config.inference_model.temperature)  # before sharding: it checks itself
+    if mesh is not None:
+        shard_model(model, mesh, param_dtype=_autocast_dtype(config), cpu_offload=train.cpu_offload)
+    loss = make_loss(config, scorer)
+    for name, buffer in loss.named_buffers(recurse=False):  # the model is where it belongs
+        setattr(loss, name, buffer.to(device))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        fused=device.type == "cuda" and not train.cpu_offload,
+    )
+    scheduler = None
+    if settings.warmup_steps:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / settings.warmup_steps)
+        )
+    return GRPOTrainer(
+        loss,
+        model,
+        optimizer,
+        scheduler=scheduler,
+        optim_batch_size=config.optim_batch_size,
+        epochs=config.train.epochs,
+        micro_batch_tokens=config.train.micro_batch_tokens,
+        autocast_dtype=_autocast_dtype(config),
+        clip_grad_norm=settings.clip_grad_norm,
+        max_nonfinite_steps=config.train.max_nonfinite_steps,
+    )
+
+
+def make_sampler(
+    blueprint: Blueprint, device: torch.device, task_env: LLMEnv | None = None, concurrent_tasks: int = 1
+) -> Sampler:
+    """A sampler.
+
+    Args:
+        blueprint: checked.
+        device: of its engine, the first one of several.
+        task_env: what the groups of a rollout task are played in; the engine is then one that several may call at a
+            time, where there is such a one. None is a sampler that makes whole batches in the blueprint's environment.
+        concurrent_tasks: rollout tasks that it plays at a time.
+    """
+    config = blueprint.config
+    engine = make_engine(blueprint, device, concurrent=task_env is not None)
+    collector = partial(
+        RolloutCollector,
+        policy=GenerationPolicy(engine, blueprint.params),
+        dynamic_sampling=config.policy.dynamic_sampling,
+        max_sampling_rounds=config.policy.max_sampling_rounds,
+    )
+    if task_env is None:
+        engine.seed(config.seed)
+        collectors = [collector(blueprint.train_env, dialog_turns_per_batch=config.dialog_turns_per_batch)]
+    else:  # the environments differ in the dialogs that they are in; problems and prompts they share
+        collectors = [collector(copy.copy(task_env)) for _ in range(concurrent_tasks)]
+    evaluator = None
+    if blueprint.greedy_env is not None:
+        evaluator = Evaluator(engine, blueprint.greedy_env, blueprint.sampled_env, params=blueprint.params)
+    prompts = blueprint.train_env.first_prompts(4)
+    return Sampler(engine, collectors, evaluator, blueprint.params, prompts, blueprint.reward_pool)
+
+
+def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool = False) -> Engine:
+    """The generation engine with its model; ``concurrent`` is one that many threads may call at a time, if vLLM's."""
+    config, inference = blueprint.config, blueprint.config.inference_model
+    if inference.backend == "transformers":
+        from torchrl_grpo.generation.transformers import TransformersEngine
+
+        return TransformersEngine(_load(config, inference.dtype, device), copy=False)
+    colocated = blueprint.plan.colocated
+    settings: dict[str, Any] = {
+        "dtype": inference.dtype,
+        "max_model_len": inference.max_model_len or blueprint.max_prompt_tokens + inference.max_new_tokens,
+        "seed": config.seed,
+        "gpu_memory_utilization": inference.gpu_memory_utilization or (0.4 if colocated else 0.9),
+        "kv_cache_gib": inference.kv_cache_gib,
+        "enforce_eager": inference.enforce_eager,
+        "trust_remote_code": config.model.trust_remote_code,
+    }
+    path = loading.resolve_name(config.model.name)
+    if concurrent:
+        from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
+
+        settings |= {"in_flight": inference.in_flight, "tensor_parallel_size": inference.tensor_parallel_size}
+        return AsyncVLLMEngine(path, **settings)
+    from torchrl_grpo.generation.vllm import VLLMEngine
+
+    return VLLMEngine(path, device=device, enable_sleep=colocated, **settings)
+
+
+def make_reference(blueprint: Blueprint, device: torch.device) -> KLScoring:
+    """A reference model of its own, which scores in passes as large and as precise as the trainer's."""
+    config = blueprint.config
+    model = _load(config, config.ref_model.dtype, device).requires_grad_(False)
+    return _kl_scoring(config, TokenScorer(model, temperature=config.inference_model.temperature))
+
+
+def _kl_scoring(config: GRPOConfig, scorer: TokenScorer) -> KLScoring:
+    tokens = config.train.micro_batch_tokens
+    return KLScoring(scorer, max_tokens=tokens, autocast_dtype=_autocast_dtype(config))
+
+
+def _autocast_dtype(config: GRPOConfig) -> torch.dtype | None:
+    """What the training step computes in; None is the dtype of the weights."""
+    return {"full": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.mixed_precision]
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _load(config: GRPOConfig, dtype: str, device: torch.device) -> Any:
+    model = config.model
+    return loading.load_model(
+        model.name,
+        dtype=_dtype(dtype),
+        device=device,
+        attn_implementation=model.attn_implementation,
+        trust_remote_code=model.trust_remote_code,
+    )

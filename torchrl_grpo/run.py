@@ -1,0 +1,304 @@
+"""From the config to a run, in this process or on Ray.
+
+``build`` checks everything that can be checked without weights, shows the plan, and only then loads models.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torchrl._utils import logger as torchrl_logger
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from torchrl_grpo.blueprint import (
+    Blueprint,
+    as_config_errors,
+    geometry_rows,
+    plan_rows,
+    prepare,
+    task_geometry,
+)
+from torchrl_grpo.collectors.sampler import Sampler
+from torchrl_grpo.collectors.source import LocalSource
+from torchrl_grpo.collectors.staleness import GroupBuffer
+from torchrl_grpo.config import GRPOConfig, plain
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.learner.checkpoint import Checkpointer
+from torchrl_grpo.learner.learner import Learner
+from torchrl_grpo.learner.resume import Resume, check_tasks, find_resume
+from torchrl_grpo.loop.fit import Schedule, fit
+from torchrl_grpo.parts import make_learner, make_reference, make_sampler
+from torchrl_grpo.reporting.console import Console
+from torchrl_grpo.reporting.metrics import MetricsLogger
+from torchrl_grpo.reporting.report import summarize, write_report
+from torchrl_grpo.transforms.kl_scoring import KLScoring
+from torchrl_grpo.weights import transfer_kind
+
+if TYPE_CHECKING:
+    from torchrl_grpo.distributed.cluster import Cluster
+    from torchrl_grpo.distributed.learner import RayLearner
+    from torchrl_grpo.distributed.source import RaySource
+
+
+@dataclass
+class Run:
+    """A run that is ready: ``fit`` it, then ``close`` it (also after an error)."""
+
+    config: GRPOConfig
+    directory: Path
+    learner: Learner | RayLearner
+    source: LocalSource | RaySource
+    checkpointer: Checkpointer
+    logger: MetricsLogger
+    console: Console
+    tokenizer: PreTrainedTokenizerBase
+    resources: ExitStack
+    resume: Resume | None = None
+
+    def fit(self) -> dict[str, Any]:
+        """Trains, exports the model, writes the report; returns the run in a few numbers."""
+        learner, checkpointer = self.learner, self.checkpointer
+        try:
+            fit(learner, self.source, checkpointer, self.logger, self.console, self._schedule())
+            model = learner.export(checkpointer, self.tokenizer)
+        except BaseException:
+            torchrl_logger.warning(f"The run ended early. What it did lies in {self.directory}.{self._go_on()}")
+            raise
+        finally:
+            report = write_report(self.directory)
+        summary = summarize(self.directory)
+        files = ("curves.png", "metrics.jsonl", "samples.jsonl")
+        paths = {"report": report} | {name.partition(".")[0]: self.directory / name for name in files}
+        self.console.finish(summary, paths | {"checkpoints": checkpointer.directory, "model": model})
+        return summary
+
+    def _schedule(self) -> Schedule:
+        config = self.config
+        check = config.inference_model.check_sync
+        return Schedule(
+            num_batches=config.num_batches,
+            sequences_per_batch=config.dialog_turns_per_batch,
+            evaluation_frequency=config.evaluation.frequency,
+            checkpoint_frequency=config.train.checkpoint_frequency,
+            sample_frequency=config.logging.sample_frequency,
+            refresh_every=config.ref_model.refresh_every,
+            reference_version=self.resume.reference_version if self.resume and config.has_own_reference else 0,
+            mismatch_tolerance=config.inference_model.check_sync_tolerance if check else None,
+            on_policy=config.optim_steps_per_batch == 1,
+        )
+
+    def _go_on(self) -> str:
+        """How the run goes on from its last checkpoint, in words."""
+        path = self.checkpointer.latest() or (self.resume.path if self.resume is not None else None)
+        return f" It goes on with train.resume={path}" if path is not None else ""
+
+    def close(self) -> None:
+        """Ends engine, files and terminal output. May be called again."""
+        self.resources.close()
+
+
+def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous: bool = False) -> Run:
+    """Makes a run: checks, shows the plan, loads the models, starts the engine.
+
+    Args:
+        config: validated.
+        directory: where the run's files go.
+        asynchronous: whether sampling and training overlap. The roles are then processes on Ray, as they are where a
+            role has several devices or ``ray.address`` names a cluster.
+
+    Raises:
+        ConfigError: a rule is broken, before any weights are loaded.
+    """
+    transformers_logging.disable_progress_bar()  # it would write over the run's own
+    max_staleness = _max_staleness(config, asynchronous)
+    directory = Path(directory)
+    with as_config_errors(), ExitStack() as resources:
+        cluster, resume = None, find_resume(config, plain(config), max_staleness)
+        if config.ray.address is not None:  # first, because the plan is made of its accelerators
+            cluster = _start_ray(config.ray.address, resources)
+        blueprint = prepare(config, None if cluster is None else cluster.accelerators(), resume)
+        distributed = asynchronous or cluster is not None or blueprint.plan.distributed
+        transfer = _check_distributed(blueprint) if distributed else _check_local(config)
+        console = resources.enter_context(Console())
+        console.plan(plan_rows(blueprint))
+        console.geometry(geometry_rows(blueprint))
+        logger = resources.enter_context(_logger(config, directory))
+        if resume is not None:
+            console.resume(resume.step, resume.path)
+            logger.truncate(resume.step + 1)  # what this run's folder has of later steps is done again
+        learner: Learner | RayLearner
+        source: LocalSource | RaySource
+        if distributed:
+            learner, source = _distributed(blueprint, max_staleness, transfer, resources, cluster)
+        else:
+            learner, source = _local(blueprint, resources)
+        return Run(
+            config=config,
+            directory=directory,
+            learner=learner,
+            source=source,
+            checkpointer=Checkpointer(directory / "checkpoints", plain(config)),
+            logger=logger,
+            console=console,
+            tokenizer=blueprint.tokenizer,
+            resources=resources.pop_all(),
+            resume=resume,
+        )
+
+
+def _max_staleness(config: GRPOConfig, asynchronous: bool) -> int:
+    asked = config.train.max_staleness
+    if asked and not asynchronous:
+        raise ConfigError(
+            f"train.max_staleness={asked} must be 0 in grpo.py, which trains on what the current weights sampled: use "
+            "sota/grpo/grpo-async.py, or leave it out."
+        )
+    return (1 if asynchronous else 0) if asked is None else asked
+
+
+def _check_local(config: GRPOConfig) -> str:
+    inference = config.inference_model
+    for name, value, only, why in (
+        ("in_flight", inference.in_flight, "wait", "sampling and training take turns in one process"),
+        ("weight_transfer", inference.weight_transfer, "auto", "trainer and engine are in one process"),
+    ):
+        if value != only:
+            raise ConfigError(
+                f"inference_model.{name}={value} must be {only} where {why}: leave it out, or use "
+                "sota/grpo/grpo-async.py."
+            )
+    return "direct"
+
+
+def _check_distributed(blueprint: Blueprint) -> str:
+    """Checks what a distributed run asks for before anything starts; returns how the weights travel."""
+    from torchrl_grpo.distributed.cluster import require_ray
+
+    require_ray()
+    task_groups, _ = task_geometry(blueprint.config, len(blueprint.plan.inference))
+    if blueprint.resume is not None:
+        check_tasks(blueprint.resume, task_groups, blueprint.config)
+    asked, plan = blueprint.config.inference_model.weight_transfer, blueprint.plan
+    return transfer_kind(asked, trainer=plan.train[0], engines=plan.inference, colocated=plan.colocated)
+
+
+def _logger(config: GRPOConfig, directory: Path) -> MetricsLogger:
+    logging = config.logging
+    return MetricsLogger(
+        directory,
+        tensorboard=logging.tensorboard,
+        wandb_mode=logging.wandb.mode,  # type: ignore[arg-type]
+        project=logging.wandb.project,
+        name=logging.wandb.name,
+        config=plain(config),
+    )
+
+
+def _local(blueprint: Blueprint, resources: ExitStack) -> tuple[Learner, LocalSource]:
+    """The roles in this process; what must be ended is put into ``resources``."""
+    config, plan = blueprint.config, blueprint.plan
+    learner = make_learner(blueprint, plan.train[0], "direct")
+    resources.callback(learner.close)
+    sampler = make_sampler(blueprint, plan.inference[0][0])
+    resources.callback(sampler.close)
+    reference = make_reference(blueprint, plan.reference[0]) if config.has_own_reference else None
+    source = LocalSource(sampler, reference, colocated=plan.colocated)
+    if blueprint.resume is not None:
+        source.load_state_dict(blueprint.resume.source)
+    return learner, source
+
+
+def _start_ray(address: str | None, resources: ExitStack) -> Cluster:
+    from torchrl_grpo.distributed.cluster import start
+
+    cluster = start(address)
+    resources.callback(cluster.shutdown)
+    return cluster
+
+
+def _distributed(
+    blueprint: Blueprint, max_staleness: int, transfer: str, resources: ExitStack, cluster: Cluster | None
+) -> tuple[RayLearner, RaySource]:
+    """The roles as actors on Ray, started; what must be ended is put into ``resources``.
+
+    Raises:
+        ValueError: Ray cannot start, has no room, or a part was refused where it was made.
+    """
+    from torchrl_grpo.distributed.learner import RayLearner
+    from torchrl_grpo.distributed.rollout_manager import RolloutManager
+    from torchrl_grpo.distributed.source import RaySource
+    from torchrl_grpo.distributed.tasks import TaskQueue
+
+    config, plan, resume = blueprint.config, blueprint.plan, blueprint.resume
+    actor_timeout_s, recovery_timeout_s = config.ray.actor_timeout_s, config.ray.recovery_timeout_s
+    torchrl_logger.info(f"The weights reach the engines by inference_model.weight_transfer={transfer}.")
+    place = (cluster or _start_ray(None, resources)).place(plan)
+    untested = replace(blueprint, greedy_env=None, sampled_env=None)  # of the test split, for those who need none
+    learner = RayLearner(
+        partial(_learner_here, untested, transfer),
+        options=place.train,
+        tensor_parallel_size=config.train_model.tensor_parallel_size,
+        actor_timeout_s=actor_timeout_s,
+        resumed_from=None if resume is None else resume.path,
+    )
+    resources.callback(learner.close)
+    task_groups, concurrent_tasks = task_geometry(config, len(plan.inference))
+    groups = config.dialog_turns_per_batch // config.env.repeats
+    tasks = TaskQueue(
+        blueprint.train_env,
+        GroupBuffer(groups, max_staleness),
+        task_groups=task_groups,
+        total_groups=groups * config.num_batches,
+        rounds=config.policy.max_sampling_rounds if config.policy.dynamic_sampling else 1,
+    )
+    sampler = partial(_sampler_here, blueprint, blueprint.task_env(task_groups), concurrent_tasks)
+    manager = RolloutManager(
+        tasks,
+        samplers=[(sampler, options) for options in place.inference],
+        references=[(partial(_reference_here, untested), options) for options in place.reference],
+        concurrent_tasks=concurrent_tasks,
+        in_flight=config.inference_model.in_flight,  # type: ignore[arg-type]
+        references_first=plan.colocated,
+        seed=config.seed,
+        release=learner.release,
+        actor_timeout_s=actor_timeout_s,
+        recovery_timeout_s=recovery_timeout_s,
+    )
+    source = RaySource(manager, evaluates=blueprint.greedy_env is not None)
+    resources.callback(source.close)
+    if resume is not None:
+        source.load_state_dict(resume.source)
+    # On one accelerator the engine must not start while others take memory; else all start at the same time.
+    for start in (learner.start, source.start) if plan.colocated else (source.start, learner.start):
+        start()
+    source.wait_until_ready()
+    return learner, source
+
+
+# What the actors call, each in its process: the devices that it was given are the only ones there.
+
+
+def _learner_here(blueprint: Blueprint, transfer: str, mesh: DeviceMesh | None) -> Learner:
+    from torchrl_grpo.distributed.actors import own_address, own_device
+
+    return make_learner(blueprint, own_device(), transfer, mesh, own_address())
+
+
+def _sampler_here(blueprint: Blueprint, task_env: LLMEnv, concurrent_tasks: int) -> Sampler:
+    from torchrl_grpo.distributed.actors import own_device
+
+    return make_sampler(blueprint, own_device(), task_env, concurrent_tasks)
+
+
+def _reference_here(blueprint: Blueprint) -> KLScoring:
+    from torchrl_grpo.distributed.actors import own_device
+
+    return make_reference(blueprint, own_device())

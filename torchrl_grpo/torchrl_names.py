@@ -1,0 +1,77 @@
+"""What TorchRL's classes take and ours do not, with what to use in its place; and how a wrong choice is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_SAME = (None, False, True)
+_WHOLE_DIALOGS = "an element is a whole dialog (TorchRL's LLMCollector plays this environment and policy turn by turn)"
+
+# For each argument: the values that say what is so anyway, and what to do instead of any other.
+_ARGUMENTS: dict[str, dict[str, tuple[Sequence[Any], str]]] = {
+    "RolloutCollector": {
+        "steps_per_batch": ((), "use dialog_turns_per_batch"),
+        "frames_per_batch": ((), "use dialog_turns_per_batch"),
+        "total_steps": ((), "use total_dialog_turns"),
+        "total_frames": ((), "use total_dialog_turns"),
+        "policy_factory": ((None,), "use policy=policy_factory()"),
+        "yield_completed_trajectories": ((None, True), _WHOLE_DIALOGS),
+        "yield_only_last_steps": ((None, True), _WHOLE_DIALOGS),
+        "flatten_data": ((None, True), "batches are flat, [N]"),
+        "reset_at_each_iter": (_SAME, ""),  # no dialog is left over from one batch to the next
+        "track_policy_version": (_SAME, "each token has its version, increment_version() raises it"),
+        "async_envs": ((None, False), "use sota/grpo/grpo-async.py, which samples while it trains"),
+        "weight_updater": ((None,), "use update_policy_weights_(weights, version)"),
+        "queue": ((None,), "use replay_buffer"),
+        "verbose": ((None, False), "`last` has the counts of each rollout"),
+    },
+    "GRPOLoss": {
+        "kl_mask_threshold": ((None,), "use behaviour_weight='mask' with proximal='recomputed' and behaviour_cap"),
+        "entropy_bonus": ((), "use entropy_coeff, 0 for no bonus"),
+        "samples_mc_entropy": ((1,), "the entropy is computed exactly"),
+        "gamma": ((None,), "use GroupAdvantage(level='token', gamma=...)"),
+        "reduction": ((None, "mean"), "use aggregation='constant' with constant_length=1 for a sum over tokens"),
+        "clip_value": ((None, False), "there is no value function, it clips nothing"),
+        "device": ((None,), "use loss.to(device)"),
+        "masking_strategy": (("rlhf",), "use set_keys(mask=...), the mask says which tokens count"),
+        "ref_log_prob_padding_side": ((), "keep reference log-probs aligned with the tokens, [T] each"),
+        "ref_log_prob_padding_value": ((), "keep reference log-probs aligned with the tokens, [T] each"),
+    },
+    "GroupAdvantage": {
+        "grpo_size": ((), "use repeats"),
+        "prompt_key": ((), "use group_key"),
+        "rewards_key": ((), "use reward_key"),
+        "verbose": ((None, False), "queue.get_stats() has the counts"),
+    },
+}
+
+# Names of choices that we have under another name.
+_CHOICES = {"prompt_mean": "sequence_mean"}
+
+
+def refuse_arguments(owner: str, given: Mapping[str, Any], known: Sequence[str] = ()) -> None:
+    """Refuses keyword arguments that a class of ours does not have; it has those that are ``known``.
+
+    Raises:
+        TypeError: one is not known; it says what to use where it is TorchRL's and asks for something else than we do.
+    """
+    for name, value in given.items():
+        if name in known:
+            continue
+        if name not in _ARGUMENTS[owner]:
+            raise TypeError(f"{owner} got an unexpected keyword argument {name!r}.")
+        same, instead = _ARGUMENTS[owner][name]
+        if not any(type(value) is type(one) and value == one for one in same):
+            raise TypeError(f"{name}={value!r} is TorchRL's and {owner} has no such argument: {instead}.")
+
+
+def check_choice(name: str, choice: object, choices: Sequence[str]) -> None:
+    """Refuses a choice that is none.
+
+    Raises:
+        ValueError: ``choice`` is not one of ``choices``.
+    """
+    if choice not in choices:
+        use = _CHOICES.get(str(choice), choices[0])
+        raise ValueError(f"{name}={choice!r} must be one of {tuple(choices)}: use {use!r}.")

@@ -506,7 +506,7 @@ def test_what_an_actor_refuses_is_raised_as_it_was(ray_cluster: cluster.Cluster,
     broken = tmp_path / "broken"
     broken.touch()
     factory: Any = partial(make_sampler, None, 0.0, broken, CountingEngine)  # type: ignore[arg-type]
-    tasks: Any = None  # never asked: the factory is what fails
+    tasks: Any = SimpleNamespace(buffer=GroupBuffer(1, 0))  # the factory is what fails
     manager = RolloutManager(tasks, samplers=[(factory, {"num_cpus": 0})])
     source = RaySource(manager)
     source.start()

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchrl_grpo.generation.base import Engine, SamplingParams
-from torchrl_grpo.weights import LoraDelta, log_prob_mismatch, named_adapters, named_weights, sample_probe
+from torchrl_grpo.weights import LoraDelta, named_adapters, named_weights
+from torchrl_grpo.weights.mismatch import log_prob_mismatch, sample_probe
 
 ScoreFn = Callable[[list[Tensor], list[int]], Sequence[Tensor]]
 

@@ -282,6 +282,19 @@ def test_a_run_that_is_stopped_inside_a_step_saves_no_half_step(
     assert not (tmp_path / "checkpoints").exists()
 
 
+def test_an_engine_with_another_distribution_ends_the_first_step(tmp_path: Path) -> None:
+    """It would train on samples of a policy that is not its own, and end well."""
+    run = build(compose_config(*SMALL, "evaluation.num_prompts=0"), tmp_path)
+    engine = run.source.sampler.engine
+    update = engine.update_weights
+    engine.update_weights = lambda weights, version: update(((name, 2 * w) for name, w in weights), version)
+    try:
+        with pytest.raises(RuntimeError, match=r"KL to the engine's policy is \S+ nats per token, more than the 0\.1"):
+            run.fit()
+    finally:
+        run.close()
+
+
 def test_a_checkpoint_has_the_data_position_of_its_step(tmp_path: Path) -> None:
     run = build(compose_config(*SMALL, "evaluation.num_prompts=0", "train.checkpoint_frequency=1"), tmp_path)
     run.fit()

@@ -36,7 +36,7 @@ def test_another_process_keeps_the_weights_that_their_maker_dropped():
         shared.close()
         assert reader.communicate("\n")[0].strip() == "6.0"
     with pytest.raises(RuntimeError, match="are gone: the process that made them dropped them"):
-        block.weights()
+        list(block.weights())
 
 
 def test_another_file_at_the_same_place_is_not_taken_for_the_weights():
@@ -46,7 +46,7 @@ def test_another_file_at_the_same_place_is_not_taken_for_the_weights():
     others = [SharedWeights([("norm", torch.zeros(3))], torch.float32) for _ in range(50)]
     assert block.path in [other.block.path for other in others]
     with pytest.raises(RuntimeError, match="are gone"):
-        block.weights()
+        list(block.weights())
     for other in others:
         other.close()
 

@@ -16,8 +16,6 @@ from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.models.loading import CheckpointModel
 from torchrl_grpo.weights import (
-    AdapterHandle,
-    AdapterSender,
     LoraDelta,
     ObjectSender,
     check_weights,
@@ -27,6 +25,7 @@ from torchrl_grpo.weights import (
     named_weights,
     transfer_kind,
 )
+from torchrl_grpo.weights.adapters import AdapterHandle, AdapterSender
 from torchrl_grpo.weights.named import merged
 
 

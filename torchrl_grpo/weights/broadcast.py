@@ -24,9 +24,9 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -34,18 +34,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore  # as mypy finds them
 
-from torchrl_grpo.weights.handle import (
-    ALONE,
-    Named,
-    Parts,
-    PlainHandle,
-    Reader,
-    Sender,
-    cut,
-    describe,
-    in_parts,
-    numel,
-)
+from torchrl_grpo.weights.handle import Named, Part, PlainHandle, Reader, Sender, in_parts
 
 TIMEOUT_S = 120.0
 """Longest wait of one side for the other, each time."""
@@ -71,24 +60,26 @@ class Broadcast(PlainHandle):
     version: int
     backend: str
     timeout_s: float
-    parts: Parts
+    parts: Sequence[Part]
 
-    def weights(self, reader: Reader = ALONE) -> Iterator[tuple[str, Tensor]]:
+    def flats(self, sizes: Sequence[tuple[int, torch.dtype]], reader: Reader) -> Iterator[Tensor]:
         key = (self.secret, reader)
         with self._waiting("to be reached"):
-            link = _links.get(key) or _Link(self, reader)
-        _links[key] = link
+            requests, group = _links[key] = _links.get(key) or _connect(self, reader)
         try:
-            with self._waiting(f"and the engine's {reader.size} processes to meet"):
-                link.ask(self.version)
+            if requests is not None:
+                with self._waiting("to be asked"):
+                    requests.sendall(f"{self.version}\n".encode())
             device = torch.device("cpu" if self.backend == "gloo" else "cuda")
-            for number, (dtype, layout) in enumerate(self.parts, start=1):
-                flat = torch.empty(numel(layout), dtype=getattr(torch, dtype), device=device)
-                with self._waiting(f"to send part {number} of {len(self.parts)}"):
-                    link.group.broadcast(flat, 0).wait()
-                yield from cut(flat, layout)
-        except BaseException:
-            _links.pop(key).close()  # what was under way cannot be taken up again
+            for number, (size, dtype) in enumerate(sizes, start=1):
+                flat = torch.empty(size, dtype=dtype, device=device)
+                with self._waiting(f"to send part {number} of {len(sizes)}"):
+                    group.broadcast(flat, 0).wait()
+                yield flat
+        except BaseException:  # what was under way cannot be taken up again
+            del _links[key]
+            if requests is not None:
+                requests.close()
             raise
 
     @contextmanager
@@ -105,64 +96,40 @@ class Broadcast(PlainHandle):
             ) from error
 
 
-class _Link:
-    """A process's connection to rank 0, which lasts from one update to the next.
-
-    Attributes:
-        group: the process group with rank 0 and the reader's other processes, once ``ask`` was called.
-    """
-
-    def __init__(self, handle: Broadcast, reader: Reader) -> None:
-        if handle.backend == "nccl":
-            _let_waits_raise()
-        self._handle, self._reader = handle, reader
-        self.group: Any = None
-        self._requests: socket.socket | None = None
-        self._name = f"{reader.name}/{_made[reader]}"  # another one for each group that the reader's processes make
-        _made[reader] += 1
-        if reader.rank == 0:  # asks for all processes of the reader
-            self._requests = socket.create_connection((handle.host, handle.ports[0]), timeout=handle.timeout_s)
-            self._requests.sendall(f"{handle.secret}\n{json.dumps([self._name, reader.size])}\n".encode())
-
-    def ask(self, version: int) -> None:
-        """Asks for a version, and makes the group if there is none."""
-        if self._requests is not None:
-            self._requests.sendall(f"{version}\n".encode())
-        if self.group is None:
-            handle, reader = self._handle, self._reader
-            store = (handle.host, handle.ports[1], _prefix(handle.secret, self._name))
-            self.group = _join(handle.backend, *store, reader.rank + 1, reader.size + 1, handle.timeout_s)
-
-    def close(self) -> None:
-        """Lets rank 0 end its side."""
-        if self._requests is not None:
-            self._requests.close()
+_links: dict[tuple[str, Reader], tuple[socket.socket | None, Any]] = {}
+"""What this process has of each reader in it: the connection on which it asks, and the process group."""
+_groups: Counter[Reader] = Counter()
+"""How many groups each reader has made: their names differ."""
 
 
-_links: dict[tuple[str, Reader], _Link] = {}
-_made: Counter[Reader] = Counter()
-"""The links of this process, and how many each reader has had."""
+def _connect(handle: Broadcast, reader: Reader) -> tuple[socket.socket | None, Any]:
+    """A process's link to rank 0, which lasts from one update to the next."""
+    requests, name = None, f"{reader.name}/{_groups[reader]}"
+    _groups[reader] += 1
+    if reader.rank == 0:  # asks for all processes of the reader
+        requests = socket.create_connection((handle.host, handle.ports[0]), timeout=handle.timeout_s)
+        requests.sendall(f"{handle.secret}\n{json.dumps([name, reader.size])}\n".encode())
+    _let_waits_raise(handle.backend)
+    return requests, _join(handle, name, reader.rank + 1, reader.size + 1)
 
 
-def _let_waits_raise() -> None:
+def _let_waits_raise(backend: str) -> None:
     """Has nccl's waits raise in the thread that waits; otherwise a watchdog ends the trainer when an engine dies.
 
-    It is set for good, where threads do not run yet: each new process group reads it.
+    Each new process group reads this. It is never unset, because another thread may be making a group.
     """
-    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    if backend == "nccl":
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
 
 
-def _prefix(secret: str, name: str) -> str:
-    """Where the processes of a group meet in the store. It does not give the secret away: a store lists its keys."""
-    return hashlib.sha256(f"{secret}/{name}".encode()).hexdigest()
-
-
-def _join(backend: str, host: str, port: int, prefix: str, rank: int, size: int, timeout_s: float) -> Any:
+def _join(handle: Broadcast, name: str, rank: int, size: int) -> Any:
     """The process group of rank 0 and one reader."""
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=handle.timeout_s)
+    # The store tells its keys to whoever asks, so what keeps strangers out of a group must not be the secret itself.
+    prefix = hashlib.sha256(f"{handle.secret}/{name}".encode()).hexdigest()
     # A client of its own: while one waits, others of the same client would have to wait for it.
-    store = PrefixStore(prefix, TCPStore(host, port, is_master=False, timeout=timeout))
-    if backend == "gloo":
+    store = PrefixStore(prefix, TCPStore(handle.host, handle.ports[1], is_master=False, timeout=timeout))
+    if handle.backend == "gloo":
         return ProcessGroupGloo(store, rank, size, timeout)
     from torch._C._distributed_c10d import ProcessGroupNCCL  # not there in builds without CUDA
 
@@ -182,22 +149,19 @@ class BroadcastSender(Sender):
     """
 
     def __init__(self, dtype: torch.dtype | None, backend: str, host: str, timeout_s: float = TIMEOUT_S) -> None:
-        self._dtype, self._backend, self._host, self._timeout_s = dtype, backend, host, timeout_s
-        self._secret = secrets.token_hex(32)
+        self._dtype = dtype
+        self._handle = Broadcast(host, (0, 0), secrets.token_hex(32), 0, backend, timeout_s, [])
         self._kept: dict[int, list[Tensor]] = {}
         self._listener: socket.socket | None = None
         self._threads: dict[threading.Thread, socket.socket] = {}
-        if backend == "nccl":
-            _let_waits_raise()
+        _let_waits_raise(backend)
 
     def pack(self, weights: Named, version: int) -> Broadcast:
         if self._listener is None:
             self._listen()
-        parts = [(_on_host(flat), layout) for flat, layout in in_parts(weights, self._dtype)]
+        parts = [(_on_host(flat), part) for flat, part in in_parts(weights, self._dtype)]
         self._kept[version] = [flat for flat, _ in parts]
-        return Broadcast(
-            self._host, self._ports, self._secret, version, self._backend, self._timeout_s, describe(parts)
-        )
+        return replace(self._handle, version=version, parts=[part for _, part in parts])
 
     def release(self, version: int) -> None:
         self._kept.pop(version, None)  # a thread that is sending it has it until it is done
@@ -216,11 +180,13 @@ class BroadcastSender(Sender):
         self._kept.clear()
 
     def _listen(self) -> None:
-        self._listener, stores = (socket.create_server((self._host, 0)) for _ in range(2))
-        self._ports = self._listener.getsockname()[1], stores.getsockname()[1]
+        host = self._handle.host
+        self._listener, meeting = socket.create_server((host, 0)), socket.create_server((host, 0))
+        ports = self._listener.getsockname()[1], meeting.getsockname()[1]
         self._store = TCPStore(
-            self._host, self._ports[1], is_master=True, wait_for_workers=False, master_listen_fd=stores.detach()
+            host, ports[1], is_master=True, wait_for_workers=False, master_listen_fd=meeting.detach()
         )
+        self._handle = replace(self._handle, ports=ports)
         self._accepting = threading.Thread(target=self._accept, args=(self._listener,), name="weights", daemon=True)
         self._accepting.start()
 
@@ -237,34 +203,30 @@ class BroadcastSender(Sender):
 
     def _serve(self, connection: socket.socket) -> None:
         """Answers the requests of one connection until it breaks or something goes wrong."""
-        group: Any = None
+        group, on_gpu = None, self._handle.backend == "nccl"
         try:
             with connection, connection.makefile("rb") as requests:
-                connection.settimeout(self._timeout_s)
-                if not hmac.compare_digest(requests.readline(100).strip(), self._secret.encode()):
+                connection.settimeout(self._handle.timeout_s)
+                if not hmac.compare_digest(requests.readline(100).strip(), self._handle.secret.encode()):
                     return
                 name, size = json.loads(requests.readline())
                 connection.settimeout(None)
-                store = (self._host, self._ports[1], _prefix(self._secret, name))
-                group = _join(self._backend, *store, 0, size + 1, self._timeout_s)
+                group = _join(self._handle, name, 0, size + 1)
+                stream = torch.cuda.Stream() if on_gpu else None
                 for version in map(int, requests):
-                    self._broadcast(group, version)
+                    if version not in self._kept:
+                        raise RuntimeError(f"version {version} is not kept any more.")
+                    for flat in self._kept[version]:
+                        with torch.cuda.stream(stream):  # not behind what the trainer computes; None is no stream
+                            group.broadcast(flat.cuda() if on_gpu else flat, 0).wait()
         except Exception as error:  # the reader hears of it by itself, and its replacement makes a new group
             from torchrl._utils import logger as torchrl_logger  # slow, and vLLM's workers import this module
 
             torchrl_logger.warning(f"weights were not sent to an engine: {str(error).partition(chr(10))[0]}")
         finally:
-            if group is not None and self._backend == "nccl":
+            if group is not None and on_gpu:
                 group.abort()  # otherwise its communicator stays
             self._threads.pop(threading.current_thread(), None)
-
-    def _broadcast(self, group: Any, version: int) -> None:
-        if version not in self._kept:
-            raise RuntimeError(f"version {version} is not kept any more.")
-        stream = torch.cuda.Stream() if self._backend == "nccl" else None
-        for flat in self._kept[version]:
-            with torch.cuda.stream(stream):  # not behind what the trainer computes; None is no stream
-                group.broadcast(flat if stream is None else flat.cuda(), 0).wait()
 
 
 def _on_host(flat: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,18 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from torchrl_grpo.weights.handle import (
-    ALONE,
-    Named,
-    Parts,
-    PlainHandle,
-    Reader,
-    Sender,
-    cut,
-    describe,
-    in_parts,
-    numel,
-)
+from torchrl_grpo.weights.handle import Named, Part, PlainHandle, Reader, Sender, in_parts
 
 
 @dataclass(frozen=True)
@@ -33,21 +22,20 @@ class CudaBuffers(PlainHandle):
         handles: of each buffer, what CUDA needs to open it.
     """
 
-    parts: Parts
+    parts: Sequence[Part]
     handles: list[list[Any]]
 
-    def weights(self, reader: Reader = ALONE) -> Iterator[tuple[str, Tensor]]:
+    def flats(self, sizes: Sequence[tuple[int, torch.dtype]], reader: Reader) -> Iterator[Tensor]:
         device = torch.cuda.current_device()
-        for (dtype, layout), (offset, *handle) in zip(self.parts, self.handles, strict=True):
-            size, storage = torch.Size([numel(layout)]), (torch.storage.TypedStorage, getattr(torch, dtype), device)
+        for (size, dtype), (offset, *handle) in zip(sizes, self.handles, strict=True):
+            storage = (torch.storage.TypedStorage, dtype, device)
             try:
-                flat = rebuild_cuda_tensor(torch.Tensor, size, (1,), offset, *storage, *handle)
+                yield rebuild_cuda_tensor(torch.Tensor, torch.Size([size]), (1,), offset, *storage, *handle)
             except RuntimeError as error:
                 raise RuntimeError(
                     f"the weights on the GPU could not be opened through CUDA IPC ({error}): use "
                     "inference_model.weight_transfer=object_store."
                 ) from error
-            yield from cut(flat, layout)
 
 
 class CudaIpcSender(Sender):
@@ -71,7 +59,7 @@ class CudaIpcSender(Sender):
             _, _, _, _, counter, place, _, _ = handle  # as rebuild_cuda_tensor names them: ref_counter_handle, _offset
             counters.append((counter, place))
         self._kept[version] = [flat for flat, _ in parts], counters
-        return CudaBuffers(describe(parts), handles)
+        return CudaBuffers([part for _, part in parts], handles)
 
     def release(self, version: int) -> None:
         kept = self._kept.pop(version, None)

@@ -7,22 +7,22 @@ any more. Until then its weights stay as they are: an engine that lags behind ne
 
 from __future__ import annotations
 
+import math
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_grpo.weights.named import LoraDelta
 
 Named = Iterable[tuple[str, Tensor]]
-Layout = list[tuple[str, tuple[int, ...]]]
-"""Name and shape of each weight, in order."""
-Parts = list[tuple[str, Layout]]
-"""Weights in flat tensors: for each of these its dtype, such as ``"float32"``, and what lies in it, in order."""
+Part = tuple[str, list[tuple[str, tuple[int, ...]]]]
+"""What lies in a flat tensor: its dtype, such as ``"float32"``, and name and shape of each weight, in order."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,32 @@ class PlainHandle(WeightHandle):
     """A handle whose fields are strings, numbers, bytes and lists: it can be sent to vLLM's workers, who then read it.
 
     Attributes:
-        parts: what the weights are.
+        parts: what lies in the flat tensors that the weights come in.
     """
 
-    parts: Parts
+    parts: Sequence[Part]
 
     @property
-    def layout(self) -> Layout:
-        """What the weights are, without the parts."""
+    def layout(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Name and shape of each weight."""
         return [entry for _, layout in self.parts for entry in layout]
 
     def plain(self) -> tuple[str, list[Any]]:
         """The name of the class and the values of its fields; see ``worker``."""
         return type(self).__name__, [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+
+    def weights(self, reader: Reader = ALONE) -> Iterator[tuple[str, Tensor]]:
+        sizes = [(sum(math.prod(shape) for _, shape in layout), getattr(torch, dtype)) for dtype, layout in self.parts]
+        for flat, (_, layout) in zip(self.flats(sizes, reader), self.parts, strict=True):
+            start = 0
+            for name, shape in layout:
+                end = start + math.prod(shape)
+                yield name, flat[start:end].view(shape)
+                start = end
+
+    @abstractmethod
+    def flats(self, sizes: Sequence[tuple[int, torch.dtype]], reader: Reader) -> Iterator[Tensor]:
+        """The flat tensors, of these sizes and dtypes."""
 
 
 class Source(Protocol):
@@ -142,7 +155,7 @@ class DirectSender(Sender):
 PART_BYTES = 256 * 2**20
 
 
-def in_parts(weights: Named, dtype: torch.dtype | None) -> Iterator[tuple[Tensor, Layout]]:
+def in_parts(weights: Named, dtype: torch.dtype | None) -> Iterator[tuple[Tensor, Part]]:
     """Copies weights into flat tensors on their device: a few large ones are faster to send than many small ones.
 
     Args:
@@ -150,41 +163,32 @@ def in_parts(weights: Named, dtype: torch.dtype | None) -> Iterator[tuple[Tensor
         dtype: of the flat tensors; None keeps each weight's own.
 
     Yields:
-        a flat tensor of at most ``PART_BYTES``, or of a single larger weight, and what lies in it; see ``cut``.
+        a flat tensor of at most ``PART_BYTES``, or of a single larger weight, and what lies in it.
     """
     values: list[Tensor] = []
-    layout: Layout = []
+    names: list[str] = []
+
+    def part() -> tuple[Tensor, Part]:
+        layout = [(name, tuple(value.shape)) for name, value in zip(names, values, strict=True)]
+        return torch.cat([value.reshape(-1) for value in values]), (dtype_name(values[0].dtype), layout)
+
     for name, weight in weights:
         value = weight.detach().to(dtype or weight.dtype)
         full = sum(other.nbytes for other in values) + value.nbytes > PART_BYTES
         if values and (full or value.dtype != values[0].dtype):
-            yield torch.cat(values), layout
-            values, layout = [], []
-        values.append(value.reshape(-1))
-        layout.append((name, tuple(value.shape)))
+            yield part()
+            values, names = [], []
+        values.append(value)
+        names.append(name)
     if values:
-        yield torch.cat(values), layout
-
-
-def describe(parts: Iterable[tuple[Tensor, Layout]]) -> Parts:
-    """What the flat tensors of ``in_parts`` are."""
-    return [(dtype_name(flat.dtype), layout) for flat, layout in parts]
-
-
-def cut(flat: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    """Cuts a flat tensor into the named weights."""
-    start = 0
-    for name, shape in layout:
-        size = torch.Size(shape).numel()
-        yield name, flat[start : start + size].view(shape)
-        start += size
-
-
-def numel(layout: Layout) -> int:
-    """Length of the flat tensor that has this in it."""
-    return sum(torch.Size(shape).numel() for _, shape in layout)
+        yield part()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """``"float32"`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+def tensor_bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """The memory of a contiguous CPU tensor, [number of bytes] uint8: NumPy has no bfloat16."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()

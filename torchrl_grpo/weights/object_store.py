@@ -11,35 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_grpo.weights.handle import ALONE, Named, Reader, Sender, WeightHandle
-
-
-@dataclass(frozen=True)
-class PackedTensor:
-    """A tensor as an array, which Ray shares between the processes of a machine without copying it.
-
-    Attributes:
-        shape: of the tensor.
-        dtype: of the tensor.
-        data: its bytes, because NumPy has no bfloat16.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    data: np.ndarray[Any, Any]
-
-    @classmethod
-    def pack(cls, tensor: Tensor, dtype: torch.dtype | None = None) -> PackedTensor:
-        """Takes a tensor in its own or another dtype."""
-        value = tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
-        return cls(tuple(value.shape), value.dtype, tensor_bytes(value))
-
-    def tensor(self) -> Tensor:
-        """A view, which must not be written to."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that the memory is read-only, and nobody writes to it
-            flat = torch.from_numpy(self.data)
-        return flat.view(self.dtype).view(self.shape)
+from torchrl_grpo.weights.handle import ALONE, Named, Reader, Sender, WeightHandle, tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -47,13 +19,16 @@ class PackedWeights(WeightHandle):
     """The weights themselves.
 
     Attributes:
-        tensors: by name.
+        tensors: name, dtype, shape and bytes of each: Ray shares arrays between processes without copying them.
     """
 
-    tensors: tuple[tuple[str, PackedTensor], ...]
+    tensors: tuple[tuple[str, torch.dtype, torch.Size, np.ndarray[Any, Any]], ...]
 
     def weights(self, reader: Reader = ALONE) -> Iterator[tuple[str, Tensor]]:
-        return ((name, packed.tensor()) for name, packed in self.tensors)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that the memory is read-only, and nobody writes to it
+            views = [(name, torch.from_numpy(data).view(dtype), shape) for name, dtype, shape, data in self.tensors]
+        return ((name, flat.view(shape)) for name, flat, shape in views)
 
 
 class ObjectSender(Sender):
@@ -67,9 +42,7 @@ class ObjectSender(Sender):
         self._dtype = dtype
 
     def pack(self, weights: Named, version: int) -> PackedWeights:
-        return PackedWeights(tuple((name, PackedTensor.pack(weight, self._dtype)) for name, weight in weights))
-
-
-def tensor_bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """The memory of a contiguous CPU tensor, [number of bytes] uint8."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+        values = ((name, weight.detach().to("cpu", self._dtype or weight.dtype)) for name, weight in weights)
+        return PackedWeights(
+            tuple((name, value.dtype, value.shape, tensor_bytes(value.contiguous())) for name, value in values)
+        )

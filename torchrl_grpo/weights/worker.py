@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import struct
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,7 @@ from torch import Tensor
 from torchrl_grpo.processes import die_with_parent
 from torchrl_grpo.weights.broadcast import Broadcast
 from torchrl_grpo.weights.cuda_ipc import CudaBuffers
-from torchrl_grpo.weights.handle import ALONE, Layout, Named, Parts, PlainHandle, Reader, cut, dtype_name, numel
-from torchrl_grpo.weights.object_store import tensor_bytes
+from torchrl_grpo.weights.handle import Named, Part, PlainHandle, Reader, dtype_name, tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -36,14 +35,13 @@ class SharedBlock(PlainHandle):
 
     path: str
     name: str
-    parts: Parts
+    parts: Sequence[Part]
 
-    def weights(self, reader: Reader = ALONE) -> Iterator[tuple[str, Tensor]]:
+    def flats(self, sizes: Sequence[tuple[int, torch.dtype]], reader: Reader) -> Iterator[Tensor]:
         if not os.path.exists(self.path) or self.name not in os.readlink(self.path):
             raise RuntimeError(f"the shared weights at {self.path} are gone: the process that made them dropped them.")
-        [(dtype, layout)] = self.parts
-        flat = torch.from_file(self.path, shared=True, size=numel(layout), dtype=getattr(torch, dtype))
-        return cut(flat, layout)
+        [(size, dtype)] = sizes
+        yield torch.from_file(self.path, shared=True, size=size, dtype=dtype)
 
 
 class SharedWeights:
@@ -70,7 +68,7 @@ class SharedWeights:
     """
 
     def __init__(self, weights: Named, dtype: torch.dtype) -> None:
-        name, layout = f"torchrl_grpo_weights_{uuid.uuid4().hex}", Layout()
+        name, layout = f"torchrl_grpo_weights_{uuid.uuid4().hex}", []
         self._file = open(os.memfd_create(name), "wb")  # noqa: SIM115  closed by close
         try:
             # Written and not mapped: a lack of memory is an error here, and not a SIGBUS later.

@@ -163,7 +163,7 @@ def test_the_oldest_ray_is_the_same_everywhere() -> None:
 
 def test_every_package_that_is_imported_is_declared() -> None:
     names = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
-    for extra in ("vllm", "ray", "wandb"):
+    for extra in ("vllm", "ray", "wandb", "rewards"):
         names |= {canonicalize_name(r.name) for r in declared(extra)}
     imported = set()
     for path in [*(ROOT / "torchrl_grpo").rglob("*.py"), *(ROOT / "sota").rglob("*.py")]:

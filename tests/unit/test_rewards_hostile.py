@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrl_grpo.rewards import BUILTINS
@@ -44,7 +44,6 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "countdown": {"nums": [2, 3, 5], "target": 16},
     "ifeval": {"instruction_id_list": list(CHECKS), "kwargs": [ARGUMENTS.get(name, {}) for name in CHECKS]},
 }
-SIZE = 10_000_000
 PATTERNS = (
     *("1 ", "9", "a", " ", "\n", "(", "[", "<<", "*", "***", "* a\n", "1,", "1/", ".", "a. ", "#### ", "=", "1=1 "),
     *("\\boxed{", "\\frac{", "$", "<answer>", "<answer>1</answer>", "answer: 1 ", "the answer is ", "p.s", "SECTION 1"),
@@ -69,33 +68,31 @@ def test_every_builtin_is_a_function_of_a_response() -> None:
         assert set(COLUMNS.get(name, {})) <= set(parameters)
 
 
+def in_range(name: str, text: str) -> bool:
+    return all(0 <= value <= 1 for value in numbers(load(name)(text, **COLUMNS.get(name, {}))))
+
+
 @pytest.mark.parametrize("name", sorted(BUILTINS))
-def test_ten_million_characters_of_anything_take_seconds(name: str) -> None:
-    reward, slow = load(name), {}
-    reward("72", **COLUMNS.get(name, {}))  # imports and profiles
+def test_the_time_of_a_reward_is_linear_in_its_text(name: str) -> None:
+    """A quadratic one would take minutes."""
+    in_range(name, "72")  # imports and profiles
+    size, slow = 20_000 if name == "ifeval" else 200_000, {}
     for pattern in PATTERNS:
-        text = pattern * (SIZE // len(pattern))
-        start = time.perf_counter()
-        assert all(0 <= value <= 1 for value in numbers(reward(text, **COLUMNS.get(name, {}))))
-        if (seconds := time.perf_counter() - start) > 10:
+        start = time.process_time()
+        assert in_range(name, pattern * (size // len(pattern)))
+        if (seconds := time.process_time() - start) > 2:
             slow[pattern] = seconds
     assert slow == {}
 
 
-def test_ifeval_is_quick_up_to_its_limit() -> None:
-    reward, slow = load("ifeval"), {}
-    for pattern in PATTERNS:
-        text = pattern * (1_000_000 // len(pattern))
-        start = time.perf_counter()
-        assert all(0 <= value <= 1 for value in numbers(reward(text, **COLUMNS["ifeval"])))
-        if (seconds := time.perf_counter() - start) > 20:
-            slow[pattern] = seconds
-    assert slow == {}
+@pytest.mark.parametrize("name", sorted(BUILTINS))
+def test_ten_million_characters_make_no_reward_fail(name: str) -> None:
+    assert in_range(name, "So 1/2 = 0.5. " * 700_000 + "#### 72")
 
 
 @pytest.mark.parametrize("name", sorted(set(BUILTINS) - {"math"}))
+@settings(deadline=None, max_examples=50)
 @given(text=st.text(max_size=200))
 def test_no_text_makes_a_reward_fail(name: str, text: str) -> None:
-    assert all(0 <= value <= 1 for value in numbers(load(name)(text, **COLUMNS.get(name, {}))))
-    marked = f"#### {text} = {text} <answer>{text}</answer>"
-    assert all(0 <= value <= 1 for value in numbers(load(name)(marked, **COLUMNS.get(name, {}))))
+    assert in_range(name, text)
+    assert in_range(name, f"#### {text} = {text} <answer>{text}</answer>")

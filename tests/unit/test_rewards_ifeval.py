@@ -94,7 +94,7 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
 ]  # fmt: skip
 
 
-def test_the_checks_are_the_papers_25_and_each_has_three_cases_of_both_kinds() -> None:
+def test_each_of_the_papers_25_checks_has_three_cases_of_both_kinds() -> None:
     assert len(CHECKS) == 25
     for name in CHECKS:
         good = [text for case in CASES if case[0] == name for text in case[2]]

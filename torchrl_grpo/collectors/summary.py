@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 
 from torchrl_grpo import keys
 from torchrl_grpo.functional import masked_mean
-from torchrl_grpo.models.packing import has, pad
+from torchrl_grpo.models.packing import pad
 from torchrl_grpo.transforms.parts import reward_parts
 
 
@@ -43,9 +43,10 @@ def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
 
 def _by_dataset(batch: TensorDictBase) -> dict[str, float]:
     """Accuracy and mean reward of each data set, where there are several."""
-    if not has(batch, keys.DATASET):
+    column = batch.get(keys.DATASET, None)
+    if column is None:
         return {}
-    names, valid = batch.get(keys.DATASET).tolist(), batch.get(keys.REWARD_VALID).reshape(-1)
+    names, valid = column.reshape(-1).tolist(), batch.get(keys.REWARD_VALID).reshape(-1)
     reward, correct = (batch.get(key).reshape(-1).float() for key in (keys.REWARD, keys.CORRECT))
     metrics: dict[str, float] = {}
     for name in sorted(set(names) - {""}):
@@ -58,7 +59,7 @@ def _by_dataset(batch: TensorDictBase) -> dict[str, float]:
 
 def _by_part(batch: TensorDictBase) -> dict[str, float]:
     """Mean and deviation of each part of the reward where it applies, and the share where it does not."""
-    if not has(batch, keys.REWARD_PARTS):
+    if batch.get(keys.REWARD_PARTS, None) is None:
         return {}
     valid = batch.get(keys.REWARD_VALID).reshape(-1).tolist()
     rows = [parts for parts, counts in zip(reward_parts(batch), valid, strict=True) if counts]

@@ -148,7 +148,7 @@ def test_gdpo_needs_parts_and_groups() -> None:
             GroupAdvantage(2, part_weights={}, **options)
 
 
-def test_the_config_makes_a_gdpo_advantage_with_the_weights_of_the_rewards() -> None:
+def test_the_config_makes_a_gdpo_advantage_with_the_rewards_weights() -> None:
     reward = "env.reward=[{fn: math, weight: 0.9}, {fn: 'my.py:tone', weight: {polite: 0.1}}]"
     config = compose_config(reward, "env.reward_combination=gdpo")
     ((_, advantage),) = batch_transforms(config)

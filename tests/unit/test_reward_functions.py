@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import subprocess
 import sys
 import time
@@ -10,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
+from transformers.utils import get_json_schema
 
 from torchrl_grpo.rewards.functions import load_function
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
@@ -34,29 +35,57 @@ def parts(function: Callable[..., Any], *args: Any, **options: Any) -> dict[str,
 # Loading
 
 
+FILE = """
+import functools, re, threading
+import beside
+from beside import times
+lock = threading.Lock()
+@functools.lru_cache
+def letters(text): return len(re.findall('a', text))
+async def score(response: str, *, extra: int = 0) -> int:
+    "Counts."
+    import later
+    with lock:
+        return times(letters(response)) + beside.WEIGHT + later.ONE + extra
+"""
+
+
 def test_a_function_of_a_file_runs_where_the_file_is_not(tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("WEIGHT = 3\ndef times(x): return x * WEIGHT\n")
+    (tmp_path / "beside.py").write_text("import later\nWEIGHT = 3\ndef times(x): return x * WEIGHT\n")
+    (tmp_path / "later.py").write_text("ONE = 1\n")
     file = tmp_path / "mine.py"
-    file.write_text("import re\nimport beside\nfrom beside import times\n"
-                    "def score(response): return times(len(re.findall('a', response))) + beside.WEIGHT\n")  # fmt: skip
-    rewards = make_rewards(f"{file}:score")
-    sent = cloudpickle.dumps(rewards)
-    file.unlink()
-    (tmp_path / "beside.py").unlink()
+    file.write_text(FILE)
+    rewards = make_rewards({"fn": f"{file}:score", "extra": 10})
+    assert rewards.asynchronous and rewards(dialog("aa")).reward == 20
+    sent = pickle.dumps(rewards)
+    for path in tmp_path.glob("*.py"):
+        path.unlink()
     code = (
         "import pickle, sys, cloudpickle\nfrom torchrl_grpo.tasks.base import *\n"
         "rewards = pickle.loads(cloudpickle.dumps(pickle.load(sys.stdin.buffer)))\n"
-        "print(rewards(Dialog(Problem('', None), ['aa'])).parts)"
+        "print(rewards(Dialog(Problem('', None), ['aa'])).parts, rewards.asynchronous)"
     )
     out = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, check=True, cwd="/")
-    assert out.stdout.decode().strip() == "{'score': 9.0}"
+    assert out.stdout.decode().strip() == "{'score': 20.0} True"
+
+
+def test_a_function_of_a_file_shows_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from __future__ import annotations\n"
+        'def add(a: int, b: int) -> int:\n    """Adds.\n\n    Args:\n        a: one.\n        b: two.\n    """\n'
+        "    return a + b\n"
+    )
+    add = pickle.loads(pickle.dumps(load_function(f"{tmp_path}/mine.py:add")))
+    schema = get_json_schema(add)["function"]
+    assert (add(1, 2), schema["name"], schema["description"]) == (3, "add", "Adds.")
+    assert schema["parameters"]["properties"]["b"] == {"type": "integer", "description": "two."}
 
 
 def test_an_edited_file_is_loaded_again_and_an_unchanged_one_is_not(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def score(response): return 1\ndef other(response): return 3\n")
     first = load_function(f"{file}:score")
-    assert load_function(f"{file}:other").__globals__ is first.__globals__
+    assert load_function(f"{file}:other").__wrapped__.__globals__ is first.__wrapped__.__globals__
     file.write_text("def score(response): return 2\n")
     assert (first("x"), load_function(f"{file}:score")("x")) == (1, 2)
 

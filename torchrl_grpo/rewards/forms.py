@@ -112,8 +112,9 @@ class RewardFunction:
 
     @property
     def asynchronous(self) -> bool:
-        call = getattr(self.function, "__call__", None)  # noqa: B004  # of an object whose class defines it
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
+        function = inspect.unwrap(self.function)
+        call = getattr(function, "__call__", None)  # noqa: B004  # of an object whose class defines it
+        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
     def check(self, columns: Collection[str]) -> None:
         """Refuses arguments that nothing gives.

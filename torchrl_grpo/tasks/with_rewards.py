@@ -25,7 +25,7 @@ class Rewards:
     first one.
 
     Functions that are ``async def`` run in an event loop of their own, one for the process. The others run in the
-    calling thread, one after the other. It can be sent to other processes by cloudpickle.
+    calling thread, one after the other.
 
     Attributes:
         weights: see ``torchrl_grpo.rewards.spec.reward_weights``.

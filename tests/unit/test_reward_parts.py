@@ -152,9 +152,7 @@ def test_gdpo_in_an_environment_is_that_of_the_batch(tokenizer: PreTrainedTokeni
     assert column(out, "advantage") == [0.0] * 4
     weighted = advantages(batch_of(parts, [0, 0, 1, 1]), 2, {"digit": 2.0})
     one = (3 / 4) ** 0.5  # of four numbers of one size, two of them negative, over their deviation
-    assert weighted == pytest.approx(
-        [half * 3**0.5 / 2**0.5, *[-half * 3**0.5 / 2**0.5] * 2, half * 3**0.5 / 2**0.5], abs=1e-5
-    )
+    assert weighted == pytest.approx([one, -one, -one, one], abs=1e-5)
 
 
 def test_the_parts_of_a_trajectory_are_those_of_its_last_step() -> None:

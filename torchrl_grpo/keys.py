@@ -14,6 +14,7 @@ key                               shape, dtype       meaning
 ``("log_probs", "full")``         [T] float32        behaviour log-probs, 0 on tokens that were not sampled
 ``("next", "ref_log_probs", "full")``  [T] float32   reference log-probs, 0 on tokens that were not sampled
 ``("next", "reward")``            [1] float32        score of the trajectory, the sum over its turns; 0 where not valid
+``("next", "reward_parts")``      non-tensor dict    what the reward is made of, where the task's scores have parts
 ``("next", "turn_rewards")``      [T] float32        each turn's reward on the last token that the turn sampled, where a
                                                      dialog of the rollout had several turns; else all of the reward is
                                                      the last turn's
@@ -32,6 +33,7 @@ key                               shape, dtype       meaning
 ``("prox_log_probs", "full")``    [T] float32        proximal log-probs, written by the trainer where a loss reads them
 ``"staleness"``                   [1] or [T] int64   trained batches since the weights that sampled, likewise
 ``"query"``                       non-tensor str     the question, as text
+``"dataset"``                     non-tensor str     its data set, where there are several
 ``("text", "response")``          non-tensor str     the response, decoded (for rewards and logs only)
 ``"length_stopped"``              [1] bool           written by the policy: a token limit ended its turn, no stop token
 ``"_step"``                       [1] bool           TorchRL's: whether a row takes part in the next step
@@ -52,6 +54,7 @@ ASSISTANT_MASK = ("masks", "all_assistant_mask")
 LOG_PROBS = ("log_probs", "full")
 REF_LOG_PROBS = ("next", "ref_log_probs", "full")
 REWARD = ("next", "reward")
+REWARD_PARTS = ("next", "reward_parts")
 TURN_REWARDS = ("next", "turn_rewards")
 SHAPED_REWARD = ("next", "shaped_reward")
 TOKEN_REWARD = ("next", "token_reward")
@@ -69,6 +72,7 @@ PROX_LOG_PROBS = ("prox_log_probs", "full")
 STALENESS = "staleness"
 LENGTH_STOPPED = "length_stopped"
 QUERY = "query"
+DATASET = "dataset"
 RESPONSE_TEXT = ("text", "response")
 STEPPING = "_step"
 CUR_LOG_PROBS = ("cur_log_probs", "full")

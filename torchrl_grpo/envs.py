@@ -353,7 +353,7 @@ class LLMEnv(EnvBase):
         """
         state = self._rows[row]
         if isinstance(turn, Failure):
-            excuse = self.task.excuse(dialog, turn.text) if turn.cause in ("timeout", "crash") else None
+            excuse = self.task.excuse(dialog, turn.told) if turn.told else None
             if excuse is None or dialog.last:
                 self._invalidate(state, turn)
                 state.truncated = dialog.finish_reason == "length"

@@ -46,11 +46,13 @@ class Failure:
         text: for the log; a traceback where there is one.
         cause: ``timeout``, ``crash`` (of the process), ``exception``, ``not_finite``, or what an
             ``InvalidRewardError`` says.
+        told: what the policy is told, if a tool took too long or ended its process.
     """
 
     kind: tuple[Any, ...]
     text: str
     cause: str = "exception"
+    told: str = ""
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
@@ -241,12 +243,12 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             self._drop(worker, TIMED_OUT)
             if len(dialogs) == 1:
                 text = f"there was no score within env.reward_timeout_s={self.timeout_s:g}."
-                return [Failure(("timeout",), text, "timeout")]
+                return [Failure(("timeout",), text, "timeout", f"it took longer than {self.timeout_s:g} s")]
             break
         if len(dialogs) > 1:  # one of them took the others with it: which, they show alone
             return [turn for dialog in dialogs for turn in self._advance([dialog])]
         text = f"{_MOST_ATTEMPTS} processes ended while they scored it (status {status})."
-        return [Failure(("died", status), text, "crash")]
+        return [Failure(("died", status), text, "crash", "its process ended")]
 
     def _living_worker(self) -> _Worker:
         worker: _Worker | None = getattr(self._own, "worker", None)

@@ -162,7 +162,7 @@ class DatasetTask(Task):
     [{'role': 'user', 'content': '1+2? Answer with a number.'}]
     """
 
-    reward: Any = None
+    reward: ClassVar[Any] = None
     """What scores it when ``env.reward`` does not say."""
     drops_shared = False
     """Whether train problems that are also in the test split are dropped; otherwise they are an error."""
@@ -251,51 +251,56 @@ class DatasetTask(Task):
         Raises:
             ValueError: the row cannot serve; the message says what it must have.
         """
-        prompts, answers = self._columns(list(row))
+        prompts, answers = self.prompt_column, self.answer_column
         if prompts is None:
             query = fill_template(self.prompt_template or "", row)
         elif isinstance(row[prompts], list):
-            query = _check_chat(row[prompts], prompts)[-1]["content"]
+            query = _check_chat(row[prompts], prompts, self.prompt_template)[-1]["content"]
         else:
             query = checked_text(row, prompts)
         return Problem(query, self.read_answer(row, answers) if answers else None, extra=row)
 
     def _chat(self, problem: Problem) -> list[Message]:
         """The prompt without the system prompt of the options."""
-        row = problem.extra
-        column = self._columns(list(row))[0] if row else self.prompt_column
-        text = problem.query
-        if column is not None:
-            prompt = row.get(column, problem.query)
+        row, text = problem.extra, problem.query
+        if self.prompt_column is not None:
+            prompt = row.get(self.prompt_column, text)
             if isinstance(prompt, list):
                 return [{key: value for key, value in message.items() if value is not None} for message in prompt]
-            text = fill_template(self.prompt_template, {**row, column: prompt}) if self.prompt_template else prompt
+            if self.prompt_template is not None:
+                text = fill_template(self.prompt_template, {**row, self.prompt_column: prompt})
         return [{"role": "user", "content": text}]
 
-    def _columns(self, names: Sequence[str]) -> tuple[str | None, str | None]:
-        """The columns of prompt and answer, None where there is none: a template can be the prompt."""
-        for key, name in (("prompt", self.prompt_column), ("answer", self.answer_column)):
+    def _find_columns(self, names: Sequence[str]) -> None:
+        """Finds the columns of prompt and answer that the options do not name; a template can be the prompt."""
+        given = self.prompt_column, self.answer_column
+        for key, name in zip(("prompt", "answer"), given, strict=True):
             if name is not None and name not in names:
                 close = difflib.get_close_matches(name, names, 1)
-                hint = f"did you mean {close[0]}?" if close else f"use one of them as {self.field}.columns.{key}."
                 raise ValueError(
                     f"{self.field}.columns.{key}={name} must be a column of {self.dataset}, which has {sorted(names)}: "
-                    f"{hint}"
+                    f"{f'did you mean {close[0]}?' if close else f'use one of them as {self.field}.columns.{key}.'}"
                 )
-        prompts = [self.prompt_column] if self.prompt_column else [name for name in PROMPT_COLUMNS if name in names]
-        if len(prompts) != 1 and self.prompt_template is None:
+        prompts = [name for name in PROMPT_COLUMNS if name in names]
+        if self.prompt_column is None and len(prompts) == 1:
+            self.prompt_column = prompts[0]
+        elif self.prompt_column is None and self.prompt_template is None:
             raise ValueError(
                 f"{self.field}.columns.prompt must name the column with the prompts of {self.dataset}, which has "
-                f"{sorted(names)}: use {self.field}.columns.prompt={(prompts or sorted(names) or ['NAME'])[0]}, say."
+                f"{sorted(names)}: use {self.field}.columns.prompt={(prompts or sorted(names))[0]}, say."
             )
-        answers = [self.answer_column] if self.answer_column else [name for name in ANSWER_COLUMNS if name in names]
-        answers = [name for name in answers if name not in prompts]
-        if len(answers) > 1:
+        answers = [name for name in ANSWER_COLUMNS if name in names and name != self.prompt_column]
+        if self.answer_column is None and len(answers) > 1:
             raise ValueError(
                 f"{self.field}.columns.answer must name one of {answers}, which {self.dataset} has: use "
                 f"{self.field}.columns.answer={answers[0]}, say."
             )
-        return prompts[0] if len(prompts) == 1 else None, answers[0] if answers else None
+        self.answer_column = self.answer_column or (answers[0] if answers else None)
+        if given != (self.prompt_column, self.answer_column):
+            _log.info(
+                f"{self._what}: the prompts are in the column {self.prompt_column}, the answers in "
+                f"{self.answer_column}; {self.field}.columns.prompt and {self.field}.columns.answer name others."
+            )
 
     def _select(self, split: Split) -> Any:
         """The rows of a split, after the checks that need both splits."""
@@ -344,12 +349,7 @@ class DatasetTask(Task):
             raise UnknownSplitError(f"{error}: {source.fix}set {fix}.") from error
         if not len(table.data):
             raise ValueError(f"{self._what} must hold problems, the {name} split has 0: give it rows.")
-        columns = self._columns(table.data.column_names)
-        if split == "train" and (self.prompt_column, self.answer_column) != columns:
-            _log.info(
-                f"{self._what}: the column of the prompts is {columns[0]}, that of the answers {columns[1]}; "
-                f"{self.field}.columns.prompt and {self.field}.columns.answer name others."
-            )
+        self._find_columns(table.data.column_names)
         prompts = []
         for index, row in enumerate(table.data):
             try:
@@ -396,7 +396,12 @@ class PresetTask(DatasetTask):
         return Hub(self.hub_name, self.dataset_config or self.hub_config, self.revision, self._what, fix)
 
 
-def _check_chat(chat: Sequence[Any], column: str) -> Sequence[Message]:
+def _check_chat(chat: Sequence[Any], column: str, template: str | None) -> Sequence[Message]:
+    if template is not None:
+        raise ValueError(
+            f"must have text in the column {column!r} with prompt_template, it has a list of messages: leave the "
+            "template out."
+        )
     for message in chat:
         if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
             raise ValueError(

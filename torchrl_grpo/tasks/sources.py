@@ -187,9 +187,10 @@ class Files:
                 f"{self.what} must have one kind of file in a split, it has parquet and {others}: use one."
             )
         loader = _load_dataset(self.what, "give a jsonl file")
-        tables, parts = [], []
+        tables: list[Any] = []
+        parts: list[tuple[int, str, Sequence[int | None]]] = []
         for path in paths:
-            parts.append((sum(map(len, tables)), str(path), ()))
+            parts.append((sum(len(table) for table in tables), str(path), ()))
             try:
                 tables.append(loader("parquet", data_files={"train": [str(path)]}, split="train"))
             except Exception as error:  # of pyarrow or datasets, of any type

@@ -36,6 +36,8 @@ AdvantageMean = Literal["group", "leave_one_out", "batch", "none"]
 """Baselines of the advantage."""
 AdvantageStd = Literal["group", "batch", "none"]
 """Scales of the advantage."""
+RewardCombination = Literal["sum", "gdpo"]
+"""How the parts of a reward become an advantage."""
 AdvantageLevel = Literal["sequence", "token"]
 """What has one advantage."""
 

@@ -19,6 +19,7 @@ key                               shape, dtype       meaning
                                                      the last turn's
 ``("next", "shaped_reward")``     [1] float32        written by ``RewardShaping``: what the policy is trained for
 ``("next", "token_reward")``      [T] float32        likewise: its parts, 0 on tokens that were not sampled
+``("next", "reward_parts")``      non-tensor dict    parts of the reward by name, None for one that does not apply
 ``("next", "done")``              [1] bool           terminated or truncated
 ``("next", "terminated")``        [1] bool           the policy ended its last turn itself
 ``("next", "truncated")``         [1] bool           cut off by a token or turn limit; recorded, never inferred
@@ -32,6 +33,7 @@ key                               shape, dtype       meaning
 ``("prox_log_probs", "full")``    [T] float32        proximal log-probs, written by the trainer where a loss reads them
 ``"staleness"``                   [1] or [T] int64   trained batches since the weights that sampled, likewise
 ``"query"``                       non-tensor str     the question, as text
+``"dataset"``                     non-tensor str     which of several data sets it is of; empty where there is one
 ``("text", "response")``          non-tensor str     the response, decoded (for rewards and logs only)
 ``"length_stopped"``              [1] bool           written by the policy: a token limit ended its turn, no stop token
 ``"_step"``                       [1] bool           TorchRL's: whether a row takes part in the next step
@@ -55,6 +57,7 @@ REWARD = ("next", "reward")
 TURN_REWARDS = ("next", "turn_rewards")
 SHAPED_REWARD = ("next", "shaped_reward")
 TOKEN_REWARD = ("next", "token_reward")
+REWARD_PARTS = ("next", "reward_parts")
 DONE = ("next", "done")
 TERMINATED = ("next", "terminated")
 TRUNCATED = ("next", "truncated")
@@ -69,6 +72,7 @@ PROX_LOG_PROBS = ("prox_log_probs", "full")
 STALENESS = "staleness"
 LENGTH_STOPPED = "length_stopped"
 QUERY = "query"
+DATASET = "dataset"
 RESPONSE_TEXT = ("text", "response")
 STEPPING = "_step"
 CUR_LOG_PROBS = ("cur_log_probs", "full")

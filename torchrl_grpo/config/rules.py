@@ -13,6 +13,7 @@ from torchrl_grpo.checks import (
     check_behaviour_weight,
     check_bounds,
     check_clip_epsilon,
+    check_decoupled,
     check_group_size,
     check_level,
     check_multiple,
@@ -149,6 +150,14 @@ def _validate_policy(config: GRPOConfig) -> None:
     check_behaviour_weight(policy.behaviour_weight, policy.proximal, "policy.behaviour_weight")
     check_bounds(policy.reward_clip, "policy.reward_clip")
     check_level(policy.advantage_level, policy.advantage_mean, "policy.advantage_mean")
+    if env.reward_combination == "gdpo":
+        check_decoupled(policy.advantage_level, policy.advantage_mean, "env.reward_combination=gdpo")
+        if config.shapes_reward or policy.dynamic_sampling:
+            raise ConfigError(
+                "env.reward_combination=gdpo must have neither policy.dynamic_sampling nor what changes the sum of the "
+                "reward, it reads the parts: leave policy.reward_scale, reward_bias, reward_clip, overlong_buffer, "
+                "kl_in_reward and dynamic_sampling out, or use env.reward_combination=sum."
+            )
     if policy.dynamic_sampling:
         check_group_size(env.repeats, "group", "group", "env.repeats")
         wanted = config.dialog_turns_per_batch

@@ -154,7 +154,8 @@ class DataConfig:
     system_prompt: str | None = None
     """The system's message, in place of one in the data."""
     reward: Any = None
-    """What scores a response; null is the task's own scorer."""
+    """What scores a response: a built-in name, file.py:function, package.module:function; or a list of these or of {fn,
+    weight, name, and options of the function} (docs/rewards.md). null is the data set's own, if it has one."""
 
 
 @dataclass
@@ -187,9 +188,6 @@ class EnvConfig(DataConfig):
     """Longer prompts are dropped and counted; by default what the model's context leaves beside max_new_tokens."""
     max_turns: int = limited(1, ge=1)
     """Most turns of the policy in one dialog, at least 1; more than 1 needs a task that answers."""
-    reward: Any = None
-    """What scores a response: a built-in name, file.py:function, package.module:function; or a list of these or of {fn,
-    weight, name, and options of the function} (docs/rewards.md). null is the task's own scorer."""
     reward_combination: str = choice(choices.RewardCombination, "sum")
     """How the parts of the reward make the advantage: their weighted sum is normalised, or each part is normalised in
     its group before the sum, which is normalised over the batch (gdpo, arXiv 2601.05242)."""

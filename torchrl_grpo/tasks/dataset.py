@@ -87,15 +87,15 @@ class Rows(Sequence[Problem]):
     """The problems of a split; a row becomes one when it is asked for.
 
     Args:
-        data: the rows, a ``datasets.Dataset``.
+        table: the rows.
         task: makes a row a problem.
     """
 
-    def __init__(self, data: Any, task: DatasetTask) -> None:
-        self._data, self._task = data, task
+    def __init__(self, table: Table, task: DatasetTask) -> None:
+        self._table, self._task = table, task
 
     def __len__(self) -> int:
-        return len(self._data)
+        return len(self._table)
 
     @overload
     def __getitem__(self, index: int) -> Problem: ...
@@ -104,32 +104,15 @@ class Rows(Sequence[Problem]):
     def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return self._task.make_problem(self._data[range(len(self))[index]])
+        return self._task.make_problem(self._table[range(len(self))[index]])
 
     def __iter__(self) -> Iterator[Problem]:
-        return map(self._task.make_problem, self._data)
+        return map(self._task.make_problem, self._table)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """With the rows themselves, not the names of files, which another machine does not have."""
-        import pyarrow as pa
-
-        table = self._data.with_format("arrow")[:]
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, table.schema) as writer:  # a slice's own rows alone
-            writer.write_table(table)
-        return _unpickled, (sink.getvalue().to_pybytes(), self._task)
-
-
-def _unpickled(table: bytes, task: DatasetTask) -> Rows:
-    import pyarrow as pa
-    from datasets import Dataset
-
-    return Rows(Dataset(pa.ipc.open_stream(table).read_all()), task)
 
 
 class DatasetTask(Task):
@@ -302,7 +285,7 @@ class DatasetTask(Task):
                 f"{self.answer_column}; {self.field}.columns.prompt and {self.field}.columns.answer name others."
             )
 
-    def _select(self, split: Split) -> Any:
+    def _select(self, split: Split) -> Table:
         """The rows of a split, after the checks that need both splits."""
         if self.test_fraction is not None:
             table, prompts = self._checked(self.train_split, "train")
@@ -314,17 +297,17 @@ class DatasetTask(Task):
                     f"{self.field}.test_fraction={self.test_fraction} must leave problems in both splits, the {split} "
                     f"split of {len(prompts)} rows has 0: use {self.field}.test_fraction=0.5, or more rows."
                 )
-            return table.data.select(chosen)
-        names = {"train": self.train_split, "test": self.test_split or "test"}
-        if split == "train" and self.drops_shared:
-            with suppress(UnknownSplitError):
-                self._checked(names["test"], "test")
+            return table.select(chosen)
+        names: dict[Split, str] = {"train": self.train_split, "test": self.test_split or "test"}
+        other: Split = "test" if split == "train" else "train"
         table, prompts = self._checked(names[split], split)
-        _, others = self._read.get(names["test" if split == "train" else "train"], (None, ()))
-        known = set(others)
-        shared = [i for i, prompt in enumerate(prompts) if prompt in known]
+        others: set[bytes] = set()
+        with suppress(UnknownSplitError):
+            if other in self._problems or (self.drops_shared and split == "train"):
+                others.update(self._checked(names[other], other)[1])
+        shared = [i for i, prompt in enumerate(prompts) if prompt in others]
         if shared and not self.drops_shared:
-            first = self.make_problem(table.data[shared[0]]).query
+            first = self.make_problem(table[shared[0]]).query
             raise ValueError(
                 f"{self._what} must have no problem in both splits, {len(shared)} of {names['test']!r} and "
                 f"{names['train']!r} are the same, the first at {table.where(shared[0])}: {first[:80]!r}. Remove them "
@@ -332,8 +315,8 @@ class DatasetTask(Task):
             )
         if shared and split == "train":
             _log.info(f"{self._what}: dropped {len(shared)} train problems that are in the test split too.")
-            return table.data.select(sorted(set(range(len(prompts))).difference(shared)))
-        return table.data
+            return table.select(sorted(set(range(len(prompts))).difference(shared)))
+        return table
 
     def _checked(self, name: str, split: Split) -> tuple[Table, list[bytes]]:
         """The rows of a split of the data, all of which can serve, and a hash of the prompt of each."""
@@ -347,11 +330,11 @@ class DatasetTask(Task):
             if split == "test":
                 fix += f" or {self.field}.test_fraction=0.1, or evaluation.num_prompts=0 for no evaluation"
             raise UnknownSplitError(f"{error}: {source.fix}set {fix}.") from error
-        if not len(table.data):
+        if not len(table):
             raise ValueError(f"{self._what} must hold problems, the {name} split has 0: give it rows.")
         self._find_columns(table.data.column_names)
         prompts = []
-        for index, row in enumerate(table.data):
+        for index, row in enumerate(table):
             try:
                 chat = self._chat(self.make_problem(row))
             except ValueError as error:

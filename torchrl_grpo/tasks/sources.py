@@ -12,7 +12,7 @@ import difflib
 import io
 import json
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,16 +34,60 @@ class Table:
         data: the rows, a ``datasets.Dataset``.
         parts: in order, the index of a part's first row, the part's name, and the line of each of its rows, if it has
             lines; else a row is named by its index in the part.
+        encoded: columns whose values are JSON in ``data``, because they differ in type or are nested.
     """
 
     data: Any
-    parts: Sequence[tuple[int, str, Sequence[int | None]]]
+    parts: Sequence[tuple[int, str, Sequence[int | None]]] = ()
+    encoded: frozenset[str] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._decoded(self.data[index])
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self._decoded, self.data)
+
+    def select(self, indices: Sequence[int]) -> Table:
+        """A table of some of the rows, which no longer says where they stand."""
+        return Table(self.data.select(indices), encoded=self.encoded)
+
+    def first(self, most: int | None) -> Table:
+        """A table of the first rows, or itself."""
+        return self if most is None or most >= len(self) else Table(self.data.take(most), self.parts, self.encoded)
 
     def where(self, index: int) -> str:
         """The place of a row, as ``data.jsonl:7`` or ``openai/gsm8k train[6]``."""
         first, name, lines = self.parts[bisect_right([part[0] for part in self.parts], index) - 1]
         line = lines[index - first] if lines else None
         return f"{name}[{index - first}]" if line is None else f"{name}:{line}"
+
+    def _decoded(self, row: Row) -> Row:
+        if not self.encoded:
+            return row
+        return {
+            name: json.loads(value) if name in self.encoded and value is not None else value
+            for name, value in row.items()
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """With the rows themselves: another machine does not have the files."""
+        import pyarrow as pa
+
+        table = self.data.with_format("arrow")[:]
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as writer:  # a slice's own rows alone
+            writer.write_table(table)
+        return _unpickled, (sink.getvalue().to_pybytes(), self.encoded)
+
+
+def _unpickled(table: bytes, encoded: frozenset[str]) -> Table:
+    import pyarrow as pa
+    from datasets import Dataset
+
+    return Table(Dataset(pa.ipc.open_stream(table).read_all()), encoded=encoded)
 
 
 class UnknownSplitError(ValueError):
@@ -121,7 +165,7 @@ class Hub:
                 f"{self.what} must reach {self.name} on Hugging Face or in its cache, got {reason:.300}: connect once, "
                 f"or {self.instead}."
             ) from error
-        return Table(data if most is None else data.take(min(most, len(data))), [(0, f"{self.name} {split}", ())])
+        return Table(data, [(0, f"{self.name} {split}", ())]).first(most)
 
 
 class Files:
@@ -161,7 +205,7 @@ class Files:
             found_rows = list(islice(_READERS[path.suffix](path), left))
             parts.append((len(rows), str(path), [line for line, _ in found_rows]))
             rows += [row for _, row in found_rows]
-        return Table(_dataset(rows, Table(None, parts)), parts)
+        return _table(rows, parts)
 
     def _named(self) -> dict[str, list[Path]]:
         if self.path.is_file():
@@ -198,8 +242,7 @@ class Files:
                 raise ValueError(f"{path} must be a parquet file, got {reason:.200}: write it again.") from error
         from datasets import concatenate_datasets
 
-        data = concatenate_datasets(tables)
-        return Table(data if most is None else data.take(min(most, len(data))), parts)
+        return Table(concatenate_datasets(tables), parts).first(most)
 
 
 def _load_dataset(what: str, fix: str) -> Any:
@@ -212,30 +255,23 @@ def _load_dataset(what: str, fix: str) -> Any:
     return load_dataset
 
 
-def _dataset(rows: Sequence[Row], places: Table) -> Any:
-    """The rows, column by column; a column's values are of one type, or missing."""
+def _table(rows: Sequence[Row], parts: Sequence[tuple[int, str, Sequence[int | None]]]) -> Table:
+    """The rows, column by column. A column of texts, or of numbers of a type, is one; all else is JSON."""
     import pyarrow as pa
     from datasets import Dataset
 
-    def misfit(values: Sequence[Any]) -> str:
-        try:
-            pa.array(values)
-        except (pa.ArrowException, OverflowError) as error:
-            return " ".join(str(error).split())
-        return ""
-
-    columns = {}
+    columns, encoded = {}, set()
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row.get(name) for row in rows]
+        kinds = {type(value) for value in values if value is not None}
         try:
-            columns[name] = pa.array(values)
-        except (pa.ArrowException, OverflowError) as error:
-            index = bisect_left(range(len(values)), True, key=lambda last: bool(misfit(values[: last + 1])))
-            raise ValueError(
-                f"{places.where(index)} must have in the column {name!r} a value like those before it, got "
-                f"{values[index]!r:.80} ({misfit(values[: index + 1])}): write all of them alike, as text, say."
-            ) from error
-    return Dataset(pa.table(columns))
+            columns[name] = pa.array(values) if len(kinds) == 1 and kinds <= {str, int, float, bool} else None
+        except OverflowError:  # an integer of more than 64 bits
+            columns[name] = None
+        if columns[name] is None:
+            columns[name] = pa.array([None if value is None else json.dumps(value) for value in values], pa.string())
+            encoded.add(name)
+    return Table(Dataset(pa.table(columns)), parts, frozenset(encoded))
 
 
 def _lines(path: Path) -> Iterator[tuple[int | None, Row]]:

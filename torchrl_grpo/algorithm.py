@@ -11,6 +11,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.config.components import make_component
 from torchrl_grpo.objectives import GRPOLoss
+from torchrl_grpo.rewards.spec import parse_rewards, reward_weights
 from torchrl_grpo.transforms.advantage import GroupAdvantage
 from torchrl_grpo.transforms.reward import RewardShaping
 
@@ -66,6 +67,9 @@ def batch_transforms(config: GRPOConfig) -> list[tuple[str, Transform]]:
         transforms.append(("shaping", shaping))
         if policy.advantage_level == "sequence":
             settings["reward_key"] = keys.SHAPED_REWARD
+    if config.env.reward_combination == "gdpo":
+        entries = parse_rewards(config.env.reward) if config.env.reward is not None else []
+        settings["part_weights"] = reward_weights(entries)
     advantage = make_component(
         "policy.advantage",
         policy.advantage,

@@ -66,6 +66,15 @@ def check_level(level: str, mean: str, name: str = "mean") -> None:
         )
 
 
+def check_decoupled(level: str, mean: str, name: str = "reward_combination=gdpo") -> None:
+    """Refuses an advantage that does not compare each part of the reward within its group."""
+    if level != "sequence" or mean not in ("group", "leave_one_out"):
+        raise ValueError(
+            f"{name} must have one advantage for a sequence, compared with its group, it has level={level} and "
+            f"mean={mean}: use level=sequence and mean=group."
+        )
+
+
 def check_sampling_rounds(rounds: int, rows: int, wanted: int, name: str = "max_sampling_rounds") -> None:
     """Refuses so few rollouts of ``rows`` trajectories that they cannot make up a batch."""
     if wanted > rounds * rows:

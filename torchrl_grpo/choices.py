@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-Dataset = Literal["arithmetic", "gsm8k"]
-"""Tasks."""
+GENERATED = ("arithmetic", "countdown")
+"""Built-in data sets that are generated."""
+PRESETS = ("gsm8k", "math", "ifeval")
+"""Built-in data sets that are files, or on the hub; any other name is a file, a folder or a data set on the hub."""
 Backend = Literal["transformers", "vllm"]
 """Generation engines."""
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -34,6 +36,8 @@ AdvantageMean = Literal["group", "leave_one_out", "batch", "none"]
 """Baselines of the advantage."""
 AdvantageStd = Literal["group", "batch", "none"]
 """Scales of the advantage."""
+RewardCombination = Literal["sum", "gdpo"]
+"""How the parts of a reward become an advantage."""
 AdvantageLevel = Literal["sequence", "token"]
 """What has one advantage."""
 

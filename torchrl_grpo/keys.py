@@ -14,12 +14,12 @@ key                               shape, dtype       meaning
 ``("log_probs", "full")``         [T] float32        behaviour log-probs, 0 on tokens that were not sampled
 ``("next", "ref_log_probs", "full")``  [T] float32   reference log-probs, 0 on tokens that were not sampled
 ``("next", "reward")``            [1] float32        score of the trajectory, the sum over its turns; 0 where not valid
-``("next", "reward_parts")``      non-tensor dict    what the reward is made of, where the task's scores have parts
 ``("next", "turn_rewards")``      [T] float32        each turn's reward on the last token that the turn sampled, where a
                                                      dialog of the rollout had several turns; else all of the reward is
                                                      the last turn's
 ``("next", "shaped_reward")``     [1] float32        written by ``RewardShaping``: what the policy is trained for
 ``("next", "token_reward")``      [T] float32        likewise: its parts, 0 on tokens that were not sampled
+``("next", "reward_parts")``      non-tensor dict    parts of the reward by name, None for one that does not apply
 ``("next", "done")``              [1] bool           terminated or truncated
 ``("next", "terminated")``        [1] bool           the policy ended its last turn itself
 ``("next", "truncated")``         [1] bool           cut off by a token or turn limit; recorded, never inferred
@@ -33,7 +33,7 @@ key                               shape, dtype       meaning
 ``("prox_log_probs", "full")``    [T] float32        proximal log-probs, written by the trainer where a loss reads them
 ``"staleness"``                   [1] or [T] int64   trained batches since the weights that sampled, likewise
 ``"query"``                       non-tensor str     the question, as text
-``"dataset"``                     non-tensor str     its data set, where there are several
+``"dataset"``                     non-tensor str     which of several data sets it is of; empty where there is one
 ``("text", "response")``          non-tensor str     the response, decoded (for rewards and logs only)
 ``"length_stopped"``              [1] bool           written by the policy: a token limit ended its turn, no stop token
 ``"_step"``                       [1] bool           TorchRL's: whether a row takes part in the next step
@@ -54,10 +54,10 @@ ASSISTANT_MASK = ("masks", "all_assistant_mask")
 LOG_PROBS = ("log_probs", "full")
 REF_LOG_PROBS = ("next", "ref_log_probs", "full")
 REWARD = ("next", "reward")
-REWARD_PARTS = ("next", "reward_parts")
 TURN_REWARDS = ("next", "turn_rewards")
 SHAPED_REWARD = ("next", "shaped_reward")
 TOKEN_REWARD = ("next", "token_reward")
+REWARD_PARTS = ("next", "reward_parts")
 DONE = ("next", "done")
 TERMINATED = ("next", "terminated")
 TRUNCATED = ("next", "truncated")

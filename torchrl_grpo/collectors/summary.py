@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean, pstdev
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from tensordict import TensorDictBase
 from torchrl_grpo import keys
 from torchrl_grpo.functional import masked_mean
 from torchrl_grpo.models.packing import pad
+from torchrl_grpo.transforms.parts import reward_parts
 
 
 def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
@@ -35,7 +37,39 @@ def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
         "sequences": len(valid),
         "tokens": pad(batch, keys.ASSISTANT_MASK, False).sum(),
     }
-    return {f"rollout/{name}": float(value) for name, value in values.items()}
+    numbers = {f"rollout/{name}": float(value) for name, value in values.items()}
+    return numbers | _by_dataset(batch) | _by_part(batch)
+
+
+def _by_dataset(batch: TensorDictBase) -> dict[str, float]:
+    """Accuracy and mean reward of each data set, where there are several."""
+    column = batch.get(keys.DATASET, None)
+    if column is None:
+        return {}
+    names, valid = column.reshape(-1).tolist(), batch.get(keys.REWARD_VALID).reshape(-1)
+    reward, correct = (batch.get(key).reshape(-1).float() for key in (keys.REWARD, keys.CORRECT))
+    metrics: dict[str, float] = {}
+    for name in sorted(set(names) - {""}):
+        rows = torch.tensor([other == name for other in names]) & valid
+        if rows.any():
+            metrics[f"rollout/accuracy/{name}"] = float(correct[rows].mean())
+            metrics[f"rollout/reward_mean/{name}"] = float(reward[rows].mean())
+    return metrics
+
+
+def _by_part(batch: TensorDictBase) -> dict[str, float]:
+    """Mean and deviation of each part of the reward where it applies, and the share where it does not."""
+    if batch.get(keys.REWARD_PARTS, None) is None:
+        return {}
+    valid = batch.get(keys.REWARD_VALID).reshape(-1).tolist()
+    rows = [parts for parts, counts in zip(reward_parts(batch), valid, strict=True) if counts]
+    metrics: dict[str, float] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [value for row in rows if (value := row.get(name)) is not None]
+        if values:
+            metrics |= {f"reward/{name}/mean": fmean(values), f"reward/{name}/std": pstdev(values)}
+        metrics[f"reward/{name}/none"] = 1 - len(values) / len(rows)
+    return metrics
 
 
 def sample_rows(batch: TensorDictBase, split: str, most: int | None = None) -> list[dict[str, Any]]:
@@ -62,5 +96,7 @@ def sample_rows(batch: TensorDictBase, split: str, most: int | None = None) -> l
         advantage = present["advantage"]
         if advantage is not None and advantage.numel() > 1:  # one for each token
             present["advantage"] = masked_mean(advantage, row[keys.ASSISTANT_MASK])
-        out.append(entry | {name: value.item() for name, value in present.items() if value is not None})
+        entry |= {name: value.item() for name, value in present.items() if value is not None}
+        other = {"parts": row.get(keys.REWARD_PARTS, None), "dataset": row.get(keys.DATASET, None)}
+        out.append(entry | {name: value.data for name, value in other.items() if value is not None and value.data})
     return out

@@ -23,6 +23,7 @@ _FIXES: dict[NestedKey, str] = {
         "apply KLScoring(TokenScorer(reference)) to the batch before what reads them, or add it to the replay buffer's "
         "transforms; a KL coefficient of 0 needs none"
     ),
+    K.REWARD_PARTS: "name reward functions, as LLMEnv writes their parts, or do not set part_weights",
     K.SHAPED_REWARD: "apply RewardShaping() before what reads it",
     K.TOKEN_REWARD: "apply RewardShaping() before what reads it, or use level='sequence'",
     K.PROX_LOG_PROBS: (

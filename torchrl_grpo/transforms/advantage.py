@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -12,12 +12,13 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import EnvBase, Transform
 
 from torchrl_grpo import keys
-from torchrl_grpo.checks import check_group_size, check_level
+from torchrl_grpo.checks import check_decoupled, check_group_size, check_level
 from torchrl_grpo.choices import AdvantageLevel, AdvantageMean, AdvantageStd
 from torchrl_grpo.functional import group_advantage, sampled_token_gae
 from torchrl_grpo.models.packing import entry, has, pad
 from torchrl_grpo.torchrl_names import check_choice, refuse_arguments
 from torchrl_grpo.transforms.groups import GroupQueue, Member
+from torchrl_grpo.transforms.parts import decoupled_advantage, reward_parts
 from torchrl_grpo.transforms.ragged import flatten, set_rows
 
 TrajectoryReturn = Literal["sum", "max", "mean"]
@@ -46,6 +47,10 @@ class GroupAdvantage(Transform):
     the valid sequences of the group or the batch. With ``RewardShaping(kl_coef=...)`` before it and ``mean="batch",
     std="batch"`` this is REINFORCE++ (arXiv 2501.03262). Not in a ``TransformedEnv``, where no sequence is whole.
 
+    With ``part_weights`` the parts of the reward are normalised one by one, then summed by weight, and the sums
+    normalised over the batch: GDPO (arXiv 2601.05242), see ``decoupled_advantage``. The parts are those of a
+    trajectory's last step.
+
     In a replay buffer a group may get more members than ``repeats`` to choose from, and be dropped where no choice has
     a mean return within bounds, as in TorchRL's ``MCAdvantage``: see there for ``keep_return_bounds``,
     ``candidate_group_size``, ``candidate_selection_min_size`` and ``candidate_selector``.
@@ -72,6 +77,8 @@ class GroupAdvantage(Transform):
         reward_key: [..., 1] floating, one reward a row (or [..., n, 1]), ``("next", "reward")`` if None: what
             ``RewardShaping`` writes is read only where ``keys.SHAPED_REWARD`` is named here. At level token [..., T],
             one reward a token, ``("next", "token_reward")`` if None.
+        part_weights: weights of the parts in ``("next", "reward_parts")``, by part or function, 1 where none is given;
+            None reads the reward as a whole.
         valid_key: [..., 1] bool; where the key is missing every reward is valid.
         group_key: [..., 1] int64, or text that is equal within a group.
         done_key: [..., 1] bool, the last step of a trajectory.
@@ -115,6 +122,7 @@ class GroupAdvantage(Transform):
         lmbda: float = 1.0,
         trajectory_return: TrajectoryReturn = "sum",
         reward_key: NestedKey | None = None,
+        part_weights: Mapping[str, float] | None = None,
         valid_key: NestedKey = keys.REWARD_VALID,
         group_key: NestedKey = keys.GROUP_ID,
         done_key: NestedKey = keys.DONE,
@@ -128,6 +136,8 @@ class GroupAdvantage(Transform):
         check_choice("trajectory_return", trajectory_return, get_args(TrajectoryReturn))
         check_group_size(repeats, mean, std)
         check_level(level, mean)
+        if part_weights is not None:
+            check_decoupled(level, mean)
         for name, value in (("gamma", gamma), ("lmbda", lmbda)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name}={value} must be in [0, 1]: use 1.0.")
@@ -137,8 +147,9 @@ class GroupAdvantage(Transform):
                 )
         if reward_key is None:
             reward_key = keys.REWARD if level == "sequence" else keys.TOKEN_REWARD
-        per_token = [keys.ASSISTANT_MASK, keys.STATE_VALUE] if level == "token" else []
-        super().__init__(in_keys=[reward_key, valid_key, group_key, *per_token], out_keys=[advantage_key])
+        more = [keys.ASSISTANT_MASK, keys.STATE_VALUE] if level == "token" else []
+        more += [] if part_weights is None else [keys.REWARD_PARTS]
+        super().__init__(in_keys=[reward_key, valid_key, group_key, *more], out_keys=[advantage_key])
         self.level = level
         self.gamma = gamma
         self.lmbda = lmbda
@@ -147,6 +158,7 @@ class GroupAdvantage(Transform):
         self.std = std
         self.trajectory_return = trajectory_return
         self.reward_key = reward_key
+        self.part_weights = part_weights
         self.valid_key = valid_key
         self.group_key = group_key
         self.done_key = done_key
@@ -245,7 +257,14 @@ class GroupAdvantage(Transform):
         valid = self._valid(flat, member)
         if self.level == "token":
             return self._write_tokens(tensordict, group[member], valid[member])
-        advantage = self.advantage(self._returns(flat, member), group, valid)
+        if self.part_weights is None:
+            advantage = self.advantage(self._returns(flat, member), group, valid)
+        else:
+            last = torch.cat([member.diff() > 0, torch.ones_like(member[:1], dtype=torch.bool)])
+            parts = [
+                row for row, ends in zip(reward_parts(flat, keys.REWARD_PARTS), last.tolist(), strict=True) if ends
+            ]
+            advantage = decoupled_advantage(parts, self.part_weights, group, valid, self.advantage)
         self._count(advantage != 0, group, valid, torch.ones_like(valid))
         return tensordict.set(self.advantage_key, advantage[member].reshape(*tensordict.batch_size, 1))
 
@@ -315,9 +334,14 @@ class GroupAdvantage(Transform):
         complete = _all_of_group(group, _column(next_tensordict, _in_next(self.done_key), every))
         before = _all_of_group(group, _column(tensordict, _in_next(self.done_key), ~every))
         valid = _column(next_tensordict, _in_next(self.valid_key), every)
-        reward = entry(next_tensordict, _in_next(self.reward_key)).reshape(-1)
         # What the batch means here: rewards of dialogs that still go on are not known yet.
-        advantage = self.advantage(reward, group, valid & complete)
+        known = valid & complete
+        if self.part_weights is None:
+            reward = entry(next_tensordict, _in_next(self.reward_key)).reshape(-1)
+            advantage = self.advantage(reward, group, known)
+        else:
+            parts = reward_parts(next_tensordict, _in_next(keys.REWARD_PARTS))
+            advantage = decoupled_advantage(parts, self.part_weights, group, known, self.advantage)
         self._count(advantage != 0, group, valid, complete & ~before)
         next_tensordict.set(_in_next(self.advantage_key), advantage.reshape(*next_tensordict.batch_size, 1))
         return next_tensordict

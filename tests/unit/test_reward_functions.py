@@ -1,0 +1,359 @@
+"""Reward functions of users: loaded by name, called in three forms, turned into parts and a score."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+
+from torchrl_grpo.rewards.functions import load_function
+from torchrl_grpo.tasks.arithmetic import ArithmeticTask
+from torchrl_grpo.tasks.base import Dialog, Problem, Score
+from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
+
+EXTRA = {"prompt": "6*7=?", "solution": "42", "level": 3}
+
+
+def dialog(response: str = "42", answer: Any = "42", **extra: Any) -> Dialog:
+    return Dialog(Problem("6*7=?", answer, EXTRA | extra, dataset="sums"), [response], tokens=(5, 6, 1))
+
+
+def parts(function: Callable[..., Any], *args: Any, **options: Any) -> dict[str, float | None]:
+    return dict(make_rewards({"fn": function, **options})(dialog(*args)).parts)
+
+
+# Loading
+
+
+def test_a_function_of_a_file_runs_where_the_file_is_not(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("WEIGHT = 3\ndef times(x): return x * WEIGHT\n")
+    file = tmp_path / "mine.py"
+    file.write_text("import re\nimport beside\nfrom beside import times\n"
+                    "def score(response): return times(len(re.findall('a', response))) + beside.WEIGHT\n")  # fmt: skip
+    rewards = make_rewards(f"{file}:score")
+    sent = cloudpickle.dumps(rewards)
+    file.unlink()
+    (tmp_path / "beside.py").unlink()
+    code = (
+        "import pickle, sys, cloudpickle\nfrom torchrl_grpo.tasks.base import *\n"
+        "rewards = pickle.loads(cloudpickle.dumps(pickle.load(sys.stdin.buffer)))\n"
+        "print(rewards(Dialog(Problem('', None), ['aa'])).parts)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, check=True, cwd="/")
+    assert out.stdout.decode().strip() == "{'score': 9.0}"
+
+
+def test_an_edited_file_is_loaded_again_and_an_unchanged_one_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def score(response): return 1\ndef other(response): return 3\n")
+    first = load_function(f"{file}:score")
+    assert load_function(f"{file}:other").__globals__ is first.__globals__
+    file.write_text("def score(response): return 2\n")
+    assert (first("x"), load_function(f"{file}:score")("x")) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "message"),
+    [
+        ("gsm9k", "", "env.reward=gsm9k must be a built-in name .*gsm8k.*, file.py:function or package"),
+        ("nothing.py:f", "", r"must name a file that exists, there is no .*/nothing.py: fix the path"),
+        ("{}:f", "def good(response): ...\nclass Bad: ...\ndef _no(): ...", r"has no such name: use one of \['good'\]"),
+        ("{}:N", "N = 3", r"must name a function of .*mine.py, it is not one: use one of those you define there"),
+        ("{}:f", "x = 1\nimport no_such_package", r"raised ModuleNotFoundError: No module.* at .*mine.py:2: fix it"),
+        ("{}:f", "def f(:", "raised SyntaxError"),
+        ("{}:f", "import sys\nsys.exit(3)", "raised SystemExit: 3 at .*mine.py:2"),
+        ("{}:f", "open('/no/such/file')", "raised FileNotFoundError: .*/no/such/file.* at .*mine.py:1: fix it"),
+        ("no_such_package.module:f", "", "No module named 'no_such_package': put its folder on PYTHONPATH, or"),
+        ("json:nothing", "", r"must name a function of json, it has no such name: use one of \['dump'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_loaded_says_why(tmp_path: Path, name: str, source: str, message: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    with pytest.raises(ValueError, match=message):
+        load_function(name.format(file))
+
+
+def test_other_functions_than_rewards_are_loaded_under_their_own_field(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"env.tools=calc must be file.py:function or package.module:function"):
+        load_function("calc", field="env.tools", builtins={})
+    assert load_function("os.path:basename", field="env.tools", builtins={})("a/b") == "b"
+
+
+# Arguments
+
+
+def test_arguments_are_matched_by_name() -> None:
+    def see(response, prompt, messages, answer, finish_reason, tokens, level, extra=7, scale=1, **columns):  # type: ignore[no-untyped-def]
+        assert [message["content"] for message in messages] == ["6*7=?", "42"]
+        assert (response, prompt, answer, finish_reason, tokens) == ("42", "6*7=?", "42", "stop", [5, 6, 1])
+        assert (level, extra, scale) == (3, 7, 5)
+        assert columns == {"solution": "42"}
+        return 1
+
+    assert parts(see, scale=5) == {"see": 1.0}
+
+
+def test_an_option_wins_over_a_column_and_a_fact_over_a_column() -> None:
+    def see(response: str, level: int) -> float:
+        assert response == "42"
+        return level
+
+    rewards = make_rewards({"fn": see, "level": 8})
+    assert rewards(dialog(response="42", **{"level": 3})).reward == 8
+    shadowed = Dialog(Problem("q", None, {"response": "a column", "level": 3}), ["42"])
+    assert make_rewards(see)(shadowed).reward == 3
+
+
+def test_arguments_that_nothing_gives_are_refused_before_a_run() -> None:
+    def see(response: str, solution: str, hint: str, level: int = 3) -> float:
+        return 1.0
+
+    rewards = make_rewards(see)
+    with pytest.raises(
+        ValueError, match=r"nothing gives hint: use names of these: answer, .*solution, tokens; or give"
+    ):
+        rewards.check(["solution"])
+    rewards.check(["solution", "hint"])
+    make_rewards({"fn": see, "hint": "none"}).check(["solution"])
+
+
+def test_options_that_a_function_has_not_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"reward gsm8k .* has no mood: use some of \['answer', 'mode', 'response'\]"):
+        make_rewards({"fn": "gsm8k", "mood": "lenient"})
+    with pytest.raises(ValueError, match="reward f must take its arguments by name: remove the '/'"):
+        make_rewards({"fn": lambda response, /: 1, "name": "f"})
+
+
+# Results
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (2, {"f": 2.0}),
+        (True, {"f": 1.0}),
+        (np.float32(0.5), {"f": 0.5}),
+        (np.bool_(True), {"f": 1.0}),
+        (torch.tensor([0.25]), {"f": 0.25}),
+        ({"a": 1, "b": None, "c": False}, {"f/a": 1.0, "f/b": None, "f/c": 0.0}),
+    ],
+)
+def test_a_result_becomes_parts(result: Any, expected: dict[str, float | None]) -> None:
+    assert parts(lambda response: result, name="f") == expected
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (float("nan"), "reward f must be a finite number, a bool or None, it is nan"),
+        (float("-inf"), "it is -inf"),
+        ("1.0", "reward f must be .*, it is a value of type str that is none: fix the function"),
+        (10**1000, "a value of type int that is none"),
+        (torch.ones(2), "a value of type Tensor that is none"),
+        ([1.0], "a value of type list that is none"),
+        ({"a": 1.0, "b": {}}, "reward f/b must be .* type dict"),
+        (None, r"one reward must apply to a response, none of \['f'\] did"),
+        ({"correct": True}, r"none of \['f/correct'\] did"),
+        ({}, r"none of \[\] did"),
+    ],
+)
+def test_what_is_no_reward_is_an_error_that_names_the_function(result: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parts(lambda response: result, name="f")
+
+
+def test_the_reward_is_the_weighted_sum_of_what_applies() -> None:
+    spec = [
+        {"fn": lambda response: {"a": 1, "b": 3, "correct": True}, "name": "f", "weight": 0.5},
+        {"fn": lambda response: None, "name": "g", "weight": 100},
+        {"fn": lambda response: 4, "name": "h", "weight": -0.25},
+        {"fn": lambda response: {"x": 8, "y": 100}, "name": "k", "weight": {"x": 2}},
+        {"fn": lambda response: 7, "name": "logged", "weight": 0},
+    ]
+    score = make_rewards(spec)(dialog())
+    assert score.reward == 0.5 * 4 - 1 + 16
+    assert list(score.parts) == ["f/a", "f/b", "f/correct", "g", "h", "k/x", "k/y", "logged"]
+    assert score.parts["g"] is None
+
+
+@pytest.mark.parametrize(
+    ("results", "correct"),
+    [
+        ([1], True), ([0.99], False), ([True], True), ([0, 1], False), ([None, 1], True), ([None, 0], False),
+        ([{"a": 1, "b": 0}], True), ([{"a": 0, "reward": 1}], True), ([{"reward": 9, "correct": False}], False),
+        ([{"reward": 0, "correct": 1}], True), ([{"reward": 1, "correct": None}, 0], False),
+    ],
+)  # fmt: skip
+def test_the_first_reward_that_applies_decides_what_is_correct(results: list[Any], correct: bool) -> None:
+    spec = [{"fn": lambda response, r=r: r, "name": f"f{i}"} for i, r in enumerate(results)]
+    assert make_rewards(spec)(dialog()).correct is correct
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ([], r"env.reward=\[\] must name a reward"),
+        (["gsm8k", {"fn": "gsm8k", "mode": "lenient"}], "different names, gsm8k is there twice: give one a `name`"),
+        ({"weight": 1}, "env.reward must name a function as fn, got {'weight': 1}"),
+        ([3], "env.reward must name a function as fn, got 3: use"),
+        ({"fn": "gsm8k", "name": "a/b"}, "env.reward.name='a/b' must be a text without '/'"),
+        ({"fn": "gsm8k", "weight": "much"}, "env.reward.weight='much' of gsm8k must be a finite number"),
+        ({"fn": "gsm8k", "weight": True}, "must be a finite number"),
+        ({"fn": "ifeval", "weight": {"prompt_strict": float("inf")}}, "of ifeval must be a finite number"),
+        ({"fn": lambda solution_str: 1, "name": "v", "weight": {"score": 1}}, "weight of reward v must be a number"),
+    ],
+)  # fmt: skip
+def test_a_spec_that_is_wrong_is_refused(spec: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_rewards(spec)
+
+
+def test_a_part_with_a_weight_must_be_returned() -> None:
+    with pytest.raises(ValueError, match=r"reward f must return the parts that have a weight, \['x'\], it returned"):
+        parts(lambda response: {"y": 1}, name="f", weight={"x": 1})
+
+
+# TRL's and verl's functions
+
+
+def test_a_function_of_trl_gets_text_for_a_prompt_of_text() -> None:
+    def accuracy(prompts, completions, solution, completion_ids, trainer_state, **kwargs):  # type: ignore[no-untyped-def]
+        assert (prompts, completion_ids, trainer_state) == (["6*7=?"], [[5, 6, 1]], None)
+        assert set(kwargs) == {"answer", "level", "log_extra", "log_metric"}
+        kwargs["log_metric"]("accuracy", 1.0)
+        return [float(c == s) for c, s in zip(completions, solution, strict=True)]
+
+    rewards = make_rewards(accuracy)
+    rewards.check(["prompt", "solution"])
+    assert rewards(dialog()) == Score(1.0, True, {"accuracy": 1.0})
+    with pytest.raises(ValueError, match="nothing gives solution"):
+        rewards.check(["prompt"])
+
+
+def test_a_function_of_trl_gets_messages_for_a_prompt_of_messages() -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6*7=?"}]
+    after = [
+        {"role": "assistant", "content": "41"},
+        {"role": "user", "content": "Again?"},
+        {"role": "assistant", "content": "42"},
+    ]
+
+    def last(completions, prompts, **kwargs):  # type: ignore[no-untyped-def]
+        assert prompts == [chat]
+        return [len(completions[0]) + float(completions[0][-1]["content"])]
+
+    problem = Problem("6*7=?", "42", {"question": chat})
+    one = Dialog(problem, ["42"], messages=[*chat, after[-1]])
+    two = Dialog(problem, ["41", "42"], messages=[*chat, *after])
+    rewards = make_rewards(last, prompt_column="question")
+    assert [rewards(one).reward, rewards(two).reward] == [43.0, 45.0]
+    assert rewards(Dialog(problem, ["42"])).reward == 43.0
+
+
+@pytest.mark.parametrize("result", [1.0, [], [1.0, 2.0]])
+def test_a_function_of_trl_must_return_one_reward(result: Any) -> None:
+    with pytest.raises(ValueError, match=r"reward f must return a list with one reward for each completion"):
+        parts(lambda completions, **kwargs: result, name="f")
+
+
+def test_a_function_of_trl_may_return_none_a_tensor_and_be_async() -> None:
+    async def later(completions: list[str], **kwargs: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [float(len(completions[0]))]
+
+    spec = [
+        {"fn": lambda completions, **kwargs: [None], "name": "none"},
+        {"fn": lambda completions: torch.tensor([3.0]), "name": "tensor"},
+        later,
+    ]
+    assert make_rewards(spec)(dialog()).parts == {"none": None, "tensor": 3.0, "later": 2.0}
+
+
+def test_a_function_of_verl_gets_its_four_arguments() -> None:
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):  # type: ignore[no-untyped-def]
+        return {"score": float(solution_str == ground_truth), "source": len(data_source), "info": str(extra_info)}
+
+    rewards = make_rewards({"fn": compute_score, "weight": 0.5})
+    rewards.check([])
+    expected = {"compute_score": 1.0, "compute_score/source": 4.0}
+    assert rewards(dialog()) == Score(0.5, True, expected)
+    row = {"data_source": "openai/gsm8k", "reward_model": {"style": "rule", "ground_truth": "43"}}
+    assert rewards(dialog(**row)).parts == {"compute_score": 0.0, "compute_score/source": 12.0}
+
+
+def test_a_function_of_verl_may_return_a_number_and_take_options() -> None:
+    def score(data_source, solution_str, ground_truth, extra_info, method="strict"):  # type: ignore[no-untyped-def]
+        return len(method) + extra_info["index"]
+
+    assert make_rewards(score)(dialog(extra_info={"index": 2})).reward == 8
+    assert make_rewards({"fn": score, "method": ""})(dialog(index=1)).reward == 1
+    with pytest.raises(ValueError, match=r"reward f must return a score, its dict has \['acc'\]: add `score`"):
+        parts(lambda solution_str: {"acc": 1}, name="f")
+
+
+# Asynchronous
+
+
+async def slow(response: str) -> float:
+    await asyncio.sleep(float(response))
+    return float(response)
+
+
+def test_async_rewards_of_many_dialogs_are_awaited_at_a_time() -> None:
+    rewards = make_rewards([slow, {"fn": lambda response: 1, "name": "plain"}])
+    start = time.perf_counter()
+    scores = rewards.score_all([dialog("0.2")] * 50)
+    assert time.perf_counter() - start < 2  # one after the other: 10 s
+    assert scores == [Score(1.2, False, {"slow": 0.2, "plain": 1.0})] * 50
+    assert rewards.asynchronous and not make_rewards("gsm8k").asynchronous
+
+
+def test_one_dialogs_error_or_time_out_is_not_anothers() -> None:
+    def refuse(response: str) -> float:
+        if response == "0.01":
+            raise KeyError("no")
+        return 1.0
+
+    scores = make_rewards([slow, refuse]).score_all(map(dialog, ("60", "0.01", "x", "0.02")), timeout_s=0.3)
+    assert [type(score) for score in scores] == [TimeoutError, KeyError, ValueError, Score]
+    assert str(scores[0]) == "a reward must come within 0.3 s, none did."
+
+
+def test_async_rewards_work_inside_a_running_event_loop() -> None:
+    async def caller() -> float:
+        return make_rewards(slow)(dialog("0")).reward
+
+    assert asyncio.run(caller()) == 0.0
+
+
+def test_an_async_function_keeps_its_event_loop_from_call_to_call() -> None:
+    loops = []
+
+    class Client:
+        async def __call__(self, response: str) -> float:
+            loops.append(asyncio.get_running_loop())
+            return 1.0
+
+    rewards = make_rewards({"fn": Client(), "name": "client"})
+    assert rewards.asynchronous
+    assert [rewards(dialog()).reward, rewards(dialog()).reward] == [1.0, 1.0]
+    assert loops[0] is loops[1]
+
+
+def test_a_task_with_rewards_is_the_other_task_in_all_else() -> None:
+    task = ArithmeticTask(difficulty=1)
+    wrapped = WithRewards(task, make_rewards({"fn": "gsm8k", "mode": "lenient", "name": "right", "weight": 2}))
+    problem = wrapped.problems("train")[0]
+    assert wrapped.messages(problem) == task.messages(problem)
+    got = wrapped.judge(Dialog(problem, [f"The answer is {problem.answer}."]))
+    assert got == Score(2.0, True, {"right": 1.0})

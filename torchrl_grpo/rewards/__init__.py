@@ -1,0 +1,27 @@
+"""Built-in rewards, and what a reward is.
+
+A reward is a plain function whose arguments are matched by name: ``response`` (the policy's last turn as text),
+``prompt``, ``messages``, ``answer``, ``finish_reason``, ``tokens`` and the columns of the data set; the other arguments
+are options. It returns a number, a bool, None (does not apply) or a dict of named parts.
+
+``BUILTINS`` has the names, and as text where the functions are: naming one reward loads no other one, and so not the
+packages that the others need. No built-in reward raises for a response, whatever its text and size. They raise
+``ValueError`` for an option or a column that cannot be, and ``ImportError`` when their package is missing.
+
+>>> sorted(BUILTINS)[:4]
+['countdown', 'format', 'gsm8k', 'ifeval']
+"""
+
+from __future__ import annotations
+
+from torchrl_grpo.rewards.gsm8k import ANSWER_MARKER, canonical_number, marked_number
+
+__all__ = ["ANSWER_MARKER", "BUILTINS", "canonical_number", "marked_number"]
+
+BUILTINS = {
+    **{name: f"torchrl_grpo.rewards.{name}:{name}" for name in ("countdown", "gsm8k", "ifeval", "math")},
+    **{
+        name: f"torchrl_grpo.rewards.heuristics:{name}"
+        for name in ("format", "length", "number", "operations", "structure")
+    },
+}

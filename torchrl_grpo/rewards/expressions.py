@@ -1,0 +1,76 @@
+"""Arithmetic from a response, evaluated exactly and safely: a list of allowed syntax, and a limit on every size."""
+
+from __future__ import annotations
+
+import ast
+import re
+from fractions import Fraction
+
+MAX_CHARACTERS = 256
+MAX_BITS = 4096  # of a numerator or denominator, in any intermediate result
+
+_CHARACTERS = re.compile(r"[0-9+\-*/(). ]+")
+_SPELLINGS = str.maketrans({"×": "*", "÷": "/", "\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "^": "**", "\t": " "})
+
+
+def evaluate(text: str) -> Fraction:
+    """The exact value of an arithmetic expression.
+
+    Allowed are numbers (with decimals), ``+ - * /`` (also as ``×``, ``÷``, ``−``), powers (``**`` or ``^``), signs and
+    brackets.
+
+    Args:
+        text: at most 256 characters.
+
+    Raises:
+        ValueError: it is no such expression, divides by zero, or an intermediate result exceeds 4096 bits.
+
+    >>> evaluate("(3 + 5) × 2 / 6")
+    Fraction(8, 3)
+    """
+    shown = ascii(text[:80])
+    source = text[: MAX_CHARACTERS + 1].translate(_SPELLINGS).strip()
+    if len(text) > MAX_CHARACTERS or not _CHARACTERS.fullmatch(source):
+        raise ValueError(
+            f"an expression must be at most {MAX_CHARACTERS} characters of numbers, + - * / ** ( ), got {shown}."
+        )
+    try:
+        return _value(ast.parse(source, mode="eval").body)
+    except (ArithmeticError, MemoryError, RecursionError, SyntaxError, ValueError) as error:
+        raise ValueError(f"an expression must be finite arithmetic, got {shown}: {error}.") from error
+
+
+def _value(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            value = Fraction(str(number))  # the decimal number that was written, not its nearest binary one
+        case ast.UnaryOp(op=ast.UAdd() | ast.USub() as sign, operand=operand):
+            value = _value(operand) if isinstance(sign, ast.UAdd) else -_value(operand)
+        case ast.BinOp(left=left, op=operator, right=right):
+            value = _apply(operator, _value(left), _value(right))
+        case _:
+            raise ValueError(f"{type(node).__name__} is not allowed")
+    if _bits(value) > MAX_BITS:
+        raise ValueError(f"a result has more than {MAX_BITS} bits")
+    return value
+
+
+def _apply(operator: ast.operator, left: Fraction, right: Fraction) -> Fraction:
+    match operator:
+        case ast.Add():
+            return left + right
+        case ast.Sub():
+            return left - right
+        case ast.Mult():
+            return left * right
+        case ast.Div():
+            return left / right
+        case ast.Pow():
+            if right.denominator != 1 or _bits(left) * abs(right) > MAX_BITS:
+                raise ValueError(f"the power {left}**{right} is no whole or too large a one")
+            return left**right.numerator
+    raise ValueError(f"{type(operator).__name__} is not allowed")
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())

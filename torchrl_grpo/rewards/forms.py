@@ -1,0 +1,183 @@
+"""One reward function: what it is given, by the form that its parameters show, and what is made of its result.
+
+========  ===================  ===================================================================================
+form      told by              given
+========  ===================  ===================================================================================
+own                            ``FACTS`` and the columns by name; columns alone to ``**kwargs``
+TRL's     ``completions``      lists of one: ``prompts``, ``completions``, ``completion_ids`` and the columns;
+                               ``trainer_state=None``, and ``log_extra`` and ``log_metric``, which do nothing
+verl's    ``solution_str``     ``data_source``, ``solution_str``, ``ground_truth``, ``extra_info``, and columns by name
+========  ===================  ===================================================================================
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping
+from numbers import Real
+from typing import Any, Literal
+
+from torchrl_grpo.rewards.spec import RewardEntry
+
+FACTS = ("response", "prompt", "messages", "answer", "finish_reason", "tokens")
+"""What is known of a response beside the columns of its row."""
+
+Form = Literal["own", "trl", "verl"]
+Given = dict[str, Any]
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """TRL's functions may log through such a function; parts of a reward are logged by themselves."""
+
+
+def _own(facts: Given, columns: Given) -> tuple[Given, Given]:
+    return columns | {name: facts[name] for name in FACTS}, columns
+
+
+def _trl(facts: Given, columns: Given) -> tuple[Given, Given]:
+    chat = isinstance(columns.get(facts["prompt_column"]), list)
+    given: Given = {name: [value] for name, value in columns.items() if name != "prompt"}
+    given = {"answer": [facts["answer"]]} | given | {
+        "prompts": [columns[facts["prompt_column"]] if chat else facts["prompt"]],
+        "completions": [facts["written"] if chat else facts["response"]],
+        "completion_ids": [facts["tokens"]],
+        "trainer_state": None,
+        "log_extra": _ignore,
+        "log_metric": _ignore,
+    }  # fmt: skip
+    return given, given
+
+
+def _verl(facts: Given, columns: Given) -> tuple[Given, Given]:
+    model, extra = columns.get("reward_model"), columns.get("extra_info")
+    truth = columns.get("ground_truth", facts["answer"])
+    return columns | {
+        "data_source": columns.get("data_source", facts["dataset"]),
+        "solution_str": facts["response"],
+        "ground_truth": model.get("ground_truth", truth) if isinstance(model, Mapping) else truth,
+        "extra_info": columns if extra is None else extra,
+    }, {}  # fmt: skip
+
+
+# From facts and columns to what is matched by name, and what else ``**kwargs`` gets.
+_FORMS: dict[Form, Callable[[Given, Given], tuple[Given, Given]]] = {"own": _own, "trl": _trl, "verl": _verl}
+_NOTHING: Given = dict.fromkeys((*FACTS, "prompt_column", "written", "dataset"))
+
+
+class RewardFunction:
+    """A function of a reward, with its name and options.
+
+    Attributes:
+        name: of the function in logs.
+        form: how it is called.
+        asynchronous: whether it is an ``async def``.
+
+    Args:
+        function: of any form.
+        entry: what the config says about it.
+
+    Raises:
+        ValueError: the function has not the arguments that it is given as options, or can not be called by name.
+
+    >>> def short(response, limit): return len(response) < limit
+    >>> reward = RewardFunction(short, RewardEntry("my.py:short", "short", 1.0, {"limit": 3}))
+    >>> reward.parts(reward.call({**_NOTHING, "response": "yes"}, {}))
+    {'short': 0.0}
+    """
+
+    def __init__(self, function: Callable[..., Any], entry: RewardEntry) -> None:
+        self.function, self.name, self.options = function, entry.name, dict(entry.options)
+        self._expected = set(entry.weight) if isinstance(entry.weight, Mapping) else set()
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"reward {self.name} must show its parameters ({error}): wrap it in a `def`.") from error
+        named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        self._names, self._needed = set(named), {key for key, p in named.items() if p.default is p.empty}
+        self._takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.form: Form = "trl" if "completions" in named else "verl" if "solution_str" in named else "own"
+        unknown = sorted(set(self.options) - self._names)
+        if unknown and not self._takes_rest:
+            raise ValueError(
+                f"reward {self.name} must take the options that it is given, it has no {', '.join(unknown)}: use some "
+                f"of {sorted(self._names)}."
+            )
+        if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
+            raise ValueError(f"reward {self.name} must take its arguments by name: remove the '/' from its parameters.")
+        if self.form == "verl" and self._expected:
+            raise ValueError(
+                f"weight of reward {self.name} must be a number, it is verl's form, where `score` alone trains: use 1."
+            )
+
+    @property
+    def asynchronous(self) -> bool:
+        call = getattr(self.function, "__call__", None)  # noqa: B004  # of an object whose class defines it
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
+
+    def check(self, columns: Collection[str]) -> None:
+        """Refuses arguments that nothing gives.
+
+        Raises:
+            ValueError: there are some.
+        """
+        there = set(_FORMS[self.form](_NOTHING, dict.fromkeys(columns))[0])
+        missing = sorted(self._needed - set(self.options) - there)
+        if missing:
+            raise ValueError(
+                f"reward {self.name} must have arguments that something gives, nothing gives {', '.join(missing)}: use "
+                f"names of these: {', '.join(sorted(there))}; or give it as an option, {{fn: ..., {missing[0]}: ...}}."
+            )
+
+    def call(self, facts: Given, columns: Given) -> Any:
+        """What the function returns, an awaitable where it is asynchronous.
+
+        Args:
+            facts: ``FACTS``; ``prompt_column``, ``written`` (the messages since the prompt) and ``dataset``.
+            columns: of the row.
+        """
+        given, rest = _FORMS[self.form](facts, columns)
+        arguments = {name: value for name, value in given.items() if name in self._names}
+        return self.function(**((rest | arguments if self._takes_rest else arguments) | self.options))
+
+    def parts(self, result: Any) -> dict[str, float | None]:
+        """The parts of a result by name, None for one that does not apply.
+
+        Raises:
+            ValueError: the result is not what a reward returns.
+        """
+        if self.form == "trl":
+            try:
+                (result,) = result
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"reward {self.name} must return a list with one reward for each completion, for one it gave "
+                    f"{type(result).__name__} ({error}): return [reward]."
+                ) from error
+        if not isinstance(result, Mapping):
+            result = {"": result}
+        elif self.form == "verl":
+            if "score" not in result:
+                raise ValueError(f"reward {self.name} must return a score, its dict has {sorted(result)}: add `score`.")
+            numbers = {key: value for key, value in result.items() if isinstance(value, Real)}
+            result = {"": result["score"]} | {key: value for key, value in numbers.items() if key != "score"}
+        if not self._expected <= set(result):
+            raise ValueError(
+                f"reward {self.name} must return the parts that have a weight, {sorted(self._expected)}, it returned "
+                f"{sorted(map(str, result))}: return None for one that does not apply."
+            )
+        named = {f"{self.name}/{key}" if key else self.name: value for key, value in result.items()}
+        return {name: _number(name, value) for name, value in named.items()}
+
+
+def _number(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
+        number = math.nan
+    if not math.isfinite(number):
+        what = value if isinstance(value, float) else f"a value of type {type(value).__name__} that is none"
+        raise ValueError(f"reward {name} must be a finite number, a bool or None, it is {what}: fix the function.")
+    return number

@@ -1,0 +1,217 @@
+"""GSM8K's scorer: which number a response states, and when two numbers are equal (arXiv:2110.14168).
+
+Nothing here evaluates model text, and every function takes time linear in its length: a number stays a string of
+digits, so that a response of a million digits costs no more than any other response of its size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from fractions import Fraction
+from itertools import islice
+
+ANSWER_MARKER = "####"
+MODES = ("strict", "lenient", "last_number")
+
+_NUMBER = re.compile(r"[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+")
+_THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
+_FRACTION = re.compile(r"(?:([0-9]{1,40}) +)?([0-9]{1,40}) ?/ ?([0-9]{1,40})")
+_MINUS = ("-", "\N{MINUS SIGN}", "\N{EN DASH}")
+_CURRENCY = "$€£¥₹"
+# What may stand in front of a number: no letter, no digit of another script, no operator or relation but a sign.
+_BEFORE = re.compile(rf"[\s{_CURRENCY}*_`'\"“”‘’()\[\]{{}}#:=+\-−–\\]*")
+# What makes it another number: 5 million, 72k, 72x, 2^3, 72², 72+; 72 or 73; two and a half.
+_ATTACHED = re.compile(r"[kKMBTx](?![^\W_])|[+√]|\s*\^|(?i:\s*(?:hundred|thousand|million|billion|trillion|dozen)s?\b)")
+_WORDS = "half|third|quarter|one|two|three|four|five|six|seven|eight|nine|ten|[a-z]{2,5}teen|[a-z]{3,5}ty"
+_UNCLEAR = re.compile(rf"\bor\b|\band\s+(?:an?\s+)?(?:{_WORDS})\b", re.I)
+
+_WINDOW = 500  # characters of a stated answer that are read
+_BOXED = r"\boxed"
+_PHRASE = re.compile(
+    r"\banswer[*_ ]{0,4}(?:is|was|equals|would be|[:=])"
+    r"(?=[^0-9a-z]{0,12}(?:(?:usd|us|eur|gbp|rs)[^0-9a-z]{0,3}|[dt]?frac\W{0,2}|text\W{0,3}|boxed\W{0,3})?\.?[0-9])",
+    re.I,
+)
+_SENTENCE_END = re.compile(r"\n|[.;!?](?=\s|$)")
+_ASIDE = re.compile(r",\s+(?![0-9$-])|\s\((?!\s*[0-9$.,]+\s*\))|\s(?:because|since|so|as|which|where|for)\b")
+_LATEX = (
+    (re.compile(r"\\[dt]?frac\s*(?:\{(-?[0-9]{1,40})\}\s*\{([0-9]{1,40})\}|([0-9])([0-9]))"), r" \1\3/\2\4"),
+    (re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}"), r" \1 "),
+    (re.compile(r"\\[,!;: ]|\^\{?\\circ\}?"), ""),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\\[()\[\]]|\\boxed|[{}]"), " "),
+    (re.compile(r"\\([$%])"), r"\1"),
+    (re.compile(r"\b(?:USD|EUR|GBP|INR|Rs\.?|US(?=\$))", re.I), ""),
+)
+_LAST = re.compile(
+    rf"(?:(?<![\w).])[{''.join(_MINUS)}])?[{_CURRENCY}]?(?:[0-9]{{1,40}}/[0-9]{{1,40}}|{_NUMBER.pattern})"
+)
+
+
+def canonical_number(text: str) -> str | None:
+    """The one number in ``text``, written so that equal numbers are equal strings.
+
+    A currency sign, thousands separators, a fraction (``3/4``, ``1 1/2``), a trailing full stop and a unit are
+    understood, ``%`` being a unit. Text with two numbers (``1e5``, ``2 or 3``), with letters before the number, with
+    commas that are no thousands separators or with a word that makes it another number (``5 million``) has no clear
+    answer.
+
+    Args:
+        text: the number with at most a unit behind it.
+
+    Returns:
+        digits without leading zeros, decimals only where they are not zero, ``p/q`` where no decimal number is exact,
+        ``-`` in front of a negative number; None when the text does not hold exactly one number.
+
+    >>> canonical_number("$1,234.50"), canonical_number("72.00 clips."), canonical_number("-0"), canonical_number("3/4")
+    ('1234.5', '72', '0', '0.75')
+    >>> canonical_number("2 or 3") is None
+    True
+    """
+    numbers = list(islice(_NUMBER.finditer(text), 4))
+    if not numbers:
+        return None
+    before, written = text[: numbers[0].start()], text[numbers[0].start() : numbers[-1].end()]
+    after = text[numbers[-1].end() :]
+    if not _BEFORE.fullmatch(before) or sum(before.count(sign) for sign in _MINUS) > 1:
+        return None
+    if after[:1].isnumeric() or _ATTACHED.match(after) or _UNCLEAR.search(after):
+        return None
+    value = _decimal(written) if len(numbers) == 1 else _fraction(written)
+    negative = before.rstrip(f" {_CURRENCY}(\\").endswith(_MINUS)
+    return f"-{value}" if negative and value not in (None, "0") else value
+
+
+def _decimal(written: str) -> str | None:
+    whole, _, decimals = written.partition(".")
+    if "," in whole and not _THOUSANDS.fullmatch(whole):
+        return None
+    whole, decimals = whole.replace(",", "").lstrip("0") or "0", decimals.rstrip("0")
+    return f"{whole}.{decimals}" if decimals else whole
+
+
+def _fraction(written: str) -> str | None:
+    match = _FRACTION.fullmatch(written)
+    if match is None or int(match[3]) == 0:
+        return None
+    value = int(match[1] or 0) + Fraction(int(match[2]), int(match[3]))
+    places = max(value.denominator.bit_length(), 1)  # enough: a power of 2 or 5 divides 10 ** its exponent
+    scaled, rest = divmod(value.numerator * 10**places, value.denominator)
+    if rest:
+        return str(value)
+    digits = str(scaled).rjust(places + 1, "0")
+    return _decimal(f"{digits[:-places]}.{digits[-places:]}")
+
+
+def marked_number(text: str) -> str | None:
+    """The number on the line of the last ``####``, GSM8K's answer format.
+
+    Args:
+        text: a response or a reference solution.
+
+    Returns:
+        what ``canonical_number`` makes of the rest of that line, None when there is no marker or no clear number.
+
+    >>> marked_number("48 + 24 = 72\\n#### 72")
+    '72'
+    """
+    _, marker, rest = text.rpartition(ANSWER_MARKER)
+    return canonical_number(rest.strip().partition("\n")[0]) if marker else None
+
+
+def stated_number(text: str, last_number: bool = False) -> str | None:
+    r"""The number that the last stated answer of ``text`` holds, however it is stated.
+
+    An answer is stated by ``####``, ``\boxed{}``, ``<answer></answer>`` or "the answer is", "answer:". The last one in
+    the text decides, alone: a response that states several answers is judged by what it ends with.
+
+    Args:
+        text: a response.
+        last_number: takes the last number of the text where no answer is stated.
+
+    >>> stated_number(r"So \boxed{\frac{3}{4}}."), stated_number("The answer is 7 x 8 = $56."), stated_number("56")
+    ('0.75', '56', None)
+    """
+    tagged, content = tagged_answer(text)
+    phrase = next(iter(deque(_PHRASE.finditer(text), maxlen=1)), None)
+    start, marker = max(
+        (text.rfind(ANSWER_MARKER), ANSWER_MARKER),
+        (text.rfind(_BOXED), _BOXED),
+        (tagged, "<answer>"),
+        (phrase.start(), phrase[0]) if phrase else (-1, ""),
+    )
+    if start < 0:
+        return _last_number(text) if last_number else None
+    if start != tagged:
+        content = text[start + len(marker) :][:_WINDOW].lstrip()
+    if marker == _BOXED:
+        content = _in_braces(content)
+    content = content[:_WINDOW]
+    for pattern, replacement in _LATEX:
+        content = pattern.sub(replacement, content)
+    sentence = _SENTENCE_END.split(content.strip(), maxsplit=1)[0]
+    if _UNCLEAR.search(sentence):
+        return None
+    statement = _ASIDE.split(sentence, maxsplit=1)[0]
+    return canonical_number(re.split(r"=|:\s", statement)[-1])
+
+
+def tagged_answer(text: str) -> tuple[int, str]:
+    """Where the last ``<answer>...</answer>`` begins, and what it encloses; -1 and nothing when there is none.
+
+    >>> tagged_answer("so <answer>72</answer>")
+    (3, '72')
+    """
+    close = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(close, 0))
+    return start, text[start + len("<answer>") : close] if start >= 0 else ""
+
+
+def _in_braces(text: str) -> str:
+    """What the braces at the start of ``text`` enclose, nothing when they do not close."""
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth <= 0:
+            return text[1:i]
+    return ""
+
+
+def _last_number(text: str) -> str | None:
+    end = max(text.rfind(digit) for digit in "0123456789") + 1
+    start = max(end - _WINDOW, 0)
+    last = max(_LAST.finditer(text, start, end), key=lambda match: match.start(), default=None)
+    if last is None or (start and last.start() == start):
+        return None
+    line = text[end : end + 40].partition("\n")[0]
+    return canonical_number(last[0] + line)
+
+
+def gsm8k(response: str, answer: str | int | float, mode: str = "strict") -> bool:
+    r"""Whether a response ends with the right number.
+
+    Args:
+        response: the response.
+        answer: the number, or a reference solution that ends with ``#### n``.
+        mode: ``strict`` reads ``#### n`` alone; ``lenient`` also ``\boxed{n}``, ``<answer>n</answer>`` and "the answer
+            is n"; ``last_number`` takes the last number of the response where it states no answer in these ways.
+
+    Raises:
+        ValueError: ``answer`` holds no number, or there is no such mode.
+
+    >>> gsm8k("48 + 24 = 72\n#### 72", "72"), gsm8k(r"\boxed{72}", "72"), gsm8k(r"\boxed{72}", "72", mode="lenient")
+    (True, False, True)
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode of the reward gsm8k must be one of {list(MODES)}, got {mode!r}: use 'strict'.")
+    reference = str(answer)
+    expected = marked_number(reference) if ANSWER_MARKER in reference else canonical_number(reference)
+    if expected is None:
+        raise ValueError(
+            f"answer of the reward gsm8k must be a number or end with '#### <number>', got {reference[-80:]!r}: "
+            "fix that row of the data."
+        )
+    if mode == "strict":
+        return marked_number(response) == expected
+    return stated_number(response, last_number=mode == "last_number") == expected

@@ -1,0 +1,251 @@
+"""The 25 instruction checks of IFEval (arXiv:2311.07911): does a text follow one instruction?
+
+They decide as the paper's published checkers do (google-research/instruction_following_eval), with these differences,
+all of them in docs/rewards.md: sentences are split by rules instead of nltk's trained punkt model, a keyword is a word
+and not a regular expression, language detection has a fixed seed, and every check takes time linear in its text.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+_LANGUAGE_CHARACTERS = 100_000  # langdetect looks at 10,000 of them, after taking addresses out
+_CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+
+_CLOSING, _OPENING = "\"'”’»)]}*_`", "\"'“‘«([{*_`"
+_NUMBER = re.compile(r"[-.,]?[0-9][0-9.,-]*")
+ABBREVIATIONS = """
+    mr mrs ms dr prof rev gen col maj lt sgt adm capt sen rep gov messrs st ave jr sr bros co corp inc ltd cie vs e.g
+    i.e etc cf al approx ph.d m.d b.a m.a m.b.a u.s u.k u.n u.s.a u.s.s.r d.c n.y l.a a.m p.m a.d b.c jan feb aug sep
+    sept oct nov dec tues wed fri ft yr mg
+"""
+_ABBREVIATIONS = frozenset(ABBREVIATIONS.split())
+# One of these with a capital, behind an abbreviation or an ellipsis, begins a sentence: "at 5 p.m. He left."
+_STARTERS = re.compile(
+    r"(?:the|he|she|it|they|we|i|this|these|there|in|if|when|while|since|so|but|however|although|though|thus|yet)\b",
+    re.I,
+)
+
+# nltk's word_tokenize, as far as it matters for words in capitals: it splits I'M, DON'T, NASA's and CANNOT.
+_WORD_END = re.compile(r"[\s«“‘„»”’\"`\[\](){}<>;@#$%&?!*\u2012-\u2015]+|--+|\.\.+|[:,](?![0-9])")
+_CLITIC = re.compile(
+    r"(?=(?:'[sSmMdD]|'(?:ll|LL|re|RE|ve|VE)|n't|N'T)$)|(?<=^CAN)(?=NOT$)|(?<=^G[OI][NMT])(?=[NMT][AE]$)"
+)
+
+
+def count_words(text: str) -> int:
+    """Runs of letters, digits and underscores, as in the paper's code.
+
+    >>> count_words("Well-known words, isn't it?")
+    6
+    """
+    return len(re.findall(r"\w+", text))
+
+
+def count_capital_words(text: str) -> int:
+    """Words in capitals; a hyphenated word is one, a contraction two, as nltk's tokenizer splits them.
+
+    >>> count_capital_words("NASA's WELL-KNOWN I'M not")
+    4
+    """
+    words = (part for word in _WORD_END.split(text) for part in _CLITIC.split(word.rstrip(".")))
+    return sum(word.isupper() for word in words)
+
+
+def count_sentences(text: str) -> int:
+    """Sentences, split where a word ends in ``.``, ``?`` or ``!`` and another word follows.
+
+    Closing quotes and brackets may stand behind the mark. A full stop ends no sentence behind a single letter before a
+    word, behind an abbreviation or an ellipsis (unless a word like "He" or "The" follows), or behind a number before a
+    small letter.
+
+    >>> count_sentences("Dr. J. Smith left at 5 p.m. He said: wait... what? (Really!) 1. Buy milk")
+    5
+    """
+    words = text.split()
+    return sum(_ends_sentence(word, following) for word, following in pairwise(words)) + bool(words)
+
+
+def _ends_sentence(word: str, following: str) -> bool:
+    word, next_word = word.rstrip(_CLOSING), following.lstrip(_OPENING)
+    if not word.endswith("."):
+        return word.endswith(("?", "!"))
+    stem = word[:-1].lstrip(_OPENING).lower()
+    if stem.endswith(".") or stem in _ABBREVIATIONS or stem.rpartition("-")[2] in _ABBREVIATIONS:
+        return next_word[:1].isupper() and _STARTERS.match(next_word) is not None
+    if _NUMBER.fullmatch(stem):
+        return not next_word[:1].islower()
+    return not (len(stem) == 1 and stem.isalpha() and following[:1].isalpha())
+
+
+@functools.cache
+def _language_detector() -> Any:
+    """langdetect's own factory, with seed 0 as in the paper's code; not its module-wide one, which threads race for."""
+    try:
+        from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory
+    except ImportError as error:
+        raise ImportError(
+            "reward 'ifeval' must have the package langdetect, it is missing: pip install 'torchrl_grpo[rewards]'."
+        ) from error
+    factory = DetectorFactory()
+    factory.load_profile(PROFILES_DIRECTORY)
+    factory.set_seed(0)
+    return factory
+
+
+def is_language(text: str, language: str) -> bool:
+    """Whether a text is in a language (ISO 639-1); True where none can be detected, as in the paper's code.
+
+    >>> is_language("Today we visit the Louvre", "en"), is_language("123", "fr")
+    (True, True)
+    """
+    from langdetect import LangDetectException
+
+    detector = _language_detector().create()
+    try:
+        detector.append(text[:_LANGUAGE_CHARACTERS])
+        return bool(detector.detect() == language)
+    except LangDetectException:
+        return True
+
+
+def _compare(count: int, relation: str, threshold: int) -> bool:
+    if relation not in ("less than", "at least"):
+        raise ValueError(f"relation of an instruction must be 'less than' or 'at least', got {relation!r}.")
+    return count < threshold if relation == "less than" else count >= threshold
+
+
+def _occurrences(word: str, text: str) -> int:
+    return len(re.findall(re.escape(word), text, re.IGNORECASE))
+
+
+def _has_no_word_of(text: str, forbidden_words: Sequence[str]) -> bool:
+    return not any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.I) for word in forbidden_words)
+
+
+def _placeholders(text: str, num_placeholders: int) -> bool:
+    count = 0
+    for line in text.split("\n"):
+        start = line.find("[")
+        while start >= 0 and (end := line.find("]", start)) >= 0:
+            count += 1
+            start = line.find("[", end)
+    return count >= num_placeholders
+
+
+def _postscript(text: str, postscript_marker: str) -> bool:
+    marker = postscript_marker.strip()
+    pattern = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}.get(marker, re.escape(marker.lower()))
+    return re.search(pattern, text.lower()) is not None
+
+
+def _bullets(text: str, num_bullets: int) -> bool:
+    return len(re.findall(r"^[^\S\n]*(?:\*[^*]|-).*$", text, re.MULTILINE)) == num_bullets
+
+
+def _highlights(text: str, num_highlights: int) -> bool:
+    single, double = re.findall(r"\*[^\n*]*\*", text), re.findall(r"\*\*[^\n*]*\*\*", text)
+    return sum(bool(part.strip("*").strip()) for part in single + double) >= num_highlights
+
+
+def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
+    return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
+
+
+def _parts(text: str, divider: str) -> list[str] | None:
+    """What a divider separates, without an empty first or last part; None when a part between two dividers is empty."""
+    parts = text.split(divider)
+    inner = [part.strip() for i, part in enumerate(parts) if part.strip() or 0 < i < len(parts) - 1]
+    return inner if all(inner) else None
+
+
+def _paragraphs(text: str, num_paragraphs: int) -> bool:
+    parts = _parts(text, "***")
+    return parts is not None and len(parts) == num_paragraphs
+
+
+def _two_responses(text: str) -> bool:
+    parts = _parts(text, "******")
+    return parts is not None and len(parts) == 2 and parts[0] != parts[1]
+
+
+def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    paragraphs = text.split("\n\n")
+    count = sum(bool(paragraph.strip()) for paragraph in paragraphs)
+    if count != num_paragraphs or not 1 <= nth_paragraph <= count or not paragraphs[nth_paragraph - 1].strip():
+        return False
+    word = paragraphs[nth_paragraph - 1].split(maxsplit=1)[0].lstrip("'").lstrip('"')
+    return re.split(r"[.,?!'\"]", word, maxsplit=1)[0].lower() == first_word.lower()
+
+
+def _json(text: str) -> bool:
+    text = text.strip()
+    for ticks in ("```json", "```Json", "```JSON", "```"):
+        text = text.removeprefix(ticks)
+    try:
+        json.loads(text.removesuffix("```").strip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _title(text: str) -> bool:
+    for line in text.split("\n"):
+        start, end = line.find("<<"), line.rfind(">>")
+        if start >= 0 and end > start + 2 and line[start : end + 2].lstrip("<").rstrip(">").strip():
+            return True
+    return False
+
+
+def _quoted(text: str) -> bool:
+    text = text.strip()
+    return len(text) > 1 and text[0] == text[-1] == '"'
+
+
+# By the paper's instruction ids. The arguments behind the text are those of the data set's column ``kwargs``.
+CHECKS: dict[str, Callable[..., bool]] = {
+    "keywords:existence": lambda text, keywords: all(_occurrences(word, text) for word in keywords),
+    "keywords:frequency": lambda text, keyword, frequency, relation: _compare(
+        _occurrences(keyword.strip(), text), relation, frequency
+    ),
+    "keywords:forbidden_words": _has_no_word_of,
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: _compare(
+        text.lower().count(letter.strip().lower()), let_relation, let_frequency
+    ),
+    "language:response_language": is_language,
+    "length_constraints:number_sentences": lambda text, num_sentences, relation: _compare(
+        count_sentences(text), relation, num_sentences
+    ),
+    "length_constraints:number_paragraphs": _paragraphs,
+    "length_constraints:number_words": lambda text, num_words, relation: _compare(
+        count_words(text), relation, num_words
+    ),
+    "length_constraints:nth_paragraph_first_word": _first_word,
+    "detectable_content:number_placeholders": _placeholders,
+    "detectable_content:postscript": _postscript,
+    "detectable_format:number_bullet_lists": _bullets,
+    "detectable_format:constrained_response": lambda text: any(option in text for option in _CONSTRAINED),
+    "detectable_format:number_highlighted_sections": _highlights,
+    "detectable_format:multiple_sections": _sections,
+    "detectable_format:json_format": _json,
+    "detectable_format:title": _title,
+    "combination:two_responses": _two_responses,
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
+    "startend:quotation": _quoted,
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: _compare(
+        count_capital_words(text), capital_relation, capital_frequency
+    ),
+    "change_case:english_capital": lambda text: text.isupper() and is_language(text, "en"),
+    "change_case:english_lowercase": lambda text: text.islower() and is_language(text, "en"),
+    "punctuation:no_comma": lambda text: "," not in text,
+}

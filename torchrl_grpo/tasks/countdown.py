@@ -1,0 +1,114 @@
+"""The countdown game, generated: make a target from given numbers with ``+ - * /``, each number used exactly once.
+
+Every problem is made from a solution that passes through positive whole numbers alone. As in the arithmetic task, a
+hash of the problem (its numbers in any order, and its target) decides which split it belongs to, and no data is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+
+from torchrl_grpo.rewards.countdown import countdown
+from torchrl_grpo.tasks.base import Message, Problem, Score, Split, Task
+
+SPLIT_SIZES: dict[Split, int] = {"train": 4096, "test": 512}
+MAX_NUMBERS = 6
+INSTRUCTION = (
+    "Using each of the numbers {nums} exactly once, with + - * / and brackets, write an expression that equals "
+    "{target}. Finish with a line that holds only the expression: #### expression"
+)
+
+_TEST_SHARE = 0.2
+_DRAWS_PER_PROBLEM = 50
+
+
+def split_of(nums: Sequence[int], target: int) -> Split:
+    """The split that a problem belongs to; the order of its numbers does not matter."""
+    digest = hashlib.sha256(f"{sorted(nums)} {target}".encode()).digest()
+    return "test" if int.from_bytes(digest[:8], "big") < _TEST_SHARE * 2**64 else "train"
+
+
+class CountdownTask(Task):
+    """Countdown problems, drawn by a seeded generator; a problem's ``answer`` is one solution of possibly many.
+
+    ``problems`` gives up to 4096 train and 512 test problems (fewer where there are few). The reward is that of
+    ``torchrl_grpo.rewards.countdown``.
+
+    Args:
+        difficulty: how many numbers are given, 2 to 6.
+        largest: the numbers are drawn from 1 to this.
+        largest_target: targets are whole numbers from 1 to this.
+        seed: which problems are drawn and in what order; it moves no problem to the other split.
+
+    Raises:
+        ValueError: an argument is out of its range.
+
+    >>> task = CountdownTask()
+    >>> problem = Problem("", "(3+5)*2", {"nums": [2, 3, 5], "target": 16})
+    >>> task.score(problem, ["#### 2 * (5 + 3)"])
+    Score(reward=1.0, correct=True)
+    """
+
+    name = "countdown"
+
+    def __init__(self, difficulty: int = 3, largest: int = 20, largest_target: int = 100, seed: int = 0) -> None:
+        if not 2 <= difficulty <= MAX_NUMBERS:
+            raise ValueError(f"difficulty must be from 2 to {MAX_NUMBERS} numbers, got {difficulty}: use 3.")
+        if largest < 2 or largest_target < 2:
+            raise ValueError(
+                f"largest and largest_target must be at least 2, got {largest} and {largest_target}: use 20 and 100."
+            )
+        self.difficulty, self.largest, self.largest_target, self.seed = difficulty, largest, largest_target, seed
+        self._problems: dict[Split, list[Problem]] = {}
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """The split's problems, all different, in the order in which the seeded generator drew them.
+
+        Raises:
+            ValueError: ``split`` is neither ``"train"`` nor ``"test"``.
+        """
+        if split not in SPLIT_SIZES:
+            raise ValueError(f"split must be 'train' or 'test', got {split!r}: use one of the two.")
+        if split not in self._problems:
+            self._problems[split] = self._draw(split)
+        return self._problems[split]
+
+    def messages(self, problem: Problem) -> list[Message]:
+        """One user message: the numbers, the target and how to answer."""
+        return [{"role": "user", "content": problem.query}]
+
+    def score(self, problem: Problem, responses: Sequence[str]) -> Score:
+        """1.0 when the last response's expression is right, else 0.0."""
+        reward = countdown(responses[-1], **problem.extra)
+        return Score(reward=reward, correct=reward == 1.0)
+
+    def _draw(self, split: Split) -> list[Problem]:
+        # A string seeds Random through SHA-512, so the stream is the same in every process.
+        rng = random.Random(f"countdown {self.difficulty} {self.largest} {self.largest_target} {self.seed} {split}")
+        drawn: dict[tuple[int, ...], Problem] = {}
+        for _ in range(_DRAWS_PER_PROBLEM * SPLIT_SIZES[split]):
+            nums = [rng.randint(1, self.largest) for _ in range(self.difficulty)]
+            target, solution = _combine(rng, nums)
+            if target <= self.largest_target and split_of(nums, target) == split:
+                query = INSTRUCTION.format(nums=nums, target=target)
+                drawn.setdefault((*sorted(nums), target), Problem(query, solution, {"nums": nums, "target": target}))
+            if len(drawn) == SPLIT_SIZES[split]:
+                break
+        return list(drawn.values())
+
+
+def _combine(rng: random.Random, nums: Sequence[int]) -> tuple[int, str]:
+    """Joins numbers by random operations, two at a time, through positive whole numbers: the result and its form."""
+    parts = [(number, str(number)) for number in nums]
+    while len(parts) > 1:
+        (a, left), (b, right) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
+        values = {"+": a + b, "*": a * b}
+        if a > b:
+            values["-"] = a - b
+        if a % b == 0:
+            values["/"] = a // b
+        operation = rng.choice(list(values))
+        parts.append((values[operation], f"({left}{operation}{right})"))
+    return parts[0][0], parts[0][1][1:-1]

@@ -1,0 +1,213 @@
+"""A task that is scored by reward functions: the built-in ones, a user's own, TRL's and verl's."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from torchrl_grpo.rewards.forms import RewardFunction
+from torchrl_grpo.rewards.functions import load_function
+from torchrl_grpo.rewards.spec import CORRECT, RewardSpec, parse_rewards, part_weight, reward_weights
+from torchrl_grpo.tasks.base import Dialog, Message, Score, Task, WrappedTask
+
+
+class Rewards:
+    """Scores a dialog by reward functions: a weighted sum of their parts.
+
+    Of each function, a number is the part ``name``, and a dict's entries are the parts ``name/entry``. None leaves a
+    part out of the sum. Whether the dialog counts as correct is decided by the first function that applies: by its part
+    ``correct``, which trains nothing, else by whether its value is at least 1, of a dict the part ``reward`` or the
+    first one.
+
+    Functions that are ``async def`` run in an event loop of their own, one for the process. The others run in the
+    calling thread, one after the other. It can be sent to other processes by cloudpickle.
+
+    Attributes:
+        weights: see ``torchrl_grpo.rewards.spec.reward_weights``.
+        asynchronous: whether a function is an ``async def``; ``score_all`` then gains from many dialogs at a time.
+
+    Args:
+        functions: at least one.
+        weights: by name.
+        prompt_column: the column that the prompt came from; where it is a list of messages, TRL's functions get chats.
+    """
+
+    def __init__(
+        self, functions: Sequence[RewardFunction], weights: Mapping[str, float], prompt_column: str = "prompt"
+    ) -> None:
+        self.functions, self.weights, self.prompt_column = list(functions), dict(weights), prompt_column
+        self.asynchronous = any(function.asynchronous for function in functions)
+
+    def check(self, columns: Collection[str]) -> None:
+        """Refuses functions with an argument that nothing gives.
+
+        Args:
+            columns: of the data.
+
+        Raises:
+            ValueError: there is one.
+        """
+        for function in self.functions:
+            function.check(columns)
+
+    def __call__(self, dialog: Dialog) -> Score:
+        """The score of a dialog.
+
+        Raises:
+            ValueError: what a function returned is no reward, or none applies.
+            Exception: what a function raises.
+        """
+        return self.start(dialog).result()
+
+    def start(self, dialog: Dialog, timeout_s: float | None = None) -> Future[Score]:
+        """Scores a dialog; what is asynchronous goes on after this returns.
+
+        Args:
+            dialog: finished.
+            timeout_s: longest time for the asynchronous functions, else a TimeoutError.
+
+        Returns:
+            the score, or what a function raised.
+        """
+        done: Future[Score] = Future()
+        results: list[Any] = []
+        try:
+            for function in self.functions:
+                results.append(function.call(_facts(dialog, self.prompt_column), dialog.problem.extra))
+            if any(map(inspect.isawaitable, results)):
+                return asyncio.run_coroutine_threadsafe(self._wait(results, timeout_s), _event_loop())
+            done.set_result(self._score(results))
+        except Exception as error:
+            for result in results:
+                if inspect.iscoroutine(result):
+                    result.close()
+            done.set_exception(error)
+        return done
+
+    def score_all(self, dialogs: Iterable[Dialog], timeout_s: float | None = None) -> list[Score | Exception]:
+        """The scores of dialogs in their order, or what was raised; asynchronous functions run for all at a time."""
+        futures = [self.start(dialog, timeout_s) for dialog in dialogs]
+        return [error if isinstance(error := f.exception(), Exception) else f.result() for f in futures]
+
+    async def _wait(self, results: list[Any], timeout_s: float | None) -> Score:
+        waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                got = await asyncio.gather(*(results[i] for i in waiting))
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise TimeoutError(f"a reward must come within {timeout_s:g} s, none did.") from error
+        for i, result in zip(waiting, got, strict=True):
+            results[i] = result
+        return self._score(results)
+
+    def _score(self, results: Sequence[Any]) -> Score:
+        parts: dict[str, float | None] = {}
+        correct: bool | None = None
+        for function, result in zip(self.functions, results, strict=True):
+            own = function.parts(result)
+            parts |= own
+            if correct is None:
+                correct = _correct(function.name, own)
+        weighted = {name: part_weight(name, parts, self.weights) for name in parts}
+        counted = [weighted[name] * value for name, value in parts.items() if value is not None and weighted[name]]
+        if not counted:
+            raise ValueError(
+                f"one reward must apply to a response, none of {list(parts)} did: return a number in one of them, with "
+                "a weight that is not 0."
+            )
+        return Score(sum(counted), bool(correct), parts)
+
+
+def make_rewards(spec: RewardSpec, *, prompt_column: str = "prompt", field: str = "env.reward") -> Rewards:
+    """The rewards that a config names.
+
+    Args:
+        spec: a function's name (see ``load_function``) or the function; ``{fn, weight, name, ...options}``; or a list.
+        prompt_column: see ``Rewards``.
+        field: what the user who wrote the spec calls it.
+
+    Raises:
+        ValueError: the spec is not as it must be, or a function cannot be loaded.
+
+    >>> from torchrl_grpo.tasks.base import Problem
+    >>> rewards = make_rewards([{"fn": "gsm8k", "weight": 0.9}, {"fn": "number", "weight": 0.1}])
+    >>> rewards(Dialog(Problem("6*7=?", "42"), ["#### 42"])).parts
+    {'gsm8k': 1.0, 'number': 1.0}
+    """
+    entries = parse_rewards(spec, field)
+    functions = [
+        RewardFunction(load_function(entry.fn, field) if isinstance(entry.fn, str) else entry.fn, entry)
+        for entry in entries
+    ]
+    return Rewards(functions, reward_weights(entries), prompt_column)
+
+
+class WithRewards(WrappedTask):
+    """Another task's problems, scored by rewards.
+
+    Args:
+        task: the other one.
+        rewards: what scores a dialog.
+
+    >>> from torchrl_grpo.tasks.arithmetic import ArithmeticTask
+    >>> from torchrl_grpo.tasks.base import Problem
+    >>> task = WithRewards(ArithmeticTask(), make_rewards({"fn": "gsm8k", "mode": "lenient"}))
+    >>> task.judge(Dialog(Problem("6*7=?", "42"), ["The answer is 42."])).correct
+    True
+    """
+
+    def __init__(self, task: Task, rewards: Callable[[Dialog], Score]) -> None:
+        super().__init__(task)
+        self.rewards = rewards
+
+    def judge(self, dialog: Dialog) -> Score:
+        return self.rewards(dialog)
+
+
+def _facts(dialog: Dialog, prompt_column: str) -> dict[str, Any]:
+    problem, response = dialog.problem, dialog.responses[-1]
+    turn: Message = {"role": "assistant", "content": response}
+    messages = list(dialog.messages) or [{"role": "user", "content": problem.query}, turn]
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-len(dialog.responses) :]
+    return {
+        "response": response,
+        "prompt": problem.query,
+        "messages": messages,
+        "answer": problem.answer,
+        "finish_reason": dialog.finish_reason,
+        "tokens": list(dialog.tokens),
+        "prompt_column": prompt_column,
+        "written": messages[turns[0] :] if turns else [turn],
+        "dataset": problem.dataset,
+    }
+
+
+def _correct(name: str, parts: Mapping[str, float | None]) -> bool | None:
+    """What a function says, None where it does not apply."""
+    if f"{name}/{CORRECT}" in parts:
+        value = parts[f"{name}/{CORRECT}"]
+        return None if value is None else value > 0
+    value = parts.get(name, parts.get(f"{name}/reward", next(iter(parts.values()), None)))
+    return None if value is None else value >= 1
+
+
+_loop: tuple[int, asyncio.AbstractEventLoop] | None = None
+_lock = threading.Lock()
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """This process' loop for rewards: one, so that clients that a function keeps stay usable from call to call."""
+    global _loop
+    with _lock:
+        if _loop is None or _loop[0] != os.getpid():
+            loop = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="async rewards", daemon=True).start()
+            _loop = os.getpid(), loop
+        return _loop[1]

@@ -1,0 +1,77 @@
+"""The advantage of a reward in parts, each normalised on its own: GDPO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from torchrl_grpo import keys
+from torchrl_grpo.functional import group_advantage
+from torchrl_grpo.models.packing import entry
+from torchrl_grpo.rewards.spec import part_weight
+
+
+def reward_parts(batch: TensorDictBase, key: NestedKey = keys.REWARD_PARTS) -> list[dict[str, float | None]]:
+    """The parts of each sequence's reward, by name.
+
+    Raises:
+        KeyError: the batch has none.
+    """
+    parts: list[dict[str, float | None]] = entry(batch, key).reshape(-1).tolist()
+    return parts
+
+
+def decoupled_advantage(
+    parts: Sequence[Mapping[str, float | None]],
+    weights: Mapping[str, float],
+    group: Tensor,
+    valid: Tensor,
+    normalise: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """GDPO's advantage (arXiv 2601.05242): the weighted sum of each part's own, normalised over the batch.
+
+    ``A_i = (S_i - mean(S)) / (std(S) + eps)`` over the batch, where ``S_i`` is the sum over the parts k of ``w_k A_ki``
+    and ``A_ki`` is what ``normalise`` makes of part k in its group. A response that a part does not apply to (None, or
+    no entry) is left out of that part's statistics and gets nothing from it; so does a group in which all have the same
+    value.
+
+    Args:
+        parts: of each of N responses, by name.
+        weights: see ``rewards.spec.part_weight``.
+        group: [N] int64.
+        valid: [N] bool, False where the reward is unknown.
+        normalise: from a part's values, the groups and where it applies to the part's advantages, all [N].
+
+    Returns:
+        [N] float32, exactly 0 where no part gives anything.
+
+    Raises:
+        ValueError: a response that is valid has no parts.
+
+    >>> group = torch.tensor([0, 0])
+    >>> parts = [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": None}]
+    >>> decoupled_advantage(parts, {}, group, group == 0, group_advantage)
+    tensor([ 0.7071, -0.7071])
+    """
+    empty = sum(bool(good) and not row for good, row in zip(valid.tolist(), parts, strict=True))
+    if empty:
+        raise ValueError(
+            f"reward_combination=gdpo must have the parts of each reward, {empty} of {len(parts)} responses have none: "
+            "name the reward functions in env.reward, or return parts in the task's Score."
+        )
+    names = list(dict.fromkeys(name for row in parts for name in row))
+    total = torch.zeros(group.shape, dtype=torch.float64, device=group.device)
+    signal = torch.zeros_like(valid)
+    for name in names:
+        if weight := part_weight(name, names, weights):
+            values = [row.get(name) for row in parts]
+            there = torch.tensor([value is not None for value in values], device=group.device)
+            reward = torch.tensor([value or 0.0 for value in values], dtype=torch.float64, device=group.device)
+            own = normalise(reward, group, valid & there)
+            total += weight * own.double()
+            signal |= own != 0
+    # Each part's advantages add up to 0 in a group, so the mean of the batch is 0 but for rounding.
+    return torch.where(signal, group_advantage(total, group, valid, mean="batch", std="batch"), 0.0)

@@ -15,8 +15,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING
-
 from torchrl_grpo.config import GRPOConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
@@ -36,11 +34,12 @@ def page() -> str:
 
 def _tables(node: Any, name: str) -> Iterator[str]:
     """The table of a node, then those of the nodes inside it."""
-    (source,) = ast.parse(inspect.getsource(type(node))).body
-    assert isinstance(source, ast.ClassDef)
+    bodies = [ast.parse(inspect.getsource(kind)).body[0] for kind in type(node).__mro__[-2::-1]]
     docs = {
         ast.unparse(item.target): ast.literal_eval(text.value)
-        for item, text in pairwise(source.body)
+        for body in bodies
+        if isinstance(body, ast.ClassDef)
+        for item, text in pairwise(body.body)
         if isinstance(item, ast.AnnAssign) and isinstance(text, ast.Expr)
     }
     yield f"## `{name}`\n\n{_prose(type(node).__doc__ or '')}\n" if name else "## At the top\n"
@@ -73,7 +72,7 @@ def _choices(item: dataclasses.Field[Any], doc: str) -> str:
 def _default(value: Any) -> str:
     """A default as one would write it on the command line."""
     plain = json.dumps(value).replace('"', "")
-    return "must be given" if value == MISSING else f"`{plain}`"
+    return f"`{plain}`"
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from __future__ import annotations
 import argparse
 import math
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -126,15 +128,22 @@ def make_batch(task: ArithmeticTask, tokenizer: Qwen2Tokenizer, rng: random.Rand
         response_ids = [*tokenizer(demonstration(problem, rng)).input_ids, tokenizer.eos_token_id]
         tokens.append(torch.tensor(prompt_ids + response_ids))
         labels.append(torch.tensor([-100] * len(prompt_ids) + response_ids))
+    return padded(tokens, labels, tokenizer)
+
+
+def padded(tokens: list[Tensor], labels: list[Tensor], tokenizer: Qwen2Tokenizer) -> tuple[Tensor, Tensor]:
+    """Rows of [T] int64 as two [B, T] tensors, padded on the right."""
     return (
         torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=tokenizer.pad_token_id),
         torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100),
     )
 
 
-def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, steps: int, seed: int) -> None:
-    """Supervised training on fresh demonstrations; cosine schedule with warm-up."""
-    task, rng = ArithmeticTask(difficulty=2), random.Random(seed)
+def train(
+    model: Qwen2ForCausalLM, draw: Callable[[random.Random], tuple[Tensor, Tensor]], steps: int, seed: int
+) -> None:
+    """Supervised training on batches that ``draw`` makes; cosine schedule with warm-up."""
+    rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
     model.train()
     for step in range(steps):
@@ -142,7 +151,7 @@ def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, steps: int, seed: 
         lr = PEAK_LR * min((step + 1) / WARMUP_STEPS, 0.5 * (1 + math.cos(math.pi * progress)))
         for group in optimizer.param_groups:
             group["lr"] = lr
-        tokens, labels = make_batch(task, tokenizer, rng)
+        tokens, labels = draw(rng)
         # Padding is on the right, so a causal model needs no mask for it.
         loss = model(input_ids=tokens, labels=labels).loss
         optimizer.zero_grad()
@@ -164,7 +173,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
-    train(model, tokenizer, args.steps, args.seed)
+    train(model, partial(make_batch, ArithmeticTask(difficulty=2), tokenizer), args.steps, args.seed)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     parameters = sum(p.numel() for p in model.parameters())

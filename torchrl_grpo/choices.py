@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-Dataset = Literal["arithmetic", "gsm8k"]
-"""Tasks."""
+GENERATED = ("arithmetic", "countdown")
+"""Built-in data sets that are generated."""
+PRESETS = ("gsm8k", "math", "ifeval")
+"""Built-in data sets that are files, or on the hub; any other name is a file, a folder or a data set on the hub."""
 Backend = Literal["transformers", "vllm"]
 """Generation engines."""
 Dtype = Literal["float32", "bfloat16", "float16"]

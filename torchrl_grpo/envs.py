@@ -6,9 +6,10 @@ text is made from response tokens for the task alone, and no text that the polic
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,22 +21,35 @@ from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.checks import check_multiple
-from torchrl_grpo.keys import GROUP_ID, LENGTH_STOPPED, PROMPT, QUERY, RESPONSE, REWARD_VALID
-from torchrl_grpo.reward_pool import Failure, RewardPool, score_dialog
-from torchrl_grpo.tasks.base import Problem, Split, Task
+from torchrl_grpo.conversation import TurnTemplate
+from torchrl_grpo.keys import (
+    DATASET,
+    GROUP_ID,
+    LENGTH_STOPPED,
+    PROMPT,
+    QUERY,
+    RESPONSE,
+    REWARD_PARTS,
+    REWARD_VALID,
+)
+from torchrl_grpo.prompts import Prompts
+from torchrl_grpo.reward_pool import Failure, RewardPool, advance
+from torchrl_grpo.tasks.base import Dialog, Message, Problem, Split, Task, Turn
+from torchrl_grpo.tools import tool_message
 
-_PLACEHOLDER = "@@assistant-turn@@"
 _OUTCOME = ("reward", "done", "terminated", "truncated", "correct", "valid")
 
 
 @dataclass
-class _Dialog:
-    """One row of the environment: its problem, the policy's turns so far, and how it ended."""
+class _Row:
+    """One row of the environment: its problem, the dialog so far, and how it ended."""
 
     problem: Problem
     responses: list[str] = field(default_factory=list)
+    between: list[Message] = field(default_factory=list)  # all messages after the problem's own
     reward: float = 0.0
     correct: bool = False
+    parts: dict[str, float | None] = field(default_factory=dict)
     valid: bool = True
     terminated: bool = False
     truncated: bool = False
@@ -85,6 +99,7 @@ class LLMEnv(EnvBase):
         seed: decides the order of the problems.
         reward_pool: scores the task's dialogs in processes of their own; None scores here. Copies of the environment
             share it, and who made it closes it.
+        template_arguments: of the chat template, such as ``enable_thinking``.
 
     Raises:
         ValueError: a number is out of range, the tokenizer has no chat template, or no problem is left.
@@ -99,7 +114,6 @@ class LLMEnv(EnvBase):
     """
 
     input_mode = "tokens"  # TorchRL's transforms ask for it: prompts and responses are tokens, no text and no history
-    _copies_left: int
 
     def __init__(
         self,
@@ -113,6 +127,7 @@ class LLMEnv(EnvBase):
         max_turns: int = 1,
         seed: int = 0,
         reward_pool: RewardPool | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         check_multiple("num_envs", num_envs, repeats, f"repeats={repeats}, at least 1")
         if max_turns < 1:
@@ -129,36 +144,38 @@ class LLMEnv(EnvBase):
         self.max_prompt_tokens = max_prompt_tokens
         self.max_turns = max_turns
         self.reward_pool = reward_pool
-        self.num_dropped = 0
-        self._problems: Sequence[Problem] = task.problems(split)
-        self._prompts: dict[int, Tensor] = {}
-        self._turn_tokens: dict[str, list[int]] = {}
+        self.template_arguments = dict(template_arguments or {})
+        self.prompts = Prompts(task, tokenizer, split, repeats, max_prompt_tokens, self.template_arguments)
+        self._has_datasets = bool(self.prompts.problems[0].dataset)
+        self.counts: Counter[str] = Counter()
+        self._template = TurnTemplate(tokenizer, self.template_arguments)
         self._logged_failures: set[tuple[Any, ...]] = set()
-        self._usable = self._select_problems()
-        if not self._usable:
-            raise ValueError(
-                f"split={split!r} of task {task.name!r} must have a problem whose prompt has at most "
-                f"max_prompt_tokens={max_prompt_tokens} tokens, none of its {len(self._problems)} has: "
-                "use a larger max_prompt_tokens, or a model length that leaves more room beside the response."
-            )
-        self._next_group = 0
+        if max_turns > 1:  # what the template does not take, it does not take at the end of a rollout either
+            self._template.text([{"role": "user", "content": "@"}])
+            if task.tools:
+                self._template.text([tool_message("@", "@")])
         self._set_seed(seed)
-        self._dialogs: list[_Dialog] = []
+        self._rows: list[_Row] = []
+        self._received: dict[int, tuple[Tensor, Future[Turn | Failure]]] = {}
         self._make_specs()
 
     def _make_specs(self) -> None:
         rows = self.batch_size
         tokens = _RaggedTokens(len(self.tokenizer), shape=(-1,), dtype=torch.int64)
+        parts = {REWARD_PARTS[-1]: NonTensor(shape=rows, example_data={})} if self.task.has_parts else {}
+        dataset = {DATASET: NonTensor(shape=rows, example_data="")} if self._has_datasets else {}
         self.full_observation_spec = Composite(
             tokens=StackedComposite(*[Composite(prompt=tokens) for _ in range(rows[0])], dim=0),
             text=Composite(response=NonTensor(shape=rows, example_data=""), shape=rows),
             correct=Binary(shape=(*rows, 1), dtype=torch.bool),
             reward_valid=Binary(shape=(*rows, 1), dtype=torch.bool),
+            **parts,
             shape=rows,
         )
         self.full_state_spec = Composite(
             group_id=Unbounded(shape=(*rows, 1), dtype=torch.int64),
             query=NonTensor(shape=rows, example_data=""),
+            **dataset,
             shape=rows,
         )
         self.full_action_spec = Composite(
@@ -172,6 +189,12 @@ class LLMEnv(EnvBase):
             shape=rows,
         )
 
+    def __copy__(self) -> LLMEnv:
+        """An environment that shares problems, prompts and reward workers, and has dialogs of its own."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__, prompts=self.prompts.twin(), _received={}, counts=Counter())
+        return new
+
     def fake_tensordict(self) -> TensorDictBase:
         """What a transition looks like; as in the real data, rows of tokens are a lazy stack."""
         fake = super().fake_tensordict()
@@ -179,222 +202,198 @@ class LLMEnv(EnvBase):
             fake.set(key, lazy_stack(list(fake.get(key).unbind(0))))
         return fake
 
-    # Drawing problems
-
-    def _select_problems(self) -> list[int]:
-        """Indices of the problems that may be drawn. Without a limit none is tokenized here."""
-        everything = list(range(len(self._problems)))
-        if self.max_prompt_tokens is None:
-            return everything
-        texts = [self._render(problem) for problem in self._problems]
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-        usable = [i for i in everything if len(encoded[i]) <= self.max_prompt_tokens]
-        self.num_dropped = len(everything) - len(usable)
-        if self.num_dropped:
-            torchrl_logger.info(
-                f"LLMEnv: dropped {self.num_dropped} of {len(everything)} prompts of {self.task.name!r} that are "
-                f"longer than max_prompt_tokens={self.max_prompt_tokens}."
-            )
-        return usable
-
-    def _render(self, problem: Problem) -> str:
-        messages = self.task.messages(problem)
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-    def _prompt(self, index: int) -> Tensor:
-        """[T] int64 prompt of problem ``index``, tokenized when it is first drawn."""
-        if index not in self._prompts:
-            tokens = self.tokenizer(self._render(self._problems[index]), add_special_tokens=False)["input_ids"]
-            self._prompts[index] = torch.tensor(tokens, dtype=torch.int64)
-        return self._prompts[index]
-
     @property
     def num_problems(self) -> int:
         """Problems that can be drawn."""
-        return len(self._usable)
+        return len(self.prompts)
 
-    def first_prompts(self, count: int) -> list[Tensor]:
-        """The prompts of the split's first ``count`` problems, [T] int64 each; drawing is not affected."""
-        return [self._prompt(index) for index in self._usable[:count]]
-
-    def _draw(self) -> tuple[int, int]:
-        """The problem and the group of the next row."""
-        if self._copies_left == 0:
-            if self._position == len(self._usable):
-                self._start_epoch(self._epoch + 1)
-            self._current = (self._order[self._position], self._next_group)
-            self._position += 1
-            self._next_group += 1
-            self._copies_left = self.repeats
-        self._copies_left -= 1
-        return self._current
-
-    def skip(self, groups: int) -> None:
-        """Goes on in the order of the problems as if a reset had drawn so many groups."""
-        for _ in range(groups):
-            self._copies_left = 0
-            self._draw()
-        self._copies_left = 0
-
-    def _start_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-        self._position = 0
-        self._order = list(self._usable)
-        random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+    @property
+    def num_dropped(self) -> int:
+        """Problems whose prompts are too long."""
+        return self.prompts.num_dropped
 
     def _set_seed(self, seed: int | None) -> None:
-        self._seed = 0 if seed is None else int(seed)
-        self._copies_left = 0  # of the problem and the group that were drawn last
-        self._start_epoch(0)
+        self.prompts.seed(0 if seed is None else int(seed))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Where the environment is in its data. Dialogs in progress are not part of it: save between two rollouts."""
-        return {
-            "seed": self._seed,
-            "epoch": self._epoch,
-            "position": self._position,
-            "next_group": self._next_group,
-            "num_problems": len(self._usable),
-        }
+        return self.prompts.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Goes to where ``state_dict`` was taken: the next ``reset`` draws what would have been drawn there.
 
         Raises:
-            ValueError: the state is from an environment with another number of problems.
+            ValueError: the state is from an environment with other problems.
         """
-        if state_dict["num_problems"] != len(self._usable):
-            raise ValueError(
-                f"the saved environment has num_problems={state_dict['num_problems']}, this one has "
-                f"{len(self._usable)}: use the dataset, split and max_prompt_tokens of the saved run."
-            )
-        self._set_seed(state_dict["seed"])
-        self._start_epoch(state_dict["epoch"])
-        self._position = state_dict["position"]
-        self._next_group = state_dict["next_group"]
+        self.prompts.load_state_dict(state_dict)
 
     # Transitions
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)
         rows = range(self.batch_size[0])
-        if mask is None or bool(mask.all()) or not self._dialogs:
+        if mask is None or bool(mask.all()) or not self._rows:
             # Starting afresh keeps groups whole and adjacent, whatever partial resets came before.
-            self._copies_left = 0
-            self._drawn = [self._draw() for _ in rows]
-            self._dialogs = [_Dialog(self._problems[index]) for index, _ in self._drawn]
+            self.prompts.start_group()
+            self._drawn = [self.prompts.draw() for _ in rows]
+            self._rows = [_Row(self.prompts.problems[index]) for index, _ in self._drawn]
         else:
             for row in mask.reshape(-1).nonzero().reshape(-1).tolist():
-                self._drawn[row] = self._draw()
-                self._dialogs[row] = _Dialog(self._problems[self._drawn[row][0]])
-        queries = {index: NonTensorData(self._problems[index].query) for index, _ in set(self._drawn)}
+                self._drawn[row] = self.prompts.draw()
+                self._rows[row] = _Row(self.prompts.problems[self._drawn[row][0]])
+        self._received = {}
+        blank = [_Row(row.problem) for row in self._rows]
+        columns: dict[str, Any] = self._outcome_columns(blank, ("correct", "valid"))
+        columns[QUERY] = NonTensorStack(*[NonTensorData(row.problem.query) for row in blank])
+        if self._has_datasets:
+            columns[DATASET] = NonTensorStack(*[NonTensorData(row.problem.dataset) for row in blank])
+        if self.task.has_parts:
+            columns[REWARD_PARTS[-1]] = NonTensorStack(*[NonTensorData(row.parts) for row in blank])
         return TensorDict(
             {
-                "tokens": lazy_stack([TensorDict({"prompt": self._prompt(index)}) for index, _ in self._drawn]),
+                "tokens": lazy_stack([TensorDict({"prompt": self.prompts.tokens(index)}) for index, _ in self._drawn]),
                 GROUP_ID: torch.tensor([group for _, group in self._drawn]).unsqueeze(-1),
-                QUERY: NonTensorStack(*[queries[index] for index, _ in self._drawn]),
-                "text": TensorDict({"response": NonTensorStack(*[NonTensorData("")] * len(rows))}, self.batch_size),
-                **self._outcome_columns([_Dialog(dialog.problem) for dialog in self._dialogs], ("correct", "valid")),
+                "text": TensorDict({"response": NonTensorStack(*[NonTensorData("")] * len(blank))}, self.batch_size),
+                **columns,
             },
             self.batch_size,
         )
+
+    def receive(self, row: int, response: Tensor, length_stopped: bool) -> None:
+        """Takes a row's response before the step: its dialog is answered or scored while others are still sampled.
+
+        Nothing happens without a ``reward_pool``: scoring here would hold up the sampling.
+
+        Args:
+            row: index.
+            response: [T] int64, what ``step`` will find there.
+            length_stopped: as ``step`` will find it.
+        """
+        if self.reward_pool is not None:
+            text = self.tokenizer.decode(response.tolist(), skip_special_tokens=True)
+            self._received[row] = (response, self._submit(self._dialog(row, response, text, length_stopped)))
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = tensordict.get("tokens").unbind(0)
         stepping = tensordict.get("_step", None)
         active = [
             row
-            for row, dialog in enumerate(self._dialogs)
-            if not dialog.done and (stepping is None or bool(stepping[row].any()))
+            for row, state in enumerate(self._rows)
+            if not state.done and (stepping is None or bool(stepping[row].any()))
         ]
-        responses = [rows[row].get(RESPONSE[-1]) for row in active]
-        texts = self.tokenizer.batch_decode([tokens.tolist() for tokens in responses], skip_special_tokens=True)
+        responses = {row: rows[row].get(RESPONSE[-1]) for row in active}
+        texts = self.tokenizer.batch_decode(
+            [tokens.tolist() for tokens in responses.values()], skip_special_tokens=True
+        )
         length_stopped = tensordict.get(LENGTH_STOPPED).reshape(-1).tolist()
+        dialogs = {
+            row: self._dialog(row, responses[row], text, length_stopped[row])
+            for row, text in zip(active, texts, strict=True)
+        }
         prompts = [row.get(PROMPT[-1]) for row in rows]
-        for row, response, text in zip(active, responses, texts, strict=True):
-            dialog = self._dialogs[row]
-            dialog.responses.append(text)
-            prompts[row] = self._advance(dialog, prompts[row], response, length_stopped[row])
-        self._score([self._dialogs[row] for row in active if self._dialogs[row].done])
-        text_column = [dialog.responses[-1] if dialog.responses else "" for dialog in self._dialogs]
+        again: dict[int, Dialog] = {}
+        for row, turn in zip(active, self._advance(dialogs), strict=True):
+            prompts[row] = torch.cat([prompts[row], responses[row]])
+            self._rows[row].responses.append(dialogs[row].responses[-1])
+            self._rows[row].between.append(dialogs[row].messages[-1])
+            longer = self._take(row, dialogs[row], turn, prompts[row])
+            if longer is not None:
+                prompts[row] = longer
+            elif self._rows[row].truncated and isinstance(turn, Turn) and turn.score is None:
+                again[row] = replace(dialogs[row], finish_reason="length")  # its answer found no room: it ends here
+        for row, turn in zip(again, self._advance(again), strict=True):
+            self._take(row, again[row], turn, prompts[row])
+        text_column = [row.responses[-1] if row.responses else "" for row in self._rows]
+        columns: dict[str, Any] = self._outcome_columns(self._rows, _OUTCOME)
+        if self.task.has_parts:
+            columns[REWARD_PARTS[-1]] = NonTensorStack(*[NonTensorData(row.parts) for row in self._rows])
         return TensorDict(
             {
                 "tokens": lazy_stack([TensorDict({"prompt": prompt}) for prompt in prompts]),
                 "text": TensorDict({"response": NonTensorStack(*text_column)}, self.batch_size),
-                **self._outcome_columns(self._dialogs, _OUTCOME),
+                **columns,
             },
             self.batch_size,
         )
 
-    def _advance(self, dialog: _Dialog, prompt: Tensor, response: Tensor, length_stopped: bool) -> Tensor:
-        """Ends the dialog, or appends the user's next turn to it; returns [T] int64, all tokens so far."""
-        tokens = torch.cat([prompt, response])
-        if length_stopped:
-            dialog.truncated = True
-            return tokens
-        try:
-            message = self.task.next_turn(dialog.problem, dialog.responses)
-        except Exception as error:
-            self._invalidate(dialog, Failure.of(error))
-            message = None
-        if message is None or len(dialog.responses) == self.max_turns:
-            dialog.terminated, dialog.truncated = message is None, message is not None
-            return tokens
-        turn = self._user_turn(message)
-        if response.numel() and turn and int(response[-1]) == turn[0]:
-            # The policy sampled the token that ends its turn; the template would write it a second time.
-            turn = turn[1:]
-        longer = torch.cat([tokens, torch.tensor(turn, dtype=torch.int64)])
+    def _dialog(self, row: int, response: Tensor, text: str, length_stopped: bool) -> Dialog:
+        """The dialog of a row with a further response."""
+        state, tokens = self._rows[row], response.tolist()
+        messages = [*self.task.messages(state.problem), *state.between, {"role": "assistant", "content": text}]
+        return Dialog(
+            problem=state.problem,
+            responses=[*state.responses, text],
+            messages=messages,
+            tokens=tokens,
+            finish_reason="length" if length_stopped else "stop",
+            raw=self.tokenizer.decode(tokens) if self.task.tools else "",
+            last=len(state.responses) + 1 >= self.max_turns,
+        )
+
+    def _advance(self, dialogs: Mapping[int, Dialog]) -> list[Turn | Failure]:
+        """What the task says of the dialogs of rows."""
+        if self.reward_pool is None:
+            return advance(self.task, list(dialogs.values()))
+        futures = []
+        for row, dialog in dialogs.items():
+            response, future = self._received.pop(row, (None, None))
+            same = response is not None and response.tolist() == dialog.tokens
+            futures.append(future if same and future is not None else self._submit(dialog))
+        return [future.result() for future in futures]
+
+    def _submit(self, dialog: Dialog) -> Future[Turn | Failure]:
+        assert self.reward_pool is not None
+        return self.reward_pool.submit(dialog)
+
+    def _take(self, row: int, dialog: Dialog, turn: Turn | Failure, tokens: Tensor) -> Tensor | None:
+        """Ends a row's dialog, or appends the task's answer to it.
+
+        Returns:
+            [T] int64, all tokens with the answer; None where the dialog ended, or there is no room for the answer.
+        """
+        state = self._rows[row]
+        if isinstance(turn, Failure):
+            excuse = self.task.excuse(dialog, turn.told) if turn.told else None
+            if excuse is None or dialog.last:
+                self._invalidate(state, turn)
+                state.truncated = dialog.finish_reason == "length"
+                state.terminated = not state.truncated
+                return None
+            turn = Turn(excuse, None, {"tools/errors": 1})
+        self.counts.update(turn.counts)
+        if turn.score is not None:
+            state.reward, state.correct = turn.score.reward, turn.score.correct
+            state.parts = dict(turn.score.parts)
+            state.truncated = dialog.finish_reason == "length" or turn.messages is not None
+            state.terminated = not state.truncated
+            return None
+        longer = torch.cat([tokens, self._template.tokens(turn.messages or (), dialog.tokens)])
         if self.max_prompt_tokens is not None and longer.numel() > self.max_prompt_tokens:
-            dialog.truncated = True
-            return tokens
+            state.truncated = True
+            return None
+        state.between.extend(turn.messages or ())
         return longer
 
-    def _user_turn(self, message: str) -> list[int]:
-        """What the chat template puts between an assistant's text and the assistant's next text."""
-        if message not in self._turn_tokens:
-            chat = [
-                {"role": "user", "content": "?"},
-                {"role": "assistant", "content": _PLACEHOLDER},
-                {"role": "user", "content": message},
-            ]
-            text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-            _, found, turn = text.partition(_PLACEHOLDER)
-            if not found:
-                raise ValueError(
-                    "the tokenizer's chat template must keep the text of an assistant turn, it left "
-                    f"{_PLACEHOLDER!r} out: use max_turns=1 or another template."
-                )
-            self._turn_tokens[message] = self.tokenizer(turn, add_special_tokens=False)["input_ids"]
-        return self._turn_tokens[message]
-
-    def _score(self, dialogs: Sequence[_Dialog]) -> None:
-        """Scores the dialogs that have just ended."""
-        dialogs = [dialog for dialog in dialogs if dialog.valid]  # the others failed in their last turn
-        wanted = [(dialog.problem, dialog.responses) for dialog in dialogs]
-        if self.reward_pool is None:
-            scores = [score_dialog(self.task, *dialog) for dialog in wanted]
-        else:
-            scores = self.reward_pool.score(wanted)
-        for dialog, score in zip(dialogs, scores, strict=True):
-            if isinstance(score, Failure):
-                self._invalidate(dialog, score)
-            else:
-                dialog.reward, dialog.correct = score.reward, score.correct
-
-    def _invalidate(self, dialog: _Dialog, failure: Failure) -> None:
+    def _invalidate(self, row: _Row, failure: Failure) -> None:
         """Marks the dialog as not scored; one log entry for each kind of failure."""
-        dialog.valid = False
+        row.valid = False
+        self.counts[f"rewards/invalid_{failure.cause}"] += 1
         if failure.kind not in self._logged_failures:
             self._logged_failures.add(failure.kind)
             torchrl_logger.error(
-                f"LLMEnv: task {self.task.name!r} failed on query {dialog.problem.query!r}; its reward is marked "
+                f"LLMEnv: task {self.task.name!r} failed on query {row.problem.query!r:.500}; its reward is marked "
                 f"invalid. Further errors of this kind are not logged. {failure.text}"
             )
 
+    def take_counts(self) -> dict[str, float]:
+        """What happened since this was last called, as metrics that add up: failures by cause, what tools did, and what
+        ``RewardPool.take_counts`` says."""
+        counts, self.counts = self.counts, Counter()
+        return {**counts, **({} if self.reward_pool is None else self.reward_pool.take_counts())}
+
     @staticmethod
-    def _outcome_columns(dialogs: Sequence[_Dialog], names: Sequence[str]) -> dict[str, Tensor]:
-        """[B, 1] columns of the dialogs' attributes."""
-        columns = {name: torch.tensor([getattr(dialog, name) for dialog in dialogs]).unsqueeze(-1) for name in names}
+    def _outcome_columns(rows: Sequence[_Row], names: Sequence[str]) -> dict[str, Tensor]:
+        """[B, 1] columns of the rows' attributes."""
+        columns = {name: torch.tensor([getattr(row, name) for row in rows]).unsqueeze(-1) for name in names}
         columns[REWARD_VALID] = columns.pop("valid")
         return columns

@@ -145,7 +145,7 @@ def make_sampler(
     evaluator = None
     if blueprint.greedy_env is not None:
         evaluator = Evaluator(engine, blueprint.greedy_env, blueprint.sampled_env, params=blueprint.params)
-    prompts = blueprint.train_env.first_prompts(4)
+    prompts = blueprint.train_env.prompts.first(4)
     return Sampler(engine, collectors, evaluator, blueprint.params, prompts, blueprint.reward_pool)
 
 

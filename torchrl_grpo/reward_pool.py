@@ -1,4 +1,5 @@
-"""``RewardPool``: a task's scorer in separate processes, so that one that hangs or crashes takes nothing with it.
+"""``RewardPool``: what a task says of dialogs, in separate processes, so that a scorer or a tool that hangs or crashes
+takes nothing with it.
 
 Each thread of the pool has a worker process and a pipe to it, so there is no queue or lock that a killed worker could
 leave broken. The workers import this module, and start fast because it does not import torch.
@@ -6,7 +7,6 @@ leave broken. The workers import this module, and start fast because it does not
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import signal
@@ -14,12 +14,11 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -27,17 +26,15 @@ from typing import Any
 import cloudpickle
 
 from torchrl_grpo.processes import die_with_parent
-from torchrl_grpo.tasks.base import Problem, Score, Task
+from torchrl_grpo.tasks.base import Dialog, InvalidRewardError, Score, Task, Turn
 
 RESTARTS = "workers/restarts_reward"
 TIMED_OUT = "workers/rewards_timed_out"
 
 _MOST_ATTEMPTS = 2
+_LARGEST = 3.4e38  # of float32
 _START_S = 600.0  # a machine that is busy, or a slow file system: only something stuck takes longer
 _START = "import sys; sys.path[:] = {path!r}; from torchrl_grpo.reward_pool import serve; serve({fd}, {parent})"
-
-Dialog = tuple[Problem, Sequence[str]]
-"""A problem and the policy's turns."""
 
 
 @dataclass(frozen=True)
@@ -47,31 +44,52 @@ class Failure:
     Attributes:
         kind: failures of one kind are logged once.
         text: for the log; a traceback where there is one.
+        cause: ``timeout``, ``crash`` (of the process), ``exception``, ``not_finite``, or what an
+            ``InvalidRewardError`` says.
+        told: what the policy is told, if a tool took too long or ended its process.
     """
 
     kind: tuple[Any, ...]
     text: str
+    cause: str = "exception"
+    told: str = ""
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
         """What a task raised; its kind is the type and the place."""
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        return cls((type(error).__name__, place.filename, place.lineno), "".join(traceback.format_exception(error)))
+        places = traceback.extract_tb(error.__traceback__)
+        place = (places[-1].filename, places[-1].lineno) if places else ()
+        text = "".join(traceback.format_exception(error))
+        return cls((type(error).__name__, *place), text, getattr(error, "cause", "exception"))
 
 
-def score_dialog(task: Task, problem: Problem, responses: Sequence[str]) -> Score | Failure:
-    """A finished dialog's score, with a finite reward, or why there is none."""
+def advance(task: Task, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Failure]:
+    """What ``task.advance`` says of each dialog, with finite rewards, or why it says nothing."""
     try:
-        score = task.score(problem, responses)
-        if not math.isfinite(score.reward):
-            raise ValueError(f"reward={score.reward} must be finite: fix {type(task).__name__}.score.")
-        return Score(float(score.reward), bool(score.correct))
+        turns = task.advance(dialogs, timeout_s)
+    except Exception as error:  # of a task whose advance is the user's
+        turns = [error] * len(dialogs)
+    return [_checked(turn, task) for turn in turns]
+
+
+def _checked(turn: Turn | Exception, task: Task) -> Turn | Failure:
+    if isinstance(turn, Exception):
+        return Failure.of(turn)
+    if turn.score is None:
+        return turn
+    try:
+        reward = float(turn.score.reward)
+        if not abs(reward) <= _LARGEST:
+            raise InvalidRewardError(
+                f"reward={reward} must be finite, also in float32: fix the scorer of {task.name!r}.", "not_finite"
+            )
+        return replace(turn, score=Score(reward, bool(turn.score.correct), dict(turn.score.parts)))
     except Exception as error:
         return Failure.of(error)
 
 
 class _Worker:
-    """A process that scores one dialog after the other; not on Windows."""
+    """A process that takes one request after the other; not on Windows."""
 
     def __init__(self, task: bytes) -> None:
         self.connection, theirs = Pipe()
@@ -83,8 +101,8 @@ class _Worker:
         theirs.close()
         self._task: bytes | None = task
 
-    def score(self, dialog: Dialog, timeout_s: float) -> Score | Failure | None:
-        """The score of a dialog, None where there was none in time.
+    def advance(self, dialogs: Sequence[Dialog], timeout_s: float) -> list[Turn | Failure] | None:
+        """What the task says of dialogs, None where it said nothing in time.
 
         Raises:
             EOFError or OSError: the process has ended.
@@ -96,8 +114,9 @@ class _Worker:
             if refused is not None:
                 raise RuntimeError(f"env.reward_workers needs processes that can load the task; one says: {refused}")
             self._task = None
-        self.connection.send(dialog)
-        return self.connection.recv() if self.connection.poll(timeout_s) else None
+        self.connection.send((dialogs, timeout_s))
+        # One of several that are judged at a time is given up by the process itself.
+        return self.connection.recv() if self.connection.poll(timeout_s + (len(dialogs) > 1)) else None
 
     def kill(self) -> None:
         """Kills the process and what it started."""
@@ -112,14 +131,14 @@ class _Worker:
 
 
 class RewardPool(AbstractContextManager["RewardPool"]):
-    """Scores dialogs in worker processes, which are made when they are first needed.
+    """Has dialogs answered and scored in worker processes, which are made when they are first needed.
 
-    A scorer that takes too long is killed. A worker that dies is replaced, and its dialog tried once more. May be used
-    by several threads at a time, and be pickled: the copy makes its own workers. The workers end with this process,
-    however it ends (on Linux).
+    A scorer or tool that takes too long is killed. A worker that dies is replaced, and its dialog tried once more. May
+    be used by several threads at a time, and be pickled: the copy makes its own workers. The workers end with this
+    process, however it ends (on Linux).
 
     Args:
-        task: its ``score`` is what runs in the workers; pickled already, or not.
+        task: its ``advance`` is what runs in the workers.
         workers: most worker processes, at least 1.
 
     Keyword Args:
@@ -127,31 +146,42 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
     Examples:
         >>> from torchrl_grpo.tasks.arithmetic import ArithmeticTask
+        >>> from torchrl_grpo.tasks.base import Problem
         >>> with RewardPool(ArithmeticTask(), 2, timeout_s=30) as pool:
-        ...     pool.score([(Problem("1+1=?", "2"), ["#### 2"]), (Problem("1+2=?", "3"), ["#### 4"])])
-        [Score(reward=1.0, correct=True), Score(reward=0.0, correct=False)]
+        ...     turn = pool.submit(Dialog(Problem("1+1=?", "2"), ["#### 2"]))
+        ...     turn.result().score
+        Score(reward=1.0, correct=True)
     """
 
-    def __init__(self, task: Task | bytes, workers: int, *, timeout_s: float) -> None:
-        self._task = task if isinstance(task, bytes) else cloudpickle.dumps(task)
-        self._most, self.timeout_s = workers, timeout_s
+    def __init__(self, task: Task, workers: int, *, timeout_s: float) -> None:
+        self._init(cloudpickle.dumps(task), task.at_a_time, workers, timeout_s)
+
+    def _init(self, task: bytes, at_a_time: int, workers: int, timeout_s: float) -> None:
+        self._task, self._at_a_time, self._most, self.timeout_s = task, at_a_time, workers, timeout_s
         self._threads = ThreadPoolExecutor(self._most, thread_name_prefix="rewards")
         self._own = threading.local()
         self._lock = threading.Lock()
+        self._waiting: deque[tuple[Dialog, Future[Turn | Failure]]] = deque()
         self._workers: set[_Worker] = set()
         self._counts: Counter[str] = Counter()
         self._closed = False
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(RewardPool, timeout_s=self.timeout_s), (self._task, self._most)
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._task, self._at_a_time, self._most, self.timeout_s
 
-    def score(self, dialogs: Iterable[Dialog]) -> list[Score | Failure]:
-        """Scores finished dialogs, in order.
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._init(*state)
+
+    def submit(self, dialog: Dialog) -> Future[Turn | Failure]:
+        """Has a dialog answered or scored as soon as a worker is free.
 
         Raises:
-            RuntimeError: the pool is closed, or a worker process cannot load the task.
+            RuntimeError: the pool is closed; or, from the future, a worker process cannot load the task.
         """
-        return list(self._threads.map(self._score, dialogs))
+        future: Future[Turn | Failure] = Future()
+        self._waiting.append((dialog, future))
+        self._threads.submit(self._next)
+        return future
 
     def take_counts(self) -> dict[str, int]:
         """What happened since this was last called, as metrics: workers that died, and dialogs that took too long."""
@@ -174,25 +204,51 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._threads.shutdown(cancel_futures=True)
         for worker in workers:
             worker.close()
+        while self._waiting:
+            self._waiting.popleft()[1].set_exception(RuntimeError("the reward pool was closed."))
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _score(self, dialog: Dialog) -> Score | Failure:
-        """Scores a dialog with the worker of this thread."""
+    def _next(self) -> None:
+        """Takes what waits, as much as is judged at a time, to the worker of this thread."""
+        taken: list[tuple[Dialog, Future[Turn | Failure]]] = []
+        with suppress(IndexError):  # others have taken it
+            while len(taken) < self._at_a_time:
+                taken.append(self._waiting.popleft())
+        if not taken:
+            return
+        try:
+            turns = self._advance([dialog for dialog, _ in taken])
+            for (_, future), turn in zip(taken, turns, strict=True):
+                future.set_result(turn)
+        except BaseException as error:
+            for _, future in taken:
+                if not future.done():
+                    future.set_exception(error)
+
+    def _advance(self, dialogs: list[Dialog]) -> list[Turn | Failure]:
         status = 0
         for _ in range(_MOST_ATTEMPTS):
             worker = self._living_worker()
             try:
-                score = worker.score(dialog, self.timeout_s)
+                turns = worker.advance(dialogs, self.timeout_s)
             except (EOFError, OSError):
                 status = self._drop(worker, RESTARTS)
+                if len(dialogs) > 1:
+                    break
                 continue
-            if score is not None:
-                return score
+            if turns is not None:
+                return turns
             self._drop(worker, TIMED_OUT)
-            return Failure(("timeout",), f"there was no score within env.reward_timeout_s={self.timeout_s:g}.")
-        return Failure(("died", status), f"{_MOST_ATTEMPTS} processes ended while they scored it (status {status}).")
+            if len(dialogs) == 1:
+                text = f"there was no score within env.reward_timeout_s={self.timeout_s:g}."
+                return [Failure(("timeout",), text, "timeout", f"it took longer than {self.timeout_s:g} s")]
+            break
+        if len(dialogs) > 1:  # one of them took the others with it: which, they show alone
+            return [turn for dialog in dialogs for turn in self._advance([dialog])]
+        text = f"{_MOST_ATTEMPTS} processes ended while they scored it (status {status})."
+        return [Failure(("died", status), text, "crash", "its process ended")]
 
     def _living_worker(self) -> _Worker:
         worker: _Worker | None = getattr(self._own, "worker", None)
@@ -217,7 +273,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
 
 def serve(fd: int, parent: int) -> None:
-    """What a worker process does: it loads the task that it is sent, and scores until the pipe is closed.
+    """What a worker process does: it loads the task that it is sent, and advances dialogs until the pipe is closed.
 
     Args:
         fd: its end of the pipe.
@@ -236,4 +292,4 @@ def serve(fd: int, parent: int) -> None:
             return
         connection.send(None)
         while True:
-            connection.send(score_dialog(task, *connection.recv()))
+            connection.send(advance(task, *connection.recv()))

@@ -9,7 +9,7 @@ from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
+from torchrl_grpo.generation.base import Completion, Engine, OnFinished, SamplingParams
 from torchrl_grpo.tasks.base import Problem, Score, Task
 
 END = 1
@@ -53,9 +53,18 @@ class ScriptedEngine(Engine):
         self.draws = 0
         self.num_closed = 0
 
-    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Tensor], n: int, params: SamplingParams, on_finished: OnFinished | None = None
+    ) -> list[list[Completion]]:
         self.calls.append(([prompt.tolist() for prompt in prompts], n))
-        return [[self._complete(prompt, copy) for copy in range(n)] for prompt in prompts]
+        out: list[list[Completion]] = []
+        for i, prompt in enumerate(prompts):
+            out.append([])
+            for copy in range(n):
+                out[i].append(self._complete(prompt, copy))
+                if on_finished is not None:
+                    on_finished(i, copy, out[i][copy])
+        return out
 
     def _complete(self, prompt: Tensor, copy: int) -> Completion:
         tokens, reason = self.rule(prompt, copy)

@@ -324,9 +324,9 @@ class TurnRewardEnv(LLMEnv):
     """An environment whose steps all have a reward: the number of letters of the turn, not valid for ``bad``."""
 
     def _step(self, tensordict):
-        active = [not dialog.done for dialog in self._dialogs]
+        active = [not dialog.done for dialog in self._rows]
         out = super()._step(tensordict)
-        texts = [dialog.responses[-1] for dialog in self._dialogs]
+        texts = [dialog.responses[-1] for dialog in self._rows]
         reward = [float(len(text)) if went else 99.0 for text, went in zip(texts, active, strict=True)]
         valid = [text != "bad" for text in texts]
         return out.update({"reward": torch.tensor(reward)[:, None], "reward_valid": torch.tensor(valid)[:, None]})
@@ -394,7 +394,7 @@ def make_dynamic(tokenizer, rewards, default, *, wanted: int, rounds: int = 10) 
     """2 groups of 2 a play. ``rewards`` of group i are for the i-th problem that is drawn."""
     task = RuleTask(rewards, default)
     env = LLMEnv(task, tokenizer, num_envs=4, repeats=2)
-    task.order = {env._problems[index].query: i for i, index in enumerate(env._order)}
+    task.order = {env.prompts.problems[index].query: i for i, index in enumerate(env.prompts._order)}
     # The k-th copy answers with k + 1 letters.
     engine = copies_of(lambda prompt, copy: ([*tokenizer("a" * (copy + 1))["input_ids"], END], "stop"))
     return RolloutCollector(

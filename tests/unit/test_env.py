@@ -84,7 +84,7 @@ def test_skipped_groups_are_those_that_a_reset_would_have_drawn(tokenizer):
     env, other = (LLMEnv(EchoTask(5), tokenizer, num_envs=6, repeats=2, seed=3) for _ in range(2))
     for _ in range(3):  # into the second epoch
         env.reset()
-        other.skip(3)
+        other.prompts.skip(3)
     assert other.state_dict() == env.state_dict()
     drawn, expected = other.reset(), env.reset()
     assert drawn["query"] == expected["query"]
@@ -148,11 +148,10 @@ def test_a_failing_next_turn_ends_the_dialog_as_invalid(tokenizer, encode):
     assert outcome == {"reward": 0.0, "reward_valid": False, "terminated": True, "truncated": False}
 
 
-def test_a_template_without_assistant_turns_is_refused_when_one_is_needed(tokenizer, encode, monkeypatch):
+def test_a_template_without_assistant_turns_is_refused_when_one_is_needed(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[-1]['content'] }}")
-    env = LLMEnv(TwoTurnTask(), tokenizer, num_envs=1, repeats=1, max_turns=2)
     with pytest.raises(ValueError, match="must keep the text of an assistant turn"):
-        respond(env, env.reset(), [[*encode("x"), END]])
+        LLMEnv(TwoTurnTask(), tokenizer, num_envs=1, repeats=1, max_turns=2)
 
 
 def test_the_second_turn_keeps_all_tokens_and_adds_the_template(tokenizer, encode):
@@ -221,7 +220,7 @@ def test_long_prompts_are_dropped_and_counted(tokenizer, monkeypatch):
     monkeypatch.setattr(torchrl_logger, "info", logged.append)
     env = LLMEnv(EchoTask(10), tokenizer, num_envs=4, repeats=1, max_prompt_tokens=5)
     assert env.num_dropped == 3  # the queries of 3 letters: c, f, i
-    assert len(logged) == 1 and "dropped 3 of 10" in logged[0]
+    assert len(logged) == 1 and "Dropped 3 of 10" in logged[0]
     drawn = {query for _ in range(7) for query in env.reset()["query"]}
     assert drawn == {problem.query for problem in EchoTask(10).problems("train") if len(problem.query) < 3}
 

@@ -31,8 +31,8 @@ def folder(tmp_path: Path) -> Path:
 def test_a_row_becomes_a_problem_with_a_canonical_answer(folder: Path) -> None:
     write_split(folder, "train", [json.dumps(GOOD_ROW), "", json.dumps({"question": "q", "answer": "#### 1,200.50"})])
     assert GSM8KTask(str(folder)).problems("train") == [
-        Problem(query="How much is 48 + 24?", answer="72"),
-        Problem(query="q", answer="1200.5"),
+        Problem(query="How much is 48 + 24?", answer="72", extra=GOOD_ROW),
+        Problem(query="q", answer="1200.5", extra={"question": "q", "answer": "#### 1,200.50"}),
     ]
 
 
@@ -40,7 +40,7 @@ def test_splits_come_from_their_own_files(folder: Path) -> None:
     write_split(folder, "test", [json.dumps({"question": "other", "answer": "#### -3"})])
     task = GSM8KTask(str(folder))
     assert [p.query for p in task.problems("train")] == ["How much is 48 + 24?"]
-    assert task.problems("test") == [Problem(query="other", answer="-3")]
+    assert [(p.query, p.answer) for p in task.problems("test")] == [("other", "-3")]
 
 
 def test_the_prompt_is_one_user_message_with_question_and_format() -> None:
@@ -168,7 +168,7 @@ def test_without_a_path_the_hub_data_set_is_asked_for(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     task = GSM8KTask()
-    assert task.problems("test") == [Problem(query="How much is 48 + 24?", answer="72")]
+    assert task.problems("test") == [Problem(query="How much is 48 + 24?", answer="72", extra=GOOD_ROW)]
     assert task.problems("test")[0].answer == "72"  # read once, then kept
     assert asked == [("openai/gsm8k", "main", "test")]
 

@@ -30,7 +30,7 @@ from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.reward_pool import RESTARTS, TIMED_OUT, Failure, RewardPool
-from torchrl_grpo.tasks.base import Problem, Score
+from torchrl_grpo.tasks.base import Dialog, Problem, Score
 
 
 @pytest.fixture
@@ -39,8 +39,9 @@ def pool() -> Iterator[RewardPool]:
         yield made
 
 
-def score(pool: RewardPool, *orders: str) -> list[Score | Failure]:
-    return pool.score([(Problem("a", "a"), [order]) for order in orders])
+def score(pool: RewardPool, *orders: str) -> list[Score | Failure | None]:
+    turns = [turn.result() for turn in [pool.submit(Dialog(Problem("a", "a"), [order])) for order in orders]]
+    return [turn if isinstance(turn, Failure) else turn.score for turn in turns]
 
 
 def all_gone(pids: Sequence[int]) -> bool:
@@ -108,12 +109,14 @@ SCRIPT = """
 import sys, threading
 from tests.support.reward_tasks import ObedientTask
 from torchrl_grpo.reward_pool import RewardPool
-from torchrl_grpo.tasks.base import Problem
+from torchrl_grpo.tasks.base import Dialog, Problem
 pool = RewardPool(ObedientTask(), 2, timeout_s=1000)
-pool.score([(Problem("a", "a"), ["1"])] * 8)
+for turn in [pool.submit(Dialog(Problem("a", "a"), ["1"])) for _ in range(8)]:
+    turn.result()
 print(*pool.pids(), flush=True)
 if sys.argv[1] == "hang":
-    pool.score([(Problem("a", "a"), ["hang"])] * 2)
+    pool.submit(Dialog(Problem("a", "a"), ["hang"]))
+    pool.submit(Dialog(Problem("a", "a"), ["hang"])).result()
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -212,7 +213,7 @@ class RolloutCollector(BaseCollector):
         active = list(range(len(turns)))
         while True:
             start = time.perf_counter()
-            data = self.policy(data)
+            data = self._sample(data)
             generated = time.perf_counter()
             data = self.env.step(data)
             self.last.env_seconds += time.perf_counter() - generated
@@ -229,6 +230,19 @@ class RolloutCollector(BaseCollector):
                 return trajectories(data, turns)
             data = self.env.step_mdp(data)
             data.set(keys.STEPPING, stepping)
+
+    def _sample(self, data: TensorDictBase) -> TensorDictBase:
+        """The policy's next turn; where rewards have processes of their own, each response goes there when it ends."""
+        env: Any = _base_env(self.env)
+        if env.reward_pool is None:
+            return self.policy(data)
+        policy = copy(self.policy)  # others may share it at the same time
+        policy.on_response = lambda row, done: env.receive(row, done.tokens, done.finish_reason == "length")
+        return policy(data)
+
+    def take_counts(self) -> dict[str, float]:
+        """What ``LLMEnv.take_counts`` says."""
+        return _base_env(self.env).take_counts()
 
     def update_policy_weights_(
         self,

@@ -49,7 +49,7 @@ class RolloutReport:
         env_s: seconds in the environment, rewards included.
         engine: the engine's state afterwards, None where rollouts overlap.
         dynamic: what dynamic sampling did with the groups, by name; empty without it.
-        rewards: what the reward workers counted since the latest report, by name; empty without them.
+        rewards: what scorers, tools and their processes did since the latest report, by name.
     """
 
     groups: tuple[int, ...]
@@ -58,7 +58,7 @@ class RolloutReport:
     env_s: float
     engine: dict[str, Any] | None
     dynamic: dict[str, int] = field(default_factory=dict)
-    rewards: dict[str, int] = field(default_factory=dict)
+    rewards: dict[str, float] = field(default_factory=dict)
 
 
 class Sampler:
@@ -123,7 +123,7 @@ class Sampler:
             env_s=spent.env_seconds,
             engine=self.engine.state_dict() if len(self.collectors) == 1 else None,
             dynamic=asdict(spent.groups) if collector.dynamic_sampling else {},
-            rewards={} if self.reward_pool is None else self.reward_pool.take_counts(),
+            rewards=collector.take_counts(),
         )
         return report, batch
 

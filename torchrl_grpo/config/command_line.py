@@ -16,12 +16,12 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from torchrl_grpo.config.renamed import take_old_names
 from torchrl_grpo.config.rules import check_choice, validate
-from torchrl_grpo.config.schema import COMPONENTS, FIELDS, GRPOConfig
+from torchrl_grpo.config.schema import COMPONENTS, ENTRY_FIELDS, FIELDS, OPEN, DatasetConfig, GRPOConfig
 from torchrl_grpo.errors import ConfigError, RunLostError
 
 _log = logging.getLogger(__name__)
@@ -71,9 +71,12 @@ def check_command_line(arguments: Sequence[str]) -> None:
 def _explained(error: Exception, arguments: Sequence[str]) -> str:
     """What Hydra found wrong with the config, in plainer words where there are any."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
-    name = str(getattr(cause, "full_key", None) or "").partition("[")[0]
-    if not name or name.rpartition(".")[0] in COMPONENTS:
+    key = str(getattr(cause, "full_key", None) or "")
+    entry, name = re.match(r"(env\.datasets\[\d+\])\.?", key), key.partition("[")[0]
+    if not name or name.rpartition(".")[0] in OPEN:
         return str(error)  # an argument of a component is that component's
+    if entry is not None:
+        return _explained_entry(cause, entry[1], key[entry.end() :])
     overrides = {text.lstrip("+~").partition("=")[0]: text for text in arguments}
     typed = next((key for key in overrides if key == name or key.startswith(f"{name}.")), name)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
@@ -81,6 +84,27 @@ def _explained(error: Exception, arguments: Sequence[str]) -> str:
     if isinstance(cause, ValidationError):
         return _mistyped(name, cause.value)
     return f"{error}. {cause}" if error.__cause__ is cause else str(error)
+
+
+def _explained_entry(cause: Any, entry: str, name: str) -> str:
+    """What is wrong with a key of a data set in ``env.datasets``."""
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        close = difflib.get_close_matches(name, ENTRY_FIELDS, 1, cutoff=0.4)
+        hint = f"did you mean {close[0]}?" if close else f"use {', '.join(ENTRY_FIELDS)}."
+        return f"{entry}.{name} names a config key that does not exist: {hint}"
+    if name not in ENTRY_FIELDS:
+        return f"{entry} must be a data set with its keys, got {cause}: use [{{dataset: gsm8k, weight: 1}}], say."
+    kind, value = _type_of(DatasetConfig, name), getattr(cause, "value", None)
+    return (
+        f"{entry}.{name}={value} must have the type {kind}: leave it out for the default, {ENTRY_FIELDS[name].default}."
+    )
+
+
+def _type_of(node: Any, name: str) -> str:
+    """The type of a dotted name below a dataclass."""
+    for part in name.split("."):
+        node = typing.get_type_hints(node)[part]
+    return str(getattr(node, "__name__", node))
 
 
 def _unknown(name: str, text: str) -> str:
@@ -103,14 +127,11 @@ def _mistyped(name: str, value: Any) -> str:
     item = FIELDS[name]
     default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
     if name in COMPONENTS:
-        target = value if isinstance(value, str) else default["_target_"]
+        target = value if isinstance(value, str) else default["_target_"] or "my_tasks.MyTask"
         return f"{name}={value} must be a node with _target_: use {name}._target_={target}."
-    kind: Any = GRPOConfig
-    for part in name.split("."):
-        kind = typing.get_type_hints(kind)[part]
-    default = item.metadata["choices"][0] if default == MISSING else "null" if default is None else default
+    default = "null" if default is None else default
     works = str(default).replace("'", "")
-    return f"{name}={value} must have the type {getattr(kind, '__name__', kind)}: use {name}={works}, say."
+    return f"{name}={value} must have the type {_type_of(GRPOConfig, name)}: use {name}={works}, say."
 
 
 @contextmanager

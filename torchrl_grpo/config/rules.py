@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
+from torchrl_grpo import choices
 from torchrl_grpo.checks import (
     check_behaviour_weight,
     check_bounds,
@@ -18,7 +20,7 @@ from torchrl_grpo.checks import (
     check_sampling_rounds,
 )
 from torchrl_grpo.config.fields import leaves
-from torchrl_grpo.config.schema import GRPOConfig
+from torchrl_grpo.config.schema import DataConfig, EnvConfig, GRPOConfig
 from torchrl_grpo.errors import ConfigError
 
 _COMPARISONS = {
@@ -36,11 +38,12 @@ def validate(config: GRPOConfig) -> None:
         ConfigError: a rule is broken.
     """
     try:
-        for name, item, value in leaves(config):
+        for name, item, value in _all_leaves(config):
             if value is not None and "choices" in item.metadata:
                 check_choice(name, value, item.metadata["choices"])
             if value is not None and "limits" in item.metadata:
                 _check_limits(name, value, item.default, item.metadata["limits"])
+        _validate_data(config.env)
         _validate_numbers(config)
         _validate_policy(config)
         _validate_models(config)
@@ -49,12 +52,18 @@ def validate(config: GRPOConfig) -> None:
         raise ConfigError(str(error)) from error
 
 
-def check_choice(name: str, value: Any, choices: Sequence[str], also: Sequence[str] = ()) -> None:
-    """Refuses a value that is neither one of the ``choices`` nor of what is accepted besides."""
-    if value not in (*choices, *also):
-        close = difflib.get_close_matches(str(value), choices, 1)
-        hint = f"did you mean {close[0]}?" if close else f"use {name}={choices[0]}, say."
-        raise ConfigError(f"{name}={value} must be one of {', '.join(choices)}: {hint}")
+def _all_leaves(config: GRPOConfig) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    yield from leaves(config)
+    for index, entry in enumerate(config.env.datasets or []):
+        yield from leaves(entry, f"env.datasets[{index}].")
+
+
+def check_choice(name: str, value: Any, names: Sequence[str], also: Sequence[str] = ()) -> None:
+    """Refuses a value that is neither one of the ``names`` nor of what is accepted besides."""
+    if value not in (*names, *also):
+        close = difflib.get_close_matches(str(value), names, 1)
+        hint = f"did you mean {close[0]}?" if close else f"use {name}={names[0]}, say."
+        raise ConfigError(f"{name}={value} must be one of {', '.join(names)}: {hint}")
 
 
 def _check_limits(name: str, value: float, default: Any, limits: Mapping[str, float]) -> None:
@@ -64,6 +73,60 @@ def _check_limits(name: str, value: float, default: Any, limits: Mapping[str, fl
     rule = rule if math.isfinite(value) else f"{rule}, and finite"
     works = limits.get("le", limits.get("ge", limits.get("gt", 0) + 1)) if default is None else default
     raise ConfigError(f"{name}={value} must be {rule}: use {name}={works}, say.")
+
+
+def _validate_data(env: EnvConfig) -> None:
+    """That there is one data set, several or a task, and that what is set is read."""
+    own_task = env.task.get("_target_")
+    if len(env.task) > 1 and own_task is None:
+        raise ConfigError(f"env.task={env.task} must have _target_: use env.task._target_=my_tasks.MyTask, say.")
+    if own_task is not None and env.datasets is not None:
+        raise ConfigError(f"env.task._target_={own_task} and env.datasets exclude each other: use one of them alone.")
+    if own_task is None and env.datasets is None:
+        _validate_dataset(env, "env")
+        return
+    switch = "env.datasets" if own_task is None else f"env.task._target_={own_task}"
+    for name, value in _data_keys(env).items():
+        if name not in ("dataset", "reward"):
+            fix = "give it to each data set" if own_task is None else f"use +env.task.{name} for an argument of yours"
+            raise ConfigError(f"env.{name}={value} must be left out with {switch}: {fix}.")
+    if env.datasets == []:
+        raise ConfigError("env.datasets=[] must have a data set: use [{dataset: gsm8k}], say.")
+    for index, entry in enumerate(env.datasets or []):
+        _validate_dataset(entry, f"env.datasets[{index}]")
+
+
+def _validate_dataset(data: DataConfig, field: str) -> None:
+    name = data.dataset
+    if not name:
+        raise ConfigError(
+            f"{field}.dataset={_written(name)} must be a data set: use {field}.dataset=arithmetic, a file, a folder or "
+            "a name on the Hugging Face hub."
+        )
+    for key, value in _data_keys(data).items():
+        generated = name in choices.GENERATED
+        if key == "difficulty":
+            read, use = generated, "arithmetic"
+        elif key == "dataset_path":
+            read, use = name in choices.PRESETS, "gsm8k"
+        else:
+            read, use = key in ("dataset", "reward") or not generated, "gsm8k"
+        if not read:
+            raise ConfigError(
+                f"{field}.{key}={value} must be left out with {field}.dataset={name}, where nothing reads it: use "
+                f"{field}.dataset={use}, if you want it."
+            )
+    if data.test_split is not None and data.test_fraction is not None:
+        raise ConfigError(
+            f"{field}.test_split={data.test_split} and {field}.test_fraction={data.test_fraction} exclude each other: "
+            "use one of them alone."
+        )
+
+
+def _data_keys(data: DataConfig) -> dict[str, Any]:
+    """The keys of a data set that have another value than the default."""
+    defaults = {name: value for name, _, value in leaves(DataConfig())}
+    return {name: value for name, _, value in leaves(data) if name in defaults and value != defaults[name]}
 
 
 def _validate_numbers(config: GRPOConfig) -> None:
@@ -158,8 +221,6 @@ _READ_WITH: dict[str, tuple[str, Container[Any], str]] = {
     "policy.behaviour_level": ("policy.behaviour_weight", ("truncate", "mask"), "mask"),
     "policy.max_sampling_rounds": ("policy.dynamic_sampling", (True,), "true"),
     "policy.constant_length": ("policy.aggregation", ("constant",), "constant"),
-    "env.dataset_path": ("env.dataset", ("gsm8k",), "gsm8k"),
-    "env.difficulty": ("env.dataset", ("arithmetic",), "arithmetic"),
     "env.reward_timeout_s": ("env.reward_workers", range(1, 2**31), "2"),
     "train_model.lora.r": ("train_model.lora.enabled", (True,), "true"),
     "train_model.lora.alpha": ("train_model.lora.enabled", (True,), "true"),

@@ -82,7 +82,7 @@ class TaskQueue:
         first, reserved = state["next_group"], self._task_groups * self._rounds
         if first >= self._total_groups * self._rounds or self.buffer.room < self._task_groups:
             return
-        self._env.skip(reserved)
+        self._env.prompts.skip(reserved)
         groups = tuple(range(first, first + self._task_groups))
         self._add(Progress(RolloutTask(state, groups, first + reserved), set(groups)))
 

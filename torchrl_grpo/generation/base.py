@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -74,6 +74,9 @@ class Completion:
     versions: Tensor | None = None
 
 
+OnFinished = Callable[[int, int, Completion], None]
+
+
 class EngineDeadError(RuntimeError):
     """A process of the engine has ended: no call works any more, and a new engine has to be made."""
 
@@ -94,13 +97,18 @@ class Engine(ABC):
     concurrent: bool = False
 
     @abstractmethod
-    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Tensor], n: int, params: SamplingParams, on_finished: OnFinished | None = None
+    ) -> list[list[Completion]]:
         """Samples ``n`` responses to each prompt.
 
         Args:
             prompts: one [T] int64 tensor a prompt, T >= 1; lengths may differ.
             n: responses a prompt; the prompt is computed once for all of them.
             params: how to sample.
+            on_finished: told each completion as soon as it is finished, while others are still sampled: the index of
+                the prompt, the number of the response, and the completion. It must be quick, and may be called in
+                another thread.
 
         Returns:
             for each prompt, in order, its ``n`` completions (CPU tensors).

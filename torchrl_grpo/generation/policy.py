@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
@@ -34,6 +35,9 @@ class GenerationPolicy(TensorDictModuleBase):
     empty response and cost nothing. An engine whose weights may change meanwhile says which of them sampled each
     token; the version of any other is read before generation starts.
 
+    Attributes:
+        on_response: told the row and the completion of each response that is finished, while others are still sampled.
+
     Args:
         engine: samples the tokens.
         params: how.
@@ -51,6 +55,7 @@ class GenerationPolicy(TensorDictModuleBase):
 
     def __init__(self, engine: Engine, params: SamplingParams) -> None:
         super().__init__()
+        self.on_response: Callable[[int, Completion], None] | None = None
         self.engine = engine
         self.params = params
         self.in_keys = [PROMPT, GROUP_ID]
@@ -125,11 +130,18 @@ class GenerationPolicy(TensorDictModuleBase):
             calls[len(rows)].append(rows)
         completions: list[Completion | None] = [None] * len(prompts)
         for n, members in calls.items():
-            answers = self.engine.generate([prompts[rows[0]] for rows in members], n, self.params)
+            first = [prompts[rows[0]] for rows in members]
+            told = {} if self.on_response is None else {"on_finished": partial(self._tell, members)}
+            answers = self.engine.generate(first, n, self.params, **told)
             for rows, answer in zip(members, answers, strict=True):
                 for row, completion in zip(rows, answer, strict=True):
                     completions[row] = completion
         return completions
+
+    def _tell(self, members: Sequence[Sequence[int]], request: int, number: int, completion: Completion) -> None:
+        """Tells ``on_response`` the row of a request's response."""
+        assert self.on_response is not None
+        self.on_response(members[request][number], completion)
 
     @staticmethod
     def _group_ids(tensordict: TensorDictBase, size: int) -> list[int]:

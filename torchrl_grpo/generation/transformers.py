@@ -6,8 +6,9 @@ rows leave the batch, and log-probs are those of the sampled distribution in flo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedModel
 
-from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
+from torchrl_grpo.generation.base import Completion, Engine, OnFinished, SamplingParams
 from torchrl_grpo.generation.decoder import Decoder, GenericDecoder, context_length
 from torchrl_grpo.generation.fused_decoder import FusedDecoder, can_fuse
 from torchrl_grpo.generation.sampling import sample
@@ -74,7 +75,9 @@ class TransformersEngine(Engine):
         self.decoder: Decoder = _choose_decoder(self._model)
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Tensor], n: int, params: SamplingParams, on_finished: OnFinished | None = None
+    ) -> list[list[Completion]]:
         self._check_open()
         self._check_request(prompts, n)
         # One number for every token that may be drawn, by its place in the request: a token does not depend on how the
@@ -84,9 +87,11 @@ class TransformersEngine(Engine):
 
         groups: list[list[Completion]] = [[] for _ in prompts]
         for part in self._parts([len(prompt) for prompt in prompts], n, params.max_new_tokens):
-            done = self._generate_part([prompts[i] for i in part], n, params, uniform[part])
-            for i, group in zip(part, done, strict=True):
-                groups[i] = group
+            rows = [(i, number) for i in part for number in range(n)]
+            tell = None if on_finished is None else partial(_tell, on_finished, rows)
+            done = self._generate_part([prompts[i] for i in part], n, params, uniform[part], tell)
+            for (i, _), completion in zip(rows, done, strict=True):
+                groups[i].append(completion)
         return groups
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -143,8 +148,13 @@ class TransformersEngine(Engine):
         return parts
 
     def _generate_part(
-        self, prompts: Sequence[Tensor], n: int, params: SamplingParams, uniform: Tensor
-    ) -> list[list[Completion]]:
+        self,
+        prompts: Sequence[Tensor],
+        n: int,
+        params: SamplingParams,
+        uniform: Tensor,
+        tell: Callable[[int, Completion], None] | None,
+    ) -> list[Completion]:
         device = self._model.device
         limits = torch.tensor([min(params.max_new_tokens, self._context - len(p)) for p in prompts])
         limits = limits.repeat_interleave(n)
@@ -152,9 +162,20 @@ class TransformersEngine(Engine):
         is_stop[[i for i in params.stop_token_ids if 0 <= i < self._vocab_size]] = True
         if device.type == "mps":  # It has no float64.
             uniform = uniform.float().clamp_(max=1 - 2**-24)
+        done: list[Any] = [None] * len(limits)
+
+        def finish(rows: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
+            # Copies made outside of inference mode: autograd must be able to save them.
+            with torch.inference_mode(False):
+                tokens, log_probs, rows = (x.cpu().clone() for x in (tokens, log_probs, rows))
+                ended = _cut(tokens, log_probs, limits[rows], is_stop)
+            for row, completion in zip(rows.tolist(), ended, strict=True):
+                done[row] = completion
+                if tell is not None:
+                    tell(row, completion)
 
         with torch.inference_mode():
-            drawn = _decode(
+            _decode(
                 self.decoder,
                 [prompt.to(device) for prompt in prompts],
                 n,
@@ -162,11 +183,9 @@ class TransformersEngine(Engine):
                 uniform.flatten(0, 1).to(device),
                 limits.to(device),
                 is_stop.to(device),
+                finish,
             )
-        # Copies made outside of inference mode: autograd must be able to save them.
-        tokens, log_probs = (x.cpu().clone() for x in drawn)
-        completions = _cut(tokens, log_probs, limits, is_stop)
-        return [completions[i : i + n] for i in range(0, len(completions), n)]
+        return done
 
 
 def _decode(
@@ -177,7 +196,8 @@ def _decode(
     uniform: Tensor,
     limits: Tensor,
     is_stop: Tensor,
-) -> tuple[Tensor, Tensor]:
+    finish: Callable[[Tensor, Tensor, Tensor], None],
+) -> None:
     """Draws tokens until every row has a stop token or its limit; what follows either is arbitrary.
 
     Args:
@@ -188,9 +208,7 @@ def _decode(
         uniform: [R, max_new_tokens] in [0, 1).
         limits: [R] int64, most tokens of each row.
         is_stop: [V] bool.
-
-    Returns:
-        [R, T] int64 tokens and [R, T] float32 log-probs.
+        finish: told rows that have ended: [F] int64 indices, [F, T] int64 tokens and [F, T] float32 log-probs.
     """
     steps = int(limits.max())
     tokens = torch.zeros(len(limits), steps, dtype=torch.int64, device=limits.device)
@@ -207,14 +225,20 @@ def _decode(
         alive = alive & ~is_stop[latest] & (limits[rows] > step + 1)
         if step % _CHECK_EVERY == _CHECK_EVERY - 1:
             kept = _compact(alive)
-            if len(kept) == 0:
-                break
             if len(kept) < len(rows):
+                ended = rows[~alive]
+                finish(ended, tokens[ended], log_probs[ended])
+                if len(kept) == 0:
+                    return
                 batch.keep(kept)
                 rows, alive, latest = rows[kept], alive[kept], latest[kept]
         if step + 1 < steps:
             logits = batch.step(latest)
-    return tokens, log_probs
+    finish(rows, tokens[rows], log_probs[rows])
+
+
+def _tell(on_finished: OnFinished, rows: Sequence[tuple[int, int]], row: int, completion: Completion) -> None:
+    on_finished(*rows[row], completion)
 
 
 def _compact(alive: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import tempfile
 import uuid
 import warnings
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -28,7 +29,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from torchrl_grpo.generation.base import Completion, Engine, SamplingParams, greedy
+from torchrl_grpo.generation.base import Completion, Engine, OnFinished, SamplingParams, greedy
 from torchrl_grpo.weights import PlainHandle, WeightHandle, check_weights, expected_weights
 from torchrl_grpo.weights.worker import SharedWeights
 
@@ -208,7 +209,8 @@ class VLLMBase(Engine):
         check_weights(handle.layout, shapes, model)
         self._read(handle, version)
 
-    def _sampling_params(self, prompt_len: int, n: int, params: SamplingParams) -> Any:
+    def _sampling_params(self, prompt_len: int, n: int, params: SamplingParams, in_parts: bool = False) -> Any:
+        """vLLM's own, for one request; ``in_parts`` has the answers of a group come one by one, see ``Answer``."""
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -228,7 +230,8 @@ class VLLMBase(Engine):
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.DELTA if in_parts else RequestOutputKind.FINAL_ONLY,
+            stream_interval=2**31 if in_parts else None,  # tokens between two parts: the first one and the rest
         )
 
     def seed(self, seed: int) -> None:
@@ -287,15 +290,22 @@ class VLLMEngine(VLLMBase):
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         return self._open().collective_rpc(method, timeout=RPC_TIMEOUT_S, args=args)
 
-    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
-        llm = self._open()
+    def generate(
+        self, prompts: Sequence[Tensor], n: int, params: SamplingParams, on_finished: OnFinished | None = None
+    ) -> list[list[Completion]]:
+        engine = self._open().llm_engine
         self.wake()
         from vllm import TokensPrompt
 
-        requests = [TokensPrompt(prompt_token_ids=prompt.tolist()) for prompt in prompts]
-        sampling = [self._sampling_params(len(prompt), n, params) for prompt in prompts]
-        outputs = llm.generate(requests, sampling, use_tqdm=False) if requests else []
-        return [completions(output.outputs, n) for output in outputs]
+        sampling = [self._sampling_params(len(p), n, params, on_finished is not None) for p in prompts]
+        answers = {}
+        for i, (prompt, own) in enumerate(zip(prompts, sampling, strict=True)):
+            answers[str(i)] = Answer(i, n, own.n, on_finished)
+            engine.add_request(str(i), TokensPrompt(prompt_token_ids=prompt.tolist()), own)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                answers[output.request_id].add(output.outputs)
+        return [answer.completions() for answer in answers.values()]
 
     def _read(self, handle: PlainHandle, version: int) -> None:
         self.wake()
@@ -324,14 +334,51 @@ class VLLMEngine(VLLMBase):
             gc.collect()  # its message queues hold shared memory until they are collected
 
 
-def completions(samples: Sequence[Any], n: int) -> list[Completion]:
-    """vLLM's answers to one request as ``n`` completions; a greedy request has one answer for all of them."""
-    return [_completion(samples[i % len(samples)]) for i in range(n)]
+class Answer:
+    """vLLM's answer to a request as completions; it comes at once, or in parts of any of its samples.
+
+    Args:
+        request: its number, for ``on_finished``.
+        n: responses asked for.
+        samples: of vLLM; a greedy request has one for all responses.
+        on_finished: as in ``Engine.generate``.
+    """
+
+    def __init__(self, request: int, n: int, samples: int, on_finished: OnFinished | None) -> None:
+        self._request, self._n, self._samples, self._on_finished = request, n, samples, on_finished
+        self._parts: dict[int, list[Any]] = defaultdict(list)
+        self._done: dict[int, Completion] = {}
+
+    def add(self, samples: Iterable[Any]) -> None:
+        """Takes what vLLM has of some samples; where it is their end, ``on_finished`` is told."""
+        for sample in samples:
+            self._parts[sample.index].append(sample)
+            if sample.finish_reason in ("stop", "length"):
+                completion = self._done[sample.index] = _completion(self._parts[sample.index])
+                if self._on_finished is not None:
+                    for number in range(sample.index, self._n, self._samples):
+                        self._on_finished(self._request, number, completion)
+
+    def restart(self) -> None:
+        """Forgets what came: the request is made again."""
+        self._parts.clear()
+        self._done.clear()
+
+    def completions(self) -> list[Completion]:
+        """All, once they have ended."""
+        return [self._done[number % self._samples] for number in range(self._n)]
 
 
-def _completion(sample: Any) -> Completion:
+def _completion(parts: Sequence[Any]) -> Completion:
+    tokens = torch.tensor([token for part in parts for token in part.token_ids], dtype=torch.int64)
+    versions = None
+    for span in parts[-1].weight_versions or ():
+        if span.version:  # the scheduler was told one
+            versions = torch.full_like(tokens, -1) if versions is None else versions
+            versions[span.start : span.end] = int(span.version)
     return Completion(
-        tokens=torch.tensor(sample.token_ids, dtype=torch.int64),
-        log_probs=torch.tensor(sample.logprobs.logprobs, dtype=torch.float32),
-        finish_reason="stop" if sample.finish_reason == "stop" else "length",
+        tokens=tokens,
+        log_probs=torch.tensor([x for part in parts for x in part.logprobs.logprobs], dtype=torch.float32),
+        finish_reason="stop" if parts[-1].finish_reason == "stop" else "length",
+        versions=versions,
     )

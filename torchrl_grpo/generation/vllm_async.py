@@ -20,16 +20,15 @@ import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar, Unpack
 
-import torch
 from torch import Tensor
 
 from torchrl_grpo.choices import InFlight
-from torchrl_grpo.generation.base import Completion, EngineDeadError, SamplingParams
+from torchrl_grpo.generation.base import Completion, EngineDeadError, OnFinished, SamplingParams
 from torchrl_grpo.generation.vllm import (
     RPC_TIMEOUT_S,
+    Answer,
     VLLMBase,
     VLLMSettings,
-    completions,
     engine_arguments,
     require_vllm,
     starting_vllm,
@@ -177,48 +176,53 @@ class AsyncVLLMEngine(VLLMBase):
         except TimeoutError:
             raise TimeoutError(f"vLLM's workers did not answer {method!r} in {RPC_TIMEOUT_S:.0f} s.") from None
 
-    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Tensor], n: int, params: SamplingParams, on_finished: OnFinished | None = None
+    ) -> list[list[Completion]]:
         """As in ``Engine``; any number of threads may call it at the same time, also during an update.
+
+        With ``in_flight="abort"``, where what is finished may be sampled again, ``on_finished`` is not called.
 
         Raises:
             ValueError: a prompt leaves no room for one token in the model's context.
             RuntimeError: the engine is closed, before or during the call, or its process has ended.
         """
-        return self._call(
-            self._generate(prompts, [self._sampling_params(len(prompt), n, params) for prompt in prompts], n)
-        )
+        on_finished = None if self._in_flight == "abort" else on_finished
+        sampling = [self._sampling_params(len(prompt), n, params, on_finished is not None) for prompt in prompts]
+        return self._call(self._generate(prompts, sampling, n, on_finished))
 
-    async def _generate(self, prompts: Sequence[Tensor], sampling: Sequence[Any], n: int) -> list[list[Completion]]:
+    async def _generate(
+        self, prompts: Sequence[Tensor], sampling: Sequence[Any], n: int, on_finished: OnFinished | None
+    ) -> list[list[Completion]]:
         while not self._admitting.is_set():
             await self._admitting.wait()
         self._running += 1
         self._idle.clear()
         try:
-            return await asyncio.gather(*map(self._request, prompts, sampling, itertools.repeat(n)))
+            requests = enumerate(zip(prompts, sampling, strict=True))
+            return await asyncio.gather(
+                *(self._request(prompt, own, Answer(i, n, own.n, on_finished)) for i, (prompt, own) in requests)
+            )
         finally:
             self._running -= 1
             if not self._running:
                 self._idle.set()
 
-    async def _request(self, prompt: Tensor, sampling: Any, n: int) -> list[Completion]:
+    async def _request(self, prompt: Tensor, sampling: Any, answer: Answer) -> list[Completion]:
         from vllm import TokensPrompt
 
         while True:
-            request = TokensPrompt(prompt_token_ids=prompt.tolist())
+            request, reasons = TokensPrompt(prompt_token_ids=prompt.tolist()), set()
             async for output in self._llm.generate(request, sampling, str(next(self._request_ids))):
-                samples = output.outputs
-            reasons = {sample.finish_reason for sample in samples}
-            if reasons <= {"stop", "length"}:
-                break
-            if "abort" not in reasons:
+                answer.add(output.outputs)
+                reasons |= {sample.finish_reason for sample in output.outputs}
+            reasons -= {"stop", "length", None}
+            if not reasons:
+                return answer.completions()
+            if reasons != {"abort"}:
                 raise RuntimeError(f"vLLM ended a request with {sorted(reasons)}: its log has the error.")
             self.restarted_requests += 1
-        group = completions(samples, n)
-        for i, completion in enumerate(group):
-            completion.versions = torch.full_like(completion.tokens, -1)
-            for span in samples[i % len(samples)].weight_versions:
-                completion.versions[span.start : span.end] = int(span.version)
-        return group
+            answer.restart()
 
     def _read(self, handle: PlainHandle, version: int) -> None:
         """With the requests that are running treated as ``in_flight`` says.

@@ -1,0 +1,248 @@
+"""Dialogs with tools and with further tries: token in, token out, in the environment and beside one forward pass."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from tests.support.envs import END, EchoTask, ScriptedEngine, column, respond
+from torchrl_grpo import keys
+from torchrl_grpo.collectors import RolloutCollector
+from torchrl_grpo.conversation import TurnTemplate
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.generation.transformers import TransformersEngine
+from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.reward_pool import RewardPool
+from torchrl_grpo.starter import starter_path
+from torchrl_grpo.tasks.arithmetic import ArithmeticTask
+from torchrl_grpo.tasks.base import Problem, Score
+from torchrl_grpo.tasks.conversations import WithRetry, WithTools
+from torchrl_grpo.tools import Toolbox, tool_message
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers. Args: a: the first. b: the second."""
+    return a + b
+
+
+def hang(a: int) -> int:
+    """Takes long. Args: a: unused."""
+    time.sleep(1000)
+    return a
+
+
+def leave(a: int) -> int:
+    """Ends its process. Args: a: unused."""
+    os._exit(3)
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def prompts(data: Any) -> list[list[int]]:
+    return [row.get("prompt").tolist() for row in data.get("tokens").unbind(0)]
+
+
+def turn(role: str, text: str) -> str:
+    return f"<|{role}|>{text}<|end|>"
+
+
+@pytest.fixture
+def encode(tokenizer: PreTrainedTokenizerFast) -> Callable[[str], list[int]]:
+    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_results_come_back_as_tool_messages_and_the_last_turn_is_scored(
+    tokenizer: PreTrainedTokenizerFast, encode: Callable[[str], list[int]]
+) -> None:
+    task = WithTools(EchoTask(), Toolbox([add]))
+    env = LLMEnv(task, tokenizer, num_envs=4, repeats=4, max_turns=2)
+    data = env.reset()
+    first, query = prompts(data)[0], data["query"][0]
+    texts = [call("add", a=2, b=3), call("add", a=2), query, f"{call('add', a=1, b=1)} and {call('add', a=4, b=4)}"]
+    said = [[*encode(text), END] for text in texts]
+    after = respond(env, data, said)
+    assert column(after, "done") == [False, False, True, False]
+    for row, told in ((0, ["5"]), (1, ["error: add needs the argument 'b'"]), (3, ["2", "8"])):
+        between = "".join(turn("tool", text) for text in told) + "<|assistant|>"
+        assert prompts(after["next"])[row] == [*first, *said[row], *encode(between)]
+    counts = env.take_counts()
+    assert (counts["tools/calls"], counts["tools/errors"]) == (4, 1) and counts["tools/seconds"] > 0
+
+    second = env.step_mdp(after)
+    second.set("_step", ~second["done"])
+    last = respond(env, second, [[*encode(query), END], [*encode(texts[0]), END], [], [*encode("x"), END]])
+    assert column(last, "correct") == [True, False, True, False]
+    assert column(last, "terminated") == [True, False, True, True]
+    assert column(last, "truncated") == [False, True, False, False]  # its call at the last turn is not made
+    assert "tools/calls" not in env.take_counts()
+
+
+def test_a_tool_that_hangs_or_ends_its_process_is_told_to_the_policy(
+    tokenizer: PreTrainedTokenizerFast, encode: Callable[[str], list[int]]
+) -> None:
+    task = WithTools(EchoTask(), Toolbox([hang, leave]))
+    with RewardPool(task, 2, timeout_s=1.0) as pool:
+        env = LLMEnv(task, tokenizer, num_envs=2, repeats=2, max_turns=2, reward_pool=pool)
+        data = env.reset()
+        first = prompts(data)[0]
+        said = [[*encode(call(name, a=1)), END] for name in ("hang", "leave")]
+        after = respond(env, data, said)
+        assert column(after, "reward_valid") == [True, True] and column(after, "done") == [False, False]
+        for row, why in enumerate(("it took longer than 1 s", "its process ended")):
+            told = encode(turn("tool", f"error: {why}") + "<|assistant|>")
+            assert prompts(after["next"])[row] == [*first, *said[row], *told]
+        assert env.take_counts()["tools/errors"] == 2
+
+
+def test_a_wrong_answer_has_a_further_try_and_the_last_one_counts(
+    tokenizer: PreTrainedTokenizerFast, encode: Callable[[str], list[int]]
+) -> None:
+    env = LLMEnv(WithRetry(EchoTask(), "no"), tokenizer, num_envs=3, repeats=3, max_turns=2)
+    data = env.reset()
+    first, query = prompts(data)[0], data["query"][0]
+    after = respond(env, data, [[*encode(text), END] for text in (query, "wrong", "wrong")])
+    assert column(after, "done") == [True, False, False] and column(after, "reward") == [1.0, 0.0, 0.0]
+    again = encode(f"{turn('user', 'no')}<|assistant|>")
+    assert prompts(after["next"])[1] == [*first, *encode("wrong"), END, *again]
+    second = env.step_mdp(after)
+    second.set("_step", ~second["done"])
+    last = respond(env, second, [[], [*encode(query), END], [*encode("worse"), END]])
+    assert column(last, "reward") == [1.0, 1.0, 0.25] and column(last, "correct") == [True, True, False]
+    assert column(last, "truncated") == [False, False, False]  # the policy had all its tries
+
+
+class Recording(EchoTask):
+    """Keeps what it was asked to judge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def judge(self, dialog: Any) -> Score:
+        self.seen.append(dialog)
+        return Score(1.0, False)
+
+
+def test_a_judge_sees_the_whole_dialog(tokenizer: PreTrainedTokenizerFast, encode: Callable[[str], list[int]]) -> None:
+    task = Recording()
+    env = LLMEnv(WithRetry(WithTools(task, Toolbox([add])), "no"), tokenizer, num_envs=1, repeats=1, max_turns=3)
+    data = env.reset()
+    for text in (call("add", a=1, b=2), "x", "y"):
+        data = env.step_mdp(respond(env, data, [[*encode(text), END]]))
+    assert [dialog.last for dialog in task.seen] == [False, True]
+    dialog = task.seen[-1]
+    assert dialog.responses == [call("add", a=1, b=2), "x", "y"]
+    roles = [message["role"] for message in dialog.messages]
+    assert roles == ["user", "assistant", "tool", "assistant", "user", "assistant"]
+    assert dialog.messages[2]["content"] == "3" and dialog.messages[4]["content"] == "no"
+    assert (dialog.tokens, dialog.finish_reason, dialog.raw) == ([*encode("y"), END], "stop", "y<|end|>")
+
+
+CHATML = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
+    "{{ '<tool_response>\n' + m.content + '\n</tool_response>' if m.role == 'tool' else m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA = (
+    "{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>\n\n"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+MISTRAL = (
+    "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+    "{% elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('ids have 9') }}{% endif %}"
+    "[TOOL_RESULTS] {{ {'content': m.content, 'call_id': m.tool_call_id} | tojson }}[/TOOL_RESULTS]"
+    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "between"),
+    [
+        (
+            CHATML,
+            "<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (
+            LLAMA,
+            "<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n5<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        (MISTRAL, '</s>[TOOL_RESULTS] {"content": "5", "call_id": "call00000"}[/TOOL_RESULTS]'),
+    ],
+)
+def test_results_stand_where_the_templates_of_three_families_put_them(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, template: str, between: str
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    assert TurnTemplate(tokenizer, {}).text([tool_message("add", "5")]) == between
+
+
+def test_a_template_that_leaves_results_out_is_refused(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        tokenizer, "chat_template", "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="it left '@' out: use another template"):
+        LLMEnv(WithTools(EchoTask(), Toolbox([add])), tokenizer, num_envs=1, repeats=1, max_turns=2)
+
+
+def test_log_probs_of_a_dialog_are_those_of_one_forward_pass() -> None:
+    """Sampled by the engine turn by turn, with a user's turn between: token by token those of the whole sequence."""
+    model = AutoModelForCausalLM.from_pretrained(starter_path(), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(starter_path())
+    engine = TransformersEngine(model)
+    engine.seed(1)
+    env = LLMEnv(WithRetry(ArithmeticTask(), "Wrong. Try again."), tokenizer, num_envs=16, repeats=4, max_turns=3)
+    policy = GenerationPolicy(engine, SamplingParams(32, stop_token_ids=(tokenizer.eos_token_id,)))
+    batch = RolloutCollector(env, policy).rollout()
+    again = tokenizer("<|user|>Wrong. Try again.<|end|><|assistant|>", add_special_tokens=False)["input_ids"]
+    turns = 0
+    with torch.no_grad():
+        scored = TokenScorer(model)(batch.clone())
+    for row, own in zip(batch.unbind(0), scored.unbind(0), strict=True):
+        full, sampled = row[keys.FULL], row[keys.ASSISTANT_MASK]
+        expected = model(full[None]).logits[0].float().log_softmax(-1)[:-1].gather(-1, full[1:, None]).squeeze(-1)
+        mask = sampled[1:]
+        assert torch.allclose(row[keys.LOG_PROBS][1:][mask], expected[mask], atol=1e-4)
+        assert torch.allclose(own["cur_log_probs", "full"][1:][mask], expected[mask], atol=1e-4)
+        assert row[keys.LOG_PROBS][~sampled].eq(0).all()
+        gaps = (~sampled[row[keys.PROMPT].numel() :]).sum()
+        assert gaps % len(again) == 0  # nothing but the template's own tokens is masked
+        turns += 1 + int(gaps) // len(again)
+    assert turns > 24
+
+
+def test_each_response_is_scored_while_others_are_sampled(tokenizer: PreTrainedTokenizerFast, tmp_path: Any) -> None:
+    """The second response is made once the first one's scorer has begun."""
+
+    class Slow(EchoTask):
+        def score(self, problem: Problem, responses: Sequence[str]) -> Score:
+            if responses[0] == "first":
+                (tmp_path / "begun").touch()
+            return Score(1.0, True)
+
+    def rule(prompt: Any, copy_number: int) -> tuple[list[int], str]:
+        deadline = time.monotonic() + 30
+        while copy_number and not (tmp_path / "begun").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return [*tokenizer("second" if copy_number else "first", add_special_tokens=False)["input_ids"], END], "stop"
+
+    with RewardPool(Slow(), 1, timeout_s=30) as pool:
+        env = LLMEnv(Slow(), tokenizer, num_envs=2, repeats=2, reward_pool=pool)
+        batch = RolloutCollector(env, GenerationPolicy(ScriptedEngine(rule), SamplingParams(16))).rollout()
+    assert batch[keys.REWARD].flatten().tolist() == [1.0, 1.0]

@@ -1,0 +1,146 @@
+"""Tools: calls as models write them, arguments that are checked, and what the policy is told."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from torchrl_grpo.tools import Toolbox, ToolCall, parse_tool_calls
+
+CALL = {"name": "add", "arguments": {"a": 1, "b": 2}}
+TEXT = json.dumps(CALL)
+
+
+def add(a: int, b: int = 0) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
+
+
+async def shout(text: str) -> str:
+    """Says it louder. Args: text: what to say."""
+    return text.upper()
+
+
+def broken(text: str) -> str:
+    """Fails.
+
+    Args:
+        text: unused.
+    """
+    raise KeyError(text)
+
+
+def long(text: str) -> str:
+    """Says it ten thousand times.
+
+    Args:
+        text: what to say.
+    """
+    return text * 10_000
+
+
+def leaves(text: str) -> str:
+    """Ends the process.
+
+    Args:
+        text: unused.
+    """
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (f"<tool_call>\n{TEXT}\n</tool_call><|im_end|>", [ToolCall("add", {"a": 1, "b": 2})]),
+        (
+            f"Let me see.\n<tool_call>{TEXT}</tool_call>\n<tool_call>{TEXT}</tool_call>",
+            [ToolCall("add", {"a": 1, "b": 2})] * 2,
+        ),
+        (f"<tool_call>{TEXT}", [ToolCall("add", {"a": 1, "b": 2})]),
+        (f"[TOOL_CALLS] [{TEXT}]</s>", [ToolCall("add", {"a": 1, "b": 2})]),
+        ('[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}</s>', [ToolCall("add", {"a": 1, "b": 2})]),
+        (
+            '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 2}',
+            [ToolCall("add", {"a": 1}), ToolCall("add", {"a": 2})],
+        ),
+        ('<|python_tag|>{"name": "add", "parameters": {"a": 1}}<|eom_id|>', [ToolCall("add", {"a": 1})]),
+        (
+            '{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 2}}<|eot_id|>',
+            [ToolCall("add", {"a": 1}), ToolCall("add", {"a": 2})],
+        ),
+        ("The sum is 3.<|im_end|>", []),
+        ('{"answer": 3}', []),
+        ("", []),
+    ],
+)
+def test_calls_are_found_in_the_forms_of_three_families(text: str, calls: list[ToolCall]) -> None:
+    assert parse_tool_calls(text) == calls
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>add(1, 2)</tool_call>",
+        "<tool_call>" + "[" * 100_000 + "</tool_call>",
+        "<tool_call>3</tool_call>",
+        '<tool_call>{"arguments": {}}</tool_call>',
+        f"<tool_call>{TEXT} and more</tool_call>",
+        "[TOOL_CALLS]add[ARGS]1, 2",
+    ],
+)
+def test_a_call_that_cannot_be_read_says_why(text: str) -> None:
+    [call] = parse_tool_calls(text)
+    assert call.error and Toolbox([add]).run(call) == (f"error: {call.error}", False)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told", "well"),
+    [
+        ("add", {"a": 1, "b": 2}, "3", True),
+        ("add", {"a": 1}, "1", True),
+        ("add", {}, "error: add needs the argument 'a'", False),
+        ("add", {"a": "1"}, "error: the argument a of add must be of the type integer", False),
+        ("add", {"a": True}, "error: the argument a of add must be of the type integer", False),
+        ("add", {"a": 1, "c": 2}, "error: add has no argument 'c', it has ['a', 'b']", False),
+        ("add", [1, 2], "error: the arguments of add must be an object", False),
+        ("shout", {"text": "ab"}, "AB", True),
+        ("broken", {"text": "ab"}, "error: KeyError: 'ab'", False),
+        ("leaves", {"text": "ab"}, "error: SystemExit: 3", False),
+        ("sub", {"a": 1}, "error: there is no tool 'sub', there are ['add', 'broken', 'leaves', 'shout']", False),
+    ],
+)
+def test_the_policy_is_told_the_result_or_what_is_wrong(name: str, arguments: Any, told: str, well: bool) -> None:
+    assert Toolbox([add, shout, broken, leaves]).run(ToolCall(name, arguments)) == (told, well)
+
+
+def test_long_results_are_cut() -> None:
+    text, well = Toolbox([long]).run(ToolCall("long", {"text": "xy"}))
+    assert well and text.endswith("xy ... (cut)") and len(text) == 8192 + len(" ... (cut)")
+
+
+def test_the_schema_comes_from_signature_and_docstring() -> None:
+    plain, one_line = (schema["function"] for schema in Toolbox([add, shout]).schemas)
+    assert plain["description"] == "Adds two numbers."
+    assert plain["parameters"]["properties"] == {
+        "a": {"type": "integer", "description": "the first."},
+        "b": {"type": "integer", "description": "the second."},
+    }
+    assert plain["parameters"]["required"] == ["a"]
+    assert one_line["parameters"]["properties"] == {"text": {"type": "string", "description": "what to say."}}
+
+
+def test_a_function_without_hints_or_docstring_is_refused() -> None:
+    def bare(x):  # type: ignore[no-untyped-def]
+        return x
+
+    with pytest.raises(ValueError, match=r"env\.tools: bare must have type hints and a docstring"):
+        Toolbox([bare])
+    with pytest.raises(ValueError, match=r"different names, got \['add', 'add'\]"):
+        Toolbox([add, add])

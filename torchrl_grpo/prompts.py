@@ -1,0 +1,172 @@
+"""``Prompts``: the problems of a split as token prompts, and the order in which they are drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from copy import copy
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrl._utils import logger as torchrl_logger
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_grpo.tasks.base import Problem, Split, Task
+
+
+class Prompts:
+    """Draws problems, each ``repeats`` times in a row. Each epoch goes through the split in the task's order.
+
+    Args:
+        task: the problems.
+        tokenizer: with a chat template.
+        split: ``"train"`` or ``"test"``.
+        repeats: rows per problem (the group size).
+        max_prompt_tokens: problems with longer prompts are dropped and counted in ``num_dropped``. None keeps all.
+        template_arguments: of the chat template.
+
+    Raises:
+        ValueError: no problem is left.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        tokenizer: PreTrainedTokenizerBase,
+        split: Split,
+        repeats: int,
+        max_prompt_tokens: int | None,
+        template_arguments: Mapping[str, Any],
+    ) -> None:
+        self.task, self.tokenizer, self.repeats = task, tokenizer, repeats
+        self.template_arguments = dict(template_arguments)
+        self.problems: Sequence[Problem] = task.problems(split)
+        self._tokens: dict[int, Tensor] = {}
+        self._usable = self._select(max_prompt_tokens)
+        self.num_dropped = len(self.problems) - len(self._usable)
+        if self.num_dropped:
+            torchrl_logger.info(
+                f"Dropped {self.num_dropped} of {len(self.problems)} {split} prompts of {task.name!r} that are longer "
+                f"than max_prompt_tokens={max_prompt_tokens}."
+            )
+        if not self._usable:
+            raise ValueError(
+                f"split={split!r} of task {task.name!r} must have a problem whose prompt has at most "
+                f"max_prompt_tokens={max_prompt_tokens} tokens, none of its {len(self.problems)} has: "
+                "use a larger max_prompt_tokens, or a model length that leaves more room beside the response."
+            )
+        self._next_group = 0
+        self._copies_left = 0  # of the problem and the group that were drawn last
+        self.seed(0)
+
+    def _select(self, most: int | None) -> list[int]:
+        """Indices of the problems that may be drawn. Without a limit none is tokenized here."""
+        everything = list(range(len(self.problems)))
+        if most is None:
+            return everything
+        texts = [self._render(problem) for problem in self.problems]
+        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        return [i for i in everything if len(encoded[i]) <= most]
+
+    def _render(self, problem: Problem) -> str:
+        return self.tokenizer.apply_chat_template(
+            self.task.messages(problem),
+            tools=list(self.task.tools) or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            **self.template_arguments,
+        )
+
+    def __len__(self) -> int:
+        """Problems that can be drawn."""
+        return len(self._usable)
+
+    def tokens(self, index: int) -> Tensor:
+        """[T] int64 prompt of problem ``index``, tokenized when it is first drawn."""
+        if index not in self._tokens:
+            tokens = self.tokenizer(self._render(self.problems[index]), add_special_tokens=False)["input_ids"]
+            self._tokens[index] = torch.tensor(tokens, dtype=torch.int64)
+        return self._tokens[index]
+
+    def first(self, count: int) -> list[Tensor]:
+        """The prompts of the split's first ``count`` problems, [T] int64 each; drawing is not affected."""
+        return [self.tokens(index) for index in self._usable[:count]]
+
+    def draw(self) -> tuple[int, int]:
+        """The problem and the group of the next row."""
+        if self._copies_left == 0:
+            if self._position == len(self._order):
+                self._start_epoch(self._epoch + 1)
+            self._current = (self._order[self._position], self._next_group)
+            self._position += 1
+            self._next_group += 1
+            self._copies_left = self.repeats
+        self._copies_left -= 1
+        return self._current
+
+    def start_group(self) -> None:
+        """Has the next row be the first of a group."""
+        self._copies_left = 0
+
+    def skip(self, groups: int) -> None:
+        """Goes on in the order of the problems as if so many groups had been drawn."""
+        for _ in range(groups):
+            self.start_group()
+            self.draw()
+        self.start_group()
+
+    def seed(self, seed: int) -> None:
+        """Starts over with the order that ``seed`` decides."""
+        self._seed = seed
+        self.start_group()
+        self._start_epoch(0)
+
+    def _start_epoch(self, epoch: int) -> None:
+        self._epoch, self._position = epoch, 0
+        self._order = self.task.epoch(self.problems, self._usable, random.Random(f"{self._seed}/{epoch}"))
+
+    def twin(self) -> Prompts:
+        """One that shares the problems and their tokens, and goes on by itself."""
+        return copy(self)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal problems in the same order."""
+        told = hashlib.sha256()
+        for index in self._usable:
+            told.update(repr((self.problems[index].query, self.problems[index].answer)).encode(errors="replace"))
+        return told.hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where drawing is."""
+        return {
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "position": self._position,
+            "next_group": self._next_group,
+            "num_problems": len(self),
+            "problems": self.digest,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to where ``state_dict`` was taken: what is drawn next is what would have been drawn there.
+
+        Raises:
+            ValueError: the problems are others.
+        """
+        if state["num_problems"] != len(self):
+            raise ValueError(
+                f"the saved environment has num_problems={state['num_problems']}, this one has {len(self)}: use the "
+                "dataset, split and max_prompt_tokens of the saved run."
+            )
+        if state["problems"] != self.digest:
+            raise ValueError(
+                f"the saved environment has other problems, although both have num_problems={len(self)}: use the "
+                "dataset and the seed of the saved run."
+            )
+        self.seed(state["seed"])
+        self._start_epoch(state["epoch"])
+        self._position, self._next_group = state["position"], state["next_group"]

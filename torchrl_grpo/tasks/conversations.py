@@ -1,0 +1,111 @@
+"""Tasks that go on after a response: with tools, or with a further try. They wrap any task."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from torchrl_grpo.tasks.base import Dialog, Message, Task, Turn, WrappedTask
+from torchrl_grpo.tools import Toolbox, tool_message
+
+
+class WithTools(WrappedTask):
+    """A task whose policy may call functions: a turn with calls is answered by their results.
+
+    Calls are found in the policy's own text, and results come back as the chat template's tool messages. What cannot
+    be read, wrong arguments, exceptions and time-outs are told to the policy as text.
+
+    Args:
+        task: judges the dialog, and what it says to turns without calls.
+        toolbox: the functions.
+
+    >>> from torchrl_grpo.tasks.arithmetic import ArithmeticTask
+    >>> from torchrl_grpo.tasks.base import Problem
+    >>> def add(a: int, b: int) -> int:
+    ...     '''Adds two numbers. Args: a: the first. b: the second.'''
+    ...     return a + b
+    >>> text = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+    >>> dialog = Dialog(Problem("2+3=?", "5"), [text], raw=text, last=False)
+    >>> WithTools(ArithmeticTask(), Toolbox([add])).advance([dialog])[0].messages
+    [{'role': 'tool', 'name': 'add', 'content': '5', 'tool_call_id': 'call00000'}]
+    """
+
+    def __init__(self, task: Task, toolbox: Toolbox) -> None:
+        super().__init__(task)
+        self.toolbox = toolbox
+        self.tools = toolbox.schemas
+
+    @property
+    def multi_turn(self) -> bool:
+        return True
+
+    def advance(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Exception]:
+        calling = {i for i, dialog in enumerate(dialogs) if dialog.finish_reason == "stop" and self._calls(dialog)}
+        other = iter(self.task.advance([d for i, d in enumerate(dialogs) if i not in calling], timeout_s))
+        turns: list[Turn | Exception] = [
+            self._run(dialog) if i in calling else next(other) for i, dialog in enumerate(dialogs)
+        ]
+        unscored = [i for i in sorted(calling) if dialogs[i].last]
+        scored = self.task.with_scores([dialogs[i] for i in unscored], [turns[i] for i in unscored], timeout_s)
+        for i, turn in zip(unscored, scored, strict=True):
+            turns[i] = turn
+        return turns
+
+    def _calls(self, dialog: Dialog) -> list[tuple[int, str]]:
+        return [(number, call.name) for number, call in enumerate(self.toolbox.calls(dialog.raw))]
+
+    def _run(self, dialog: Dialog) -> Turn:
+        if dialog.last:  # nobody would read the results
+            return Turn([], None)
+        messages: list[Message] = []
+        start, errors = time.perf_counter(), 0
+        for number, call in enumerate(self.toolbox.calls(dialog.raw)):
+            text, well = self.toolbox.run(call)
+            errors += not well
+            messages.append(tool_message(call.name, text, number))
+        seconds = time.perf_counter() - start
+        return Turn(messages, None, {"tools/calls": len(messages), "tools/errors": errors, "tools/seconds": seconds})
+
+    def excuse(self, dialog: Dialog, why: str) -> list[Message] | None:
+        calls = self._calls(dialog) if dialog.finish_reason == "stop" else []
+        if not calls:
+            return self.task.excuse(dialog, why)
+        return [tool_message(name, f"error: {why}", number) for number, name in calls]
+
+
+class WithRetry(WrappedTask):
+    """A task whose policy has a further try after a wrong answer, as long as it has turns left.
+
+    The dialog's score is that of the last try.
+
+    Args:
+        task: says what is wrong, by ``Score.correct``.
+        prompt: what the policy is told.
+
+    >>> from torchrl_grpo.tasks.arithmetic import ArithmeticTask
+    >>> from torchrl_grpo.tasks.base import Problem
+    >>> task = WithRetry(ArithmeticTask(), "That is wrong. Try again.")
+    >>> task.advance([Dialog(Problem("2+3=?", "5"), ["#### 6"], last=False)])[0].messages
+    [{'role': 'user', 'content': 'That is wrong. Try again.'}]
+    >>> task.advance([Dialog(Problem("2+3=?", "5"), ["#### 6", "#### 5"], last=False)])[0].score
+    Score(reward=1.0, correct=True)
+    """
+
+    def __init__(self, task: Task, prompt: str) -> None:
+        super().__init__(task)
+        self.prompt = prompt
+
+    @property
+    def multi_turn(self) -> bool:
+        return True
+
+    def advance(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Exception]:
+        turns = self.task.advance(dialogs, timeout_s)
+        return [self._retry(dialog, turn) for dialog, turn in zip(dialogs, turns, strict=True)]
+
+    def _retry(self, dialog: Dialog, turn: Turn | Exception) -> Turn | Exception:
+        over = isinstance(turn, Exception) or turn.score is None or turn.score.correct
+        if over or dialog.last or dialog.finish_reason == "length":
+            return turn
+        assert isinstance(turn, Turn)
+        return Turn([{"role": "user", "content": self.prompt}], None, turn.counts)

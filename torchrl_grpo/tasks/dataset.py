@@ -1,0 +1,399 @@
+"""Problems from a data set: any file, folder or data set on the hub whose rows have a prompt.
+
+It has no scorer: a reward scores it (``env.reward``), or a subclass. ``gsm8k``, ``math`` and ``ifeval`` are presets.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar, overload
+
+from torchrl_grpo.tasks.base import Message, Problem, Split, Task
+from torchrl_grpo.tasks.sources import Files, Hub, Row, Source, Table, UnknownSplitError, find_source
+
+PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "instruction")
+ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "target")
+"""The columns that are taken when none is named, if exactly one of them is there."""
+
+_FIELD = re.compile(r"\{\{([^\W\d]\w*)\}\}|\{([^{}]+)\}")
+_log = logging.getLogger(__name__)
+
+
+def fill_template(template: str, row: Mapping[str, Any]) -> str:
+    r"""A template with its fields replaced by a row's columns.
+
+    ``{name}`` is the column, with a format if there is one (``{name:.2f}``), and ``{{name}}`` the text ``{name}``.
+    Other braces stay as they are.
+
+    Raises:
+        ValueError: a field names no column.
+
+    >>> fill_template(r"{question} Write {{n}} as \boxed{} or {1}.", {"question": "1+1?"})
+    '1+1? Write {n} as \\boxed{} or {1}.'
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        literal, name = match.groups()
+        if literal is not None:
+            return f"{{{literal}}}"
+        column = name if name in row else re.split(r"[.:!\[]", name, maxsplit=1)[0]
+        if column in row:
+            if row[column] is None:
+                raise ValueError(
+                    f"must have a value in the column {column!r}, which prompt_template uses: give it one."
+                )
+            return str(row[name]) if name in row else _formatted(match[0], row)
+        if name.isidentifier():
+            close = difflib.get_close_matches(name, list(row), 1)
+            hint = f"did you mean {{{close[0]}}}?" if close else f"write {{{{{name}}}}} for the text {match[0]}."
+            raise ValueError(f"must have the column {match[0]} of prompt_template, it has {sorted(row)}: {hint}")
+        return match[0]
+
+    return _FIELD.sub(fill, template)
+
+
+def _formatted(field: str, row: Mapping[str, Any]) -> str:
+    try:
+        return field.format_map(row)
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ValueError(
+            f"must fit the format of {field} in prompt_template ({error}): use the column alone."
+        ) from error
+
+
+def checked_text(row: Row, column: str) -> str:
+    """The text in a column.
+
+    Raises:
+        ValueError: there is none.
+    """
+    value = row[column]
+    if isinstance(value, str) and value.strip():
+        return value
+    found = f"has {value!r:.80}"
+    if value is None:
+        found = f"has the columns {sorted(name for name, value in row.items() if value is not None)}"
+    raise ValueError(f"must have a text column {column!r}, it {found}: write text there, or remove the row.")
+
+
+class Rows(Sequence[Problem]):
+    """The problems of a split; a row becomes one when it is asked for.
+
+    Args:
+        table: the rows.
+        task: makes a row a problem.
+    """
+
+    def __init__(self, table: Table, task: DatasetTask) -> None:
+        self._table, self._task = table, task
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @overload
+    def __getitem__(self, index: int) -> Problem: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Problem]: ...
+    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._task.make_problem(self._table[range(len(self))[index]])
+
+    def __iter__(self) -> Iterator[Problem]:
+        return map(self._task.make_problem, self._table)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class DatasetTask(Task):
+    """Problems from the rows of a data set.
+
+    The test split is one of its own, or ``test_fraction`` of the train split: a hash of the prompt decides, so it is
+    the same in every run, and equal prompts are in one split. A split is read and checked when it is asked for.
+
+    Args:
+        dataset: a file (jsonl, json, csv, parquet), a folder of such files, or a name on the Hugging Face hub.
+
+    Keyword Args:
+        dataset_config: on the hub, the configuration.
+        revision: on the hub, the branch, tag or commit.
+        train_split: name of the train split; by default ``train``.
+        test_split: name of the test split; by default ``test``, if there is one.
+        test_fraction: share of the train split that is the test split.
+        max_samples: most rows of each split that are read, the first ones.
+        prompt_column: a text, or a list of chat messages; by default one of ``PROMPT_COLUMNS``.
+        answer_column: what the reward compares with; by default one of ``ANSWER_COLUMNS``, or none.
+        prompt_template: the user's message, see ``fill_template``; by default the prompt alone.
+        system_prompt: the system's message, in place of one in the data.
+        field: what messages call the options.
+
+    >>> import tempfile, pathlib
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "data.csv"
+    >>> _ = path.write_text("question,answer\\n1+1?,2\\n1+2?,3\\n")
+    >>> task = DatasetTask(str(path), prompt_template="{question} Answer with a number.")
+    >>> task.messages(task.problems("train")[1])
+    [{'role': 'user', 'content': '1+2? Answer with a number.'}]
+    """
+
+    reward: ClassVar[Any] = None
+    """What scores it when ``env.reward`` does not say."""
+    drops_shared = False
+    """Whether train problems that are also in the test split are dropped; otherwise they are an error."""
+
+    def __init__(
+        self,
+        dataset: str,
+        *,
+        dataset_config: str | None = None,
+        revision: str | None = None,
+        train_split: str | None = None,
+        test_split: str | None = None,
+        test_fraction: float | None = None,
+        max_samples: int | None = None,
+        prompt_column: str | None = None,
+        answer_column: str | None = None,
+        prompt_template: str | None = None,
+        system_prompt: str | None = None,
+        field: str = "env",
+    ) -> None:
+        if test_fraction is not None and (test_split is not None or not 0 < test_fraction < 1):
+            raise ValueError(
+                f"{field}.test_fraction={test_fraction} must be between 0 and 1, and left out with {field}.test_split: "
+                f"use {field}.test_fraction=0.1, say."
+            )
+        self.name = Path(dataset).stem if Path(dataset).suffix else Path(dataset).name
+        self.dataset, self.dataset_config, self.revision = dataset, dataset_config, revision
+        self.train_split, self.test_split = train_split or "train", test_split
+        self.test_fraction, self.max_samples = test_fraction, max_samples
+        self.prompt_column, self.answer_column = prompt_column, answer_column
+        self.prompt_template, self.system_prompt, self.field = prompt_template, system_prompt, field
+        self._problems: dict[Split, Rows] = {}
+        self._read: dict[str, tuple[Table, list[bytes]]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the data: who scores a problem is given it."""
+        return {**self.__dict__, "_problems": {}, "_read": {}}
+
+    @property
+    def _what(self) -> str:
+        return f"{self.field}.dataset={self.dataset}"
+
+    def _source(self) -> Source:
+        return find_source(self.dataset, self.dataset_config, self.revision, self._what)
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """The problems of a split, in the order of the rows.
+
+        Raises:
+            ValueError: the data is not there, a row of it is malformed, or the split has no problem or one of the other
+                split.
+        """
+        if split not in ("train", "test"):
+            raise ValueError(f"split must be 'train' or 'test', got {split!r}: use one of the two.")
+        if split not in self._problems:
+            self._problems[split] = Rows(self._select(split), self)
+            if len(self._problems) == 2:
+                self._read.clear()
+        return self._problems[split]
+
+    def messages(self, problem: Problem) -> list[Message]:
+        """The system prompt, if there is one, and the user's message or the chat of the data."""
+        chat = self._chat(problem)
+        if self.system_prompt is None:
+            return chat
+        return [
+            {"role": "system", "content": self.system_prompt},
+            *(message for message in chat if message["role"] != "system"),
+        ]
+
+    def read_answer(self, row: Row, column: str) -> Any:
+        """The answer as the reward wants it.
+
+        Args:
+            row: of the data.
+            column: of the answer.
+
+        Raises:
+            ValueError: it cannot be read; the message says what the row must have.
+        """
+        return row[column]
+
+    def make_problem(self, row: Row) -> Problem:
+        """A row as a problem; all its columns are in ``extra``.
+
+        Raises:
+            ValueError: the row cannot serve; the message says what it must have.
+        """
+        prompts, answers = self.prompt_column, self.answer_column
+        if prompts is None:
+            query = fill_template(self.prompt_template or "", row)
+        elif isinstance(row[prompts], list):
+            query = _check_chat(row[prompts], prompts, self.prompt_template)[-1]["content"]
+        else:
+            query = checked_text(row, prompts)
+        return Problem(query, self.read_answer(row, answers) if answers else None, extra=row)
+
+    def _chat(self, problem: Problem) -> list[Message]:
+        """The prompt without the system prompt of the options."""
+        row, text = problem.extra, problem.query
+        if self.prompt_column is not None:
+            prompt = row.get(self.prompt_column, text)
+            if isinstance(prompt, list):
+                return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+            if self.prompt_template is not None:
+                text = fill_template(self.prompt_template, {**row, self.prompt_column: prompt})
+        return [{"role": "user", "content": text}]
+
+    def _find_columns(self, names: Sequence[str]) -> None:
+        """Finds the columns of prompt and answer that the options do not name; a template can be the prompt."""
+        given = self.prompt_column, self.answer_column
+        for key, name in zip(("prompt", "answer"), given, strict=True):
+            if name is not None and name not in names:
+                close = difflib.get_close_matches(name, names, 1)
+                raise ValueError(
+                    f"{self.field}.columns.{key}={name} must be a column of {self.dataset}, which has {sorted(names)}: "
+                    f"{f'did you mean {close[0]}?' if close else f'use one of them as {self.field}.columns.{key}.'}"
+                )
+        prompts = [name for name in PROMPT_COLUMNS if name in names]
+        if self.prompt_column is None and len(prompts) == 1:
+            self.prompt_column = prompts[0]
+        elif self.prompt_column is None and self.prompt_template is None:
+            raise ValueError(
+                f"{self.field}.columns.prompt must name the column with the prompts of {self.dataset}, which has "
+                f"{sorted(names)}: use {self.field}.columns.prompt={(prompts or sorted(names))[0]}, say."
+            )
+        answers = [name for name in ANSWER_COLUMNS if name in names and name != self.prompt_column]
+        if self.answer_column is None and len(answers) > 1:
+            raise ValueError(
+                f"{self.field}.columns.answer must name one of {answers}, which {self.dataset} has: use "
+                f"{self.field}.columns.answer={answers[0]}, say."
+            )
+        self.answer_column = self.answer_column or (answers[0] if answers else None)
+        if given != (self.prompt_column, self.answer_column):
+            _log.info(
+                f"{self._what}: the prompts are in the column {self.prompt_column}, the answers in "
+                f"{self.answer_column}; {self.field}.columns.prompt and {self.field}.columns.answer name others."
+            )
+
+    def _select(self, split: Split) -> Table:
+        """The rows of a split, after the checks that need both splits."""
+        if self.test_fraction is not None:
+            table, prompts = self._checked(self.train_split, "train")
+            bound = self.test_fraction * 2**64
+            in_test = [int.from_bytes(prompt[:8], "big") < bound for prompt in prompts]
+            chosen = [i for i, test in enumerate(in_test) if test == (split == "test")]
+            if not chosen:
+                raise ValueError(
+                    f"{self.field}.test_fraction={self.test_fraction} must leave problems in both splits, the {split} "
+                    f"split of {len(prompts)} rows has 0: use {self.field}.test_fraction=0.5, or more rows."
+                )
+            return table.select(chosen)
+        names: dict[Split, str] = {"train": self.train_split, "test": self.test_split or "test"}
+        other: Split = "test" if split == "train" else "train"
+        table, prompts = self._checked(names[split], split)
+        others: set[bytes] = set()
+        with suppress(UnknownSplitError):
+            if other in self._problems or (self.drops_shared and split == "train"):
+                others.update(self._checked(names[other], other)[1])
+        shared = [i for i, prompt in enumerate(prompts) if prompt in others]
+        if shared and not self.drops_shared:
+            first = self.make_problem(table[shared[0]]).query
+            raise ValueError(
+                f"{self._what} must have no problem in both splits, {len(shared)} of {names['test']!r} and "
+                f"{names['train']!r} are the same, the first at {table.where(shared[0])}: {first[:80]!r}. Remove them "
+                f"from one, or use {self.field}.test_fraction=0.1 without {self.field}.test_split."
+            )
+        if shared and split == "train":
+            _log.info(f"{self._what}: dropped {len(shared)} train problems that are in the test split too.")
+            return table.select(sorted(set(range(len(prompts))).difference(shared)))
+        return table
+
+    def _checked(self, name: str, split: Split) -> tuple[Table, list[bytes]]:
+        """The rows of a split of the data, all of which can serve, and a hash of the prompt of each."""
+        if name in self._read:
+            return self._read[name]
+        source = self._source()
+        try:
+            table = source.read(name, self.max_samples)
+        except UnknownSplitError as error:
+            fix = f"{self.field}.{split}_split=NAME"
+            if split == "test":
+                fix += f" or {self.field}.test_fraction=0.1, or evaluation.num_prompts=0 for no evaluation"
+            raise UnknownSplitError(f"{error}: {source.fix}set {fix}.") from error
+        if not len(table):
+            raise ValueError(f"{self._what} must hold problems, the {name} split has 0: give it rows.")
+        self._find_columns(table.data.column_names)
+        prompts = []
+        for index, row in enumerate(table):
+            try:
+                chat = self._chat(self.make_problem(row))
+            except ValueError as error:
+                raise ValueError(f"{table.where(index)} {error}") from error
+            prompts.append(hashlib.sha256(json.dumps(chat).encode()).digest()[:16])
+        self._read[name] = table, prompts
+        return table, prompts
+
+
+class PresetTask(DatasetTask):
+    """A data set whose place on the hub, columns, prompt and answers are known.
+
+    Args:
+        dataset_path: a file or folder with its data; None is the hub.
+        **options: of ``DatasetTask``, where they are to differ.
+    """
+
+    hub_name: str
+    hub_config: str | None = None
+    title: str
+    files: str
+    """What its folder must have."""
+    defaults: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, dataset_path: str | None = None, **options: Any) -> None:
+        given = {key: value for key, value in options.items() if value is not None}
+        if "test_split" in given or "test_fraction" in given:
+            given = {"test_split": None, "test_fraction": None, **given}
+        super().__init__(dataset_path or self.hub_name, **{**self.defaults, **given})
+        self.dataset_path, self.name = dataset_path, type(self).name
+
+    @property
+    def _what(self) -> str:
+        if self.dataset_path is not None:
+            return f"{self.field}.dataset_path={self.dataset_path!r}"
+        return f"{self.field}.dataset={self.name} without {self.field}.dataset_path"
+
+    def _source(self) -> Source:
+        if self.dataset_path is not None:
+            return Files(Path(self.dataset_path).expanduser(), self._what, f"a folder with {self.files}")
+        fix = f"set {self.field}.dataset_path to a folder with {self.title}'s {self.files}"
+        return Hub(self.hub_name, self.dataset_config or self.hub_config, self.revision, self._what, fix)
+
+
+def _check_chat(chat: Sequence[Any], column: str, template: str | None) -> Sequence[Message]:
+    if template is not None:
+        raise ValueError(
+            f"must have text in the column {column!r} with prompt_template, it has a list of messages: leave the "
+            "template out."
+        )
+    for message in chat:
+        if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
+            raise ValueError(
+                f"must have chat messages in the column {column!r}, each with role and content as text, it has "
+                f"{message!r:.80}: fix the row, or give a text column."
+            )
+    if not chat or chat[-1]["role"] == "assistant":
+        raise ValueError(
+            f"must have chat messages in the column {column!r} that end before the assistant's, it has "
+            f"{list(chat[-1:])!r:.80}: remove the last message, which the policy is to write."
+        )
+    return chat

@@ -1,0 +1,28 @@
+"""IFEval: 541 prompts with instructions whose observance a program can check (arXiv:2311.07911)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torchrl_grpo.tasks.dataset import PresetTask
+
+
+class IFEvalTask(PresetTask):
+    """IFEval's prompts, scored by the reward ``ifeval``: the mean of its four accuracies.
+
+    The data has one split. A tenth of it is the test split, unless ``test_fraction`` says otherwise;
+    ``test_split="train"`` evaluates on all of it, and nothing is left to train on.
+
+    Args:
+        dataset_path: a folder with ``input_data.jsonl``; None is ``google/IFEval`` on the hub.
+        **options: of ``DatasetTask``, where they are to differ.
+
+    >>> IFEvalTask().messages(IFEvalTask().make_problem({"prompt": "Write a poem without commas."}))
+    [{'role': 'user', 'content': 'Write a poem without commas.'}]
+    """
+
+    name = "ifeval"
+    reward: ClassVar[Any] = {"fn": "ifeval", "weight": 0.25}  # the mean of its four accuracies
+    hub_name = "google/IFEval"
+    title, files = "IFEval", "input_data.jsonl"
+    defaults: ClassVar[dict[str, Any]] = {"prompt_column": "prompt", "test_fraction": 0.1}

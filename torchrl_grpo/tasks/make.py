@@ -1,0 +1,110 @@
+"""From ``env.*`` of the config to the task."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torchrl_grpo import choices
+from torchrl_grpo.config.components import make_component
+from torchrl_grpo.config.schema import DataConfig, DatasetConfig, EnvConfig
+from torchrl_grpo.tasks.base import Split, Task
+from torchrl_grpo.tasks.dataset import DatasetTask
+from torchrl_grpo.tasks.mixed import MixedTask
+
+BUILTINS = {
+    "arithmetic": "torchrl_grpo.tasks.arithmetic:ArithmeticTask",
+    "countdown": "torchrl_grpo.tasks.countdown:CountdownTask",
+    "gsm8k": "torchrl_grpo.tasks.gsm8k:GSM8KTask",
+    "math": "torchrl_grpo.tasks.math:MathTask",
+    "ifeval": "torchrl_grpo.tasks.ifeval:IFEvalTask",
+}
+"""Built-in data sets by name. A built-in one is a class that could be anybody's."""
+
+
+def make_task(env: EnvConfig, split: Split = "train") -> Task:
+    """The task that a config names, with its rewards.
+
+    Args:
+        env: validated.
+        split: that is needed first. Of data sets it is read here, so that what is wrong with the data, or with a reward
+            that asks for a column, is found before a model is loaded.
+
+    Raises:
+        ValueError: the data cannot serve, there is no such task, or nothing scores its responses.
+
+    >>> make_task(EnvConfig(dataset="arithmetic", difficulty=1)).name
+    'arithmetic'
+    """
+    if env.task.get("_target_") is not None:
+        task = make_component("env.task", env.task, Task)
+        return task if env.reward is None else _with_rewards(task, env.reward, "env.reward")
+    if env.datasets is None:
+        return _make_dataset(env, "env", env.reward, split)
+    fields = [f"env.datasets[{index}]" for index in range(len(env.datasets))]
+    names = [_name(entry) for entry in env.datasets]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(
+            f"{fields[names.index(twice[0])]}.name={twice[0]} must differ from the others: give it a name."
+        )
+    tasks = [
+        _make_dataset(entry, field, env.reward if entry.reward is None else entry.reward, split)
+        for entry, field in zip(env.datasets, fields, strict=True)
+    ]
+    return MixedTask(tasks, [entry.weight for entry in env.datasets], names)
+
+
+def _make_dataset(data: DataConfig, field: str, reward: Any, split: Split) -> Task:
+    name = data.dataset or ""
+    if name in choices.GENERATED:
+        task: Task = _builtin(name)(data.difficulty)
+    else:
+        options: dict[str, Any] = {
+            "dataset_config": data.dataset_config,
+            "revision": data.revision,
+            "train_split": data.train_split,
+            "test_split": data.test_split,
+            "test_fraction": data.test_fraction,
+            "max_samples": data.max_samples,
+            "prompt_column": data.columns.prompt,
+            "answer_column": data.columns.answer,
+            "prompt_template": data.prompt_template,
+            "system_prompt": data.system_prompt,
+            "field": field,
+        }
+        is_preset = name in choices.PRESETS
+        task = _builtin(name)(data.dataset_path, **options) if is_preset else DatasetTask(name, **options)
+        task.problems(split)
+        reward = task.reward if reward is None else reward
+    if reward is not None:
+        return _with_rewards(task, reward, f"{field}.reward", split)
+    if type(task).score is Task.score and type(task).judge is Task.judge:
+        raise ValueError(
+            f"{field}.dataset={name} needs {field}.reward: use a built-in one, such as {field}.reward=gsm8k, or a "
+            f"function of yours, {field}.reward=my_rewards.py:exact_match."
+        )
+    return task
+
+
+def _builtin(name: str) -> Any:
+    module, _, attribute = BUILTINS[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def _with_rewards(task: Task, spec: Any, field: str, split: Split | None = None) -> Task:
+    """The task, scored by rewards; they may ask for the columns of the split's problems."""
+    from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
+
+    column = getattr(task, "prompt_column", None)
+    rewards = make_rewards(spec, field=field, **({} if column is None else {"prompt_column": column}))
+    if split is not None:
+        rewards.check(task.problems(split)[0].extra)
+    return WithRewards(task, rewards)
+
+
+def _name(entry: DatasetConfig) -> str:
+    """What an entry's metrics are called."""
+    path = Path(entry.dataset or "")
+    return entry.name or (path.stem if path.suffix in (".jsonl", ".json", ".csv", ".parquet") else path.name)

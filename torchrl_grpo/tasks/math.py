@@ -1,0 +1,68 @@
+r"""MATH: competition problems whose answer is an expression in ``\boxed{}`` (arXiv:2103.03874)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torchrl_grpo.tasks.dataset import PresetTask, checked_text
+from torchrl_grpo.tasks.sources import Row
+
+INSTRUCTION = r"Reason step by step, and put your final answer within \boxed{}."
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last ``\boxed{}`` of a text encloses; None where there is none that is closed and has something in it.
+
+    ``\boxed 5`` and ``\fbox{5}`` count, as in the data set.
+
+    >>> last_boxed(r"so \boxed{1} and \boxed{\frac{1}{2}}."), last_boxed(r"It is \boxed 5.")
+    ('\\frac{1}{2}', '5')
+    """
+    start, end = max((text.rfind(box), text.rfind(box) + len(box)) for box in (r"\boxed", r"\fbox"))
+    if start < 0:
+        return None
+    rest = text[end:].lstrip()
+    if not rest.startswith("{"):
+        return rest.split("$")[0].split(maxsplit=1)[0].rstrip(".,") or None if rest.split("$")[0].strip() else None
+    depth = 0
+    for i, character in enumerate(rest):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return rest[1:i].strip() or None
+    return None
+
+
+class MathTask(PresetTask):
+    r"""MATH's problems, scored by the reward ``math``; a problem's answer is the last ``\boxed{}`` of its solution.
+
+    Args:
+        dataset_path: a file or folder with the columns ``problem`` and ``solution``; None is
+            ``DigitalLearningGmbH/MATH-lighteval`` on the hub.
+        **options: of ``DatasetTask``, where they are to differ.
+
+    >>> task = MathTask()
+    >>> task.read_answer({"problem": "Halve 1.", "solution": r"It is $\boxed{\frac{1}{2}}$."}, "solution")
+    '\\frac{1}{2}'
+    """
+
+    name = "math"
+    reward = "math"
+    drops_shared = True  # some short problems are in both of its splits
+    hub_name = "DigitalLearningGmbH/MATH-lighteval"
+    title, files = "MATH", "train.jsonl and test.jsonl"
+    defaults: ClassVar[dict[str, Any]] = {
+        "prompt_column": "problem",
+        "answer_column": "solution",
+        "prompt_template": f"{{problem}}\n\n{INSTRUCTION}",
+    }
+
+    def read_answer(self, row: Row, column: str) -> str:
+        r"""The last ``\boxed{}`` of the solution; of a column that is not the solution, the text."""
+        text = checked_text(row, column)
+        answer = last_boxed(text) if column == "solution" else text
+        if answer is None:
+            raise ValueError(
+                f"must have a solution with its answer in \\boxed{{}}, it ends with {text[-80:]!r}: add it or remove "
+                "the row."
+            )
+        return answer

@@ -1,0 +1,127 @@
+"""Several tasks in one: problems of each, drawn by weight."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, chain, repeat, zip_longest
+from typing import overload
+
+from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Split, Task
+
+
+class MixedProblems(Sequence[Problem]):
+    """The problems of several data sets, one data set after the other.
+
+    Args:
+        parts: the problems of each.
+        names: what ``Problem.dataset`` becomes.
+        weights: of each in an epoch; None draws every problem once, from each data set in turn.
+    """
+
+    def __init__(
+        self, parts: Sequence[Sequence[Problem]], names: Sequence[str], weights: Sequence[float] | None
+    ) -> None:
+        self._parts, self._names, self.weights = list(parts), list(names), weights
+        self._ends = list(accumulate(map(len, parts)))
+
+    def part(self, index: int) -> int:
+        """Which data set a problem belongs to."""
+        return bisect_right(self._ends, index)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @overload
+    def __getitem__(self, index: int) -> Problem: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Problem]: ...
+    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        part = self.part(index)
+        problem = self._parts[part][index - (self._ends[part - 1] if part else 0)]
+        return dataclasses.replace(problem, dataset=self._names[part])
+
+
+class MixedTask(Task):
+    """Several tasks; each problem is put, answered and scored by its own.
+
+    Of an epoch's train problems each task has a share by its weight. A task with fewer problems than its share gives
+    some more than once, one with more gives others in the next epoch. Test problems come once each, the tasks in turn.
+
+    Args:
+        tasks: at least one.
+        weights: above 0, of each task; they need not sum to 1.
+        names: of each task, all different; logs have a row for each.
+
+    Raises:
+        ValueError: a weight is not above 0, or a name is there twice.
+
+    >>> from torchrl_grpo.tasks.arithmetic import ArithmeticTask
+    >>> task = MixedTask([ArithmeticTask(1), ArithmeticTask(2)], [0.25, 0.75], ["easy", "hard"])
+    >>> problems = task.problems("train")
+    >>> drawn = [problems[i].dataset for i in task.epoch(problems, range(len(problems)), random.Random(0))]
+    >>> round(drawn.count("easy") / len(drawn), 3)
+    0.25
+    """
+
+    def __init__(self, tasks: Sequence[Task], weights: Sequence[float], names: Sequence[str]) -> None:
+        if min(weights) <= 0:
+            raise ValueError(f"weights={list(weights)} must be above 0: use 1 for each, say.")
+        if len(set(names)) < len(names):
+            raise ValueError(f"names={list(names)} must be different: give a data set another name.")
+        self.tasks = dict(zip(names, tasks, strict=True))
+        self.weights = list(weights)
+        self.name = "+".join(names)
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """The problems of all tasks; ``Problem.dataset`` names the task."""
+        parts = [task.problems(split) for task in self.tasks.values()]
+        return MixedProblems(parts, list(self.tasks), self.weights if split == "train" else None)
+
+    def messages(self, problem: Problem) -> list[Message]:
+        return self.tasks[problem.dataset].messages(problem)
+
+    def judge(self, dialog: Dialog) -> Score:
+        return self.tasks[dialog.problem.dataset].judge(dialog)
+
+    def reply(self, dialog: Dialog) -> list[Message] | None:
+        return self.tasks[dialog.problem.dataset].reply(dialog)
+
+    @property
+    def multi_turn(self) -> bool:
+        return any(task.multi_turn for task in self.tasks.values())
+
+    def epoch(self, problems: Sequence[Problem], usable: Sequence[int], rng: random.Random) -> list[int]:
+        """As many draws as there are usable problems, shared out by weight among the tasks that have some."""
+        if not isinstance(problems, MixedProblems):
+            return super().epoch(problems, usable, rng)
+        parts: dict[int, list[int]] = {}
+        for index in usable:
+            parts.setdefault(problems.part(index), []).append(index)
+        if problems.weights is None:
+            turns = zip_longest(*(rng.sample(part, len(part)) for part in parts.values()))
+            return [index for turn in turns for index in turn if index is not None]
+        quotas = _quotas(len(usable), {part: self.weights[part] for part in parts})
+        order = list(chain.from_iterable(_drawn(parts[part], quota, rng) for part, quota in quotas.items()))
+        rng.shuffle(order)
+        return order
+
+
+def _quotas(total: int, weights: dict[int, float]) -> dict[int, int]:
+    """``total`` shared out by weight; what rounding leaves goes to the largest remainders."""
+    exact = {part: total * weight / sum(weights.values()) for part, weight in weights.items()}
+    quotas = {part: int(share) for part, share in exact.items()}
+    for part in sorted(exact, key=lambda part: quotas[part] - exact[part])[: total - sum(quotas.values())]:
+        quotas[part] += 1
+    return quotas
+
+
+def _drawn(indices: Sequence[int], count: int, rng: random.Random) -> list[int]:
+    """``count`` of the indices: each as often as another, or once more."""
+    whole, rest = divmod(count, len(indices))
+    return [*chain.from_iterable(repeat(indices, whole)), *rng.sample(indices, rest)]

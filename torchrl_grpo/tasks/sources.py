@@ -1,0 +1,355 @@
+"""Where the rows of a data set come from: a file, a folder of files, or the Hugging Face hub.
+
+Text files are read here, row by row, so that a malformed row is named by its line and no value changes: ``datasets``
+makes dates of text that looks like one, and numbers of the answers of a csv file. The rows then are a
+``datasets.Dataset``, as those of parquet files and of the hub are.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import io
+import json
+import re
+from bisect import bisect_right
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+_SHARD = re.compile(r"[-_.]\d+-of-\d+$")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows, and where each of them stands.
+
+    Attributes:
+        data: the rows, a ``datasets.Dataset``.
+        parts: in order, the index of a part's first row, the part's name, and the line of each of its rows, if it has
+            lines; else a row is named by its index in the part.
+        encoded: columns whose values are JSON in ``data``, because they differ in type or are nested.
+    """
+
+    data: Any
+    parts: Sequence[tuple[int, str, Sequence[int | None]]] = ()
+    encoded: frozenset[str] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._decoded(self.data[index])
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self._decoded, self.data)
+
+    def select(self, indices: Sequence[int]) -> Table:
+        """A table of some of the rows, which no longer says where they stand."""
+        return Table(self.data.select(indices), encoded=self.encoded)
+
+    def first(self, most: int | None) -> Table:
+        """A table of the first rows, or itself."""
+        return self if most is None or most >= len(self) else Table(self.data.take(most), self.parts, self.encoded)
+
+    def where(self, index: int) -> str:
+        """The place of a row, as ``data.jsonl:7`` or ``openai/gsm8k train[6]``."""
+        first, name, lines = self.parts[bisect_right([part[0] for part in self.parts], index) - 1]
+        line = lines[index - first] if lines else None
+        return f"{name}[{index - first}]" if line is None else f"{name}:{line}"
+
+    def _decoded(self, row: Row) -> Row:
+        if not self.encoded:
+            return row
+        return {
+            name: json.loads(value) if name in self.encoded and value is not None else value
+            for name, value in row.items()
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """With the rows themselves: another machine does not have the files."""
+        import pyarrow as pa
+
+        table = self.data.with_format("arrow")[:]
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as writer:  # a slice's own rows alone
+            writer.write_table(table)
+        return _unpickled, (sink.getvalue().to_pybytes(), self.encoded)
+
+
+def _unpickled(table: bytes, encoded: frozenset[str]) -> Table:
+    import pyarrow as pa
+    from datasets import Dataset
+
+    return Table(Dataset(pa.ipc.open_stream(table).read_all()), encoded=encoded)
+
+
+class UnknownSplitError(ValueError):
+    """There is no such split; the message ends before the fix."""
+
+
+class Source(Protocol):
+    """Splits of rows.
+
+    Attributes:
+        fix: what to do when a split is missing, before other ways.
+    """
+
+    fix: str
+
+    def read(self, split: str, most: int | None) -> Table:
+        """The first ``most`` rows of a split, or all.
+
+        Raises:
+            UnknownSplitError: there is no such split.
+            ValueError: the data cannot be read, or a row is malformed.
+        """
+
+
+def find_source(dataset: str, config: str | None, revision: str | None, what: str) -> Source:
+    """The file, the folder or the data set on the hub that a name stands for.
+
+    Args:
+        dataset: the name.
+        config: on the hub, the configuration.
+        revision: on the hub, the branch, tag or commit.
+        what: how messages begin.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    path = Path(dataset).expanduser()
+    if path.exists():
+        return Files(path, what)
+    if path.suffix in _SUFFIXES or not _HUB_NAME.fullmatch(dataset):
+        near = path.parent if path.parent.is_dir() else Path()
+        close = difflib.get_close_matches(path.name, [other.name for other in near.iterdir()], 1)
+        hint = f"did you mean {near / close[0]}?" if close else f"paths start from {Path().absolute()}."
+        raise ValueError(f"{what} must be a file or folder that exists, and it does not: {hint}")
+    instead = "give a file (jsonl, json, csv, parquet) or a folder that is here"
+    return Hub(dataset, config, revision, what, instead)
+
+
+class Hub:
+    """A data set on the Hugging Face hub, or in its cache.
+
+    Args:
+        name: such as ``openai/gsm8k``.
+        config: its configuration, None where it has one.
+        revision: branch, tag or commit.
+        what: how messages begin.
+        instead: what to do when it cannot be reached.
+    """
+
+    fix = ""
+
+    def __init__(self, name: str, config: str | None, revision: str | None, what: str, instead: str) -> None:
+        self.name, self.config, self.revision, self.what, self.instead = name, config, revision, what, instead
+
+    def read(self, split: str, most: int | None) -> Table:
+        loader = _load_dataset(self.what, self.instead)
+        given = {} if self.revision is None else {"revision": self.revision}
+        try:
+            data = loader(*filter(None, (self.name, self.config)), split=split, **given)
+        except Exception as error:  # no network, not in the cache, a broken download: of any type
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            if "Unknown split" in reason:
+                raise UnknownSplitError(f"{self.what} must have the split {split!r}, got {reason:.300}") from error
+            raise ValueError(
+                f"{self.what} must reach {self.name} on Hugging Face or in its cache, got {reason:.300}: connect once, "
+                f"or {self.instead}."
+            ) from error
+        return Table(data, [(0, f"{self.name} {split}", ())]).first(most)
+
+
+class Files:
+    """A file, which is one split, or a folder of them.
+
+    In a folder the split is the file's name without suffix and shard number (``train-00000-of-00002.parquet``), or that
+    of the folder inside it. Files that are named after no split (neither train nor test is among them) are one split,
+    train, in the order of their names.
+
+    Args:
+        path: the file or folder, which exists.
+        what: how messages begin.
+        layout: what the folder must be, for messages, where that is known.
+    """
+
+    def __init__(self, path: Path, what: str, layout: str = "") -> None:
+        self.path, self.what, self.layout = path, what, layout
+        self.fix = "give the folder that holds both files, or " if layout else ""
+
+    def read(self, split: str, most: int | None) -> Table:
+        named = self._named()
+        paths = named.get(split)
+        if paths is None and split == "train" and "test" not in named:
+            paths = [path for part in named.values() for path in part]
+        if not paths:
+            must = self.layout or f"a file or folder with the split {split!r}, as {split}.jsonl"
+            found = sorted(p.name for p in self.path.iterdir())[:10] if self.path.is_dir() else "no folder"
+            found = [self.path.name] if self.path.is_file() else found
+            raise UnknownSplitError(f"{self.what} must be {must}, {split}.jsonl is missing (found: {found})")
+        kinds = {path.suffix for path in paths}
+        if ".parquet" in kinds:
+            return self._read_parquet(paths, most)
+        rows: list[Row] = []
+        parts: list[tuple[int, str, Sequence[int | None]]] = []
+        for path in paths:
+            left = None if most is None else most - len(rows)
+            found_rows = list(islice(_READERS[path.suffix](path), left))
+            parts.append((len(rows), str(path), [line for line, _ in found_rows]))
+            rows += [row for _, row in found_rows]
+        return _table(rows, parts)
+
+    def _named(self) -> dict[str, list[Path]]:
+        if self.path.is_file():
+            if self.path.suffix not in _SUFFIXES:
+                raise ValueError(
+                    f"{self.what} must be a file of the kind {', '.join(_SUFFIXES)}, it ends with "
+                    f"{self.path.suffix or 'none of them'!r}: convert or rename it."
+                )
+            return {"train": [self.path]}
+        named: dict[str, list[Path]] = {}
+        for path in sorted(self.path.rglob("*")) if self.path.is_dir() else []:
+            inner = path.relative_to(self.path)
+            if path.suffix in _SUFFIXES and not any(part.startswith(".") for part in inner.parts):
+                folder = inner.parts[0] if len(inner.parts) > 1 else None
+                stem = _SHARD.sub("", path.stem)
+                named.setdefault(folder if folder and stem not in ("train", "test") else stem, []).append(path)
+        return named
+
+    def _read_parquet(self, paths: Sequence[Path], most: int | None) -> Table:
+        others = [path.name for path in paths if path.suffix != ".parquet"]
+        if others:
+            raise ValueError(
+                f"{self.what} must have one kind of file in a split, it has parquet and {others}: use one."
+            )
+        loader = _load_dataset(self.what, "give a jsonl file")
+        tables: list[Any] = []
+        parts: list[tuple[int, str, Sequence[int | None]]] = []
+        for path in paths:
+            parts.append((sum(len(table) for table in tables), str(path), ()))
+            try:
+                tables.append(loader("parquet", data_files={"train": [str(path)]}, split="train"))
+            except Exception as error:  # of pyarrow or datasets, of any type
+                reason = " ".join(str(error.__cause__ or error).split())
+                raise ValueError(f"{path} must be a parquet file, got {reason:.200}: write it again.") from error
+        from datasets import concatenate_datasets
+
+        return Table(concatenate_datasets(tables), parts).first(most)
+
+
+def _load_dataset(what: str, fix: str) -> Any:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError(
+            f"{what} must have the package 'datasets', it is not installed: pip install datasets, or {fix}."
+        ) from error
+    return load_dataset
+
+
+def _table(rows: Sequence[Row], parts: Sequence[tuple[int, str, Sequence[int | None]]]) -> Table:
+    """The rows, column by column. A column of texts, or of numbers of a type, is one; all else is JSON."""
+    import pyarrow as pa
+    from datasets import Dataset
+
+    columns, encoded = {}, set()
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row.get(name) for row in rows]
+        kinds = {type(value) for value in values if value is not None}
+        try:
+            columns[name] = pa.array(values) if len(kinds) == 1 and kinds <= {str, int, float, bool} else None
+        except OverflowError:  # an integer of more than 64 bits
+            columns[name] = None
+        if columns[name] is None:
+            columns[name] = pa.array([None if value is None else json.dumps(value) for value in values], pa.string())
+            encoded.add(name)
+    return Table(Dataset(pa.table(columns)), parts, frozenset(encoded))
+
+
+def _lines(path: Path) -> Iterator[tuple[int | None, Row]]:
+    """The rows of a jsonl file; an empty line is none."""
+    # Bytes, so that a line that is not UTF-8 is reported like any other malformed line.
+    for number, line in enumerate(path.read_bytes().removeprefix(BOM_UTF8).splitlines(), start=1):
+        if line.strip():
+            yield number, _row(line, f"{path}:{number}")
+
+
+def _row(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{where} must be one JSON object a line, got {line[:80]!r} ({error}): fix that line."
+        ) from error
+    if not isinstance(row, dict):
+        raise ValueError(f'{where} must be a JSON object, got {line[:80]!r}: write {{"question": ..., "answer": ...}}.')
+    return _encodable(row, where)
+
+
+def _encodable(row: Row, where: str) -> Row:
+    """The row, if its text is Unicode: JSON can spell half of a surrogate pair, which no tokenizer takes."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise ValueError(f"{where} must be text in Unicode, got {str(error)!r}: fix that row.") from error
+    return row
+
+
+def _json(path: Path) -> Iterator[tuple[int | None, Row]]:
+    """The rows of a json file: a list of objects, one object, or one object a line."""
+    text = path.read_bytes().removeprefix(BOM_UTF8)
+    try:
+        whole = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if not text.lstrip().startswith(b"["):
+            yield from _lines(path)
+            return
+        line = getattr(error, "lineno", 1)
+        raise ValueError(f"{path}:{line} must be a list of JSON objects, got a mistake ({error}): fix it.") from error
+    for index, row in enumerate(whole if isinstance(whole, list) else [whole]):
+        where = f"{path}[{index}]"
+        if not isinstance(row, dict):
+            raise ValueError(f"{where} must be a JSON object, got {row!r:.80}: write a list of objects.")
+        yield None, _encodable(row, where)
+
+
+def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
+    """The rows of a csv file with a line of names. A value is text, and a missing one None."""
+    line = 1
+    try:
+        text = path.read_bytes().removeprefix(BOM_UTF8).decode()
+        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+        names = next(reader, [])
+        if len(set(names)) < len(names):
+            raise ValueError(f"got a name twice among {names}")
+        for fields in reader:
+            line, end = reader.line_num - sum(field.count("\n") for field in fields), reader.line_num
+            if fields and len(fields) != len(names):
+                raise ValueError(f"got {len(fields)} fields, and its first line {len(names)} names")
+            if fields:
+                yield line, {name: field or None for name, field in zip(names, fields, strict=True)}
+            line = end + 1
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ValueError(f"{path}:{line} must be UTF-8, {error}: save the file as UTF-8.") from error
+    except (csv.Error, ValueError) as error:
+        raise ValueError(
+            f"{path}:{line} must be a row of a csv file, {error}: fix that line (quote commas)."
+        ) from error
+
+
+# Each yields the line of a row, where it has one, and the row.
+_READERS: dict[str, Callable[[Path], Iterator[tuple[int | None, Row]]]] = {
+    ".jsonl": _lines,
+    ".json": _json,
+    ".csv": _csv,
+}
+_SUFFIXES = (*_READERS, ".parquet")

@@ -1,0 +1,192 @@
+"""Tools: plain functions that the policy may call, and how a call stands in a model's text. Free of torch."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_grpo.tasks.base import Message
+
+_LONGEST_RESULT = 8192  # characters
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
+_MISTRAL = "[TOOL_CALLS]"
+_SPECIAL = re.compile(r"<\|[a-z_]+\|>|</s>")
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call as the policy wrote it; ``error`` says why it cannot be read."""
+
+    name: str
+    arguments: Any
+    error: str = ""
+
+
+Parser = Callable[[str], Sequence[ToolCall]]
+"""From the policy's text, special tokens included, to its calls."""
+
+
+def parse_tool_calls(text: str) -> list[ToolCall]:
+    r"""The calls in the forms of Hermes and Qwen, Mistral, and Llama 3.
+
+    Args:
+        text: the policy's turn with its special tokens.
+
+    >>> parse_tool_calls('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>')
+    [ToolCall(name='add', arguments={'a': 1}, error='')]
+    >>> parse_tool_calls('[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]</s>')
+    [ToolCall(name='add', arguments={'a': 1}, error='')]
+    >>> parse_tool_calls('<|python_tag|>{"name": "add", "parameters": {"a": 1}}<|eom_id|>')
+    [ToolCall(name='add', arguments={'a': 1}, error='')]
+    >>> parse_tool_calls("no call")
+    []
+    """
+    written = _HERMES.findall(text)
+    if written:
+        return [call for part in written for call in _read(part)]
+    bare = _SPECIAL.sub("", text).strip()
+    _, found, rest = bare.partition(_MISTRAL)
+    if found:
+        named = [part.partition("[ARGS]") for part in rest.split(_MISTRAL)]
+        return [call for name, args, value in named for call in (_read(value, name.strip()) if args else _read(name))]
+    if bare.startswith("{") and '"name"' in bare and '"parameters"' in bare:
+        return [call for part in re.split(r"(?<=\})\s*;\s*(?=\{)", bare) for call in _read(part)]
+    return []
+
+
+def _read(text: str, name: str | None = None) -> list[ToolCall]:
+    """The call, or the list of calls, in a piece of JSON; with a name, the JSON is its arguments."""
+    try:
+        value, end = json.JSONDecoder().raw_decode(text.strip())
+        if text.strip()[end:].strip():
+            raise ValueError("text after it")
+    except (ValueError, RecursionError) as error:
+        return [ToolCall(name or "", None, f"the call is no JSON ({error})")]
+    if name is not None:
+        return [ToolCall(name, value)]
+    calls = []
+    for entry in value if isinstance(value, list) else [value]:
+        if isinstance(entry, dict) and isinstance(entry.get("name"), str):
+            calls.append(ToolCall(entry["name"], entry.get("arguments", entry.get("parameters", {}))))
+        else:
+            calls.append(ToolCall("", None, 'a call must be {"name": ..., "arguments": {...}}'))
+    return calls
+
+
+def tool_message(name: str, content: str, number: int = 0) -> Message:
+    """The result of a tool; the id has the form that Mistral's templates ask for."""
+    return {"role": "tool", "name": name, "content": content, "tool_call_id": f"call{number:05d}"}
+
+
+class Toolbox:
+    """Functions that the policy may call.
+
+    Args:
+        functions: plain ones or ``async``; signature and docstring (with ``Args:``) make the schema, which is
+            ``transformers.utils.get_json_schema``'s.
+        parser: finds the calls in the policy's text.
+
+    Attributes:
+        schemas: JSON schemas, for the chat template.
+
+    Raises:
+        ValueError: a function has no type hint or no description for an argument, or two have one name.
+
+    >>> def add(a: int, b: int) -> int:
+    ...     '''Adds two numbers. Args: a: the first. b: the second.'''
+    ...     return a + b
+    >>> Toolbox([add]).run(ToolCall("add", {"a": 1, "b": 2}))
+    ('3', True)
+    >>> Toolbox([add]).run(ToolCall("add", {"a": 1}))
+    ("error: add needs the argument 'b'", False)
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], parser: Parser = parse_tool_calls) -> None:
+        self.schemas = [_schema(function) for function in functions]
+        self.functions = {function.__name__: function for function in functions}
+        if len(self.functions) < len(functions):
+            raise ValueError(f"env.tools must have different names, got {[f.__name__ for f in functions]}: rename one.")
+        self.calls = parser
+
+    def run(self, call: ToolCall) -> tuple[str, bool]:
+        """What the policy is told, and whether the call went well."""
+        problem = call.error or self._problem(call)
+        if problem:
+            return f"error: {problem}", False
+        try:
+            result = self.functions[call.name](**call.arguments)
+            if inspect.iscoroutine(result):
+                result = asyncio.run(result)
+            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        except (Exception, SystemExit) as error:
+            return f"error: {type(error).__name__}: {error}"[:_LONGEST_RESULT], False
+        return (text if len(text) <= _LONGEST_RESULT else f"{text[:_LONGEST_RESULT]} ... (cut)"), True
+
+    def _problem(self, call: ToolCall) -> str:
+        if call.name not in self.functions:
+            return f"there is no tool {call.name!r:.100}, there are {sorted(self.functions)}"
+        if not isinstance(call.arguments, dict):
+            return f"the arguments of {call.name} must be an object"
+        schema = next(s["function"]["parameters"] for s in self.schemas if s["function"]["name"] == call.name)
+        known = schema.get("properties", {})
+        for name in schema.get("required", ()):
+            if name not in call.arguments:
+                return f"{call.name} needs the argument {name!r}"
+        for name, value in call.arguments.items():
+            if name not in known:
+                return f"{call.name} has no argument {name!r:.100}, it has {sorted(known)}"
+            wanted = known[name].get("type")
+            types = [wanted] if isinstance(wanted, str) else list(wanted or ())
+            if types and not known[name].get("nullable") and not any(_is(value, kind) for kind in types):
+                return f"the argument {name} of {call.name} must be of the type {' or '.join(types)}"
+        return ""
+
+
+def _is(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    return isinstance(value, _TYPES.get(kind, (object,)))
+
+
+def _schema(function: Callable[..., Any]) -> dict[str, Any]:
+    from transformers.utils import get_json_schema
+
+    name, doc = function.__name__, inspect.getdoc(function) or ""
+    names = [re.escape(parameter) for parameter in inspect.signature(function).parameters]
+    described = doc
+    if names and re.search(r"\S[ \t]+Args:[ \t]", doc):  # all of it in one line
+        before, _, after = doc.partition("Args:")
+        parts = re.sub(rf"\s*\b({'|'.join(names)}):", r"\n    \1:", after)
+        described = f"{before.strip()}\n\nArgs:{parts}\n"
+    twin = _with_doc(function, described)
+    try:
+        schema: dict[str, Any] = get_json_schema(twin)
+    except Exception as error:
+        raise ValueError(
+            f"env.tools: {name} must have type hints and a docstring that describes each argument under 'Args:', but "
+            f"{str(error).partition(chr(10))[0]}: write them as in examples/my_tools.py."
+        ) from error
+    return schema
+
+
+def _with_doc(function: Callable[..., Any], doc: str) -> Callable[..., Any]:
+    def twin() -> None: ...
+
+    twin.__name__, twin.__doc__, twin.__module__ = function.__name__, doc, function.__module__
+    twin.__annotations__ = inspect.get_annotations(function, eval_str=True)
+    twin.__signature__ = inspect.signature(function, eval_str=True)  # type: ignore[attr-defined]
+    return twin

@@ -156,6 +156,27 @@ def test_arguments_that_nothing_gives_are_refused_before_a_run() -> None:
     make_rewards({"fn": see, "hint": "none"}).check(["solution"])
 
 
+@pytest.mark.parametrize(
+    ("function", "columns", "missing"),
+    [
+        ("gsm8k", [], "answer"), ("gsm8k", ["answer"], "answer"), ("number", [], None),
+        (lambda completions, answer: [1], [], "answer"), (lambda completions, answer: [1], ["answer"], None),
+        (lambda solution_str, ground_truth: 1, [], "ground_truth"),
+        (lambda solution_str, ground_truth: 1, ["ground_truth"], None),
+    ],
+)  # fmt: skip
+def test_an_answer_that_no_problem_has_is_refused_before_a_run(
+    function: Any, columns: list[str], missing: str | None
+) -> None:
+    rewards = make_rewards({"fn": function, "name": "f"})
+    rewards.check(columns)
+    if missing is None:
+        rewards.check(columns, has_answer=False)
+    else:
+        with pytest.raises(ValueError, match=f"nothing gives {missing}: use names of these"):
+            rewards.check(columns, has_answer=False)
+
+
 def test_options_that_a_function_has_not_are_refused() -> None:
     with pytest.raises(ValueError, match=r"reward gsm8k .* has no mood: use some of \['answer', 'mode', 'response'\]"):
         make_rewards({"fn": "gsm8k", "mood": "lenient"})
@@ -356,6 +377,17 @@ def test_one_dialogs_error_or_time_out_is_not_anothers() -> None:
     scores = make_rewards([slow, refuse]).score_all(map(dialog, ("60", "0.01", "x", "0.02")), timeout_s=0.3)
     assert [type(score) for score in scores] == [TimeoutError, KeyError, ValueError, Score]
     assert str(scores[0]) == "a reward must come within 0.3 s, none did."
+
+
+def test_a_function_that_exits_ends_nothing() -> None:
+    async def leave(response: str) -> float:
+        sys.exit(3)
+
+    for function in (leave, lambda response: sys.exit(3)):
+        rewards = make_rewards({"fn": function, "name": "leave"})
+        with pytest.raises(RuntimeError, match=r"sys.exit\(3\) was called"):
+            rewards(dialog())
+    assert make_rewards(slow)(dialog("0")).reward == 0.0
 
 
 def test_async_rewards_work_inside_a_running_event_loop() -> None:

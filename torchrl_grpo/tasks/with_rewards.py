@@ -6,14 +6,17 @@ import asyncio
 import inspect
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.rewards.forms import RewardFunction
 from torchrl_grpo.rewards.functions import load_function
 from torchrl_grpo.rewards.spec import CORRECT, RewardSpec, parse_rewards, part_weight, reward_weights
 from torchrl_grpo.tasks.base import Dialog, Message, Score, Task, WrappedTask
+
+_AT_A_TIME = 64
 
 
 class Rewards:
@@ -118,9 +121,10 @@ class Rewards:
         weighted = {name: part_weight(name, parts, self.weights) for name in parts}
         counted = [weighted[name] * value for name, value in parts.items() if value is not None and weighted[name]]
         if not counted:
-            raise ValueError(
+            raise InvalidRewardError(
                 f"one reward must apply to a response, none of {list(parts)} did: return a number in one of them, with "
-                "a weight that is not 0."
+                "a weight that is not 0.",
+                "none",
             )
         return Score(sum(counted), bool(correct), parts)
 
@@ -163,12 +167,16 @@ class WithRewards(WrappedTask):
     True
     """
 
-    def __init__(self, task: Task, rewards: Callable[[Dialog], Score]) -> None:
+    def __init__(self, task: Task, rewards: Rewards) -> None:
         super().__init__(task)
-        self.rewards = rewards
+        self.rewards, self.has_parts = rewards, True
+        self.at_a_time = _AT_A_TIME if rewards.asynchronous else 1
 
     def judge(self, dialog: Dialog) -> Score:
         return self.rewards(dialog)
+
+    def judge_all(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Score | Exception]:
+        return self.rewards.score_all(dialogs, timeout_s)
 
 
 def _facts(dialog: Dialog, prompt_column: str) -> dict[str, Any]:

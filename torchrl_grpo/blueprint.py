@@ -27,8 +27,8 @@ from torchrl_grpo.models import loading
 from torchrl_grpo.placement import DevicePlan, RoleRequest, available_accelerators, plan_devices
 from torchrl_grpo.reporting.metrics import check_logging
 from torchrl_grpo.reward_pool import RewardPool
-from torchrl_grpo.tasks import make_task
 from torchrl_grpo.tasks.base import Task
+from torchrl_grpo.tasks.make import make_task
 
 
 @dataclass
@@ -64,6 +64,7 @@ class Blueprint:
             max_turns=self.config.env.max_turns,
             seed=self.config.seed,
             reward_pool=self.reward_pool,
+            template_arguments=self.config.env.chat_template_kwargs,
         )
 
 
@@ -97,7 +98,7 @@ def prepare(
         make_loss(config, TensorDictModule(torch.nn.Identity(), [keys.FULL], [("cur_log_probs", "full")]))
         batch_transforms(config)
         check_logging(tensorboard=config.logging.tensorboard, wandb_mode=config.logging.wandb.mode)  # type: ignore[arg-type]
-        task = _make_task(config)
+        task = make_task(config.env)
         name, remote_code = config.model.name, config.model.trust_remote_code
         model_config = loading.load_config(name, trust_remote_code=remote_code)
         tokenizer = loading.load_tokenizer(
@@ -114,7 +115,7 @@ def prepare(
             stop_token_ids=loading.stop_token_ids(tokenizer, loading.load_generation_config(name)),
         )
         max_prompt_tokens = _max_prompt_tokens(config, model_config)
-        workers = env.reward_workers  # the pool holds the task as it is now, without its data
+        workers = env.reward_workers or (1 if env.tools else 0)
         reward_pool = RewardPool(task, workers, timeout_s=env.reward_timeout_s) if workers else None
         make = partial(
             LLMEnv,
@@ -123,6 +124,7 @@ def prepare(
             max_prompt_tokens=max_prompt_tokens,
             max_turns=env.max_turns,
             reward_pool=reward_pool,
+            template_arguments=env.chat_template_kwargs,
         )
         train_env = make(num_envs=env.num_envs, repeats=env.repeats, seed=config.seed)
         if resume is not None:
@@ -162,22 +164,11 @@ def _plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePla
     )
 
 
-def _make_task(config: GRPOConfig) -> Task:
-    env = config.env
-    task = make_task(env.dataset, dataset_path=env.dataset_path, difficulty=env.difficulty)
-    if env.max_turns > 1 and type(task).next_turn is Task.next_turn:
-        raise ConfigError(
-            f"env.max_turns={env.max_turns} must be 1 with env.dataset={env.dataset}, whose dialogs end after the "
-            "policy's first turn: leave it out."
-        )
-    return task
-
-
 def _test_envs(config: GRPOConfig, task: Task, make: partial[LLMEnv]) -> tuple[LLMEnv | None, LLMEnv | None]:
     """For pass@1 and pass@k; all runs are tested on the same problems."""
-    count, k = min(config.evaluation.num_prompts, len(task.problems("test"))), config.evaluation.k
-    if not count:
+    if not config.evaluation.num_prompts:
         return None, None
+    count, k = min(config.evaluation.num_prompts, len(task.problems("test"))), config.evaluation.k
     greedy_env = make(num_envs=count, repeats=1)
     if greedy_env.num_problems < count:  # some prompts were too long
         count = greedy_env.num_problems

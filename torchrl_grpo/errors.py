@@ -21,3 +21,19 @@ class LearnerLostError(RunLostError):
 
 class WaitedTooLongError(RunLostError, TimeoutError):
     """Nobody answered in time; the message says what was waited for."""
+
+
+class InvalidRewardError(ValueError):
+    """A scorer gave nothing that is a reward.
+
+    Args:
+        message: what, and how to fix it.
+        cause: in a word, for a metric's name.
+    """
+
+    def __init__(self, message: str, cause: str) -> None:
+        super().__init__(message, cause)
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -25,8 +25,9 @@ from typing import Any
 
 import cloudpickle
 
+from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.processes import die_with_parent
-from torchrl_grpo.tasks.base import Dialog, InvalidRewardError, Score, Task, Turn
+from torchrl_grpo.tasks.base import Dialog, Score, Task, Turn
 
 RESTARTS = "workers/restarts_reward"
 TIMED_OUT = "workers/rewards_timed_out"

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_grpo.tasks.base import Message
-
 _LONGEST_RESULT = 8192  # characters
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
 _MISTRAL = "[TOOL_CALLS]"
@@ -87,7 +85,7 @@ def _read(text: str, name: str | None = None) -> list[ToolCall]:
     return calls
 
 
-def tool_message(name: str, content: str, number: int = 0) -> Message:
+def tool_message(name: str, content: str, number: int = 0) -> dict[str, Any]:
     """The result of a tool; the id has the form that Mistral's templates ask for."""
     return {"role": "tool", "name": name, "content": content, "tool_call_id": f"call{number:05d}"}
 

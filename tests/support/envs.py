@@ -10,38 +10,9 @@ from torch import Tensor
 
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Completion, Engine, OnFinished, SamplingParams
-from torchrl_grpo.tasks.base import Problem, Score, Task
 
 END = 1
 """Id of the tokenizer's ``<|end|>``."""
-
-
-class EchoTask(Task):
-    """One turn: the response must be the query. Queries have 1 to 3 letters."""
-
-    name = "echo"
-
-    def __init__(self, size: int = 10) -> None:
-        self.size = size
-
-    def problems(self, split: str) -> list[Problem]:
-        return [Problem(chr(97 + i) * (1 + i % 3), chr(97 + i) * (1 + i % 3)) for i in range(self.size)]
-
-    def score(self, problem: Problem, responses: Sequence[str]) -> Score:
-        right = responses[-1] == problem.answer
-        return Score(1.0 if right else 0.25, right)
-
-
-class TwoTurnTask(EchoTask):
-    """Asks ``again?`` unless the first response is ``stop``; the reward is the number of turns."""
-
-    name = "two turns"
-
-    def next_turn(self, problem: Problem, responses: Sequence[str]) -> str | None:
-        return "again?" if len(responses) == 1 and responses[0] != "stop" else None
-
-    def score(self, problem: Problem, responses: Sequence[str]) -> Score:
-        return Score(float(len(responses)), len(responses) == 2)
 
 
 class ScriptedEngine(Engine):

@@ -14,7 +14,8 @@ from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 from torchrl.envs.utils import check_env_specs
 from torchrl.modules.llm import TransformersWrapper
 
-from tests.support.envs import END, EchoTask, ScriptedEngine, TwoTurnTask
+from tests.support.echo import EchoTask, TwoTurnTask
+from tests.support.envs import END, ScriptedEngine
 from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation import SamplingParams, TransformersEngine

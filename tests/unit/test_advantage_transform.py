@@ -13,7 +13,8 @@ from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer
 from torchrl.envs import Compose, RewardSum, TransformedEnv
 from torchrl.envs.utils import check_env_specs
 
-from tests.support.envs import END, EchoTask, TwoTurnTask, respond
+from tests.support.echo import EchoTask, TwoTurnTask
+from tests.support.envs import END, respond
 from tests.support.trajectories import make_trajectory
 from torchrl_grpo import keys
 from torchrl_grpo.envs import LLMEnv

@@ -9,7 +9,8 @@ from torchrl.collectors import BaseCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import TransformedEnv
 
-from tests.support.envs import END, EchoTask, ScriptedEngine, TwoTurnTask
+from tests.support.echo import EchoTask, TwoTurnTask
+from tests.support.envs import END, ScriptedEngine
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.dynamic import GroupCounts, has_variance
 from torchrl_grpo.collectors.rollout import RolloutCollector

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from tests.support.envs import END, EchoTask, ScriptedEngine, column, respond
+from tests.support.echo import EchoTask, add, hang, leave
+from tests.support.envs import END, ScriptedEngine, column, respond
 from torchrl_grpo import keys
 from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.conversation import TurnTemplate
@@ -27,22 +27,6 @@ from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Problem, Score
 from torchrl_grpo.tasks.conversations import WithRetry, WithTools
 from torchrl_grpo.tools import Toolbox, tool_message
-
-
-def add(a: int, b: int) -> int:
-    """Adds two numbers. Args: a: the first. b: the second."""
-    return a + b
-
-
-def hang(a: int) -> int:
-    """Takes long. Args: a: unused."""
-    time.sleep(1000)
-    return a
-
-
-def leave(a: int) -> int:
-    """Ends its process. Args: a: unused."""
-    os._exit(3)
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -218,7 +202,7 @@ def test_log_probs_of_a_dialog_are_those_of_one_forward_pass() -> None:
         expected = model(full[None]).logits[0].float().log_softmax(-1)[:-1].gather(-1, full[1:, None]).squeeze(-1)
         mask = sampled[1:]
         assert torch.allclose(row[keys.LOG_PROBS][1:][mask], expected[mask], atol=1e-4)
-        assert torch.allclose(own["cur_log_probs", "full"][1:][mask], expected[mask], atol=1e-4)
+        assert torch.allclose(own["cur_log_probs", "full"][1 : len(full)][mask], expected[mask], atol=1e-4)
         assert row[keys.LOG_PROBS][~sampled].eq(0).all()
         gaps = (~sampled[row[keys.PROMPT].numel() :]).sum()
         assert gaps % len(again) == 0  # nothing but the template's own tokens is masked

@@ -9,7 +9,8 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl.envs import RewardSum, TransformedEnv
 from torchrl.envs.utils import check_env_specs
 
-from tests.support.envs import END, EchoTask, ScriptedEngine, TwoTurnTask, column, respond
+from tests.support.echo import EchoTask, TwoTurnTask
+from tests.support.envs import END, ScriptedEngine, column, respond
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers.utils import get_json_schema
 
+from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.rewards.functions import load_function
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Dialog, Problem, Score
@@ -375,7 +376,8 @@ def test_one_dialogs_error_or_time_out_is_not_anothers() -> None:
         return 1.0
 
     scores = make_rewards([slow, refuse]).score_all(map(dialog, ("60", "0.01", "x", "0.02")), timeout_s=0.3)
-    assert [type(score) for score in scores] == [TimeoutError, KeyError, ValueError, Score]
+    assert [type(score) for score in scores] == [InvalidRewardError, KeyError, ValueError, Score]
+    assert scores[0].cause == "timeout"  # type: ignore[union-attr]
     assert str(scores[0]) == "a reward must come within 0.3 s, none did."
 
 

@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import Compose, TransformedEnv
 
-from tests.support.envs import EchoTask
+from tests.support.echo import EchoTask
 from torchrl_grpo import keys
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.models.packing import has, pad_batch

@@ -21,7 +21,15 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from torchrl_grpo.config.renamed import take_old_names
 from torchrl_grpo.config.rules import check_choice, validate
-from torchrl_grpo.config.schema import COMPONENTS, ENTRY_FIELDS, FIELDS, OPEN, DatasetConfig, GRPOConfig
+from torchrl_grpo.config.schema import (
+    COMPONENTS,
+    ENTRY_FIELDS,
+    FIELDS,
+    OPEN,
+    RETRY_PROMPT,
+    DatasetConfig,
+    GRPOConfig,
+)
 from torchrl_grpo.errors import ConfigError, RunLostError
 
 _log = logging.getLogger(__name__)
@@ -42,6 +50,9 @@ def from_hydra(cfg: DictConfig) -> GRPOConfig:
         merged: Any = OmegaConf.merge(OmegaConf.structured(GRPOConfig), OmegaConf.to_container(cfg))
         for line in take_old_names(merged):
             _log.warning(line)
+        if merged.env.reasoning:
+            merged.env.retry_prompt = merged.env.retry_prompt or RETRY_PROMPT
+            merged.env.max_turns = max(merged.env.max_turns, 2)
         config: Any = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(_explained(error, sys.argv[1:])) from error

@@ -44,6 +44,7 @@ def validate(config: GRPOConfig) -> None:
             if value is not None and "limits" in item.metadata:
                 _check_limits(name, value, item.default, item.metadata["limits"])
         _validate_data(config.env)
+        _validate_turns(config.env)
         _validate_numbers(config)
         _validate_policy(config)
         _validate_models(config)
@@ -94,6 +95,19 @@ def _validate_data(env: EnvConfig) -> None:
         raise ConfigError("env.datasets=[] must have a data set: use [{dataset: gsm8k}], say.")
     for index, entry in enumerate(env.datasets or []):
         _validate_dataset(entry, f"env.datasets[{index}]")
+
+
+def _validate_turns(env: EnvConfig) -> None:
+    """That what makes dialogs of several turns has turns."""
+    for name, value in (("tools", env.tools), ("retry_prompt", env.retry_prompt)):
+        if value and env.max_turns < 2:
+            raise ConfigError(
+                f"env.{name}={value} must have env.max_turns of at least 2, it is {env.max_turns}: use env.max_turns=2."
+            )
+    if env.tool_parser is not None and not env.tools:
+        raise ConfigError(
+            f"env.tool_parser={env.tool_parser} needs env.tools, there are none: name some, or leave it out."
+        )
 
 
 def _validate_dataset(data: DataConfig, field: str) -> None:

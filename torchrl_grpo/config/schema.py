@@ -187,7 +187,19 @@ class EnvConfig(DataConfig):
     max_prompt_tokens: int | None = limited(None, ge=1)
     """Longer prompts are dropped and counted; by default what the model's context leaves beside max_new_tokens."""
     max_turns: int = limited(1, ge=1)
-    """Most turns of the policy in one dialog, at least 1; more than 1 needs a task that answers."""
+    """Most turns of the policy in one dialog, at least 1. More than 1 needs tools, a retry_prompt, or a task that
+    answers."""
+    tools: list[str] = field(default_factory=list)
+    """Functions that the policy may call, as file.py:function or package.module:function; their type hints and
+    docstrings are what it is told about them. They run in reward workers, of which there is then at least one."""
+    tool_parser: str | None = None
+    """tools: a function of yours that finds the calls in a text, as file.py:function; null reads those of Qwen and
+    Hermes, Llama 3 and Mistral."""
+    retry_prompt: str | None = None
+    """What the policy is told after a wrong answer, if it has a turn left to try again; null ends the dialog."""
+    reasoning: bool = False
+    """TorchRL's name for a further try: true stands for a retry_prompt that it has by itself, and max_turns of 2."""
+    max_steps: int | None = old_name("env.max_turns")
     reward_combination: str = choice(choices.RewardCombination, "sum")
     """How the parts of the reward make the advantage: their weighted sum is normalised, or each part is normalised in
     its group before the sum, which is normalised over the batch (gdpo, arXiv 2601.05242)."""
@@ -435,6 +447,9 @@ class GRPOConfig:
         token = policy.advantage_level == "token"
         return plain != (1.0, 0.0, None, None) or policy.kl_in_reward or token
 
+
+RETRY_PROMPT = "That answer is not right. Think again, step by step, and give another one."
+"""What ``env.reasoning`` stands for."""
 
 COMPONENTS = ("policy.loss", "policy.advantage", "env.task")
 """Nodes that name a class as ``_target_``, with arguments beside it."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from numbers import Real
 from typing import Any, Literal
 
+from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.rewards.spec import RewardEntry
 
 FACTS = ("response", "prompt", "messages", "answer", "finish_reason", "tokens")
@@ -187,5 +188,7 @@ def _number(name: str, value: Any) -> float | None:
         number = math.nan
     if not math.isfinite(number):
         what = value if isinstance(value, float) else f"a value of type {type(value).__name__} that is none"
-        raise ValueError(f"reward {name} must be a finite number, a bool or None, it is {what}: fix the function.")
+        raise InvalidRewardError(
+            f"reward {name} must be a finite number, a bool or None, it is {what}: fix the function.", "not_finite"
+        )
     return number

@@ -84,22 +84,6 @@ class Turn:
     counts: Mapping[str, float] = field(default_factory=dict)
 
 
-class InvalidRewardError(ValueError):
-    """A scorer gave nothing that is a reward.
-
-    Args:
-        message: what, and how to fix it.
-        cause: in a word, for a metric's name.
-    """
-
-    def __init__(self, message: str, cause: str) -> None:
-        super().__init__(message, cause)
-        self.cause = cause
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
 def attempt(function: Callable[[Dialog], T], dialog: Dialog) -> T | Exception:
     """What a function gives, or raises."""
     try:

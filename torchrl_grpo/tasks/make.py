@@ -9,9 +9,12 @@ from typing import Any
 from torchrl_grpo import choices
 from torchrl_grpo.config.components import make_component
 from torchrl_grpo.config.schema import DataConfig, DatasetConfig, EnvConfig
+from torchrl_grpo.rewards.functions import load_function
 from torchrl_grpo.tasks.base import Split, Task
+from torchrl_grpo.tasks.conversations import WithRetry, WithTools
 from torchrl_grpo.tasks.dataset import DatasetTask
 from torchrl_grpo.tasks.mixed import MixedTask
+from torchrl_grpo.tools import Toolbox, parse_tool_calls
 
 BUILTINS = {
     "arithmetic": "torchrl_grpo.tasks.arithmetic:ArithmeticTask",
@@ -37,6 +40,22 @@ def make_task(env: EnvConfig, split: Split = "train") -> Task:
     >>> make_task(EnvConfig(dataset="arithmetic", difficulty=1)).name
     'arithmetic'
     """
+    task = _make_scored(env, split)
+    if env.tools:
+        functions = [load_function(name, "env.tools", {}) for name in env.tools]
+        parser = parse_tool_calls if env.tool_parser is None else load_function(env.tool_parser, "env.tool_parser", {})
+        task = WithTools(task, Toolbox(functions, parser))
+    if env.retry_prompt is not None:
+        task = WithRetry(task, env.retry_prompt)
+    if env.max_turns > 1 and not task.multi_turn:
+        raise ValueError(
+            f"env.max_turns={env.max_turns} must be 1 with task {task.name!r}, whose dialogs end after the policy's "
+            "first turn: leave it out, or give env.retry_prompt or env.tools."
+        )
+    return task
+
+
+def _make_scored(env: EnvConfig, split: Split) -> Task:
     if env.task.get("_target_") is not None:
         task = make_component("env.task", env.task, Task)
         return task if env.reward is None else _with_rewards(task, env.reward, "env.reward")
@@ -100,7 +119,8 @@ def _with_rewards(task: Task, spec: Any, field: str, split: Split | None = None)
     column = getattr(task, "prompt_column", None)
     rewards = make_rewards(spec, field=field, **({} if column is None else {"prompt_column": column}))
     if split is not None:
-        rewards.check(task.problems(split)[0].extra)
+        first = task.problems(split)[0]
+        rewards.check(first.extra, has_answer=first.answer is not None)
     return WithRewards(task, rewards)
 
 

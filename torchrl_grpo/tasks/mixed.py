@@ -77,6 +77,8 @@ class MixedTask(Task):
         self.tasks = dict(zip(names, tasks, strict=True))
         self.weights = list(weights)
         self.name = "+".join(names)
+        self.has_parts = any(task.has_parts for task in tasks)
+        self.at_a_time = max(task.at_a_time for task in tasks)
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """The problems of all tasks; ``Problem.dataset`` names the task."""
@@ -88,6 +90,13 @@ class MixedTask(Task):
 
     def judge(self, dialog: Dialog) -> Score:
         return self.tasks[dialog.problem.dataset].judge(dialog)
+
+    def judge_all(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Score | Exception]:
+        scores: dict[int, Score | Exception] = {}
+        for name, task in self.tasks.items():
+            own = [i for i, dialog in enumerate(dialogs) if dialog.problem.dataset == name]
+            scores |= dict(zip(own, task.judge_all([dialogs[i] for i in own], timeout_s), strict=True))
+        return [scores[i] for i in range(len(dialogs))]
 
     def reply(self, dialog: Dialog) -> list[Message] | None:
         return self.tasks[dialog.problem.dataset].reply(dialog)

@@ -6,14 +6,17 @@ import asyncio
 import inspect
 import os
 import threading
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.rewards.forms import RewardFunction
 from torchrl_grpo.rewards.functions import load_function
 from torchrl_grpo.rewards.spec import CORRECT, RewardSpec, parse_rewards, part_weight, reward_weights
 from torchrl_grpo.tasks.base import Dialog, Message, Score, Task, WrappedTask
+
+_AT_A_TIME = 64
 
 
 class Rewards:
@@ -70,7 +73,7 @@ class Rewards:
 
         Args:
             dialog: finished.
-            timeout_s: longest time for the asynchronous functions, else a TimeoutError.
+            timeout_s: longest time for the asynchronous functions.
 
         Returns:
             the score, or what a function raised.
@@ -103,7 +106,7 @@ class Rewards:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise TimeoutError(f"a reward must come within {timeout_s:g} s, none did.") from error
+            raise InvalidRewardError(f"a reward must come within {timeout_s:g} s, none did.", "timeout") from error
         for i, result in zip(waiting, got, strict=True):
             results[i] = result
         return self._score(results)
@@ -119,9 +122,10 @@ class Rewards:
         weighted = {name: part_weight(name, parts, self.weights) for name in parts}
         counted = [weighted[name] * value for name, value in parts.items() if value is not None and weighted[name]]
         if not counted:
-            raise ValueError(
+            raise InvalidRewardError(
                 f"one reward must apply to a response, none of {list(parts)} did: return a number in one of them, with "
-                "a weight that is not 0."
+                "a weight that is not 0.",
+                "none",
             )
         return Score(sum(counted), bool(correct), parts)
 
@@ -164,12 +168,16 @@ class WithRewards(WrappedTask):
     True
     """
 
-    def __init__(self, task: Task, rewards: Callable[[Dialog], Score]) -> None:
+    def __init__(self, task: Task, rewards: Rewards) -> None:
         super().__init__(task)
-        self.rewards = rewards
+        self.rewards, self.has_parts = rewards, True
+        self.at_a_time = _AT_A_TIME if rewards.asynchronous else 1
 
     def judge(self, dialog: Dialog) -> Score:
         return self.rewards(dialog)
+
+    def judge_all(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Score | Exception]:
+        return self.rewards.score_all(dialogs, timeout_s)
 
 
 def _facts(dialog: Dialog, prompt_column: str) -> dict[str, Any]:

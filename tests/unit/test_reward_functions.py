@@ -17,9 +17,10 @@ import torch
 from transformers.utils import get_json_schema
 
 from torchrl_grpo.errors import InvalidRewardError
+from torchrl_grpo.reward_pool import Failure, RewardPool
 from torchrl_grpo.rewards.functions import load_function
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
-from torchrl_grpo.tasks.base import Dialog, Problem, Score
+from torchrl_grpo.tasks.base import Dialog, Problem, Score, Turn
 from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
 
 EXTRA = {"prompt": "6*7=?", "solution": "42", "level": 3}
@@ -411,6 +412,31 @@ def test_an_async_function_keeps_its_event_loop_from_call_to_call() -> None:
     assert rewards.asynchronous
     assert [rewards(dialog()).reward, rewards(dialog()).reward] == [1.0, 1.0]
     assert loops[0] is loops[1]
+
+
+HOSTILE = """
+import os, sys, threading, time
+lock = threading.Lock()
+def score(response, answer):
+    order = response[:9]
+    if order == "hang": time.sleep(100)
+    if order == "exit": os._exit(1)
+    if order == "sys.exit": sys.exit(1)
+    return {"huge": 10**400, "nan": float("nan"), "none": None, "text": "1" * 10**7}.get(order, len(response))
+"""
+
+
+def test_reward_workers_name_the_cause_of_every_invalid_reward(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(HOSTILE)
+    task = WithRewards(ArithmeticTask(), make_rewards(f"{tmp_path}/mine.py:score"))
+    orders = ("fine", "huge", "nan", "none", "text", "sys.exit", "exit", "hang", "x" * 10**7)
+    with RewardPool(task, 2, timeout_s=1) as pool:
+        futures = [pool.submit(dialog(order)) for order in orders]
+        turns = [future.result() for future in futures]
+    rewards = [turn.score.reward for turn in turns if isinstance(turn, Turn) and turn.score]
+    causes = [turn.cause for turn in turns if isinstance(turn, Failure)]
+    assert rewards == [4.0, 1e7]
+    assert causes == ["not_finite", "not_finite", "none", "not_finite", "exception", "crash", "timeout"]
 
 
 def test_a_task_with_rewards_is_the_other_task_in_all_else() -> None:

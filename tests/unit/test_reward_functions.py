@@ -326,9 +326,11 @@ def test_a_function_of_trl_may_return_none_a_tensor_and_be_async() -> None:
     spec = [
         {"fn": lambda completions, **kwargs: [None], "name": "none"},
         {"fn": lambda completions: torch.tensor([3.0]), "name": "tensor"},
+        {"fn": lambda completion_ids, **kwargs: [len(completion_ids[0])], "name": "ids"},
+        {"fn": lambda prompts, **kwargs: [len(prompts[0])], "name": "prompt"},
         later,
     ]
-    assert make_rewards(spec)(dialog()).parts == {"none": None, "tensor": 3.0, "later": 2.0}
+    assert make_rewards(spec)(dialog()).parts == {"none": None, "tensor": 3.0, "ids": 3.0, "prompt": 5.0, "later": 2.0}
 
 
 def test_a_function_of_verl_gets_its_four_arguments() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,25 +38,6 @@ def run(script: Path, *arguments: str, cwd: Path, **environment: str) -> subproc
         timeout=600,
         stdin=subprocess.DEVNULL,
     )
-
-
-@pytest.fixture
-def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
-    """Runs a script as ``run`` does, but in this process, where all is imported; gives its exit status."""
-    handlers, level = logging.root.handlers[:], logging.root.level
-
-    def run_here(script: Path, *arguments: str) -> int:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", [str(script), *arguments])
-        try:
-            runpy.run_path(str(script), run_name="__main__")
-        except SystemExit as end:
-            return int(end.code or 0)
-        return 0
-
-    yield run_here
-    logging.root.handlers[:] = handlers  # Hydra's are bound to a stream that is closed after this test
-    logging.root.setLevel(level)
 
 
 @pytest.mark.parametrize("script", [SYNC, ASYNC])

@@ -24,6 +24,9 @@ from torchrl_grpo.distributed.actors import own_address
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Engine
 from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.generation.transformers import TransformersEngine
+from torchrl_grpo.generation.vllm import VLLMEngine, VLLMSettings
+from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.resume import restore
 from torchrl_grpo.learner.step import GRPOTrainer
@@ -159,14 +162,13 @@ def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool 
     """The generation engine with its model; ``concurrent`` is one that many threads may call at a time, if vLLM's."""
     config, inference = blueprint.config, blueprint.config.inference_model
     if inference.backend == "transformers":
-        from torchrl_grpo.generation.transformers import TransformersEngine
-
         return TransformersEngine(_load(config, inference.dtype, device), copy=False)
     colocated = blueprint.plan.colocated
-    settings: dict[str, Any] = {
+    settings: VLLMSettings = {
         "dtype": inference.dtype,
         "max_model_len": inference.max_model_len or blueprint.max_prompt_tokens + inference.max_new_tokens,
         "seed": config.seed,
+        "tensor_parallel_size": inference.tensor_parallel_size,
         "gpu_memory_utilization": inference.gpu_memory_utilization or (0.4 if colocated else 0.9),
         "kv_cache_gib": inference.kv_cache_gib,
         "enforce_eager": inference.enforce_eager,
@@ -174,12 +176,7 @@ def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool 
     }
     path = loading.resolve_name(config.model.name)
     if concurrent:
-        from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
-
-        settings |= {"in_flight": inference.in_flight, "tensor_parallel_size": inference.tensor_parallel_size}
-        return AsyncVLLMEngine(path, **settings)
-    from torchrl_grpo.generation.vllm import VLLMEngine
-
+        return AsyncVLLMEngine(path, in_flight=inference.in_flight, **settings)  # type: ignore[arg-type]
     return VLLMEngine(path, device=device, enable_sleep=colocated, **settings)
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl._utils import logger as torchrl_logger
-from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from torchrl_grpo.blueprint import (
@@ -30,7 +29,7 @@ from torchrl_grpo.config import GRPOConfig, plain
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
-from torchrl_grpo.learner.resume import Resume, check_tasks, find_resume
+from torchrl_grpo.learner.resume import check_tasks, find_resume
 from torchrl_grpo.loop.fit import Schedule, fit
 from torchrl_grpo.parts import make_learner, make_reference, make_sampler
 from torchrl_grpo.reporting.console import Console
@@ -48,25 +47,26 @@ if TYPE_CHECKING:
 class Run:
     """A run that is ready: ``fit`` it, then ``close`` it (also after an error)."""
 
-    config: GRPOConfig
+    blueprint: Blueprint
     directory: Path
     learner: Learner | RayLearner
     source: LocalSource | RaySource
-    checkpointer: Checkpointer
     logger: MetricsLogger
     console: Console
-    tokenizer: PreTrainedTokenizerBase
     resources: ExitStack
-    resume: Resume | None = None
 
     def fit(self) -> dict[str, Any]:
         """Trains, exports the model, writes the report; returns the run in a few numbers."""
-        learner, checkpointer = self.learner, self.checkpointer
+        learner, blueprint = self.learner, self.blueprint
+        checkpointer = Checkpointer(self.directory / "checkpoints", plain(blueprint.config))
         try:
             fit(learner, self.source, checkpointer, self.logger, self.console, self._schedule())
-            model = learner.export(checkpointer, self.tokenizer)
+            model = learner.export(checkpointer, blueprint.tokenizer)
         except BaseException:
-            torchrl_logger.warning(f"The run ended early. What it did lies in {self.directory}.{self._go_on()}")
+            # How the run goes on from its last checkpoint.
+            path = checkpointer.latest() or (blueprint.resume.path if blueprint.resume is not None else None)
+            go_on = f" It goes on with train.resume={path}" if path is not None else ""
+            torchrl_logger.warning(f"The run ended early. What it did lies in {self.directory}.{go_on}")
             raise
         finally:
             report = write_report(self.directory)
@@ -77,7 +77,7 @@ class Run:
         return summary
 
     def _schedule(self) -> Schedule:
-        config = self.config
+        config, resume = self.blueprint.config, self.blueprint.resume
         check = config.inference_model.check_sync
         return Schedule(
             num_batches=config.num_batches,
@@ -86,15 +86,10 @@ class Run:
             checkpoint_frequency=config.train.checkpoint_frequency,
             sample_frequency=config.logging.sample_frequency,
             refresh_every=config.ref_model.refresh_every,
-            reference_version=self.resume.reference_version if self.resume and config.has_own_reference else 0,
+            reference_version=resume.reference_version if resume and config.has_own_reference else 0,
             mismatch_tolerance=config.inference_model.check_sync_tolerance if check else None,
             on_policy=config.optim_steps_per_batch == 1,
         )
-
-    def _go_on(self) -> str:
-        """How the run goes on from its last checkpoint, in words."""
-        path = self.checkpointer.latest() or (self.resume.path if self.resume is not None else None)
-        return f" It goes on with train.resume={path}" if path is not None else ""
 
     def close(self) -> None:
         """Ends engine, files and terminal output. May be called again."""
@@ -136,18 +131,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
             learner, source = _distributed(blueprint, max_staleness, transfer, resources, cluster)
         else:
             learner, source = _local(blueprint, resources)
-        return Run(
-            config=config,
-            directory=directory,
-            learner=learner,
-            source=source,
-            checkpointer=Checkpointer(directory / "checkpoints", plain(config)),
-            logger=logger,
-            console=console,
-            tokenizer=blueprint.tokenizer,
-            resources=resources.pop_all(),
-            resume=resume,
-        )
+        return Run(blueprint, directory, learner, source, logger, console, resources.pop_all())
 
 
 def _max_staleness(config: GRPOConfig, asynchronous: bool) -> int:

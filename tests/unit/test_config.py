@@ -164,6 +164,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[i
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", MISTAKES)
 def test_a_mistake_on_the_command_line_is_one_message(typed: str, answers: tuple[Any, bool]) -> None:
     status, printed = answers[0][typed]

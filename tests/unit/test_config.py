@@ -69,6 +69,7 @@ def test_defaults_of_every_config_file_are_valid() -> None:
         (["optimizer.lr=nan"], r"optimizer\.lr=nan must be above 0, and finite"),
         (["optimizer.lr=inf"], r"optimizer\.lr=inf must be above 0, and finite"),
         (["optimizer.beta1=1"], r"optimizer\.beta1=1\.0 must be at least 0 and below 1"),
+        (["inference_model.temperature=0.005"], r"temperature=0\.005 must be at least 0\.01: use .*temperature=1\.0"),
         (["evaluation.k=1"], r"evaluation\.k=1 must be 0 or at least 2"),
         (
             ["train_model.dtype=float16"],
@@ -163,6 +164,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[i
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", MISTAKES)
 def test_a_mistake_on_the_command_line_is_one_message(typed: str, answers: tuple[Any, bool]) -> None:
     status, printed = answers[0][typed]

@@ -92,6 +92,7 @@ def test_an_error_of_the_plan_is_one_line_too(
     assert not list(tmp_path.rglob("checkpoints"))
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_files_in_outputs_date_time(tmp_path: Path) -> None:
     done = run(SYNC, *SMALL, cwd=tmp_path, VLLM_USE_V1="0")
     assert done.returncode == 0, done.stderr
@@ -107,6 +108,7 @@ def test_a_run_leaves_its_files_in_outputs_date_time(tmp_path: Path) -> None:
     assert (done.stdout + done.stderr).count("VLLM_USE_V1 has no effect") == 1
 
 
+@pytest.mark.slow
 def test_multirun_runs_each_combination(run_here: Callable[..., int], tmp_path: Path) -> None:
     status = run_here(
         SYNC, "--multirun", *SMALL, "optimizer.lr=1e-4,1e-5", "policy.kl_coef=0.0,0.1",
@@ -120,6 +122,7 @@ def test_multirun_runs_each_combination(run_here: Callable[..., int], tmp_path: 
     assert ["train/kl_k3_to_ref" in row for row in rows] == [False, True, False, True]
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_run_in_order_and_its_resume_line_works(
     run_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

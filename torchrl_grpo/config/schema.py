@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchrl_grpo import choices
-from torchrl_grpo.checks import check_clip_epsilon
+from torchrl_grpo.checks import MIN_TEMPERATURE, check_clip_epsilon
 from torchrl_grpo.config.fields import choice, leaves, limited, old_name
 
 _REMOVED_TRANSFERS = {"shared_memory": "object_store", "file": "object_store", "adapters": "auto"}
@@ -73,8 +73,8 @@ class InferenceModelConfig:
     """vllm: devices that share one sampler's weights; num_devices divided by it is the number of samplers."""
     dtype: str = choice(choices.Dtype, "float32")
     """Type of the engine's weights."""
-    temperature: float = limited(1.0, gt=0)
-    """Sampling temperature, above 0. The trainer scores with the same one."""
+    temperature: float = limited(1.0, ge=MIN_TEMPERATURE)
+    """Sampling temperature, at least 0.01. The trainer scores with the same one."""
     max_new_tokens: int = limited(256, ge=1)
     """Most tokens in one response, at least 1."""
     max_model_len: int | None = limited(None, ge=2)

@@ -158,7 +158,7 @@ class Hub:
         try:
             data = loader(*filter(None, (self.name, self.config)), split=split, **given)
         except Exception as error:  # no network, not in the cache, a broken download: of any type
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            reason = f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
             if "Unknown split" in reason:
                 raise UnknownSplitError(f"{self.what} must have the split {split!r}, got {reason:.300}") from error
             raise ValueError(

@@ -77,6 +77,11 @@ def _check_limits(name: str, value: float, default: Any, limits: Mapping[str, fl
 
 def _validate_data(env: EnvConfig) -> None:
     """That there is one data set, several or a task, and that what is set is read."""
+    if not isinstance(env.chat_template_kwargs, dict | None):
+        raise ConfigError(
+            f"env.chat_template_kwargs={env.chat_template_kwargs} must be arguments by name: use "
+            "'env.chat_template_kwargs={enable_thinking: false}', say."
+        )
     own_task = env.task.get("_target_")
     if len(env.task) > 1 and own_task is None:
         raise ConfigError(f"env.task={env.task} must have _target_: use env.task._target_=my_tasks.MyTask, say.")
@@ -100,7 +105,7 @@ def _validate_dataset(data: DataConfig, field: str) -> None:
     name = data.dataset
     if not name:
         raise ConfigError(
-            f"{field}.dataset={_written(name)} must be a data set: use {field}.dataset=arithmetic, a file, a folder or "
+            f"{field}.dataset={name or 'null'} must be a data set: use {field}.dataset=arithmetic, a file, a folder or "
             "a name on the Hugging Face hub."
         )
     for key, value in _data_keys(data).items():

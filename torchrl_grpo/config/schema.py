@@ -178,8 +178,8 @@ class EnvConfig(DataConfig):
     task: dict[str, Any] = field(default_factory=lambda: {"_target_": None})
     """A task of your own in place of dataset: as _target_ a subclass of torchrl_grpo.tasks.Task; beside it further
     arguments."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template, such as {enable_thinking: false}."""
+    chat_template_kwargs: Any = None
+    """Arguments of the chat template, such as {enable_thinking: false}; null is none."""
     num_envs: int = limited(64, ge=2)
     """Trajectories sampled in parallel, a multiple of repeats."""
     repeats: int = limited(8, ge=1)
@@ -438,9 +438,6 @@ class GRPOConfig:
 
 COMPONENTS = ("policy.loss", "policy.advantage", "env.task")
 """Nodes that name a class as ``_target_``, with arguments beside it."""
-
-OPEN = (*COMPONENTS, "env.chat_template_kwargs")
-"""Nodes that take any key."""
 
 
 ENTRY_FIELDS: dict[str, Any] = {name: item for name, item, _ in leaves(DatasetConfig())}

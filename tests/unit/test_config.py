@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import re
 import subprocess
@@ -249,11 +250,10 @@ def test_a_group_of_one_may_be_compared_with_the_batch() -> None:
 
 
 def test_every_field_has_a_docstring_below_it() -> None:
-    source = (ROOT / "torchrl_grpo" / "config" / "schema.py").read_text()
-    lines = source.splitlines()
     classes = [node for node in vars(schema).values() if dataclasses.is_dataclass(node)]
     missing = []
     for node in classes:
+        lines = "".join(inspect.getsource(kind) for kind in node.__mro__[:-1]).splitlines()
         for item in dataclasses.fields(node):
             if dataclasses.is_dataclass(item.default_factory) or "now" in item.metadata:
                 continue

@@ -14,38 +14,18 @@ import cloudpickle
 import pytest
 from datasets import Dataset
 
+from tests.support.datasets import ROWS, error_of, write
 from torchrl_grpo.tasks.base import Problem
 from torchrl_grpo.tasks.dataset import DatasetTask, fill_template
 from torchrl_grpo.tasks.ifeval import IFEvalTask
 from torchrl_grpo.tasks.math import MathTask, last_boxed
 
 IFEVAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "ifeval"
-ROWS = [{"question": f"{n}+1?", "answer": str(n + 1), "level": n % 3} for n in range(40)]
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        Dataset.from_list(rows).to_parquet(path)
-    elif path.suffix == ".csv":
-        lines = [",".join(rows[0]), *(",".join(str(value) for value in row.values()) for row in rows)]
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
-def error_of(task: DatasetTask, split: str = "train") -> str:
-    with pytest.raises(ValueError) as caught:
-        task.problems(split)  # type: ignore[arg-type]
-    return str(caught.value)
 
 
 # Sources
@@ -229,74 +209,6 @@ def test_columns_that_were_guessed_are_said_in_the_log(tmp_path: Path, caplog: p
     caplog.set_level("INFO", logger="torchrl_grpo")
     DatasetTask(write(tmp_path / "data.jsonl", ROWS)).problems("train")
     assert "the prompts are in the column question, the answers in answer" in caplog.text
-
-
-# Rows that cannot serve
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'{"prompt": ', "must be one JSON object a line, got b'{\"prompt\": '"),
-        (b"[1, 2]", "must be a JSON object, got b'[1, 2]'"),
-        (b'{"prompt": "\xff"}', "'utf-8' codec can't decode byte 0xff"),
-        (b'{"prompt": "\\ud800"}', "must be text in Unicode, got \"'utf-8' codec can't encode"),
-        (b"[" * 100_000, "must be one JSON object a line"),
-        (b'{"prompt": null}', "must have a text column 'prompt', it has the columns []"),
-        (b'{"answer": "x"}', "must have a text column 'prompt', it has the columns ['answer']"),
-        (b'{"prompt": 7}', "must have a text column 'prompt', it has 7"),
-        (b'{"prompt": " "}', "must have a text column 'prompt', it has ' '"),
-        (
-            b'{"prompt": []}',
-            "in the column 'prompt' that end before the assistant's, it has []",
-        ),
-        (b'{"prompt": [{"role": "user"}]}', "each with role and content as text, it has {'role': 'user'}"),
-        (b'{"prompt": [{"role": "assistant", "content": "x"}]}', "that end before the assistant's, it has [{'role'"),
-    ],
-    ids=["cut", "list", "utf8", "surrogate", "deep", "null", "missing", "number", "blank", "empty", "chat", "answered"],
-)
-def test_a_row_that_cannot_serve_is_named_by_file_and_line(line: bytes, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(b'{"prompt": "a"}\n\n' + line + b"\n")
-    told = error_of(DatasetTask(str(path)))
-    assert told.startswith(f"{path}:3 must ") and message in told
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.json", b'[{"prompt": "a"},\n {"prompt": 1}, 7]', "a.json[2] must be a JSON object, got 7"),
-        ("a.json", b'[{"prompt": "a"},\n {"prompt"}]', "a.json:2 must be a list of JSON objects, got a mistake"),
-        ("a.json", b'{"prompt": "a"}\n{"prompt"}\n', "a.json:2 must be one JSON object a line"),
-        ("a.csv", b"prompt,b\na,1\nb,1,2\n", "a.csv:3 must be a row of a csv file, got 3 fields, and its first line 2"),
-        ("a.csv", b'prompt,b\n"a\nb",1\n\nx\n', "a.csv:5 must be a row of a csv file, got 1 fields"),
-        ("a.csv", b"prompt,prompt\na,1\n", "a.csv:1 must be a row of a csv file, got a name twice among"),
-        ("a.csv", b"prompt,b\na,1\n\xff,2\n", "a.csv:3 must be UTF-8"),
-        ("a.csv", b"prompt,b\na,1\n,2\n", "a.csv:3 must have a text column 'prompt', it has the columns ['b']"),
-        ("a.parquet", b"prompt,b\na,1\n", "a.parquet must be a parquet file, got Parquet magic bytes not found"),
-        ("a.txt", b"hello", "a.txt must be a file of the kind .jsonl, .json, .csv, .parquet, it ends with '.txt'"),
-        ("a.jsonl", b"\n", "a.jsonl must hold problems, the train split has 0"),
-        ("a.csv", b"prompt,b\n", "a.csv must hold problems, the train split has 0"),
-    ],
-)
-def test_malformed_files_of_each_kind_are_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
-    assert message in error_of(DatasetTask(str(tmp_path / name)))
-
-
-def test_a_null_prompt_in_parquet_is_named_by_its_row(tmp_path: Path) -> None:
-    path = write(tmp_path / "data.parquet", [{"prompt": "a"}, {"prompt": None}])
-    assert error_of(DatasetTask(path)).startswith(f"{path}[1] must have a text column 'prompt'")
-
-
-def test_a_missing_file_proposes_one_that_is_there(tmp_path: Path) -> None:
-    write(tmp_path / "data.jsonl", ROWS)
-    path = str(tmp_path / "dat.jsonl")
-    told = error_of(DatasetTask(path))
-    assert told == f"env.dataset={path} must be a file or folder that exists, and it does not: did you mean " + (
-        f"{tmp_path / 'data.jsonl'}?"
-    )
-    assert "paths start from" in error_of(DatasetTask("/no/such/folder"))
 
 
 # Splits

@@ -19,9 +19,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
+from torchrl_grpo.config.data import ColumnsConfig, DatasetConfig
 from torchrl_grpo.config.renamed import take_old_names
 from torchrl_grpo.config.rules import check_choice, validate
-from torchrl_grpo.config.schema import COMPONENTS, ENTRY_FIELDS, FIELDS, ColumnsConfig, DatasetConfig, GRPOConfig
+from torchrl_grpo.config.schema import COMPONENTS, ENTRY_FIELDS, FIELDS, GRPOConfig
 from torchrl_grpo.errors import ConfigError, RunLostError
 
 _log = logging.getLogger(__name__)

@@ -19,8 +19,9 @@ from torchrl_grpo.checks import (
     check_multiple,
     check_sampling_rounds,
 )
+from torchrl_grpo.config.data import DataConfig
 from torchrl_grpo.config.fields import leaves
-from torchrl_grpo.config.schema import DataConfig, EnvConfig, GRPOConfig
+from torchrl_grpo.config.schema import EnvConfig, GRPOConfig
 from torchrl_grpo.errors import ConfigError
 
 _COMPARISONS = {
@@ -120,6 +121,12 @@ def _validate_dataset(data: DataConfig, field: str) -> None:
             raise ConfigError(
                 f"{field}.{key}={value} must be left out with {field}.dataset={name}, where nothing reads it: use "
                 f"{field}.dataset={use}, if you want it."
+            )
+    for key in ("dataset_config", "revision"):
+        if data.dataset_path is not None and getattr(data, key) is not None:
+            raise ConfigError(
+                f"{field}.{key}={getattr(data, key)} must be left out with {field}.dataset_path={data.dataset_path}: "
+                "it is for data on the hub."
             )
     if data.test_split is not None and data.test_fraction is not None:
         raise ConfigError(

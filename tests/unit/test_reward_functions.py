@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import subprocess
 import sys
 import time
@@ -10,11 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
+from transformers.utils import get_json_schema
 
+from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.rewards.functions import load_function
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Dialog, Problem, Score
@@ -34,29 +36,57 @@ def parts(function: Callable[..., Any], *args: Any, **options: Any) -> dict[str,
 # Loading
 
 
+FILE = """
+import functools, re, threading
+import beside
+from beside import times
+lock = threading.Lock()
+@functools.lru_cache
+def letters(text): return len(re.findall('a', text))
+async def score(response: str, *, extra: int = 0) -> int:
+    "Counts."
+    import later
+    with lock:
+        return times(letters(response)) + beside.WEIGHT + later.ONE + extra
+"""
+
+
 def test_a_function_of_a_file_runs_where_the_file_is_not(tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("WEIGHT = 3\ndef times(x): return x * WEIGHT\n")
+    (tmp_path / "beside.py").write_text("import later\nWEIGHT = 3\ndef times(x): return x * WEIGHT\n")
+    (tmp_path / "later.py").write_text("ONE = 1\n")
     file = tmp_path / "mine.py"
-    file.write_text("import re\nimport beside\nfrom beside import times\n"
-                    "def score(response): return times(len(re.findall('a', response))) + beside.WEIGHT\n")  # fmt: skip
-    rewards = make_rewards(f"{file}:score")
-    sent = cloudpickle.dumps(rewards)
-    file.unlink()
-    (tmp_path / "beside.py").unlink()
+    file.write_text(FILE)
+    rewards = make_rewards({"fn": f"{file}:score", "extra": 10})
+    assert rewards.asynchronous and rewards(dialog("aa")).reward == 20
+    sent = pickle.dumps(rewards)
+    for path in tmp_path.glob("*.py"):
+        path.unlink()
     code = (
         "import pickle, sys, cloudpickle\nfrom torchrl_grpo.tasks.base import *\n"
         "rewards = pickle.loads(cloudpickle.dumps(pickle.load(sys.stdin.buffer)))\n"
-        "print(rewards(Dialog(Problem('', None), ['aa'])).parts)"
+        "print(rewards(Dialog(Problem('', None), ['aa'])).parts, rewards.asynchronous)"
     )
     out = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, check=True, cwd="/")
-    assert out.stdout.decode().strip() == "{'score': 9.0}"
+    assert out.stdout.decode().strip() == "{'score': 20.0} True"
+
+
+def test_a_function_of_a_file_shows_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from __future__ import annotations\n"
+        'def add(a: int, b: int) -> int:\n    """Adds.\n\n    Args:\n        a: one.\n        b: two.\n    """\n'
+        "    return a + b\n"
+    )
+    add = pickle.loads(pickle.dumps(load_function(f"{tmp_path}/mine.py:add")))
+    schema = get_json_schema(add)["function"]
+    assert (add(1, 2), schema["name"], schema["description"]) == (3, "add", "Adds.")
+    assert schema["parameters"]["properties"]["b"] == {"type": "integer", "description": "two."}
 
 
 def test_an_edited_file_is_loaded_again_and_an_unchanged_one_is_not(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def score(response): return 1\ndef other(response): return 3\n")
     first = load_function(f"{file}:score")
-    assert load_function(f"{file}:other").__globals__ is first.__globals__
+    assert load_function(f"{file}:other").__wrapped__.__globals__ is first.__wrapped__.__globals__
     file.write_text("def score(response): return 2\n")
     assert (first("x"), load_function(f"{file}:score")("x")) == (1, 2)
 
@@ -125,6 +155,27 @@ def test_arguments_that_nothing_gives_are_refused_before_a_run() -> None:
         rewards.check(["solution"])
     rewards.check(["solution", "hint"])
     make_rewards({"fn": see, "hint": "none"}).check(["solution"])
+
+
+@pytest.mark.parametrize(
+    ("function", "columns", "missing"),
+    [
+        ("gsm8k", [], "answer"), ("gsm8k", ["answer"], "answer"), ("number", [], None),
+        (lambda completions, answer: [1], [], "answer"), (lambda completions, answer: [1], ["answer"], None),
+        (lambda solution_str, ground_truth: 1, [], "ground_truth"),
+        (lambda solution_str, ground_truth: 1, ["ground_truth"], None),
+    ],
+)  # fmt: skip
+def test_an_answer_that_no_problem_has_is_refused_before_a_run(
+    function: Any, columns: list[str], missing: str | None
+) -> None:
+    rewards = make_rewards({"fn": function, "name": "f"})
+    rewards.check(columns)
+    if missing is None:
+        rewards.check(columns, has_answer=False)
+    else:
+        with pytest.raises(ValueError, match=f"nothing gives {missing}: use names of these"):
+            rewards.check(columns, has_answer=False)
 
 
 def test_options_that_a_function_has_not_are_refused() -> None:
@@ -325,8 +376,20 @@ def test_one_dialogs_error_or_time_out_is_not_anothers() -> None:
         return 1.0
 
     scores = make_rewards([slow, refuse]).score_all(map(dialog, ("60", "0.01", "x", "0.02")), timeout_s=0.3)
-    assert [type(score) for score in scores] == [TimeoutError, KeyError, ValueError, Score]
+    assert [type(score) for score in scores] == [InvalidRewardError, KeyError, ValueError, Score]
+    assert scores[0].cause == "timeout"  # type: ignore[union-attr]
     assert str(scores[0]) == "a reward must come within 0.3 s, none did."
+
+
+def test_a_function_that_exits_ends_nothing() -> None:
+    async def leave(response: str) -> float:
+        sys.exit(3)
+
+    for function in (leave, lambda response: sys.exit(3)):
+        rewards = make_rewards({"fn": function, "name": "leave"})
+        with pytest.raises(RuntimeError, match=r"sys.exit\(3\) was called"):
+            rewards(dialog())
+    assert make_rewards(slow)(dialog("0")).reward == 0.0
 
 
 def test_async_rewards_work_inside_a_running_event_loop() -> None:

@@ -10,12 +10,16 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.envs import TransformedEnv
+from transformers import PreTrainedTokenizerFast
 
 from tests.support.configs import compose_config
 from tests.support.documentation import undocumented
+from tests.support.envs import END, EchoTask, column, respond
 from torchrl_grpo import keys
 from torchrl_grpo.algorithm import batch_transforms
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
+from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards.spec import parse_rewards, reward_weights
 from torchrl_grpo.transforms import GroupAdvantage
@@ -127,6 +131,30 @@ def test_gdpo_in_a_replay_buffer_is_that_of_the_batch() -> None:
     assert buffer[:]["advantage"].flatten().tolist() == advantages(batch, 3, {"b": 0.1})
 
 
+class PartsEnv(LLMEnv):
+    """Of each response, its length and whether it begins with a digit."""
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        out = super()._step(tensordict)
+        texts = out["text", "response"]
+        parts = [NonTensorData({"length": float(len(text)), "digit": float(text[0].isdigit())}) for text in texts]
+        out.set("reward_parts", NonTensorStack(*parts))
+        return out
+
+
+def test_gdpo_in_an_environment_is_that_of_the_batch(tokenizer: PreTrainedTokenizerFast) -> None:
+    env = TransformedEnv(PartsEnv(EchoTask(), tokenizer, num_envs=4, repeats=2), GroupAdvantage(2, part_weights={}))
+    responses = ["1", "abc", "abcde", "12"]
+    out = respond(env, env.reset(), [[*tokenizer(text)["input_ids"], END] for text in responses])
+    parts = [{"length": float(len(text)), "digit": float(text[0].isdigit())} for text in responses]
+    assert column(out, "advantage") == advantages(batch_of(parts, [0, 0, 1, 1]), 2, {})
+    # Length and digit disagree in both groups: with equal weights they cancel, to exactly 0.
+    assert column(out, "advantage") == [0.0] * 4
+    weighted = advantages(batch_of(parts, [0, 0, 1, 1]), 2, {"digit": 2.0})
+    one = (3 / 4) ** 0.5  # of four numbers of one size, two of them negative, over their deviation
+    assert weighted == pytest.approx([one, -one, -one, one], abs=1e-5)
+
+
 def test_the_parts_of_a_trajectory_are_those_of_its_last_step() -> None:
     batch = batch_of([{}, {"a": 1.0}, {}, {"a": 3.0}], [0] * 4)
     for row, done in zip(batch.unbind(0), (False, True, False, True), strict=True):
@@ -148,7 +176,7 @@ def test_gdpo_needs_parts_and_groups() -> None:
             GroupAdvantage(2, part_weights={}, **options)
 
 
-def test_the_config_makes_a_gdpo_advantage_with_the_weights_of_the_rewards() -> None:
+def test_the_config_makes_a_gdpo_advantage_with_the_rewards_weights() -> None:
     reward = "env.reward=[{fn: math, weight: 0.9}, {fn: 'my.py:tone', weight: {polite: 0.1}}]"
     config = compose_config(reward, "env.reward_combination=gdpo")
     ((_, advantage),) = batch_transforms(config)

@@ -5,8 +5,9 @@ A reward is a plain function whose arguments are matched by name: ``response`` (
 are options. It returns a number, a bool, None (does not apply) or a dict of named parts.
 
 ``BUILTINS`` has the names, and as text where the functions are: naming one reward loads no other one, and so not the
-packages that the others need. No built-in reward raises for a response, whatever its text and size. They raise
-``ValueError`` for an option or a column that cannot be, and ``ImportError`` when their package is missing.
+packages that the others need. No built-in reward raises for a response, whatever its text and size, but ``judge`` and
+``reward_model``, which ask a model. They raise ``ValueError`` for an option or a column that cannot be, and
+``ImportError`` when their package is missing.
 
 >>> sorted(BUILTINS)[:4]
 ['countdown', 'format', 'gsm8k', 'ifeval']
@@ -19,7 +20,10 @@ from torchrl_grpo.rewards.gsm8k import ANSWER_MARKER, canonical_number, marked_n
 __all__ = ["ANSWER_MARKER", "BUILTINS", "canonical_number", "marked_number"]
 
 BUILTINS = {
-    **{name: f"torchrl_grpo.rewards.{name}:{name}" for name in ("countdown", "gsm8k", "ifeval", "math")},
+    **{
+        name: f"torchrl_grpo.rewards.{name}:{name}"
+        for name in ("countdown", "gsm8k", "ifeval", "judge", "math", "reward_model")
+    },
     **{
         name: f"torchrl_grpo.rewards.heuristics:{name}"
         for name in ("format", "length", "number", "operations", "structure")

@@ -63,6 +63,7 @@ def _verl(facts: Given, columns: Given) -> tuple[Given, Given]:
 
 # From facts and columns to what is matched by name, and what else ``**kwargs`` gets.
 _FORMS: dict[Form, Callable[[Given, Given], tuple[Given, Given]]] = {"own": _own, "trl": _trl, "verl": _verl}
+_ABSENT = object()
 _NOTHING: Given = dict.fromkeys((*FACTS, "prompt_column", "written", "dataset"))
 
 
@@ -113,16 +114,23 @@ class RewardFunction:
 
     @property
     def asynchronous(self) -> bool:
-        call = getattr(self.function, "__call__", None)  # noqa: B004  # of an object whose class defines it
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(call)
+        function = inspect.unwrap(self.function)
+        call = getattr(function, "__call__", None)  # noqa: B004  # of an object whose class defines it
+        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
-    def check(self, columns: Collection[str]) -> None:
+    def check(self, columns: Collection[str], has_answer: bool = True) -> None:
         """Refuses arguments that nothing gives.
+
+        Args:
+            columns: of the data.
+            has_answer: whether its problems have an answer.
 
         Raises:
             ValueError: there are some.
         """
-        there = set(_FORMS[self.form](_NOTHING, dict.fromkeys(columns))[0])
+        facts = _NOTHING if has_answer else _NOTHING | {"answer": _ABSENT}
+        given = _FORMS[self.form](facts, dict.fromkeys(columns))[0]
+        there = {name for name, value in given.items() if value not in (_ABSENT, [_ABSENT])}
         missing = sorted(self._needed - set(self.options) - there)
         if missing:
             raise ValueError(

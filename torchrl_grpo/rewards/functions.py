@@ -1,24 +1,31 @@
 """From the name of a function to the function: a built-in one, one of a file, or one of an installed package.
 
-A function of a file reaches worker processes and other machines with what its file defines, and with the modules beside
-the file that it imports: cloudpickle sends all of it by value. There the file itself need not be.
+A function of a file can be sent to another process or machine by any pickler. The source of the file is sent, and that
+of the modules beside it that it has imported. There it runs as an import does, so a file may hold clients, locks and
+caches, which cannot be pickled; the files themselves need not be there.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
+import importlib.abc
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import cloudpickle
-
 from torchrl_grpo.rewards import BUILTINS
+
+Sources = dict[str, tuple[str, str]]
+"""The path and the source of modules, by name."""
+
+_sources: Sources = {}
 
 
 def load_function(name: str, field: str = "env.reward", builtins: Mapping[str, str] = BUILTINS) -> Callable[..., Any]:
@@ -39,15 +46,14 @@ def load_function(name: str, field: str = "env.reward", builtins: Mapping[str, s
     if not (colon and place and function):
         known = f"a built-in name ({', '.join(sorted(builtins))}), " if builtins else ""
         raise ValueError(f"{field}={name} must be {known}file.py:function or package.module:function: use one of them.")
-    try:
-        module = _load_file(Path(place).expanduser()) if place.endswith(".py") else importlib.import_module(place)
-    except FileNotFoundError as error:
-        if error.filename != str(Path(place).expanduser().resolve()):
-            raise _refused(field, name, place, error) from error
+    path = Path(place).expanduser().resolve() if place.endswith(".py") else None
+    if path is not None and not path.is_file():
         raise ValueError(
-            f"{field}={name} must name a file that exists, there is no {error.filename}: fix the path, or run in the "
-            "folder that it starts from."
-        ) from error
+            f"{field}={name} must name a file that exists, there is no {path}: fix the path, or run in the folder that "
+            "it starts from."
+        )
+    try:
+        module = importlib.import_module(place) if path is None else _load_file(path)
     except (Exception, SystemExit) as error:
         raise _refused(field, name, place, error) from error
     found = getattr(module, function, None)
@@ -60,6 +66,8 @@ def load_function(name: str, field: str = "env.reward", builtins: Mapping[str, s
         raise ValueError(
             f"{field}={name} must name a function of {place}, {what}: use one of {there or 'those you define there'}."
         )
+    if path is not None:
+        found = FileFunction(module, function, _beside(path) | {module.__name__: _sources[module.__name__]})
     return found
 
 
@@ -73,26 +81,71 @@ def _refused(field: str, name: str, place: str, error: BaseException) -> ValueEr
     return ValueError(f"{field}={name} must be in a module that can be imported, that raised {what}{where}: {fix}.")
 
 
+class FileFunction:
+    """A function of a file: any pickler sends it as the source of its file.
+
+    Args:
+        module: what the file defines.
+        name: of the function in it.
+        sources: of the module and of those beside it.
+    """
+
+    def __init__(self, module: ModuleType, name: str, sources: Sources) -> None:
+        self._origin = module.__name__, name, sources
+        functools.update_wrapper(self, getattr(module, name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, self._origin
+
+
+def _received(module: str, name: str, sources: Sources) -> FileFunction:
+    """The function in a process that it was sent to."""
+    return FileFunction(_import(module, sources), name, sources)
+
+
+class _FromSources(importlib.abc.ExecutionLoader, importlib.abc.MetaPathFinder):
+    """Imports modules from the sources that are known; asked last, so that what is installed comes first."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return importlib.util.spec_from_loader(fullname, self) if fullname in _sources else None
+
+    def get_filename(self, fullname: str) -> str:
+        return _sources[fullname][0]
+
+    def get_source(self, fullname: str) -> str:
+        return _sources[fullname][1]
+
+    def is_package(self, fullname: str) -> bool:
+        return False
+
+
+def _import(module: str, sources: Sources) -> ModuleType:
+    _sources.update(sources)
+    if not any(isinstance(finder, _FromSources) for finder in sys.meta_path):
+        sys.meta_path.append(_FromSources())
+    return importlib.import_module(module)
+
+
 def _load_file(path: Path) -> ModuleType:
-    """The module that a file defines, made once for each content; its folder is where its imports look last."""
-    path = path.resolve()
-    digest = hashlib.sha256(f"{path}\n".encode() + path.read_bytes()).hexdigest()
-    name = f"{path.stem}_{digest[:12]}"  # two files of one name are two modules, and so is a file that was edited
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    """The module that a file defines; its folder is where its imports look last."""
+    source = importlib.util.decode_source(path.read_bytes())
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    before = set(sys.modules)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    new = [sys.modules[key] for key in set(sys.modules) - before if key in sys.modules]
-    beside = [one for one in new if Path(getattr(one, "__file__", None) or "/").parent == path.parent]
-    for one in (module, *beside):
-        cloudpickle.register_pickle_by_value(one)
-    return module
+    # Two files of one name are two modules, and so is a file that was edited.
+    name = f"{path.stem}_{hashlib.sha256(f'{path}{source}'.encode()).hexdigest()[:12]}"
+    return _import(name, {name: (str(path), source)})
+
+
+def _beside(path: Path) -> Sources:
+    """The modules in the folder of a file that have been imported by their name."""
+    files = {name: Path(getattr(one, "__file__", None) or "/") for name, one in list(sys.modules.items())}
+    return {
+        name: (str(file), importlib.util.decode_source(file.read_bytes()))
+        for name, file in files.items()
+        if file.parent == path.parent and file.name == f"{name}.py" and file.is_file()
+    }

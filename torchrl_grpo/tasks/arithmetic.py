@@ -17,18 +17,16 @@ A response is right when it ends with ``#### n`` (GSM8K's answer format) and n i
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 from collections.abc import Sequence
 
-from torchrl_grpo.tasks.base import Message, Problem, Score, Split, Task
+from torchrl_grpo.tasks.base import Message, Problem, Score, Split
+from torchrl_grpo.tasks.generated import SPLIT_SIZES, GeneratedTask, split_by_hash
 
 MAX_DIFFICULTY = 10
-SPLIT_SIZES: dict[Split, int] = {"train": 4096, "test": 512}
 INSTRUCTION = " #### n"
 
-_TEST_SHARE = 0.2
 _DRAWS_PER_PROBLEM = 20
 _FINAL_ANSWER = re.compile(r"####[ \t]*(-?[0-9]+)\s*\Z")
 
@@ -43,8 +41,7 @@ def split_of(a: int, op: str, b: int) -> Split:
     """
     if op == "+":
         a, b = sorted((a, b))
-    digest = hashlib.sha256(f"{a}{op}{b}".encode()).digest()
-    return "test" if int.from_bytes(digest[:8], "big") < _TEST_SHARE * 2**64 else "train"
+    return split_by_hash(f"{a}{op}{b}")
 
 
 def final_answer(response: str) -> str | None:
@@ -64,7 +61,7 @@ def final_answer(response: str) -> str | None:
     return f"-{digits}" if match[1].startswith("-") and digits != "0" else digits
 
 
-class ArithmeticTask(Task):
+class ArithmeticTask(GeneratedTask):
     """Sums and differences, drawn by a seeded generator.
 
     ``problems`` gives up to 4096 train and 512 test problems (all there are, where a difficulty has fewer). The reward
@@ -89,21 +86,9 @@ class ArithmeticTask(Task):
             raise ValueError(
                 f"difficulty must be from 1 to {MAX_DIFFICULTY}, got {difficulty}: use 2 for sums of two-digit numbers."
             )
+        super().__init__()
         self.difficulty = difficulty
         self.seed = seed
-        self._problems: dict[Split, list[Problem]] = {}
-
-    def problems(self, split: Split) -> Sequence[Problem]:
-        """The split's problems, all different, in the order in which the seeded generator drew them.
-
-        Raises:
-            ValueError: ``split`` is neither ``"train"`` nor ``"test"``.
-        """
-        if split not in SPLIT_SIZES:
-            raise ValueError(f"split must be 'train' or 'test', got {split!r}: use one of the two.")
-        if split not in self._problems:
-            self._problems[split] = self._draw(split)
-        return self._problems[split]
 
     def messages(self, problem: Problem) -> list[Message]:
         """One user message: the query and the answer format."""
@@ -114,7 +99,7 @@ class ArithmeticTask(Task):
         correct = final_answer(responses[-1]) == problem.answer
         return Score(reward=float(correct), correct=correct)
 
-    def _draw(self, split: Split) -> list[Problem]:
+    def draw(self, split: Split) -> list[Problem]:
         digits = max(self.difficulty - 1, 1) if self.difficulty != 2 else 2
         low, high = (0, 9) if digits == 1 else (10 ** (digits - 1), 10**digits - 1)
         operations = "+-" if self.difficulty >= 3 else "+"

@@ -6,31 +6,28 @@ hash of the problem (its numbers in any order, and its target) decides which spl
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Sequence
 
 from torchrl_grpo.rewards.countdown import countdown
-from torchrl_grpo.tasks.base import Message, Problem, Score, Split, Task
+from torchrl_grpo.tasks.base import Problem, Score, Split
+from torchrl_grpo.tasks.generated import SPLIT_SIZES, GeneratedTask, split_by_hash
 
-SPLIT_SIZES: dict[Split, int] = {"train": 4096, "test": 512}
 MAX_NUMBERS = 6
 INSTRUCTION = (
     "Using each of the numbers {nums} exactly once, with + - * / and brackets, write an expression that equals "
     "{target}. Finish with a line that holds only the expression: #### expression"
 )
 
-_TEST_SHARE = 0.2
 _DRAWS_PER_PROBLEM = 50
 
 
 def split_of(nums: Sequence[int], target: int) -> Split:
     """The split that a problem belongs to; the order of its numbers does not matter."""
-    digest = hashlib.sha256(f"{sorted(nums)} {target}".encode()).digest()
-    return "test" if int.from_bytes(digest[:8], "big") < _TEST_SHARE * 2**64 else "train"
+    return split_by_hash(f"{sorted(nums)} {target}")
 
 
-class CountdownTask(Task):
+class CountdownTask(GeneratedTask):
     """Countdown problems, drawn by a seeded generator; a problem's ``answer`` is one solution of possibly many.
 
     ``problems`` gives up to 4096 train and 512 test problems (fewer where there are few). The reward is that of
@@ -60,31 +57,15 @@ class CountdownTask(Task):
             raise ValueError(
                 f"largest and largest_target must be at least 2, got {largest} and {largest_target}: use 20 and 100."
             )
+        super().__init__()
         self.difficulty, self.largest, self.largest_target, self.seed = difficulty, largest, largest_target, seed
-        self._problems: dict[Split, list[Problem]] = {}
-
-    def problems(self, split: Split) -> Sequence[Problem]:
-        """The split's problems, all different, in the order in which the seeded generator drew them.
-
-        Raises:
-            ValueError: ``split`` is neither ``"train"`` nor ``"test"``.
-        """
-        if split not in SPLIT_SIZES:
-            raise ValueError(f"split must be 'train' or 'test', got {split!r}: use one of the two.")
-        if split not in self._problems:
-            self._problems[split] = self._draw(split)
-        return self._problems[split]
-
-    def messages(self, problem: Problem) -> list[Message]:
-        """One user message: the numbers, the target and how to answer."""
-        return [{"role": "user", "content": problem.query}]
 
     def score(self, problem: Problem, responses: Sequence[str]) -> Score:
         """1.0 when the last response's expression is right, else 0.0."""
         reward = countdown(responses[-1], **problem.extra)
         return Score(reward=reward, correct=reward == 1.0)
 
-    def _draw(self, split: Split) -> list[Problem]:
+    def draw(self, split: Split) -> list[Problem]:
         # A string seeds Random through SHA-512, so the stream is the same in every process.
         rng = random.Random(f"countdown {self.difficulty} {self.largest} {self.largest_target} {self.seed} {split}")
         drawn: dict[tuple[int, ...], Problem] = {}

@@ -120,5 +120,6 @@ def _with_rewards(task: Task, spec: Any, field: str, split: Split | None = None)
     column = getattr(task, "prompt_column", None)
     rewards = make_rewards(spec, field=field, **({} if column is None else {"prompt_column": column}))
     if split is not None:
-        rewards.check(task.problems(split)[0].extra)
+        first = task.problems(split)[0]
+        rewards.check(first.extra, has_answer=first.answer is not None)
     return WithRewards(task, rewards)

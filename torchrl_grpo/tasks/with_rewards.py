@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import os
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -28,7 +28,7 @@ class Rewards:
     first one.
 
     Functions that are ``async def`` run in an event loop of their own, one for the process. The others run in the
-    calling thread, one after the other. It can be sent to other processes by cloudpickle.
+    calling thread, one after the other.
 
     Attributes:
         weights: see ``torchrl_grpo.rewards.spec.reward_weights``.
@@ -46,17 +46,18 @@ class Rewards:
         self.functions, self.weights, self.prompt_column = list(functions), dict(weights), prompt_column
         self.asynchronous = any(function.asynchronous for function in functions)
 
-    def check(self, columns: Collection[str]) -> None:
+    def check(self, columns: Collection[str], has_answer: bool = True) -> None:
         """Refuses functions with an argument that nothing gives.
 
         Args:
             columns: of the data.
+            has_answer: whether its problems have an answer.
 
         Raises:
             ValueError: there is one.
         """
         for function in self.functions:
-            function.check(columns)
+            function.check(columns, has_answer)
 
     def __call__(self, dialog: Dialog) -> Score:
         """The score of a dialog.
@@ -72,7 +73,7 @@ class Rewards:
 
         Args:
             dialog: finished.
-            timeout_s: longest time for the asynchronous functions, else a TimeoutError.
+            timeout_s: longest time for the asynchronous functions.
 
         Returns:
             the score, or what a function raised.
@@ -85,11 +86,11 @@ class Rewards:
             if any(map(inspect.isawaitable, results)):
                 return asyncio.run_coroutine_threadsafe(self._wait(results, timeout_s), _event_loop())
             done.set_result(self._score(results))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             for result in results:
                 if inspect.iscoroutine(result):
                     result.close()
-            done.set_exception(error)
+            done.set_exception(_harmless(error))
         return done
 
     def score_all(self, dialogs: Iterable[Dialog], timeout_s: float | None = None) -> list[Score | Exception]:
@@ -101,11 +102,11 @@ class Rewards:
         waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                got = await asyncio.gather(*(results[i] for i in waiting))
+                got = await asyncio.gather(*(_guarded(results[i]) for i in waiting))
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise TimeoutError(f"a reward must come within {timeout_s:g} s, none did.") from error
+            raise InvalidRewardError(f"a reward must come within {timeout_s:g} s, none did.", "timeout") from error
         for i, result in zip(waiting, got, strict=True):
             results[i] = result
         return self._score(results)
@@ -195,6 +196,20 @@ def _facts(dialog: Dialog, prompt_column: str) -> dict[str, Any]:
         "written": messages[turns[0] :] if turns else [turn],
         "dataset": problem.dataset,
     }
+
+
+def _harmless(error: Exception | SystemExit) -> Exception:
+    """The error, or one in place of a ``sys.exit`` that would end the run."""
+    if isinstance(error, Exception):
+        return error
+    return RuntimeError(f"sys.exit({error.code}) was called.").with_traceback(error.__traceback__)
+
+
+async def _guarded(result: Awaitable[Any]) -> Any:
+    try:
+        return await result
+    except SystemExit as error:  # in an event loop it would end the loop, and nobody would get an answer
+        raise _harmless(error) from None
 
 
 def _correct(name: str, parts: Mapping[str, float | None]) -> bool | None:

@@ -13,6 +13,8 @@ from torchrl_grpo.functional import group_advantage
 from torchrl_grpo.models.packing import entry
 from torchrl_grpo.rewards.spec import part_weight
 
+_CANCELLED = 1e-4  # share of the parts' sizes below which their sum is 0
+
 
 def reward_parts(batch: TensorDictBase, key: NestedKey = keys.REWARD_PARTS) -> list[dict[str, float | None]]:
     """The parts of each sequence's reward, by name.
@@ -46,7 +48,7 @@ def decoupled_advantage(
         normalise: from a part's values, the groups and where it applies to the part's advantages, all [N].
 
     Returns:
-        [N] float32, exactly 0 where no part gives anything.
+        [N] float32, exactly 0 where no part gives anything or they cancel each other.
 
     Raises:
         ValueError: a response that is valid has no parts.
@@ -63,15 +65,16 @@ def decoupled_advantage(
             "name the reward functions in env.reward, or return parts in the task's Score."
         )
     names = list(dict.fromkeys(name for row in parts for name in row))
-    total = torch.zeros(group.shape, dtype=torch.float64, device=group.device)
-    signal = torch.zeros_like(valid)
+    total, size = torch.zeros((2, *group.shape), dtype=torch.float64, device=group.device)
     for name in names:
         if weight := part_weight(name, names, weights):
             values = [row.get(name) for row in parts]
             there = torch.tensor([value is not None for value in values], device=group.device)
             reward = torch.tensor([value or 0.0 for value in values], dtype=torch.float64, device=group.device)
-            own = normalise(reward, group, valid & there)
-            total += weight * own.double()
-            signal |= own != 0
-    # Each part's advantages add up to 0 in a group, so the mean of the batch is 0 but for rounding.
-    return torch.where(signal, group_advantage(total, group, valid, mean="batch", std="batch"), 0.0)
+            own = weight * normalise(reward, group, valid & there).double()
+            total, size = total + own, size + own.abs()
+    # Where parts cancel, their epsilons and rounding are left, which the batch's deviation could blow up. The mean over
+    # the batch is 0 but for the same, as each part's advantages add up to 0 in a group.
+    signal = total.abs() > _CANCELLED * size
+    whole = group_advantage(torch.where(signal, total, 0.0), group, valid, mean="batch", std="batch")
+    return torch.where(signal, whole, 0.0)

@@ -1,0 +1,199 @@
+"""Rewards that ask a model: a judge behind a real HTTP server, and a tiny sequence classifier."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+from torchrl_grpo.rewards.judge import TEMPLATE
+from torchrl_grpo.tasks.base import Dialog, Problem
+from torchrl_grpo.tasks.with_rewards import Rewards, make_rewards
+
+pytest.importorskip("httpx")
+
+Answer = tuple[int, str]
+"""A status, and the judge's text or the error."""
+
+
+class Judge:
+    """An OpenAI-compatible endpoint that answers as a rule says; it keeps the requests and counts those at a time."""
+
+    def __init__(self, rule: Callable[[str, int], Answer]) -> None:
+        self.rule, self.requests, self.keys, self.busy, self.most = rule, [], [], 0, 0  # type: ignore[var-annotated]
+        lock = threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(handler) -> None:
+                body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+                with lock:
+                    self.requests.append((handler.path, body))
+                    self.keys.append(handler.headers.get("Authorization"))
+                    number, self.busy = len(self.requests), self.busy + 1
+                    self.most = max(self.most, self.busy)
+                status, text = self.rule(body["messages"][0]["content"], number)
+                with lock:
+                    self.busy -= 1
+                message = {"choices": [{"message": {"role": "assistant", "content": text}}]}
+                sent = json.dumps(message if status == 200 else {"error": text}).encode()
+                handler.send_response(status)
+                handler.send_header("Content-Length", str(len(sent)))
+                handler.end_headers()
+                handler.wfile.write(sent)
+
+            def log_message(handler, *args: Any) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Callable[[str, int], Answer]], Judge]]:
+    made: list[Judge] = []
+
+    def start(rule: Callable[[str, int], Answer]) -> Judge:
+        made.append(Judge(rule))
+        return made[-1]
+
+    yield start
+    for judge in made:
+        judge.server.shutdown()
+        judge.server.server_close()
+
+
+def dialog(response: str = "It is 42.") -> Dialog:
+    return Dialog(Problem("6*7=?", "42"), [response])
+
+
+def rewards_of(judge: Judge, **options: Any) -> Rewards:
+    return make_rewards({"fn": "judge", "url": judge.url, "model": "judge-7b", **options})
+
+
+def test_a_judge_rates_on_its_scale(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = serve(lambda question, number: (200, "It is right.\nScore: 7/10"))
+    monkeypatch.setenv("MY_KEY", "secret")
+    assert rewards_of(judge, scale=[2, 12], api_key_env="MY_KEY", max_tokens=99)(dialog()).reward == 0.5
+    ((path, body),) = judge.requests
+    assert (path, body["model"], body["max_tokens"], body["temperature"]) == (
+        "/v1/chat/completions", "judge-7b", 99, 0.0,
+    )  # fmt: skip
+    asked = body["messages"][0]["content"]
+    assert "from 2 (worst) to 12 (best)" in asked and "6*7=?" in asked and "It is 42." in asked
+    assert judge.keys == ["Bearer secret"]
+
+
+def test_a_template_of_ones_own_is_filled_in_once(serve: Any) -> None:
+    judge = serve(lambda question, number: (200, "10"))
+    template = 'Right is {answer}, this says {response}. Answer as {"score": n}.'
+    assert rewards_of(judge, template=template)(dialog("{answer} {prompt}")).reward == 1.0
+    asked = judge.requests[0][1]["messages"][0]["content"]
+    assert asked == 'Right is 42, this says {answer} {prompt}. Answer as {"score": n}.'
+    assert "{response}" in TEMPLATE and judge.keys == [None]
+
+
+@pytest.mark.parametrize("reply", ["Score: 11", "Score: -1", "no idea", "", None, "Score: 1234567890123"])
+def test_a_reply_without_a_rating_on_the_scale_is_an_error(serve: Any, reply: str) -> None:
+    judge = serve(lambda question, number: (200, reply))
+    with pytest.raises(ValueError, match="the reply of the judge judge-7b must have a rating from 0 to 10 as"):
+        rewards_of(judge)(dialog())
+    assert len(judge.requests) == 1
+
+
+def test_an_overloaded_judge_is_asked_again(serve: Any) -> None:
+    judge = serve(lambda question, number: (503, "busy") if number < 3 else (200, "Score: 5"))
+    assert rewards_of(judge, retries=2)(dialog()).reward == 0.5
+    assert len(judge.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "requests", "message"),
+    [
+        ((500, "broken"), {"retries": 1}, 2, "must answer, after 2 attempts: status 500, .*broken.*: start it, or fix"),
+        ((404, "no such model"), {}, 1, "after 1 attempts: status 404, .*no such model"),
+        ((200, "Score: 1"), {"retries": 1, "timeout_s": 0.1}, 2, "after 2 attempts: no answer within 0.1 s"),
+    ],
+)
+def test_a_judge_that_does_not_answer_is_an_error(
+    serve: Any, answer: Answer, options: dict[str, Any], requests: int, message: str
+) -> None:
+    def rule(question: str, number: int) -> Answer:
+        time.sleep(0.4 if "timeout_s" in options else 0)
+        return answer
+
+    judge = serve(rule)
+    with pytest.raises(RuntimeError, match=message):
+        rewards_of(judge, **options)(dialog())
+    assert len(judge.requests) == requests
+
+
+def test_a_judge_that_is_not_there_is_an_error() -> None:
+    rewards = make_rewards({"fn": "judge", "url": "http://127.0.0.1:9/v1", "model": "m", "retries": 0})
+    with pytest.raises(RuntimeError, match=r"the judge at http://127.0.0.1:9/v1 must answer, .* ConnectError"):
+        rewards(dialog())
+
+
+def test_a_judge_rates_many_at_a_time_up_to_its_concurrency(serve: Any) -> None:
+    def rule(question: str, number: int) -> Answer:
+        time.sleep(0.05)
+        return 200, f"Score: {question.count('x')}"
+
+    judge = serve(rule)
+    rewards = make_rewards({"fn": "judge", "url": judge.url, "model": "m", "template": "{response}", "concurrency": 4})
+    rewards = cloudpickle.loads(cloudpickle.dumps(rewards))
+    scores = rewards.score_all([dialog("x" * (i % 11)) for i in range(24)])
+    assert [score.reward for score in scores] == [i % 11 / 10 for i in range(24)]  # type: ignore[union-attr]
+    assert judge.most == 4
+
+
+def test_options_that_a_judge_needs_are_asked_for_before_a_run() -> None:
+    with pytest.raises(ValueError, match=r"nothing gives model, url: .* give it as an option, \{fn: ..., model: ...\}"):
+        make_rewards("judge").check(["question"])
+    with pytest.raises(ValueError, match=r"scale=\[3, 3\] of the reward judge must be \[low, high\]"):
+        make_rewards({"fn": "judge", "url": "http://127.0.0.1:9", "model": "m", "scale": [3, 3]})(dialog())
+
+
+# A reward model
+
+
+def make_classifier(folder: Path, tokenizer: PreTrainedTokenizerFast, labels: int) -> LlamaForSequenceClassification:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64, num_labels=labels, pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    model = LlamaForSequenceClassification(config).eval()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def test_a_reward_model_reads_the_chat_and_gives_its_logit(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    model = make_classifier(tmp_path, tokenizer, labels=1)
+    rewards = make_rewards({"fn": "reward_model", "model": str(tmp_path), "weight": 2})
+    rewards.check([])
+    for response in ("42", "no"):
+        ids = tokenizer(f"<|user|>6*7=?<|end|><|assistant|>{response}<|end|>", return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            logit = model(ids).logits.item()
+        assert rewards(dialog(response)).reward == pytest.approx(2 * logit, rel=1e-5)
+        assert abs(logit) > 1e-3
+    with pytest.raises(ValueError, match="must have at most 64 tokens, it has 109"):
+        rewards(dialog("x" * 100))
+
+
+def test_a_classifier_with_several_outputs_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    make_classifier(tmp_path, tokenizer, labels=3)
+    with pytest.raises(ValueError, match="of the reward reward_model must have one output, it has 3"):
+        make_rewards({"fn": "reward_model", "model": str(tmp_path)})(dialog())

@@ -1,0 +1,58 @@
+"""A reward model: a Hugging Face sequence classifier with one output, on a device of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_lock = threading.Lock()
+_loaded: dict[tuple[str, str], tuple[Any, Any]] = {}
+
+
+def reward_model(messages: Sequence[Mapping[str, Any]], *, model: str, device: str = "cpu") -> float:
+    """What a reward model gives a conversation: its only logit.
+
+    The model is loaded when the first response is scored, once in each process. It sees the conversation through its
+    own chat template, or the texts of the messages with an empty line between them where it has none.
+
+    Args:
+        messages: the conversation, the response last.
+        model: name on the hub, or folder.
+        device: where it runs, such as ``cuda:3``; it is not counted among the devices of the run.
+
+    Raises:
+        ValueError: the model has several outputs, or the conversation is longer than it can read.
+    """
+    import torch
+
+    tokenizer, classifier = _load(model, device)
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False)
+    else:
+        text = "\n\n".join(str(message["content"]) for message in messages)
+    inputs = tokenizer(text, add_special_tokens=not tokenizer.chat_template, return_tensors="pt").to(device)
+    length = inputs["input_ids"].shape[-1]
+    limit = getattr(classifier.config, "max_position_embeddings", None) or length
+    if not 0 < length <= limit:
+        raise ValueError(
+            f"a conversation for the reward model {model} must have at most {limit} tokens, it has {length}: use a "
+            "smaller max_new_tokens, or another model."
+        )
+    with torch.inference_mode():
+        return float(classifier(input_ids=inputs["input_ids"]).logits)
+
+
+def _load(model: str, device: str) -> tuple[Any, Any]:
+    with _lock:
+        if (model, device) not in _loaded:
+            from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+            classifier = AutoModelForSequenceClassification.from_pretrained(model).eval().to(device)
+            if classifier.config.num_labels != 1:
+                raise ValueError(
+                    f"model={model} of the reward reward_model must have one output, it has "
+                    f"{classifier.config.num_labels}: use a reward model, with num_labels=1."
+                )
+            _loaded[model, device] = AutoTokenizer.from_pretrained(model), classifier
+        return _loaded[model, device]

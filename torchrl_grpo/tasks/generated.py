@@ -1,0 +1,42 @@
+"""What tasks share whose problems a seeded generator draws: sizes, and which split a problem belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from torchrl_grpo.tasks.base import Problem, Split, Task
+
+SPLIT_SIZES: dict[Split, int] = {"train": 4096, "test": 512}
+
+_TEST_SHARE = 0.2
+
+
+def split_by_hash(problem: str) -> Split:
+    """The split of a problem, by what it is alone: never in both, whatever the seed."""
+    digest = hashlib.sha256(problem.encode()).digest()
+    return "test" if int.from_bytes(digest[:8], "big") < _TEST_SHARE * 2**64 else "train"
+
+
+class GeneratedTask(Task):
+    """A task that draws its problems once, when they are first asked for."""
+
+    def __init__(self) -> None:
+        self._problems: dict[Split, list[Problem]] = {}
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """The split's problems, all different, in the order in which the seeded generator drew them.
+
+        Raises:
+            ValueError: ``split`` is neither ``"train"`` nor ``"test"``.
+        """
+        if split not in SPLIT_SIZES:
+            raise ValueError(f"split must be 'train' or 'test', got {split!r}: use one of the two.")
+        if split not in self._problems:
+            self._problems[split] = self.draw(split)
+        return self._problems[split]
+
+    @abstractmethod
+    def draw(self, split: Split) -> list[Problem]:
+        """At most ``SPLIT_SIZES[split]`` problems of a split, always the same."""

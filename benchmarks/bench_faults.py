@@ -7,8 +7,8 @@
 as far ahead as it may be: reported are the largest staleness and the largest number of groups that waited, beside
 ``(bound + 1) * groups per step``, which is the limit.
 
-``kill``: two vLLM replicas train the arithmetic task. One loses its actor in the middle of the run, the other one its
-engine's process, both by SIGKILL. Reported are the test accuracy, the responses that each replica served, the groups
+``kill``: two vLLM samplers train the arithmetic task. One loses its actor in the middle of the run, the other one its
+engine's process, both by SIGKILL. Reported are the test accuracy, the responses that each sampler served, the groups
 that were sampled again and, from the ids of all groups that were trained, how many are missing and how many came twice.
 
 It needs Ray, ``kill`` also vLLM, and both Linux. It takes about 15 minutes on 2 cores.

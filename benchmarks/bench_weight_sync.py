@@ -3,8 +3,8 @@
     python benchmarks/bench_weight_sync.py
     python benchmarks/bench_weight_sync.py --model random --engine vllm --out weight_sync.json
 
-Trainer and engine are two Ray actors of this machine, with one rank and one replica. The kinds take turns, after one
-warm-up each. A time is that of a publish, which the trainer waits for, and that of the update, which the replica waits
+Trainer and engine are two Ray actors of this machine, with one rank and one sampler. The kinds take turns, after one
+warm-up each. A time is that of a publish, which the trainer waits for, and that of the update, which the sampler waits
 for. With "adapters" the trained model has LoRA of rank 16 on all linear layers, and the object store carries these
 alone; the others send whole weights. The result is JSON with the machine, the versions, the setting, every time, the
 medians, and ratios to the object store.

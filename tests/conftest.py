@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.support.models import make_tiny_model
@@ -62,3 +66,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if folder in ("vllm", "ray", "gpu"):
             item.add_marker(folder)
     items.sort(key=place)
+
+
+@pytest.fixture
+def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+    """Runs a script as ``run`` does, but in this process, where all is imported; gives its exit status."""
+    handlers, level = logging.root.handlers[:], logging.root.level
+
+    def run_here(script: Path, *arguments: str) -> int:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as end:
+            return int(end.code or 0)
+        return 0
+
+    yield run_here
+    logging.root.handlers[:] = handlers  # Hydra's are bound to a stream that is closed after this test
+    logging.root.setLevel(level)

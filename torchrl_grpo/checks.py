@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+MIN_TEMPERATURE = 0.01
+"""The lowest one to sample with, apart from greedy's 0: vLLM raises a lower one to this, and logits overflow."""
+
 
 def check_multiple(name: str, value: int, of: int, of_what: str) -> None:
     """Refuses a value that is no positive multiple ``of`` a number, which ``of_what`` says in words."""

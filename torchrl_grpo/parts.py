@@ -20,31 +20,36 @@ from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.sampler import Sampler
 from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.distributed.actors import own_address
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Engine
 from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.generation.transformers import TransformersEngine
+from torchrl_grpo.generation.vllm import VLLMEngine, VLLMSettings
+from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.resume import restore
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
 from torchrl_grpo.models.sharding import shard_model
+from torchrl_grpo.placement import own_device
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weights import make_sender
 
 
 def make_learner(
-    blueprint: Blueprint, device: torch.device, transfer: str, mesh: DeviceMesh | None = None, host: str = ""
+    blueprint: Blueprint, transfer: str, mesh: DeviceMesh | None = None, *, device: torch.device | None = None
 ) -> Learner:
     """A learner, or one rank of it.
 
     Args:
         blueprint: checked.
-        device: of this rank.
         transfer: how its weights reach the engines; see ``make_sender``.
         mesh: the ranks that the model is sharded over, None for one rank.
-        host: address of this machine, for a broadcast.
+        device: of this rank; by default the first one that this process sees, here and below.
     """
+    device = device or own_device()
     config, lora = blueprint.config, blueprint.config.train_model.lora.enabled
     random.seed(config.seed)
     torch.manual_seed(config.seed)
@@ -60,7 +65,7 @@ def make_learner(
         dtype=_dtype(config.inference_model.dtype),
         lora_base=base if lora else None,
         backend="nccl" if device.type == "cuda" else "gloo",
-        host=host,
+        host=own_address() if transfer == "broadcast" else "",
     )
     learner = Learner(trainer, transforms, sender)
     if blueprint.resume is not None:
@@ -118,19 +123,23 @@ def make_trainer(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | 
 
 
 def make_sampler(
-    blueprint: Blueprint, device: torch.device, task_env: LLMEnv | None = None, concurrent_tasks: int = 1
+    blueprint: Blueprint,
+    task_env: LLMEnv | None = None,
+    concurrent_tasks: int = 1,
+    *,
+    device: torch.device | None = None,
 ) -> Sampler:
     """A sampler.
 
     Args:
         blueprint: checked.
-        device: of its engine, the first one of several.
         task_env: what the groups of a rollout task are played in; the engine is then one that several may call at a
             time, where there is such a one. None is a sampler that makes whole batches in the blueprint's environment.
         concurrent_tasks: rollout tasks that it plays at a time.
+        device: of its engine, the first one of several.
     """
     config = blueprint.config
-    engine = make_engine(blueprint, device, concurrent=task_env is not None)
+    engine = make_engine(blueprint, device or own_device(), concurrent=task_env is not None)
     collector = partial(
         RolloutCollector,
         policy=GenerationPolicy(engine, blueprint.params),
@@ -153,14 +162,13 @@ def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool 
     """The generation engine with its model; ``concurrent`` is one that many threads may call at a time, if vLLM's."""
     config, inference = blueprint.config, blueprint.config.inference_model
     if inference.backend == "transformers":
-        from torchrl_grpo.generation.transformers import TransformersEngine
-
         return TransformersEngine(_load(config, inference.dtype, device), copy=False)
     colocated = blueprint.plan.colocated
-    settings: dict[str, Any] = {
+    settings: VLLMSettings = {
         "dtype": inference.dtype,
         "max_model_len": inference.max_model_len or blueprint.max_prompt_tokens + inference.max_new_tokens,
         "seed": config.seed,
+        "tensor_parallel_size": inference.tensor_parallel_size,
         "gpu_memory_utilization": inference.gpu_memory_utilization or (0.4 if colocated else 0.9),
         "kv_cache_gib": inference.kv_cache_gib,
         "enforce_eager": inference.enforce_eager,
@@ -168,19 +176,14 @@ def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool 
     }
     path = loading.resolve_name(config.model.name)
     if concurrent:
-        from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
-
-        settings |= {"in_flight": inference.in_flight, "tensor_parallel_size": inference.tensor_parallel_size}
-        return AsyncVLLMEngine(path, **settings)
-    from torchrl_grpo.generation.vllm import VLLMEngine
-
+        return AsyncVLLMEngine(path, in_flight=inference.in_flight, **settings)  # type: ignore[arg-type]
     return VLLMEngine(path, device=device, enable_sleep=colocated, **settings)
 
 
-def make_reference(blueprint: Blueprint, device: torch.device) -> KLScoring:
+def make_reference(blueprint: Blueprint, device: torch.device | None = None) -> KLScoring:
     """A reference model of its own, which scores in passes as large and as precise as the trainer's."""
     config = blueprint.config
-    model = _load(config, config.ref_model.dtype, device).requires_grad_(False)
+    model = _load(config, config.ref_model.dtype, device or own_device()).requires_grad_(False)
     return _kl_scoring(config, TokenScorer(model, temperature=config.inference_model.temperature))
 
 

@@ -55,6 +55,11 @@ def available_accelerators() -> list[torch.device]:
     return []
 
 
+def own_device() -> torch.device:
+    """What this process computes on by default: its first accelerator, or the CPU."""
+    return next(iter(available_accelerators()), torch.device("cpu"))
+
+
 def plan_devices(
     requests: Mapping[str, RoleRequest],
     accelerators: Sequence[torch.device],

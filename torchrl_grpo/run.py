@@ -12,9 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.device_mesh import DeviceMesh
 from torchrl._utils import logger as torchrl_logger
-from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from torchrl_grpo.blueprint import (
@@ -25,21 +23,18 @@ from torchrl_grpo.blueprint import (
     prepare,
     task_geometry,
 )
-from torchrl_grpo.collectors.sampler import Sampler
 from torchrl_grpo.collectors.source import LocalSource
 from torchrl_grpo.collectors.staleness import GroupBuffer
 from torchrl_grpo.config import GRPOConfig, plain
-from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
-from torchrl_grpo.learner.resume import Resume, check_tasks, find_resume
+from torchrl_grpo.learner.resume import check_tasks, find_resume
 from torchrl_grpo.loop.fit import Schedule, fit
 from torchrl_grpo.parts import make_learner, make_reference, make_sampler
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.reporting.report import summarize, write_report
-from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weights import transfer_kind
 
 if TYPE_CHECKING:
@@ -52,25 +47,26 @@ if TYPE_CHECKING:
 class Run:
     """A run that is ready: ``fit`` it, then ``close`` it (also after an error)."""
 
-    config: GRPOConfig
+    blueprint: Blueprint
     directory: Path
     learner: Learner | RayLearner
     source: LocalSource | RaySource
-    checkpointer: Checkpointer
     logger: MetricsLogger
     console: Console
-    tokenizer: PreTrainedTokenizerBase
     resources: ExitStack
-    resume: Resume | None = None
 
     def fit(self) -> dict[str, Any]:
         """Trains, exports the model, writes the report; returns the run in a few numbers."""
-        learner, checkpointer = self.learner, self.checkpointer
+        learner, blueprint = self.learner, self.blueprint
+        checkpointer = Checkpointer(self.directory / "checkpoints", plain(blueprint.config))
         try:
             fit(learner, self.source, checkpointer, self.logger, self.console, self._schedule())
-            model = learner.export(checkpointer, self.tokenizer)
+            model = learner.export(checkpointer, blueprint.tokenizer)
         except BaseException:
-            torchrl_logger.warning(f"The run ended early. What it did lies in {self.directory}.{self._go_on()}")
+            # How the run goes on from its last checkpoint.
+            path = checkpointer.latest() or (blueprint.resume.path if blueprint.resume is not None else None)
+            go_on = f" It goes on with train.resume={path}" if path is not None else ""
+            torchrl_logger.warning(f"The run ended early. What it did lies in {self.directory}.{go_on}")
             raise
         finally:
             report = write_report(self.directory)
@@ -81,7 +77,7 @@ class Run:
         return summary
 
     def _schedule(self) -> Schedule:
-        config = self.config
+        config, resume = self.blueprint.config, self.blueprint.resume
         check = config.inference_model.check_sync
         return Schedule(
             num_batches=config.num_batches,
@@ -90,15 +86,10 @@ class Run:
             checkpoint_frequency=config.train.checkpoint_frequency,
             sample_frequency=config.logging.sample_frequency,
             refresh_every=config.ref_model.refresh_every,
-            reference_version=self.resume.reference_version if self.resume and config.has_own_reference else 0,
+            reference_version=resume.reference_version if resume and config.has_own_reference else 0,
             mismatch_tolerance=config.inference_model.check_sync_tolerance if check else None,
             on_policy=config.optim_steps_per_batch == 1,
         )
-
-    def _go_on(self) -> str:
-        """How the run goes on from its last checkpoint, in words."""
-        path = self.checkpointer.latest() or (self.resume.path if self.resume is not None else None)
-        return f" It goes on with train.resume={path}" if path is not None else ""
 
     def close(self) -> None:
         """Ends engine, files and terminal output. May be called again."""
@@ -140,18 +131,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
             learner, source = _distributed(blueprint, max_staleness, transfer, resources, cluster)
         else:
             learner, source = _local(blueprint, resources)
-        return Run(
-            config=config,
-            directory=directory,
-            learner=learner,
-            source=source,
-            checkpointer=Checkpointer(directory / "checkpoints", plain(config)),
-            logger=logger,
-            console=console,
-            tokenizer=blueprint.tokenizer,
-            resources=resources.pop_all(),
-            resume=resume,
-        )
+        return Run(blueprint, directory, learner, source, logger, console, resources.pop_all())
 
 
 def _max_staleness(config: GRPOConfig, asynchronous: bool) -> int:
@@ -205,9 +185,9 @@ def _logger(config: GRPOConfig, directory: Path) -> MetricsLogger:
 def _local(blueprint: Blueprint, resources: ExitStack) -> tuple[Learner, LocalSource]:
     """The roles in this process; what must be ended is put into ``resources``."""
     config, plan = blueprint.config, blueprint.plan
-    learner = make_learner(blueprint, plan.train[0], "direct")
+    learner = make_learner(blueprint, "direct", device=plan.train[0])
     resources.callback(learner.close)
-    sampler = make_sampler(blueprint, plan.inference[0][0])
+    sampler = make_sampler(blueprint, device=plan.inference[0][0])
     resources.callback(sampler.close)
     reference = make_reference(blueprint, plan.reference[0]) if config.has_own_reference else None
     source = LocalSource(sampler, reference, colocated=plan.colocated)
@@ -243,8 +223,8 @@ def _distributed(
     place = (cluster or _start_ray(None, resources)).place(plan)
     untested = replace(blueprint, greedy_env=None, sampled_env=None)  # of the test split, for those who need none
     learner = RayLearner(
-        partial(_learner_here, untested, transfer),
-        options=place.train,
+        partial(make_learner, untested, transfer),
+        options=place["train"],
         tensor_parallel_size=config.train_model.tensor_parallel_size,
         actor_timeout_s=actor_timeout_s,
         resumed_from=None if resume is None else resume.path,
@@ -259,11 +239,11 @@ def _distributed(
         total_groups=groups * config.num_batches,
         rounds=config.policy.max_sampling_rounds if config.policy.dynamic_sampling else 1,
     )
-    sampler = partial(_sampler_here, blueprint, blueprint.task_env(task_groups), concurrent_tasks)
+    sampler = partial(make_sampler, blueprint, blueprint.task_env(task_groups), concurrent_tasks)
     manager = RolloutManager(
         tasks,
-        samplers=[(sampler, options) for options in place.inference],
-        references=[(partial(_reference_here, untested), options) for options in place.reference],
+        samplers=[(sampler, options) for options in place["inference"]],
+        references=[(partial(make_reference, untested), options) for options in place["reference"]],
         concurrent_tasks=concurrent_tasks,
         in_flight=config.inference_model.in_flight,  # type: ignore[arg-type]
         references_first=plan.colocated,
@@ -281,24 +261,3 @@ def _distributed(
         start()
     source.wait_until_ready()
     return learner, source
-
-
-# What the actors call, each in its process: the devices that it was given are the only ones there.
-
-
-def _learner_here(blueprint: Blueprint, transfer: str, mesh: DeviceMesh | None) -> Learner:
-    from torchrl_grpo.distributed.actors import own_address, own_device
-
-    return make_learner(blueprint, own_device(), transfer, mesh, own_address())
-
-
-def _sampler_here(blueprint: Blueprint, task_env: LLMEnv, concurrent_tasks: int) -> Sampler:
-    from torchrl_grpo.distributed.actors import own_device
-
-    return make_sampler(blueprint, own_device(), task_env, concurrent_tasks)
-
-
-def _reference_here(blueprint: Blueprint) -> KLScoring:
-    from torchrl_grpo.distributed.actors import own_device
-
-    return make_reference(blueprint, own_device())

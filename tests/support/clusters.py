@@ -8,10 +8,8 @@ from typing import Any
 
 import ray
 
-from torchrl_grpo.distributed.cluster import Placement
 
-
-def facts(placement: Placement) -> dict[str, list[dict[str, Any]]]:
+def facts(placement: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
     """What a worker says in each process's place."""
 
     class Worker:  # of a function, so that it is sent whole: the actors need not import torch
@@ -21,7 +19,7 @@ def facts(placement: Placement) -> dict[str, list[dict[str, Any]]]:
             return {"gpus": context.get_accelerator_ids()["GPU"], "environ": dict(os.environ), "child": child.pid}
 
     workers = {
-        role: [ray.remote(Worker).options(**options).remote() for options in getattr(placement, role)]
-        for role in ("train", "inference", "reference")
+        role: [ray.remote(Worker).options(**options).remote() for options in processes]
+        for role, processes in placement.items()
     }
     return {role: ray.get([worker.facts.remote() for worker in some], timeout=600) for role, some in workers.items()}

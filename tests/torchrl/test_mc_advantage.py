@@ -179,6 +179,7 @@ def test_lazy_and_plain_trajectories_complete_one_group():
     torch.testing.assert_close(values(out), torch.tensor([1.0, -1.0, -1.0, 1.0]) * 0.5**0.5)
 
 
+@pytest.mark.slow
 def test_a_queue_that_is_shared_keeps_what_waited():
     transform = GroupAdvantage(2)
     assert transform.inv(make_trajectory(0, [0.0])) is None
@@ -193,6 +194,7 @@ def write(transform: GroupAdvantage, reward: float, results: Any) -> None:
     results.put(None if out is None else values(out).tolist())
 
 
+@pytest.mark.slow
 def test_members_from_several_processes_complete_a_group():
     context = multiprocessing.get_context("fork")
     transform, results = GroupAdvantage(2).share_memory_(), context.Queue()

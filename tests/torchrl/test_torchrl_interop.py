@@ -410,6 +410,7 @@ def assert_compiled_equals_eager(loss: GRPOLoss, batch: TensorDictBase, **settin
         torch.testing.assert_close(compiled[name], gradient, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_compiled_with_a_model_the_loss_has_the_same_value_and_gradient(padded_batch: TensorDict) -> None:
     """The whole graph, without code generation, which takes long for a transformer."""
     model = make_tiny_model(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, num_key_value_heads=1)
@@ -417,6 +418,7 @@ def test_compiled_with_a_model_the_loss_has_the_same_value_and_gradient(padded_b
     assert_compiled_equals_eager(loss, padded_batch[:4], backend="aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
 def test_the_compiled_loss_has_the_same_value_and_gradient() -> None:
     logits, rows = make_batch(0, lengths=(6, 6, 6))
@@ -428,6 +430,7 @@ def test_the_compiled_loss_has_the_same_value_and_gradient() -> None:
 # The loop by hand
 
 
+@pytest.mark.slow
 def test_the_loop_of_the_readme_has_at_most_40_lines_and_learns() -> None:
     """In a process of its own, as a user runs it; the reward rises by at least 0.15 in 20 steps."""
     found = re.search(r"<!-- loop:start -->\n```python\n(.*?)```\n<!-- loop:end -->", README.read_text("utf-8"), re.S)

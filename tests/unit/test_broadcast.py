@@ -97,6 +97,7 @@ def read_and_wait(handle: Broadcast, name: str, much: str) -> subprocess.Popen[s
     return process
 
 
+@pytest.mark.slow
 def test_a_reader_that_dies_in_the_middle_holds_up_nobody_else(sender: BroadcastSender) -> None:
     handle = sender.pack(weights(1).items(), 1)
     with read_and_wait(handle, "dying", "half") as process:
@@ -110,6 +111,7 @@ def test_a_reader_that_dies_in_the_middle_holds_up_nobody_else(sender: Broadcast
     assert time.monotonic() - start < 10  # half of the timeout
 
 
+@pytest.mark.slow
 def test_readers_that_die_between_updates_leave_no_thread_and_no_socket(sender: BroadcastSender) -> None:
     handle = sender.pack(weights(1).items(), 1)
     before = serving(), sockets()

@@ -17,6 +17,7 @@ from tests.support.configs import compose_config
 from tests.support.documentation import undocumented
 from tests.support.models import make_tiny_model
 from torchrl_grpo import blueprint as blueprint_module
+from torchrl_grpo import parts
 from torchrl_grpo import run as run_module
 from torchrl_grpo.blueprint import plan_rows, prepare
 from torchrl_grpo.config import ConfigError, GRPOConfig, leaves, schema
@@ -396,7 +397,7 @@ def test_every_config_key_is_read_by_something_that_uses_it(
                 raise Stop
 
             monkeypatch.setattr(vllm_module, "require_vllm", lambda: None)
-            monkeypatch.setattr(vllm_module, "VLLMEngine", stand_in)
+            monkeypatch.setattr(parts, "VLLMEngine", stand_in)
             with pytest.raises(Stop):
                 build(config, tmp_path / "vllm")
             monkeypatch.setattr(cluster, "start", stand_in)

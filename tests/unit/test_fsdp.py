@@ -27,7 +27,6 @@ from torchrl_grpo import keys
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.step import GRPOTrainer, NonFiniteError
 from torchrl_grpo.models import loading
-from torchrl_grpo.models.packing import micro_batches, rank_micro_batches
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
 from torchrl_grpo.models.sharding import init_mesh, is_writer, mesh_of, shard_model
 from torchrl_grpo.objectives import GRPOLoss
@@ -35,6 +34,8 @@ from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 LENGTHS = (9, 14, 6, 11, 8, 12, 7, 10, 30, 5, 17)
 CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.slow
 
 
 def make_trainer(
@@ -476,23 +477,6 @@ def test_what_cannot_be_split_is_refused(grid: list[dict[str, Any]]) -> None:
     assert heads == "tensor_parallel_size=2 must divide the model's 1 key and value heads: use 1."
     with pytest.raises(ValueError, match="world_size=3 must be a multiple of tensor_parallel_size=2: use 2 or 4 ranks"):
         init_mesh(0, 3, dist.HashStore(), device=CPU, timeout_s=5, tensor_parallel_size=2)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-def test_shares_hold_each_sequence_once_in_equally_many_micro_batches(world_size: int) -> None:
-    lengths = torch.tensor(LENGTHS)
-    shares = [rank_micro_batches(lengths, 30, rank, world_size) for rank in range(world_size)]
-    assert len({len(share) for share in shares}) == 1
-    assert sorted(int(i) for share in shares for part in share for i in part) == list(range(len(LENGTHS)))
-    tokens = [sum(int(lengths[part].sum()) for part in share) for share in shares]
-    assert max(tokens) - min(tokens) <= max(LENGTHS)
-    assert all(len(part) * int(lengths[part].max()) <= 30 for share in shares for part in share if len(part))
-
-
-def test_one_rank_has_the_micro_batches_of_a_single_process() -> None:
-    lengths = torch.tensor(LENGTHS)
-    ours, theirs = rank_micro_batches(lengths, 30, 0, 1), micro_batches(lengths, 30)
-    assert [part.tolist() for part in ours] == [part.tolist() for part in theirs]
 
 
 def test_a_group_of_one_rank_shards_nothing() -> None:

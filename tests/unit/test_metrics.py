@@ -161,6 +161,7 @@ def test_missing_package_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, flag
         check_logging(tensorboard=True, wandb_mode=mode)
 
 
+@pytest.mark.slow
 def test_wandb_offline_writes_a_run_and_goes_on_with_its_id(
     tmp_path: Path, no_wandb_key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
-from torchrl_grpo.models.packing import micro_batches, pad, pad_batch, sequences_of, slice_tokens
+from torchrl_grpo.models.packing import micro_batches, pad, pad_batch, rank_micro_batches, sequences_of, slice_tokens
+
+LENGTHS = (9, 14, 6, 11, 8, 12, 7, 10, 30, 5, 17)
 
 
 @settings(max_examples=80, deadline=None)
@@ -60,3 +62,20 @@ def test_entries_of_each_token_are_cut_like_the_tokens_of_a_torchrl_batch() -> N
     assert rows[0]["tokens", "full"].tolist() == [2, 3, 4, 5]
     assert rows[1]["advantage"].tolist() == [0, 1, 2, 3, 4, 5]
     assert [row["group"].item() for row in rows.unbind(0)] == [7, 8]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_shares_hold_each_sequence_once_in_equally_many_micro_batches(world_size: int) -> None:
+    lengths = torch.tensor(LENGTHS)
+    shares = [rank_micro_batches(lengths, 30, rank, world_size) for rank in range(world_size)]
+    assert len({len(share) for share in shares}) == 1
+    assert sorted(int(i) for share in shares for part in share for i in part) == list(range(len(LENGTHS)))
+    tokens = [sum(int(lengths[part].sum()) for part in share) for share in shares]
+    assert max(tokens) - min(tokens) <= max(LENGTHS)
+    assert all(len(part) * int(lengths[part].max()) <= 30 for share in shares for part in share if len(part))
+
+
+def test_one_rank_has_the_micro_batches_of_a_single_process() -> None:
+    lengths = torch.tensor(LENGTHS)
+    ours, theirs = rank_micro_batches(lengths, 30, 0, 1), micro_batches(lengths, 30)
+    assert [part.tolist() for part in ours] == [part.tolist() for part in theirs]

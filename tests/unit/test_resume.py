@@ -38,6 +38,7 @@ def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -55,6 +56,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(
     assert differences(state_of(at(tmp_path, 6)), state_of(at(whole, 6))) == []
 
 
+@pytest.mark.slow
 def test_a_refreshed_reference_stays_when_the_run_goes_on_without(tmp_path: Path) -> None:
     """It is not the base model again: the KL to it starts at 0."""
     whole = run(tmp_path / "whole", steps(4), "ref_model.refresh_every=3", "train.checkpoint_frequency=3")
@@ -74,6 +76,7 @@ def test_a_checkpoint_whose_reference_is_lost_is_refused(full_run: Path, tmp_pat
     assert found is not None and found.reference_version == 6
 
 
+@pytest.mark.slow
 def test_length_learning_rate_and_loss_may_change_on_resume(full_run: Path, tmp_path: Path) -> None:
     changes = ("optimizer.lr=2e-3", "optimizer.beta1=0.5", "policy.kl_coef=0", "train.dialog_turns_per_batch=16")
     rows = run(tmp_path, *FULL, *changes, steps(7), f"train.resume={full_run}")
@@ -87,6 +90,7 @@ def test_length_learning_rate_and_loss_may_change_on_resume(full_run: Path, tmp_
     assert rows[1]["train/lr"] == pytest.approx(2e-3 * 13.5 / 20)  # the mean of the optimizer steps 13 and 14 of 20
 
 
+@pytest.mark.slow
 def test_files_of_the_same_folder_are_gone_on_with(lora_run: Path, tmp_path: Path) -> None:
     run(tmp_path, *LORA, steps(3), "train.checkpoint_frequency=1")
     rows = run(tmp_path, *LORA, steps(4), f"train.resume={at(tmp_path, 2)}")

@@ -216,5 +216,6 @@ def test_a_replica_plays_on_while_a_unit_is_scored(
         score(pool, "1")
 
 
+@pytest.mark.slow
 def test_reward_workers_change_no_number_even_when_killed(tmp_path: Path) -> None:
     assert_killed_reward_workers_change_no_number(tmp_path, asynchronous=False)

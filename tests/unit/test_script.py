@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,25 +38,6 @@ def run(script: Path, *arguments: str, cwd: Path, **environment: str) -> subproc
         timeout=600,
         stdin=subprocess.DEVNULL,
     )
-
-
-@pytest.fixture
-def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
-    """Runs a script as ``run`` does, but in this process, where all is imported; gives its exit status."""
-    handlers, level = logging.root.handlers[:], logging.root.level
-
-    def run_here(script: Path, *arguments: str) -> int:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", [str(script), *arguments])
-        try:
-            runpy.run_path(str(script), run_name="__main__")
-        except SystemExit as end:
-            return int(end.code or 0)
-        return 0
-
-    yield run_here
-    logging.root.handlers[:] = handlers  # Hydra's are bound to a stream that is closed after this test
-    logging.root.setLevel(level)
 
 
 @pytest.mark.parametrize("script", [SYNC, ASYNC])
@@ -113,6 +92,7 @@ def test_an_error_of_the_plan_is_one_line_too(
     assert not list(tmp_path.rglob("checkpoints"))
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_files_in_outputs_date_time(tmp_path: Path) -> None:
     done = run(SYNC, *SMALL, cwd=tmp_path, VLLM_USE_V1="0")
     assert done.returncode == 0, done.stderr
@@ -128,6 +108,7 @@ def test_a_run_leaves_its_files_in_outputs_date_time(tmp_path: Path) -> None:
     assert (done.stdout + done.stderr).count("VLLM_USE_V1 has no effect") == 1
 
 
+@pytest.mark.slow
 def test_multirun_runs_each_combination(run_here: Callable[..., int], tmp_path: Path) -> None:
     status = run_here(
         SYNC, "--multirun", *SMALL, "optimizer.lr=1e-4,1e-5", "policy.kl_coef=0.0,0.1",
@@ -141,6 +122,7 @@ def test_multirun_runs_each_combination(run_here: Callable[..., int], tmp_path: 
     assert ["train/kl_k3_to_ref" in row for row in rows] == [False, True, False, True]
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_run_in_order_and_its_resume_line_works(
     run_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,7 @@ print(weights["norm"].sum().item(), flush=True)
 """
 
 
+@pytest.mark.slow
 def test_another_process_keeps_the_weights_that_their_maker_dropped():
     shared = SharedWeights([("norm", torch.full((3,), 2.0)), ("embed", torch.zeros(4, 2))], torch.float32)
     block = shared.block

@@ -19,17 +19,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
+from torchrl_grpo.config.data import ColumnsConfig, DatasetConfig
 from torchrl_grpo.config.renamed import take_old_names
 from torchrl_grpo.config.rules import check_choice, validate
-from torchrl_grpo.config.schema import (
-    COMPONENTS,
-    ENTRY_FIELDS,
-    FIELDS,
-    OPEN,
-    RETRY_PROMPT,
-    DatasetConfig,
-    GRPOConfig,
-)
+from torchrl_grpo.config.schema import COMPONENTS, ENTRY_FIELDS, FIELDS, RETRY_PROMPT, GRPOConfig
 from torchrl_grpo.errors import ConfigError, RunLostError
 
 _log = logging.getLogger(__name__)
@@ -83,11 +76,12 @@ def _explained(error: Exception, arguments: Sequence[str]) -> str:
     """What Hydra found wrong with the config, in plainer words where there are any."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     key = str(getattr(cause, "full_key", None) or "")
-    entry, name = re.match(r"(env\.datasets\[\d+\])\.?", key), key.partition("[")[0]
-    if not name or name.rpartition(".")[0] in OPEN:
+    name = key.partition("[")[0]
+    if not name or name.rpartition(".")[0] in COMPONENTS:
         return str(error)  # an argument of a component is that component's
-    if entry is not None:
-        return _explained_entry(cause, entry[1], key[entry.end() :])
+    in_entry = getattr(cause, "object_type", None) in (DatasetConfig, ColumnsConfig) and not key.startswith("env.")
+    if in_entry or name == "env.datasets":
+        return _explained_entry(cause, key)
     overrides = {text.lstrip("+~").partition("=")[0]: text for text in arguments}
     typed = next((key for key in overrides if key == name or key.startswith(f"{name}.")), name)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
@@ -97,18 +91,16 @@ def _explained(error: Exception, arguments: Sequence[str]) -> str:
     return f"{error}. {cause}" if error.__cause__ is cause else str(error)
 
 
-def _explained_entry(cause: Any, entry: str, name: str) -> str:
+def _explained_entry(cause: Any, name: str) -> str:
     """What is wrong with a key of a data set in ``env.datasets``."""
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         close = difflib.get_close_matches(name, ENTRY_FIELDS, 1, cutoff=0.4)
         hint = f"did you mean {close[0]}?" if close else f"use {', '.join(ENTRY_FIELDS)}."
-        return f"{entry}.{name} names a config key that does not exist: {hint}"
+        return f"{name} in env.datasets names a config key that does not exist: {hint}"
     if name not in ENTRY_FIELDS:
-        return f"{entry} must be a data set with its keys, got {cause}: use [{{dataset: gsm8k, weight: 1}}], say."
-    kind, value = _type_of(DatasetConfig, name), getattr(cause, "value", None)
-    return (
-        f"{entry}.{name}={value} must have the type {kind}: leave it out for the default, {ENTRY_FIELDS[name].default}."
-    )
+        return f"env.datasets must be a list of data sets, got {cause.value}: use [{{dataset: gsm8k, weight: 1}}], say."
+    kind, default = _type_of(DatasetConfig, name), ENTRY_FIELDS[name].default
+    return f"{name}={cause.value} in env.datasets must have the type {kind}: leave it out for {default}."
 
 
 def _type_of(node: Any, name: str) -> str:

@@ -19,8 +19,9 @@ from torchrl_grpo.checks import (
     check_multiple,
     check_sampling_rounds,
 )
+from torchrl_grpo.config.data import DataConfig
 from torchrl_grpo.config.fields import leaves
-from torchrl_grpo.config.schema import DataConfig, EnvConfig, GRPOConfig
+from torchrl_grpo.config.schema import EnvConfig, GRPOConfig
 from torchrl_grpo.errors import ConfigError
 
 _COMPARISONS = {
@@ -78,6 +79,11 @@ def _check_limits(name: str, value: float, default: Any, limits: Mapping[str, fl
 
 def _validate_data(env: EnvConfig) -> None:
     """That there is one data set, several or a task, and that what is set is read."""
+    if not isinstance(env.chat_template_kwargs, dict | None):
+        raise ConfigError(
+            f"env.chat_template_kwargs={env.chat_template_kwargs} must be arguments by name: use "
+            "'env.chat_template_kwargs={enable_thinking: false}', say."
+        )
     own_task = env.task.get("_target_")
     if len(env.task) > 1 and own_task is None:
         raise ConfigError(f"env.task={env.task} must have _target_: use env.task._target_=my_tasks.MyTask, say.")
@@ -114,7 +120,7 @@ def _validate_dataset(data: DataConfig, field: str) -> None:
     name = data.dataset
     if not name:
         raise ConfigError(
-            f"{field}.dataset={_written(name)} must be a data set: use {field}.dataset=arithmetic, a file, a folder or "
+            f"{field}.dataset={name or 'null'} must be a data set: use {field}.dataset=arithmetic, a file, a folder or "
             "a name on the Hugging Face hub."
         )
     for key, value in _data_keys(data).items():
@@ -129,6 +135,12 @@ def _validate_dataset(data: DataConfig, field: str) -> None:
             raise ConfigError(
                 f"{field}.{key}={value} must be left out with {field}.dataset={name}, where nothing reads it: use "
                 f"{field}.dataset={use}, if you want it."
+            )
+    for key in ("dataset_config", "revision"):
+        if data.dataset_path is not None and getattr(data, key) is not None:
+            raise ConfigError(
+                f"{field}.{key}={getattr(data, key)} must be left out with {field}.dataset_path={data.dataset_path}: "
+                "it is for data on the hub."
             )
     if data.test_split is not None and data.test_fraction is not None:
         raise ConfigError(

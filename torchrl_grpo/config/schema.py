@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchrl_grpo import choices
-from torchrl_grpo.checks import check_clip_epsilon
+from torchrl_grpo.checks import MIN_TEMPERATURE, check_clip_epsilon
+from torchrl_grpo.config.data import DataConfig, DatasetConfig
 from torchrl_grpo.config.fields import choice, leaves, limited, old_name
 
 _REMOVED_TRANSFERS = {"shared_memory": "object_store", "file": "object_store", "adapters": "auto"}
@@ -73,8 +74,8 @@ class InferenceModelConfig:
     """vllm: devices that share one sampler's weights; num_devices divided by it is the number of samplers."""
     dtype: str = choice(choices.Dtype, "float32")
     """Type of the engine's weights."""
-    temperature: float = limited(1.0, gt=0)
-    """Sampling temperature, above 0. The trainer scores with the same one."""
+    temperature: float = limited(1.0, ge=MIN_TEMPERATURE)
+    """Sampling temperature, at least 0.01. The trainer scores with the same one."""
     max_new_tokens: int = limited(256, ge=1)
     """Most tokens in one response, at least 1."""
     max_model_len: int | None = limited(None, ge=2)
@@ -112,63 +113,6 @@ class RefModelConfig:
 
 
 @dataclass
-class ColumnsConfig:
-    """The columns of a data set that have a role. Every column reaches the reward, by its name."""
-
-    prompt: str | None = None
-    """A text, or a list of chat messages; by default prompt, question, problem, query or instruction, if there is one
-    of them."""
-    answer: str | None = None
-    """What the reward gets as answer; by default answer, solution, ground_truth or target, if there is one of them."""
-
-
-@dataclass
-class DataConfig:
-    """A data set: where its rows come from, and how a row becomes a prompt."""
-
-    dataset: str | None = None
-    """arithmetic or countdown (generated), gsm8k, math or ifeval, a file (jsonl, json, csv, parquet), a folder of such
-    files, or a name on the Hugging Face hub. In csv files every value is text."""
-    dataset_path: str | None = None
-    """gsm8k, math, ifeval: file or folder with the data; by default it is loaded from the hub."""
-    difficulty: int = limited(2, ge=1, le=10)
-    """arithmetic: 1 to 10; up to 5 the digits of the numbers, see torchrl_grpo/tasks/arithmetic.py. countdown: how many
-    numbers are given, 2 to 6."""
-    dataset_config: str | None = None
-    """On the hub: the data set's configuration."""
-    revision: str | None = None
-    """On the hub: branch, tag or commit."""
-    train_split: str | None = None
-    """The split to train on; by default train. A file is the split train; in a folder a split is called as its file."""
-    test_split: str | None = None
-    """The split to test on; by default test, if there is one."""
-    test_fraction: float | None = limited(None, gt=0, lt=1)
-    """Share of the train split to test on instead, in (0, 1). A hash of the prompt decides, so it is the same problems
-    in every run. ifeval: by default 0.1."""
-    max_samples: int | None = limited(None, ge=1)
-    """Most rows that are read of a split, the first ones; null is all."""
-    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
-    prompt_template: str | None = None
-    """The user's message, such as "{question} Answer with a number.", with columns in braces; other braces stay, and
-    {{name}} is the text {name}. null is the prompt alone."""
-    system_prompt: str | None = None
-    """The system's message, in place of one in the data."""
-    reward: Any = None
-    """What scores a response: a built-in name, file.py:function, package.module:function; or a list of these or of {fn,
-    weight, name, and options of the function} (docs/rewards.md). null is the data set's own, if it has one."""
-
-
-@dataclass
-class DatasetConfig(DataConfig):
-    """One of several data sets."""
-
-    weight: float = limited(1.0, gt=0)
-    """Its share of the training problems is this over the sum of all weights."""
-    name: str | None = None
-    """What its metrics are called; by default the name of the file, of the folder, or of the data set."""
-
-
-@dataclass
 class EnvConfig(DataConfig):
     """The task and how prompts are drawn from it."""
 
@@ -178,8 +122,8 @@ class EnvConfig(DataConfig):
     task: dict[str, Any] = field(default_factory=lambda: {"_target_": None})
     """A task of your own in place of dataset: as _target_ a subclass of torchrl_grpo.tasks.Task; beside it further
     arguments."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template, such as {enable_thinking: false}."""
+    chat_template_kwargs: Any = None
+    """Arguments of the chat template, such as {enable_thinking: false}; null is none."""
     num_envs: int = limited(64, ge=2)
     """Trajectories sampled in parallel, a multiple of repeats."""
     repeats: int = limited(8, ge=1)
@@ -453,9 +397,6 @@ RETRY_PROMPT = "That answer is not right. Think again, step by step, and give an
 
 COMPONENTS = ("policy.loss", "policy.advantage", "env.task")
 """Nodes that name a class as ``_target_``, with arguments beside it."""
-
-OPEN = (*COMPONENTS, "env.chat_template_kwargs")
-"""Nodes that take any key."""
 
 
 ENTRY_FIELDS: dict[str, Any] = {name: item for name, item, _ in leaves(DatasetConfig())}

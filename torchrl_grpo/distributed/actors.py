@@ -12,7 +12,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 from tensordict import TensorDictBase, lazy_stack
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from torchrl_grpo.collectors.sampler import RolloutTask, Sampler
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.models.sharding import init_mesh
+from torchrl_grpo.placement import own_device
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weights import WeightHandle
 
@@ -159,13 +159,6 @@ class LearnerActor:
 
 def _joined(groups: tuple[TensorDictBase, ...]) -> TensorDictBase:
     return lazy_stack([row for group in groups for row in group.unbind(0)])
-
-
-def own_device() -> torch.device:
-    """What this process computes on: an actor sees the devices that it was given and no others."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", 0)
-    return torch.device("mps") if torch.backends.mps.is_available() else torch.device("cpu")
 
 
 def own_address() -> str:

@@ -30,23 +30,6 @@ MIN_RAY = (2, 59)  # asks for a token by itself: before that, whoever reached th
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Keyword arguments of ``ActorClass.options`` for each process of a plan, in the plan's order.
-
-    A process on CUDA sees its own devices only: the first is ``cuda:0`` there, whatever the plan calls it.
-
-    Attributes:
-        train: one for each rank.
-        inference: one for each sampler.
-        reference: one for each reference model.
-    """
-
-    train: tuple[dict[str, Any], ...]
-    inference: tuple[dict[str, Any], ...]
-    reference: tuple[dict[str, Any], ...]
-
-
-@dataclass(frozen=True)
 class Seat:
     """What one process takes of one bundle of the placement group.
 
@@ -150,7 +133,7 @@ class Cluster:
 
         return [torch.device("cuda", index) for index in range(int(ray.cluster_resources().get("GPU", 0)))]
 
-    def place(self, plan: DevicePlan, *, timeout_s: float = 120.0) -> Placement:
+    def place(self, plan: DevicePlan, *, timeout_s: float = 120.0) -> dict[str, list[dict[str, Any]]]:
         """Reserves what a plan needs. To be called once.
 
         Args:
@@ -158,7 +141,9 @@ class Cluster:
             timeout_s: how long to wait for the resources, which others may still hold.
 
         Returns:
-            the options of each process's actor.
+            for each role, the keyword arguments of ``ActorClass.options`` for each of its processes, in the plan's
+            order. A process on CUDA sees its own devices only: the first is ``cuda:0`` there, whatever the plan calls
+            it.
 
         Raises:
             ValueError: the resources were not free in time; the message says which, and how much is missing.
@@ -193,7 +178,7 @@ class Cluster:
                 "runtime_env": {"env_vars": _environment(seat, threads, pinned=self.address is None)},
             }
 
-        return Placement(**{role: tuple(map(options, places)) for role, places in taken.items()})
+        return {role: [options(seat) for seat in places] for role, places in taken.items()}
 
     def shutdown(self) -> None:
         """Ends the run's actors and gives back what was reserved; also the cluster, if it was started here. May be

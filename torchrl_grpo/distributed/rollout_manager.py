@@ -109,8 +109,10 @@ class RolloutManager:
     async def start(self) -> None:
         """Begins the lives of all actors; returns at once."""
         self._changed = asyncio.get_running_loop().create_future()
-        lives: list[Job] = [self._live(worker, self._reference_jobs) for worker in self.references]
-        lives += [self._live(worker, self._sampler_jobs) for worker in self.samplers]
+        scoring = [self._keep_reference_current, *[self._score] * _SCORED_AT_A_TIME]
+        playing = [self._keep_current, *[self._play] * self._concurrent_tasks]
+        lives: list[Job] = [self._live(worker, scoring) for worker in self.references]
+        lives += [self._live(worker, playing) for worker in self.samplers]
         lives += [self._watch(kind) for kind in (self.samplers, self.references) if kind]
         self._lives = [asyncio.create_task(self._guard(life)) for life in lives]
 
@@ -211,7 +213,7 @@ class RolloutManager:
             self._error = self._error or error
             self._notify()
 
-    async def _live(self, worker: Any, jobs: Callable[[Any], list[Job]]) -> None:
+    async def _live(self, worker: Any, jobs: Sequence[Callable[[Any], Job]]) -> None:
         """Start, work until the actor is lost, start again."""
         while True:
             if self._references_first and worker in self.samplers:
@@ -222,7 +224,7 @@ class RolloutManager:
             self._heard()
             try:
                 async with asyncio.TaskGroup() as group:
-                    for job in (worker.until_lost(), *jobs(worker)):
+                    for job in (worker.until_lost(), *(work(worker) for work in jobs)):
                         group.create_task(job)
             except* ActorLostError:
                 self._notify()
@@ -262,12 +264,6 @@ class RolloutManager:
 
     # What is done with an actor while it lives
 
-    def _sampler_jobs(self, sampler: SamplerWorker) -> list[Job]:
-        return [self._keep_current(sampler), *(self._play(sampler) for _ in range(self._concurrent_tasks))]
-
-    def _reference_jobs(self, reference: ReferenceWorker) -> list[Job]:
-        return [self._keep_reference_current(reference), *(self._score(reference) for _ in range(_SCORED_AT_A_TIME))]
-
     async def _keep_current(self, sampler: SamplerWorker) -> None:
         """Gives a sampler the published weights, again and again."""
 
@@ -289,10 +285,8 @@ class RolloutManager:
         """Takes a task, has the sampler play it, and hands on what it gives."""
 
         def next_task() -> Progress | None:
-            current = [s for s in self.samplers if self._is_current(s) and len(s.tasks) < self._concurrent_tasks]
-            if sampler not in current or min(current, key=lambda s: len(s.tasks)) is not sampler:
-                return None  # others are to have it
-            return self.tasks.next_unplayed()
+            current = [other for other in self.samplers if self._is_current(other)]
+            return self.tasks.next_unplayed() if _is_next(sampler, current, self._concurrent_tasks) else None
 
         while True:
             progress = await self._until(next_task)
@@ -313,9 +307,8 @@ class RolloutManager:
 
         def next_task() -> Progress | None:
             current = [r for r in self.references if r.ready and r.weights is self._reference_weights]
-            free = [r for r in current if len(r.tasks) < _SCORED_AT_A_TIME]
-            mine = bool(free) and min(free, key=lambda r: len(r.tasks)) is reference
-            return self.tasks.unscored.pop(0) if mine and self.tasks.unscored else None
+            mine = self.tasks.unscored and _is_next(reference, current, _SCORED_AT_A_TIME)
+            return self.tasks.unscored.pop(0) if mine else None
 
         while True:
             progress = await self._until(next_task)
@@ -395,6 +388,11 @@ class RolloutManager:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+def _is_next(worker: Worker, workers: Sequence[Worker], most: int) -> bool:
+    """Whether a worker is the first of those with the fewest tasks, and has room for one more."""
+    return bool(workers) and min(workers, key=lambda other: len(other.tasks)) is worker and len(worker.tasks) < most
 
 
 def _make(remote_class: Any, factory: Callable[[], Any], **options: Any) -> Any:

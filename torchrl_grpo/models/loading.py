@@ -299,9 +299,10 @@ def add_lora(
             if ".lora_A." in name and "mamba" in name:
                 raise ValueError(f"{name.partition('.lora_A')[0]} is part of a Mamba layer, which would ignore it")
     except ValueError as error:
+        others = "[q_proj,k_proj,v_proj,o_proj]" if target_modules == "all-linear" else "[all-linear]"
         raise ValueError(
             f"train_model.lora.target_modules={target_modules} must name modules of the model that can have adapters "
-            f"({error}): use [all-linear], or [q_proj,k_proj,v_proj,o_proj]."
+            f"({error}): use {others}, or train_model.lora.enabled=false."
         ) from error
     return adapted
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchrl.modules.llm import LLMWrapperBase
 
 from torchrl_grpo import keys
-from torchrl_grpo.generation.base import MIN_TEMPERATURE
+from torchrl_grpo.checks import MIN_TEMPERATURE
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import pad, sequences_of
 from torchrl_grpo.models.sharding import call_gathered, compute_device, mesh_of

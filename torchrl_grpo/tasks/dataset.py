@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, overload
 
 from torchrl_grpo.tasks.base import Message, Problem, Split, Task
-from torchrl_grpo.tasks.sources import Files, Hub, Row, Source, Table, UnknownSplitError, find_source
+from torchrl_grpo.tasks.sources import Files, Hub, Row, Source, Table, UnknownSplitError, data_name, find_source
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "instruction")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "target")
@@ -171,7 +171,7 @@ class DatasetTask(Task):
                 f"{field}.test_fraction={test_fraction} must be between 0 and 1, and left out with {field}.test_split: "
                 f"use {field}.test_fraction=0.1, say."
             )
-        self.name = Path(dataset).stem if Path(dataset).suffix else Path(dataset).name
+        self.name = data_name(dataset)
         self.dataset, self.dataset_config, self.revision = dataset, dataset_config, revision
         self.train_split, self.test_split = train_split or "train", test_split
         self.test_fraction, self.max_samples = test_fraction, max_samples

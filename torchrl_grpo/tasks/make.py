@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from torchrl_grpo import choices
 from torchrl_grpo.config.components import make_component
-from torchrl_grpo.config.schema import DataConfig, DatasetConfig, EnvConfig
+from torchrl_grpo.config.data import DataConfig
+from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.rewards.functions import load_function
 from torchrl_grpo.tasks.base import Split, Task
 from torchrl_grpo.tasks.conversations import WithRetry, WithTools
 from torchrl_grpo.tasks.dataset import DatasetTask
 from torchrl_grpo.tasks.mixed import MixedTask
+from torchrl_grpo.tasks.sources import data_name
 from torchrl_grpo.tools import Toolbox, parse_tool_calls
 
 BUILTINS = {
@@ -62,7 +63,7 @@ def _make_scored(env: EnvConfig, split: Split) -> Task:
     if env.datasets is None:
         return _make_dataset(env, "env", env.reward, split)
     fields = [f"env.datasets[{index}]" for index in range(len(env.datasets))]
-    names = [_name(entry) for entry in env.datasets]
+    names = [entry.name or data_name(entry.dataset or "") for entry in env.datasets]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise ValueError(
@@ -122,9 +123,3 @@ def _with_rewards(task: Task, spec: Any, field: str, split: Split | None = None)
         first = task.problems(split)[0]
         rewards.check(first.extra, has_answer=first.answer is not None)
     return WithRewards(task, rewards)
-
-
-def _name(entry: DatasetConfig) -> str:
-    """What an entry's metrics are called."""
-    path = Path(entry.dataset or "")
-    return entry.name or (path.stem if path.suffix in (".jsonl", ".json", ".csv", ".parquet") else path.name)

@@ -20,6 +20,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchrl_grpo import choices
+
 _SHARD = re.compile(r"[-_.]\d+-of-\d+$")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -74,20 +76,13 @@ class Table:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """With the rows themselves: another machine does not have the files."""
-        import pyarrow as pa
-
-        table = self.data.with_format("arrow")[:]
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, table.schema) as writer:  # a slice's own rows alone
-            writer.write_table(table)
-        return _unpickled, (sink.getvalue().to_pybytes(), self.encoded)
+        return _unpickled, (self.data[:], self.data.features, self.encoded)
 
 
-def _unpickled(table: bytes, encoded: frozenset[str]) -> Table:
-    import pyarrow as pa
+def _unpickled(columns: dict[str, list[Any]], features: Any, encoded: frozenset[str]) -> Table:
     from datasets import Dataset
 
-    return Table(Dataset(pa.ipc.open_stream(table).read_all()), encoded=encoded)
+    return Table(Dataset.from_dict(columns, features), encoded=encoded)
 
 
 class UnknownSplitError(ValueError):
@@ -112,6 +107,16 @@ class Source(Protocol):
         """
 
 
+def data_name(dataset: str) -> str:
+    """What a data set is called: a file or folder by its name, one on the hub without its owner.
+
+    >>> data_name("data/a.jsonl"), data_name("org/set-1.5")
+    ('a', 'set-1.5')
+    """
+    path = Path(dataset)
+    return path.stem if path.suffix in _SUFFIXES else path.name
+
+
 def find_source(dataset: str, config: str | None, revision: str | None, what: str) -> Source:
     """The file, the folder or the data set on the hub that a name stands for.
 
@@ -126,13 +131,16 @@ def find_source(dataset: str, config: str | None, revision: str | None, what: st
     """
     path = Path(dataset).expanduser()
     if path.exists():
+        if config is not None or revision is not None:
+            raise ValueError(f"{what} is here, and dataset_config and revision are for the hub: leave them out.")
         return Files(path, what)
     if path.suffix in _SUFFIXES or not _HUB_NAME.fullmatch(dataset):
         near = path.parent if path.parent.is_dir() else Path()
         close = difflib.get_close_matches(path.name, [other.name for other in near.iterdir()], 1)
         hint = f"did you mean {near / close[0]}?" if close else f"paths start from {Path().absolute()}."
         raise ValueError(f"{what} must be a file or folder that exists, and it does not: {hint}")
-    instead = "give a file (jsonl, json, csv, parquet) or a folder that is here"
+    close = difflib.get_close_matches(dataset, [*choices.GENERATED, *choices.PRESETS], 1)
+    instead = f"use {close[0]}" if close else "give a file (jsonl, json, csv, parquet) or a folder that is here"
     return Hub(dataset, config, revision, what, instead)
 
 
@@ -158,7 +166,7 @@ class Hub:
         try:
             data = loader(*filter(None, (self.name, self.config)), split=split, **given)
         except Exception as error:  # no network, not in the cache, a broken download: of any type
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            reason = f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
             if "Unknown split" in reason:
                 raise UnknownSplitError(f"{self.what} must have the split {split!r}, got {reason:.300}") from error
             raise ValueError(
@@ -257,21 +265,18 @@ def _load_dataset(what: str, fix: str) -> Any:
 
 def _table(rows: Sequence[Row], parts: Sequence[tuple[int, str, Sequence[int | None]]]) -> Table:
     """The rows, column by column. A column of texts, or of numbers of a type, is one; all else is JSON."""
-    import pyarrow as pa
     from datasets import Dataset
 
     columns, encoded = {}, set()
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row.get(name) for row in rows]
         kinds = {type(value) for value in values if value is not None}
-        try:
-            columns[name] = pa.array(values) if len(kinds) == 1 and kinds <= {str, int, float, bool} else None
-        except OverflowError:  # an integer of more than 64 bits
-            columns[name] = None
-        if columns[name] is None:
-            columns[name] = pa.array([None if value is None else json.dumps(value) for value in values], pa.string())
+        large = int in kinds and any(isinstance(value, int) and abs(value) >= 2**63 for value in values)
+        if large or len(kinds) > 1 or not kinds <= {str, int, float, bool}:
+            values = [None if value is None else json.dumps(value) for value in values]
             encoded.add(name)
-    return Table(Dataset(pa.table(columns)), parts, frozenset(encoded))
+        columns[name] = values
+    return Table(Dataset.from_dict(columns), parts, frozenset(encoded))
 
 
 def _lines(path: Path) -> Iterator[tuple[int | None, Row]]:

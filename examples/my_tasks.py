@@ -1,0 +1,34 @@
+"""A task of your own with a dialog of two turns: the policy answers, hears whether that was too high, and corrects it.
+
+    python sota/grpo/grpo.py --config-name grpo_arithmetic env.dataset=null env.task._target_=my_tasks.GuidedSums \\
+        +env.task.largest=50 env.max_turns=2                         # with PYTHONPATH=examples
+"""
+
+import random
+
+from torchrl_grpo.tasks import Problem, Score, Task
+from torchrl_grpo.tasks.arithmetic import final_answer
+
+
+class GuidedSums(Task):
+    name = "guided sums"
+
+    def __init__(self, largest: int = 99) -> None:
+        self.largest = largest
+
+    def problems(self, split):
+        pairs = [(a, b) for a in range(10, self.largest) for b in range(10, self.largest)]
+        random.Random(0).shuffle(pairs)
+        cut = len(pairs) // 5
+        return [Problem(f"{a}+{b}=? #### n", str(a + b)) for a, b in (pairs[:cut] if split == "test" else pairs[cut:])]
+
+    def next_turn(self, problem, responses):
+        """What the policy hears after a response; None ends the dialog."""
+        said = final_answer(responses[-1])
+        if said == problem.answer or len(responses) == 2:
+            return None
+        return "no number" if said is None else "too high" if int(said[:9]) > int(problem.answer) else "too low"
+
+    def score(self, problem, responses):
+        right = final_answer(responses[-1]) == problem.answer
+        return Score(reward=right / len(responses), correct=right)

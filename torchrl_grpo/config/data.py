@@ -1,0 +1,65 @@
+"""What the config says about a data set: ``env`` itself does, and each entry of ``env.datasets``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrl_grpo.config.fields import limited
+
+
+@dataclass
+class ColumnsConfig:
+    """The columns of a data set that have a role. Every column reaches the reward, by its name."""
+
+    prompt: str | None = None
+    """A text, or a list of chat messages; by default prompt, question, problem, query or instruction, if there is one
+    of them."""
+    answer: str | None = None
+    """What the reward gets as answer; by default answer, solution, ground_truth or target, if there is one of them."""
+
+
+@dataclass
+class DataConfig:
+    """A data set: where its rows come from, and how a row becomes a prompt."""
+
+    dataset: str | None = None
+    """arithmetic or countdown (generated), gsm8k, math or ifeval, a file (jsonl, json, csv, parquet), a folder of such
+    files, or a name on the Hugging Face hub. In csv files every value is text."""
+    dataset_path: str | None = None
+    """gsm8k, math, ifeval: file or folder with the data; by default it is loaded from the hub."""
+    difficulty: int = limited(2, ge=1, le=10)
+    """arithmetic: 1 to 10; up to 5 the digits of the numbers, see torchrl_grpo/tasks/arithmetic.py. countdown: how many
+    numbers are given, 2 to 6."""
+    dataset_config: str | None = None
+    """On the hub: the data set's configuration."""
+    revision: str | None = None
+    """On the hub: branch, tag or commit."""
+    train_split: str | None = None
+    """The split to train on; by default train. A file is the split train; in a folder a split is called as its file."""
+    test_split: str | None = None
+    """The split to test on; by default test, if there is one."""
+    test_fraction: float | None = limited(None, gt=0, lt=1)
+    """Share of the train split to test on instead, in (0, 1). A hash of the prompt decides, so it is the same problems
+    in every run. ifeval: by default 0.1."""
+    max_samples: int | None = limited(None, ge=1)
+    """Most rows that are read of a split, the first ones; null is all."""
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    prompt_template: str | None = None
+    """The user's message, such as "{question} Answer with a number.", with columns in braces; other braces stay, and
+    {{name}} is the text {name}. null is the prompt alone."""
+    system_prompt: str | None = None
+    """The system's message, in place of one in the data."""
+    reward: Any = None
+    """What scores a response: a built-in name, file.py:function, package.module:function; or a list of these or of {fn,
+    weight, name, and options of the function} (docs/rewards.md). null is the data set's own, if it has one."""
+
+
+@dataclass
+class DatasetConfig(DataConfig):
+    """One of several data sets."""
+
+    weight: float = limited(1.0, gt=0)
+    """Its share of the training problems is this over the sum of all weights."""
+    name: str | None = None
+    """What its metrics are called; by default the name of the file, of the folder, or of the data set."""

@@ -58,7 +58,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """What a task raised; its kind is the type and the place. Of the traceback it has what is not this package's."""
+        """What a task raised; its kind is the type and the place. The package's own lines are left out of the text."""
         places = traceback.extract_tb(error.__traceback__)
         place = (places[-1].filename, places[-1].lineno) if places else ()
         theirs = [place for place in places if not place.filename.startswith(_PACKAGE)]

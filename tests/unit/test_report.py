@@ -165,6 +165,12 @@ def test_the_title_names_model_data_and_algorithm(tmp_path: Path) -> None:
     assert ("h1", title) in texts
     assert ("p", f"GRPO run {'/'.join(tmp_path.parts[-2:])}") in texts
     assert [text.partition(": ")[0] for tag, text in texts if tag == "title"] == [title]
+    for env, data in (
+        ("{dataset: x, datasets: [{dataset: a.csv}, {dataset: gsm8k}]}", "a.csv and gsm8k"),
+        ("{dataset: x, task: {_target_: my.Task}}", "my.Task"),
+    ):
+        (tmp_path / ".hydra" / "config.yaml").write_text(f"model: {{name: m}}\nenv: {env}\n")
+        assert ("h1", f"m on {data} with dapo") in parse(write_report(tmp_path)).texts
 
 
 def test_a_legend_lies_above_the_curves() -> None:

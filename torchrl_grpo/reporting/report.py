@@ -118,7 +118,10 @@ def _title(config: str, hydra: str) -> str:
     """Model, data and algorithm, where Hydra's files name them."""
     try:
         settings, choices = yaml.safe_load(config), yaml.safe_load(hydra)["hydra"]["runtime"]["choices"]
-        return f"{settings['model']['name']} on {settings['env']['dataset']} with {choices['algo']}"
+        env = settings["env"]
+        data = " and ".join(str(entry["dataset"]) for entry in env.get("datasets") or [env])
+        data = (env.get("task") or {}).get("_target_") or data
+        return f"{settings['model']['name']} on {data} with {choices['algo']}"
     except (yaml.YAMLError, KeyError, TypeError):
         return "GRPO run"
 

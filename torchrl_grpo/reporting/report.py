@@ -77,8 +77,8 @@ def summarize(directory: str | os.PathLike[str]) -> dict[str, Any]:
         ``steps``; ``sequences`` and ``tokens`` (sums of ``rollout/sequences`` and ``rollout/tokens``); ``wall_s`` (the
         steps and the evaluations); ``trained_tokens_per_s`` (as the metric of that name: without the evaluations);
         ``accuracy_before`` and ``accuracy_after`` (first and last ``eval/pass@1``) and the steps that they were
-        measured after, ``before_step`` and ``after_step``; ``restarts`` of actors and ``groups_resampled`` after them; ``invalid``
-        rewards by cause.
+        measured after, ``before_step`` and ``after_step``; ``restarts`` of actors and ``groups_resampled`` after them;
+        ``invalid`` rewards by cause.
         What the run has no numbers for is None, or 0 where it is a count.
     """
     return _summary(merge_steps(read_jsonl(Path(directory) / METRICS_FILE)))

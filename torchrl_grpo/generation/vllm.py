@@ -326,12 +326,11 @@ class VLLMEngine(VLLMBase):
 
 def completions(samples: Sequence[Any], n: int) -> list[Completion]:
     """vLLM's answers to one request as ``n`` completions; a greedy request has one answer for all of them."""
-    return [_completion(samples[i % len(samples)]) for i in range(n)]
-
-
-def _completion(sample: Any) -> Completion:
-    return Completion(
-        tokens=torch.tensor(sample.token_ids, dtype=torch.int64),
-        log_probs=torch.tensor(sample.logprobs.logprobs, dtype=torch.float32),
-        finish_reason="stop" if sample.finish_reason == "stop" else "length",
-    )
+    return [
+        Completion(
+            tokens=torch.tensor(sample.token_ids, dtype=torch.int64),
+            log_probs=torch.tensor(sample.logprobs.logprobs, dtype=torch.float32),
+            finish_reason="stop" if sample.finish_reason == "stop" else "length",
+        )
+        for sample in (samples[i % len(samples)] for i in range(n))
+    ]

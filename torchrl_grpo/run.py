@@ -119,8 +119,8 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         distributed = asynchronous or cluster is not None or blueprint.plan.distributed
         transfer = _check_distributed(blueprint) if distributed else _check_local(config)
         console = resources.enter_context(Console())
-        console.plan(plan_rows(blueprint))
-        console.geometry(geometry_rows(blueprint))
+        console.table("Device plan", plan_rows(blueprint))
+        console.table("Batch geometry", geometry_rows(blueprint))
         logger = resources.enter_context(_logger(config, directory))
         if resume is not None:
             console.resume(resume.step, resume.path)

@@ -84,7 +84,10 @@ def find_resume(config: GRPOConfig, plain: Mapping[str, Any], max_staleness: int
     path, state = _find(config.train.resume)
     step, source = state["step"], dict(state["source"])
     if "tasks" not in source:
-        raise ConfigError(f"train.resume: {path} was written by an earlier version: start a new run, or use that one.")
+        raise ConfigError(
+            f"train.resume={path} must be a checkpoint of this version, but an earlier one wrote it: resume it with "
+            "that one, or start a new run."
+        )
     tasks = source["tasks"]
     saved = renamed(state["config"])
     _check_options(saved, plain, path)

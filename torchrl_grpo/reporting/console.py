@@ -33,9 +33,9 @@ _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 class Console(AbstractContextManager["Console"]):
     """Prints a run.
 
-    Lifecycle: ``plan`` and ``geometry`` (and ``resume``), then ``start``, then ``step``, ``samples`` and ``evaluation``
-    in any order, then ``finish``; ``close`` at the end, also after a failure: it takes the bar off, so that a traceback
-    stays readable.
+    Lifecycle: ``table`` (and ``resume``), then ``start``, then ``step``, ``samples`` and ``evaluation`` in any order,
+    then ``finish``; ``close`` at the end, also after a failure: it takes the bar off, so that a traceback stays
+    readable.
 
     Args:
         every: where there is no terminal, one line is printed every so many steps.
@@ -58,22 +58,21 @@ class Console(AbstractContextManager["Console"]):
         self._started_at = time.monotonic()
         self._silent = True  # no step was printed yet
 
-    def plan(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Prints which role runs where.
+    def table(self, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Prints a table.
 
         Args:
-            rows: one mapping a role; its keys are the columns, e.g. ``role``, ``devices``, ``dtype``, ``parameters`` (a
-                count) and ``memory`` (bytes). A value may be None.
+            title: stands above it.
+            rows: their keys are the columns; a value may be None. ``parameters`` is a count and ``memory`` are bytes.
         """
-        self._table("Device plan", rows)
-
-    def geometry(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Prints how much of what a step and a run consist of.
-
-        Args:
-            rows: one mapping a quantity; its keys are the columns, e.g. ``what``, ``per step`` and ``whole run``.
-        """
-        self._table("Batch geometry", rows)
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+        for name in columns:
+            numeric = all(isinstance(row.get(name), int | float | None) for row in rows)
+            table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(self._text(_cell(name, row.get(name))) for name in columns))
+        self._rich.print(table)
 
     def resume(self, step: int, path: str | os.PathLike[str]) -> None:
         """Says where a resumed run goes on from."""
@@ -184,16 +183,6 @@ class Console(AbstractContextManager["Console"]):
 
     def _line(self, text: str, style: str = "") -> None:
         self._rich.print(self._text(text, style), soft_wrap=True)
-
-    def _table(self, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        columns = list(dict.fromkeys(name for row in rows for name in row))
-        table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-        for name in columns:
-            numeric = all(isinstance(row.get(name), int | float | None) for row in rows)
-            table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*(self._text(_cell(name, row.get(name))) for name in columns))
-        self._rich.print(table)
 
     def _text(self, text: str, style: str = "") -> Text:
         """The text without control characters, and in the terminal's encoding: Chinese must not end a run in ASCII."""

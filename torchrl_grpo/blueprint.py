@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import SamplingParams
-from torchrl_grpo.learner.resume import Resume
+from torchrl_grpo.learner.resume import Resume, check_length
 from torchrl_grpo.models import loading
 from torchrl_grpo.placement import DevicePlan, RoleRequest, available_accelerators, plan_devices
 from torchrl_grpo.reporting.metrics import check_logging
@@ -127,7 +127,9 @@ def prepare(
             template_arguments=env.chat_template_kwargs,
         )
         train_env = make(num_envs=env.num_envs, repeats=env.repeats, seed=config.seed)
+        config = _with_length(config, train_env.num_problems)
         if resume is not None:
+            check_length(resume, config)
             train_env.load_state_dict(resume.source["env"])
         greedy_env, sampled_env = _test_envs(config, task, partial(make, split="test"))
         return Blueprint(
@@ -144,6 +146,14 @@ def prepare(
             sampled_env=sampled_env,
             resume=resume,
         )
+
+
+def _with_length(config: GRPOConfig, problems: int) -> GRPOConfig:
+    """The config with ``train.total_epochs`` as trajectories."""
+    epochs = config.train.total_epochs
+    if epochs is None:
+        return config
+    return replace(config, train=replace(config.train, total_dialog_turns=epochs * problems * config.env.repeats))
 
 
 def _plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePlan:

@@ -61,8 +61,15 @@ def check_command_line(arguments: Sequence[str]) -> None:
         arguments: the command line after the script's name.
 
     Raises:
-        ConfigError: a value is not one of the key's choices.
+        ConfigError: a value is not one of the key's choices, or both keys that say how long a run is are given.
     """
+    given = dict(text.lstrip("+").partition("=")[::2] for text in arguments)
+    turns, epochs = (given.get(f"train.total_{name}", "null") for name in ("dialog_turns", "epochs"))
+    if "null" not in (turns, epochs):
+        raise ConfigError(
+            f"train.total_dialog_turns={turns} and train.total_epochs={epochs} exclude each other: use one of them "
+            "alone."
+        )
     for text in arguments:
         name, _, values = text.lstrip("+").partition("=")
         item = FIELDS.get(name)

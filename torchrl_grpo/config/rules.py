@@ -164,6 +164,14 @@ def _validate_numbers(config: GRPOConfig) -> None:
         above = next(size for size in range(min(step, batch), batch + 1) if batch % size == 0)
         use = f"{below} or {above}" if below < above else above
         raise ConfigError(f"train.optim_batch_size={step} must divide train.dialog_turns_per_batch={batch}: use {use}.")
+    if config.only_evaluates and not config.evaluation.num_prompts:
+        raise ConfigError(
+            "train.total_dialog_turns=0 only evaluates and must have evaluation.num_prompts above 0: use "
+            "evaluation.num_prompts=200, say."
+        )
+    rows = config.logging.sample_rows
+    if rows != "all" and not (isinstance(rows, int) and rows > 0):
+        raise ConfigError(f"logging.sample_rows={rows} must be all, or a whole number of at least 1: use all, say.")
     if config.evaluation.k == 1:
         raise ConfigError(
             "evaluation.k=1 must be 0 or at least 2 (pass@1 is measured greedy): use evaluation.k=8, say."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from torchrl_grpo.placement import DevicePlan, RoleRequest, available_accelerato
 from torchrl_grpo.reporting.metrics import check_logging
 from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.tasks.base import Task
-from torchrl_grpo.tasks.make import make_task
+from torchrl_grpo.tasks.make import dataset_names, make_task
 
 
 @dataclass
@@ -98,7 +99,7 @@ def prepare(
         make_loss(config, TensorDictModule(torch.nn.Identity(), [keys.FULL], [("cur_log_probs", "full")]))
         batch_transforms(config)
         check_logging(tensorboard=config.logging.tensorboard, wandb_mode=config.logging.wandb.mode)  # type: ignore[arg-type]
-        task = make_task(config.env)
+        task = make_task(config.env, tests=config.evaluation.datasets or ())
         name, remote_code = config.model.name, config.model.trust_remote_code
         model_config = loading.load_config(name, trust_remote_code=remote_code)
         tokenizer = loading.load_tokenizer(
@@ -178,12 +179,19 @@ def _test_envs(config: GRPOConfig, task: Task, make: partial[LLMEnv]) -> tuple[L
     """For pass@1 and pass@k; all runs are tested on the same problems."""
     if not config.evaluation.num_prompts:
         return None, None
-    count, k = min(config.evaluation.num_prompts, len(task.problems("test"))), config.evaluation.k
+    most, k = config.evaluation.num_prompts, config.evaluation.k
+    count = min(most, len(task.problems("test")))
     greedy_env = make(num_envs=count, repeats=1)
-    if greedy_env.num_problems < count:  # some prompts were too long
-        count = greedy_env.num_problems
-        greedy_env = make(num_envs=count, repeats=1)
-    return greedy_env, make(num_envs=count * k, repeats=k) if k else None
+    prompts, further = greedy_env.prompts, dataset_names(config.evaluation.datasets or (), "evaluation.datasets")
+    sizes = {"": len(prompts)}
+    if further:
+        sizes = Counter(name if (name := prompts.problems[i].dataset) in further else "" for i in prompts.usable)
+    # Some prompts were too long, or there are further test sets: as one problem of each set comes in turn, the first so
+    # many are as many of each set.
+    needed = sum(min(most, size) for size in sizes.values())
+    if needed != count:
+        greedy_env = make(num_envs=needed, repeats=1)
+    return greedy_env, make(num_envs=needed * k, repeats=k) if k else None
 
 
 def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedConfig) -> None:

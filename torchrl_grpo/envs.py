@@ -146,7 +146,7 @@ class LLMEnv(EnvBase):
         self.reward_pool = reward_pool
         self.template_arguments = dict(template_arguments or {})
         self.prompts = Prompts(task, tokenizer, split, repeats, max_prompt_tokens, self.template_arguments)
-        self._has_datasets = bool(self.prompts.problems[0].dataset)
+        self._has_datasets = any(self.prompts.problems[i].dataset for i in (0, -1))  # further test sets come last
         self.counts: Counter[str] = Counter()
         self._template = TurnTemplate(tokenizer, self.template_arguments)
         self._logged_failures: set[tuple[Any, ...]] = set()

@@ -28,6 +28,9 @@ class Prompts:
         max_prompt_tokens: problems with longer prompts are dropped and counted in ``num_dropped``. None keeps all.
         template_arguments: of the chat template.
 
+    Attributes:
+        usable: indices of the problems that may be drawn.
+
     Raises:
         ValueError: no problem is left.
     """
@@ -45,14 +48,14 @@ class Prompts:
         self.template_arguments = dict(template_arguments)
         self.problems: Sequence[Problem] = task.problems(split)
         self._tokens: dict[int, Tensor] = {}
-        self._usable = self._select(max_prompt_tokens)
-        self.num_dropped = len(self.problems) - len(self._usable)
+        self.usable = self._select(max_prompt_tokens)
+        self.num_dropped = len(self.problems) - len(self.usable)
         if self.num_dropped:
             torchrl_logger.info(
                 f"Dropped {self.num_dropped} of {len(self.problems)} {split} prompts of {task.name!r} that are longer "
                 f"than max_prompt_tokens={max_prompt_tokens}."
             )
-        if not self._usable:
+        if not self.usable:
             raise ValueError(
                 f"split={split!r} of task {task.name!r} must have a problem whose prompt has at most "
                 f"max_prompt_tokens={max_prompt_tokens} tokens, none of its {len(self.problems)} has: "
@@ -82,7 +85,7 @@ class Prompts:
 
     def __len__(self) -> int:
         """Problems that can be drawn."""
-        return len(self._usable)
+        return len(self.usable)
 
     def tokens(self, index: int) -> Tensor:
         """[T] int64 prompt of problem ``index``, tokenized when it is first drawn."""
@@ -93,7 +96,7 @@ class Prompts:
 
     def first(self, count: int) -> list[Tensor]:
         """The prompts of the split's first ``count`` problems, [T] int64 each; drawing is not affected."""
-        return [self.tokens(index) for index in self._usable[:count]]
+        return [self.tokens(index) for index in self.usable[:count]]
 
     def draw(self) -> tuple[int, int]:
         """The problem and the group of the next row."""
@@ -126,7 +129,7 @@ class Prompts:
 
     def _start_epoch(self, epoch: int) -> None:
         self._epoch, self._position = epoch, 0
-        self._order = self.task.epoch(self.problems, self._usable, random.Random(f"{self._seed}/{epoch}"))
+        self._order = self.task.epoch(self.problems, self.usable, random.Random(f"{self._seed}/{epoch}"))
 
     def twin(self) -> Prompts:
         """One that shares the problems and their tokens, and goes on by itself."""
@@ -136,7 +139,7 @@ class Prompts:
     def digest(self) -> str:
         """Equal for equal problems in the same order."""
         told = hashlib.sha256()
-        for index in self._usable:
+        for index in self.usable:
             told.update(repr((self.problems[index].query, self.problems[index].answer)).encode(errors="replace"))
         return told.hexdigest()
 

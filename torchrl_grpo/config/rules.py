@@ -21,6 +21,7 @@ from torchrl_grpo.checks import (
 )
 from torchrl_grpo.config.data import DataConfig
 from torchrl_grpo.config.fields import leaves
+from torchrl_grpo.config.measuring import EvaluationConfig
 from torchrl_grpo.config.schema import EnvConfig, GRPOConfig
 from torchrl_grpo.errors import ConfigError
 
@@ -45,6 +46,7 @@ def validate(config: GRPOConfig) -> None:
             if value is not None and "limits" in item.metadata:
                 _check_limits(name, value, item.default, item.metadata["limits"])
         _validate_data(config.env)
+        _validate_tests(config.evaluation)
         _validate_turns(config.env)
         _validate_numbers(config)
         _validate_policy(config)
@@ -56,8 +58,9 @@ def validate(config: GRPOConfig) -> None:
 
 def _all_leaves(config: GRPOConfig) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
     yield from leaves(config)
-    for index, entry in enumerate(config.env.datasets or []):
-        yield from leaves(entry, f"env.datasets[{index}].")
+    for name, entries in (("env.datasets", config.env.datasets), ("evaluation.datasets", config.evaluation.datasets)):
+        for index, entry in enumerate(entries or []):
+            yield from leaves(entry, f"{name}[{index}].")
 
 
 def check_choice(name: str, value: Any, names: Sequence[str], also: Sequence[str] = ()) -> None:
@@ -101,6 +104,14 @@ def _validate_data(env: EnvConfig) -> None:
         raise ConfigError("env.datasets=[] must have a data set: use [{dataset: gsm8k}], say.")
     for index, entry in enumerate(env.datasets or []):
         _validate_dataset(entry, f"env.datasets[{index}]")
+
+
+def _validate_tests(evaluation: EvaluationConfig) -> None:
+    for index, entry in enumerate(evaluation.datasets or []):
+        field = f"evaluation.datasets[{index}]"
+        _validate_dataset(entry, field)
+        if entry.weight != 1:
+            raise ConfigError(f"{field}.weight={entry.weight} must be left out: weights are for env.datasets.")
 
 
 def _validate_turns(env: EnvConfig) -> None:
@@ -255,6 +266,8 @@ _READ_WITH: dict[str, tuple[str, Container[Any], str]] = {
     "policy.behaviour_level": ("policy.behaviour_weight", ("truncate", "mask"), "mask"),
     "policy.max_sampling_rounds": ("policy.dynamic_sampling", (True,), "true"),
     "policy.constant_length": ("policy.aggregation", ("constant",), "constant"),
+    "evaluation.temperature": ("evaluation.k", range(2, 2**31), "8"),
+    "evaluation.datasets": ("evaluation.num_prompts", range(1, 2**31), "200"),
     "env.reward_timeout_s": ("env.reward_workers", range(1, 2**31), "2"),
     "train_model.lora.r": ("train_model.lora.enabled", (True,), "true"),
     "train_model.lora.alpha": ("train_model.lora.enabled", (True,), "true"),

@@ -137,6 +137,7 @@ class Console(AbstractContextManager["Console"]):
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the ``eval/*`` metrics of the test split in a line; step 0 is before training."""
         values = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
+        values = {name: value for name, value in values.items() if "/" not in name or name.startswith("pass@")}
         names = sorted(values, key=lambda name: not name.startswith("pass@"))
         shown = [_evaluated(name, values[name]) for name in names]
         self._line(f"test after step {step}: {', '.join(filter(None, shown))}", style="bold cyan")
@@ -249,7 +250,7 @@ def _evaluated(name: str, value: float | None) -> str:
     """An ``eval/*`` metric with its unit, of pass@k also the way of decoding; no text where no reward is invalid."""
     shown = _metric(name, value)
     if name.startswith("pass@"):
-        return f"{name} {shown} {'greedy' if name == 'pass@1' else 'sampled'}"
+        return f"{name} {shown} {'greedy' if name.partition('/')[0] == 'pass@1' else 'sampled'}"
     words = {"response_length": f"{shown} tokens", "truncated": f"{shown} truncated", "invalid": f"{shown} invalid"}
     return "" if name == "invalid" and value == 0 else words.get(name, f"{name} {shown}")
 

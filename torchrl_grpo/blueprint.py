@@ -56,7 +56,7 @@ class Blueprint:
     def task_env(self, groups: int) -> LLMEnv:
         """An environment like that for training, of so many groups."""
         repeats = self.config.env.repeats
-        return LLMEnv(
+        env = LLMEnv(
             self.task,
             self.tokenizer,
             num_envs=groups * repeats,
@@ -67,6 +67,8 @@ class Blueprint:
             reward_pool=self.reward_pool,
             template_arguments=self.config.env.chat_template_kwargs,
         )
+        env.prompts.difficulty_filter = self.config.env.difficulty_filter
+        return env
 
 
 @contextmanager
@@ -128,6 +130,7 @@ def prepare(
             template_arguments=env.chat_template_kwargs,
         )
         train_env = make(num_envs=env.num_envs, repeats=env.repeats, seed=config.seed)
+        train_env.prompts.difficulty_filter = env.difficulty_filter
         config = _with_length(config, train_env.num_problems)
         if resume is not None:
             check_length(resume, config)

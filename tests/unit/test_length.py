@@ -1,4 +1,4 @@
-"""How long a run is: in trajectories, in passes over the data, or an evaluation alone; and how many samples it keeps."""
+"""How long a run is: in trajectories, in passes over the data, or none; and how many samples it keeps."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ def test_a_run_goes_on_for_further_epochs_and_not_for_fewer(epoch: Path, data: P
         return prepare(config, [], find_resume(config, plain(config), 0)).config
 
     assert (prepared(2).num_batches, prepared(3).train.total_dialog_turns) == (3, 72)
-    with pytest.raises(
-        ConfigError, match=r"total_epochs=1 must be more than the 32 traj.*: use train\.total_epochs=2,"
-    ):
+    with pytest.raises(ConfigError, match=r"total_epochs=1 must be more than the 32 .*: use train\.total_epochs=2,"):
         prepared(1)
 
 

@@ -108,7 +108,7 @@ def test_what_nothing_reads_is_refused(overrides: list[str], message: str) -> No
         (
             [],
             "[{dataset: arithmetic},{dataset: arithmetic}]",
-            r"evaluation\.datasets\[0\]\.name=arithmetic must differ",
+            r"datasets\[0\]\.name=arithmetic must differ",
         ),
         (
             ["env.datasets=[{dataset: arithmetic, name: a}]"],

@@ -175,6 +175,13 @@ def _validate_numbers(config: GRPOConfig) -> None:
         above = next(size for size in range(min(step, batch), batch + 1) if batch % size == 0)
         use = f"{below} or {above}" if below < above else above
         raise ConfigError(f"train.optim_batch_size={step} must divide train.dialog_turns_per_batch={batch}: use {use}.")
+    if env.difficulty_filter is not None:
+        bounds = list(env.difficulty_filter)
+        if len(bounds) != 2 or not 0 <= bounds[0] < bounds[1] <= 1:
+            raise ConfigError(
+                f"env.difficulty_filter={bounds} must be [low, high] with low below high, both in [0, 1]: use "
+                "[0.05,0.95], say."
+            )
     if config.only_evaluates and not config.evaluation.num_prompts:
         raise ConfigError(
             "train.total_dialog_turns=0 only evaluates and must have evaluation.num_prompts above 0: use "

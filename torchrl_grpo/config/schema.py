@@ -131,6 +131,9 @@ class EnvConfig(DataConfig):
     """Group size G: responses to each prompt; at least 2 where the advantage compares them with their group."""
     max_prompt_tokens: int | None = limited(None, ge=1)
     """Longer prompts are dropped and counted; by default what the model's context leaves beside max_new_tokens."""
+    difficulty_filter: list[float] | None = None
+    """Bounds [low, high] of the share of correct responses between which a problem is drawn again: [0.05, 0.95] leaves
+    out what was never or always solved in the epochs before, for good. null draws all in each epoch."""
     max_turns: int = limited(1, ge=1)
     """Most turns of the policy in one dialog, at least 1. More than 1 needs tools, a retry_prompt, or a task that
     answers."""
@@ -228,7 +231,7 @@ class TrainConfig:
     evaluates and ends; with resume it evaluates that checkpoint."""
     total_epochs: int | None = limited(None, ge=1)
     """Passes over the training problems, in place of total_dialog_turns: env.repeats trajectories of each problem that
-    the data has and that is not too long, rounded up to whole batches."""
+    the data has and that is not too long, rounded up to whole batches. What difficulty_filter skips counts too."""
     dialog_turns_per_batch: int | None = limited(None, ge=2)
     """Trajectories collected between two weight syncs, a multiple of env.num_envs; by default env.num_envs."""
     optim_batch_size: int | None = limited(None, ge=1)

@@ -145,9 +145,8 @@ def fit(
         metrics, rows = source.evaluate(sampled=sampled)
         if metrics:
             metrics["time/eval_s"] = time.perf_counter() - start
-            logger.log_samples(
-                step, rows if schedule.sample_rows is None else rows[: max(_TEST_SAMPLES, schedule.sample_rows)]
-            )
+            most = schedule.sample_rows
+            logger.log_samples(step, rows[: most and max(_TEST_SAMPLES, most)])
             console.evaluation(step, metrics)
         return metrics
 

@@ -204,7 +204,7 @@ class Prompts:
 
     def state_dict(self) -> dict[str, Any]:
         """Where drawing is, and with a ``difficulty_filter`` what that goes by."""
-        known = {"outcomes": _listed(self._outcomes)} if self._outcomes else {}
+        known: dict[str, Any] = {"outcomes": _listed(self._outcomes)} if self._outcomes else {}
         known |= {"skipped": sorted(self.skipped)} if self.skipped else {}
         return known | {
             "seed": self._seed,

@@ -89,8 +89,8 @@ def _explained(error: Exception, arguments: Sequence[str]) -> str:
     in_entry = getattr(cause, "object_type", None) in (DatasetConfig, ColumnsConfig) and not key.startswith("env.")
     if in_entry or name in ("env.datasets", "evaluation.datasets"):
         lists = ("evaluation.datasets", "env.datasets")
-        typed = (listed for listed in lists if any(text.lstrip("+").startswith(listed) for text in arguments))
-        return _explained_entry(cause, key, next(typed, lists[-1]) if in_entry else name)
+        named = (listed for listed in lists if any(text.lstrip("+").startswith(listed) for text in arguments))
+        return _explained_entry(cause, key, next(named, lists[-1]) if in_entry else name)
     overrides = {text.lstrip("+~").partition("=")[0]: text for text in arguments}
     typed = next((key for key in overrides if key == name or key.startswith(f"{name}.")), name)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):

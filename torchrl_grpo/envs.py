@@ -383,7 +383,7 @@ class LLMEnv(EnvBase):
             self._logged_failures.add(failure.kind)
             torchrl_logger.error(
                 f"LLMEnv: task {self.task.name!r} failed on query {row.problem.query!r:.500}; its reward is marked "
-                f"invalid. Further errors of this kind are not logged. {failure.text}"
+                f"invalid. Further errors of this kind are not logged.\n{failure.text}"
             )
 
     def take_counts(self) -> dict[str, float]:

@@ -167,6 +167,9 @@ class Console(AbstractContextManager["Console"]):
             self._line(", ".join(parts))
         if restarts := summary.get("restarts"):
             self._line(f"{restarts:,} restarts of actors, {summary['groups_resampled']:,} groups sampled again")
+        if invalid := summary.get("invalid"):
+            causes = ", ".join(f"{count:,} {cause}" for cause, count in invalid.items())
+            self._line(f"{sum(invalid.values()):,} rewards were not valid: {causes}", style="yellow")
         width = max((len(name) for name in paths), default=0)
         for name, path in paths.items():
             self._line(f"  {name:<{width}}  {os.fspath(path)}")

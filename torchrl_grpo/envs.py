@@ -146,7 +146,7 @@ class LLMEnv(EnvBase):
         self.reward_pool = reward_pool
         self.template_arguments = dict(template_arguments or {})
         self.prompts = Prompts(task, tokenizer, split, repeats, max_prompt_tokens, self.template_arguments)
-        self._has_datasets = bool(self.prompts.problems[0].dataset)
+        self._has_datasets = any(self.prompts.problems[i].dataset for i in (0, -1))  # further test sets come last
         self.counts: Counter[str] = Counter()
         self._template = TurnTemplate(tokenizer, self.template_arguments)
         self._logged_failures: set[tuple[Any, ...]] = set()
@@ -282,9 +282,7 @@ class LLMEnv(EnvBase):
             if not state.done and (stepping is None or bool(stepping[row].any()))
         ]
         responses = {row: rows[row].get(RESPONSE[-1]) for row in active}
-        texts = self.tokenizer.batch_decode(
-            [tokens.tolist() for tokens in responses.values()], skip_special_tokens=True
-        )
+        texts = self.tokenizer.batch_decode([ids.tolist() for ids in responses.values()], skip_special_tokens=True)
         length_stopped = tensordict.get(LENGTH_STOPPED).reshape(-1).tolist()
         dialogs = {
             row: self._dialog(row, responses[row], text, length_stopped[row])
@@ -303,6 +301,9 @@ class LLMEnv(EnvBase):
                 again[row] = replace(dialogs[row], finish_reason="length")  # its answer found no room: it ends here
         for row, turn in zip(again, self._advance(again), strict=True):
             self._take(row, again[row], turn, prompts[row])
+        for row in active:
+            if self._rows[row].done and self._rows[row].valid:
+                self.prompts.record(self._drawn[row][0], self._rows[row].correct)
         text_column = [row.responses[-1] if row.responses else "" for row in self._rows]
         columns: dict[str, Any] = self._outcome_columns(self._rows, _OUTCOME)
         if self.task.has_parts:

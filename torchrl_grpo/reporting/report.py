@@ -15,9 +15,18 @@ from typing import Any
 import jinja2
 import yaml
 
-from torchrl_grpo.reporting.console import clip, duration, percent, printable, reward_text
+from torchrl_grpo.records import (
+    ENVIRONMENT_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    clip,
+    duration,
+    percent,
+    printable,
+    read_jsonl,
+    reward_text,
+)
 from torchrl_grpo.reporting.curves import COLORS, PANELS, TIME_PARTS, panel_svg, save_png, series, time_parts
-from torchrl_grpo.reporting.metrics import ENVIRONMENT_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl
 
 _MOST_SAMPLES = 12
 _INVALID = "rewards/invalid_"

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchrl_grpo.algorithm import batch_transforms, make_loss
-from torchrl_grpo.blueprint import Blueprint
+from torchrl_grpo.blueprint import Blueprint, transformed
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.sampler import Sampler
@@ -148,12 +148,14 @@ def make_sampler(
     )
     if task_env is None:
         engine.seed(config.seed)
-        collectors = [collector(blueprint.train_env, dialog_turns_per_batch=config.dialog_turns_per_batch)]
+        env = transformed(config, blueprint.train_env)
+        collectors = [collector(env, dialog_turns_per_batch=config.dialog_turns_per_batch)]
     else:  # the environments differ in the dialogs that they are in; problems and prompts they share
-        collectors = [collector(copy.copy(task_env)) for _ in range(concurrent_tasks)]
+        collectors = [collector(transformed(config, copy.copy(task_env))) for _ in range(concurrent_tasks)]
     evaluator = None
     if blueprint.greedy_env is not None:
-        evaluator = Evaluator(engine, blueprint.greedy_env, blueprint.sampled_env, params=blueprint.params)
+        greedy_env, sampled_env = (transformed(config, env) for env in (blueprint.greedy_env, blueprint.sampled_env))
+        evaluator = Evaluator(engine, greedy_env, sampled_env, params=blueprint.params)
     prompts = blueprint.train_env.prompts.first(4)
     return Sampler(engine, collectors, evaluator, blueprint.params, prompts, blueprint.reward_pool)
 

@@ -131,14 +131,17 @@ class EnvConfig(DataConfig):
     max_prompt_tokens: int | None = limited(None, ge=1)
     """Longer prompts are dropped and counted; by default what the model's context leaves beside max_new_tokens."""
     max_turns: int = limited(1, ge=1)
-    """Most turns of the policy in one dialog, at least 1. More than 1 needs tools, a retry_prompt, or a task that
-    answers."""
+    """Most turns of the policy in one dialog, at least 1. More than 1 needs tools, transforms, a retry_prompt, or a
+    task that answers."""
     tools: list[str] = field(default_factory=list)
     """Functions that the policy may call, as file.py:function or package.module:function; their type hints and
     docstrings are what it is told about them. They run in reward workers, of which there is then at least one."""
     tool_parser: str | None = None
     """tools: a function of yours that finds the calls in a text, as file.py:function; null reads those of Qwen and
     Hermes, Llama 3 and Mistral."""
+    transforms: list[dict[str, Any]] = field(default_factory=list)
+    """TorchRL's transforms to append to each environment, in order: [{_target_: torchrl.envs.llm.transforms.
+    PythonInterpreter, timeout: 5}]; docs/torchrl.md says which work. They run where responses are sampled."""
     retry_prompt: str | None = None
     """What the policy is told after a wrong answer, if it has a turn left to try again; null ends the dialog."""
     reasoning: bool = False

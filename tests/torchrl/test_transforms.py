@@ -105,6 +105,13 @@ def test_a_tools_result_follows_the_sampled_tokens(tokenizer: Any, make: Any, ca
     assert [batch[row][keys.REWARD_PARTS] for row in (0, 1)] == [{"right": 1.0}] * 2
 
 
+def test_a_transform_that_is_appended_later_works_too(tokenizer: Any) -> None:
+    env = make_env(tokenizer).append_transform(simple())
+    data = respond(env, env.reset(), [[*ids(tokenizer, CALL), END], [7, END]])
+    assert tokenizer.decode(data["next"][0]["tokens", "prompt"].tolist()).endswith(f"{RESULT}<|end|><|assistant|>")
+    assert column(data, "done") == [False, True]
+
+
 def test_tokens_that_no_tokenizer_would_give_stay_as_sampled(tokenizer: Any) -> None:
     env = make_env(tokenizer, simple())
     sampled = [0, 0, *ids(tokenizer, CALL), 0, END]  # special tokens, which text does not keep

@@ -140,8 +140,8 @@ class EnvConfig(DataConfig):
     """tools: a function of yours that finds the calls in a text, as file.py:function; null reads those of Qwen and
     Hermes, Llama 3 and Mistral."""
     transforms: list[dict[str, Any]] = field(default_factory=list)
-    """TorchRL's transforms to append to each environment, in order: [{_target_: torchrl.envs.llm.transforms.
-    PythonInterpreter, timeout: 5}]; docs/torchrl.md says which work. They run where responses are sampled."""
+    """TorchRL's transforms to append to each environment, in order, each with arguments beside its _target_, such as
+    [{_target_: torchrl.envs.StepCounter}]; docs/torchrl.md says which work. They run in the process that samples."""
     retry_prompt: str | None = None
     """What the policy is told after a wrong answer, if it has a turn left to try again; null ends the dialog."""
     reasoning: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections import Counter
@@ -14,12 +15,14 @@ from typing import Any
 import torch
 from tensordict.nn import TensorDictModule
 from torchrl._utils import logger as torchrl_logger
+from torchrl.envs import Transform, TransformedEnv
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from torchrl_grpo import keys
 from torchrl_grpo.algorithm import batch_transforms, make_loss
 from torchrl_grpo.checks import check_multiple
 from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.config.components import make_component
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import SamplingParams
@@ -30,6 +33,7 @@ from torchrl_grpo.reporting.metrics import check_logging
 from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.tasks.base import Task
 from torchrl_grpo.tasks.make import dataset_names, make_task
+from torchrl_grpo.transforms.history import HistoryTransforms
 
 
 @dataclass
@@ -135,6 +139,7 @@ def prepare(
         if resume is not None:
             check_length(resume, config)
             train_env.load_state_dict(resume.source["env"])
+        transformed(config, copy.copy(train_env)).close()  # what it refuses, it refuses here
         greedy_env, sampled_env = _test_envs(config, task, partial(make, split="test"))
         return Blueprint(
             config=config,
@@ -158,6 +163,14 @@ def _with_length(config: GRPOConfig, problems: int) -> GRPOConfig:
     if epochs is None:
         return config
     return replace(config, train=replace(config.train, total_dialog_turns=epochs * problems * config.env.repeats))
+
+
+def transformed(config: GRPOConfig, env: LLMEnv | None) -> Any:
+    """An environment in the transforms that the config names, in instances of its own."""
+    nodes = [(f"env.transforms[{index}]", node) for index, node in enumerate(config.env.transforms)]
+    if env is None or not nodes:
+        return env
+    return TransformedEnv(env, HistoryTransforms(*[make_component(name, node, Transform) for name, node in nodes]))
 
 
 def _plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePlan:

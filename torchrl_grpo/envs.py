@@ -16,7 +16,6 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl._utils import logger as torchrl_logger
-from torchrl.data import Binary, Categorical, Composite, NonTensor, StackedComposite, Unbounded
 from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
@@ -34,6 +33,7 @@ from torchrl_grpo.keys import (
 )
 from torchrl_grpo.prompts import Prompts
 from torchrl_grpo.reward_pool import Failure, RewardPool, advance
+from torchrl_grpo.specs import transition_specs
 from torchrl_grpo.tasks.base import Dialog, Message, Problem, Split, Task, Turn
 from torchrl_grpo.tools import tool_message
 
@@ -57,19 +57,6 @@ class _Row:
     @property
     def done(self) -> bool:
         return self.terminated or self.truncated
-
-
-class _RaggedTokens(Categorical):
-    """Spec of token ids whose rows differ in length; where TorchRL would stack them once more, it refuses."""
-
-    def expand(self, *shape: Any) -> Categorical:
-        size = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        if len(size) > self.ndim:
-            raise ValueError(
-                f"LLMEnv must not be stacked to {list(size[:-1])} rows by SerialEnv or ParallelEnv, which cannot step "
-                "rows of tokens that differ in length: use num_envs for more rows, and reward_pool for more processes."
-            )
-        return super().expand(*shape)
 
 
 class LLMEnv(EnvBase):
@@ -113,7 +100,7 @@ class LLMEnv(EnvBase):
         tensor([0, 0, 0, 0, 1, 1, 1, 1])
     """
 
-    input_mode = "tokens"  # TorchRL's transforms ask for it: prompts and responses are tokens, no text and no history
+    input_mode = "tokens"  # TorchRL's transforms ask for it; HistoryTransforms makes it "history"
 
     def __init__(
         self,
@@ -157,37 +144,9 @@ class LLMEnv(EnvBase):
         self._set_seed(seed)
         self._rows: list[_Row] = []
         self._received: dict[int, tuple[Tensor, Future[Turn | Failure]]] = {}
-        self._make_specs()
-
-    def _make_specs(self) -> None:
-        rows = self.batch_size
-        tokens = _RaggedTokens(len(self.tokenizer), shape=(-1,), dtype=torch.int64)
-        parts = {REWARD_PARTS[-1]: NonTensor(shape=rows, example_data={})} if self.task.has_parts else {}
-        dataset = {DATASET: NonTensor(shape=rows, example_data="")} if self._has_datasets else {}
-        self.full_observation_spec = Composite(
-            tokens=StackedComposite(*[Composite(prompt=tokens) for _ in range(rows[0])], dim=0),
-            text=Composite(response=NonTensor(shape=rows, example_data=""), shape=rows),
-            correct=Binary(shape=(*rows, 1), dtype=torch.bool),
-            reward_valid=Binary(shape=(*rows, 1), dtype=torch.bool),
-            **parts,
-            shape=rows,
-        )
-        self.full_state_spec = Composite(
-            group_id=Unbounded(shape=(*rows, 1), dtype=torch.int64),
-            query=NonTensor(shape=rows, example_data=""),
-            **dataset,
-            shape=rows,
-        )
-        self.full_action_spec = Composite(
-            tokens=StackedComposite(*[Composite(response=tokens) for _ in range(rows[0])], dim=0),
-            length_stopped=Binary(shape=(*rows, 1), dtype=torch.bool),
-            shape=rows,
-        )
-        self.full_reward_spec = Composite(reward=Unbounded(shape=(*rows, 1)), shape=rows)
-        self.full_done_spec = Composite(
-            **{key: Binary(shape=(*rows, 1), dtype=torch.bool) for key in ("done", "terminated", "truncated")},
-            shape=rows,
-        )
+        self.latest: dict[int, Dialog] = {}
+        for name, spec in transition_specs(num_envs, len(tokenizer), task.has_parts, self._has_datasets).items():
+            setattr(self, name, spec)
 
     def __copy__(self) -> LLMEnv:
         """An environment that shares problems, prompts and reward workers, and has dialogs of its own."""
@@ -288,6 +247,7 @@ class LLMEnv(EnvBase):
             row: self._dialog(row, responses[row], text, length_stopped[row])
             for row, text in zip(active, texts, strict=True)
         }
+        self.latest = dialogs
         prompts = [row.get(PROMPT[-1]) for row in rows]
         again: dict[int, Dialog] = {}
         for row, turn in zip(active, self._advance(dialogs), strict=True):
@@ -368,12 +328,48 @@ class LLMEnv(EnvBase):
             state.truncated = dialog.finish_reason == "length" or turn.messages is not None
             state.terminated = not state.truncated
             return None
-        longer = torch.cat([tokens, self._template.tokens(turn.messages or (), dialog.tokens)])
-        if self.max_prompt_tokens is not None and longer.numel() > self.max_prompt_tokens:
+        longer = self._answered(tokens, turn.messages or (), dialog)
+        if longer is None:
             state.truncated = True
-            return None
-        state.between.extend(turn.messages or ())
+        else:
+            state.between.extend(turn.messages or ())
         return longer
+
+    def _answered(self, tokens: Tensor, messages: Sequence[Message], dialog: Dialog) -> Tensor | None:
+        """All tokens with messages after the latest turn; None where there is no room for them."""
+        longer = torch.cat([tokens, self._template.tokens(messages, dialog.tokens)])
+        fits = self.max_prompt_tokens is None or longer.numel() <= self.max_prompt_tokens
+        return longer if fits else None
+
+    # For transforms of the chats
+
+    @property
+    def dialogs(self) -> list[Dialog]:
+        """The dialog of each row so far; its messages include what came after the latest turn."""
+        chats = [[*self.task.messages(row.problem), *row.between] for row in self._rows]
+        return [Dialog(row.problem, row.responses, chat) for row, chat in zip(self._rows, chats, strict=True)]
+
+    def check_role(self, role: str) -> None:
+        """Raises a ``ValueError`` where the chat template does not take messages of a role after the policy's turn."""
+        self._template.text([{"role": role, "content": "@"}])
+
+    def resume(self, row: int, messages: Sequence[Message], tokens: Tensor) -> Tensor | None:
+        """Goes on after a row's latest turn, the end of ``tokens``, with messages in place of the task's answer or
+        score; gives all tokens. None, and nothing has changed, where the turn was cut off, was the last one, or there
+        is no room.
+        """
+        dialog, state = self.latest[row], self._rows[row]
+        if dialog.last or dialog.finish_reason == "length":
+            return None
+        longer = self._answered(tokens, messages, dialog)
+        if longer is not None:
+            said = dialog.messages[len(self.task.messages(state.problem)) :]
+            self._rows[row] = _Row(state.problem, state.responses, [*said, *messages])
+        return longer
+
+    def finish(self, row: int, *, truncated: bool) -> None:
+        """Ends a row's dialog."""
+        self._rows[row].terminated, self._rows[row].truncated = not truncated, truncated
 
     def _invalidate(self, row: _Row, failure: Failure) -> None:
         """Marks the dialog as not scored; one log entry for each kind of failure."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchrl_grpo.algorithm import batch_transforms, make_loss
-from torchrl_grpo.blueprint import Blueprint
+from torchrl_grpo.blueprint import Blueprint, transformed
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.sampler import Sampler
@@ -150,16 +150,17 @@ def make_sampler(
     )
     if task_env is None:
         engine.seed(config.seed)
-        collectors = [collector(blueprint.train_env, dialog_turns_per_batch=config.dialog_turns_per_batch)]
+        env = transformed(config, blueprint.train_env)
+        collectors = [collector(env, dialog_turns_per_batch=config.dialog_turns_per_batch)]
     else:  # the environments differ in the dialogs that they are in; problems and prompts they share
-        collectors = [collector(copy.copy(task_env)) for _ in range(concurrent_tasks)]
+        collectors = [collector(transformed(config, copy.copy(task_env))) for _ in range(concurrent_tasks)]
     evaluator = None
     if blueprint.greedy_env is not None:
         evaluation = config.evaluation
         evaluator = Evaluator(
             engine,
-            blueprint.greedy_env,
-            blueprint.sampled_env,
+            transformed(config, blueprint.greedy_env),
+            transformed(config, blueprint.sampled_env),
             params=replace(blueprint.params, temperature=evaluation.temperature or blueprint.params.temperature),
             further=dataset_names(evaluation.datasets or (), "evaluation.datasets"),
         )

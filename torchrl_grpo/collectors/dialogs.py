@@ -10,7 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from torchrl_grpo import keys
 
-_BEFORE = ("next", "done", "terminated", "truncated", "correct", keys.LENGTH_STOPPED)
+_BEFORE = ("next", "done", "terminated", "truncated", "correct", "history", keys.LENGTH_STOPPED)
 _OF_SEQUENCE = (keys.REWARD_VALID, keys.ADVANTAGE)
 
 
@@ -29,7 +29,7 @@ def trajectories(last: TensorDictBase, turns: list[list[TensorDictBase]]) -> Seq
     for key in _OF_SEQUENCE:  # an environment writes all it has to say under "next"
         if nxt.get(key, None) is not None:
             out.set(key, nxt.get(key))
-    rows = out.set("next", nxt.exclude("tokens", "text", *_OF_SEQUENCE)).unbind(0)
+    rows = out.set("next", nxt.exclude("tokens", "text", "history", *_OF_SEQUENCE)).unbind(0)
     if any(len(row) > 1 for row in turns):
         for trajectory, row in zip(rows, turns, strict=True):
             trajectory.update(_merge(row))

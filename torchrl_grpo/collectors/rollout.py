@@ -131,7 +131,7 @@ class RolloutCollector(BaseCollector):
         self.replay_buffer = replay_buffer
         self.postproc = postproc
         self.dynamic_sampling = dynamic_sampling
-        self._group_size = _base_env(env).repeats if dynamic_sampling else 0
+        self._group_size = self.base_env.repeats if dynamic_sampling else 0
         self.max_sampling_rounds = max_sampling_rounds
         if dynamic_sampling:
             self._check_dynamic_sampling()
@@ -148,6 +148,12 @@ class RolloutCollector(BaseCollector):
                 f"which makes batches of exactly that many: use {wanted - wanted % size or size}."
             )
         check_sampling_rounds(self.max_sampling_rounds, rows, wanted)
+
+    @property
+    def base_env(self) -> LLMEnv:
+        """The environment without its transforms."""
+        env: Any = _base_env(self.env)
+        return env
 
     @property
     def dialog_turns(self) -> int:
@@ -233,7 +239,7 @@ class RolloutCollector(BaseCollector):
 
     def _sample(self, data: TensorDictBase) -> TensorDictBase:
         """The policy's next turn; where rewards have processes of their own, each response goes there when it ends."""
-        env: Any = _base_env(self.env)
+        env = self.base_env
         if env.reward_pool is None:
             return self.policy(data)
         policy = copy(self.policy)  # others may share it at the same time
@@ -242,7 +248,7 @@ class RolloutCollector(BaseCollector):
 
     def take_counts(self) -> dict[str, float]:
         """What ``LLMEnv.take_counts`` says."""
-        return _base_env(self.env).take_counts()
+        return self.base_env.take_counts()
 
     def update_policy_weights_(
         self,
@@ -304,7 +310,7 @@ class RolloutCollector(BaseCollector):
     def state_dict(self) -> dict[str, Any]:
         """What the next rollout depends on, apart from the weights."""
         return {
-            "env": _base_env(self.env).state_dict(),
+            "env": self.base_env.state_dict(),
             "engine": self.policy.engine.state_dict(),
             "dialog_turns": self._frames,
         }
@@ -315,7 +321,7 @@ class RolloutCollector(BaseCollector):
         Raises:
             ValueError: the state is from an environment with another number of problems.
         """
-        _base_env(self.env).load_state_dict(state_dict["env"])
+        self.base_env.load_state_dict(state_dict["env"])
         self.policy.engine.load_state_dict(state_dict["engine"])
         self._frames = state_dict["dialog_turns"]
 

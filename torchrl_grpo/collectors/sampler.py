@@ -110,7 +110,7 @@ class Sampler:
         collector = self._idle.get_nowait()
         try:
             if task is not None:
-                collector.env.load_state_dict(task.state)
+                collector.base_env.load_state_dict(task.state)
             batch = collector.rollout()
             spent = collector.last
         finally:

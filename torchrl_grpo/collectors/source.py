@@ -130,7 +130,7 @@ class LocalSource:
 
     def state_dict(self) -> dict[str, Any]:
         """See ``RolloutSource``. Nothing is drawn ahead here."""
-        env = self.sampler.collectors[0].env
+        env = self.sampler.collectors[0].base_env
         return {"env": env.state_dict(), "tasks": [], "engines": [self.sampler.engine.state_dict()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ class LocalSource:
         """
         if state["tasks"]:
             raise ValueError(f"{len(state['tasks'])} tasks were drawn ahead of their training: use a RaySource.")
-        self.sampler.collectors[0].env.load_state_dict(state["env"])
+        self.sampler.collectors[0].base_env.load_state_dict(state["env"])
         if state["engines"][0]:
             self.sampler.engine.load_state_dict(state["engines"][0])
         self._version = self.sampler.engine.policy_version

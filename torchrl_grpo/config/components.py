@@ -42,5 +42,5 @@ def make_component(field: str, node: dict[str, Any], base: type[Any], *args: Any
             f"{field}={node} must be _target_ and arguments that it takes beside those of other fields ({error}): use "
             f"{' '.join(f'~{field}.{key}' for key in made.keywords) or '**kwargs in your __init__'}."
         ) from error
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         raise ConfigError(f"{field}._target_={name} was refused: {error}") from error

@@ -135,14 +135,17 @@ class EnvConfig(DataConfig):
     """Bounds [low, high] of the share of correct responses between which a problem is drawn again: [0.05, 0.95] leaves
     out what was never or always solved in the epochs before, for good. null draws all in each epoch."""
     max_turns: int = limited(1, ge=1)
-    """Most turns of the policy in one dialog, at least 1. More than 1 needs tools, a retry_prompt, or a task that
-    answers."""
+    """Most turns of the policy in one dialog, at least 1. More than 1 needs tools, transforms, a retry_prompt, or a
+    task that answers."""
     tools: list[str] = field(default_factory=list)
     """Functions that the policy may call, as file.py:function or package.module:function; their type hints and
     docstrings are what it is told about them. They run in reward workers, of which there is then at least one."""
     tool_parser: str | None = None
     """tools: a function of yours that finds the calls in a text, as file.py:function; null reads those of Qwen and
     Hermes, Llama 3 and Mistral."""
+    transforms: list[dict[str, Any]] = field(default_factory=list)
+    """TorchRL's transforms to append to each environment, in order, each with arguments beside its _target_, such as
+    [{_target_: torchrl.envs.StepCounter}]; docs/torchrl.md says which work. They run in the process that samples."""
     retry_prompt: str | None = None
     """What the policy is told after a wrong answer, if it has a turn left to try again; null ends the dialog."""
     reasoning: bool = False

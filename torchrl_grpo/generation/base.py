@@ -15,10 +15,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from torchrl_grpo.checks import MIN_TEMPERATURE
 from torchrl_grpo.weights import WeightHandle
-
-MIN_TEMPERATURE = 0.01
-"""vLLM raises a lower one to this. Much lower ones make the logits infinite."""
 
 
 @dataclass(frozen=True)

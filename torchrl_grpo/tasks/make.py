@@ -57,10 +57,10 @@ def make_task(env: EnvConfig, split: Split = "train", tests: Sequence[DatasetCon
         task = WithTools(task, Toolbox(functions, parser))
     if env.retry_prompt is not None:
         task = WithRetry(task, env.retry_prompt)
-    if env.max_turns > 1 and not task.multi_turn:
+    if env.max_turns > 1 and not (task.multi_turn or env.transforms):
         raise ValueError(
             f"env.max_turns={env.max_turns} must be 1 with task {task.name!r}, whose dialogs end after the policy's "
-            "first turn: leave it out, or give env.retry_prompt or env.tools."
+            "first turn: leave it out, or give env.retry_prompt, env.tools or env.transforms."
         )
     return task
 

@@ -1,0 +1,64 @@
+"""What the transitions of ``LLMEnv`` look like, as TorchRL's specs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchrl.data import Binary, Categorical, Composite, NonTensor, StackedComposite, Unbounded
+
+from torchrl_grpo.keys import DATASET, REWARD_PARTS
+
+
+class _RaggedTokens(Categorical):
+    """Spec of token ids whose rows differ in length; where TorchRL would stack them once more, it refuses."""
+
+    def expand(self, *shape: Any) -> Categorical:
+        size = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if len(size) > self.ndim:
+            raise ValueError(
+                f"LLMEnv must not be stacked to {list(size[:-1])} rows by SerialEnv or ParallelEnv, which cannot step "
+                "rows of tokens that differ in length: use num_envs for more rows, and reward_pool for more processes."
+            )
+        return super().expand(*shape)
+
+
+def transition_specs(num_envs: int, vocabulary: int, has_parts: bool, has_datasets: bool) -> dict[str, Composite]:
+    """The specs by their names in ``EnvBase``.
+
+    Args:
+        num_envs: rows.
+        vocabulary: number of token ids.
+        has_parts: whether rewards have parts.
+        has_datasets: whether problems are of several data sets.
+    """
+    rows = (num_envs,)
+    tokens = _RaggedTokens(vocabulary, shape=(-1,), dtype=torch.int64)
+    parts = {REWARD_PARTS[-1]: NonTensor(shape=rows, example_data={})} if has_parts else {}
+    dataset = {DATASET: NonTensor(shape=rows, example_data="")} if has_datasets else {}
+    return {
+        "full_observation_spec": Composite(
+            tokens=StackedComposite(*[Composite(prompt=tokens) for _ in range(num_envs)], dim=0),
+            text=Composite(response=NonTensor(shape=rows, example_data=""), shape=rows),
+            correct=Binary(shape=(*rows, 1), dtype=torch.bool),
+            reward_valid=Binary(shape=(*rows, 1), dtype=torch.bool),
+            **parts,
+            shape=rows,
+        ),
+        "full_state_spec": Composite(
+            group_id=Unbounded(shape=(*rows, 1), dtype=torch.int64),
+            query=NonTensor(shape=rows, example_data=""),
+            **dataset,
+            shape=rows,
+        ),
+        "full_action_spec": Composite(
+            tokens=StackedComposite(*[Composite(response=tokens) for _ in range(num_envs)], dim=0),
+            length_stopped=Binary(shape=(*rows, 1), dtype=torch.bool),
+            shape=rows,
+        ),
+        "full_reward_spec": Composite(reward=Unbounded(shape=(*rows, 1)), shape=rows),
+        "full_done_spec": Composite(
+            **{key: Binary(shape=(*rows, 1), dtype=torch.bool) for key in ("done", "terminated", "truncated")},
+            shape=rows,
+        ),
+    }

@@ -24,6 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.support.finished import assert_each_response_is_told_when_it_ends
 from tests.support.models import make_tiny_model
 from torchrl_grpo.generation import Completion, SamplingParams, TransformersEngine, fused_decoder
 from torchrl_grpo.generation.decoder import GenericDecoder
@@ -447,6 +448,12 @@ def test_training_the_model_does_not_touch_the_engine(tiny_model):
             parameter.zero_()
     engine.seed(1)
     assert same(engine.generate(prompts, 2, params), before)
+
+
+def test_each_response_is_told_when_it_ends(tiny_model):
+    engine = TransformersEngine(tiny_model)
+    engine.seed(0)
+    assert_each_response_is_told_when_it_ends(engine, make_prompts(4, 7), tuple(range(2, 30)))
 
 
 def test_completions_can_be_used_by_autograd(tiny_model):

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import torchrl_grpo.generation.vllm as vllm_module
+from tests.support.finished import assert_each_response_is_told_when_it_ends
 from tests.support.models import make_llama, make_tiny_model, response_log_probs
 from tests.support.processes import socket_files, worker_processes
 from tests.support.prompts import LONG_PROMPTS
@@ -74,6 +75,10 @@ class TestEngine:
         )
         assert max(gaps) < ROUNDING
         assert min(stale) > 0.5
+
+    def test_each_response_is_told_when_it_ends(self, engine):
+        engine.seed(0)
+        assert_each_response_is_told_when_it_ends(engine, LONG_PROMPTS, tuple(range(2, 30)))
 
     def test_log_probs_after_top_p_and_top_k_are_of_what_is_left(self, engine):
         model = make_model(1)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchrl_grpo.generation.vllm as vllm_module
+from tests.support.finished import assert_each_response_is_told_when_it_ends
 from tests.support.models import response_log_probs
 from tests.support.processes import socket_files, worker_processes
 from tests.support.prompts import PROMPTS
@@ -116,6 +117,10 @@ def test_calls_from_four_threads_have_the_trainers_log_probs(engine, pool):
     assert engine.generate([], 2, SHORT) == []
     with pytest.raises(ValueError, match="leave room for one token in the context of 512 tokens, this one has 512"):
         engine.generate([torch.zeros(512, dtype=torch.int64)], 2, SHORT)
+
+
+def test_each_response_is_told_when_it_ends(engine):
+    assert_each_response_is_told_when_it_ends(engine, PROMPTS, tuple(range(2, 30)))
 
 
 def test_wait_lets_running_calls_end_and_holds_new_ones_back(engine, pool):

@@ -2,7 +2,7 @@
 
     python examples/my_data.py sums.csv        # any csv, json, jsonl or parquet file with the columns that you name
     python sota/grpo/grpo.py --config-name grpo_arithmetic env.dataset=sums.csv env.columns.prompt=question \\
-        env.columns.answer=sum env.prompt_template='{question} #### n' env.test_fraction=0.2 \\
+        env.columns.answer=sum 'env.prompt_template="{question} #### n"' env.test_fraction=0.2 \\
         env.reward=examples/my_data.py:exact_match
 
 The reward's arguments are matched by name: ``response``, ``answer``, ``prompt``, ``messages``, ``finish_reason``,

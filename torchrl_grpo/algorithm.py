@@ -68,8 +68,9 @@ def batch_transforms(config: GRPOConfig) -> list[tuple[str, Transform]]:
         if policy.advantage_level == "sequence":
             settings["reward_key"] = keys.SHAPED_REWARD
     if config.env.reward_combination == "gdpo":
-        entries = parse_rewards(config.env.reward) if config.env.reward is not None else []
-        settings["part_weights"] = reward_weights(entries)
+        specs = [config.env.reward, *(entry.reward for entry in config.env.datasets or [])]
+        weights = [reward_weights(parse_rewards(spec)) for spec in specs if spec is not None]
+        settings["part_weights"] = {name: weight for each in weights for name, weight in each.items()}
     advantage = make_component(
         "policy.advantage",
         policy.advantage,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,13 +26,13 @@ from torchrl_grpo.config.components import make_component
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import SamplingParams
-from torchrl_grpo.learner.resume import Resume
+from torchrl_grpo.learner.resume import Resume, check_length
 from torchrl_grpo.models import loading
 from torchrl_grpo.placement import DevicePlan, RoleRequest, available_accelerators, plan_devices
 from torchrl_grpo.reporting.metrics import check_logging
 from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.tasks.base import Task
-from torchrl_grpo.tasks.make import make_task
+from torchrl_grpo.tasks.make import dataset_names, make_task
 from torchrl_grpo.transforms.history import HistoryTransforms
 
 
@@ -59,7 +60,7 @@ class Blueprint:
     def task_env(self, groups: int) -> LLMEnv:
         """An environment like that for training, of so many groups."""
         repeats = self.config.env.repeats
-        return LLMEnv(
+        env = LLMEnv(
             self.task,
             self.tokenizer,
             num_envs=groups * repeats,
@@ -70,6 +71,8 @@ class Blueprint:
             reward_pool=self.reward_pool,
             template_arguments=self.config.env.chat_template_kwargs,
         )
+        env.prompts.difficulty_filter = self.config.env.difficulty_filter
+        return env
 
 
 @contextmanager
@@ -102,7 +105,7 @@ def prepare(
         make_loss(config, TensorDictModule(torch.nn.Identity(), [keys.FULL], [("cur_log_probs", "full")]))
         batch_transforms(config)
         check_logging(tensorboard=config.logging.tensorboard, wandb_mode=config.logging.wandb.mode)  # type: ignore[arg-type]
-        task = make_task(config.env)
+        task = make_task(config.env, tests=config.evaluation.datasets or ())
         name, remote_code = config.model.name, config.model.trust_remote_code
         model_config = loading.load_config(name, trust_remote_code=remote_code)
         tokenizer = loading.load_tokenizer(
@@ -131,7 +134,10 @@ def prepare(
             template_arguments=env.chat_template_kwargs,
         )
         train_env = make(num_envs=env.num_envs, repeats=env.repeats, seed=config.seed)
+        train_env.prompts.difficulty_filter = env.difficulty_filter
+        config = _with_length(config, train_env.num_problems)
         if resume is not None:
+            check_length(resume, config)
             train_env.load_state_dict(resume.source["env"])
         transformed(config, copy.copy(train_env)).close()  # what it refuses, it refuses here
         greedy_env, sampled_env = _test_envs(config, task, partial(make, split="test"))
@@ -159,6 +165,14 @@ def transformed(config: GRPOConfig, env: LLMEnv | None) -> Any:
     return TransformedEnv(env, HistoryTransforms(*[make_component(name, node, Transform) for name, node in nodes]))
 
 
+def _with_length(config: GRPOConfig, problems: int) -> GRPOConfig:
+    """The config with ``train.total_epochs`` as trajectories."""
+    epochs = config.train.total_epochs
+    if epochs is None:
+        return config
+    return replace(config, train=replace(config.train, total_dialog_turns=epochs * problems * config.env.repeats))
+
+
 def _plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePlan:
     inference = config.inference_model
     if "VLLM_USE_V1" in os.environ:
@@ -181,12 +195,19 @@ def _test_envs(config: GRPOConfig, task: Task, make: partial[LLMEnv]) -> tuple[L
     """For pass@1 and pass@k; all runs are tested on the same problems."""
     if not config.evaluation.num_prompts:
         return None, None
-    count, k = min(config.evaluation.num_prompts, len(task.problems("test"))), config.evaluation.k
+    most, k = config.evaluation.num_prompts, config.evaluation.k
+    count = min(most, len(task.problems("test")))
     greedy_env = make(num_envs=count, repeats=1)
-    if greedy_env.num_problems < count:  # some prompts were too long
-        count = greedy_env.num_problems
-        greedy_env = make(num_envs=count, repeats=1)
-    return greedy_env, make(num_envs=count * k, repeats=k) if k else None
+    prompts, further = greedy_env.prompts, dataset_names(config.evaluation.datasets or (), "evaluation.datasets")
+    sizes = {"": len(prompts)}
+    if further:
+        sizes = Counter(name if (name := prompts.problems[i].dataset) in further else "" for i in prompts.usable)
+    # Some prompts were too long, or there are further test sets: as one problem of each set comes in turn, the first so
+    # many are as many of each set.
+    needed = sum(min(most, size) for size in sizes.values())
+    if needed != count:
+        greedy_env = make(num_envs=needed, repeats=1)
+    return greedy_env, make(num_envs=needed * k, repeats=k) if k else None
 
 
 def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedConfig) -> None:

@@ -133,7 +133,7 @@ class LLMEnv(EnvBase):
         self.reward_pool = reward_pool
         self.template_arguments = dict(template_arguments or {})
         self.prompts = Prompts(task, tokenizer, split, repeats, max_prompt_tokens, self.template_arguments)
-        self._has_datasets = bool(self.prompts.problems[0].dataset)
+        self._has_datasets = any(self.prompts.problems[i].dataset for i in (0, -1))  # further test sets come last
         self.counts: Counter[str] = Counter()
         self._template = TurnTemplate(tokenizer, self.template_arguments)
         self._logged_failures: set[tuple[Any, ...]] = set()
@@ -241,9 +241,7 @@ class LLMEnv(EnvBase):
             if not state.done and (stepping is None or bool(stepping[row].any()))
         ]
         responses = {row: rows[row].get(RESPONSE[-1]) for row in active}
-        texts = self.tokenizer.batch_decode(
-            [tokens.tolist() for tokens in responses.values()], skip_special_tokens=True
-        )
+        texts = self.tokenizer.batch_decode([ids.tolist() for ids in responses.values()], skip_special_tokens=True)
         length_stopped = tensordict.get(LENGTH_STOPPED).reshape(-1).tolist()
         dialogs = {
             row: self._dialog(row, responses[row], text, length_stopped[row])
@@ -263,6 +261,8 @@ class LLMEnv(EnvBase):
                 again[row] = replace(dialogs[row], finish_reason="length")  # its answer found no room: it ends here
         for row, turn in zip(again, self._advance(again), strict=True):
             self._take(row, again[row], turn, prompts[row])
+        if self.input_mode == "tokens":  # else HistoryTransforms has the last word
+            self.note_outcomes()
         text_column = [row.responses[-1] if row.responses else "" for row in self._rows]
         columns: dict[str, Any] = self._outcome_columns(self._rows, _OUTCOME)
         if self.task.has_parts:
@@ -340,8 +340,6 @@ class LLMEnv(EnvBase):
         fits = self.max_prompt_tokens is None or longer.numel() <= self.max_prompt_tokens
         return longer if fits else None
 
-    # For transforms of the chats
-
     @property
     def dialogs(self) -> list[Dialog]:
         """The dialog of each row so far; its messages include what came after the latest turn."""
@@ -366,6 +364,12 @@ class LLMEnv(EnvBase):
             self._rows[row] = _Row(state.problem, state.responses, [*said, *messages])
         return longer
 
+    def note_outcomes(self) -> None:
+        """Tells the prompts how the dialogs came out that ended in the latest step."""
+        for row in self.latest:
+            if self._rows[row].done and self._rows[row].valid:
+                self.prompts.record(self._drawn[row][0], self._rows[row].correct)
+
     def finish(self, row: int, *, truncated: bool) -> None:
         """Ends a row's dialog."""
         self._rows[row].terminated, self._rows[row].truncated = not truncated, truncated
@@ -378,7 +382,7 @@ class LLMEnv(EnvBase):
             self._logged_failures.add(failure.kind)
             torchrl_logger.error(
                 f"LLMEnv: task {self.task.name!r} failed on query {row.problem.query!r:.500}; its reward is marked "
-                f"invalid. Further errors of this kind are not logged. {failure.text}"
+                f"invalid. Further errors of this kind are not logged.\n{failure.text}"
             )
 
     def take_counts(self) -> dict[str, float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
 from torchrl_grpo.models.sharding import shard_model
 from torchrl_grpo.placement import own_device
+from torchrl_grpo.tasks.make import dataset_names
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weights import make_sender
 
@@ -154,8 +156,14 @@ def make_sampler(
         collectors = [collector(transformed(config, copy.copy(task_env))) for _ in range(concurrent_tasks)]
     evaluator = None
     if blueprint.greedy_env is not None:
-        greedy_env, sampled_env = (transformed(config, env) for env in (blueprint.greedy_env, blueprint.sampled_env))
-        evaluator = Evaluator(engine, greedy_env, sampled_env, params=blueprint.params)
+        evaluation = config.evaluation
+        evaluator = Evaluator(
+            engine,
+            transformed(config, blueprint.greedy_env),
+            transformed(config, blueprint.sampled_env),
+            params=replace(blueprint.params, temperature=evaluation.temperature or blueprint.params.temperature),
+            further=dataset_names(evaluation.datasets or (), "evaluation.datasets"),
+        )
     prompts = blueprint.train_env.prompts.first(4)
     return Sampler(engine, collectors, evaluator, blueprint.params, prompts, blueprint.reward_pool)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from typing import Any
@@ -16,9 +17,15 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.tasks.base import Problem, Split, Task
 
+Outcomes = Iterable[Sequence[int]]
+"""Numbers of responses: problem, whether they are correct, how many."""
+
 
 class Prompts:
     """Draws problems, each ``repeats`` times in a row. Each epoch goes through the split in the task's order.
+
+    With a ``difficulty_filter`` an epoch leaves out the problems of whose responses so far, in all epochs, too many or
+    too few were correct. Without further responses they stay out; where all would be left out, none is.
 
     Args:
         task: the problems.
@@ -27,6 +34,13 @@ class Prompts:
         repeats: rows per problem (the group size).
         max_prompt_tokens: problems with longer prompts are dropped and counted in ``num_dropped``. None keeps all.
         template_arguments: of the chat template.
+
+    Attributes:
+        epoch: which pass over the problems it is in, from 0.
+        usable: indices of the problems that may be drawn.
+        skipped: those that the current epoch leaves out.
+        difficulty_filter: (low, high), the shares of correct responses between which a problem is drawn again; None
+            draws all. It counts from when it is set.
 
     Raises:
         ValueError: no problem is left.
@@ -45,19 +59,23 @@ class Prompts:
         self.template_arguments = dict(template_arguments)
         self.problems: Sequence[Problem] = task.problems(split)
         self._tokens: dict[int, Tensor] = {}
-        self._usable = self._select(max_prompt_tokens)
-        self.num_dropped = len(self.problems) - len(self._usable)
+        self.usable = self._select(max_prompt_tokens)
+        self.num_dropped = len(self.problems) - len(self.usable)
         if self.num_dropped:
             torchrl_logger.info(
                 f"Dropped {self.num_dropped} of {len(self.problems)} {split} prompts of {task.name!r} that are longer "
                 f"than max_prompt_tokens={max_prompt_tokens}."
             )
-        if not self._usable:
+        if not self.usable:
             raise ValueError(
                 f"split={split!r} of task {task.name!r} must have a problem whose prompt has at most "
                 f"max_prompt_tokens={max_prompt_tokens} tokens, none of its {len(self.problems)} has: "
                 "use a larger max_prompt_tokens, or a model length that leaves more room beside the response."
             )
+        self.difficulty_filter: Sequence[float] | None = None
+        self.skipped: frozenset[int] = frozenset()
+        self._outcomes: Counter[tuple[int, bool]] = Counter()  # responses by problem, and whether they are correct
+        self._news: Counter[tuple[int, bool]] = Counter()  # those that ``take_news`` has not given
         self._next_group = 0
         self._copies_left = 0  # of the problem and the group that were drawn last
         self.seed(0)
@@ -82,7 +100,7 @@ class Prompts:
 
     def __len__(self) -> int:
         """Problems that can be drawn."""
-        return len(self._usable)
+        return len(self.usable)
 
     def tokens(self, index: int) -> Tensor:
         """[T] int64 prompt of problem ``index``, tokenized when it is first drawn."""
@@ -93,13 +111,14 @@ class Prompts:
 
     def first(self, count: int) -> list[Tensor]:
         """The prompts of the split's first ``count`` problems, [T] int64 each; drawing is not affected."""
-        return [self.tokens(index) for index in self._usable[:count]]
+        return [self.tokens(index) for index in self.usable[:count]]
 
     def draw(self) -> tuple[int, int]:
         """The problem and the group of the next row."""
         if self._copies_left == 0:
             if self._position == len(self._order):
-                self._start_epoch(self._epoch + 1)
+                self.skipped = self._out_of_range()
+                self._start_epoch(self.epoch + 1)
             self._current = (self._order[self._position], self._next_group)
             self._position += 1
             self._next_group += 1
@@ -121,30 +140,75 @@ class Prompts:
     def seed(self, seed: int) -> None:
         """Starts over with the order that ``seed`` decides."""
         self._seed = seed
+        self.skipped = frozenset()
+        self._outcomes, self._news = Counter(), Counter()
         self.start_group()
         self._start_epoch(0)
 
     def _start_epoch(self, epoch: int) -> None:
-        self._epoch, self._position = epoch, 0
-        self._order = self.task.epoch(self.problems, self._usable, random.Random(f"{self._seed}/{epoch}"))
+        self.epoch, self._position = epoch, 0
+        usable = [index for index in self.usable if index not in self.skipped] if self.skipped else self.usable
+        self._order = self.task.epoch(self.problems, usable, random.Random(f"{self._seed}/{epoch}"))
+
+    def record(self, index: int, correct: bool) -> None:
+        """Notes a response to a problem, with a valid reward, if there is a ``difficulty_filter``."""
+        if self.difficulty_filter is not None:
+            self._outcomes[index, correct] += 1
+            self._news[index, correct] += 1
+
+    def take_news(self) -> Outcomes:
+        """What was noted since this was last called, for ``add``."""
+        news, self._news = self._news, Counter()
+        return _listed(news)
+
+    def add(self, outcomes: Outcomes) -> None:
+        """Notes what other prompts of the same problems gave as ``take_news``."""
+        for index, correct, count in outcomes:
+            self._outcomes[index, bool(correct)] += count
+
+    def metrics(self) -> dict[str, float]:
+        """How many problems are left out, if there is a ``difficulty_filter``."""
+        return {} if self.difficulty_filter is None else {"rollout/problems_skipped": float(len(self.skipped))}
+
+    def _out_of_range(self) -> frozenset[int]:
+        """Problems whose share of correct responses is outside of the ``difficulty_filter``."""
+        if self.difficulty_filter is None:
+            return self.skipped
+        low, high = self.difficulty_filter
+        out = set()
+        for index in {index for index, _ in self._outcomes}:
+            right, wrong = self._outcomes[index, True], self._outcomes[index, False]
+            if not low <= right / (right + wrong) <= high:
+                out.add(index)
+        if len(out) == len(self.usable):
+            torchrl_logger.warning(
+                f"difficulty_filter=[{low}, {high}] leaves out all {len(out)} problems of {self.task.name!r}: all of "
+                "them are drawn again."
+            )
+            return frozenset()
+        return frozenset(out)
 
     def twin(self) -> Prompts:
         """One that shares the problems and their tokens, and goes on by itself."""
-        return copy(self)
+        twin = copy(self)
+        twin._outcomes, twin._news = self._outcomes.copy(), Counter()
+        return twin
 
     @cached_property
     def digest(self) -> str:
         """Equal for equal problems in the same order."""
         told = hashlib.sha256()
-        for index in self._usable:
+        for index in self.usable:
             told.update(repr((self.problems[index].query, self.problems[index].answer)).encode(errors="replace"))
         return told.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where drawing is."""
-        return {
+        """Where drawing is, and with a ``difficulty_filter`` what that goes by."""
+        known: dict[str, Any] = {"outcomes": _listed(self._outcomes)} if self._outcomes else {}
+        known |= {"skipped": sorted(self.skipped)} if self.skipped else {}
+        return known | {
             "seed": self._seed,
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "position": self._position,
             "next_group": self._next_group,
             "num_problems": len(self),
@@ -168,5 +232,11 @@ class Prompts:
                 "dataset and the seed of the saved run."
             )
         self.seed(state["seed"])
+        self.add(state.get("outcomes", ()))
+        self.skipped = frozenset(state.get("skipped", ()))
         self._start_epoch(state["epoch"])
         self._position, self._next_group = state["position"], state["next_group"]
+
+
+def _listed(counts: Mapping[tuple[int, bool], int]) -> list[list[Any]]:
+    return [[*key, count] for key, count in sorted(counts.items())]

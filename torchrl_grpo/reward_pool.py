@@ -33,6 +33,7 @@ RESTARTS = "workers/restarts_reward"
 TIMED_OUT = "workers/rewards_timed_out"
 
 _MOST_ATTEMPTS = 2
+_PACKAGE = os.path.dirname(__file__) + os.sep
 _LARGEST = 3.4e38  # of float32
 _START_S = 600.0  # a machine that is busy, or a slow file system: only something stuck takes longer
 _START = "import sys; sys.path[:] = {path!r}; from torchrl_grpo.reward_pool import serve; serve({fd}, {parent})"
@@ -57,10 +58,12 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """What a task raised; its kind is the type and the place."""
+        """What a task raised; its kind is the type and the place. The package's own lines are left out of the text."""
         places = traceback.extract_tb(error.__traceback__)
         place = (places[-1].filename, places[-1].lineno) if places else ()
-        text = "".join(traceback.format_exception(error))
+        theirs = [place for place in places if not place.filename.startswith(_PACKAGE)]
+        shown = theirs or ([] if isinstance(error, InvalidRewardError) else places)
+        text = "".join([*traceback.format_list(shown), *traceback.format_exception_only(error)]).rstrip()
         return cls((type(error).__name__, *place), text, getattr(error, "cause", "exception"))
 
 

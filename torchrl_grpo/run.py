@@ -61,7 +61,9 @@ class Run:
         checkpointer = Checkpointer(self.directory / "checkpoints", plain(blueprint.config))
         try:
             fit(learner, self.source, checkpointer, self.logger, self.console, self._schedule())
-            model = learner.export(checkpointer, blueprint.tokenizer)
+            trained = not blueprint.config.only_evaluates
+            written = {"checkpoints": checkpointer.directory} if trained else {}
+            written |= {"model": learner.export(checkpointer, blueprint.tokenizer)} if trained else {}
         except BaseException:
             # How the run goes on from its last checkpoint.
             path = checkpointer.latest() or (blueprint.resume.path if blueprint.resume is not None else None)
@@ -73,7 +75,7 @@ class Run:
         summary = summarize(self.directory)
         files = ("curves.png", "metrics.jsonl", "samples.jsonl")
         paths = {"report": report} | {name.partition(".")[0]: self.directory / name for name in files}
-        self.console.finish(summary, paths | {"checkpoints": checkpointer.directory, "model": model})
+        self.console.finish(summary, paths | written)
         return summary
 
     def _schedule(self) -> Schedule:
@@ -85,6 +87,7 @@ class Run:
             evaluation_frequency=config.evaluation.frequency,
             checkpoint_frequency=config.train.checkpoint_frequency,
             sample_frequency=config.logging.sample_frequency,
+            sample_rows=None if config.logging.sample_rows == "all" else config.logging.sample_rows,
             refresh_every=config.ref_model.refresh_every,
             reference_version=resume.reference_version if resume and config.has_own_reference else 0,
             mismatch_tolerance=config.inference_model.check_sync_tolerance if check else None,
@@ -116,11 +119,12 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         if config.ray.address is not None:  # first, because the plan is made of its accelerators
             cluster = _start_ray(config.ray.address, resources)
         blueprint = prepare(config, None if cluster is None else cluster.accelerators(), resume)
+        config = blueprint.config
         distributed = asynchronous or cluster is not None or blueprint.plan.distributed
         transfer = _check_distributed(blueprint) if distributed else _check_local(config)
         console = resources.enter_context(Console())
-        console.plan(plan_rows(blueprint))
-        console.geometry(geometry_rows(blueprint))
+        console.table("Device plan", plan_rows(blueprint))
+        console.table("Batch geometry", geometry_rows(blueprint))
         logger = resources.enter_context(_logger(config, directory))
         if resume is not None:
             console.resume(resume.step, resume.path)

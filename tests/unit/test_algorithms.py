@@ -424,7 +424,7 @@ def test_leave_one_out_equals_the_mean_of_the_others_by_loop() -> None:
         (GRPOLoss, {"entropy_coeff": -1}, "entropy_coeff=-1 must not be negative: use 0"),
         (GRPOLoss, {"aggregation": "mean"}, "aggregation='mean' must be one of"),
         (GRPOLoss, {"kl_estimator": "k4"}, "kl_estimator='k4' must be one of"),
-        (CISPOLoss, {"dual_clip": 3.0}, r"dual_clip=3\.0 must be None with CISPOLoss"),
+        (CISPOLoss, {"dual_clip": 3.0}, r"dual_clip=3\.0 must be None with CISPOLoss.*: leave it out, or use GRPOLoss"),
         (SAPOLoss, {"dual_clip": 3.0}, r"dual_clip=3\.0 must be None with SAPOLoss"),
         (GRPOLoss, {"dual_clip": 1.0}, r"dual_clip=1\.0 must be above 1"),
         (GRPOLoss, {"proximal": "old"}, "proximal='old' must be one of"),
@@ -856,12 +856,14 @@ def test_cispos_clip_fractions_count_the_weights_at_a_bound() -> None:
     loss = CISPOLoss(Table(torch.zeros(1, 6, 2, dtype=torch.float64)), clip_epsilon=(0.5, 4.0))
     out = loss(lazy_stack([one_row([5.5, 5.1, 0.4, 1.2, 4.5], -1.0)]))
     assert (out["clip_fraction_low"].item(), out["clip_fraction_high"].item()) == pytest.approx((0.2, 0.4))
+    low, high = loss.clipped(torch.tensor([0.5, 0.25, 5.0, 8.0]), torch.zeros(1))  # at a bound: free
+    assert (low.tolist(), high.tolist()) == ([False, True, False, False], [False, False, False, True])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_non_finite_reward_is_an_error_unless_marked_invalid(value: float) -> None:
     reward, group = torch.tensor([1.0, 0.0, value, 0.0]), torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(ValueError, match="reward has 1 values that are not finite"):
+    with pytest.raises(ValueError, match=r"reward has 1 values that are not finite.*: mark them as not valid, or fix"):
         F.group_advantage(reward, group, torch.ones(4, dtype=torch.bool))
     got = F.group_advantage(reward, group, torch.tensor([True, True, False, True]), std="none")
     torch.testing.assert_close(got, torch.tensor([2 / 3, -1 / 3, 0.0, -1 / 3]))

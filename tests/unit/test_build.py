@@ -20,11 +20,12 @@ from torchrl_grpo import blueprint as blueprint_module
 from torchrl_grpo import parts
 from torchrl_grpo import run as run_module
 from torchrl_grpo.blueprint import plan_rows, prepare
-from torchrl_grpo.config import ConfigError, GRPOConfig, leaves, schema
+from torchrl_grpo.config import ConfigError, GRPOConfig, leaves
 from torchrl_grpo.distributed import cluster
 from torchrl_grpo.models import loading
 from torchrl_grpo.placement import DevicePlan
 from torchrl_grpo.run import build
+from torchrl_grpo.tasks.make import make_task
 
 SMALL = (
     "env.num_envs=16",
@@ -48,8 +49,8 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write_jsonl(folder: Path, *lines: str) -> Path:
     folder.mkdir(exist_ok=True)
-    for split in ("train", "test"):
-        (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (folder / "train.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (folder / "test.jsonl").write_text("".join(line.replace('": "1', '": "2') + "\n" for line in lines))
     return folder
 
 
@@ -363,7 +364,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
 def _nodes(node: Any) -> Iterator[Any]:
     yield node
     for value in vars(node).values():
-        if type(value).__module__ == schema.__name__ and hasattr(value, "__dataclass_fields__"):
+        if dataclasses.is_dataclass(value):
             yield from _nodes(value)
 
 
@@ -387,6 +388,8 @@ def test_every_config_key_is_read_by_something_that_uses_it(
         if "now" not in item.metadata  # an old name, read when the config is made
     }
     recorded.clear()
+    folder = write_jsonl(tmp_path / "data", GOOD)
+    make_task(compose_config("env.dataset=gsm8k", f"env.dataset_path={folder}").env)
     for index, config in enumerate(configs):
         if index == 1:
 

@@ -62,7 +62,7 @@ def test_defaults_of_every_config_file_are_valid() -> None:
             ["env.num_envs=32", "train.optim_batch_size=12"],
             r"train\.optim_batch_size=12 must divide train\.dialog_turns_per_batch=32: use 8 or 16\.",
         ),
-        (["train.total_dialog_turns=-5"], r"train\.total_dialog_turns=-5 must be at least 1: use"),
+        (["train.total_dialog_turns=-5"], r"train\.total_dialog_turns=-5 must be at least 0: use"),
         (["env.num_envs=-8"], r"env\.num_envs=-8 must be at least 2: use env\.num_envs=64"),
         (["optimizer.lr=0"], r"optimizer\.lr=0\.0 must be above 0: use optimizer\.lr=1e-06"),
         (["optimizer.lr=nan"], r"optimizer\.lr=nan must be above 0, and finite"),

@@ -51,8 +51,9 @@ def test_pipe_gets_one_line_at_the_first_step_every_tenth_and_the_last() -> None
 def test_pipe_gets_no_control_characters() -> None:
     file = io.StringIO()
     with Console(file=file) as console:
-        console.plan(
-            [{"role": "train", "devices": ["cpu"], "dtype": "float32", "parameters": 912_345, "memory": 2**24}]
+        console.table(
+            "Device plan",
+            [{"role": "train", "devices": ["cpu"], "dtype": "float32", "parameters": 912_345, "memory": 2**24}],
         )
         run(console, 3)
         console.samples(3, [{"query": "a\x1b[31mb", "response": "\r\x07\u202e", "reward": 1.0, "correct": True}])
@@ -76,7 +77,7 @@ def test_ascii_stream_gets_escapes_instead_of_an_error() -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")
     with Console(file=file) as console:
-        console.plan([{"role": "train", "note": "é"}])
+        console.table("Device plan", [{"role": "train", "note": "é"}])
         console.samples(1, [{"query": "计", "response": "七", "reward": 1.0, "correct": True}])
     file.flush()
     assert b"\\u8ba1" in raw.getvalue() and b"\\u4e03" in raw.getvalue() and b"\\xe9" in raw.getvalue()
@@ -88,7 +89,7 @@ def test_plan_gives_counts_and_bytes_their_units() -> None:
         {"role": "train", "devices": ["cuda:0", "cuda:1"], "parameters": 7_241_732_096, "memory": 15 * 2**30},
         {"role": "inference", "devices": ["cpu"], "parameters": 912_345, "memory": None},
     ]
-    Console(file=file).plan(rows)
+    Console(file=file).table("Device plan", rows)
     words = [line.split() for line in file.getvalue().splitlines()]
     assert ["train", "cuda:0,", "cuda:1", "7.24", "B", "15", "GiB"] in words
     assert ["inference", "cpu", "912", "k", "-"] in words
@@ -96,7 +97,7 @@ def test_plan_gives_counts_and_bytes_their_units() -> None:
 
 def test_geometry_prints_counts_in_full() -> None:
     file = io.StringIO()
-    Console(file=file).geometry([{"what": "sequences", "per step": 64, "whole run": 12800}])
+    Console(file=file).table("Batch geometry", [{"what": "sequences", "per step": 64, "whole run": 12800}])
     assert ["sequences", "64", "12,800"] in [line.split() for line in file.getvalue().splitlines()]
 
 

@@ -17,6 +17,7 @@ from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.functional import pass_at_k
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.tasks.base import Problem, Score, Split, Task
+from torchrl_grpo.tasks.with_tests import WithTests
 
 
 class CopyTask(Task):
@@ -24,8 +25,11 @@ class CopyTask(Task):
 
     name = "copy"
 
+    def __init__(self, digits: Sequence[int] = range(5)) -> None:
+        self.digits = digits
+
     def problems(self, split: Split) -> Sequence[Problem]:
-        return [Problem(str(digit), str(digit)) for digit in range(5)]
+        return [Problem(str(digit), str(digit)) for digit in self.digits]
 
     def score(self, problem: Problem, responses: Sequence[str]) -> Score:
         correct = responses[-1] == problem.answer
@@ -79,6 +83,24 @@ def test_pass_at_1_and_pass_at_k_by_hand(tokenizer: PreTrainedTokenizerFast) -> 
     assert engine.draws == 0  # its random state was put back
     assert pass_at_k(4, 1, 4) == 1.0
     assert "eval/pass@4" not in evaluator.evaluate(sampled=False)[0]
+
+
+def test_a_further_test_set_has_metrics_of_its_own(tokenizer: PreTrainedTokenizerFast) -> None:
+    """The test split's stay; of the further digits 0 and 1 both are copied greedily, and digit 1 alone when sampled."""
+    engine, task = Scripted(), WithTests(CopyTask(), {"more": CopyTask([0, 1])})
+    engine.zero = tokenizer("0", add_special_tokens=False)["input_ids"][0]
+    greedy = LLMEnv(task, tokenizer, num_envs=7, repeats=1, split="test")
+    sampled = LLMEnv(task, tokenizer, num_envs=28, repeats=4, split="test")
+    evaluator = Evaluator(engine, greedy, sampled, params=SamplingParams(4, stop_token_ids=(1,)), further=["more"])
+    metrics, rows = evaluator.evaluate(sampled=True)
+    shared = {"response_length": 2.0, "truncated": 0.0, "invalid": 0.0}
+    values = {"pass@1": pytest.approx(0.6), "pass@4": pytest.approx(0.8), **shared}
+    further = {"pass@1": 1.0, "pass@4": 0.5, **shared}
+    assert metrics == {f"eval/{name}": value for name, value in values.items()} | {
+        f"eval/{name}/more": value for name, value in further.items()
+    }
+    assert sorted(row["query"] for row in rows if row.get("dataset") == "more") == ["0", "1"]
+    assert "eval/pass@1" in Evaluator(engine, greedy, None, params=SamplingParams(4)).evaluate(sampled=False)[0]
 
 
 def make_row(group: int, reward: float, valid: bool, advantage: float, length: int) -> TensorDictBase:

@@ -85,7 +85,16 @@ def test_summary_equals_the_sums_by_hand(tmp_path: Path) -> None:
         "after_step": 10,
         "restarts": 0,
         "groups_resampled": 0,
+        "invalid": {},
     }
+
+
+def test_invalid_rewards_are_summed_up_by_cause(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path, tensorboard=False) as logger:
+        logger.log(1, {"rewards/invalid_crash": 1.0})
+        logger.log(2, {"rewards/invalid_crash": 3.0, "rewards/invalid_not_finite": 2.0, "workers/restarts_reward": 6.0})
+    summary = summarize(tmp_path)
+    assert summary["invalid"] == {"crash": 3, "not finite": 2} and summary["restarts"] == 0
 
 
 def test_restarts_of_actors_are_summed_over_their_kinds_and_shown(tmp_path: Path) -> None:
@@ -165,6 +174,12 @@ def test_the_title_names_model_data_and_algorithm(tmp_path: Path) -> None:
     assert ("h1", title) in texts
     assert ("p", f"GRPO run {'/'.join(tmp_path.parts[-2:])}") in texts
     assert [text.partition(": ")[0] for tag, text in texts if tag == "title"] == [title]
+    for env, data in (
+        ("{dataset: x, datasets: [{dataset: a.csv}, {dataset: gsm8k}]}", "a.csv and gsm8k"),
+        ("{dataset: x, task: {_target_: my.Task}}", "my.Task"),
+    ):
+        (tmp_path / ".hydra" / "config.yaml").write_text(f"model: {{name: m}}\nenv: {env}\n")
+        assert ("h1", f"m on {data} with dapo") in parse(write_report(tmp_path)).texts
 
 
 def test_a_legend_lies_above_the_curves() -> None:

@@ -1,23 +1,18 @@
-"""Reward functions of users: loaded by name, called in three forms, turned into parts and a score."""
+"""Reward functions: called in three forms, turned into parts and a score, awaited many at a time."""
 
 from __future__ import annotations
 
 import asyncio
-import pickle
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers.utils import get_json_schema
 
 from torchrl_grpo.errors import InvalidRewardError
-from torchrl_grpo.rewards.functions import load_function
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Dialog, Problem, Score
 from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
@@ -31,92 +26,6 @@ def dialog(response: str = "42", answer: Any = "42", **extra: Any) -> Dialog:
 
 def parts(function: Callable[..., Any], *args: Any, **options: Any) -> dict[str, float | None]:
     return dict(make_rewards({"fn": function, **options})(dialog(*args)).parts)
-
-
-# Loading
-
-
-FILE = """
-import functools, re, threading
-import beside
-from beside import times
-lock = threading.Lock()
-@functools.lru_cache
-def letters(text): return len(re.findall('a', text))
-async def score(response: str, *, extra: int = 0) -> int:
-    "Counts."
-    import later
-    with lock:
-        return times(letters(response)) + beside.WEIGHT + later.ONE + extra
-"""
-
-
-def test_a_function_of_a_file_runs_where_the_file_is_not(tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("import later\nWEIGHT = 3\ndef times(x): return x * WEIGHT\n")
-    (tmp_path / "later.py").write_text("ONE = 1\n")
-    file = tmp_path / "mine.py"
-    file.write_text(FILE)
-    rewards = make_rewards({"fn": f"{file}:score", "extra": 10})
-    assert rewards.asynchronous and rewards(dialog("aa")).reward == 20
-    sent = pickle.dumps(rewards)
-    for path in tmp_path.glob("*.py"):
-        path.unlink()
-    code = (
-        "import pickle, sys, cloudpickle\nfrom torchrl_grpo.tasks.base import *\n"
-        "rewards = pickle.loads(cloudpickle.dumps(pickle.load(sys.stdin.buffer)))\n"
-        "print(rewards(Dialog(Problem('', None), ['aa'])).parts, rewards.asynchronous)"
-    )
-    out = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, check=True, cwd="/")
-    assert out.stdout.decode().strip() == "{'score': 20.0} True"
-
-
-def test_a_function_of_a_file_shows_what_it_is(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from __future__ import annotations\n"
-        'def add(a: int, b: int) -> int:\n    """Adds.\n\n    Args:\n        a: one.\n        b: two.\n    """\n'
-        "    return a + b\n"
-    )
-    add = pickle.loads(pickle.dumps(load_function(f"{tmp_path}/mine.py:add")))
-    schema = get_json_schema(add)["function"]
-    assert (add(1, 2), schema["name"], schema["description"]) == (3, "add", "Adds.")
-    assert schema["parameters"]["properties"]["b"] == {"type": "integer", "description": "two."}
-
-
-def test_an_edited_file_is_loaded_again_and_an_unchanged_one_is_not(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("def score(response): return 1\ndef other(response): return 3\n")
-    first = load_function(f"{file}:score")
-    assert load_function(f"{file}:other").__wrapped__.__globals__ is first.__wrapped__.__globals__
-    file.write_text("def score(response): return 2\n")
-    assert (first("x"), load_function(f"{file}:score")("x")) == (1, 2)
-
-
-@pytest.mark.parametrize(
-    ("name", "source", "message"),
-    [
-        ("gsm9k", "", "env.reward=gsm9k must be a built-in name .*gsm8k.*, file.py:function or package"),
-        ("nothing.py:f", "", r"must name a file that exists, there is no .*/nothing.py: fix the path"),
-        ("{}:f", "def good(response): ...\nclass Bad: ...\ndef _no(): ...", r"has no such name: use one of \['good'\]"),
-        ("{}:N", "N = 3", r"must name a function of .*mine.py, it is not one: use one of those you define there"),
-        ("{}:f", "x = 1\nimport no_such_package", r"raised ModuleNotFoundError: No module.* at .*mine.py:2: fix it"),
-        ("{}:f", "def f(:", "raised SyntaxError"),
-        ("{}:f", "import sys\nsys.exit(3)", "raised SystemExit: 3 at .*mine.py:2"),
-        ("{}:f", "open('/no/such/file')", "raised FileNotFoundError: .*/no/such/file.* at .*mine.py:1: fix it"),
-        ("no_such_package.module:f", "", "No module named 'no_such_package': put its folder on PYTHONPATH, or"),
-        ("json:nothing", "", r"must name a function of json, it has no such name: use one of \['dump'"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_loaded_says_why(tmp_path: Path, name: str, source: str, message: str) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(source)
-    with pytest.raises(ValueError, match=message):
-        load_function(name.format(file))
-
-
-def test_other_functions_than_rewards_are_loaded_under_their_own_field(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"env.tools=calc must be file.py:function or package.module:function"):
-        load_function("calc", field="env.tools", builtins={})
-    assert load_function("os.path:basename", field="env.tools", builtins={})("a/b") == "b"
 
 
 # Arguments
@@ -325,9 +234,11 @@ def test_a_function_of_trl_may_return_none_a_tensor_and_be_async() -> None:
     spec = [
         {"fn": lambda completions, **kwargs: [None], "name": "none"},
         {"fn": lambda completions: torch.tensor([3.0]), "name": "tensor"},
+        {"fn": lambda completion_ids, **kwargs: [len(completion_ids[0])], "name": "ids"},
+        {"fn": lambda prompts, **kwargs: [len(prompts[0])], "name": "prompt"},
         later,
     ]
-    assert make_rewards(spec)(dialog()).parts == {"none": None, "tensor": 3.0, "later": 2.0}
+    assert make_rewards(spec)(dialog()).parts == {"none": None, "tensor": 3.0, "ids": 3.0, "prompt": 5.0, "later": 2.0}
 
 
 def test_a_function_of_verl_gets_its_four_arguments() -> None:

@@ -15,13 +15,15 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.configs import compose_config
 from tests.support.documentation import undocumented
-from tests.support.envs import END, EchoTask, column, respond
+from tests.support.echo import EchoTask
+from tests.support.envs import END, column, respond
 from torchrl_grpo import keys
 from torchrl_grpo.algorithm import batch_transforms
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.rewards.spec import parse_rewards, reward_weights
+from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
 from torchrl_grpo.transforms import GroupAdvantage
 
 Parts = Mapping[str, float | None]
@@ -131,27 +133,25 @@ def test_gdpo_in_a_replay_buffer_is_that_of_the_batch() -> None:
     assert buffer[:]["advantage"].flatten().tolist() == advantages(batch, 3, {"b": 0.1})
 
 
-class PartsEnv(LLMEnv):
-    """Of each response, its length and whether it begins with a digit."""
+def length(response: str) -> float:
+    return float(len(response))
 
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        out = super()._step(tensordict)
-        texts = out["text", "response"]
-        parts = [NonTensorData({"length": float(len(text)), "digit": float(text[0].isdigit())}) for text in texts]
-        out.set("reward_parts", NonTensorStack(*parts))
-        return out
+
+def digit(response: str) -> bool:
+    return response[0].isdigit()
 
 
 def test_gdpo_in_an_environment_is_that_of_the_batch(tokenizer: PreTrainedTokenizerFast) -> None:
-    env = TransformedEnv(PartsEnv(EchoTask(), tokenizer, num_envs=4, repeats=2), GroupAdvantage(2, part_weights={}))
+    task = WithRewards(EchoTask(), make_rewards([length, digit]))
+    env = TransformedEnv(LLMEnv(task, tokenizer, num_envs=4, repeats=2), GroupAdvantage(2, part_weights={}))
     responses = ["1", "abc", "abcde", "12"]
     out = respond(env, env.reset(), [[*tokenizer(text)["input_ids"], END] for text in responses])
-    parts = [{"length": float(len(text)), "digit": float(text[0].isdigit())} for text in responses]
-    assert column(out, "advantage") == advantages(batch_of(parts, [0, 0, 1, 1]), 2, {})
+    parts = out[keys.REWARD_PARTS]
+    assert list(parts) == [{"length": length(text), "digit": float(digit(text))} for text in responses]
     # Length and digit disagree in both groups: with equal weights they cancel, to exactly 0.
-    assert column(out, "advantage") == [0.0] * 4
-    weighted = advantages(batch_of(parts, [0, 0, 1, 1]), 2, {"digit": 2.0})
+    assert column(out, "advantage") == advantages(batch_of(parts, [0, 0, 1, 1]), 2, {}) == [0.0] * 4
     one = (3 / 4) ** 0.5  # of four numbers of one size, two of them negative, over their deviation
+    weighted = advantages(batch_of(parts, [0, 0, 1, 1]), 2, {"digit": 2.0})
     assert weighted == pytest.approx([one, -one, -one, one], abs=1e-5)
 
 

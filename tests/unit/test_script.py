@@ -57,8 +57,12 @@ def test_help_and_cfg_work_without_cuda(script: Path, tmp_path: Path) -> None:
         (SYNC, ["env.num_envs=30"], "error: env.num_envs=30 must be a multiple of env.repeats=8: use 24 or 32."),
         (SYNC, ["optimizer.lr=abc"], "error: optimizer.lr=abc must have the type float"),
         (SYNC, ["optimiser.lr=1e-4"], "did you mean optimizer.lr?"),
-        (SYNC, ["--config-name", "grpo_ifeval"], "error: env.dataset=ifeval must be one of arithmetic, gsm8k"),
-        (SYNC, ["env.dataset=ifeval"], "error: env.dataset=ifeval must be one of arithmetic, gsm8k"),
+        (
+            SYNC,
+            ["--config-name", "grpo_ifeval"],
+            "error: env.dataset=ifeval without env.dataset_path must reach google/IFEval",
+        ),
+        (SYNC, ["env.dataset=ifeval"], "error: env.dataset=ifeval without env.dataset_path must reach google/IFEval"),
         (
             ASYNC,
             ["--config-name", "grpo_arithmetic", "inference_model.in_flight=keep"],

@@ -1,10 +1,13 @@
-"""Accuracy on a task's test split: pass@1 greedy and pass@k sampled."""
+"""Accuracy on a task's test split, and on each data set in it: pass@1 greedy and pass@k sampled."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.rollout import RolloutCollector
@@ -29,15 +32,23 @@ class Evaluator:
 
     Keyword Args:
         params: how responses are sampled for pass@k; greedy takes the same but for the temperature.
+        further: data sets that are test sets of their own: what is said of the test split leaves them out.
     """
 
     def __init__(
-        self, engine: Engine, greedy_env: LLMEnv, sampled_env: LLMEnv | None, *, params: SamplingParams
+        self,
+        engine: Engine,
+        greedy_env: LLMEnv,
+        sampled_env: LLMEnv | None,
+        *,
+        params: SamplingParams,
+        further: Sequence[str] = (),
     ) -> None:
         greedy = SamplingParams(params.max_new_tokens, temperature=0, stop_token_ids=params.stop_token_ids)
         self.engine = engine
         self.greedy_env = greedy_env
         self.sampled_env = sampled_env
+        self._further = frozenset(further)
         self._greedy_policy = GenerationPolicy(engine, greedy)
         self._sampling_policy = GenerationPolicy(engine, params)
 
@@ -49,17 +60,12 @@ class Evaluator:
 
         Returns:
             ``eval/pass@1`` in [0, 1] over the valid rewards, ``eval/invalid``, ``eval/response_length`` in tokens,
-            ``eval/truncated`` in [0, 1] and, if asked for, ``eval/pass@k``; and one row a problem (greedy): split,
-            query, response, reward, correct.
+            ``eval/truncated`` in [0, 1] and, if asked for, ``eval/pass@k``; the same with ``/name`` for each data set
+            by name; and one row a problem (greedy): split, query, response, reward, correct.
         """
         with preserve_rng(self.engine):
             batch = self._play(self.greedy_env, self._greedy_policy)
-            metrics = {
-                "eval/pass@1": batch.get(keys.CORRECT).sum().item() / max(1, int(batch.get(keys.REWARD_VALID).sum())),
-                "eval/invalid": float((~batch.get(keys.REWARD_VALID)).sum()),
-                "eval/response_length": (pad(batch, keys.RESPONSE, -1) >= 0).sum(-1).float().mean().item(),
-                "eval/truncated": batch.get(keys.TRUNCATED).float().mean().item(),
-            }
+            metrics = self._greedy_metrics(batch)
             if sampled and self.sampled_env is not None:
                 metrics |= self._pass_at_k(self.sampled_env)
         return metrics, sample_rows(batch, "test")
@@ -70,8 +76,32 @@ class Evaluator:
             self.engine.seed(0)
         return RolloutCollector(env, policy).rollout()
 
+    def _greedy_metrics(self, batch: TensorDictBase) -> dict[str, float]:
+        correct, valid, truncated = (
+            batch.get(key).reshape(-1).float() for key in (keys.CORRECT, keys.REWARD_VALID, keys.TRUNCATED)
+        )
+        lengths = (pad(batch, keys.RESPONSE, -1) >= 0).sum(-1).float()
+        metrics: dict[str, float] = {}
+        for suffix, rows in self._sets(batch):
+            metrics |= {
+                f"eval/pass@1{suffix}": correct[rows].sum().item() / max(1, int(valid[rows].sum())),
+                f"eval/invalid{suffix}": (1 - valid[rows]).sum().item(),
+                f"eval/response_length{suffix}": lengths[rows].mean().item(),
+                f"eval/truncated{suffix}": truncated[rows].mean().item(),
+            }
+        return metrics
+
     def _pass_at_k(self, env: LLMEnv) -> dict[str, float]:
         k = env.repeats
         batch = self._play(env, self._sampling_policy)
-        correct = batch.get(keys.CORRECT).reshape(-1, k).sum(-1).tolist()
-        return {f"eval/pass@{k}": sum(pass_at_k(k, count, k) for count in correct) / len(correct)}
+        counts = batch.get(keys.CORRECT).reshape(-1, k).sum(-1).tolist()
+        solved = torch.tensor([pass_at_k(k, count, k) for count in counts], dtype=torch.float64)
+        return {f"eval/pass@{k}{suffix}": solved[rows].mean().item() for suffix, rows in self._sets(batch[::k])}
+
+    def _sets(self, batch: TensorDictBase) -> list[tuple[str, Tensor]]:
+        """Rows of the task's own test split and of each data set, with what their metrics end in; none is empty."""
+        column = batch.get(keys.DATASET, None)
+        names = [""] * len(batch) if column is None else column.reshape(-1).tolist()
+        own = [i for i, name in enumerate(names) if name not in self._further]
+        sets = {f"/{name}": [i for i, other in enumerate(names) if other == name] for name in sorted({*names} - {""})}
+        return [(suffix, torch.tensor(rows)) for suffix, rows in ({"": own} | sets).items() if rows]

@@ -15,6 +15,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.generation.base import Engine, SamplingParams, preserve_rng
+from torchrl_grpo.prompts import Outcomes
 from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.weights import WeightHandle
 from torchrl_grpo.weights.mismatch import Probe, sample_probe
@@ -50,6 +51,7 @@ class RolloutReport:
         engine: the engine's state afterwards, None where rollouts overlap.
         dynamic: what dynamic sampling did with the groups, by name; empty without it.
         rewards: what scorers, tools and their processes did since the latest report, by name.
+        outcomes: what ``Prompts.take_news`` gave, of all groups that were played.
     """
 
     groups: tuple[int, ...]
@@ -59,6 +61,7 @@ class RolloutReport:
     engine: dict[str, Any] | None
     dynamic: dict[str, int] = field(default_factory=dict)
     rewards: dict[str, float] = field(default_factory=dict)
+    outcomes: Outcomes = ()
 
 
 class Sampler:
@@ -124,6 +127,7 @@ class Sampler:
             engine=self.engine.state_dict() if len(self.collectors) == 1 else None,
             dynamic=asdict(spent.groups) if collector.dynamic_sampling else {},
             rewards=collector.take_counts(),
+            outcomes=collector.base_env.prompts.take_news(),
         )
         return report, batch
 

@@ -61,8 +61,15 @@ def check_command_line(arguments: Sequence[str]) -> None:
         arguments: the command line after the script's name.
 
     Raises:
-        ConfigError: a value is not one of the key's choices.
+        ConfigError: a value is not one of the key's choices, or both keys that say how long a run is are given.
     """
+    given = dict(text.lstrip("+").partition("=")[::2] for text in arguments)
+    turns, epochs = (given.get(f"train.total_{name}", "null") for name in ("dialog_turns", "epochs"))
+    if "null" not in (turns, epochs):
+        raise ConfigError(
+            f"train.total_dialog_turns={turns} and train.total_epochs={epochs} exclude each other: use one of them "
+            "alone."
+        )
     for text in arguments:
         name, _, values = text.lstrip("+").partition("=")
         item = FIELDS.get(name)
@@ -80,8 +87,10 @@ def _explained(error: Exception, arguments: Sequence[str]) -> str:
     if not name or name.rpartition(".")[0] in COMPONENTS:
         return str(error)  # an argument of a component is that component's
     in_entry = getattr(cause, "object_type", None) in (DatasetConfig, ColumnsConfig) and not key.startswith("env.")
-    if in_entry or name == "env.datasets":
-        return _explained_entry(cause, key)
+    if in_entry or name in ("env.datasets", "evaluation.datasets"):
+        lists = ("evaluation.datasets", "env.datasets")
+        named = (listed for listed in lists if any(text.lstrip("+").startswith(listed) for text in arguments))
+        return _explained_entry(cause, key, next(named, lists[-1]) if in_entry else name)
     overrides = {text.lstrip("+~").partition("=")[0]: text for text in arguments}
     typed = next((key for key in overrides if key == name or key.startswith(f"{name}.")), name)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
@@ -91,16 +100,16 @@ def _explained(error: Exception, arguments: Sequence[str]) -> str:
     return f"{error}. {cause}" if error.__cause__ is cause else str(error)
 
 
-def _explained_entry(cause: Any, name: str) -> str:
-    """What is wrong with a key of a data set in ``env.datasets``."""
+def _explained_entry(cause: Any, name: str, listed: str) -> str:
+    """What is wrong with a key of a data set in the list ``listed``."""
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         close = difflib.get_close_matches(name, ENTRY_FIELDS, 1, cutoff=0.4)
         hint = f"did you mean {close[0]}?" if close else f"use {', '.join(ENTRY_FIELDS)}."
-        return f"{name} in env.datasets names a config key that does not exist: {hint}"
+        return f"{name} in {listed} names a config key that does not exist: {hint}"
     if name not in ENTRY_FIELDS:
-        return f"env.datasets must be a list of data sets, got {cause.value}: use [{{dataset: gsm8k, weight: 1}}], say."
+        return f"{listed} must be a list of data sets, got {cause.value}: use [{{dataset: gsm8k}}], say."
     kind, default = _type_of(DatasetConfig, name), ENTRY_FIELDS[name].default
-    return f"{name}={cause.value} in env.datasets must have the type {kind}: leave it out for {default}."
+    return f"{name}={cause.value} in {listed} must have the type {kind}: leave it out for {default}."
 
 
 def _type_of(node: Any, name: str) -> str:

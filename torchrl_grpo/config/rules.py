@@ -21,6 +21,7 @@ from torchrl_grpo.checks import (
 )
 from torchrl_grpo.config.data import DataConfig
 from torchrl_grpo.config.fields import leaves
+from torchrl_grpo.config.measuring import EvaluationConfig
 from torchrl_grpo.config.schema import EnvConfig, GRPOConfig
 from torchrl_grpo.errors import ConfigError
 
@@ -45,6 +46,7 @@ def validate(config: GRPOConfig) -> None:
             if value is not None and "limits" in item.metadata:
                 _check_limits(name, value, item.default, item.metadata["limits"])
         _validate_data(config.env)
+        _validate_tests(config.evaluation)
         _validate_turns(config.env)
         _validate_numbers(config)
         _validate_policy(config)
@@ -56,8 +58,9 @@ def validate(config: GRPOConfig) -> None:
 
 def _all_leaves(config: GRPOConfig) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
     yield from leaves(config)
-    for index, entry in enumerate(config.env.datasets or []):
-        yield from leaves(entry, f"env.datasets[{index}].")
+    for name, entries in (("env.datasets", config.env.datasets), ("evaluation.datasets", config.evaluation.datasets)):
+        for index, entry in enumerate(entries or []):
+            yield from leaves(entry, f"{name}[{index}].")
 
 
 def check_choice(name: str, value: Any, names: Sequence[str], also: Sequence[str] = ()) -> None:
@@ -101,6 +104,14 @@ def _validate_data(env: EnvConfig) -> None:
         raise ConfigError("env.datasets=[] must have a data set: use [{dataset: gsm8k}], say.")
     for index, entry in enumerate(env.datasets or []):
         _validate_dataset(entry, f"env.datasets[{index}]")
+
+
+def _validate_tests(evaluation: EvaluationConfig) -> None:
+    for index, entry in enumerate(evaluation.datasets or []):
+        field = f"evaluation.datasets[{index}]"
+        _validate_dataset(entry, field)
+        if entry.weight != 1:
+            raise ConfigError(f"{field}.weight={entry.weight} must be left out: weights are for env.datasets.")
 
 
 def _validate_turns(env: EnvConfig) -> None:
@@ -164,6 +175,21 @@ def _validate_numbers(config: GRPOConfig) -> None:
         above = next(size for size in range(min(step, batch), batch + 1) if batch % size == 0)
         use = f"{below} or {above}" if below < above else above
         raise ConfigError(f"train.optim_batch_size={step} must divide train.dialog_turns_per_batch={batch}: use {use}.")
+    if env.difficulty_filter is not None:
+        bounds = list(env.difficulty_filter)
+        if len(bounds) != 2 or not 0 <= bounds[0] < bounds[1] <= 1:
+            raise ConfigError(
+                f"env.difficulty_filter={bounds} must be [low, high] with low below high, both in [0, 1]: use "
+                "[0.05,0.95], say."
+            )
+    if config.only_evaluates and not config.evaluation.num_prompts:
+        raise ConfigError(
+            "train.total_dialog_turns=0 only evaluates and must have evaluation.num_prompts above 0: use "
+            "evaluation.num_prompts=200, say."
+        )
+    rows = config.logging.sample_rows
+    if rows != "all" and not (isinstance(rows, int) and rows > 0):
+        raise ConfigError(f"logging.sample_rows={rows} must be all, or a whole number of at least 1: use all, say.")
     if config.evaluation.k == 1:
         raise ConfigError(
             "evaluation.k=1 must be 0 or at least 2 (pass@1 is measured greedy): use evaluation.k=8, say."
@@ -247,6 +273,8 @@ _READ_WITH: dict[str, tuple[str, Container[Any], str]] = {
     "policy.behaviour_level": ("policy.behaviour_weight", ("truncate", "mask"), "mask"),
     "policy.max_sampling_rounds": ("policy.dynamic_sampling", (True,), "true"),
     "policy.constant_length": ("policy.aggregation", ("constant",), "constant"),
+    "evaluation.temperature": ("evaluation.k", range(2, 2**31), "8"),
+    "evaluation.datasets": ("evaluation.num_prompts", range(1, 2**31), "200"),
     "env.reward_timeout_s": ("env.reward_workers", range(1, 2**31), "2"),
     "train_model.lora.r": ("train_model.lora.enabled", (True,), "true"),
     "train_model.lora.alpha": ("train_model.lora.enabled", (True,), "true"),

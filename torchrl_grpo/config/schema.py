@@ -9,6 +9,7 @@ from torchrl_grpo import choices
 from torchrl_grpo.checks import MIN_TEMPERATURE, check_clip_epsilon
 from torchrl_grpo.config.data import DataConfig, DatasetConfig
 from torchrl_grpo.config.fields import choice, leaves, limited, old_name
+from torchrl_grpo.config.measuring import EvaluationConfig, LoggingConfig
 
 _REMOVED_TRANSFERS = {"shared_memory": "object_store", "file": "object_store", "adapters": "auto"}
 
@@ -130,6 +131,9 @@ class EnvConfig(DataConfig):
     """Group size G: responses to each prompt; at least 2 where the advantage compares them with their group."""
     max_prompt_tokens: int | None = limited(None, ge=1)
     """Longer prompts are dropped and counted; by default what the model's context leaves beside max_new_tokens."""
+    difficulty_filter: list[float] | None = None
+    """Bounds [low, high] of the share of correct responses between which a problem is drawn again: [0.05, 0.95] leaves
+    out what was never or always solved in the epochs before, for good. null draws all in each epoch."""
     max_turns: int = limited(1, ge=1)
     """Most turns of the policy in one dialog, at least 1. More than 1 needs tools, transforms, a retry_prompt, or a
     task that answers."""
@@ -225,8 +229,12 @@ class PolicyConfig:
 class TrainConfig:
     """How much is sampled and how it is split into optimizer steps."""
 
-    total_dialog_turns: int = limited(100_000, ge=1)
-    """Trajectories to train on, rounded up to whole batches. A dialog is one trajectory, however many turns it has."""
+    total_dialog_turns: int = limited(100_000, ge=0)
+    """Trajectories to train on, rounded up to whole batches. A dialog is one trajectory, however many turns it has. 0
+    evaluates and ends; with resume it evaluates that checkpoint."""
+    total_epochs: int | None = limited(None, ge=1)
+    """Passes over the training problems, in place of total_dialog_turns: env.repeats trajectories of each problem that
+    the data has and that is not too long, rounded up to whole batches. What difficulty_filter skips counts too."""
     dialog_turns_per_batch: int | None = limited(None, ge=2)
     """Trajectories collected between two weight syncs, a multiple of env.num_envs; by default env.num_envs."""
     optim_batch_size: int | None = limited(None, ge=1)
@@ -268,41 +276,6 @@ class OptimizerConfig:
     """Largest gradient norm, above 0."""
     warmup_steps: int = limited(0, ge=0)
     """Optimizer steps over which the learning rate rises from 0."""
-
-
-@dataclass
-class EvaluationConfig:
-    """Accuracy on the test split: pass@1 greedy, pass@k sampled."""
-
-    frequency: int = limited(50, ge=0)
-    """Steps between two greedy evaluations; 0 evaluates before and after the run only."""
-    num_prompts: int = limited(200, ge=0)
-    """Test problems to use, the same ones in each evaluation and run; 0 switches evaluation off."""
-    k: int = limited(8, ge=0)
-    """Samples a problem for pass@k before and after the run, at least 2; 0 leaves it out."""
-
-
-@dataclass
-class WandbConfig:
-    """Weights & Biases."""
-
-    mode: str = choice(choices.WandbMode, "disabled")
-    """disabled, offline or online."""
-    project: str = "torchrl-grpo"
-    """Project name."""
-    name: str | None = None
-    """Run name; by default the run folder's."""
-
-
-@dataclass
-class LoggingConfig:
-    """What is written beside metrics.jsonl."""
-
-    tensorboard: bool = True
-    """Whether TensorBoard files are written."""
-    sample_frequency: int = limited(50, ge=1)
-    """Steps between two tables of samples, at least 1."""
-    wandb: WandbConfig = field(default_factory=WandbConfig)
 
 
 @dataclass
@@ -362,8 +335,13 @@ class GRPOConfig:
 
     @property
     def num_batches(self) -> int:
-        """Batches in the run."""
+        """Batches in the run; with ``train.total_epochs`` only once ``blueprint.prepare`` knows the problems."""
         return -(-self.train.total_dialog_turns // self.dialog_turns_per_batch)
+
+    @property
+    def only_evaluates(self) -> bool:
+        """Whether nothing is trained."""
+        return self.train.total_dialog_turns == 0 and self.train.total_epochs is None
 
     @property
     def clip_epsilon(self) -> tuple[float, float]:
@@ -400,7 +378,6 @@ RETRY_PROMPT = "That answer is not right. Think again, step by step, and give an
 
 COMPONENTS = ("policy.loss", "policy.advantage", "env.task")
 """Nodes that name a class as ``_target_``, with arguments beside it."""
-
 
 ENTRY_FIELDS: dict[str, Any] = {name: item for name, item, _ in leaves(DatasetConfig())}
 """The same of an entry of ``env.datasets``."""

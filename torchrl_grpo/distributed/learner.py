@@ -122,7 +122,7 @@ class RayLearner:
         """See ``Learner.export``; rank 0 writes the files."""
         return self._ask_all("export", "export", checkpointer, tokenizer)
 
-    def samples(self, most: int) -> list[dict[str, Any]]:
+    def samples(self, most: int | None) -> list[dict[str, Any]]:
         """See ``Learner.samples``."""
         return self._ask("show samples", [self._ranks[0].call.remote("samples", most)])[0]
 

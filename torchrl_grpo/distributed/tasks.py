@@ -83,6 +83,8 @@ class TaskQueue:
         if first >= self._total_groups * self._rounds or self.buffer.room < self._task_groups:
             return
         self._env.prompts.skip(reserved)
+        if self._env.prompts.epoch == state["epoch"]:
+            state.pop("outcomes", None)  # only the start of an epoch asks for them, and they are many
         groups = tuple(range(first, first + self._task_groups))
         self._add(Progress(RolloutTask(state, groups, first + reserved), set(groups)))
 
@@ -129,6 +131,9 @@ class TaskQueue:
             return None
         for group, (progress, _) in taken:
             progress.left.discard(group)
+        for progress in self._progress:
+            if not progress.left and progress.report is not None:  # one with groups left may be played again
+                self._env.prompts.add(progress.report.outcomes)
         self._progress = [progress for progress in self._progress if progress.left]
         return [(group, ref) for group, (_, ref) in taken], self._metrics([progress for _, (progress, _) in taken])
 
@@ -146,6 +151,7 @@ class TaskQueue:
             "workers/reward_s": sum(report.env_s / len(report.groups) for report in reports),
             "workers/groups_resampled": self._resampled,
             **self._rewards,
+            **self._env.prompts.metrics(),
         }
         if any(progress.reference_s for progress in tasks):
             metrics["workers/reference_s"] = sum(each.reference_s / len(each.task.groups) for each in tasks)

@@ -74,8 +74,8 @@ class Learner:
         self._batch = batch
         return metrics | rollout_metrics(batch) | seconds
 
-    def samples(self, most: int) -> list[dict[str, Any]]:
-        """At most so many sequences of the latest batch, as rows of ``samples.jsonl``."""
+    def samples(self, most: int | None) -> list[dict[str, Any]]:
+        """At most so many sequences of the latest batch, None is all, as rows of ``samples.jsonl``."""
         return [] if self._batch is None else sample_rows(self._batch, "train", most)
 
     def weights(self) -> WeightHandle | None:

@@ -84,16 +84,15 @@ def find_resume(config: GRPOConfig, plain: Mapping[str, Any], max_staleness: int
     path, state = _find(config.train.resume)
     step, source = state["step"], dict(state["source"])
     if "tasks" not in source:
-        raise ConfigError(f"train.resume: {path} was written by an earlier version: start a new run, or use that one.")
+        raise ConfigError(
+            f"train.resume={path} must be a checkpoint of this version, but an earlier one wrote it: resume it with "
+            "that one, or start a new run."
+        )
     tasks = source["tasks"]
     saved = renamed(state["config"])
     _check_options(saved, plain, path)
-    done = step * config.dialog_turns_per_batch
-    if step >= config.num_batches:
-        raise ConfigError(
-            f"train.total_dialog_turns={config.train.total_dialog_turns} must be more than the {done} that {path} has "
-            f"behind it: use train.total_dialog_turns={2 * done}, say."
-        )
+    if config.only_evaluates:
+        tasks = source["tasks"] = []
     if tasks and max_staleness == 0:
         ahead = sum(len(task["wanted"]) for task in tasks)
         raise ConfigError(
@@ -109,6 +108,24 @@ def find_resume(config: GRPOConfig, plain: Mapping[str, Any], max_staleness: int
             f"{reference} (train.checkpoint_frequency={every or reference} would have written one)."
         )
     return Resume(path, step, source, reference)
+
+
+def check_length(resume: Resume, config: GRPOConfig) -> None:
+    """Checks that there is something left to do.
+
+    Raises:
+        ConfigError: the checkpoint has all steps of the run behind it.
+    """
+    done, train = resume.step * config.dialog_turns_per_batch, config.train
+    if config.only_evaluates or resume.step < config.num_batches:
+        return
+    field, value, use = "total_dialog_turns", train.total_dialog_turns, 2 * done
+    if train.total_epochs is not None:
+        field, value, use = "total_epochs", train.total_epochs, done * train.total_epochs // value + 1
+    raise ConfigError(
+        f"train.{field}={value} must be more than the {done} trajectories that {resume.path} has behind it: use "
+        f"train.{field}={use}, say."
+    )
 
 
 def check_tasks(resume: Resume, task_groups: int, config: GRPOConfig) -> None:

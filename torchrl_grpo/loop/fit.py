@@ -20,7 +20,7 @@ from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
 
-_SAMPLES, _TEST_SAMPLES = 4, 20
+_SHOWN, _TEST_SAMPLES = 4, 20
 _LARGEST_ON_POLICY_KL = 0.1
 """Nats per token. Rounding gives about 1e-12 in float32 and 1e-3 with an engine in bfloat16."""
 
@@ -36,7 +36,7 @@ class LearnerLike(Protocol):
 
     def train_batch(self, batch: Any) -> dict[str, float]: ...
 
-    def samples(self, most: int) -> list[dict[str, Any]]: ...
+    def samples(self, most: int | None) -> list[dict[str, Any]]: ...
 
     def weights(self) -> Any: ...
 
@@ -57,6 +57,7 @@ class Schedule:
         evaluation_frequency: between evaluations; 0 is before and after the run alone.
         checkpoint_frequency: between checkpoints; 0 is at the end alone.
         sample_frequency: between tables of samples.
+        sample_rows: samples that are written then, None is all.
         refresh_every: between updates of the reference model with the trained weights; None is never.
         reference_version: of the weights that the reference model of a resumed run had; 0 is the base model.
         mismatch_tolerance: largest mean difference of the log-probs of engine and trainer after a weight sync, in nats;
@@ -69,6 +70,7 @@ class Schedule:
     evaluation_frequency: int = 0
     checkpoint_frequency: int = 0
     sample_frequency: int = 50
+    sample_rows: int | None = 4
     refresh_every: int | None = None
     reference_version: int = 0
     mismatch_tolerance: float | None = None
@@ -118,7 +120,7 @@ def fit(
     console: Console,
     schedule: Schedule,
 ) -> None:
-    """Trains until ``learner.version`` is ``schedule.num_batches``.
+    """Trains until ``learner.version`` is ``schedule.num_batches``; with none it only evaluates.
 
     The weights are published once before the first batch, so that engine and trainer start equal. The test split is
     evaluated before the run and after it; a checkpoint is written at the end, and also when training fails or is
@@ -143,7 +145,8 @@ def fit(
         metrics, rows = source.evaluate(sampled=sampled)
         if metrics:
             metrics["time/eval_s"] = time.perf_counter() - start
-            logger.log_samples(step, rows[:_TEST_SAMPLES])
+            most = schedule.sample_rows
+            logger.log_samples(step, rows[: most and max(_TEST_SAMPLES, most)])
             console.evaluation(step, metrics)
         return metrics
 
@@ -178,9 +181,9 @@ def fit(
             logger.log(step, metrics)
             console.step(step, metrics, step * size, total)
             if last or step == first + 1 or step % schedule.sample_frequency == 0:
-                rows = learner.samples(_SAMPLES)
+                rows = learner.samples(schedule.sample_rows)
                 logger.log_samples(step, rows)
-                console.samples(step, rows)
+                console.samples(step, rows[:_SHOWN])
             if schedule.checkpoint_frequency and step % schedule.checkpoint_frequency == 0:
                 saver.save()
     finally:

@@ -23,8 +23,11 @@ from rich.table import Column, Table
 from rich.text import Text
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_grpo.records import MISSING, clip, duration, number, percent, printable, reward_text
+
+__all__ = ["Console", "clip", "duration", "printable"]
+
 _LONGEST_SAMPLE = 160
-_MISSING = "-"
 _WIDE = 80  # columns that the bar needs
 _DIMENSIONLESS = ("", "k", "M", "B", "T")
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -33,9 +36,9 @@ _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 class Console(AbstractContextManager["Console"]):
     """Prints a run.
 
-    Lifecycle: ``plan`` and ``geometry`` (and ``resume``), then ``start``, then ``step``, ``samples`` and ``evaluation``
-    in any order, then ``finish``; ``close`` at the end, also after a failure: it takes the bar off, so that a traceback
-    stays readable.
+    Lifecycle: ``table`` (and ``resume``), then ``start``, then ``step``, ``samples`` and ``evaluation`` in any order,
+    then ``finish``; ``close`` at the end, also after a failure: it takes the bar off, so that a traceback stays
+    readable.
 
     Args:
         every: where there is no terminal, one line is printed every so many steps.
@@ -58,22 +61,21 @@ class Console(AbstractContextManager["Console"]):
         self._started_at = time.monotonic()
         self._silent = True  # no step was printed yet
 
-    def plan(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Prints which role runs where.
+    def table(self, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Prints a table.
 
         Args:
-            rows: one mapping a role; its keys are the columns, e.g. ``role``, ``devices``, ``dtype``, ``parameters`` (a
-                count) and ``memory`` (bytes). A value may be None.
+            title: stands above it.
+            rows: their keys are the columns; a value may be None. ``parameters`` is a count and ``memory`` are bytes.
         """
-        self._table("Device plan", rows)
-
-    def geometry(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Prints how much of what a step and a run consist of.
-
-        Args:
-            rows: one mapping a quantity; its keys are the columns, e.g. ``what``, ``per step`` and ``whole run``.
-        """
-        self._table("Batch geometry", rows)
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+        table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+        for name in columns:
+            numeric = all(isinstance(row.get(name), int | float | None) for row in rows)
+            table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(self._text(_cell(name, row.get(name))) for name in columns))
+        self._rich.print(table)
 
     def resume(self, step: int, path: str | os.PathLike[str]) -> None:
         """Says where a resumed run goes on from."""
@@ -94,7 +96,7 @@ class Console(AbstractContextManager["Console"]):
             _Clock(table_column=line),
         )
         self._progress = Progress(*columns, console=self._rich, refresh_per_second=4, expand=wide)
-        self._progress.add_task("train", completed=sequences_done, total=sequences_total, step=_MISSING, numbers="")
+        self._progress.add_task("train", completed=sequences_done, total=sequences_total, step=MISSING, numbers="")
         self._progress.start()
         self._reroute_logger()
 
@@ -137,6 +139,7 @@ class Console(AbstractContextManager["Console"]):
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the ``eval/*`` metrics of the test split in a line; step 0 is before training."""
         values = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
+        values = {name: value for name, value in values.items() if "/" not in name or name.startswith("pass@")}
         names = sorted(values, key=lambda name: not name.startswith("pass@"))
         shown = [_evaluated(name, values[name]) for name in names]
         self._line(f"test after step {step}: {', '.join(filter(None, shown))}", style="bold cyan")
@@ -163,6 +166,9 @@ class Console(AbstractContextManager["Console"]):
             self._line(", ".join(parts))
         if restarts := summary.get("restarts"):
             self._line(f"{restarts:,} restarts of actors, {summary['groups_resampled']:,} groups sampled again")
+        if invalid := summary.get("invalid"):
+            causes = ", ".join(f"{count:,} {cause}" for cause, count in invalid.items())
+            self._line(f"{sum(invalid.values()):,} rewards were not valid: {causes}", style="yellow")
         width = max((len(name) for name in paths), default=0)
         for name, path in paths.items():
             self._line(f"  {name:<{width}}  {os.fspath(path)}")
@@ -182,20 +188,10 @@ class Console(AbstractContextManager["Console"]):
     def _line(self, text: str, style: str = "") -> None:
         self._rich.print(self._text(text, style), soft_wrap=True)
 
-    def _table(self, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        columns = list(dict.fromkeys(name for row in rows for name in row))
-        table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-        for name in columns:
-            numeric = all(isinstance(row.get(name), int | float | None) for row in rows)
-            table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*(self._text(_cell(name, row.get(name))) for name in columns))
-        self._rich.print(table)
-
     def _text(self, text: str, style: str = "") -> Text:
         """The text without control characters, and in the terminal's encoding: Chinese must not end a run in ASCII."""
         encoding = self._rich.encoding
-        return Text(printable(text).encode(encoding, "backslashreplace").decode(encoding), style=style)
+        return Text(printable(text, encoding), style=style)
 
     def _reroute_logger(self) -> None:
         """Lets TorchRL's log lines scroll above the bar: its handler holds the stream that the bar is drawn on."""
@@ -223,24 +219,6 @@ _LINE = _BAR | {
 }
 
 
-def printable(text: str) -> str:
-    """The text on one line: what cannot be printed becomes its escape (``\\n``, ``\\x1b``, ``\\u202e``)."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
-
-
-def clip(text: str, longest: int) -> str:
-    """The text, with its middle left out where it is too long: the answer stands at the end."""
-    if len(text) <= longest:
-        return text
-    tail = (longest - 5) // 2
-    return f"{text[: longest - 5 - tail]} ... {text[len(text) - tail :]}"
-
-
-def reward_text(row: Mapping[str, Any]) -> str:
-    """A sample's reward; a reward that crashed or timed out is not 0 but ``invalid``."""
-    return "invalid" if row.get("valid") is False or row.get("reward") is None else _number(row["reward"])
-
-
 def _join(metrics: Mapping[str, float], names: Mapping[str, str], separator: str) -> str:
     return separator.join(f"{label} {_metric(name, metrics[name])}" for label, name in names.items() if name in metrics)
 
@@ -249,45 +227,29 @@ def _evaluated(name: str, value: float | None) -> str:
     """An ``eval/*`` metric with its unit, of pass@k also the way of decoding; no text where no reward is invalid."""
     shown = _metric(name, value)
     if name.startswith("pass@"):
-        return f"{name} {shown} {'greedy' if name == 'pass@1' else 'sampled'}"
+        return f"{name} {shown} {'greedy' if name.partition('/')[0] == 'pass@1' else 'sampled'}"
     words = {"response_length": f"{shown} tokens", "truncated": f"{shown} truncated", "invalid": f"{shown} invalid"}
     return "" if name == "invalid" and value == 0 else words.get(name, f"{name} {shown}")
 
 
 def _metric(name: str, value: float | None) -> str:
     share = name.endswith(("accuracy", "truncated")) or "pass@" in name
-    return percent(value) if share else _number(value)
-
-
-def percent(value: float | None) -> str:
-    return _MISSING if value is None or not math.isfinite(value) else f"{100 * value:.1f}%"
-
-
-def _number(value: float | None) -> str:
-    if value is None or not math.isfinite(value):
-        return _MISSING
-    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.3g}"
+    return percent(value) if share else number(value)
 
 
 def _cell(name: str, value: Any) -> str:
     if value is None:
-        return _MISSING
+        return MISSING
     if name == "parameters":
         return _scaled(value, _DIMENSIONLESS, 1000)
     if name.startswith("memory"):
         return _scaled(value, _BYTES, 1024)
     if isinstance(value, list | tuple):
         return ", ".join(str(item) for item in value)
-    return _number(value) if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+    return number(value) if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
 def _scaled(value: float, units: Sequence[str], base: int) -> str:
     """A number with three digits and its unit: 1234567 is 1.23 M."""
     power = min(int(math.log(value, base)), len(units) - 1) if value >= 1 else 0
     return f"{value / base**power:.3g} {units[power]}".rstrip()
-
-
-def duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

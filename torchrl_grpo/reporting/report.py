@@ -15,11 +15,21 @@ from typing import Any
 import jinja2
 import yaml
 
-from torchrl_grpo.reporting.console import clip, duration, percent, printable, reward_text
+from torchrl_grpo.records import (
+    ENVIRONMENT_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    clip,
+    duration,
+    percent,
+    printable,
+    read_jsonl,
+    reward_text,
+)
 from torchrl_grpo.reporting.curves import COLORS, PANELS, TIME_PARTS, panel_svg, save_png, series, time_parts
-from torchrl_grpo.reporting.metrics import ENVIRONMENT_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl
 
 _MOST_SAMPLES = 12
+_INVALID = "rewards/invalid_"
 _LONGEST_TEXT = 2000
 
 Row = Mapping[str, Any]
@@ -76,7 +86,8 @@ def summarize(directory: str | os.PathLike[str]) -> dict[str, Any]:
         ``steps``; ``sequences`` and ``tokens`` (sums of ``rollout/sequences`` and ``rollout/tokens``); ``wall_s`` (the
         steps and the evaluations); ``trained_tokens_per_s`` (as the metric of that name: without the evaluations);
         ``accuracy_before`` and ``accuracy_after`` (first and last ``eval/pass@1``) and the steps that they were
-        measured after, ``before_step`` and ``after_step``; ``restarts`` of actors and ``groups_resampled`` after them.
+        measured after, ``before_step`` and ``after_step``; ``restarts`` of actors and ``groups_resampled`` after them;
+        ``invalid`` rewards by cause.
         What the run has no numbers for is None, or 0 where it is a count.
     """
     return _summary(merge_steps(read_jsonl(Path(directory) / METRICS_FILE)))
@@ -99,8 +110,9 @@ def _summary(records: Sequence[Row]) -> dict[str, Any]:
         "before_step": before_step,
         "accuracy_after": after,
         "after_step": after_step,
-        "restarts": _latest_sum(records, "workers/restarts_"),
+        "restarts": sum(_latest_sum(records, f"workers/restarts_{role}") for role in ("rollout", "reference")),
         "groups_resampled": _latest_sum(records, "workers/groups_resampled"),
+        "invalid": _invalid(records),
     }
 
 
@@ -114,11 +126,20 @@ def _latest_sum(records: Sequence[Row], prefix: str) -> int:
     return next((sum(found) for found in reversed(counts) if found), 0)
 
 
+def _invalid(records: Sequence[Row]) -> dict[str, int]:
+    """Rewards that were not valid since the start, by cause."""
+    latest = {name: int(value) for record in records for name, value in record.items() if name.startswith(_INVALID)}
+    return {name.removeprefix(_INVALID).replace("_", " "): count for name, count in latest.items() if count}
+
+
 def _title(config: str, hydra: str) -> str:
     """Model, data and algorithm, where Hydra's files name them."""
     try:
         settings, choices = yaml.safe_load(config), yaml.safe_load(hydra)["hydra"]["runtime"]["choices"]
-        return f"{settings['model']['name']} on {settings['env']['dataset']} with {choices['algo']}"
+        env = settings["env"]
+        data = " and ".join(str(entry["dataset"]) for entry in env.get("datasets") or [env])
+        data = (env.get("task") or {}).get("_target_") or data
+        return f"{settings['model']['name']} on {data} with {choices['algo']}"
     except (yaml.YAMLError, KeyError, TypeError):
         return "GRPO run"
 

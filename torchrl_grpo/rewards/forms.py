@@ -1,13 +1,14 @@
 """One reward function: what it is given, by the form that its parameters show, and what is made of its result.
 
-========  ===================  ===================================================================================
-form      told by              given
-========  ===================  ===================================================================================
-own                            ``FACTS`` and the columns by name; columns alone to ``**kwargs``
-TRL's     ``completions``      lists of one: ``prompts``, ``completions``, ``completion_ids`` and the columns;
-                               ``trainer_state=None``, and ``log_extra`` and ``log_metric``, which do nothing
-verl's    ``solution_str``     ``data_source``, ``solution_str``, ``ground_truth``, ``extra_info``, and columns by name
-========  ===================  ===================================================================================
+========  ====================  ==================================================================================
+form      told by               given
+========  ====================  ==================================================================================
+own                             ``FACTS`` and the columns by name; columns alone to ``**kwargs``
+TRL's     ``completions``,      lists of one: ``prompts``, ``completions``, ``completion_ids`` and the columns;
+          ``completion_ids`` or ``trainer_state=None``, and ``log_extra`` and ``log_metric``, which do nothing
+          ``prompts``
+verl's    ``solution_str``      ``data_source``, ``solution_str``, ``ground_truth``, ``extra_info``; columns by name
+========  ====================  ==================================================================================
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def _verl(facts: Given, columns: Given) -> tuple[Given, Given]:
 
 # From facts and columns to what is matched by name, and what else ``**kwargs`` gets.
 _FORMS: dict[Form, Callable[[Given, Given], tuple[Given, Given]]] = {"own": _own, "trl": _trl, "verl": _verl}
+_OF_TRL = {"completions", "completion_ids", "prompts"}
 _ABSENT = object()
 _NOTHING: Given = dict.fromkeys((*FACTS, "prompt_column", "written", "dataset"))
 
@@ -98,7 +100,7 @@ class RewardFunction:
         named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         self._names, self._needed = set(named), {key for key, p in named.items() if p.default is p.empty}
         self._takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self.form: Form = "trl" if "completions" in named else "verl" if "solution_str" in named else "own"
+        self.form: Form = "trl" if _OF_TRL & set(named) else "verl" if "solution_str" in named else "own"
         unknown = sorted(set(self.options) - self._names)
         if unknown and not self._takes_rest:
             raise ValueError(

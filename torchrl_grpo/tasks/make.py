@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 from torchrl_grpo import choices
 from torchrl_grpo.config.components import make_component
-from torchrl_grpo.config.data import DataConfig
+from torchrl_grpo.config.data import DataConfig, DatasetConfig
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.rewards.functions import load_function
 from torchrl_grpo.tasks.base import Split, Task
 from torchrl_grpo.tasks.conversations import WithRetry, WithTools
 from torchrl_grpo.tasks.dataset import DatasetTask
 from torchrl_grpo.tasks.mixed import MixedTask
-from torchrl_grpo.tasks.sources import data_name
+from torchrl_grpo.tasks.sources import UnknownSplitError, data_name
+from torchrl_grpo.tasks.with_tests import WithTests
 from torchrl_grpo.tools import Toolbox, parse_tool_calls
 
 BUILTINS = {
@@ -27,13 +30,14 @@ BUILTINS = {
 """Built-in data sets by name. A built-in one is a class that could be anybody's."""
 
 
-def make_task(env: EnvConfig, split: Split = "train") -> Task:
+def make_task(env: EnvConfig, split: Split = "train", tests: Sequence[DatasetConfig] = ()) -> Task:
     """The task that a config names, with its rewards.
 
     Args:
         env: validated.
         split: that is needed first. Of data sets it is read here, so that what is wrong with the data, or with a reward
             that asks for a column, is found before a model is loaded.
+        tests: further test sets.
 
     Raises:
         ValueError: the data cannot serve, there is no such task, or nothing scores its responses.
@@ -42,6 +46,11 @@ def make_task(env: EnvConfig, split: Split = "train") -> Task:
     'arithmetic'
     """
     task = _make_scored(env, split)
+    if tests:
+        own = list(task.tasks) if isinstance(task, MixedTask) else []
+        names = dataset_names(tests, "evaluation.datasets", own)
+        sets = [_make_test(entry, f"evaluation.datasets[{i}]", env.reward) for i, entry in enumerate(tests)]
+        task = WithTests(task, dict(zip(names, sets, strict=True)))
     if env.tools:
         functions = [load_function(name, "env.tools", {}) for name in env.tools]
         parser = parse_tool_calls if env.tool_parser is None else load_function(env.tool_parser, "env.tool_parser", {})
@@ -56,6 +65,30 @@ def make_task(env: EnvConfig, split: Split = "train") -> Task:
     return task
 
 
+def dataset_names(entries: Sequence[DatasetConfig], field: str, taken: Sequence[str] = ()) -> list[str]:
+    """What the metrics of data sets are called.
+
+    Raises:
+        ValueError: two have the same name, or one has a name that is ``taken``.
+    """
+    names = [entry.name or data_name(entry.dataset or "") for entry in entries]
+    for index, name in enumerate(names):
+        if [*names, *taken].count(name) > 1:
+            raise ValueError(f"{field}[{index}].name={name} must differ from the others: give it a name.")
+    return names
+
+
+def _make_test(entry: DatasetConfig, field: str, reward: Any) -> Task:
+    """A test set: the test split or, where there is none and none is asked for, all of the data."""
+    reward = reward if entry.reward is None else entry.reward
+    try:
+        return _make_dataset(entry, field, reward, "test")
+    except UnknownSplitError:
+        if entry.test_split is not None:
+            raise
+        return _make_dataset(replace(entry, test_split=entry.train_split or "train"), field, reward, "test")
+
+
 def _make_scored(env: EnvConfig, split: Split) -> Task:
     if env.task.get("_target_") is not None:
         task = make_component("env.task", env.task, Task)
@@ -63,12 +96,7 @@ def _make_scored(env: EnvConfig, split: Split) -> Task:
     if env.datasets is None:
         return _make_dataset(env, "env", env.reward, split)
     fields = [f"env.datasets[{index}]" for index in range(len(env.datasets))]
-    names = [entry.name or data_name(entry.dataset or "") for entry in env.datasets]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise ValueError(
-            f"{fields[names.index(twice[0])]}.name={twice[0]} must differ from the others: give it a name."
-        )
+    names = dataset_names(env.datasets, "env.datasets")
     tasks = [
         _make_dataset(entry, field, env.reward if entry.reward is None else entry.reward, split)
         for entry, field in zip(env.datasets, fields, strict=True)

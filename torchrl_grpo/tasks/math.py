@@ -47,7 +47,7 @@ class MathTask(PresetTask):
 
     name = "math"
     reward = "math"
-    drops_shared = True  # some short problems are in both of its splits
+    drops_shared = True  # its splits are given; many of its problems are one short line
     hub_name = "DigitalLearningGmbH/MATH-lighteval"
     title, files = "MATH", "train.jsonl and test.jsonl"
     defaults: ClassVar[dict[str, Any]] = {

@@ -17,19 +17,26 @@ class MixedProblems(Sequence[Problem]):
 
     Args:
         parts: the problems of each.
-        names: what ``Problem.dataset`` becomes.
+        names: what ``Problem.dataset`` becomes; an empty one leaves it.
         weights: of each in an epoch; None draws every problem once, from each data set in turn.
     """
 
     def __init__(
         self, parts: Sequence[Sequence[Problem]], names: Sequence[str], weights: Sequence[float] | None
     ) -> None:
-        self._parts, self._names, self.weights = list(parts), list(names), weights
+        self.parts, self._names, self.weights = list(parts), list(names), weights
         self._ends = list(accumulate(map(len, parts)))
 
     def part(self, index: int) -> int:
         """Which data set a problem belongs to."""
         return bisect_right(self._ends, index)
+
+    def split(self, indices: Sequence[int]) -> list[list[int]]:
+        """Indices by the data set that they are of."""
+        parts: list[list[int]] = [[] for _ in self.parts]
+        for index in indices:
+            parts[self.part(index)].append(index)
+        return parts
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -43,8 +50,8 @@ class MixedProblems(Sequence[Problem]):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]
         part = self.part(index)
-        problem = self._parts[part][index - (self._ends[part - 1] if part else 0)]
-        return dataclasses.replace(problem, dataset=self._names[part])
+        problem = self.parts[part][index - (self._ends[part - 1] if part else 0)]
+        return dataclasses.replace(problem, dataset=self._names[part] or problem.dataset)
 
 
 class MixedTask(Task):
@@ -85,21 +92,25 @@ class MixedTask(Task):
         parts = [task.problems(split) for task in self.tasks.values()]
         return MixedProblems(parts, list(self.tasks), self.weights if split == "train" else None)
 
+    def task_of(self, problem: Problem) -> Task:
+        """The task that a problem is of."""
+        return self.tasks[problem.dataset]
+
     def messages(self, problem: Problem) -> list[Message]:
-        return self.tasks[problem.dataset].messages(problem)
+        return self.task_of(problem).messages(problem)
 
     def judge(self, dialog: Dialog) -> Score:
-        return self.tasks[dialog.problem.dataset].judge(dialog)
+        return self.task_of(dialog.problem).judge(dialog)
 
     def judge_all(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Score | Exception]:
         scores: dict[int, Score | Exception] = {}
-        for name, task in self.tasks.items():
-            own = [i for i, dialog in enumerate(dialogs) if dialog.problem.dataset == name]
+        for task in self.tasks.values():
+            own = [i for i, dialog in enumerate(dialogs) if self.task_of(dialog.problem) is task]
             scores |= dict(zip(own, task.judge_all([dialogs[i] for i in own], timeout_s), strict=True))
         return [scores[i] for i in range(len(dialogs))]
 
     def reply(self, dialog: Dialog) -> list[Message] | None:
-        return self.tasks[dialog.problem.dataset].reply(dialog)
+        return self.task_of(dialog.problem).reply(dialog)
 
     @property
     def multi_turn(self) -> bool:
@@ -109,9 +120,7 @@ class MixedTask(Task):
         """As many draws as there are usable problems, shared out by weight among the tasks that have some."""
         if not isinstance(problems, MixedProblems):
             return super().epoch(problems, usable, rng)
-        parts: dict[int, list[int]] = {}
-        for index in usable:
-            parts.setdefault(problems.part(index), []).append(index)
+        parts = {part: indices for part, indices in enumerate(problems.split(usable)) if indices}
         if problems.weights is None:
             turns = zip_longest(*(rng.sample(part, len(part)) for part in parts.values()))
             return [index for turn in turns for index in turn if index is not None]

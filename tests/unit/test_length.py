@@ -1,0 +1,120 @@
+"""How long a run is: in trajectories, in passes over the data, or none; and how many samples it keeps."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.configs import compose_config
+from tests.support.runs import at
+from torchrl_grpo.blueprint import prepare
+from torchrl_grpo.config import ConfigError, GRPOConfig, check_command_line, plain
+from torchrl_grpo.learner.resume import find_resume
+from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.reporting.report import summarize
+from torchrl_grpo.run import build
+
+SMALL = (
+    "env.num_envs=16", "env.repeats=4", "env.reward=number", "inference_model.max_new_tokens=4",
+    "evaluation.num_prompts=3", "evaluation.k=0", "logging.tensorboard=false",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six problems to train on and three to test on."""
+    folder = tmp_path_factory.mktemp("data")
+    for split, first, count in (("train", 1, 6), ("test", 7, 3)):
+        rows = [json.dumps({"question": f"{n}+{n}=", "answer": str(2 * n)}) for n in range(first, first + count)]
+        (folder / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def config_of(data: Path, *overrides: str) -> GRPOConfig:
+    return compose_config(*SMALL, f"env.dataset={data}", *overrides)
+
+
+def fit(config: GRPOConfig, folder: Path, *, asynchronous: bool = False) -> list[dict[str, Any]]:
+    run = build(config, folder, asynchronous=asynchronous)
+    try:
+        run.fit()
+    finally:
+        run.close()
+    return read_jsonl(folder / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def epoch(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run over one pass."""
+    folder = tmp_path_factory.mktemp("epoch")
+    fit(config_of(data, "train.total_epochs=1", "logging.sample_rows=all", "logging.sample_frequency=1"), folder)
+    return folder
+
+
+def test_an_epoch_has_each_problem_once_in_whole_batches(epoch: Path) -> None:
+    """24 trajectories: a batch of 16, and another that begins the next epoch."""
+    rows = read_jsonl(epoch / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    samples = [row for row in read_jsonl(epoch / "samples.jsonl") if row["split"] == "train"]
+    assert [row["step"] for row in samples] == [1] * 16 + [2] * 16  # all rows of each step
+    assert sorted(Counter(row["query"] for row in samples[:16]).values()) == [4, 4, 4, 4]
+    assert {f"{n}+{n}=" for n in range(1, 7)} == {row["query"] for row in samples}
+
+
+def test_a_run_goes_on_for_further_epochs_and_not_for_fewer(epoch: Path, data: Path) -> None:
+    def prepared(epochs: int) -> GRPOConfig:
+        config = config_of(data, f"train.total_epochs={epochs}", f"train.resume={at(epoch, 2)}")
+        return prepare(config, [], find_resume(config, plain(config), 0)).config
+
+    assert (prepared(2).num_batches, prepared(3).train.total_dialog_turns) == (3, 72)
+    with pytest.raises(ConfigError, match=r"total_epochs=1 must be more than the 32 .*: use train\.total_epochs=2,"):
+        prepared(1)
+
+
+def test_total_dialog_turns_0_evaluates_a_checkpoint_and_ends(
+    epoch: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(data, "train.total_dialog_turns=0", f"train.resume={epoch}")
+    rows = fit(config, tmp_path)
+    assert [(row["step"], row["eval/pass@1"]) for row in rows] == [
+        (2, read_jsonl(epoch / "metrics.jsonl")[-1]["eval/pass@1"])
+    ]
+    assert len(read_jsonl(tmp_path / "samples.jsonl")) == 3
+    assert not (tmp_path / "checkpoints").exists()
+    assert (tmp_path / "report.html").stat().st_size > 0
+    summary = summarize(tmp_path)
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (rows[0]["eval/pass@1"], None)
+    printed = capsys.readouterr().out
+    assert "test after step 2" in printed and "model" not in printed.partition("test after step 2")[2]
+
+
+@pytest.mark.slow
+def test_the_asynchronous_script_evaluates_and_ends_too(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    rows = fit(config_of(data, "train.total_dialog_turns=0"), tmp_path, asynchronous=True)
+    assert [row["step"] for row in rows] == [0] and 0 <= rows[0]["eval/pass@1"] <= 1
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_two_lengths_on_the_command_line_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"total_dialog_turns=64 and train\.total_epochs=2 exclude each other"):
+        check_command_line(["train.total_dialog_turns=64", "++train.total_epochs=2"])
+    check_command_line(["train.total_dialog_turns=64", "train.total_epochs=null"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.total_dialog_turns=0", "evaluation.num_prompts=0"], r"must have evaluation\.num_prompts above 0"),
+        (["train.total_epochs=0"], r"train\.total_epochs=0 must be at least 1"),
+        (["logging.sample_rows=0"], r"logging\.sample_rows=0 must be all, or a whole number of at least 1: use all"),
+        (["logging.sample_rows=some"], r"logging\.sample_rows=some must be all"),
+    ],
+)
+def test_a_wrong_length_says_what_works(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose_config(*overrides)

@@ -1,0 +1,134 @@
+"""``python -m torchrl_grpo.samples``: a run's samples, filtered, sorted and compared in the terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.hostile import HOSTILE, SHOWN
+from torchrl_grpo.samples import main
+
+
+def sample(step: int, query: str, response: str, reward: float | None, **others: Any) -> dict[str, Any]:
+    row = {"step": step, "split": "test", "query": query, "response": response, "reward": reward}
+    return row | {"correct": reward == 1, "valid": reward is not None} | others
+
+
+ROWS = [
+    sample(0, "1+1=", "three!", 0.0, dataset="sums"),
+    sample(0, "2+2=", "4", 1.0, dataset="sums"),
+    sample(0, "say", "no", None, dataset="words"),
+    sample(1, "1+1=", "THREE\nor two", 0.5, split="train", advantage=-0.25, parts={"number": 1.0, "short": None}),
+    sample(9, "1+1=", "two", 1.0, dataset="sums"),
+    sample(9, "2+2=", "5", 0.5, dataset="sums"),
+    sample(9, "say", "yes", 1.0, dataset="words"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return tmp_path
+
+
+def printed(folder: Path, *arguments: str, width: int = 100) -> str:
+    file = io.StringIO()
+    main([str(folder), *arguments], file, width)
+    return file.getvalue()
+
+
+def heads(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("step ")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ([], range(7)),
+        (["--step", "0", "1"], range(4)),
+        (["--split", "train"], [3]),
+        (["--dataset", "words"], [2, 6]),
+        (["--min-reward", "0.5"], [1, 3, 4, 5, 6]),
+        (["--max-reward", "0.5"], [0, 3, 5]),  # an invalid reward is neither high nor low
+        (["--min-reward", "0.5", "--max-reward", "0.5", "--split", "test"], [5]),
+        (["--text", "Three"], [0, 3]),
+        (["--text", "2+2"], [1, 5]),
+        (["--sort", "reward", "--dataset", "sums"], [0, 5, 1, 4]),
+        (["--sort", "length", "--reverse", "--limit", "2"], [3, 0]),
+        (["--sort", "step", "--reverse", "--limit", "1"], [6]),
+    ],
+)
+def test_filters_sorting_and_limit(arguments: list[str], found: list[int], folder: Path) -> None:
+    text = printed(folder, *arguments)
+    responses = [ROWS[i]["response"].split("\n")[0] for i in found]
+    lines = [line.strip() for line in text.splitlines()]
+    assert [line for line in lines if line in {row["response"].split("\n")[0] for row in ROWS}] == responses
+    assert len(heads(text)) == len(list(found))
+
+
+def test_a_sample_is_shown_with_what_it_earned(folder: Path) -> None:
+    text = printed(folder, "--split", "train")
+    assert heads(text) == ["step 1 | train | reward 0.5 (number 1, short -) | advantage -0.25"]
+    assert "  THREE\n  or two" in "\n".join(line.rstrip() for line in text.splitlines())
+    assert "1 of 1 samples that match, of 7" in text
+    assert heads(printed(folder, "--text", "no")) == ["step 0 | test | words | reward invalid"]
+
+
+def test_before_stands_against_after(folder: Path) -> None:
+    text = printed(folder, "--compare", "--split", "test", "--sort", "change", "--reverse")
+    titles = [line.strip() for line in text.splitlines() if line.strip() in ("1+1=", "2+2=", "say")]
+    assert titles == ["1+1=", "say", "2+2="]  # the largest gain first; of an invalid reward there is none
+    row = next(line for line in text.splitlines() if "three!" in line)
+    assert row.split() == ["three!", "two"]
+    assert "3 problems: 1 better, 1 worse, 0 the same; reward 0.5 -> 0.75; correct 50.0% -> 50.0%" in text
+    worse = printed(folder, "--compare", "--max-reward", "0.5")
+    assert "1 problems: 0 better, 1 worse" in worse and "three!" not in worse
+    assert (
+        printed(folder, "--compare", "--step", "0").strip().splitlines()[-1]
+        == "0 problems: 0 better, 0 worse, 0 the same"
+    )
+
+
+@pytest.mark.parametrize("arguments", [[], ["--compare"]])
+def test_what_a_model_wrote_does_nothing_to_the_terminal(arguments: list[str], tmp_path: Path) -> None:
+    rows = [sample(step, HOSTILE, HOSTILE, 1.0) for step in (0, 1)]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = printed(tmp_path, *arguments, width=1000)
+    assert SHOWN in text
+    assert all(c.isprintable() or c == "\n" for c in text)
+
+
+def test_where_nothing_matches_it_says_what_there_is(folder: Path) -> None:
+    text = printed(folder, "--dataset", "nothing")
+    assert "0 of 0 samples that match, of 7" in text
+    assert "there are the steps [0, 1, 9] and the data sets ['sums', 'words']" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/nowhere"], "RUN=/nowhere must be a run's folder, or its samples.jsonl"),
+        ([".", "--limit", "0"], "0 must be a whole number of at least 1"),
+        ([__file__, "--sort", "change"], "give --compare too"),
+    ],
+)
+def test_a_mistake_ends_with_what_to_do(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_imports_no_torch(folder: Path) -> None:
+    code = (
+        "import runpy, sys; sys.argv = ['samples', sys.argv[1], '--step', '9', '--limit', '1'];"
+        "runpy.run_module('torchrl_grpo.samples', run_name='__main__');"
+        "assert not {'torch', 'torchrl', 'transformers'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    assert "1 of 3 samples that match, of 7" in done.stdout

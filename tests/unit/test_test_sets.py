@@ -1,0 +1,130 @@
+"""``evaluation.datasets``: further test sets beside the task's own test split."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.support.configs import compose_config
+from tests.support.documentation import undocumented
+from torchrl_grpo.blueprint import prepare
+from torchrl_grpo.config import ConfigError, from_hydra
+from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.run import build
+from torchrl_grpo.tasks.arithmetic import ArithmeticTask
+from torchrl_grpo.tasks.mixed import MixedTask
+from torchrl_grpo.tasks.with_tests import WithTests
+
+SMALL = ("env.num_envs=16", "env.repeats=4", "inference_model.max_new_tokens=4", "logging.tensorboard=false")
+
+
+def write(folder: Path, name: str, count: int) -> Path:
+    rows = [json.dumps({"question": f"{name} {n}+1=", "answer": str(n + 1)}) for n in range(count)]
+    (folder / name).write_text("\n".join(rows) + "\n")
+    return folder / name
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_own_test_problems_keep_their_order(mixed: bool) -> None:
+    own = MixedTask([ArithmeticTask(1), ArithmeticTask(2)], [1, 2], ["a", "b"]) if mixed else ArithmeticTask(1)
+    problems = own.problems("test")
+    alone = [problems[i] for i in own.epoch(problems, range(len(problems)), random.Random(3))]
+    task = WithTests(own, {"hard": ArithmeticTask(3)})
+    both = task.problems("test")
+    order = [both[i] for i in task.epoch(both, range(len(both)), random.Random(3))]
+    assert [problem for problem in order if problem.dataset != "hard"] == alone
+    assert Counter(problem.dataset == "hard" for problem in order[:40]) == {True: 20, False: 20}
+    assert task.problems("train") == own.problems("train") or mixed
+    trained = own.problems("train")
+    usable = range(len(trained))
+    assert task.epoch(trained, usable, random.Random(1)) == own.epoch(trained, usable, random.Random(1))
+
+
+def test_a_run_measures_each_test_set_and_the_own_split_or_none(tmp_path: Path) -> None:
+    """A file has no test split: as a test set it is tested whole, as the data to train on it has no test of its own."""
+    train, small = write(tmp_path, "train.jsonl", 8), write(tmp_path, "small.jsonl", 3)
+    sets = f"[{{dataset: {small}}},{{dataset: arithmetic, difficulty: 1, name: sums}}]"
+    config = compose_config(
+        *SMALL, f"env.dataset={train}", "env.reward=number", "train.total_dialog_turns=0", "evaluation.num_prompts=5",
+        "evaluation.k=2", "evaluation.temperature=0.5", f"evaluation.datasets={sets}", "logging.sample_rows=all",
+    )  # fmt: skip
+    run = build(config, tmp_path / "run")
+    try:
+        run.fit()
+        evaluator = run.source.sampler.evaluator  # type: ignore[union-attr]
+        assert evaluator is not None and evaluator._sampling_policy.params.temperature == 0.5
+        assert run.source.sampler.params.temperature == 1.0  # type: ignore[union-attr]
+    finally:
+        run.close()
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert undocumented(rows) == set()
+    names = {name for name in rows[0] if name.startswith("eval/pass")}
+    assert names == {f"eval/pass@{k}/{name}" for k in (1, 2) for name in ("small", "sums")}
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert Counter(row["dataset"] for row in samples) == {"small": 3, "sums": 5}
+
+
+def test_long_prompts_leave_as_many_of_the_other_sets(tmp_path: Path) -> None:
+    short, some = write(tmp_path, "short.jsonl", 9), write(tmp_path, "some.jsonl", 4)
+    with some.open("a") as file:
+        file.write(json.dumps({"question": "1+" * 400 + "1=", "answer": "401"}) + "\n")
+    blueprint = prepare(
+        compose_config(
+            *SMALL, "evaluation.num_prompts=6", "evaluation.k=2", "env.reward=number", "env.max_prompt_tokens=64",
+            f"evaluation.datasets=[{{dataset: {short}}},{{dataset: {some}}}]",
+        ),
+        [],
+    )  # fmt: skip
+    assert blueprint.greedy_env is not None and blueprint.sampled_env is not None
+    names = blueprint.greedy_env.reset()["dataset"]
+    assert Counter(names) == {"": 6, "short": 6, "some": 4}
+    assert Counter(blueprint.sampled_env.reset()["dataset"]) == {"": 12, "short": 12, "some": 8}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["evaluation.datasets=[{dataset: arithmetic}]", "evaluation.num_prompts=0"], r"must be left out with .*=0"),
+        (["evaluation.datasets=[{dataset: arithmetic, weight: 2}]"], r"datasets\[0\]\.weight=2\.0 must be left out"),
+        (["evaluation.datasets=[{difficulty: 2}]"], r"evaluation\.datasets\[0\]\.dataset=null must be a data set"),
+        (["evaluation.datasets=[{dataset: a, test_fraction: 2}]"], r"evaluation\.datasets\[0\]\.test_fraction=2\.0 mu"),
+        (["evaluation.temperature=0.5", "evaluation.k=0"], r"temperature=0\.5 must be left out with evaluation\.k=0"),
+        (["evaluation.temperature=0"], r"evaluation\.temperature=0\.0 must be at least 0\.01"),
+    ],
+)
+def test_what_nothing_reads_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose_config(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("own", "sets", "message"),
+    [
+        (
+            [],
+            "[{dataset: arithmetic},{dataset: arithmetic}]",
+            r"datasets\[0\]\.name=arithmetic must differ",
+        ),
+        (
+            ["env.datasets=[{dataset: arithmetic, name: a}]"],
+            "[{dataset: countdown},{dataset: arithmetic, name: a}]",
+            r"evaluation\.datasets\[1\]\.name=a must differ",
+        ),
+    ],
+)
+def test_test_sets_have_names_of_their_own(own: list[str], sets: str, message: str) -> None:
+    overrides = [*own, f"evaluation.datasets={sets}"]
+    overrides += ["env.dataset=null", "env.difficulty=2"] if own else []
+    with pytest.raises(ConfigError, match=message):
+        prepare(compose_config(*SMALL, *overrides), [])
+
+
+def test_a_mistake_in_an_entry_names_the_list() -> None:
+    config = OmegaConf.create({"evaluation": {"datasets": ["gsm8k"]}})
+    with pytest.raises(ConfigError, match=r"evaluation\.datasets must be a list of data sets, got gsm8k"):
+        from_hydra(config)

@@ -1,0 +1,68 @@
+"""The files of a run as they are read back, and their texts and numbers as they are shown. It imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+ENVIRONMENT_FILE = "environment.json"
+MISSING = "-"
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The rows of a jsonl file of a run; a last line that a crash cut short is left out.
+
+    Returns:
+        the rows, none when the file is not there.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in whole_lines(path)]
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines that end in a newline (``splitlines`` would split at more characters than that)."""
+    return path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+
+
+def printable(text: str, encoding: str = "utf-8") -> str:
+    """The text on one line: what cannot be printed, in an encoding, becomes its escape (``\\n``, ``\\x1b``,
+    ``\\u202e``)."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def clip(text: str, longest: int) -> str:
+    """The text, with its middle left out where it is too long: the answer stands at the end."""
+    if len(text) <= longest:
+        return text
+    tail = (longest - 5) // 2
+    return f"{text[: longest - 5 - tail]} ... {text[len(text) - tail :]}"
+
+
+def reward_text(row: Mapping[str, Any]) -> str:
+    """A sample's reward; a reward that crashed or timed out is not 0 but ``invalid``."""
+    return "invalid" if row.get("valid") is False or row.get("reward") is None else number(row["reward"])
+
+
+def percent(value: float | None) -> str:
+    return MISSING if value is None or not math.isfinite(value) else f"{100 * value:.1f}%"
+
+
+def number(value: float | None) -> str:
+    if value is None or not math.isfinite(value):
+        return MISSING
+    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,61 @@
+"""``WithTests``: a task whose test split has further test sets beside its own."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from itertools import chain, zip_longest
+
+from torchrl_grpo.tasks.base import Problem, Split, Task
+from torchrl_grpo.tasks.mixed import MixedProblems, MixedTask
+from torchrl_grpo.tasks.sources import UnknownSplitError
+
+_log = logging.getLogger(__name__)
+
+
+class TestedProblems(MixedProblems):
+    """A task's own test problems, and after them those of the test sets."""
+
+
+class WithTests(MixedTask):
+    """A task in all but its test split: each test set's problems are there too, put, answered and scored by its task.
+
+    The order of the task's own test problems stays as it is without the test sets; one of each comes in turn.
+
+    Args:
+        task: the task. If it has no test split, the test sets are all that is tested.
+        tests: the test sets by name, which their problems have as ``Problem.dataset``.
+
+    >>> from torchrl_grpo.tasks.arithmetic import ArithmeticTask
+    >>> task = WithTests(ArithmeticTask(1), {"hard": ArithmeticTask(3)})
+    >>> problems = task.problems("test")
+    >>> [problems[i].dataset for i in task.epoch(problems, range(len(problems)), random.Random(0))[:4]]
+    ['', 'hard', '', 'hard']
+    """
+
+    def __init__(self, task: Task, tests: Mapping[str, Task]) -> None:
+        super().__init__([task, *tests.values()], [1.0] * (len(tests) + 1), ["", *tests])
+        self.task, self.name = task, task.name
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """Of ``"test"``, the task's own and after them those of each test set."""
+        if split == "train":
+            return self.task.problems(split)
+        try:
+            own = self.task.problems(split)
+        except UnknownSplitError as error:
+            _log.info(f"Only the test sets of evaluation.datasets are tested: {error}.")
+            own = ()
+        sets = [task.problems(split) for name, task in self.tasks.items() if name]
+        return TestedProblems([own, *sets], list(self.tasks), None)
+
+    def task_of(self, problem: Problem) -> Task:
+        return self.tasks.get(problem.dataset, self.task)
+
+    def epoch(self, problems: Sequence[Problem], usable: Sequence[int], rng: random.Random) -> list[int]:
+        if not isinstance(problems, TestedProblems):
+            return self.task.epoch(problems, usable, rng)
+        own, *sets = problems.split(usable)
+        orders = [self.task.epoch(problems.parts[0], own, rng), *(rng.sample(each, len(each)) for each in sets)]
+        return [index for index in chain.from_iterable(zip_longest(*orders)) if index is not None]

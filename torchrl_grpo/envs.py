@@ -261,9 +261,8 @@ class LLMEnv(EnvBase):
                 again[row] = replace(dialogs[row], finish_reason="length")  # its answer found no room: it ends here
         for row, turn in zip(again, self._advance(again), strict=True):
             self._take(row, again[row], turn, prompts[row])
-        for row in active:
-            if self._rows[row].done and self._rows[row].valid:
-                self.prompts.record(self._drawn[row][0], self._rows[row].correct)
+        if self.input_mode == "tokens":  # else HistoryTransforms has the last word
+            self.note_outcomes()
         text_column = [row.responses[-1] if row.responses else "" for row in self._rows]
         columns: dict[str, Any] = self._outcome_columns(self._rows, _OUTCOME)
         if self.task.has_parts:
@@ -341,8 +340,6 @@ class LLMEnv(EnvBase):
         fits = self.max_prompt_tokens is None or longer.numel() <= self.max_prompt_tokens
         return longer if fits else None
 
-    # For transforms of the chats
-
     @property
     def dialogs(self) -> list[Dialog]:
         """The dialog of each row so far; its messages include what came after the latest turn."""
@@ -366,6 +363,12 @@ class LLMEnv(EnvBase):
             said = dialog.messages[len(self.task.messages(state.problem)) :]
             self._rows[row] = _Row(state.problem, state.responses, [*said, *messages])
         return longer
+
+    def note_outcomes(self) -> None:
+        """Tells the prompts how the dialogs came out that ended in the latest step."""
+        for row in self.latest:
+            if self._rows[row].done and self._rows[row].valid:
+                self.prompts.record(self._drawn[row][0], self._rows[row].correct)
 
     def finish(self, row: int, *, truncated: bool) -> None:
         """Ends a row's dialog."""

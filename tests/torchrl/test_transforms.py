@@ -95,6 +95,7 @@ def check_tokens(tokenizer: PreTrainedTokenizerBase, row: TensorDictBase, *parts
 )
 def test_a_tools_result_follows_the_sampled_tokens(tokenizer: Any, make: Any, call: str, result: str) -> None:
     env = make_env(tokenizer, make())
+    env.base_env.prompts.difficulty_filter = (0.0, 1.0)
     batch, _ = play(env, tokenizer, lambda copy, prompt: call if copy == 0 and "<|tool|>" not in prompt else "a")
     between = f"<|tool|>{result}<|end|><|assistant|>"
     start = "<|user|>a<|end|><|assistant|>"
@@ -103,6 +104,7 @@ def test_a_tools_result_follows_the_sampled_tokens(tokenizer: Any, make: Any, ca
     assert batch[keys.REWARD].flatten().tolist() == [1.0, 1.0]
     assert batch[keys.CORRECT].all() and batch[keys.TERMINATED].all()
     assert [batch[row][keys.REWARD_PARTS] for row in (0, 1)] == [{"right": 1.0}] * 2
+    assert env.base_env.prompts.take_news() == [[0, True, 2]]  # the difficulty filter counts dialogs, not their turns
 
 
 def test_a_transform_that_is_appended_later_works_too(tokenizer: Any) -> None:

@@ -127,7 +127,7 @@ class Sampler:
             engine=self.engine.state_dict() if len(self.collectors) == 1 else None,
             dynamic=asdict(spent.groups) if collector.dynamic_sampling else {},
             rewards=collector.take_counts(),
-            outcomes=collector.env.prompts.take_news(),
+            outcomes=collector.base_env.prompts.take_news(),
         )
         return report, batch
 

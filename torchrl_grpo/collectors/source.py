@@ -94,7 +94,7 @@ class LocalSource:
         self._rewards.update(report.rewards)
         self._metrics = {"time/generate_s": report.generate_s, "time/reward_s": report.env_s}
         self._metrics |= {"staleness/max": float(staleness), **self._rewards}
-        self._metrics |= self.sampler.collectors[0].env.prompts.metrics()
+        self._metrics |= self.sampler.collectors[0].base_env.prompts.metrics()
         self._metrics |= {f"rollout/groups_{name}": float(count) for name, count in report.dynamic.items()}
         if self.reference is not None:
             start = time.perf_counter()

@@ -373,7 +373,7 @@ def _completion(parts: Sequence[Any]) -> Completion:
     tokens = torch.tensor([token for part in parts for token in part.token_ids], dtype=torch.int64)
     versions = None
     for span in parts[-1].weight_versions or ():
-        if span.version:  # the scheduler was told one
+        if span.version.isdecimal():  # the scheduler was told one; before that it is "default"
             versions = torch.full_like(tokens, -1) if versions is None else versions
             versions[span.start : span.end] = int(span.version)
     return Completion(

@@ -117,6 +117,7 @@ class HistoryTransforms(Compose):
                 added[row] += _appended(transform, next_tensordict["history"].prompt[row], chats[row])
         rows = zip(tensordict.unbind(0), before.unbind(0), next_tensordict.unbind(0), strict=True)
         settled = [self._settle(env, row, added[row], *tds) for row, tds in enumerate(rows)]
+        env.note_outcomes()
         chats = [list(dialog.messages) for dialog in env.dialogs]
         return lazy_stack(settled).set("history", ChatHistory(prompt=_history(chats), batch_size=size))
 

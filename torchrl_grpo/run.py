@@ -235,6 +235,10 @@ def _distributed(
     )
     resources.callback(learner.close)
     task_groups, concurrent_tasks = task_geometry(config, len(plan.inference))
+    in_flight: Any = config.inference_model.in_flight
+    if max_staleness and blueprint.reward_pool is not None and config.inference_model.backend == "transformers":
+        # While one task is scored another one is sampled, and weights may come in between.
+        concurrent_tasks, in_flight = 2, "keep"
     groups = config.dialog_turns_per_batch // config.env.repeats
     tasks = TaskQueue(
         blueprint.train_env,
@@ -249,7 +253,7 @@ def _distributed(
         samplers=[(sampler, options) for options in place["inference"]],
         references=[(partial(make_reference, untested), options) for options in place["reference"]],
         concurrent_tasks=concurrent_tasks,
-        in_flight=config.inference_model.in_flight,  # type: ignore[arg-type]
+        in_flight=in_flight,
         references_first=plan.colocated,
         seed=config.seed,
         release=learner.release,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -88,11 +88,13 @@ class Engine(ABC):
 
     Attributes:
         policy_version: version of the weights.
-        concurrent: whether several threads may call ``generate`` at a time.
+        concurrent: whether it samples for several threads at a time.
+        exclusive: entered by all who use an engine that is not concurrent, where it is shared by several threads.
     """
 
     policy_version: int = 0
     concurrent: bool = False
+    exclusive: AbstractContextManager[Any] = nullcontext()
 
     @abstractmethod
     def generate(
@@ -177,11 +179,12 @@ def preserve_rng(engine: Engine) -> Iterator[None]:
     if engine.concurrent:
         yield
         return
-    state = engine.state_dict()
-    try:
-        yield
-    finally:
-        engine.load_state_dict(state)
+    with engine.exclusive:
+        state = engine.state_dict()
+        try:
+            yield
+        finally:
+            engine.load_state_dict(state)
 
 
 def greedy(params: SamplingParams) -> bool:

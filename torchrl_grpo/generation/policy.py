@@ -85,10 +85,11 @@ class GenerationPolicy(TensorDictModuleBase):
         """
         shape = tensordict.batch_size
         size = shape.numel()
-        version = int(self.engine.policy_version)
         token_rows = list(tensordict.get("tokens").reshape(-1).unbind(0))
         prompts = [row.get(PROMPT[-1]) for row in token_rows]
-        completions = self._generate(prompts, self._group_ids(tensordict, size), self._active(tensordict, size))
+        with self.engine.exclusive:
+            version = int(self.engine.policy_version)
+            completions = self._generate(prompts, self._group_ids(tensordict, size), self._active(tensordict, size))
 
         masks, log_probs, versions, oldest = [], [], [], []
         for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):

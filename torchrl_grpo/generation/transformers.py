@@ -6,6 +6,7 @@ rows leave the batch, and log-probs are those of the sampled distribution in flo
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from functools import partial
@@ -71,6 +72,7 @@ class TransformersEngine(Engine):
         self._vocab_size = self._model.get_output_embeddings().weight.shape[0]
         self._generator = torch.Generator()
         self._closed = False
+        self.exclusive = threading.RLock()
         self.policy_version = 0
         self.decoder: Decoder = _choose_decoder(self._model)
 
@@ -96,8 +98,9 @@ class TransformersEngine(Engine):
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._check_open()
-        load_weights(self._model, weights)
-        self.policy_version = version
+        with self.exclusive:
+            load_weights(self._model, weights)
+            self.policy_version = version
 
     def seed(self, seed: int) -> None:
         self._check_open()

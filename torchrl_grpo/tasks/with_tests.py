@@ -14,7 +14,7 @@ from torchrl_grpo.tasks.sources import UnknownSplitError
 _log = logging.getLogger(__name__)
 
 
-class TestedProblems(MixedProblems):
+class SetsOfProblems(MixedProblems):
     """A task's own test problems, and after them those of the test sets."""
 
 
@@ -48,13 +48,13 @@ class WithTests(MixedTask):
             _log.info(f"Only the test sets of evaluation.datasets are tested: {error}.")
             own = ()
         sets = [task.problems(split) for name, task in self.tasks.items() if name]
-        return TestedProblems([own, *sets], list(self.tasks), None)
+        return SetsOfProblems([own, *sets], list(self.tasks), None)
 
     def task_of(self, problem: Problem) -> Task:
         return self.tasks.get(problem.dataset, self.task)
 
     def epoch(self, problems: Sequence[Problem], usable: Sequence[int], rng: random.Random) -> list[int]:
-        if not isinstance(problems, TestedProblems):
+        if not isinstance(problems, SetsOfProblems):
             return self.task.epoch(problems, usable, rng)
         own, *sets = problems.split(usable)
         orders = [self.task.epoch(problems.parts[0], own, rng), *(rng.sample(each, len(each)) for each in sets)]

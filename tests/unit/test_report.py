@@ -90,7 +90,7 @@ def test_summary_equals_the_sums_by_hand(tmp_path: Path) -> None:
 
 
 def test_invalid_rewards_are_summed_up_by_cause(tmp_path: Path) -> None:
-    with MetricsLogger(tmp_path, tensorboard=False) as logger:
+    with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
         logger.log(1, {"rewards/invalid_crash": 1.0})
         logger.log(2, {"rewards/invalid_crash": 3.0, "rewards/invalid_not_finite": 2.0, "workers/restarts_reward": 6.0})
     summary = summarize(tmp_path)

@@ -35,6 +35,9 @@ from torchrl_grpo.tasks.base import Task
 from torchrl_grpo.tasks.make import dataset_names, make_task
 from torchrl_grpo.transforms.history import HistoryTransforms
 
+_BETWEEN_TURNS = 1024
+"""Tokens that each answer to the policy may add to a dialog."""
+
 
 @dataclass
 class Blueprint:
@@ -51,6 +54,7 @@ class Blueprint:
     model_config: PretrainedConfig
     params: SamplingParams
     max_prompt_tokens: int
+    max_dialog_tokens: int
     reward_pool: RewardPool | None
     train_env: LLMEnv
     greedy_env: LLMEnv | None
@@ -66,6 +70,7 @@ class Blueprint:
             num_envs=groups * repeats,
             repeats=repeats,
             max_prompt_tokens=self.max_prompt_tokens,
+            max_dialog_tokens=self.max_dialog_tokens,
             max_turns=self.config.env.max_turns,
             seed=self.config.seed,
             reward_pool=self.reward_pool,
@@ -121,7 +126,7 @@ def prepare(
             temperature=inference.temperature,
             stop_token_ids=loading.stop_token_ids(tokenizer, loading.load_generation_config(name)),
         )
-        max_prompt_tokens = _max_prompt_tokens(config, model_config)
+        max_prompt_tokens, max_dialog_tokens = _max_prompt_tokens(config, model_config)
         workers = env.reward_workers or (1 if env.tools else 0)
         reward_pool = RewardPool(task, workers, timeout_s=env.reward_timeout_s) if workers else None
         make = partial(
@@ -129,6 +134,7 @@ def prepare(
             task,
             tokenizer,
             max_prompt_tokens=max_prompt_tokens,
+            max_dialog_tokens=max_dialog_tokens,
             max_turns=env.max_turns,
             reward_pool=reward_pool,
             template_arguments=env.chat_template_kwargs,
@@ -149,6 +155,7 @@ def prepare(
             model_config=model_config,
             params=params,
             max_prompt_tokens=max_prompt_tokens,
+            max_dialog_tokens=max_dialog_tokens,
             reward_pool=reward_pool,
             train_env=train_env,
             greedy_env=greedy_env,
@@ -237,8 +244,8 @@ def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedCo
         )
 
 
-def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> int:
-    """The longest prompt that leaves room for a whole response."""
+def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> tuple[int, int]:
+    """The longest prompt that leaves room for a whole response: of a problem, and of a dialog's last turn."""
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None) or 2**31
     if config.inference_model.max_model_len is not None:
         context = min(context, config.inference_model.max_model_len)
@@ -248,7 +255,9 @@ def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> in
             f"inference_model.max_new_tokens={config.inference_model.max_new_tokens} must leave room for a prompt in "
             f"the context of {context} tokens: use {context // 2} or less."
         )
-    return min(room, config.env.max_prompt_tokens or room)
+    first = min(room, config.env.max_prompt_tokens or room)
+    turns = (config.env.max_turns - 1) * (config.inference_model.max_new_tokens + _BETWEEN_TURNS)
+    return first, min(room, first + turns)
 
 
 def task_geometry(config: GRPOConfig, samplers: int) -> tuple[int, int]:

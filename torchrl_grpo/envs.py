@@ -69,7 +69,7 @@ class LLMEnv(EnvBase):
 
     A dialog is *terminated* when the policy ended its turn and the task has no further message; it is *truncated* when
     a token limit cut a turn off, when the task had a further message after ``max_turns``, or when the next prompt would
-    be longer than ``max_prompt_tokens``. The task scores it in either case, all dialogs that end in one step together.
+    be longer than ``max_dialog_tokens``. The task scores it in either case, all dialogs that end in one step together.
     Where the task raises, takes too long or ends its process (the last two in a ``RewardPool``), ``"reward_valid"`` is
     False and the reward 0.
 
@@ -82,6 +82,7 @@ class LLMEnv(EnvBase):
         repeats: rows per problem (the group size).
         split: ``"train"`` or ``"test"``.
         max_prompt_tokens: problems with longer prompts are dropped and counted in ``num_dropped``. None keeps all.
+        max_dialog_tokens: longest prompt of a later turn; by default ``max_prompt_tokens``.
         max_turns: most turns that the policy has in one dialog.
         seed: decides the order of the problems.
         reward_pool: scores the task's dialogs in processes of their own; None scores here. Copies of the environment
@@ -111,6 +112,7 @@ class LLMEnv(EnvBase):
         repeats: int,
         split: Split = "train",
         max_prompt_tokens: int | None = None,
+        max_dialog_tokens: int | None = None,
         max_turns: int = 1,
         seed: int = 0,
         reward_pool: RewardPool | None = None,
@@ -128,7 +130,7 @@ class LLMEnv(EnvBase):
         self.task = task
         self.tokenizer = tokenizer
         self.repeats = repeats
-        self.max_prompt_tokens = max_prompt_tokens
+        self.max_dialog_tokens = max_dialog_tokens or max_prompt_tokens
         self.max_turns = max_turns
         self.reward_pool = reward_pool
         self.template_arguments = dict(template_arguments or {})
@@ -337,7 +339,7 @@ class LLMEnv(EnvBase):
     def _answered(self, tokens: Tensor, messages: Sequence[Message], dialog: Dialog) -> Tensor | None:
         """All tokens with messages after the latest turn; None where there is no room for them."""
         longer = torch.cat([tokens, self._template.tokens(messages, dialog.tokens)])
-        fits = self.max_prompt_tokens is None or longer.numel() <= self.max_prompt_tokens
+        fits = self.max_dialog_tokens is None or longer.numel() <= self.max_dialog_tokens
         return longer if fits else None
 
     @property
@@ -386,8 +388,7 @@ class LLMEnv(EnvBase):
             )
 
     def take_counts(self) -> dict[str, float]:
-        """What happened since this was last called, as metrics that add up: failures by cause, what tools did, and what
-        ``RewardPool.take_counts`` says."""
+        """What happened since this was last called, as metrics that add up; ``RewardPool.take_counts`` included."""
         counts, self.counts = self.counts, Counter()
         return {**counts, **({} if self.reward_pool is None else self.reward_pool.take_counts())}
 

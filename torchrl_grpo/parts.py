@@ -176,7 +176,7 @@ def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool 
     colocated = blueprint.plan.colocated
     settings: VLLMSettings = {
         "dtype": inference.dtype,
-        "max_model_len": inference.max_model_len or blueprint.max_prompt_tokens + inference.max_new_tokens,
+        "max_model_len": inference.max_model_len or blueprint.max_dialog_tokens + inference.max_new_tokens,
         "seed": config.seed,
         "tensor_parallel_size": inference.tensor_parallel_size,
         "gpu_memory_utilization": inference.gpu_memory_utilization or (0.4 if colocated else 0.9),

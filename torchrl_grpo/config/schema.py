@@ -130,7 +130,8 @@ class EnvConfig(DataConfig):
     repeats: int = limited(8, ge=1)
     """Group size G: responses to each prompt; at least 2 where the advantage compares them with their group."""
     max_prompt_tokens: int | None = limited(None, ge=1)
-    """Longer prompts are dropped and counted; by default what the model's context leaves beside max_new_tokens."""
+    """Longer prompts are dropped and counted; by default what the model's context leaves beside max_new_tokens. Each
+    further turn of a dialog may add max_new_tokens and 1,024 tokens to it."""
     difficulty_filter: list[float] | None = None
     """Bounds [low, high] of the share of correct responses between which a problem is drawn again: [0.05, 0.95] leaves
     out what was never or always solved in the epochs before, for good. null draws all in each epoch."""

@@ -23,8 +23,7 @@ def assert_each_response_is_told_when_it_ends(
         assert done.tokens.equal(returned.tokens) and done.log_probs.equal(returned.log_probs)
         assert done.finish_reason == returned.finish_reason
     lengths = [len(done.tokens) for _, _, done in told]
-    assert len(set(lengths)) > 2
-    assert not in_order or sum(lengths[:4]) < sum(lengths[-4:])
+    assert not in_order or (len(set(lengths)) > 2 and sum(lengths[:4]) < sum(lengths[-4:]))
     greedy = SamplingParams(max_new_tokens=8, temperature=0, stop_token_ids=stop)
     told.clear()
     engine.generate(prompts, 2, greedy, on_finished=lambda *what: told.append(what))

@@ -1,0 +1,101 @@
+"""Responses, reference answers and verdicts of the reward ``math``. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchrl_grpo.rewards.math import math
+from torchrl_grpo.tasks.base import Dialog, Problem, Score, Split, Task
+
+# Response, reference, verdict.
+PAIRS = [
+    (r"\boxed{72}", "72", True),
+    (r"\boxed{72.0}", "72", True),
+    (r"\boxed{73}", "72", False),
+    (r"\boxed{-72}", "72", False),
+    (r"\boxed{\frac{3}{4}}", "0.75", True),
+    (r"\boxed{0.75}", r"\frac{3}{4}", True),
+    (r"\boxed{3/4}", r"\frac{3}{4}", True),
+    (r"\boxed{\dfrac{6}{8}}", r"\frac{3}{4}", True),
+    (r"\boxed{\frac{4}{3}}", r"\frac{3}{4}", False),
+    (r"\boxed{1{,}234}", "1234", True),
+    (r"\boxed{1,234,567}", "1234567", True),
+    (r"\boxed{50\%}", r"50\%", True),
+    (r"\boxed{50\%}", "51", False),
+    (r"\boxed{\$12.50}", "12.5", True),
+    (r"\boxed{90^\circ}", "90", True),
+    (r"\boxed{12\text{ cm}}", "12", True),
+    (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", True),
+    (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", True),
+    (r"\boxed{\sqrt{6}}", r"2\sqrt{2}", False),
+    (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{\sqrt{2}}{2}", True),
+    (r"\boxed{\pi}", r"\pi", True),
+    (r"\boxed{2\pi}", r"\pi", False),
+    (r"\boxed{\frac{\pi}{2}}", r"0.5\pi", True),
+    (r"\boxed{2^{10}}", "1024", True),
+    (r"\boxed{2^{2005}}", "2^{2005}", True),
+    (r"\boxed{2\cdot 2^{2004}}", "2^{2005}", True),
+    (r"\boxed{2^{2004}}", "2^{2005}", False),
+    (r"\boxed{5!}", "120", True),
+    (r"\boxed{\binom{5}{2}}", "10", True),
+    (r"\boxed{\log_2 8}", "3", True),
+    (r"\boxed{e^2}", "e^2", True),
+    (r"\boxed{x+1}", "1+x", True),
+    (r"\boxed{x-1}", "1+x", False),
+    (r"\boxed{(x+1)^2}", "x^2+2x+1", True),
+    (r"\boxed{x^2+2x+1}", "(x+1)^2", True),
+    (r"\boxed{x^2+1}", "(x+1)^2", False),
+    (r"\boxed{(x+1)(x-1)}", "x^2-1", True),
+    (r"\boxed{\frac{x^2-1}{x-1}}", "x+1", True),
+    (r"\boxed{a+b}", "b+a", True),
+    (r"\boxed{\sin^2 x+\cos^2 x}", "1", True),
+    (r"\boxed{x=5}", "5", True),
+    (r"\boxed{5}", "x=5", True),
+    (r"\boxed{x=6}", "5", False),
+    (r"\boxed{y=2x+3}", "y=3+2x", True),
+    (r"\boxed{y=2x-3}", "y=3+2x", False),
+    (r"\boxed{x>3}", "3<x", True),
+    (r"\boxed{x<3}", "x>3", False),
+    (r"\boxed{(1,2)}", "(1,2)", True),
+    (r"\boxed{(2,1)}", "(1,2)", False),
+    (r"\boxed{\{1,2,3\}}", r"\{3,2,1\}", True),
+    (r"\boxed{\{1,2\}}", r"\{3,2,1\}", False),
+    (r"\boxed{[0,1)}", "[0,1)", True),
+    (r"\boxed{[0,1]}", "[0,1)", False),
+    (r"\boxed{(-\infty,3)}", r"(-\infty,3)", True),
+    (r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", True),
+    (r"\boxed{\begin{pmatrix}1&2\\3&5\end{pmatrix}}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", False),
+    (r"\boxed{3+4i}", "3+4i", True),
+    (r"\boxed{3-4i}", "3+4i", False),
+    (r"\boxed{\text{even}}", r"\text{even}", True),
+    (r"The answer is $\frac{3}{4}$.", "0.75", True),
+    ("The answer is 72.", "72", True),
+    ("The answer is 72.", "$72$", True),
+    (r"First \boxed{5}. No:\n" + "\n" + r"\boxed{72}", "72", True),
+    (r"First \boxed{72}. No:" + "\n" + r"\boxed{5}", "72", False),
+    (r"\boxed{72}" + "\nThat is what I think. " * 200, "72", True),
+    ("no answer at all", "72", False),
+    ("", "72", False),
+]
+# Each of them ran math-verify for more than 15 seconds, or for ever, in the main thread with its own time limit too.
+
+
+def verdicts(_: object = None) -> list[bool | None]:
+    return [math(response, reference) for response, reference, _ in PAIRS]
+
+
+class MathTask(Task):
+    """Scores as the reward does; a reference that it cannot read is worth -1."""
+
+    name = "pairs"
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        return [Problem(reference, reference) for _, reference, _ in PAIRS]
+
+    def score(self, problem: Problem, responses: Sequence[str]) -> Score:
+        verdict = math(responses[-1], problem.answer)
+        return Score(-1.0 if verdict is None else float(verdict), bool(verdict))
+
+
+def dialogs() -> list[Dialog]:
+    return [Dialog(Problem(reference, reference), [response]) for response, reference, _ in PAIRS]

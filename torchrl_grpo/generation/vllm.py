@@ -354,9 +354,9 @@ class Answer:
         for sample in samples:
             self._parts[sample.index].append(sample)
             if sample.finish_reason in ("stop", "length"):
-                completion = self._done[sample.index] = _completion(self._parts[sample.index])
-                if self._on_finished is not None:
-                    for number in range(sample.index, self._n, self._samples):
+                for number in range(sample.index, self._n, self._samples):
+                    completion = self._done[number] = _completion(self._parts[sample.index])
+                    if self._on_finished is not None:
                         self._on_finished(self._request, number, completion)
 
     def restart(self) -> None:
@@ -366,7 +366,7 @@ class Answer:
 
     def completions(self) -> list[Completion]:
         """All, once they have ended."""
-        return [self._done[number % self._samples] for number in range(self._n)]
+        return [self._done[number] for number in range(self._n)]
 
 
 def _completion(parts: Sequence[Any]) -> Completion:

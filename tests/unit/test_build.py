@@ -85,7 +85,7 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
         (["env.max_prompt_tokens=3"], r"max_prompt_tokens=3"),
         (["env.dataset=gsm8k"], r"dataset_path"),
         (["env.dataset=gsm8k", "env.dataset_path=/nowhere"], r"/nowhere"),
-        (["env.max_turns=4"], r"env\.max_turns=4 must be 1 with env\.dataset=arithmetic, whose dialogs end after"),
+        (["env.max_turns=4"], r"env\.max_turns=4 must be 1 with task 'arithmetic', whose dialogs end after"),
         (["model.chat_template=no.jinja"], r"model\.chat_template=no\.jinja must be a Jinja template or a file"),
         (
             ["model.attn_implementation=foo"],

@@ -109,9 +109,11 @@ class AsyncVLLMEngine(VLLMBase):
                 # All of vLLM's objects live in the loop's thread. A process that is to die with its parent dies, in
                 # truth, with the thread that started it, and this one lasts until the end.
                 model_config = asyncio.run_coroutine_threadsafe(self._start(arguments), self._loop).result()
-            super().__init__(config, model_config)
-            self._workers = [os.pidfd_open(pid) for pid in self._rpc("die_with_parent")]
-            self._call(self._set_version(0))
+                super().__init__(config, model_config)
+                # The scheduler says that it is ready before it has connected the socket on which it answers: only an
+                # answer shows that the files of the sockets are not needed any more.
+                self._workers = [os.pidfd_open(pid) for pid in self._rpc("die_with_parent")]
+                self._call(self._set_version(0))
         except BaseException:
             self.close()
             raise

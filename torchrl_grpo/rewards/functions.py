@@ -73,7 +73,8 @@ def load_function(name: str, field: str = "env.reward", builtins: Mapping[str, s
 
 def _refused(field: str, name: str, place: str, error: BaseException) -> ValueError:
     """Says what importing the user's module raised, and where."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
+    places = traceback.extract_tb(error.__traceback__)
+    last = next((one for one in reversed(places) if "site-packages" not in one.filename), places[-1])
     what = traceback.format_exception_only(error)[-1].strip()
     missing = isinstance(error, ModuleNotFoundError) and error.name and f"{place}.".startswith(f"{error.name}.")
     where = "" if missing or isinstance(error, SyntaxError) else f" at {last.filename}:{last.lineno}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -16,14 +17,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def tool() -> ModuleType:
+def tool() -> Iterator[ModuleType]:
     spec = importlib.util.spec_from_file_location("compare_ifeval", ROOT / "tools" / "compare_ifeval.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+    level = module.logger.level  # TorchRL's own logger, which other tests listen to
     module.logger.setLevel("CRITICAL")
-    return module
+    yield module
+    module.logger.setLevel(level)
 
 
 def test_500_responses_differ_from_torchrl_only_where_it_is_explained(tool: ModuleType) -> None:

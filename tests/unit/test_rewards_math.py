@@ -16,7 +16,6 @@ from tests.support.math_pairs import PAIRS, MathTask, dialogs, verdicts
 from torchrl_grpo.reward_pool import Failure, RewardPool
 from torchrl_grpo.rewards.math import math
 
-
 HOSTILE = [
     r"\boxed{10^{10^{10}}}",
     r"\boxed{9^{9^{9^9}}}",

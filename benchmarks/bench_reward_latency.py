@@ -31,10 +31,12 @@ PACKAGES = ("torch", "transformers", "tensordict", "torchrl", "ray")
 LATENCY_S = 0.5
 WARM_UP = 2  # steps
 CASES = {
-    "no workers, async def": ("asleep", 0),
-    "4 workers, async def": ("asleep", 4),
-    "16 workers, def": ("sleep", 16),
+    "no workers, async def": ("asleep", 0, 1),
+    "4 workers, async def": ("asleep", 4, 1),
+    "4 workers, async def, staleness 3": ("asleep", 4, 3),
+    "16 workers, def": ("sleep", 16, 1),
 }
+"""Of each case: the reward, its workers, and the bound on staleness of ``grpo-async.py``."""
 
 
 async def asleep(response: str, answer: str) -> float:
@@ -49,7 +51,7 @@ def sleep(response: str, answer: str) -> float:
     return float(response.strip().endswith(f"#### {answer}"))
 
 
-def measure(script: str, reward: str, workers: int, steps: int) -> dict[str, Any]:
+def measure(script: str, reward: str, workers: int, staleness: int, steps: int) -> dict[str, Any]:
     """The steps of one run of 64 responses each."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
@@ -62,6 +64,8 @@ def measure(script: str, reward: str, workers: int, steps: int) -> dict[str, Any
             "logging.tensorboard=false",
             f"hydra.run.dir={folder}",
         ]
+        if script == "grpo-async.py":
+            overrides.append(f"train.max_staleness={staleness}")
         command = [sys.executable, str(ROOT / "sota" / "grpo" / script), "--config-name", "grpo_arithmetic", *overrides]
         subprocess.run(command, check=True, capture_output=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
         rows = [row for row in read_jsonl(Path(folder) / "metrics.jsonl") if "time/step_s" in row][WARM_UP:]
@@ -82,9 +86,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
     results: dict[str, Any] = {"latency_s": LATENCY_S, "surroundings": surroundings(PACKAGES), "cases": {}}
-    for name, (reward, workers) in CASES.items():
+    for name, (reward, workers, staleness) in CASES.items():
         if args.only in name:
-            case = {s: measure(f"{s}.py", reward, workers, args.steps) for s in ("grpo", "grpo-async")}
+            case = {s: measure(f"{s}.py", reward, workers, staleness, args.steps) for s in ("grpo", "grpo-async")}
             case["ratio"] = case["grpo"]["step_s"] / case["grpo-async"]["step_s"]
             results["cases"][name] = case
             print(name, json.dumps(case), flush=True)

@@ -237,8 +237,8 @@ def _distributed(
     task_groups, concurrent_tasks = task_geometry(config, len(plan.inference))
     in_flight: Any = config.inference_model.in_flight
     if max_staleness and blueprint.reward_pool is not None and config.inference_model.backend == "transformers":
-        # While one task is scored another one is sampled, and weights may come in between.
-        concurrent_tasks, in_flight = 2, "keep"
+        # While one task is scored others are sampled, as many as may be under way, and weights may come in between.
+        concurrent_tasks, in_flight = max_staleness + 1, "keep"
     groups = config.dialog_turns_per_batch // config.env.repeats
     tasks = TaskQueue(
         blueprint.train_env,

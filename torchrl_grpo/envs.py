@@ -232,7 +232,8 @@ class LLMEnv(EnvBase):
         """
         if self.reward_pool is not None:
             text = self.tokenizer.decode(response.tolist(), skip_special_tokens=True)
-            self._received[row] = (response, self._submit(self._dialog(row, response, text, length_stopped)))
+            dialog = self._dialog(row, response, text, length_stopped)
+            self._received[row] = (response, self.reward_pool.submit(dialog))
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = tensordict.get("tokens").unbind(0)
@@ -243,7 +244,8 @@ class LLMEnv(EnvBase):
             if not state.done and (stepping is None or bool(stepping[row].any()))
         ]
         responses = {row: rows[row].get(RESPONSE[-1]) for row in active}
-        texts = self.tokenizer.batch_decode([ids.tolist() for ids in responses.values()], skip_special_tokens=True)
+        ids = [response.tolist() for response in responses.values()]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
         length_stopped = tensordict.get(LENGTH_STOPPED).reshape(-1).tolist()
         dialogs = {
             row: self._dialog(row, responses[row], text, length_stopped[row])
@@ -300,12 +302,8 @@ class LLMEnv(EnvBase):
         for row, dialog in dialogs.items():
             response, future = self._received.pop(row, (None, None))
             same = response is not None and response.tolist() == dialog.tokens
-            futures.append(future if same and future is not None else self._submit(dialog))
+            futures.append(future if same and future is not None else self.reward_pool.submit(dialog))
         return [future.result() for future in futures]
-
-    def _submit(self, dialog: Dialog) -> Future[Turn | Failure]:
-        assert self.reward_pool is not None
-        return self.reward_pool.submit(dialog)
 
     def _take(self, row: int, dialog: Dialog, turn: Turn | Failure, tokens: Tensor) -> Tensor | None:
         """Ends a row's dialog, or appends the task's answer to it.

@@ -226,6 +226,27 @@ def test_long_prompts_are_dropped_and_counted(tokenizer, monkeypatch):
     assert drawn == {problem.query for problem in EchoTask(10).problems("train") if len(problem.query) < 3}
 
 
+@pytest.mark.parametrize(("reward", "valid"), [(1e300, False), (-1e39, False), (3e38, True)])
+def test_a_reward_beyond_float32_is_invalid(tokenizer, encode, reward, valid):
+    class Large(EchoTask):
+        def score(self, problem, responses):
+            return Score(reward, True)
+
+    env = LLMEnv(Large(), tokenizer, num_envs=1, repeats=1)
+    after = respond(env, env.reset(), [[*encode("x"), END]])
+    assert column(after, "reward_valid") == [valid]
+    assert env.take_counts() == ({} if valid else {"rewards/invalid_not_finite": 1})
+
+
+def test_a_step_of_rows_that_are_all_done_repeats_their_outcome(tokenizer, encode):
+    env = LLMEnv(EchoTask(), tokenizer, num_envs=2, repeats=2)
+    data = env.reset()
+    after = respond(env, data, [[*encode(data["query"][0]), END], [*encode("x"), END]])
+    again = respond(env, env.step_mdp(after), [[], []])
+    assert column(again, "reward") == column(after, "reward") == [1.0, 0.25]
+    assert column(again, "done") == [True, True]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

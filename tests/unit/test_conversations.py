@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.support.dialogs import log_prob_gap, tokens_between_turns
 from tests.support.echo import EchoTask, add, hang, leave
 from tests.support.envs import END, ScriptedEngine, column, respond
 from torchrl_grpo import keys
@@ -20,7 +21,6 @@ from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.transformers import TransformersEngine
-from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
@@ -194,20 +194,10 @@ def test_log_probs_of_a_dialog_are_those_of_one_forward_pass() -> None:
     policy = GenerationPolicy(engine, SamplingParams(32, stop_token_ids=(tokenizer.eos_token_id,)))
     batch = RolloutCollector(env, policy).rollout()
     again = tokenizer("<|user|>Wrong. Try again.<|end|><|assistant|>", add_special_tokens=False)["input_ids"]
-    turns = 0
-    with torch.no_grad():
-        scored = TokenScorer(model)(batch.clone())
-    for row, own in zip(batch.unbind(0), scored.unbind(0), strict=True):
-        full, sampled = row[keys.FULL], row[keys.ASSISTANT_MASK]
-        expected = model(full[None]).logits[0].float().log_softmax(-1)[:-1].gather(-1, full[1:, None]).squeeze(-1)
-        mask = sampled[1:]
-        assert torch.allclose(row[keys.LOG_PROBS][1:][mask], expected[mask], atol=1e-4)
-        assert torch.allclose(own["cur_log_probs", "full"][1 : len(full)][mask], expected[mask], atol=1e-4)
-        assert row[keys.LOG_PROBS][~sampled].eq(0).all()
-        gaps = (~sampled[row[keys.PROMPT].numel() :]).sum()
-        assert gaps % len(again) == 0  # nothing but the template's own tokens is masked
-        turns += 1 + int(gaps) // len(again)
-    assert turns > 24
+    between = tokens_between_turns(batch)
+    assert all(tokens % len(again) == 0 for tokens in between)  # nothing but the template's own tokens is masked
+    assert sum(1 + tokens // len(again) for tokens in between) > 24
+    assert log_prob_gap(batch, model) < 1e-4
 
 
 def test_each_response_is_scored_while_others_are_sampled(tokenizer: PreTrainedTokenizerFast, tmp_path: Any) -> None:

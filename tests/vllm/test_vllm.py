@@ -18,13 +18,21 @@ import pytest
 import torch
 
 import torchrl_grpo.generation.vllm as vllm_module
+from tests.support.dialogs import log_prob_gap, tokens_between_turns
+from tests.support.echo import EchoTask, add
+from tests.support.envs import END
 from tests.support.finished import assert_each_response_is_told_when_it_ends
 from tests.support.models import make_llama, make_tiny_model, response_log_probs
 from tests.support.processes import socket_files, worker_processes
 from tests.support.prompts import LONG_PROMPTS
 from tests.support.weights import mismatch
+from torchrl_grpo.collectors import RolloutCollector
+from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.vllm import VLLMEngine
+from torchrl_grpo.tasks.conversations import WithRetry, WithTools
+from torchrl_grpo.tools import ToolCall, Toolbox
 from torchrl_grpo.weights import named_weights
 
 needs_vllm = pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
@@ -79,6 +87,23 @@ class TestEngine:
     def test_each_response_is_told_when_it_ends(self, engine):
         engine.seed(0)
         assert_each_response_is_told_when_it_ends(engine, LONG_PROMPTS, tuple(range(2, 30)))
+
+    def test_log_probs_of_dialogs_with_tools_are_of_one_forward_pass(self, engine, tokenizer):
+        """Three turns, after each of which a tool or the user speaks; the engine keeps the earlier ones in its cache."""
+
+        def calls(text: str) -> list[ToolCall]:
+            return [ToolCall("add", {"a": len(text), "b": 1})] if len(text) % 2 else []
+
+        model = make_model(3)
+        engine.update_weights(named_weights(model), 3)
+        engine.seed(0)
+        task = WithRetry(WithTools(EchoTask(), Toolbox([add], calls)), "Wrong. Try again.")
+        env = LLMEnv(task, tokenizer, num_envs=8, repeats=4, max_turns=3)
+        policy = GenerationPolicy(engine, SamplingParams(16, stop_token_ids=(END, *range(40, 70))))
+        batch = RolloutCollector(env, policy).rollout()
+        between = tokens_between_turns(batch)
+        assert len(set(between)) > 3 and max(between) > 30  # tools and users spoke, twice in some dialogs
+        assert log_prob_gap(batch, model) < ROUNDING
 
     def test_log_probs_after_top_p_and_top_k_are_of_what_is_left(self, engine):
         model = make_model(1)
@@ -212,8 +237,13 @@ import json, sys, torch
 from tests.support.models import make_llama, response_log_probs
 from tests.support.prompts import LONG_PROMPTS
 from tests.support.weights import mismatch
+from torchrl_grpo.collectors import RolloutCollector
+from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.vllm import VLLMEngine
+from torchrl_grpo.tasks.conversations import WithRetry, WithTools
+from torchrl_grpo.tools import ToolCall, Toolbox
 from torchrl_grpo.weights import named_weights
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ class LLMEnv(EnvBase):
                 self._template.text([tool_message("@", "@")])
         self._set_seed(seed)
         self._rows: list[_Row] = []
-        self._received: dict[int, tuple[Tensor, Future[Turn | Failure]]] = {}
+        self._received: dict[int, tuple[Dialog, Future[Turn | Failure]]] = {}
         self.latest: dict[int, Dialog] = {}
         for name, spec in transition_specs(num_envs, len(tokenizer), task.has_parts, self._has_datasets).items():
             setattr(self, name, spec)
@@ -231,9 +231,8 @@ class LLMEnv(EnvBase):
             length_stopped: as ``step`` will find it.
         """
         if self.reward_pool is not None:
-            text = self.tokenizer.decode(response.tolist(), skip_special_tokens=True)
-            dialog = self._dialog(row, response, text, length_stopped)
-            self._received[row] = (response, self.reward_pool.submit(dialog))
+            dialog = self._dialog(row, response.tolist(), length_stopped)
+            self._received[row] = (dialog, self.reward_pool.submit(dialog))
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         rows = tensordict.get("tokens").unbind(0)
@@ -244,13 +243,8 @@ class LLMEnv(EnvBase):
             if not state.done and (stepping is None or bool(stepping[row].any()))
         ]
         responses = {row: rows[row].get(RESPONSE[-1]) for row in active}
-        ids = [response.tolist() for response in responses.values()]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
         length_stopped = tensordict.get(LENGTH_STOPPED).reshape(-1).tolist()
-        dialogs = {
-            row: self._dialog(row, responses[row], text, length_stopped[row])
-            for row, text in zip(active, texts, strict=True)
-        }
+        dialogs = {row: self._dialog(row, responses[row].tolist(), length_stopped[row]) for row in active}
         self.latest = dialogs
         prompts = [row.get(PROMPT[-1]) for row in rows]
         again: dict[int, Dialog] = {}
@@ -280,9 +274,12 @@ class LLMEnv(EnvBase):
             self.batch_size,
         )
 
-    def _dialog(self, row: int, response: Tensor, text: str, length_stopped: bool) -> Dialog:
-        """The dialog of a row with a further response."""
-        state, tokens = self._rows[row], response.tolist()
+    def _dialog(self, row: int, tokens: list[int], length_stopped: bool) -> Dialog:
+        """The dialog of a row with a further response: the one that was received, where it is the same."""
+        received, _ = self._received.get(row, (None, None))
+        if received is not None and received.tokens == tokens:
+            return received
+        state, text = self._rows[row], self.tokenizer.decode(tokens, skip_special_tokens=True)
         messages = [*self.task.messages(state.problem), *state.between, {"role": "assistant", "content": text}]
         return Dialog(
             problem=state.problem,
@@ -300,9 +297,8 @@ class LLMEnv(EnvBase):
             return advance(self.task, list(dialogs.values()))
         futures = []
         for row, dialog in dialogs.items():
-            response, future = self._received.pop(row, (None, None))
-            same = response is not None and response.tolist() == dialog.tokens
-            futures.append(future if same and future is not None else self.reward_pool.submit(dialog))
+            received, future = self._received.pop(row, (None, None))
+            futures.append(future if future is not None and received is dialog else self.reward_pool.submit(dialog))
         return [future.result() for future in futures]
 
     def _take(self, row: int, dialog: Dialog, turn: Turn | Failure, tokens: Tensor) -> Tensor | None:
@@ -319,7 +315,8 @@ class LLMEnv(EnvBase):
                 state.truncated = dialog.finish_reason == "length"
                 state.terminated = not state.truncated
                 return None
-            turn = Turn(excuse, None, {"tools/errors": 1})
+            calls = sum(message["role"] == "tool" for message in excuse)
+            turn = Turn(excuse, None, {"tools/calls": calls, "tools/errors": calls})
         self.counts.update(turn.counts)
         if turn.score is not None:
             state.reward, state.correct = turn.score.reward, turn.score.correct

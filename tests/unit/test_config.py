@@ -297,6 +297,10 @@ def test_an_old_name_sets_the_key_and_says_so_in_one_line(
     ]
 
 
+def test_torchrls_name_of_a_key_sets_it_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    assert compose_config("env.max_steps=3").env.max_turns == 3 and not caplog.records
+
+
 def test_an_old_name_in_a_yaml_file_sets_the_key(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [grpo_arithmetic, _self_]\nray: {dead_s: 9, patience_s: 7}\n")
     register()

@@ -86,7 +86,8 @@ def test_a_tool_that_hangs_or_ends_its_process_is_told_to_the_policy(
         for row, why in enumerate(("it took longer than 1 s", "its process ended")):
             told = encode(turn("tool", f"error: {why}") + "<|assistant|>")
             assert prompts(after["next"])[row] == [*first, *said[row], *told]
-        assert env.take_counts()["tools/errors"] == 2
+        counts = env.take_counts()
+        assert (counts["tools/calls"], counts["tools/errors"]) == (2, 2)
 
 
 def test_a_wrong_answer_has_a_further_try_and_the_last_one_counts(

@@ -23,6 +23,11 @@ def old_name(now: str) -> Any:
     return dataclasses.field(default=None, metadata={"now": now})
 
 
+def torchrl_name(now: str) -> Any:
+    """TorchRL's name of the field that is called ``now`` in full."""
+    return dataclasses.field(default=None, metadata={"now": now, "stays": True})
+
+
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
     """Every leaf of a config, those with old names included: its dotted name, its field and its value."""
     for item in dataclasses.fields(node):

@@ -1,4 +1,4 @@
-"""Old names of keys and of values: for a release they still work, and one line says what to write instead."""
+"""Other names of keys and of values: an old one works for a release, and one line says what to write instead."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def take_old_names(config: Any) -> Iterator[str]:
                     f"{now} alone."
                 )
             new[new_key], node[key] = value, None
-            yield f"{name} is now called {now}: use {now}={value}. The old name works for this release."
+            if "stays" not in item.metadata:
+                yield f"{name} is now called {now}: use {now}={value}. The old name works for this release."
         elif value in removed:
             node[key] = removed[value]
             yield f"{name}={value} was removed, {name}={node[key]} is used instead; this release still takes it."

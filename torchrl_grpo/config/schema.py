@@ -8,7 +8,7 @@ from typing import Any
 from torchrl_grpo import choices
 from torchrl_grpo.checks import MIN_TEMPERATURE, check_clip_epsilon
 from torchrl_grpo.config.data import DataConfig, DatasetConfig
-from torchrl_grpo.config.fields import choice, leaves, limited, old_name
+from torchrl_grpo.config.fields import choice, leaves, limited, old_name, torchrl_name
 from torchrl_grpo.config.measuring import EvaluationConfig, LoggingConfig
 
 _REMOVED_TRANSFERS = {"shared_memory": "object_store", "file": "object_store", "adapters": "auto"}
@@ -151,7 +151,7 @@ class EnvConfig(DataConfig):
     """What the policy is told after a wrong answer, if it has a turn left to try again; null ends the dialog."""
     reasoning: bool = False
     """TorchRL's name for a further try: true stands for a retry_prompt that it has by itself, and max_turns of 2."""
-    max_steps: int | None = old_name("env.max_turns")
+    max_steps: int | None = torchrl_name("env.max_turns")
     reward_combination: str = choice(choices.RewardCombination, "sum")
     """How the parts of the reward make the advantage: their weighted sum is normalised, or each part is normalised in
     its group before the sum, which is normalised over the batch (gdpo, arXiv 2601.05242)."""

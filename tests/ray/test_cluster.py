@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,10 +88,19 @@ def test_a_cluster_has_a_place_for_each_process_and_leaves_nothing(monkeypatch: 
     assert not folder.exists()
 
 
-def test_two_runs_of_one_process_have_a_cluster_each() -> None:
-    addresses = set()
-    for _ in range(2):
+def test_two_runs_have_a_cluster_each_also_where_ray_starts_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses, init, tries = set(), ray.init, []
+
+    def slow_once(**options: Any) -> Any:
+        tries.append(options)
+        if len(tries) == 1:  # what Ray says where a busy machine takes longer than its 30 s
+            raise Exception("The current node timed out during startup. This could happen because")
+        return init(**options)
+
+    monkeypatch.setattr(ray, "init", slow_once)
+    for number in (2, 3):
         cluster = start()
+        assert len(tries) == number
         try:
             addresses.add(ray.get_runtime_context().gcs_address)
             assert len(facts(cluster.place(TWO))["train"]) == 1

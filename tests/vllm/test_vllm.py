@@ -32,7 +32,7 @@ from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.vllm import VLLMEngine
 from torchrl_grpo.tasks.conversations import WithRetry, WithTools
-from torchrl_grpo.tools import ToolCall, Toolbox
+from torchrl_grpo.tools import Toolbox, ToolCall
 from torchrl_grpo.weights import named_weights
 
 needs_vllm = pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
@@ -89,7 +89,7 @@ class TestEngine:
         assert_each_response_is_told_when_it_ends(engine, LONG_PROMPTS, tuple(range(2, 30)))
 
     def test_log_probs_of_dialogs_with_tools_are_of_one_forward_pass(self, engine, tokenizer):
-        """Three turns, after each of which a tool or the user speaks; the engine keeps the earlier ones in its cache."""
+        """Three turns; after each a tool or the user speaks, and the engine has the earlier ones in its cache."""
 
         def calls(text: str) -> list[ToolCall]:
             return [ToolCall("add", {"a": len(text), "b": 1})] if len(text) % 2 else []

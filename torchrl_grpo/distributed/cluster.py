@@ -222,8 +222,7 @@ def start(address: str | None = None) -> Cluster:
     lock = _short_folder() if address is None else None
     try:
         if lock is not None:
-            folder = os.path.dirname(lock.name)
-            ray.init(address="local", include_dashboard=False, logging_level="error", _temp_dir=folder)
+            _start_here(os.path.dirname(lock.name))
         else:
             ray.init(address=address, logging_level="error")
     except BaseException as error:
@@ -237,6 +236,19 @@ def start(address: str | None = None) -> Cluster:
         if on_main_thread and callable(handler):
             signal.signal(signal.SIGTERM, handler)
     return Cluster(address, lock)
+
+
+def _start_here(folder: str) -> None:
+    """Starts Ray; once more where its node was not there after the 30 s that Ray gives it, on a busy machine."""
+    import ray
+
+    for last in (False, True):
+        try:
+            ray.init(address="local", include_dashboard=False, logging_level="error", _temp_dir=folder)
+            return
+        except Exception as error:
+            if last or "timed out during startup" not in str(error):
+                raise
 
 
 def _check_reachable(address: str) -> None:

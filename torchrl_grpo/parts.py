@@ -33,7 +33,7 @@ from torchrl_grpo.learner.resume import restore
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
-from torchrl_grpo.models.sharding import shard_model
+from torchrl_grpo.models.sharding import loading_device, shard_model
 from torchrl_grpo.placement import own_device
 from torchrl_grpo.tasks.make import dataset_names
 from torchrl_grpo.transforms.kl_scoring import KLScoring
@@ -80,7 +80,7 @@ def make_trainer(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | 
     config = blueprint.config
     train, settings = config.train_model, config.optimizer
     # Sharding moves the model to its device layer by layer: it need not fit there as a whole.
-    model: nn.Module = _load(config, train.dtype, device if mesh is None else torch.device("cpu"))
+    model: nn.Module = _load(config, train.dtype, device if mesh is None else loading_device(mesh))
     if train.lora.enabled:
         names = train.lora.target_modules
         targets: str | list[str] = "all-linear" if names == ["all-linear"] else names

@@ -28,7 +28,7 @@ from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.step import GRPOTrainer, NonFiniteError
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
-from torchrl_grpo.models.sharding import init_mesh, is_writer, mesh_of, shard_model
+from torchrl_grpo.models.sharding import init_mesh, is_writer, loading_device, mesh_of, shard_model
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 
@@ -48,7 +48,8 @@ def make_trainer(
     param_dtype: torch.dtype | None = None,
     **settings: Any,
 ) -> GRPOTrainer:
-    model: Any = make_tiny_model(tie_word_embeddings=tied).to(dtype)
+    with CPU if mesh is None else loading_device(mesh):
+        model: Any = make_tiny_model(tie_word_embeddings=tied).to(dtype)
     if lora:
         torch.manual_seed(1)
         model = loading.add_lora(model, r=3, alpha=8)  # 3 rows: a rank of 4 holds none

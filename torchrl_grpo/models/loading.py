@@ -208,11 +208,14 @@ def load_model(
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """A causal LM in eval mode (dropout off) on its device.
+    """A causal LM in eval mode (dropout off) on its device; on the meta device it has shapes and no weights.
 
     Raises:
         ValueError: the weights cannot be loaded, or are not all there and finite.
     """
+    if device.type == "meta":
+        config = load_config(name, trust_remote_code=trust_remote_code)
+        return _shapes(config, attn_implementation, trust_remote_code, dtype=dtype).eval()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             resolve_name(name),
@@ -269,17 +272,23 @@ def count_parameters(
     Raises:
         ValueError: there is no such attention here.
     """
+    return sum(parameter.numel() for parameter in _shapes(config, attn_implementation, trust_remote_code).parameters())
+
+
+def _shapes(
+    config: PretrainedConfig, attn_implementation: str, trust_remote_code: bool, **options: Any
+) -> PreTrainedModel:
+    """The causal LM of a config on the meta device."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+            return AutoModelForCausalLM.from_config(
+                config, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code, **options
             )
     except (ImportError, ValueError) as error:
         raise ValueError(
             f"model.attn_implementation={attn_implementation} must be an attention that the model and this machine "
             f"have ({str(error).partition(chr(10))[0]}): use sdpa or eager."
         ) from error
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def add_lora(

@@ -2,16 +2,17 @@
 
 Optionally, groups of ranks also compute each layer together (tensor parallelism), by the plan in the model's config.
 
-A rank of a group calls ``init_mesh`` once, loads the whole model (on the CPU), and gives both to ``shard_model``.
-Afterwards the parameters are DTensors. Layers are gathered when they run, and what belongs to no layer (embedding, last
-norm, LM head) when ``call_gathered`` runs a function of the model. Gradients are summed over the ranks, not averaged.
+A rank of a group calls ``init_mesh`` once, loads the whole model on its ``loading_device`` (which takes memory on
+rank 0 alone, where that will do), and gives both to ``shard_model``. Afterwards the parameters are DTensors. Layers are
+gathered when they run, and what belongs to no layer (embedding, last norm, LM head) when ``call_gathered`` runs a
+function of the model. Gradients are summed over the ranks, not averaged.
 
 Everything here that gathers is collective: all ranks must call it, in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -83,6 +84,13 @@ def init_mesh(
     return init_device_mesh(device.type, shape, mesh_dim_names=("shard", "tensor"))
 
 
+def loading_device(mesh: DeviceMesh) -> torch.device:
+    """Where a rank loads a model for ``shard_model``: rank 0 on the CPU, the others on the meta device, which takes no
+    memory. With tensor parallelism all ranks load it on the CPU."""
+    whole = dist.get_rank() == 0 or mesh["tensor"].size() > 1
+    return torch.device("cpu" if whole else "meta")
+
+
 def shard_model(
     model: nn.Module, mesh: DeviceMesh, *, param_dtype: torch.dtype | None = None, cpu_offload: bool = False
 ) -> nn.Module:
@@ -95,8 +103,9 @@ def shard_model(
     (``base_model_tp_plan`` of its config); what is outside of the layers is not. Those ranks must see the same data.
 
     Args:
-        model: a Hugging Face causal LM or a peft model around one, the same on all ranks, on the CPU or the mesh's
-            device.
+        model: a Hugging Face causal LM or a peft model around one, on the CPU or the mesh's device. All ranks get rank
+            0's weights and buffers, tensor by tensor, so the others' may be on the meta device (``loading_device``).
+            With tensor parallelism it must be the same on all ranks.
         mesh: as ``init_mesh`` gives it.
         param_dtype: dtype in which parameters are gathered, which is then the one to compute in; gradients are summed
             in float32. None is the parameters' own.
@@ -118,13 +127,44 @@ def shard_model(
     mixed = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32 if param_dtype else None)
     offload = CPUOffloadPolicy() if cpu_offload and mesh.device_type != "cpu" else OffloadPolicy()
     layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
+    tensors = dict(_tensors(model)) if dist.get_rank() == 0 else {}
     for module in [*layers, base]:
         sharded = fully_shard(module, mesh=mesh["shard"], mp_policy=mixed, offload_policy=offload)
         sharded.set_gradient_divide_factor(1.0)  # a sum: the loss is normalised over the batch of all ranks
         sharded.set_force_sum_reduction_for_comms(True)  # the factor alone would ask for an operation gloo lacks
     base.call_gathered = lambda function, *args: function(*args)
     register_fsdp_forward_method(base, "call_gathered")
+    if mesh["tensor"].size() == 1:
+        _fill(model, tensors, torch.device("cpu" if cpu_offload else mesh.device_type), mesh)
     return model
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers, tied ones once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, tensors: dict[str, Tensor], device: torch.device, mesh: DeviceMesh) -> None:
+    """Gives all ranks of a sharded model rank 0's tensors, one at a time; what is on the meta device gets memory."""
+    if any(tensor.is_meta for _, tensor in _tensors(model)):
+        places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                places.setdefault(parameter, []).append((module, name))
+        model.to_empty(device=device)
+        for (first, named), *tied in places.values():  # each had a tensor of its own since
+            for module, name in tied:
+                module.register_parameter(name, getattr(first, named))
+    for name, tensor in _tensors(model):
+        whole = tensors.pop(name) if tensors else torch.empty(tensor.shape, dtype=tensor.dtype)
+        whole = whole.to(mesh.device_type).contiguous()
+        dist.broadcast(whole, 0)
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()  # FSDP2 gives the ranks chunks of the first dimension, the last ones none
+            whole = dict(enumerate(whole.chunk(mesh.size()))).get(dist.get_rank(), whole[:0])
+        tensor.copy_(whole)
 
 
 def _split_layers(base: Any, mesh: DeviceMesh, *, adapters: bool) -> None:

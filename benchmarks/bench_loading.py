@@ -1,0 +1,111 @@
+"""Memory that the training ranks of one machine take while they load and shard a model.
+
+    python benchmarks/bench_loading.py
+    python benchmarks/bench_loading.py --layers 4 --ranks 2
+
+A random model of the shape of Llama 3.2 1B, bfloat16 on disk and float32 in training, is sharded over 2 and 4
+processes: once with rank 0 alone loading it, as ``parts.make_trainer`` does, and once with each rank loading all of it.
+The figure is the largest sum of what the processes hold for themselves (unique set size), sampled every 20 ms, over the
+size of the float32 weights. It takes about 5 minutes, and 24 GB with each rank loading on 4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from machine import surroundings
+from torch import multiprocessing
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from torchrl_grpo.models.loading import load_model
+from torchrl_grpo.models.sharding import init_mesh, loading_device, shard_model
+
+PACKAGES = ("torch", "transformers")
+CPU = torch.device("cpu")
+
+
+def make_model(folder: str, layers: int) -> int:
+    """Saves the model; returns its parameters."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    state = {name: torch.full(value.shape, 1e-3, dtype=value.dtype) for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def run_rank(rank: int, ranks: int, model: str, meet: str, everywhere: bool) -> None:
+    """What each process does."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(meet, ranks)  # type: ignore[attr-defined]
+    mesh = init_mesh(rank, ranks, store, device=CPU, timeout_s=1800)
+    device = CPU if everywhere else loading_device(mesh)
+    shard_model(load_model(model, dtype=torch.float32, device=device), mesh)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(ranks: int, model: str, everywhere: bool) -> tuple[float, float]:
+    """Bytes at the peak, and seconds."""
+    start, peak = time.perf_counter(), 0
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (ranks, model, f"{folder}/meet", everywhere)
+        context = multiprocessing.start_processes(run_rank, arguments, ranks, join=False, start_method="spawn")
+        while not context.join(timeout=0.02):
+            held = 0
+            for pid in context.pids():
+                with suppress(psutil.Error):
+                    held += psutil.Process(pid).memory_full_info().uss
+            peak = max(peak, held)
+    return peak, time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    result = surroundings(PACKAGES) | {"cases": []}
+    with tempfile.TemporaryDirectory() as folder:
+        size = 4 * make_model(folder, args.layers)
+        for ranks in args.ranks:
+            for everywhere in (False, True):
+                peak, seconds = measure(ranks, folder, everywhere)
+                case = {
+                    "ranks": ranks,
+                    "who loads": "each rank" if everywhere else "rank 0",
+                    "weights_gib": round(size / 2**30, 2),
+                    "peak_gib": round(peak / 2**30, 2),
+                    "peak_over_weights": round(peak / size, 2),
+                    "seconds": round(seconds, 1),
+                }
+                print(json.dumps(case), file=sys.stderr, flush=True)
+                result["cases"].append(case)
+    text = json.dumps(result, indent=2)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -23,7 +23,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from machine import surroundings
-from torch import multiprocessing
+from torch.multiprocessing import start_processes  # type: ignore[attr-defined]
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchrl_grpo.models.loading import load_model
@@ -69,7 +69,7 @@ def measure(ranks: int, model: str, everywhere: bool) -> tuple[float, float]:
     start, peak = time.perf_counter(), 0
     with tempfile.TemporaryDirectory() as folder:
         arguments = (ranks, model, f"{folder}/meet", everywhere)
-        context = multiprocessing.start_processes(run_rank, arguments, ranks, join=False, start_method="spawn")
+        context = start_processes(run_rank, arguments, ranks, join=False, start_method="spawn")
         while not context.join(timeout=0.02):
             held = 0
             for pid in context.pids():

@@ -103,7 +103,7 @@ def make_trainer(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | 
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
-        fused=device.type == "cuda" and not train.cpu_offload,
+        fused=True,
     )
     scheduler = None
     if settings.warmup_steps:

@@ -62,7 +62,7 @@ def make_trainer(
         shard_model(model, mesh, param_dtype=param_dtype)
     loss = GRPOLoss(TokenScorer(model), kl_to_ref_coeff=0.1, entropy_coeff=0.01)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01, fused=True)
     defaults = {"optim_batch_size": len(LENGTHS), "micro_batch_tokens": 30, "clip_grad_norm": 0.5}
     return GRPOTrainer(loss, model, optimizer, **(defaults | settings))
 

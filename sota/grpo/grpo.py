@@ -18,7 +18,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from torchrl_grpo.config import check_command_line, from_hydra, orderly_exit, register
+from torchrl_grpo.config import check_command_line, from_hydra, orderly_exit, register, starting
 
 register()
 
@@ -28,7 +28,8 @@ def main(cfg: DictConfig) -> None:
     """Builds the run that the config describes, trains, and closes it whatever happens."""
     with orderly_exit():
         config = from_hydra(cfg)
-        from torchrl_grpo.run import build  # takes seconds; --help and mistakes are answered before
+        with starting(config):  # takes seconds; --help and mistakes are answered before
+            from torchrl_grpo.run import build
 
         with closing(build(config, HydraConfig.get().runtime.output_dir)) as run:
             run.fit()

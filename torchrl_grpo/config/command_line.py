@@ -11,7 +11,7 @@ import signal
 import sys
 import typing
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -21,9 +21,10 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from torchrl_grpo.config.data import ColumnsConfig, DatasetConfig
 from torchrl_grpo.config.renamed import take_old_names
-from torchrl_grpo.config.rules import check_choice, validate
+from torchrl_grpo.config.rules import check_choice, check_script, validate
 from torchrl_grpo.config.schema import COMPONENTS, ENTRY_FIELDS, FIELDS, RETRY_PROMPT, GRPOConfig
 from torchrl_grpo.errors import ConfigError, RunLostError
+from torchrl_grpo.startup import begin, end, quick_imports, say
 
 _log = logging.getLogger(__name__)
 
@@ -146,6 +147,18 @@ def _mistyped(name: str, value: Any) -> str:
     return f"{name}={value} must have the type {_type_of(GRPOConfig, name)}: use {name}={works}, say."
 
 
+def starting(config: GRPOConfig, *, asynchronous: bool = False) -> AbstractContextManager[None]:
+    """What a script imports a run in: the user sees signs of life from here until the first step.
+
+    Raises:
+        ConfigError: the script, ``grpo.py`` or the asynchronous one, cannot do what the config asks for.
+    """
+    check_script(config, asynchronous)
+    begin()
+    say("importing PyTorch, TorchRL and transformers")
+    return quick_imports(whole_torchrl=bool(config.env.transforms))
+
+
 @contextmanager
 def orderly_exit() -> Iterator[None]:
     """Turns a mistake in the config and a ``RunLostError`` into a message on stderr, without a traceback, and the exit
@@ -153,12 +166,12 @@ def orderly_exit() -> Iterator[None]:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else ``hydra.main`` prints its errors itself
     told = False
 
-    def end(*_: Any) -> None:
+    def terminate(*_: Any) -> None:
         nonlocal told
         told = True
         sys.exit(143)
 
-    previous = signal.signal(signal.SIGTERM, end)
+    previous = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     except SystemExit:
@@ -178,4 +191,5 @@ def orderly_exit() -> Iterator[None]:
         sys.stderr.write("\ninterrupted\n")
         sys.exit(130)
     finally:
+        end()
         signal.signal(signal.SIGTERM, previous)

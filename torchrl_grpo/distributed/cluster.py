@@ -24,6 +24,7 @@ from typing import IO, Any
 import torch
 
 from torchrl_grpo.placement import DevicePlan
+from torchrl_grpo.startup import actor_environment
 
 _LONGEST_END_S = 10.0
 MIN_RAY = (2, 59)  # asks for a token by itself: before that, whoever reached the ports of a local cluster ran code
@@ -297,7 +298,9 @@ def _remove(lock: IO[str]) -> None:
 
 def _environment(seat: Seat, threads: int, *, pinned: bool) -> dict[str, str]:
     """Environment variables of a process; ``pinned`` if its devices are the plan's and not Ray's choice."""
-    variables = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads * len(seat.devices))}
+    variables = actor_environment()
+    if "OMP_NUM_THREADS" not in os.environ:
+        variables["OMP_NUM_THREADS"] = str(threads * len(seat.devices))
     if pinned and seat.devices[0].type == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else None

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
-from torchrl.modules.llm import LLMWrapperBase
 
 from torchrl_grpo import keys
 from torchrl_grpo.checks import MIN_TEMPERATURE
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import pad, sequences_of
 from torchrl_grpo.models.sharding import call_gathered, compute_device, mesh_of
+
+if TYPE_CHECKING:
+    from torchrl.modules.llm import LLMWrapperBase
 
 MAX_CHUNK_ELEMENTS = {"cpu": 2**23, "other": 2**25}
 """Logits held at once: in float32 32 MiB, near the size of a CPU's caches, and 128 MiB to keep an accelerator busy."""

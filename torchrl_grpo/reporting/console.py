@@ -23,6 +23,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_grpo import startup
 from torchrl_grpo.records import MISSING, clip, duration, number, percent, printable, reward_text
 
 __all__ = ["Console", "clip", "duration", "printable"]
@@ -85,7 +86,9 @@ class Console(AbstractContextManager["Console"]):
         """Opens the progress bar. ``sequences_done`` is above 0 in a resumed run."""
         self._started_at = time.monotonic()
         if not self._live or self._progress is not None:
+            startup.say("evaluating before the first step, and sampling for it")
             return
+        startup.end()
         wide, line = self._rich.width >= _WIDE, Column(no_wrap=True)
         done = TextColumn("{task.completed:,.0f}/{task.total:,.0f}", table_column=line)
         share = TextColumn("({task.percentage:.0f}%)", table_column=line)
@@ -109,6 +112,7 @@ class Console(AbstractContextManager["Console"]):
             sequences_done: sequences (dialog turns) trained on so far.
             sequences_total: sequences that the run will train on.
         """
+        startup.end()
         if self._progress is not None:
             bar, shown = self._progress.task_ids[0], _join(metrics, _BAR, " ")
             self._progress.update(bar, completed=sequences_done, total=sequences_total, step=step, numbers=shown)

@@ -56,7 +56,7 @@ class Layout:
         """The arguments of a model's forward."""
         if self.positions is None:
             return {"input_ids": self.tokens, "use_cache": False}
-        mask = self.tokens.new_zeros(1, 1, 1, 1)  # a mask with four dimensions is one that the model need not make
+        mask = torch.ones_like(self.tokens[:, :1, None, None], dtype=torch.bool)  # a 4D mask is one that is made already
         inputs = {"input_ids": self.tokens, "position_ids": self.positions, "attention_mask": mask}
         return inputs | {"use_cache": False, "layout": self}
 

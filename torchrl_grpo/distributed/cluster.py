@@ -58,12 +58,12 @@ def require_ray() -> None:
         version = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
         raise ValueError(
-            f"more than one process needs Ray {wanted} or later, and ray is not installed: "
-            'pip install "torchrl_grpo[ray]", or use one device a role.'
+            f"grpo-async.py, or more than one process a role, needs Ray {wanted} or later, and ray is not installed: "
+            'pip install "torchrl_grpo[ray]", or use grpo.py with one device a role.'
         ) from None
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_RAY:
         raise ValueError(
-            f"more than one process needs Ray {wanted} or later, and ray is {version}: "
+            f"grpo-async.py, or more than one process a role, needs Ray {wanted} or later, and ray is {version}: "
             'pip install --upgrade "torchrl_grpo[ray]".'
         )
 

@@ -56,7 +56,9 @@ class Layout:
         """The arguments of a model's forward."""
         if self.positions is None:
             return {"input_ids": self.tokens, "use_cache": False}
-        mask = torch.ones_like(self.tokens[:, :1, None, None], dtype=torch.bool)  # a 4D mask is one that is made already
+        mask = torch.ones_like(
+            self.tokens[:, :1, None, None], dtype=torch.bool
+        )  # a 4D mask is one that is made already
         inputs = {"input_ids": self.tokens, "position_ids": self.positions, "attention_mask": mask}
         return inputs | {"use_cache": False, "layout": self}
 
@@ -197,9 +199,7 @@ def attention(
 AttentionInterface.register("sdpa", attention)
 
 
-def _each_sequence(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, dropout: float
-) -> Tensor:
+def _each_sequence(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, dropout: float) -> Tensor:
     """[1, N, H, DV], one sequence after another."""
     repeats = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))

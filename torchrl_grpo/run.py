@@ -130,6 +130,9 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         console = resources.enter_context(Console())
         console.table("Device plan", plan_rows(blueprint))
         console.table("Batch geometry", geometry_rows(blueprint))
+        train, test = blueprint.train_env, blueprint.greedy_env
+        [prompt] = train.prompts.first(1)
+        console.problems(train.num_problems, 0 if test is None else test.batch_size[0], train.tokenizer.decode(prompt))
         logger = resources.enter_context(_logger(config, directory))
         if resume is not None:
             console.resume(resume.step, resume.path)

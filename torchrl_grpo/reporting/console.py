@@ -78,6 +78,17 @@ class Console(AbstractContextManager["Console"]):
             table.add_row(*(self._text(_cell(name, row.get(name))) for name in columns))
         self._rich.print(table)
 
+    def problems(self, train: int, test: int, prompt: str) -> None:
+        """Says how many problems there are, and shows one as the model gets it.
+
+        Args:
+            train: problems to train on.
+            test: problems of an evaluation.
+            prompt: the first one's prompt, chat template included.
+        """
+        self._line(f"{train:,} problems to train on, {test:,} to test on; a prompt as the model gets it:")
+        self._line(clip(prompt, 4 * _LONGEST_SAMPLE), "dim")
+
     def resume(self, step: int, path: str | os.PathLike[str]) -> None:
         """Says where a resumed run goes on from."""
         self._line(f"goes on after step {step:,}, from {os.fspath(path)}")

@@ -23,6 +23,10 @@ class WaitedTooLongError(RunLostError, TimeoutError):
     """Nobody answered in time; the message says what was waited for."""
 
 
+class NonFiniteError(RunLostError):
+    """Losses, gradients or weights are not finite, so training cannot go on."""
+
+
 class InvalidRewardError(ValueError):
     """A scorer gave nothing that is a reward.
 

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 from tests.support.models import make_tiny_model
 from tests.support.training import make_batch
 from torchrl_grpo import keys
+from torchrl_grpo.learner import GRPOTrainer, NonFiniteError
 from torchrl_grpo.learner.checkpoint import Checkpointer
-from torchrl_grpo.learner.step import GRPOTrainer, NonFiniteError
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
 from torchrl_grpo.models.sharding import init_mesh, is_writer, loading_device, mesh_of, shard_model

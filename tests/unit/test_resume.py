@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.configs import compose_config
-from tests.support.runs import LORA, SMALL, at, differences, numbers, run, state_of, steps
+from tests.support.runs import LORA, SMALL, at, changed, differences, numbers, run, state_of, steps
 from torchrl_grpo.config import ConfigError, plain
 from torchrl_grpo.learner import resume as resume_module
 from torchrl_grpo.learner.resume import Resume, check_tasks, find_resume
@@ -122,7 +122,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (["train.resume=/tmp/.."], r"train\.resume=/tmp/\.\. must be .* but it has none"),
         (
             [f"train.resume={__file__}"],
-            r"must be a whole checkpoint of this library, but test_resume\.py cannot be read",
+            r"must be a whole checkpoint of this library, but test_resume\.py has no checksum",
         ),
     ],
 )
@@ -138,13 +138,6 @@ def test_what_does_not_fit_is_named_before_anything_is_loaded(
 def test_values_are_named_as_the_command_line_takes_them() -> None:
     values = [["q_proj", "v_proj"], None, True, "arithmetic", 2]
     assert [resume_module._written(value) for value in values] == ["[q_proj,v_proj]", "null", "true", "arithmetic", "2"]
-
-
-def changed(path: Path, into: Path, **entries: Any) -> Path:
-    """A copy of a checkpoint with other entries."""
-    into.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(torch.load(path, weights_only=True) | entries, into)
-    return into
 
 
 def resume_of(path: Path, max_staleness: int = 0) -> Resume | None:

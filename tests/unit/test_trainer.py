@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tests.support.models import make_tiny_model
 from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
-from torchrl_grpo.learner.step import GRPOTrainer, NonFiniteError
+from torchrl_grpo.learner import GRPOTrainer, NonFiniteError
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.packing import pad
 from torchrl_grpo.models.scoring import TokenScorer

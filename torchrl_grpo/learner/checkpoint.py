@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from torchrl_grpo.checkpoint_files import SealedFile, check_whole, checkpoints_in
+from torchrl_grpo.errors import NonFiniteError
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.sharding import is_writer
 from torchrl_grpo.weights import named_weights
@@ -23,7 +26,10 @@ class Checkpointer:
 
     A checkpoint holds ``trainer`` (model, optimizer, scheduler, scaler, counts), ``source`` (data order, the engine's
     random state), ``rng`` (Python, torch, CUDA), ``config`` (the full config as plain types) and ``step``. It loads
-    with ``torch.load(path, weights_only=True)``.
+    with ``torch.load(path, weights_only=True)``. A manifest and a checksum stand at its end (``checkpoint_files``).
+
+    Attributes:
+        metrics: of the latest evaluation, for the manifest.
 
     Args:
         directory: made when the first checkpoint is written.
@@ -33,22 +39,34 @@ class Checkpointer:
     def __init__(self, directory: str | os.PathLike[str], config: dict[str, Any]) -> None:
         self.directory = Path(directory)
         self.config = config
+        self.metrics: dict[str, float] = {}
 
     def path(self, step: int) -> Path:
         """The file of the checkpoint after ``step`` steps."""
         return self.directory / f"checkpoint_{step:06d}.pt"
 
     def save(self, step: int, trainer: dict[str, Any], source: dict[str, Any]) -> Path:
-        """Writes the state after ``step`` steps; returns the file."""
+        """Writes the state after ``step`` steps; returns the file.
+
+        Raises:
+            NonFiniteError: a weight is not finite; nothing is written.
+        """
+        check_finite(trainer["model"])
         state = {"step": step, "trainer": trainer, "source": source, "rng": rng_state(), "config": self.config}
         path = self.path(step)
         self.directory.mkdir(parents=True, exist_ok=True)
         staging = path.with_suffix(".tmp")
-        with staging.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        staging.rename(path)
+        try:
+            with staging.open("wb") as file:
+                sealed = SealedFile(file)
+                torch.save(state, sealed)
+                sealed.seal({"step": step, "config": self.config, "metrics": self.metrics})
+                file.flush()
+                os.fsync(file.fileno())
+            staging.rename(path)
+        except BaseException:
+            staging.unlink(missing_ok=True)
+            raise
         return path
 
     def latest(self) -> Path | None:
@@ -77,26 +95,43 @@ class Checkpointer:
         return target
 
 
-def checkpoints_in(directory: Path) -> list[Path]:
-    """The files of a folder that are named like checkpoints, the one with the most steps first."""
-    numbered = [(path.stem.removeprefix("checkpoint_"), path) for path in directory.glob("checkpoint_*.pt")]
-    return [path for _, path in sorted(((int(n), path) for n, path in numbered if n.isdecimal()), reverse=True)]
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
     """What ``Checkpointer.save`` wrote; the tensors stay in the file until they are used.
 
+    Args:
+        path: the file.
+        trusted: whether checksum and weights were checked already.
+
     Raises:
-        ValueError: the file is not a whole checkpoint.
+        ValueError: the file is not a whole checkpoint, or has weights that are not finite.
     """
+    if not trusted:
+        check_whole(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # whatever reading a foreign or cut file may raise
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"{path.name} cannot be read ({reason:.200})") from error
+    except Exception as error:  # whatever reading a foreign file may raise
+        reason = str(error).splitlines()[0].partition(". ")[0]  # torch goes on with advice to trust the file
+        raise ValueError(f"{path.name} cannot be read ({type(error).__name__}: {reason:.200})") from error
     if not isinstance(state, dict) or not state.keys() >= _ENTRIES:
         raise ValueError(f"{path.name} holds something else")
+    if not trusted:
+        try:
+            check_finite(state["trainer"]["model"])
+        except NonFiniteError as error:
+            raise ValueError(f"{path.name} is of no use: {error}") from error
     return state
+
+
+def check_finite(weights: Mapping[str, Any]) -> None:
+    """Checks that weights are numbers.
+
+    Raises:
+        NonFiniteError: one is not finite.
+    """
+    for name, tensor in weights.items():
+        # A sum is cheap, and not finite if a summand is not; it may overflow by itself.
+        if tensor.is_floating_point() and not tensor.sum().isfinite() and not tensor.isfinite().all():
+            raise NonFiniteError(f"the weight {name} has values that are not finite")
 
 
 def rng_state() -> dict[str, Any]:

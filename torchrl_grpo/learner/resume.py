@@ -14,9 +14,10 @@ from typing import Any
 
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_grpo.checkpoint_files import checkpoints_in
 from torchrl_grpo.config import GRPOConfig, renamed
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.learner.checkpoint import checkpoints_in, read_checkpoint, set_rng_state
+from torchrl_grpo.learner.checkpoint import read_checkpoint, set_rng_state
 from torchrl_grpo.learner.learner import Learner
 
 _AS_BEFORE = (
@@ -148,7 +149,7 @@ def restore(learner: Learner, resume: Resume) -> None:
 
     With several ranks each of them calls this.
     """
-    state, trainer = read_checkpoint(resume.path), learner.trainer
+    state, trainer = read_checkpoint(resume.path, trusted=True), learner.trainer
     saved: dict[str, Any] = dict(state["trainer"])
     configured = [{**group, "params": None} for group in trainer.optimizer.param_groups]
     scheduler: Any = trainer.scheduler

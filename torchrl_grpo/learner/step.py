@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo import keys
+from torchrl_grpo.errors import NonFiniteError
 from torchrl_grpo.functional import effective_sample_size
 from torchrl_grpo.models.packing import has, pad, pad_batch, rank_micro_batches, slice_tokens
 from torchrl_grpo.models.scoring import TokenScorer, autocast
@@ -29,10 +30,6 @@ from torchrl_grpo.models.sharding import (
 from torchrl_grpo.objectives.grpo import GRPOLoss
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weights import LoraDelta, named_adapters, named_weights
-
-
-class NonFiniteError(RuntimeError):
-    """Too many optimizer steps in a row had a non-finite loss or gradient."""
 
 
 class GRPOTrainer:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo.collectors.source import RolloutSource
+from torchrl_grpo.errors import NonFiniteError
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
@@ -111,6 +112,13 @@ class _Saver:
             self._learner.save(self._checkpointer, state)
             self._saved = version
 
+    def save_after_error(self) -> None:
+        """Saves, if the weights are of use; the error that ends the run is what is raised."""
+        try:
+            self.save()
+        except NonFiniteError as error:
+            torchrl_logger.warning(f"Step {self._learner.version} is not saved: {error}")
+
 
 def fit(
     learner: LearnerLike,
@@ -136,6 +144,7 @@ def fit(
 
     Raises:
         RuntimeError: engine and trainer differ by more than rounding.
+        NonFiniteError: training has diverged.
     """
     size, total = schedule.sequences_per_batch, schedule.num_batches * schedule.sequences_per_batch
     first, saver = learner.version, _Saver(learner, source, checkpointer)
@@ -186,8 +195,10 @@ def fit(
                 console.samples(step, rows[:_SHOWN])
             if schedule.checkpoint_frequency and step % schedule.checkpoint_frequency == 0:
                 saver.save()
-    finally:
-        saver.save()
+    except BaseException:
+        saver.save_after_error()
+        raise
+    saver.save()
 
 
 def _mismatch(learner: LearnerLike, source: RolloutSource, tolerance: float) -> dict[str, float]:

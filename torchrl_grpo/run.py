@@ -26,6 +26,7 @@ from torchrl_grpo.blueprint import (
 from torchrl_grpo.collectors.source import LocalSource
 from torchrl_grpo.collectors.staleness import GroupBuffer
 from torchrl_grpo.config import GRPOConfig, plain
+from torchrl_grpo.config.resumed import check_unused
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
@@ -115,7 +116,9 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
     max_staleness = _max_staleness(config, asynchronous)
     directory = Path(directory)
     with as_config_errors(), ExitStack() as resources:
-        cluster, resume = None, find_resume(config, plain(config), max_staleness)
+        cluster, resume = None, find_resume(config, plain(config), max_staleness, directory)
+        if config.train.resume is None:
+            check_unused(directory)
         if config.ray.address is not None:  # first, because the plan is made of its accelerators
             cluster = _start_ray(config.ray.address, resources)
         blueprint = prepare(config, None if cluster is None else cluster.accelerators(), resume)
@@ -128,7 +131,12 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         logger = resources.enter_context(_logger(config, directory))
         if resume is not None:
             console.resume(resume.step, resume.path)
-            logger.truncate(resume.step + 1)  # what this run's folder has of later steps is done again
+            if resume.differences:
+                console.table("What differs from the run that goes on", resume.differences)
+        if config.train.resume is not None and not config.only_evaluates:
+            done = 0 if resume is None else resume.step
+            logger.truncate(done + 1 if done else 0)  # what this run's folder has of later steps is done again
+            Checkpointer(directory / "checkpoints", {}).begin(done)
         learner: Learner | RayLearner
         source: LocalSource | RaySource
         if distributed:

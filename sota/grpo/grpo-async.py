@@ -29,10 +29,11 @@ register()
 def main(cfg: DictConfig) -> None:
     """Builds the run that the config describes, trains, and closes it whatever happens."""
     with orderly_exit():
-        config = from_hydra(cfg)
+        hydra_config = HydraConfig.get()
+        config = from_hydra(cfg, hydra_config)
         from torchrl_grpo.run import build  # takes seconds; --help and mistakes are answered before
 
-        with closing(build(config, HydraConfig.get().runtime.output_dir, asynchronous=True)) as run:
+        with closing(build(config, hydra_config.runtime.output_dir, asynchronous=True)) as run:
             run.fit()
 
 

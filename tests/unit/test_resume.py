@@ -12,7 +12,7 @@ import torch
 from tests.support.configs import compose_config
 from tests.support.runs import LORA, SMALL, at, changed, differences, numbers, run, state_of, steps
 from torchrl_grpo.config import ConfigError, plain
-from torchrl_grpo.learner import resume as resume_module
+from torchrl_grpo.config.resumed import written
 from torchrl_grpo.learner.resume import Resume, check_tasks, find_resume
 from torchrl_grpo.models import loading
 from torchrl_grpo.reporting.metrics import read_jsonl
@@ -94,8 +94,8 @@ def test_length_learning_rate_and_loss_may_change_on_resume(full_run: Path, tmp_
 def test_files_of_the_same_folder_are_gone_on_with(lora_run: Path, tmp_path: Path) -> None:
     run(tmp_path, *LORA, steps(3), "train.checkpoint_frequency=1")
     rows = run(tmp_path, *LORA, steps(4), f"train.resume={at(tmp_path, 2)}")
-    assert [row["step"] for row in rows] == [0, 1, 2, 2, 3, 4]
-    assert numbers(rows[4:], 3) == numbers(read_jsonl(lora_run / "metrics.jsonl"), 3)[:2]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert numbers(rows[3:], 3) == numbers(read_jsonl(lora_run / "metrics.jsonl"), 3)[:2]
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_named_before_anything_is_loaded(
 
 def test_values_are_named_as_the_command_line_takes_them() -> None:
     values = [["q_proj", "v_proj"], None, True, "arithmetic", 2]
-    assert [resume_module._written(value) for value in values] == ["[q_proj,v_proj]", "null", "true", "arithmetic", "2"]
+    assert [written(value) for value in values] == ["[q_proj,v_proj]", "null", "true", "arithmetic", "2"]
 
 
 def resume_of(path: Path, max_staleness: int = 0) -> Resume | None:

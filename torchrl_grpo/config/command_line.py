@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -21,6 +22,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from torchrl_grpo.config.data import ColumnsConfig, DatasetConfig
 from torchrl_grpo.config.renamed import take_old_names
+from torchrl_grpo.config.resumed import on_saved_config
 from torchrl_grpo.config.rules import check_choice, validate
 from torchrl_grpo.config.schema import COMPONENTS, ENTRY_FIELDS, FIELDS, RETRY_PROMPT, GRPOConfig
 from torchrl_grpo.errors import ConfigError, RunLostError
@@ -33,8 +35,13 @@ def register() -> None:
     ConfigStore.instance().store(name="grpo_schema", node=GRPOConfig)
 
 
-def from_hydra(cfg: DictConfig) -> GRPOConfig:
+def from_hydra(cfg: DictConfig, hydra: HydraConf | None = None) -> GRPOConfig:
     """The typed, validated config of what Hydra composed.
+
+    Args:
+        cfg: what it composed.
+        hydra: its own config, in a script: with ``train.resume`` the saved config is the base of the overrides, and
+            the folder of any other run must be unused.
 
     Raises:
         ConfigError: a rule is broken, or a key does not exist (``+`` adds any to what Hydra composes).
@@ -43,6 +50,8 @@ def from_hydra(cfg: DictConfig) -> GRPOConfig:
         merged: Any = OmegaConf.merge(OmegaConf.structured(GRPOConfig), OmegaConf.to_container(cfg))
         for line in take_old_names(merged):
             _log.warning(line)
+        if hydra is not None:
+            merged = on_saved_config(merged, hydra)
         if merged.env.reasoning:
             merged.env.retry_prompt = merged.env.retry_prompt or RETRY_PROMPT
             merged.env.max_turns = max(merged.env.max_turns, 2)

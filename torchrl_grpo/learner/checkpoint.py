@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.checkpoint_files import SealedFile, check_whole, checkpoints_in
@@ -45,6 +46,16 @@ class Checkpointer:
         """The file of the checkpoint after ``step`` steps."""
         return self.directory / f"checkpoint_{step:06d}.pt"
 
+    def begin(self, step: int) -> None:
+        """Makes the folder that of a run which goes on after ``step``: later checkpoints are set aside (``.old``), and
+        what an interrupted save left is removed."""
+        for path in checkpoints_in(self.directory):
+            if path.name > self.path(step).name:
+                path.rename(path.with_suffix(".old"))
+                torchrl_logger.warning(f"{path} is of a later step than {step}: it is now {path.stem}.old.")
+        for path in self.directory.glob("checkpoint_*.tmp"):
+            path.unlink()
+
     def save(self, step: int, trainer: dict[str, Any], source: dict[str, Any]) -> Path:
         """Writes the state after ``step`` steps; returns the file.
 
@@ -59,7 +70,7 @@ class Checkpointer:
         try:
             with staging.open("wb") as file:
                 sealed = SealedFile(file)
-                torch.save(state, sealed)
+                torch.save(state, sealed)  # type: ignore[arg-type]  # it needs only write and flush
                 sealed.seal({"step": step, "config": self.config, "metrics": self.metrics})
                 file.flush()
                 os.fsync(file.fileno())

@@ -171,7 +171,8 @@ def fit(
 
     metrics = publish(first, refresh=0 < first == schedule.reference_version or schedule.refreshes(first))
     console.start(first * size, total)
-    logger.log(first, metrics | evaluate(first, sampled=True))
+    if logger.last_step != first or schedule.num_batches == 0:  # a run that goes on in its folder has that row
+        logger.log(first, metrics | evaluate(first, sampled=True))
     try:
         while learner.version < schedule.num_batches:
             start = time.perf_counter()
@@ -189,7 +190,7 @@ def fit(
                 metrics |= evaluate(step, sampled=last)
             logger.log(step, metrics)
             console.step(step, metrics, step * size, total)
-            if last or step == first + 1 or step % schedule.sample_frequency == 0:
+            if last or step == 1 or step % schedule.sample_frequency == 0:
                 rows = learner.samples(schedule.sample_rows)
                 logger.log_samples(step, rows)
                 console.samples(step, rows[:_SHOWN])

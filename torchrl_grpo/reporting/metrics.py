@@ -44,6 +44,9 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
     of an earlier run appends to it; ``truncate(step)`` first drops what the resumed run will do again, so that the
     files of an interrupted and resumed run equal those of an uninterrupted one.
 
+    Attributes:
+        last_step: that of the last row in ``metrics.jsonl``, None if there is none.
+
     Args:
         directory: where the files go; made when it is not there.
         tensorboard: whether to write TensorBoard files into ``directory/tensorboard``.
@@ -86,6 +89,7 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
             self._wandb = _start_wandb(self.directory, wandb_mode, project, name or self.directory.resolve().name)
             self._wandb.log_hparams(json.loads(config_text))
         self._logged = False
+        self.last_step: int | None = None
         self._files: dict[str, IO[str]] = {}
         self._open()
         _write_environment(self.directory)
@@ -106,6 +110,7 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         assert all("/" in name for name in metrics), f"metric names are section/name, got {sorted(metrics)}"
         values = {name: _number(value) for name, value in metrics.items()}
         self._append(METRICS_FILE, {"step": step, **values})
+        self.last_step = step
         for logger in (self._tensorboard, self._wandb):
             if logger is not None:
                 logger.log_metrics(values, step=step)
@@ -154,7 +159,9 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         for file_name in (METRICS_FILE, SAMPLES_FILE):
             if file_name in self._files:
                 self._files[file_name].close()
-            _keep_lines(self.directory / file_name, below)
+            kept = _keep_lines(self.directory / file_name, below)
+            if file_name == METRICS_FILE:
+                self.last_step = json.loads(kept[-1])["step"] if kept else None
             self._files[file_name] = (self.directory / file_name).open("a", encoding="utf-8")
 
     def _append(self, file_name: str, row: Mapping[str, Any]) -> None:
@@ -263,10 +270,14 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
-def _keep_lines(path: Path, below: int | None = None) -> None:
-    """Drops a last line that was cut short and, with ``below``, the lines of that step and later; all or nothing."""
+def _keep_lines(path: Path, below: int | None = None) -> list[str]:
+    """Drops a last line that was cut short and, with ``below``, the lines of that step and later; all or nothing.
+
+    Returns:
+        the lines that are kept.
+    """
     if not path.exists():
-        return
+        return []
     lines = [line for line in whole_lines(path) if below is None or json.loads(line)["step"] < below]
     staging = path.with_suffix(".tmp")
     with staging.open("w", encoding="utf-8") as file:
@@ -274,3 +285,4 @@ def _keep_lines(path: Path, below: int | None = None) -> None:
         file.flush()
         os.fsync(file.fileno())
     staging.replace(path)
+    return lines

@@ -19,15 +19,24 @@ _PART = 1 << 24
 
 
 class SealedFile:
-    """A file that is written front to back, by ``torch.save(state, sealed)``, and then sealed."""
+    """A file that is written front to back, by ``torch.save(state, sealed)``, and then sealed.
+
+    Attributes:
+        error: what ended a write.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
+        self.error: BaseException | None = None
         self._file = file
         self._hash = hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        self._hash.update(data)
-        return self._file.write(data)
+        try:
+            self._hash.update(data)
+            return self._file.write(data)
+        except BaseException as error:
+            self.error = error
+            raise
 
     def flush(self) -> None:
         self._file.flush()

@@ -27,6 +27,10 @@ class NonFiniteError(RunLostError):
     """Losses, gradients or weights are not finite, so training cannot go on."""
 
 
+class DiskFullError(RunLostError):
+    """There is no room for a file of the run."""
+
+
 class InvalidRewardError(ValueError):
     """A scorer gave nothing that is a reward.
 

@@ -33,6 +33,7 @@ from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.resume import check_tasks, find_resume
 from torchrl_grpo.loop.fit import Schedule, fit
 from torchrl_grpo.parts import make_learner, make_reference, make_sampler
+from torchrl_grpo.records import METRICS_FILE, is_full
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.reporting.report import summarize, write_report
@@ -59,7 +60,7 @@ class Run:
     def fit(self) -> dict[str, Any]:
         """Trains, exports the model, writes the report; returns the run in a few numbers."""
         learner, blueprint = self.learner, self.blueprint
-        checkpointer = Checkpointer(self.directory / "checkpoints", plain(blueprint.config))
+        checkpointer = self._checkpointer()
         try:
             fit(learner, self.source, checkpointer, self.logger, self.console, self._schedule())
             trained = not blueprint.config.only_evaluates
@@ -72,12 +73,30 @@ class Run:
             torchrl_logger.warning(f"The run ended early. What it did lies in {self.directory}.{go_on}")
             raise
         finally:
-            report = write_report(self.directory)
+            report = self._report()
         summary = summarize(self.directory)
         files = ("curves.png", "metrics.jsonl", "samples.jsonl")
         paths = {"report": report} | {name.partition(".")[0]: self.directory / name for name in files}
         self.console.finish(summary, paths | written)
         return summary
+
+    def _checkpointer(self) -> Checkpointer:
+        """What writes the run's checkpoints; there is room for them."""
+        config = self.blueprint.config
+        made = Checkpointer(self.directory / "checkpoints", plain(config), config.train.keep_checkpoints)
+        if not config.only_evaluates:
+            left = max(0, config.num_batches - self.learner.version)
+            made.check_room(-(-left // (config.train.checkpoint_frequency or left or 1)), *self.learner.sizes())
+        return made
+
+    def _report(self) -> Path:
+        try:
+            return write_report(self.directory)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            torchrl_logger.warning(f"There is no room for the report in {self.directory}.")
+            return self.directory / METRICS_FILE
 
     def _schedule(self) -> Schedule:
         config, resume = self.blueprint.config, self.blueprint.resume

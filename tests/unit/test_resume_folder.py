@@ -126,5 +126,3 @@ def test_what_is_refused_on_resume_is_refused_before_anything_loads(
     monkeypatch.setitem(sys.modules, "torchrl_grpo.run", None)  # its import would fail
     assert run_here(SYNC, "train.resume=auto", f"hydra.run.dir={whole}", "hydra.output_subdir=null", override) == 2
     assert re.search(message, capsys.readouterr().err)
-
-

@@ -13,12 +13,16 @@ import torch
 from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_grpo.checkpoint_files import SealedFile, check_whole, checkpoints_in
-from torchrl_grpo.errors import NonFiniteError
+from torchrl_grpo.checkpoint_files import SealedFile, check_whole, checkpoints_in, read_manifest
+from torchrl_grpo.checks import check_keep
+from torchrl_grpo.errors import ConfigError, DiskFullError, NonFiniteError
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.sharding import is_writer
+from torchrl_grpo.records import is_full, size
 from torchrl_grpo.weights import named_weights
 
+ACCURACY = "eval/pass@1"
+"""The metric that says which checkpoint is the best one."""
 _ENTRIES = {"step", "trainer", "source", "rng", "config"}
 
 
@@ -30,17 +34,19 @@ class Checkpointer:
     with ``torch.load(path, weights_only=True)``. A manifest and a checksum stand at its end (``checkpoint_files``).
 
     Attributes:
-        metrics: of the latest evaluation, for the manifest.
+        metrics: of the evaluation at the step that is saved next, for the manifest.
 
     Args:
         directory: made when the first checkpoint is written.
         config: the run's config as plain types.
+        keep: which checkpoints stay when a newer one is written, as in ``train.keep_checkpoints``.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], config: dict[str, Any]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], config: dict[str, Any], keep: str | None = None) -> None:
         self.directory = Path(directory)
         self.config = config
         self.metrics: dict[str, float] = {}
+        self._kept = check_keep(keep)
 
     def path(self, step: int) -> Path:
         """The file of the checkpoint after ``step`` steps."""
@@ -61,12 +67,15 @@ class Checkpointer:
 
         Raises:
             NonFiniteError: a weight is not finite; nothing is written.
+            DiskFullError: there is no room for it; the earlier ones are as they were.
         """
         check_finite(trainer["model"])
         state = {"step": step, "trainer": trainer, "source": source, "rng": rng_state(), "config": self.config}
         path = self.path(step)
         self.directory.mkdir(parents=True, exist_ok=True)
+        _check_room(self.directory, _bytes(trainer), path.name)
         staging = path.with_suffix(".tmp")
+        sealed: SealedFile | None = None
         try:
             with staging.open("wb") as file:
                 sealed = SealedFile(file)
@@ -75,10 +84,52 @@ class Checkpointer:
                 file.flush()
                 os.fsync(file.fileno())
             staging.rename(path)
-        except BaseException:
+        except BaseException as error:
             staging.unlink(missing_ok=True)
-            raise
+            first = (sealed and sealed.error) or error  # torch raises another one, of its own count of bytes
+            if is_full(first):
+                raise DiskFullError(f"there is no room for {path.name} in {self.directory}") from None
+            raise first from None
+        self._remove_old()
         return path
+
+    def _remove_old(self) -> None:
+        """Removes the checkpoints that ``train.keep_checkpoints`` does not keep; the newest one always stays."""
+        kept = self._kept
+        if kept is None:
+            return
+        found = checkpoints_in(self.directory)
+        stay = set(found[: kept["last"]])
+        if "best" in kept:
+            scores = {path: _score(path) for path in found}
+            scored = [path for path in found if scores[path] is not None]
+            stay |= set(sorted(scored, key=lambda path: scores[path] or 0.0, reverse=True)[: kept["best"]])
+        for path in found:
+            if path not in stay:
+                path.unlink()
+
+    def check_room(self, checkpoints: int, checkpoint_bytes: int, model_bytes: int) -> None:
+        """Checks that there is room for what a run will write.
+
+        Args:
+            checkpoints: that the run will write.
+            checkpoint_bytes: of each.
+            model_bytes: of the model that is written at the end.
+
+        Raises:
+            ConfigError: there is not.
+        """
+        kept = self._kept
+        most = checkpoints if kept is None else min(checkpoints, sum(kept.values()) + 1)  # the newest before one goes
+        needed = most * checkpoint_bytes + model_bytes
+        self.directory.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.directory).free
+        if free < needed:
+            raise ConfigError(
+                f"hydra.run.dir must have room for {most} checkpoints of {size(checkpoint_bytes)} and the model of "
+                f"{size(model_bytes)}, {size(needed)} in all, but {self.directory} has {size(free)}: use another "
+                "folder, train.keep_checkpoints=last:1 or a larger train.checkpoint_frequency."
+            )
 
     def latest(self) -> Path | None:
         """The checkpoint with the most steps, None when there is none."""
@@ -96,6 +147,8 @@ class Checkpointer:
         if not writes:
             return target
         shutil.rmtree(staging, ignore_errors=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        _check_room(self.directory, _bytes(state), "the model")
         base.save_pretrained(staging, state_dict=state, save_original_format=False)  # its names are that already
         tokenizer.save_pretrained(staging)
         shutil.rmtree(old, ignore_errors=True)
@@ -131,6 +184,31 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
         except NonFiniteError as error:
             raise ValueError(f"{path.name} is of no use: {error}") from error
     return state
+
+
+def _bytes(tensors: Any) -> int:
+    """Bytes of the tensors in a nest of dictionaries and lists."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors.numel() * tensors.element_size()
+    nested = tensors.values() if isinstance(tensors, Mapping) else tensors if isinstance(tensors, list) else ()
+    return sum(map(_bytes, nested))
+
+
+def _check_room(directory: Path, needed: int, what: str) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise DiskFullError(
+            f"there is no room for {what} in {directory}: it takes {size(needed)}, and {size(free)} are free"
+        )
+
+
+def _score(path: Path) -> float | None:
+    """The accuracy of a checkpoint that was evaluated."""
+    try:
+        score: float | None = read_manifest(path)["metrics"].get(ACCURACY)
+    except ValueError:
+        return None
+    return score
 
 
 def check_finite(weights: Mapping[str, Any]) -> None:

@@ -110,11 +110,18 @@ class Learner:
             scored.append(scorer.score(tokens, mask)[0][0, len(prompt) :])
         return log_prob_mismatch(probe, scored)
 
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a checkpoint, which has AdamW's two moments of each trained weight, and of the exported model."""
+        model, trained = self.trainer.model, self.trainer.parameters
+        kept = 3 * sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        return kept, sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
         """Writes a checkpoint of the trainer's state and the given state of the source; returns the file.
 
         Raises:
             NonFiniteError: the weights are of no use to go on from; nothing is written.
+            DiskFullError: there is no room for it.
         """
         self._check_weights()
         state = self.trainer.state_dict()

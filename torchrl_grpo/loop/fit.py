@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo.collectors.source import RolloutSource
-from torchrl_grpo.errors import NonFiniteError
+from torchrl_grpo.errors import DiskFullError, NonFiniteError
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
@@ -94,6 +94,7 @@ class _Saver:
     def __init__(self, learner: LearnerLike, source: RolloutSource, checkpointer: Checkpointer) -> None:
         self._learner, self._source, self._checkpointer = learner, source, checkpointer
         self._first = self._saved = learner.version
+        self._evaluated: dict[int, dict[str, float]] = {}
         self._states = {learner.version: source.state_dict()}  # by the version of the learner that it goes with
 
     def batch_taken(self) -> None:
@@ -109,15 +110,22 @@ class _Saver:
             torchrl_logger.warning(f"stopped inside step {version + 1}: {last}.")
         elif self._saved != version:
             state = self._states[version] | {"reference_version": self.reference_version}
+            self._checkpointer.metrics = self._evaluated.get(version, {})
             self._learner.save(self._checkpointer, state)
             self._saved = version
 
-    def save_after_error(self) -> None:
-        """Saves, if the weights are of use; the error that ends the run is what is raised."""
+    def evaluated(self, metrics: dict[str, float]) -> None:
+        """Notes how the current weights did."""
+        self._evaluated = {self._learner.version: metrics}
+
+    def save_or_say_why(self, reasons: type[Exception] | tuple[type[Exception], ...]) -> None:
+        """Saves, or says in one line why there is no checkpoint of this step."""
         try:
             self.save()
-        except NonFiniteError as error:
-            torchrl_logger.warning(f"Step {self._learner.version} is not saved: {error}")
+        except reasons as error:
+            last = self._checkpointer.latest()
+            before = "there is none before it" if last is None else f"the one before it is {last.name}"
+            torchrl_logger.warning(f"Step {self._learner.version} is not saved, {before}: {error}.")
 
 
 def fit(
@@ -145,6 +153,7 @@ def fit(
     Raises:
         RuntimeError: engine and trainer differ by more than rounding.
         NonFiniteError: training has diverged.
+        DiskFullError: there is no room for the last checkpoint.
     """
     size, total = schedule.sequences_per_batch, schedule.num_batches * schedule.sequences_per_batch
     first, saver = learner.version, _Saver(learner, source, checkpointer)
@@ -157,6 +166,7 @@ def fit(
             most = schedule.sample_rows
             logger.log_samples(step, rows[: most and max(_TEST_SAMPLES, most)])
             console.evaluation(step, metrics)
+            saver.evaluated(metrics)
         return metrics
 
     def publish(version: int, refresh: bool) -> dict[str, float]:
@@ -195,9 +205,9 @@ def fit(
                 logger.log_samples(step, rows)
                 console.samples(step, rows[:_SHOWN])
             if schedule.checkpoint_frequency and step % schedule.checkpoint_frequency == 0:
-                saver.save()
+                saver.save_or_say_why(DiskFullError)
     except BaseException:
-        saver.save_after_error()
+        saver.save_or_say_why((DiskFullError, NonFiniteError))
         raise
     saver.save()
 

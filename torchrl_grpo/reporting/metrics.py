@@ -17,15 +17,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torchrl._utils import logger as torchrl_logger
 from torchrl.record.loggers.tensorboard import TensorboardLogger
 from torchrl.record.loggers.wandb import WandbLogger
 
 from torchrl_grpo.choices import WandbMode
-from torchrl_grpo.records import ENVIRONMENT_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl, whole_lines
+from torchrl_grpo.records import ENVIRONMENT_FILE, METRICS_FILE, SAMPLES_FILE, is_full, read_jsonl, whole_lines
 
 __all__ = ["MetricsLogger", "check_logging", "read_jsonl"]
 
@@ -90,7 +91,7 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
             self._wandb.log_hparams(json.loads(config_text))
         self._logged = False
         self.last_step: int | None = None
-        self._files: dict[str, IO[str]] = {}
+        self._files: dict[str, _Lines] = {}
         self._open()
         _write_environment(self.directory)
 
@@ -111,9 +112,16 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         values = {name: _number(value) for name, value in metrics.items()}
         self._append(METRICS_FILE, {"step": step, **values})
         self.last_step = step
-        for logger in (self._tensorboard, self._wandb):
-            if logger is not None:
-                logger.log_metrics(values, step=step)
+        if self._tensorboard is not None:
+            try:
+                self._tensorboard.log_metrics(values, step=step)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                torchrl_logger.warning(f"There is no room for TensorBoard's files in {self.directory}: they end here.")
+                self._tensorboard = None
+        if self._wandb is not None:
+            self._wandb.log_metrics(values, step=step)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Writes one line a sample.
@@ -162,14 +170,44 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
             kept = _keep_lines(self.directory / file_name, below)
             if file_name == METRICS_FILE:
                 self.last_step = json.loads(kept[-1])["step"] if kept else None
-            self._files[file_name] = (self.directory / file_name).open("a", encoding="utf-8")
+            self._files[file_name] = _Lines(self.directory / file_name)
 
     def _append(self, file_name: str, row: Mapping[str, Any]) -> None:
         if not self._files:
             raise RuntimeError(f"MetricsLogger({str(self.directory)!r}) is closed: log before close().")
-        file = self._files[file_name]
-        file.write(json.dumps(_plain(row), allow_nan=False) + "\n")
-        file.flush()
+        self._files[file_name].append(json.dumps(_plain(row), allow_nan=False))
+
+
+class _Lines:
+    """A file to which lines are added; those for which a disk has no room wait until it has."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._waiting = bytearray()
+        self._told = False
+
+    def append(self, line: str) -> None:
+        self._waiting += f"{line}\n".encode()
+        self._write()
+
+    def _write(self) -> None:
+        try:
+            while self._waiting:
+                del self._waiting[: self._file.write(self._waiting)]
+        except OSError as error:
+            if not is_full(error):
+                raise
+            if not self._told:
+                torchrl_logger.warning(f"There is no room for {self._path}: its lines wait until there is.")
+            self._told = True
+
+    def close(self) -> None:
+        self._write()
+        if self._waiting:
+            lines = self._waiting.count(b"\n")
+            torchrl_logger.warning(f"The last {lines} lines of {self._path} are lost: there was no room for them.")
+        self._file.close()
 
 
 def check_logging(*, tensorboard: bool, wandb_mode: WandbMode) -> None:
@@ -210,7 +248,11 @@ def _write_environment(directory: Path) -> None:
         "accelerators": f"{count} x {' / '.join(names) or 'CUDA device'}" if count else "none",
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
     }
-    (directory / ENVIRONMENT_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    try:
+        (directory / ENVIRONMENT_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        if not is_full(error):
+            raise
 
 
 def _version(package: str) -> str | None:

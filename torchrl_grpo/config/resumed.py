@@ -88,6 +88,12 @@ def on_saved_config(given: Any, hydra: HydraConf) -> Any:
     return base
 
 
+def from_saved(saved: Mapping[str, Any]) -> GRPOConfig:
+    """The config that a checkpoint keeps as plain types."""
+    made: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(GRPOConfig), renamed(saved)))
+    return made
+
+
 def newest(given: str, directory: Path, read: Callable[[Path], _Read]) -> tuple[Path, _Read] | None:
     """The newest checkpoint that can be read, and what was read; None if ``auto`` finds no checkpoints.
 

@@ -16,13 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_grpo.checkpoint_files import SealedFile, check_whole, checkpoints_in, read_manifest
 from torchrl_grpo.checks import check_keep
 from torchrl_grpo.errors import ConfigError, DiskFullError, NonFiniteError
-from torchrl_grpo.models.loading import base_model_of
-from torchrl_grpo.models.sharding import is_writer
+from torchrl_grpo.learner.export import ACCURACY, check_room, export_model, model_card
 from torchrl_grpo.records import is_full, size
-from torchrl_grpo.weights import named_weights
 
-ACCURACY = "eval/pass@1"
-"""The metric that says which checkpoint is the best one."""
 _ENTRIES = {"step", "trainer", "source", "rng", "config"}
 
 
@@ -73,7 +69,7 @@ class Checkpointer:
         state = {"step": step, "trainer": trainer, "source": source, "rng": rng_state(), "config": self.config}
         path = self.path(step)
         self.directory.mkdir(parents=True, exist_ok=True)
-        _check_room(self.directory, _bytes(trainer), path.name)
+        check_room(self.directory, _bytes(trainer), path.name)
         staging = path.with_suffix(".tmp")
         sealed: SealedFile | None = None
         try:
@@ -135,28 +131,9 @@ class Checkpointer:
         """The checkpoint with the most steps, None when there is none."""
         return next(iter(checkpoints_in(self.directory)), None)
 
-    def export(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> Path:
-        """Writes the model, adapters merged, and its tokenizer into ``model/``, in place of an earlier export.
-
-        ``AutoModelForCausalLM.from_pretrained`` and vLLM load the folder as it is. Of a sharded model all ranks must
-        call this: rank 0 writes.
-        """
-        base, writes = base_model_of(model), is_writer(model)
-        target, staging, old = (self.directory / name for name in ("model", "model.tmp", "model.old"))
-        state = {name: tensor.cpu().contiguous() for name, tensor in named_weights(model) if writes}
-        if not writes:
-            return target
-        shutil.rmtree(staging, ignore_errors=True)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        _check_room(self.directory, _bytes(state), "the model")
-        base.save_pretrained(staging, state_dict=state, save_original_format=False)  # its names are that already
-        tokenizer.save_pretrained(staging)
-        shutil.rmtree(old, ignore_errors=True)
-        if target.exists():
-            target.rename(old)
-        staging.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-        return target
+    def export(self, model: Any, tokenizer: PreTrainedTokenizerBase, step: int) -> Path:
+        """Writes the model, its tokenizer and its card into ``model/``; see ``export_model``."""
+        return export_model(model, tokenizer, self.directory / "model", model_card(self.config, step, self.metrics))
 
 
 def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
@@ -192,14 +169,6 @@ def _bytes(tensors: Any) -> int:
         return tensors.numel() * tensors.element_size()
     nested = tensors.values() if isinstance(tensors, Mapping) else tensors if isinstance(tensors, list) else ()
     return sum(map(_bytes, nested))
-
-
-def _check_room(directory: Path, needed: int, what: str) -> None:
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise DiskFullError(
-            f"there is no room for {what} in {directory}: it takes {size(needed)}, and {size(free)} are free"
-        )
 
 
 def _score(path: Path) -> float | None:

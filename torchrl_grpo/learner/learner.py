@@ -145,7 +145,7 @@ class Learner:
 
     def export(self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase) -> Path:
         """Writes the model as ``from_pretrained`` reads it; returns the folder."""
-        return checkpointer.export(self.trainer.model, tokenizer)
+        return checkpointer.export(self.trainer.model, tokenizer, self.version)
 
     def close(self) -> None:
         """Frees all weights that were sent. May be called again."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,6 +57,7 @@ class Run:
     logger: MetricsLogger
     console: Console
     resources: ExitStack
+    started_at: float
 
     def fit(self) -> dict[str, Any]:
         """Trains, exports the model, writes the report; returns the run in a few numbers."""
@@ -65,6 +67,11 @@ class Run:
             fit(learner, self.source, checkpointer, self.logger, self.console, self._schedule())
             trained = not blueprint.config.only_evaluates
             written = {"checkpoints": checkpointer.directory} if trained else {}
+            if learner.version < blueprint.config.num_batches:
+                torchrl_logger.warning(
+                    f"train.time_limit={blueprint.config.train.time_limit:g} ended the run after step "
+                    f"{learner.version}. It goes on with train.resume={checkpointer.latest()}"
+                )
             written |= {"model": learner.export(checkpointer, blueprint.tokenizer)} if trained else {}
         except BaseException:
             # How the run goes on from its last checkpoint.
@@ -112,6 +119,7 @@ class Run:
             reference_version=resume.reference_version if resume and config.has_own_reference else 0,
             mismatch_tolerance=config.inference_model.check_sync_tolerance if check else None,
             on_policy=config.optim_steps_per_batch == 1,
+            ends_at=None if config.train.time_limit is None else self.started_at + config.train.time_limit,
         )
 
     def close(self) -> None:
@@ -132,7 +140,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         ConfigError: a rule is broken, before any weights are loaded.
     """
     transformers_logging.disable_progress_bar()  # it would write over the run's own
-    max_staleness = _max_staleness(config, asynchronous)
+    started_at, max_staleness = time.monotonic(), _max_staleness(config, asynchronous)
     directory = Path(directory)
     with as_config_errors(), ExitStack() as resources:
         cluster, resume = None, find_resume(config, plain(config), max_staleness, directory)
@@ -162,7 +170,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
             learner, source = _distributed(blueprint, max_staleness, transfer, resources, cluster)
         else:
             learner, source = _local(blueprint, resources)
-        return Run(blueprint, directory, learner, source, logger, console, resources.pop_all())
+        return Run(blueprint, directory, learner, source, logger, console, resources.pop_all(), started_at)
 
 
 def _max_staleness(config: GRPOConfig, asynchronous: bool) -> int:

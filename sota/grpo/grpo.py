@@ -11,8 +11,11 @@ Launch lines:
 
 from __future__ import annotations
 
+import signal
 import sys
 from contextlib import closing
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a run to save, Ctrl-C just ends the process
 
 import hydra
 from hydra.core.hydra_config import HydraConfig

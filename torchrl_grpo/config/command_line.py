@@ -7,7 +7,6 @@ import difflib
 import logging
 import os
 import re
-import signal
 import sys
 import typing
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
+from torchrl_grpo import interrupts
 from torchrl_grpo.config.data import ColumnsConfig, DatasetConfig
 from torchrl_grpo.config.renamed import take_old_names
 from torchrl_grpo.config.resumed import on_saved_config
@@ -158,33 +158,24 @@ def _mistyped(name: str, value: Any) -> str:
 @contextmanager
 def orderly_exit() -> Iterator[None]:
     """Turns a mistake in the config and a ``RunLostError`` into a message on stderr, without a traceback, and the exit
-    statuses 2 and 1; and SIGTERM into an ordinary exit (status 143), so that the run is saved as after Ctrl-C."""
+    statuses 2 and 1; and SIGTERM and Ctrl-C into an ordinary exit (143, 130), for which the run is saved."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else ``hydra.main`` prints its errors itself
-    told = False
-
-    def end(*_: Any) -> None:
-        nonlocal told
-        told = True
-        sys.exit(143)
-
-    previous = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    except SystemExit:
-        if told:
-            sys.exit(143)  # Ray makes a status of its own of an exit that comes while it waits
-        raise
-    except ConfigError as error:
-        sys.stderr.write(f"\nerror: {error}\n")
-        sys.exit(2)
-    except (HydraException, OmegaConfBaseException) as error:
-        sys.stderr.write(f"\nerror: {_explained(error, sys.argv[1:])}\n")
-        sys.exit(2)
-    except RunLostError as error:
-        sys.stderr.write(f"\nerror: {error}\n")
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.stderr.write("\ninterrupted\n")
-        sys.exit(130)
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    with interrupts.watched():
+        try:
+            yield
+        except ConfigError as error:
+            sys.stderr.write(f"\nerror: {error}\n")
+            sys.exit(2)
+        except (HydraException, OmegaConfBaseException) as error:
+            sys.stderr.write(f"\nerror: {_explained(error, sys.argv[1:])}\n")
+            sys.exit(2)
+        except RunLostError as error:
+            sys.stderr.write(f"\nerror: {error}\n")
+            sys.exit(1)
+        except (SystemExit, KeyboardInterrupt) as error:
+            status = interrupts.status()
+            if isinstance(error, KeyboardInterrupt):
+                sys.stderr.write("\ninterrupted\n")
+                sys.exit(130)
+            # Ray makes a status of its own of an exit that comes while it waits.
+            sys.exit(error.code if status is None else status)

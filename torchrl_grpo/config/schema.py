@@ -259,6 +259,9 @@ class TrainConfig:
     keep_checkpoints: str | None = "last:3"
     """Checkpoints that stay when a newer one is written: last:3 is the newest three, last:3,best:1 also the best one by
     eval/pass@1, of those that were evaluated at their step. null keeps all."""
+    time_limit: float | None = limited(None, gt=0)
+    """Seconds after which the run saves, writes the model and ends with exit status 0, before a step that would not end
+    in time. null is none."""
     max_nonfinite_steps: int = limited(5, ge=1)
     """Optimizer steps in a row with a non-finite loss or gradient after which the run stops, at least 1."""
 

@@ -46,7 +46,7 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
     files of an interrupted and resumed run equal those of an uninterrupted one.
 
     Attributes:
-        last_step: that of the last row in ``metrics.jsonl``, None if there is none.
+        last_row: of ``metrics.jsonl``, empty if it has none.
 
     Args:
         directory: where the files go; made when it is not there.
@@ -90,7 +90,7 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
             self._wandb = _start_wandb(self.directory, wandb_mode, project, name or self.directory.resolve().name)
             self._wandb.log_hparams(json.loads(config_text))
         self._logged = False
-        self.last_step: int | None = None
+        self.last_row: dict[str, Any] = {}
         self._files: dict[str, _Lines] = {}
         self._open()
         _write_environment(self.directory)
@@ -110,8 +110,8 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
             _write_environment(self.directory)  # again: by now the accelerator is in use, and has its name
         assert all("/" in name for name in metrics), f"metric names are section/name, got {sorted(metrics)}"
         values = {name: _number(value) for name, value in metrics.items()}
-        self._append(METRICS_FILE, {"step": step, **values})
-        self.last_step = step
+        self.last_row = {"step": step, **values}
+        self._append(METRICS_FILE, self.last_row)
         if self._tensorboard is not None:
             try:
                 self._tensorboard.log_metrics(values, step=step)
@@ -169,7 +169,7 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
                 self._files[file_name].close()
             kept = _keep_lines(self.directory / file_name, below)
             if file_name == METRICS_FILE:
-                self.last_step = json.loads(kept[-1])["step"] if kept else None
+                self.last_row = json.loads(kept[-1]) if kept else {}
             self._files[file_name] = _Lines(self.directory / file_name)
 
     def _append(self, file_name: str, row: Mapping[str, Any]) -> None:

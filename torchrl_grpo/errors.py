@@ -27,6 +27,10 @@ class NonFiniteError(RunLostError):
     """Losses, gradients or weights are not finite, so training cannot go on."""
 
 
+class NoSignalError(RunLostError):
+    """Step after step had nothing to train on."""
+
+
 class DiskFullError(RunLostError):
     """There is no room for a file of the run."""
 

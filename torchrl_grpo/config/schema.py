@@ -263,7 +263,8 @@ class TrainConfig:
     """Seconds after which the run saves, writes the model and ends with exit status 0, before a step that would not end
     in time. null is none."""
     max_nonfinite_steps: int = limited(5, ge=1)
-    """Optimizer steps in a row with a non-finite loss or gradient after which the run stops, at least 1."""
+    """Optimizer steps in a row with a non-finite loss or gradient, or without a token that counts (no reward is valid),
+    after which the run ends, at least 1."""
 
 
 @dataclass

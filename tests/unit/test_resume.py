@@ -174,7 +174,7 @@ def test_the_latest_whole_checkpoint_of_a_folder_is_taken(full_run: Path, tmp_pa
 
 def test_groups_drawn_ahead_need_a_bound_and_samplers_that_fit(full_run: Path, tmp_path: Path) -> None:
     source = torch.load(at(full_run, 6), weights_only=True)["source"]
-    task = {"env": source["env"], "groups": [24, 25], "stop": 26, "wanted": [25]}
+    task = {"env": source["env"], "groups": [24, 25], "further": [], "wanted": [25]}
     path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"tasks": [task, task]})
     with pytest.raises(
         ConfigError, match=r"train\.max_staleness=0 must be at least 1 with .*has 2 groups .*grpo-async"

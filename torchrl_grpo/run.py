@@ -259,7 +259,8 @@ def _distributed(
     config, plan, resume = blueprint.config, blueprint.plan, blueprint.resume
     actor_timeout_s, recovery_timeout_s = config.ray.actor_timeout_s, config.ray.recovery_timeout_s
     torchrl_logger.info(f"The weights reach the engines by inference_model.weight_transfer={transfer}.")
-    place = (cluster or _start_ray(None, resources)).place(plan)
+    cluster = cluster or _start_ray(None, resources)
+    place = cluster.place(plan)
     untested = replace(blueprint, greedy_env=None, sampled_env=None)  # of the test split, for those who need none
     learner = RayLearner(
         partial(make_learner, untested, transfer),
@@ -269,6 +270,7 @@ def _distributed(
         resumed_from=None if resume is None else resume.path,
     )
     resources.callback(learner.close)
+    cluster.watch(learner.last_saved)
     task_groups, concurrent_tasks = task_geometry(config, len(plan.inference))
     in_flight: Any = config.inference_model.in_flight
     if max_staleness and blueprint.reward_pool is not None and config.inference_model.backend == "transformers":

@@ -168,17 +168,18 @@ class RayLearner:
                     raise cause_of(error) from None
                 raise LearnerLostError(
                     f"a training rank died while the ranks were to {what} (version {self.version}): "
-                    f"{self._last_saved()}."
+                    f"{self.last_saved()}."
                 ) from error
             if pending and time.monotonic() > deadline:
                 self.resumable = False
                 raise WaitedTooLongError(
                     f"waited {self.actor_timeout_s:g} s (ray.actor_timeout_s) for the training ranks to {what} "
-                    f"(version {self.version}): {self._last_saved()}."
+                    f"(version {self.version}): {self.last_saved()}."
                 )
         return ray.get(references)
 
-    def _last_saved(self) -> str:
+    def last_saved(self) -> str:
+        """How the run goes on from its last checkpoint, in words."""
         saved = self._last_checkpoint
         return f"go on with train.resume={saved}" if saved else "no checkpoint was written before"
 

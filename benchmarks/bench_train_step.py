@@ -4,9 +4,10 @@
     python benchmarks/bench_train_step.py --models qwen05 --dtypes bfloat16 --repeats 5
 
 A step is forward, loss, backward and zero_grad, without the optimizer's update. All sides have the same random Qwen2
-weights and the same batch: groups of responses of 32 to 128 tokens that share a prompt of 64. The loss is clipped GRPO
-without KL, a mean over the tokens of a sequence and then over sequences. First the loss and gradient of each side are
-compared with ours, then the sides take turns, in an order that rotates. Each side is a process of its own, with a peak
+weights and the same batch: groups of responses of 32 to 128 tokens that share a prompt of 64 or 512. The loss is
+clipped GRPO without KL, a mean over the tokens of a sequence and then over sequences. ``padded`` is our own step where
+each sequence is padded and has its prompt computed. First the loss and gradient of each side are compared with ours,
+then the sides take turns, in an order that rotates. Each side is a process of its own, with a peak
 memory of its own: its growth over what was resident before the first step. All inherit the same OMP_NUM_THREADS and
 settings of the allocator (MALLOC_MMAP_THRESHOLD_, ...), and the result states them. A missing peer is left out and
 named. Anything else that runs on the machine spoils the times: OpenMP's threads wait for one another by spinning.
@@ -25,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ MODELS: dict[str, dict[str, int]] = {
 HEADS = {"tiny": 4, "small": 8, "qwen05": 14}
 GROUP_SIZE = {"tiny": 8, "small": 8, "qwen05": 2}
 PACKAGES = ("torch", "transformers", "tensordict", "torchrl", "trl")
-GROUPS, PROMPT_TOKENS, MIN_RESPONSE, MAX_RESPONSE = 2, 64, 32, 128
+GROUPS, MIN_RESPONSE, MAX_RESPONSE = 2, 32, 128
 CLIP_EPSILON = 0.2
 LOG_RATIOS = torch.tensor([-0.4, -0.05, 0.05, 0.4])
 """Log-ratios of the batch, well inside and well outside the clip range: rounding clips no token on one side alone."""
@@ -72,17 +73,17 @@ def make_model(name: str, dtype: str) -> PreTrainedModel:
 
 def response_log_probs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Log-probs of the response tokens [B, Tr] from their full logits: plain PyTorch."""
-    logits = model(tokens, logits_to_keep=tokens.shape[1] - PROMPT_TOKENS + 1).logits[:, :-1]
-    logits, targets = logits.float().flatten(0, 1), tokens[:, PROMPT_TOKENS:].flatten()
+    logits = model(tokens, logits_to_keep=MAX_RESPONSE + 1).logits[:, :-1]
+    logits, targets = logits.float().flatten(0, 1), tokens[:, -MAX_RESPONSE:].flatten()
     return -torch.nn.functional.cross_entropy(logits, targets, reduction="none").view(len(tokens), -1)
 
 
-def make_batch(name: str, dtype: str, path: str) -> None:
+def make_batch(name: str, dtype: str, prompt: int, path: str) -> None:
     """Writes the batch, padded on the right: tokens [B, T], mask and behaviour log-probs [B, Tr], advantages [B]."""
     model = make_model(name, dtype)
     torch.manual_seed(1)
     size, vocab = GROUPS * GROUP_SIZE[name], MODELS[name]["vocab_size"]
-    prompts = torch.randint(2, vocab, (GROUPS, PROMPT_TOKENS)).repeat_interleave(GROUP_SIZE[name], 0)
+    prompts = torch.randint(2, vocab, (GROUPS, prompt)).repeat_interleave(GROUP_SIZE[name], 0)
     lengths = torch.linspace(MIN_RESPONSE, MAX_RESPONSE, size).round().long()[torch.randperm(size)]
     mask = torch.arange(MAX_RESPONSE) < lengths[:, None]
     tokens = torch.cat([prompts, torch.randint(2, vocab, (size, MAX_RESPONSE)) * mask], 1)
@@ -93,14 +94,14 @@ def make_batch(name: str, dtype: str, path: str) -> None:
 
 def ragged(batch: dict[str, Tensor], advantage_shape: tuple[int, ...]) -> TensorDict:
     """The batch as a collector gives it: a lazy stack of sequences under TorchRL's keys."""
-    items = []
+    items, start = [], batch["tokens"].shape[1] - MAX_RESPONSE
     for tokens, mask, log_probs, advantage in zip(*batch.values(), strict=True):
-        end = PROMPT_TOKENS + int(mask.sum())
-        sampled = torch.arange(end) >= PROMPT_TOKENS
+        end = start + int(mask.sum())
+        sampled = torch.arange(end) >= start
         entries = {
-            "tokens": {"prompt": tokens[:PROMPT_TOKENS], "response": tokens[PROMPT_TOKENS:end], "full": tokens[:end]},
+            "tokens": {"prompt": tokens[:start], "response": tokens[start:end], "full": tokens[:end]},
             "masks": {"all_attention_mask": torch.ones_like(sampled), "all_assistant_mask": sampled},
-            "log_probs": {"full": torch.cat([torch.zeros(PROMPT_TOKENS), log_probs[: end - PROMPT_TOKENS]])},
+            "log_probs": {"full": torch.cat([torch.zeros(start), log_probs[: end - start]])},
             "advantage": advantage.view(advantage_shape),
             "reward_valid": torch.ones(1, dtype=torch.bool),
         }
@@ -133,6 +134,12 @@ def use_ours(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> S
     return lambda: trainer.train_step(data)["loss"]
 
 
+def use_padded(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
+    """``use_ours``, where each sequence is padded and has its prompt computed."""
+    TokenScorer.packs = lambda self, longest: False  # type: ignore[method-assign]
+    return use_ours(model, batch, folder)
+
+
 def use_trl(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
     """TRL's ``GRPOTrainer.compute_loss`` and backward, beta 0."""
     import trl
@@ -146,7 +153,8 @@ def use_trl(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> St
     trainer = trl.GRPOTrainer(model, len, trl.GRPOConfig(folder, **settings), data, processing_class=make_tokenizer())
     trainer.current_gradient_accumulation_steps = 1
     model.train()  # as in its own loop; the model has no dropout
-    inputs = {"prompt_ids": batch["tokens"][:, :PROMPT_TOKENS], "completion_ids": batch["tokens"][:, PROMPT_TOKENS:]}
+    prompts, responses = batch["tokens"][:, :-MAX_RESPONSE], batch["tokens"][:, -MAX_RESPONSE:]
+    inputs = {"prompt_ids": prompts, "completion_ids": responses}
     inputs |= {"prompt_mask": torch.ones_like(inputs["prompt_ids"]), "completion_mask": batch["mask"].long()}
     inputs |= {"old_per_token_logps": batch["log_probs"], "advantages": batch["advantage"]}
     return lambda: backward(trainer.compute_loss(trainer.model, inputs))
@@ -177,7 +185,7 @@ def use_plain(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> 
     return step
 
 
-SIDES = {"ours": use_ours, "trl": use_trl, "torchrl": use_torchrl, "plain": use_plain}
+SIDES = {"ours": use_ours, "padded": use_padded, "trl": use_trl, "torchrl": use_torchrl, "plain": use_plain}
 
 
 def peak_mib(reset: bool = False) -> float:
@@ -218,16 +226,16 @@ def compare(side: str, losses: dict[str, float], folder: str) -> dict[str, float
     return {"loss": abs(losses[side] - losses["ours"]), "gradient": difference / norm}
 
 
-def measure(name: str, dtype: str, repeats: int) -> dict[str, Any]:
+def measure(name: str, dtype: str, prompt: int, repeats: int, sides: Sequence[str]) -> dict[str, Any]:
     """One setting: the check, then the times and the memory of all sides."""
     context = multiprocessing.get_context("spawn")
     result: dict[str, Any] = {"skipped": {}, "tolerance": TOLERANCE[dtype], "difference_from_ours": {}}
     pipes, losses = dict[str, Connection](), dict[str, float]()
     with tempfile.TemporaryDirectory() as folder:
-        maker = context.Process(target=make_batch, args=(name, dtype, f"{folder}/batch.pt"))
+        maker = context.Process(target=make_batch, args=(name, dtype, prompt, f"{folder}/batch.pt"))
         maker.start()  # not in this process: a child's peak begins at its parent's size
         maker.join()
-        for side in SIDES:
+        for side in ("ours", *(side for side in sides if side != "ours")):
             pipe, theirs = context.Pipe()
             context.Process(target=work, args=(side, name, dtype, folder, theirs), daemon=True).start()
             theirs.close()
@@ -262,17 +270,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["tiny", "small"])
     parser.add_argument("--dtypes", nargs="+", choices=TOLERANCE, default=["float32", "bfloat16"])
+    parser.add_argument("--prompts", nargs="+", type=int, default=[64, 512], help="tokens of a prompt")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="whom to measure, beside ours")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of each side, after two others")
-    parser.add_argument("--output", default=str(Path(__file__).parent / "results/train_step_{model}_{dtype}.json"))
+    parser.add_argument(
+        "--output", default=str(Path(__file__).parent / "results/train_step_{model}_{dtype}_{prompt}.json")
+    )
     args = parser.parse_args()
-    for name, dtype in itertools.product(args.models, args.dtypes):
+    for name, dtype, prompt in itertools.product(args.models, args.dtypes, args.prompts):
         setting = MODELS[name] | {"model": name, "dtype": dtype, "repeats": args.repeats, "groups": GROUPS}
-        setting |= {"group_size": GROUP_SIZE[name], "prompt": PROMPT_TOKENS, "responses": [MIN_RESPONSE, MAX_RESPONSE]}
-        result = surroundings(PACKAGES) | {"setting": setting} | measure(name, dtype, args.repeats)
-        path = Path(args.output.format(model=name, dtype=dtype))
+        setting |= {"group_size": GROUP_SIZE[name], "prompt": prompt, "responses": [MIN_RESPONSE, MAX_RESPONSE]}
+        result = surroundings(PACKAGES) | {"setting": setting}
+        result |= measure(name, dtype, prompt, args.repeats, args.sides)
+        path = Path(args.output.format(model=name, dtype=dtype, prompt=prompt))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        lines = [f"{name} {dtype} ({path})", "          seconds  x ours      MiB  x ours"]
+        lines = [f"{name} {dtype}, prompt {prompt} ({path})", "          seconds  x ours      MiB  x ours"]
         columns = ("median_seconds", "seconds_over_ours", "peak_growth_mib", "memory_over_ours")
         for side, *row in zip(result["seconds"], *(result[column].values() for column in columns), strict=True):
             lines.append("{:8} {:9.4f} {:7.2f} {:8.0f} {:7.2f}".format(side, *row))

@@ -33,7 +33,6 @@ from torchrl_grpo.reporting.metrics import check_logging
 from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.tasks.base import Task
 from torchrl_grpo.tasks.make import dataset_names, make_task
-from torchrl_grpo.transforms.history import HistoryTransforms
 
 _BETWEEN_TURNS = 1024
 """Tokens that each answer to the policy may add to a dialog."""
@@ -177,6 +176,8 @@ def transformed(config: GRPOConfig, env: LLMEnv | None) -> Any:
     nodes = [(f"env.transforms[{index}]", node) for index, node in enumerate(config.env.transforms)]
     if env is None or not nodes:
         return env
+    from torchrl_grpo.transforms.history import HistoryTransforms  # imports vLLM, where it is installed
+
     return TransformedEnv(env, HistoryTransforms(*[make_component(name, node, Transform) for name, node in nodes]))
 
 

@@ -343,6 +343,16 @@ class LLMEnv(EnvBase):
         chats = [[*self.task.messages(row.problem), *row.between] for row in self._rows]
         return [Dialog(row.problem, row.responses, chat) for row, chat in zip(self._rows, chats, strict=True)]
 
+    @property
+    def transcripts(self) -> list[str]:
+        """The dialog of each row after its prompt, as text; what others than the policy said begins with ``[role]``."""
+
+        def line(message: Message) -> str:
+            said = str(message["content"])
+            return said if message["role"] == "assistant" else f"[{message['role']}] {said}"
+
+        return ["\n".join(map(line, row.between)) for row in self._rows]
+
     def check_role(self, role: str) -> None:
         """Raises a ``ValueError`` where the chat template does not take messages of a role after the policy's turn."""
         self._template.text([{"role": role, "content": "@"}])
@@ -385,7 +395,8 @@ class LLMEnv(EnvBase):
     def take_counts(self) -> dict[str, float]:
         """What happened since this was last called, as metrics that add up; ``RewardPool.take_counts`` included."""
         counts, self.counts = self.counts, Counter()
-        return {**counts, **({} if self.reward_pool is None else self.reward_pool.take_counts())}
+        tools = dict.fromkeys(("tools/calls", "tools/errors") if self.task.tools else (), 0)
+        return {**tools, **counts, **({} if self.reward_pool is None else self.reward_pool.take_counts())}
 
     @staticmethod
     def _outcome_columns(rows: Sequence[_Row], names: Sequence[str]) -> dict[str, Tensor]:

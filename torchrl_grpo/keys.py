@@ -34,7 +34,7 @@ key                               shape, dtype       meaning
 ``"staleness"``                   [1] or [T] int64   trained batches since the weights that sampled, likewise
 ``"query"``                       non-tensor str     the question, as text
 ``"dataset"``                     non-tensor str     which of several data sets it is of; empty where there is one
-``("text", "response")``          non-tensor str     the response, decoded (for rewards and logs only)
+``("text", "response")``          non-tensor str     the response, decoded (for logs only); of a dialog all its turns
 ``"length_stopped"``              [1] bool           written by the policy: a token limit ended its turn, no stop token
 ``"_step"``                       [1] bool           TorchRL's: whether a row takes part in the next step
 ``("cur_log_probs", "full")``     [T] float32        written by a scorer: log-probs of the policy that is trained

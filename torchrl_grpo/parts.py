@@ -21,7 +21,6 @@ from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.sampler import Sampler
 from torchrl_grpo.config import GRPOConfig
-from torchrl_grpo.distributed.actors import own_address
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Engine
 from torchrl_grpo.generation.policy import GenerationPolicy
@@ -67,7 +66,7 @@ def make_learner(
         dtype=_dtype(config.inference_model.dtype),
         lora_base=base if lora else None,
         backend="nccl" if device.type == "cuda" else "gloo",
-        host=own_address() if transfer == "broadcast" else "",
+        host=_own_address() if transfer == "broadcast" else "",
     )
     learner = Learner(trainer, transforms, sender)
     if blueprint.resume is not None:
@@ -99,7 +98,7 @@ def make_trainer(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | 
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
-        fused=device.type == "cuda" and not train.cpu_offload,
+        fused=True,
     )
     scheduler = None
     if settings.warmup_steps:
@@ -206,6 +205,12 @@ def make_reference(blueprint: Blueprint, device: torch.device | None = None) -> 
 def _kl_scoring(config: GRPOConfig, scorer: TokenScorer) -> KLScoring:
     tokens = config.train.micro_batch_tokens
     return KLScoring(scorer, max_tokens=tokens, autocast_dtype=_autocast_dtype(config))
+
+
+def _own_address() -> str:
+    from torchrl_grpo.distributed.actors import own_address
+
+    return own_address()
 
 
 def _autocast_dtype(config: GRPOConfig) -> torch.dtype | None:

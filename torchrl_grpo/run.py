@@ -26,9 +26,8 @@ from torchrl_grpo.blueprint import (
 )
 from torchrl_grpo.collectors.source import LocalSource
 from torchrl_grpo.collectors.staleness import GroupBuffer
-from torchrl_grpo.config import GRPOConfig, plain
+from torchrl_grpo.config import GRPOConfig, check_one_process, plain, staleness_bound
 from torchrl_grpo.config.resumed import check_unused
-from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.resume import check_tasks, find_resume
@@ -37,7 +36,7 @@ from torchrl_grpo.parts import make_learner, make_reference, make_sampler
 from torchrl_grpo.records import METRICS_FILE, is_full
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
-from torchrl_grpo.reporting.report import summarize, write_report
+from torchrl_grpo.startup import say
 from torchrl_grpo.weights import transfer_kind
 
 if TYPE_CHECKING:
@@ -80,6 +79,9 @@ class Run:
             torchrl_logger.warning(f"The run ended early. What it did lies in {self.directory}.{go_on}")
             raise
         finally:
+            # Not before: it imports matplotlib, which takes time.
+            from torchrl_grpo.reporting.report import summarize
+
             report = self._report()
         summary = summarize(self.directory)
         files = ("curves.png", "metrics.jsonl", "samples.jsonl")
@@ -97,6 +99,8 @@ class Run:
         return made
 
     def _report(self) -> Path:
+        from torchrl_grpo.reporting.report import write_report
+
         try:
             return write_report(self.directory)
         except OSError as error:
@@ -140,7 +144,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         ConfigError: a rule is broken, before any weights are loaded.
     """
     transformers_logging.disable_progress_bar()  # it would write over the run's own
-    started_at, max_staleness = time.monotonic(), _max_staleness(config, asynchronous)
+    started_at, max_staleness = time.monotonic(), staleness_bound(config, asynchronous)
     directory = Path(directory)
     with as_config_errors(), ExitStack() as resources:
         cluster, resume = None, find_resume(config, plain(config), max_staleness, directory)
@@ -148,13 +152,19 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
             check_unused(directory)
         if config.ray.address is not None:  # first, because the plan is made of its accelerators
             cluster = _start_ray(config.ray.address, resources)
+        say("reading data and tokenizer")
         blueprint = prepare(config, None if cluster is None else cluster.accelerators(), resume)
         config = blueprint.config
         distributed = asynchronous or cluster is not None or blueprint.plan.distributed
-        transfer = _check_distributed(blueprint) if distributed else _check_local(config)
+        transfer = _check_distributed(blueprint) if distributed else "direct"
+        if not distributed:
+            check_one_process(config)
         console = resources.enter_context(Console())
         console.table("Device plan", plan_rows(blueprint))
         console.table("Batch geometry", geometry_rows(blueprint))
+        train, test = blueprint.train_env, blueprint.greedy_env
+        [prompt] = train.prompts.first(1)
+        console.problems(train.num_problems, 0 if test is None else test.batch_size[0], train.tokenizer.decode(prompt))
         logger = resources.enter_context(_logger(config, directory))
         if resume is not None:
             console.resume(resume.step, resume.path)
@@ -171,30 +181,6 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         else:
             learner, source = _local(blueprint, resources)
         return Run(blueprint, directory, learner, source, logger, console, resources.pop_all(), started_at)
-
-
-def _max_staleness(config: GRPOConfig, asynchronous: bool) -> int:
-    asked = config.train.max_staleness
-    if asked and not asynchronous:
-        raise ConfigError(
-            f"train.max_staleness={asked} must be 0 in grpo.py, which trains on what the current weights sampled: use "
-            "sota/grpo/grpo-async.py, or leave it out."
-        )
-    return (1 if asynchronous else 0) if asked is None else asked
-
-
-def _check_local(config: GRPOConfig) -> str:
-    inference = config.inference_model
-    for name, value, only, why in (
-        ("in_flight", inference.in_flight, "wait", "sampling and training take turns in one process"),
-        ("weight_transfer", inference.weight_transfer, "auto", "trainer and engine are in one process"),
-    ):
-        if value != only:
-            raise ConfigError(
-                f"inference_model.{name}={value} must be {only} where {why}: leave it out, or use "
-                "sota/grpo/grpo-async.py."
-            )
-    return "direct"
 
 
 def _check_distributed(blueprint: Blueprint) -> str:
@@ -224,10 +210,14 @@ def _logger(config: GRPOConfig, directory: Path) -> MetricsLogger:
 def _local(blueprint: Blueprint, resources: ExitStack) -> tuple[Learner, LocalSource]:
     """The roles in this process; what must be ended is put into ``resources``."""
     config, plan = blueprint.config, blueprint.plan
+    say(f"loading {config.model.name} to train")
     learner = make_learner(blueprint, "direct", device=plan.train[0])
     resources.callback(learner.close)
+    say(f"starting the engine: {config.inference_model.backend}")
     sampler = make_sampler(blueprint, device=plan.inference[0][0])
     resources.callback(sampler.close)
+    if config.has_own_reference:
+        say("loading the reference model")
     reference = make_reference(blueprint, plan.reference[0]) if config.has_own_reference else None
     source = LocalSource(sampler, reference, colocated=plan.colocated)
     if blueprint.resume is not None:
@@ -238,6 +228,7 @@ def _local(blueprint: Blueprint, resources: ExitStack) -> tuple[Learner, LocalSo
 def _start_ray(address: str | None, resources: ExitStack) -> Cluster:
     from torchrl_grpo.distributed.cluster import start
 
+    say("starting Ray" if address is None else f"joining the Ray cluster at {address}")
     cluster = start(address)
     resources.callback(cluster.shutdown)
     return cluster
@@ -301,6 +292,8 @@ def _distributed(
     resources.callback(source.close)
     if resume is not None:
         source.load_state_dict(resume.source)
+    processes = sum(len(options) for options in place.values())
+    say(f"starting {processes} processes, which load their models")
     # On one accelerator the engine must not start while others take memory; else all start at the same time.
     for start in (learner.start, source.start) if plan.colocated else (source.start, learner.start):
         start()

@@ -21,7 +21,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from torchrl_grpo.config import check_command_line, from_hydra, orderly_exit, register
+from torchrl_grpo.config import check_command_line, from_hydra, orderly_exit, register, starting
 
 register()
 
@@ -32,7 +32,8 @@ def main(cfg: DictConfig) -> None:
     with orderly_exit():
         hydra_config = HydraConfig.get()
         config = from_hydra(cfg, hydra_config)
-        from torchrl_grpo.run import build  # takes seconds; --help and mistakes are answered before
+        with starting(config):  # takes seconds; --help and mistakes are answered before
+            from torchrl_grpo.run import build
 
         with closing(build(config, hydra_config.runtime.output_dir)) as run:
             run.fit()

@@ -14,13 +14,20 @@ from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 
 
-def make_batch(lengths: tuple[int, ...] = (9, 14, 6, 11, 8, 12, 7, 10), *, spread: float = 0.1) -> TensorDictBase:
-    """Sequences whose behaviour and reference log-probs are near those of ``make_tiny_model()``."""
+def make_batch(
+    lengths: tuple[int, ...] = (9, 14, 6, 11, 8, 12, 7, 10), *, spread: float = 0.1, repeats: int = 1
+) -> TensorDictBase:
+    """Sequences whose behaviour and reference log-probs are near those of ``make_tiny_model()``.
+
+    So many after one another (``repeats``) have the same prompt, of three tokens.
+    """
     generator = torch.Generator().manual_seed(0)
     scorer = TokenScorer(make_tiny_model())
     rows = []
     for index, length in enumerate(lengths):
         tokens = torch.randint(5, 261, (length,), generator=generator)
+        if index % repeats:
+            tokens[:3] = rows[-1][keys.FULL][:3]
         mask = torch.zeros(length, dtype=torch.bool)
         mask[3:] = True
         log_probs = scorer.score(tokens[None], mask[None])[0][0].detach()

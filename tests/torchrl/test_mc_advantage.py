@@ -194,6 +194,17 @@ def write(transform: GroupAdvantage, reward: float, results: Any) -> None:
     results.put(None if out is None else values(out).tolist())
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_state_loads_whether_or_not_anything_waited(waits: bool):
+    source, fresh, used = GroupAdvantage(2), GroupAdvantage(2), GroupAdvantage(2)
+    used.inv(make_trajectory(5, [1.0]))
+    if waits:
+        source.inv(make_trajectory(0, [1.0]))
+    for target in (fresh, used):
+        target.load_state_dict(source.state_dict())
+        assert target.num_waiting == waits
+
+
 @pytest.mark.slow
 def test_members_from_several_processes_complete_a_group():
     context = multiprocessing.get_context("fork")

@@ -232,12 +232,19 @@ def test_an_unknown_split_lists_those_there(tmp_path: Path) -> None:
 def test_a_fraction_splits_by_the_prompt_whatever_the_order(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n % 300}?", "id": n} for n in range(600)]
     one = DatasetTask(write(tmp_path / "a.jsonl", rows), test_fraction=0.2)
-    other = DatasetTask(write(tmp_path / "b.csv", rows[::-1]), test_fraction=0.2)
+    other = DatasetTask(write(tmp_path / "b.csv", rows[::-1]), test_fraction=0.2, prompt_template="{prompt} Think.")
     train, test = ({p.query for p in one.problems(split)} for split in ("train", "test"))  # type: ignore[arg-type]
     assert train == {p.query for p in other.problems("train")} and test == {p.query for p in other.problems("test")}
     assert not train & test and len(train | test) == 300
     assert 40 <= len(test) <= 80
     assert len(one.problems("train")) + len(one.problems("test")) == 600
+
+
+def test_rows_without_an_answer_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.csv").write_text("prompt,answer\n1+1?,2\n1+2?,\n1+3?,four\n")
+    answers = [problem.answer for problem in DatasetTask(str(tmp_path / "a.csv")).problems("train")]
+    assert answers == ["2", None, "four"]
+    assert "1 of the 3 rows of train have nothing in the column answer; their answer is None." in caplog.text
 
 
 def test_a_fraction_that_leaves_a_split_empty_is_an_error(tmp_path: Path) -> None:

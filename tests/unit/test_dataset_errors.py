@@ -24,10 +24,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (b'{"prompt": "\xff"}', "'utf-8' codec can't decode byte 0xff"),
         (b'{"prompt": "\\ud800"}', "must be text in Unicode, got \"'utf-8' codec can't encode"),
         (b"[" * 100_000, "must be one JSON object a line"),
-        (b'{"prompt": null}', "must have a text column 'prompt', it has the columns []"),
-        (b'{"answer": "x"}', "must have a text column 'prompt', it has the columns ['answer']"),
-        (b'{"prompt": 7}', "must have a text column 'prompt', it has 7"),
-        (b'{"prompt": " "}', "must have a text column 'prompt', it has ' '"),
+        (b'{"prompt": null}', "must have text in the column 'prompt', it has none (the row has [])"),
+        (b'{"answer": "x"}', "must have text in the column 'prompt', it has none (the row has ['answer'])"),
+        (b'{"prompt": 7}', "must have text in the column 'prompt', it has 7"),
+        (b'{"prompt": " "}', "must have text in the column 'prompt', it has ' '"),
         (
             b'{"prompt": []}',
             "in the column 'prompt' that end before the assistant's, it has []",
@@ -54,7 +54,7 @@ def test_a_row_that_cannot_serve_is_named_by_file_and_line(line: bytes, message:
         ("a.csv", b'prompt,b\n"a\nb",1\n\nx\n', "a.csv:5 must be a row of a csv file, got 1 fields"),
         ("a.csv", b"prompt,prompt\na,1\n", "a.csv:1 must be a row of a csv file, got a name twice among"),
         ("a.csv", b"prompt,b\na,1\n\xff,2\n", "a.csv:3 must be UTF-8"),
-        ("a.csv", b"prompt,b\na,1\n,2\n", "a.csv:3 must have a text column 'prompt', it has the columns ['b']"),
+        ("a.csv", b"prompt,b\na,1\n,2\n", "a.csv:3 must have text in the column 'prompt', it has none ("),
         ("a.parquet", b"prompt,b\na,1\n", "a.parquet must be a parquet file, got Parquet magic bytes not found"),
         ("a.txt", b"hello", "a.txt must be a file of the kind .jsonl, .json, .csv, .parquet, it ends with '.txt'"),
         ("a.jsonl", b"\n", "a.jsonl must hold problems, the train split has 0"),
@@ -68,7 +68,7 @@ def test_malformed_files_of_each_kind_are_refused(name: str, content: bytes, mes
 
 def test_a_null_prompt_in_parquet_is_named_by_its_row(tmp_path: Path) -> None:
     path = write(tmp_path / "data.parquet", [{"prompt": "a"}, {"prompt": None}])
-    assert error_of(DatasetTask(path)).startswith(f"{path}[1] must have a text column 'prompt'")
+    assert error_of(DatasetTask(path)).startswith(f"{path}[1] must have text in the column 'prompt'")
 
 
 def test_a_missing_file_proposes_one_that_is_there(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.support.losses import SETTINGS, Table, make_batch, total
 from torchrl_grpo.models.scoring import TokenScorer
-from torchrl_grpo.objectives import GRPOLoss
+from torchrl_grpo.objectives import CISPOLoss, GRPOLoss
 
 
 def plain_loop(logits: Tensor, rows: list[TensorDict], settings: dict) -> tuple[Tensor, Tensor]:
@@ -296,3 +296,20 @@ def test_an_entry_of_another_shape_is_refused_by_name(name: Any, settings: dict,
 def test_a_model_in_the_place_of_a_tensordict_module_is_refused(tiny_model) -> None:
     with pytest.raises(ValueError, match=r"actor_network=Qwen2ForCausalLM must be .*: use TokenScorer\(model\)"):
         GRPOLoss(tiny_model)
+
+
+@pytest.mark.parametrize("kind", [GRPOLoss, CISPOLoss])
+def test_a_ratio_at_a_clip_bound_is_not_clipped(kind: type[GRPOLoss]) -> None:
+    loss = kind(Table(torch.zeros(1, 1, 2)), clip_epsilon=(0.25, 0.5))
+    ratio = torch.tensor([[0.75, 1.5, 0.7, 1.6]])
+    low, high = (loss.clipped(ratio, torch.tensor([[sign]]))[i] for i, sign in ((0, -1.0), (1, 1.0)))
+    assert low.tolist() == [[False, False, True, False]] and high.tolist() == [[False, False, False, True]]
+
+
+def test_batches_of_other_dimensions_are_refused_with_advice() -> None:
+    message = (
+        "batch_size=[2, 1] must be [N], N sequences: use batch[:1] for one of them, batch.reshape(-1) for more "
+        "dimensions."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        GRPOLoss(Table(torch.zeros(1, 1, 2)))(TensorDict(batch_size=[2, 1]))

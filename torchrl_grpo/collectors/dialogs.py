@@ -14,12 +14,15 @@ _BEFORE = ("next", "done", "terminated", "truncated", "correct", "history", keys
 _OF_SEQUENCE = (keys.REWARD_VALID, keys.ADVANTAGE)
 
 
-def trajectories(last: TensorDictBase, turns: list[list[TensorDictBase]]) -> Sequence[TensorDictBase]:
+def trajectories(
+    last: TensorDictBase, turns: list[list[TensorDictBase]], transcripts: Sequence[str]
+) -> Sequence[TensorDictBase]:
     """The rows of the last transition with the token entries of all turns.
 
     Args:
         last: [B] the last transition; rows that were done before it repeat their outcome.
         turns: for each row, its turns.
+        transcripts: for each row, the text of its dialog.
 
     Raises:
         RuntimeError: a later turn did not keep the tokens of an earlier one.
@@ -31,8 +34,8 @@ def trajectories(last: TensorDictBase, turns: list[list[TensorDictBase]]) -> Seq
             out.set(key, nxt.get(key))
     rows = out.set("next", nxt.exclude("tokens", "text", "history", *_OF_SEQUENCE)).unbind(0)
     if any(len(row) > 1 for row in turns):
-        for trajectory, row in zip(rows, turns, strict=True):
-            trajectory.update(_merge(row))
+        for trajectory, row, text in zip(rows, turns, transcripts, strict=True):
+            trajectory.update(_merge(row).set(keys.RESPONSE_TEXT, text))
     return rows
 
 
@@ -62,7 +65,6 @@ def _merge(turns: list[TensorDictBase]) -> TensorDictBase:
         keys.ASSISTANT_MASK: sampled,
         keys.POLICY_VERSION: torch.stack([turn.get(keys.POLICY_VERSION) for turn in turns]).amin(0),
         keys.POLICY_VERSIONS: versions,
-        keys.RESPONSE_TEXT: "\n".join(turn["next", *keys.RESPONSE_TEXT] for turn in turns),
         keys.REWARD: torch.stack([turn.get(keys.REWARD) for turn in turns]).sum(0),
         keys.TURN_REWARDS: rewards,
         **dict(zip(written, log_probs, strict=True)),

@@ -246,7 +246,7 @@ class RolloutCollector(BaseCollector):
             stepping = ~data.get(keys.DONE).reshape(-1)
             active = stepping.nonzero().reshape(-1).tolist()
             if not active:
-                return trajectories(data, turns)
+                return trajectories(data, turns, self.base_env.transcripts)
             data = self.env.step_mdp(data)
             data.set(keys.STEPPING, stepping)
 

@@ -5,10 +5,10 @@ before that), choices, ranges and combinations by ``validate``. Defaults live in
 nowhere else.
 """
 
-from torchrl_grpo.config.command_line import check_command_line, from_hydra, orderly_exit, register
+from torchrl_grpo.config.command_line import check_command_line, from_hydra, orderly_exit, register, starting
 from torchrl_grpo.config.fields import leaves
 from torchrl_grpo.config.renamed import plain, renamed
-from torchrl_grpo.config.rules import validate
+from torchrl_grpo.config.rules import check_one_process, staleness_bound, validate
 from torchrl_grpo.config.schema import GRPOConfig
 from torchrl_grpo.errors import ConfigError
 
@@ -16,11 +16,14 @@ __all__ = [
     "ConfigError",
     "GRPOConfig",
     "check_command_line",
+    "check_one_process",
     "from_hydra",
     "leaves",
     "orderly_exit",
     "plain",
     "register",
     "renamed",
+    "staleness_bound",
+    "starting",
     "validate",
 ]

@@ -10,7 +10,7 @@ import re
 import sys
 import typing
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from hydra.conf import HydraConf
@@ -23,9 +23,10 @@ from torchrl_grpo import interrupts
 from torchrl_grpo.config.data import ColumnsConfig, DatasetConfig
 from torchrl_grpo.config.renamed import take_old_names
 from torchrl_grpo.config.resumed import on_saved_config
-from torchrl_grpo.config.rules import check_choice, validate
+from torchrl_grpo.config.rules import check_choice, check_script, validate
 from torchrl_grpo.config.schema import COMPONENTS, ENTRY_FIELDS, FIELDS, RETRY_PROMPT, GRPOConfig
 from torchrl_grpo.errors import ConfigError, RunLostError
+from torchrl_grpo.startup import begin, end, quick_imports, say
 
 _log = logging.getLogger(__name__)
 
@@ -155,6 +156,18 @@ def _mistyped(name: str, value: Any) -> str:
     return f"{name}={value} must have the type {_type_of(GRPOConfig, name)}: use {name}={works}, say."
 
 
+def starting(config: GRPOConfig, *, asynchronous: bool = False) -> AbstractContextManager[None]:
+    """What a script imports a run in: the user sees signs of life from here until the first step.
+
+    Raises:
+        ConfigError: the script, ``grpo.py`` or the asynchronous one, cannot do what the config asks for.
+    """
+    check_script(config, asynchronous)
+    begin()
+    say("importing PyTorch, TorchRL and transformers")
+    return quick_imports(whole_torchrl=bool(config.env.transforms))
+
+
 @contextmanager
 def orderly_exit() -> Iterator[None]:
     """Turns a mistake in the config and a ``RunLostError`` into a message on stderr, without a traceback, and the exit
@@ -179,3 +192,5 @@ def orderly_exit() -> Iterator[None]:
                 sys.exit(130)
             # Ray makes a status of its own of an exit that comes while it waits.
             sys.exit(error.code if status is None else status)
+        finally:
+            end()

@@ -57,6 +57,48 @@ def validate(config: GRPOConfig) -> None:
         raise ConfigError(str(error)) from error
 
 
+def staleness_bound(config: GRPOConfig, asynchronous: bool) -> int:
+    """How many steps after the weights that sampled it a sequence may be trained.
+
+    Raises:
+        ConfigError: the script is ``grpo.py``, which knows no staleness, and some was asked for.
+    """
+    asked = config.train.max_staleness
+    if asked and not asynchronous:
+        raise ConfigError(
+            f"train.max_staleness={asked} must be 0 in grpo.py, which trains on what the current weights sampled: use "
+            "sota/grpo/grpo-async.py, or leave it out."
+        )
+    return (1 if asynchronous else 0) if asked is None else asked
+
+
+def check_one_process(config: GRPOConfig) -> None:
+    """Refuses what has no meaning where all roles are in one process."""
+    inference = config.inference_model
+    for name, value, only, why in (
+        ("in_flight", inference.in_flight, "wait", "sampling and training take turns in one process"),
+        ("weight_transfer", inference.weight_transfer, "auto", "trainer and engine are in one process"),
+    ):
+        if value != only:
+            raise ConfigError(
+                f"inference_model.{name}={value} must be {only} where {why}: leave it out, or use "
+                "sota/grpo/grpo-async.py."
+            )
+
+
+def check_script(config: GRPOConfig, asynchronous: bool) -> None:
+    """Refuses what the script cannot do, as far as that is known before the devices are.
+
+    Raises:
+        ConfigError: a rule is broken.
+    """
+    staleness_bound(config, asynchronous)
+    roles = (config.train_model, config.inference_model, config.ref_model)
+    several = any((role.num_devices or len(role.devices or [0])) > 1 for role in roles)
+    if not (asynchronous or several or config.ray.address or config.inference_model.tensor_parallel_size > 1):
+        check_one_process(config)
+
+
 def _all_leaves(config: GRPOConfig) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
     yield from leaves(config)
     for name, entries in (("env.datasets", config.env.datasets), ("evaluation.datasets", config.evaluation.datasets)):

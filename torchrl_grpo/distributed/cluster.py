@@ -26,6 +26,7 @@ import torch
 
 from torchrl_grpo import interrupts
 from torchrl_grpo.placement import DevicePlan
+from torchrl_grpo.startup import actor_environment
 
 _LONGEST_END_S = 10.0
 _TICK_S = 0.5
@@ -60,12 +61,12 @@ def require_ray() -> None:
         version = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
         raise ValueError(
-            f"more than one process needs Ray {wanted} or later, and ray is not installed: "
-            'pip install "torchrl_grpo[ray]", or use one device a role.'
+            f"grpo-async.py, or more than one process a role, needs Ray {wanted} or later, and ray is not installed: "
+            'pip install "torchrl_grpo[ray]", or use grpo.py with one device a role.'
         ) from None
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_RAY:
         raise ValueError(
-            f"more than one process needs Ray {wanted} or later, and ray is {version}: "
+            f"grpo-async.py, or more than one process a role, needs Ray {wanted} or later, and ray is {version}: "
             'pip install --upgrade "torchrl_grpo[ray]".'
         )
 
@@ -326,7 +327,9 @@ def _remove(lock: IO[str]) -> None:
 
 def _environment(seat: Seat, threads: int, *, pinned: bool) -> dict[str, str]:
     """Environment variables of a process; ``pinned`` if its devices are the plan's and not Ray's choice."""
-    variables = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads * len(seat.devices))}
+    variables = actor_environment()
+    if "OMP_NUM_THREADS" not in os.environ:
+        variables["OMP_NUM_THREADS"] = str(threads * len(seat.devices))
     if pinned and seat.devices[0].type == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else None

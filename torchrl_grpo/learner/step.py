@@ -18,7 +18,8 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_grpo import keys
 from torchrl_grpo.errors import NonFiniteError, NoSignalError
 from torchrl_grpo.functional import effective_sample_size
-from torchrl_grpo.models.packing import has, pad, pad_batch, rank_micro_batches, slice_tokens
+from torchrl_grpo.models.packing import has, pad, pad_batch, pass_tokens, rank_micro_batches, slice_tokens
+from torchrl_grpo.models.prefix import Prompt, shared_prompts
 from torchrl_grpo.models.scoring import TokenScorer, autocast
 from torchrl_grpo.models.sharding import (
     clip_grad_norm,
@@ -153,19 +154,30 @@ class GRPOTrainer:
             metrics, named ``train/*``.
         """
         data = self._prepare(batch)
-        parts = rank_micro_batches(data.get("length"), self.micro_batch_tokens, self.rank, self.world_size)
+        lengths, prompts = data.get("length"), self._prompts(data)
+        parts = rank_micro_batches(lengths, self.micro_batch_tokens, self.rank, self.world_size, prompts)
         totals: dict[str, Tensor] = {}
         for index in parts:
             out = self.forward_backward(self._micro_batch(data, index))
             for name, value in out.items():
                 totals[name] = totals[name] + value if name in totals else value
+        computed = [pass_tokens(lengths[part].tolist(), prompts and [prompts[row] for row in part]) for part in parts]
+        totals["computed"] = torch.tensor(float(sum(computed)))
         totals = self._over_ranks(totals)
+        efficiency = float(lengths.sum() / totals.pop("computed"))
         loss = sum((value for name, value in totals.items() if name.startswith("loss_")), torch.zeros(()))
         metrics = self.optim_step(loss, empty=not data.get(keys.LOSS_WEIGHTS).any())
         totals["ESS"] = effective_sample_size(totals["ratio_mean"], totals["ratio_square_mean"])
         values = torch.stack([value.float() for value in totals.values()]).tolist()
         metrics |= {f"train/{name}": value for name, value in zip(totals, values, strict=True)}
-        return metrics | {"train/micro_batches": float(len(parts))}
+        return metrics | {"train/micro_batches": float(len(parts)), "train/token_efficiency": efficiency}
+
+    def _prompts(self, data: TensorDict) -> list[Prompt] | None:
+        """The prompts that sequences share, where the model can compute each of them once."""
+        scorer = self.loss.actor_network
+        if not isinstance(scorer, TokenScorer) or not scorer.packs(data.get(keys.FULL).shape[1]):
+            return None
+        return shared_prompts(data.get(keys.FULL), data.get(self.loss.tensor_keys.mask))
 
     def _prepare(self, batch: TensorDictBase) -> TensorDict:
         """The padded batch on the model's device, with the weight of each token over the whole batch."""

@@ -15,6 +15,7 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictB
 from torch import Tensor
 
 from torchrl_grpo import keys as K
+from torchrl_grpo.models.prefix import Prompt
 
 # What to do where an entry is missing that one of our parts writes.
 _FIXES: dict[NestedKey, str] = {
@@ -167,44 +168,87 @@ def _sequence_of(row: TensorDictBase) -> TensorDictBase:
     return out
 
 
-def micro_batches(lengths: Tensor, max_tokens: int) -> list[Tensor]:
-    """Splits sequences into micro-batches of at most ``max_tokens`` tokens, padding included.
+def pass_tokens(lengths: Sequence[int], prompts: Sequence[Prompt] | None = None) -> int:
+    """Tokens that one forward pass over some sequences computes.
 
-    Sequences are sorted by length, so that little of the budget goes to padding.
+    Args:
+        lengths: tokens in each sequence.
+        prompts: their prompts, as ``shared_prompts`` gives them, which are computed once each; None for sequences that
+            are padded to the longest.
+
+    Example:
+        >>> pass_tokens([5, 6, 3]), pass_tokens([5, 6, 3], [(0, 4), (0, 4), (2, 1)])
+        (18, 10)
+    """
+    if prompts is None:
+        return len(lengths) * max(lengths, default=0)
+    return sum(lengths) - sum(length for _, length in prompts) + sum(length for _, length in set(prompts))
+
+
+def micro_batches(lengths: Tensor, max_tokens: int, prompts: Sequence[Prompt] | None = None) -> list[Tensor]:
+    """Splits sequences into micro-batches of which each computes at most ``max_tokens`` tokens.
+
+    Sequences that are padded are sorted by length, longest first, so that little of the budget goes to padding. Others
+    stay together with those of their prompt; where they do not fit, the next micro-batch computes the prompt again.
 
     Args:
         lengths: [N] int64, tokens in each sequence.
         max_tokens: budget; a longer sequence is a micro-batch alone.
+        prompts: as in ``pass_tokens``.
 
     Returns:
-        index tensors [n_i] int64, longest sequences first; together they hold each of 0..N-1 once.
+        index tensors [n_i] int64; together they hold each of 0..N-1 once.
 
     Example:
         >>> [part.tolist() for part in micro_batches(torch.tensor([2, 5, 3]), 6)]
         [[1], [2, 0]]
+        >>> [part.tolist() for part in micro_batches(torch.tensor([5, 6, 5]), 8, [(0, 4), (1, 4), (0, 4)])]
+        [[0, 2], [1]]
     """
     if max_tokens < 1:
         raise ValueError(f"max_tokens={max_tokens} must be at least 1: use 4096, say.")
-    order = lengths.sort(descending=True, stable=True).indices
-    parts: list[Tensor] = []
-    start = 0
-    while start < len(order):
-        rows = max(1, max_tokens // max(1, int(lengths[order[start]])))
-        parts.append(order[start : start + rows])
-        start += rows
-    return parts
+    if prompts is None:
+        order = lengths.sort(descending=True, stable=True).indices.tolist()
+    else:
+        order = [row for rows in _by_prompt(prompts).values() for row in rows]
+    sizes, parts, used = lengths.tolist(), list[list[int]](), 0
+    for row in order:
+        if prompts is None:
+            more = sizes[parts[-1][0]] if parts else 0
+        else:
+            prompt = prompts[row]
+            more = sizes[row] - prompt[1] * bool(parts and prompts[parts[-1][-1]] == prompt)
+        if parts and used + more <= max_tokens:
+            parts[-1].append(row)
+            used += more
+        else:
+            parts.append([row])
+            used = sizes[row]
+    return [torch.tensor(part) for part in parts]
 
 
-def rank_micro_batches(lengths: Tensor, max_tokens: int, rank: int, world_size: int) -> list[Tensor]:
-    """One rank's micro-batches of a batch that several ranks share; each has about the same number of tokens.
+def _by_prompt(prompts: Sequence[Prompt]) -> dict[Prompt, list[int]]:
+    """The sequences of each prompt."""
+    rows_of: dict[Prompt, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        rows_of.setdefault(prompt, []).append(row)
+    return rows_of
+
+
+def rank_micro_batches(
+    lengths: Tensor, max_tokens: int, rank: int, world_size: int, prompts: Sequence[Prompt] | None = None
+) -> list[Tensor]:
+    """One rank's micro-batches of a batch that several ranks share; each rank computes about as many tokens.
 
     All ranks get the same number of micro-batches, because each of them is a collective operation of a sharded model.
+    The sequences of a prompt stay on one rank, unless they are more than a quarter of its share.
 
     Args:
         lengths: [N] int64, tokens in each sequence of the whole batch.
         max_tokens: as in ``micro_batches``.
         rank: 0 to ``world_size - 1``.
         world_size: number of ranks; 1 gives just ``micro_batches``.
+        prompts: as in ``pass_tokens``.
 
     Returns:
         index tensors [n_i] int64; an empty one stands for a micro-batch that this rank has no sequences for.
@@ -214,16 +258,27 @@ def rank_micro_batches(lengths: Tensor, max_tokens: int, rank: int, world_size: 
         [[1], [0]]
     """
     lengths = lengths.cpu()
+    sizes, pieces = lengths.tolist(), [[row] for row in range(len(lengths))]
+    if prompts is not None:
+        most = max(1, pass_tokens(sizes, prompts) // (4 * world_size))
+        groups = [torch.tensor(rows) for rows in _by_prompt(prompts).values()]
+        cut = ((rows, micro_batches(lengths[rows], most, [prompts[rows[0]]] * len(rows))) for rows in groups)
+        pieces = [rows[part].tolist() for rows, parts in cut for part in parts]
+
+    def tokens(piece: Sequence[int]) -> int:
+        return pass_tokens([sizes[row] for row in piece], prompts and [prompts[row] for row in piece])
+
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0, number) for number in range(world_size)]  # a heap
-    for index in lengths.sort(descending=True, stable=True).indices.tolist():
-        tokens, number = heapq.heappop(loads)
-        shares[number].append(index)
-        heapq.heappush(loads, (tokens + int(lengths[index]), number))
+    for piece in sorted(pieces, key=tokens, reverse=True):
+        load, number = heapq.heappop(loads)
+        shares[number] += piece
+        heapq.heappush(loads, (load + tokens(piece), number))
     split = []
-    for share in shares:
+    for share in map(sorted, shares):
         of_rank = torch.tensor(share, dtype=torch.int64)
-        split.append([of_rank[part] for part in micro_batches(lengths[of_rank], max_tokens)])
+        own = prompts and [prompts[row] for row in share]
+        split.append([of_rank[part] for part in micro_batches(lengths[of_rank], max_tokens, own)])
     missing = max(len(parts) for parts in split) - len(split[rank])
     return split[rank] + [torch.empty(0, dtype=torch.int64)] * missing
 

@@ -8,24 +8,33 @@ Shape suffixes: B sequences, T tokens, N scored tokens, D hidden size, V vocabul
 
 from __future__ import annotations
 
+import functools
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
-from torchrl.modules.llm import LLMWrapperBase
+from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo import keys
 from torchrl_grpo.checks import MIN_TEMPERATURE
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import pad, sequences_of
+from torchrl_grpo.models.prefix import Layout, packed, padded
 from torchrl_grpo.models.sharding import call_gathered, compute_device, mesh_of
+
+if TYPE_CHECKING:
+    from torchrl.modules.llm import LLMWrapperBase
 
 MAX_CHUNK_ELEMENTS = {"cpu": 2**23, "other": 2**25}
 """Logits held at once: in float32 32 MiB, near the size of a CPU's caches, and 128 MiB to keep an accelerator busy."""
+
+
+WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "local_attention")
+"""Fields of a config that say how many tokens some of its layers look at."""
 
 
 def _chunk_logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, scale: float) -> Tensor:
@@ -187,6 +196,22 @@ class TokenScorer(TensorDictModuleBase):
         """The Hugging Face model itself, without peft's wrapper."""
         return base_model_of(self.model)
 
+    def packs(self, longest: int) -> bool:
+        """Whether sequences of at most so many tokens are packed: without padding, and each prompt computed once.
+
+        Where not, a warning says why, once.
+        """
+        base, config = self.base, self.base.config.get_text_config()
+        why = getattr(base, "unpacked_because", "it was sharded before a TokenScorer could check it")
+        if config._attn_implementation != "sdpa":
+            why = f"its attention is {config._attn_implementation}, not sdpa"
+        for name in WINDOWS:
+            if (getattr(config, name, None) or math.inf) < longest:
+                why = f"some are longer than {name}={getattr(config, name)}"
+        if why and why != "it is being checked":
+            _warn_once(f"The sequences of {type(base).__name__} are padded, and each has its prompt computed: {why}.")
+        return not why
+
     def score(self, tokens_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Scores right-padded sequences.
 
@@ -197,30 +222,28 @@ class TokenScorer(TensorDictModuleBase):
         Returns:
             log-probs and entropies, both [B, T] float32, 0 outside the mask.
         """
-        log_prob, entropy = call_gathered(self.base, self._score, tokens_BT, mask_BT)
+        layout = packed(tokens_BT, mask_BT) if self.packs(tokens_BT.shape[1]) else padded(tokens_BT, mask_BT)
+        log_prob, entropy = call_gathered(self.base, self._score, layout, tokens_BT.numel())
         return log_prob.view(tokens_BT.shape), entropy.view(tokens_BT.shape)
 
-    def _score(self, tokens_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def _score(self, layout: Layout, numel: int) -> tuple[Tensor, Tensor]:
         """As ``score``, but [B * T], and with the LM head gathered: FSDP2 wants no views from what it calls."""
         base = self.base
         body = (
             base.base_model if base.base_model is not base else base.model
         )  # Llama 4 has the prefix of a larger model
-        hidden_BTD = body(input_ids=tokens_BT[:, :-1], use_cache=False).last_hidden_state
-        select = mask_BT[:, 1:].flatten().nonzero().squeeze(-1)
+        hidden = body(**layout.model_inputs()).last_hidden_state
         head = base.get_output_embeddings()
         log_prob_N, entropy_N = chunked_log_probs(
-            hidden_BTD.flatten(0, 1).index_select(0, select),
+            hidden.flatten(0, 1).index_select(0, layout.predictors),
             head.weight,
-            tokens_BT[:, 1:].flatten().index_select(0, select),
+            layout.targets,
             bias_V=head.bias,
             temperature=self.temperature,
             max_chunk_elements=self.max_chunk_elements,
         )
-        width = tokens_BT.shape[1]
-        place = select + select // (width - 1) + 1  # the same tokens in rows that have the first token too
-        zeros = torch.zeros(tokens_BT.numel(), dtype=log_prob_N.dtype, device=tokens_BT.device)
-        return zeros.index_put((place,), log_prob_N), zeros.index_put((place,), entropy_N)
+        zeros = torch.zeros(numel, dtype=log_prob_N.dtype, device=hidden.device)
+        return zeros.index_put((layout.places,), log_prob_N), zeros.index_put((layout.places,), entropy_N)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Writes the log-probs and entropies of the sampled tokens; see the class."""
@@ -235,30 +258,34 @@ class TokenScorer(TensorDictModuleBase):
 
 @torch.no_grad()
 def check_scorer(scorer: TokenScorer) -> None:
-    """Compares a scorer with its model's own logits on a few tokens.
+    """Compares a scorer with its model's own logits on a few tokens, and itself with and without packing.
 
     They differ where a model does more to its logits than its LM head does (soft-capping, a scale, one more layer), and
-    where it looks at later tokens. ``TokenScorer`` checks itself when it is made, unless its model is sharded: make it
-    before ``shard_model``.
+    where it looks at later tokens. A model that mixes tokens by other ways than Hugging Face's attention interface
+    cannot be packed: its sequences are padded from here on. ``TokenScorer`` checks itself when it is made, unless its
+    model is sharded: make it before ``shard_model``.
 
     Raises:
         ValueError: they differ by more than rounding.
     """
     base, head = scorer.base, scorer.base.get_output_embeddings().weight
+    base.unpacked_because = "it is being checked"
     tokens = torch.randint(len(head), (1, 12), generator=torch.Generator().manual_seed(0))
     tokens = tokens.to(compute_device(scorer.model))
     training = [(module, module.training) for module in scorer.model.modules()]
     scorer.model.eval()
     try:
-        scores, _ = TokenScorer.score(scorer, tokens, torch.ones_like(tokens, dtype=torch.bool))
-        # The model is given the last token too, which the scorer leaves out: nothing may depend on it.
-        logits = base(input_ids=tokens, use_cache=False).logits[0, :-1].float() / scorer.temperature
+        with torch.autocast(tokens.device.type, enabled=False):
+            scores, _ = TokenScorer.score(scorer, tokens, torch.ones_like(tokens, dtype=torch.bool))
+            # The model is given the last token too, which the scorer leaves out: nothing may depend on it.
+            logits = base(input_ids=tokens, use_cache=False).logits[0, :-1].float() / scorer.temperature
+            rounding = max(1e-4, 2 * torch.finfo(head.dtype).eps) * max(1.0, logits.abs().max().item())
+            base.unpacked_because = _check_packing(scorer, tokens, rounding)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         problem = f"cannot be had ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     else:
         expected = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(-1)
         difference = (scores[0, 1:] - expected).abs().mean().item()
-        rounding = max(1e-4, 2 * torch.finfo(head.dtype).eps) * max(1.0, logits.abs().max().item())
         problem = "" if difference <= rounding else f"are off by {difference:.2g} nats on average"
     finally:
         for module, mode in training:
@@ -274,6 +301,26 @@ def check_scorer(scorer: TokenScorer) -> None:
             f"log-probs are computed from the head in chunks: those {problem}; use another model (docs/models.md has a "
             "table)."
         )
+
+
+def _check_packing(scorer: TokenScorer, tokens: Tensor, rounding: float) -> str:
+    """Why a model cannot be packed: its log-probs of two groups of two would differ by more than rounding; or ""."""
+    tokens = tokens.view(2, 6)[[0, 0, 1, 1]]
+    tokens[1::2, 3:] = tokens[0::2, 2:5]  # the same prompt of three tokens, another response
+    mask = torch.arange(6, device=tokens.device) >= torch.tensor([[3], [3], [2], [3]], device=tokens.device)
+    expected, _ = TokenScorer.score(scorer, tokens, mask)
+    scorer.base.unpacked_because = ""
+    try:
+        scores, _ = TokenScorer.score(scorer, tokens, mask)
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    difference = (scores - expected)[mask].abs().mean().item()
+    return "" if difference <= rounding else f"their log-probs would be off by {difference:.2g} nats on average"
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    torchrl_logger.warning(message)
 
 
 class AdapterOffScorer(TokenScorer):

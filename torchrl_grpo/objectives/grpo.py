@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -10,7 +11,6 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
-from torchrl.modules.llm import LLMWrapperBase
 from torchrl.objectives.common import LossModule
 
 from torchrl_grpo import functional as F
@@ -350,7 +350,9 @@ def _scorer(actor_network: nn.Module) -> TensorDictModuleBase:
     Raises:
         ValueError: it is no TensorDict module, or the wrapper has no Hugging Face model.
     """
-    if isinstance(actor_network, LLMWrapperBase):
+    # Who has a wrapper has imported this module; importing it here would import vLLM, where it is installed.
+    wrappers = sys.modules.get("torchrl.modules.llm")
+    if wrappers is not None and isinstance(actor_network, wrappers.LLMWrapperBase):
         return WrapperScorer(actor_network)
     if not hasattr(actor_network, "out_keys"):
         raise ValueError(

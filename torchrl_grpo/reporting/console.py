@@ -23,6 +23,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_grpo import startup
 from torchrl_grpo.records import MISSING, clip, duration, number, percent, printable, reward_text
 
 __all__ = ["Console", "clip", "duration", "printable"]
@@ -77,6 +78,17 @@ class Console(AbstractContextManager["Console"]):
             table.add_row(*(self._text(_cell(name, row.get(name))) for name in columns))
         self._rich.print(table)
 
+    def problems(self, train: int, test: int, prompt: str) -> None:
+        """Says how many problems there are, and shows one as the model gets it.
+
+        Args:
+            train: problems to train on.
+            test: problems of an evaluation.
+            prompt: the first one's prompt, chat template included.
+        """
+        self._line(f"{train:,} problems to train on, {test:,} to test on; a prompt as the model gets it:")
+        self._line(clip(prompt, 4 * _LONGEST_SAMPLE), "dim")
+
     def resume(self, step: int, path: str | os.PathLike[str]) -> None:
         """Says where a resumed run goes on from."""
         self._line(f"goes on after step {step:,}, from {os.fspath(path)}")
@@ -85,7 +97,9 @@ class Console(AbstractContextManager["Console"]):
         """Opens the progress bar. ``sequences_done`` is above 0 in a resumed run."""
         self._started_at = time.monotonic()
         if not self._live or self._progress is not None:
+            startup.say("evaluating before the first step, and sampling for it")
             return
+        startup.end()
         wide, line = self._rich.width >= _WIDE, Column(no_wrap=True)
         done = TextColumn("{task.completed:,.0f}/{task.total:,.0f}", table_column=line)
         share = TextColumn("({task.percentage:.0f}%)", table_column=line)
@@ -109,6 +123,7 @@ class Console(AbstractContextManager["Console"]):
             sequences_done: sequences (dialog turns) trained on so far.
             sequences_total: sequences that the run will train on.
         """
+        startup.end()
         if self._progress is not None:
             bar, shown = self._progress.task_ids[0], _join(metrics, _BAR, " ")
             self._progress.update(bar, completed=sequences_done, total=sequences_total, step=step, numbers=shown)

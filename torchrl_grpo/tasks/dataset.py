@@ -79,8 +79,8 @@ def checked_text(row: Row, column: str) -> str:
         return value
     found = f"has {value!r:.80}"
     if value is None:
-        found = f"has the columns {sorted(name for name, value in row.items() if value is not None)}"
-    raise ValueError(f"must have a text column {column!r}, it {found}: write text there, or remove the row.")
+        found = f"has none (the row has {sorted(name for name, value in row.items() if value is not None)})"
+    raise ValueError(f"must have text in the column {column!r}, it {found}: write text there, or remove the row.")
 
 
 class Rows(Sequence[Problem]):
@@ -243,14 +243,14 @@ class DatasetTask(Task):
             query = checked_text(row, prompts)
         return Problem(query, self.read_answer(row, answers) if answers else None, extra=row)
 
-    def _chat(self, problem: Problem) -> list[Message]:
-        """The prompt without the system prompt of the options."""
+    def _chat(self, problem: Problem, *, filled: bool = True) -> list[Message]:
+        """The prompt without the system prompt of the options; ``filled`` in a template, if there is one."""
         row, text = problem.extra, problem.query
         if self.prompt_column is not None:
             prompt = row.get(self.prompt_column, text)
             if isinstance(prompt, list):
                 return [{key: value for key, value in message.items() if value is not None} for message in prompt]
-            if self.prompt_template is not None:
+            if self.prompt_template is not None and filled:
                 text = fill_template(self.prompt_template, {**row, self.prompt_column: prompt})
         return [{"role": "user", "content": text}]
 
@@ -333,13 +333,21 @@ class DatasetTask(Task):
         if not len(table):
             raise ValueError(f"{self._what} must hold problems, the {name} split has 0: give it rows.")
         self._find_columns(table.data.column_names)
-        prompts = []
+        prompts, unanswered = [], 0
         for index, row in enumerate(table):
             try:
-                chat = self._chat(self.make_problem(row))
+                problem = self.make_problem(row)
+                # The first 8 bytes decide about the split: the same problem is in the same one with every template.
+                chats = [self._chat(problem, filled=filled) for filled in (False, True)]
             except ValueError as error:
                 raise ValueError(f"{table.where(index)} {error}") from error
-            prompts.append(hashlib.sha256(json.dumps(chat).encode()).digest()[:16])
+            unanswered += self.answer_column is not None and problem.answer is None
+            prompts.append(b"".join(hashlib.sha256(json.dumps(chat).encode()).digest()[:8] for chat in chats))
+        if unanswered:
+            _log.warning(
+                f"{self._what}: {unanswered} of the {len(table)} rows of {name} have nothing in the column "
+                f"{self.answer_column}; their answer is None."
+            )
         self._read[name] = table, prompts
         return table, prompts
 

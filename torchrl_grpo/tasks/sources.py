@@ -347,7 +347,7 @@ def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
         raise ValueError(f"{path}:{line} must be UTF-8, {error}: save the file as UTF-8.") from error
     except (csv.Error, ValueError) as error:
         raise ValueError(
-            f"{path}:{line} must be a row of a csv file, {error}: fix that line (quote commas)."
+            f"{path}:{line} must be a row of a csv file, {error}: fix that line (quote commas, and close quotes)."
         ) from error
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack
@@ -17,9 +17,11 @@ from torchrl_grpo.choices import AdvantageLevel, AdvantageMean, AdvantageStd
 from torchrl_grpo.functional import group_advantage, sampled_token_gae
 from torchrl_grpo.models.packing import entry, has, pad
 from torchrl_grpo.torchrl_names import check_choice, refuse_arguments
-from torchrl_grpo.transforms.groups import GroupQueue, Member
 from torchrl_grpo.transforms.parts import decoupled_advantage, reward_parts
-from torchrl_grpo.transforms.ragged import flatten, set_rows
+from torchrl_grpo.transforms.ragged import all_of_group, flatten, group_ids, group_keys, set_rows
+
+if TYPE_CHECKING:
+    from torchrl_grpo.transforms.groups import GroupQueue, Member
 
 TrajectoryReturn = Literal["sum", "max", "mean"]
 
@@ -163,7 +165,9 @@ class GroupAdvantage(Transform):
         self.group_key = group_key
         self.done_key = done_key
         self.advantage_key = advantage_key
-        self.queue = GroupQueue(repeats, trajectory_return="sum" if repeats > 1 else None, **candidates)
+        self._candidates = candidates
+        if candidates:
+            _ = self.queue  # it refuses what they cannot be
         self.reset_counts()
 
     def reset_counts(self) -> None:
@@ -171,6 +175,24 @@ class GroupAdvantage(Transform):
         self.num_groups = 0
         self.num_zero_variance_groups = 0
         self.num_invalid = 0
+
+    @property
+    def queue(self) -> GroupQueue:
+        if "queue" not in self._modules:
+            from torchrl_grpo.transforms.groups import GroupQueue  # imports vLLM, where it is installed
+
+            trajectory_return = "sum" if self.repeats > 1 else None
+            self._modules["queue"] = GroupQueue(self.repeats, trajectory_return=trajectory_return, **self._candidates)
+        queue: Any = self._modules["queue"]
+        return queue
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        name = f"{prefix}queue._extra_state"
+        if name in state_dict:
+            _ = self.queue
+        elif "queue" in self._modules:  # nothing waited where the state was made
+            state_dict[name] = {}
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
     def num_waiting(self) -> int:
@@ -208,7 +230,7 @@ class GroupAdvantage(Transform):
         flat = flatten(tensordict)
         member = self._members(flat)
         first = torch.cat([torch.ones_like(member[:1]), member.diff()]) > 0
-        group = _group_ids(flat, self.group_key)[first]
+        group = group_ids(flat, self.group_key)[first]
         ids, sizes = group.unique(return_counts=True)
         wrong = sizes[sizes != self.repeats]
         if wrong.numel():
@@ -305,12 +327,12 @@ class GroupAdvantage(Transform):
             return tensordict
         flat = flatten(tensordict)
         member = self._members(flat)
-        names, rows = _group_keys(flat, self.group_key), flat.unbind(0)
+        names, rows = group_keys(flat, self.group_key), flat.unbind(0)
         returns = torch.where(self._valid(flat, member), self._returns(flat, member), 0.0)
         complete: list[Member] = []
         start = 0
         for value, length in zip(returns.tolist(), member.bincount().tolist(), strict=True):
-            complete += self.queue.add(names[start], Member(rows[start : start + length], value)) or []
+            complete += self.queue.add(names[start], rows[start : start + length], value) or []
             start += length
         if not complete:
             return None
@@ -329,10 +351,10 @@ class GroupAdvantage(Transform):
     # In a TransformedEnv
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        group = _group_ids(tensordict, self.group_key)
+        group = group_ids(tensordict, self.group_key)
         every = torch.ones_like(group, dtype=torch.bool)
-        complete = _all_of_group(group, _column(next_tensordict, _in_next(self.done_key), every))
-        before = _all_of_group(group, _column(tensordict, _in_next(self.done_key), ~every))
+        complete = all_of_group(group, _column(next_tensordict, _in_next(self.done_key), every))
+        before = all_of_group(group, _column(tensordict, _in_next(self.done_key), ~every))
         valid = _column(next_tensordict, _in_next(self.valid_key), every)
         # What the batch means here: rewards of dialogs that still go on are not known yet.
         known = valid & complete
@@ -374,25 +396,3 @@ def _column(tensordict: TensorDictBase, key: NestedKey, default: Tensor) -> Tens
     """[N] values of a [..., 1] entry."""
     value = tensordict.get(key, None)
     return default if value is None else value.reshape(-1)
-
-
-def _group_keys(tensordict: TensorDictBase, key: NestedKey) -> Sequence[int | str]:
-    """The group of each sequence, as something hashable."""
-    value = entry(tensordict, key)
-    if isinstance(value, Tensor):
-        return value.reshape(-1).tolist()
-    return [str(text) for text in value.reshape(-1).tolist()]
-
-
-def _group_ids(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
-    """[N] int64 ids, equal where the groups are."""
-    value = entry(tensordict, key)
-    if isinstance(value, Tensor):
-        return value.reshape(-1)
-    ids: dict[int | str, int] = {}
-    return torch.tensor([ids.setdefault(name, len(ids)) for name in _group_keys(tensordict, key)])
-
-
-def _all_of_group(group: Tensor, flag: Tensor) -> Tensor:
-    """[N] bool, True where ``flag`` is True for all members of the group."""
-    return ~torch.isin(group, group[~flag])

@@ -25,23 +25,24 @@ class GroupQueue(MCAdvantage):
     ``queues``, ``get_stats()``, ``reset_stats()`` and ``clear_queues()`` are explained there.
     """
 
-    def add(self, name: int | str, member: Member) -> list[Member] | None:
+    def add(self, name: int | str, steps: Sequence[TensorDictBase], value: float) -> list[Member] | None:
         """Puts a trajectory into its group's queue.
 
         Args:
             name: of the group.
-            member: a whole trajectory.
+            steps: a whole trajectory.
+            value: its return.
 
         Returns:
             the ``grpo_size`` members that train, where this one was what their group waited for.
         """
         with self._state_lock:
             self.completed_trajectories += 1
-            self.completed_decisions += len(member.steps)
-            self.successful_trajectories += member.value > 0
-            self.trajectory_return_sum += member.value
-            self.trajectory_return_max = max(self._get_stat("trajectory_return_max"), member.value)
-            self._queue_append(name, member)
+            self.completed_decisions += len(steps)
+            self.successful_trajectories += value > 0
+            self.trajectory_return_sum += value
+            self.trajectory_return_max = max(self._get_stat("trajectory_return_max"), value)
+            self._queue_append(name, Member(steps, value))
             members = self._queue_list(name)
             chosen = self._choose(members) if len(members) >= self.candidate_selection_min_size else None
             if chosen is not None or len(members) == self.candidate_group_size:

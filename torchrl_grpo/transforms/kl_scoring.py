@@ -13,6 +13,7 @@ from torchrl.envs.transforms import Transform
 from torchrl_grpo import keys
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import has, micro_batches, pad
+from torchrl_grpo.models.prefix import shared_prompts
 from torchrl_grpo.models.scoring import TokenScorer, autocast
 from torchrl_grpo.models.sharding import compute_device
 from torchrl_grpo.transforms.ragged import flatten, set_rows
@@ -89,7 +90,8 @@ class KLScoring(Transform):
         """
         device = compute_device(self.scorer.model)
         out = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
-        for index in micro_batches(lengths, self.max_tokens):
+        packs = self.scorer.packs(tokens.shape[1])
+        for index in micro_batches(lengths, self.max_tokens, shared_prompts(tokens, mask) if packs else None):
             width = int(lengths[index].max())
             with autocast(device, self.autocast_dtype):
                 scores, _ = self.scorer.score(tokens[index, :width].to(device), mask[index, :width].to(device))

@@ -1,4 +1,4 @@
-"""Reading and writing one value per token, in a batch that is ragged, padded or a single sequence."""
+"""Reading and writing one value per token, in a batch that is ragged, padded or a single sequence; and its groups."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack
 from torch import Tensor
+
+from torchrl_grpo.models.packing import entry
 
 
 def flatten(batch: TensorDictBase) -> TensorDictBase:
@@ -34,3 +36,25 @@ def set_rows(batch: TensorDictBase, key: NestedKey, rows: Sequence[Tensor]) -> T
     for part, row in zip(batch.unbind(0), rows, strict=True):
         part.set(key, row)
     return batch
+
+
+def group_keys(tensordict: TensorDictBase, key: NestedKey) -> Sequence[int | str]:
+    """The group of each sequence, as something hashable."""
+    value = entry(tensordict, key)
+    if isinstance(value, Tensor):
+        return value.reshape(-1).tolist()
+    return [str(text) for text in value.reshape(-1).tolist()]
+
+
+def group_ids(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
+    """[N] int64 ids, equal where the groups are."""
+    value = entry(tensordict, key)
+    if isinstance(value, Tensor):
+        return value.reshape(-1)
+    ids: dict[int | str, int] = {}
+    return torch.tensor([ids.setdefault(name, len(ids)) for name in group_keys(tensordict, key)])
+
+
+def all_of_group(group: Tensor, flag: Tensor) -> Tensor:
+    """[N] bool, True where ``flag`` is True for all members of the group."""
+    return ~torch.isin(group, group[~flag])

@@ -1,0 +1,273 @@
+"""Packed sequences behind one copy of their prompt, against one forward pass for each sequence."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from tests.support.families import make_family
+from tests.support.models import make_lora, make_tiny_model
+from tests.support.training import make_batch, make_trainer
+from torchrl_grpo import keys
+from torchrl_grpo.models import loading, prefix, scoring
+from torchrl_grpo.models.prefix import packed, padded, shared_prompts
+from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
+
+ENDS = (12, 9, 6, 7, 15, 8, 0, 11)
+PROMPTS = (5, 5, 5, 5, 3, 3, 3, 7)
+
+
+def make_group(vocabulary: int = 128) -> tuple[Tensor, Tensor]:
+    """Groups of four, three (one of them without a response) and one; the third response is one token."""
+    tokens = torch.randint(5, vocabulary, (len(ENDS), max(ENDS)), generator=torch.Generator().manual_seed(0))
+    tokens[1:4, :5], tokens[5:7, :3] = tokens[0, :5], tokens[4, :3]
+    place = torch.arange(max(ENDS))
+    mask = (place >= torch.tensor(PROMPTS)[:, None]) & (place < torch.tensor(ENDS)[:, None])
+    mask[0, 8] = False  # as between two turns
+    return tokens, mask
+
+
+def one_by_one(model: nn.Module, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Log-probs [B, T] from full logits, a sequence at a time."""
+    out = []
+    for row, scored in zip(tokens, mask, strict=True):
+        log_probs = model(input_ids=row[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        picked = log_probs.gather(-1, row[1:, None]).squeeze(-1)
+        out.append(torch.where(scored[1:], picked, 0.0))
+    return torch.stack(out)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """What backward left, as a copy, and nothing left for the next one."""
+    out = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return out
+
+
+def test_a_row_holds_each_prompt_once_and_each_token_at_its_position() -> None:
+    tokens, mask = make_group()
+    layout = packed(tokens, mask)
+    assert layout.groups == ((5, 11, 3, 1), (3, 14, 4), (7, 10))  # lengths without the last token; one-token: none
+    assert layout.positions[0].tolist() == [*range(11), 5, 6, 7, 5, *range(14), *range(3, 7), *range(10)]
+    assert layout.tokens[0, :11].equal(tokens[0, :11]) and layout.tokens[0, 11:14].equal(tokens[1, 5:8])
+    same = padded(tokens, mask)
+    assert layout.targets.equal(same.targets) and layout.places.equal(same.places)
+    for predictor, place in zip(layout.predictors.tolist(), layout.places.tolist(), strict=True):
+        row, at = divmod(place, tokens.shape[1])
+        assert layout.tokens[0, predictor] == tokens[row, at - 1] and layout.positions[0, predictor] == at - 1
+
+
+def test_a_pass_that_scores_nothing_is_one_token() -> None:
+    tokens, mask = make_group()
+    layout = packed(tokens, torch.zeros_like(mask))
+    assert (layout.tokens.tolist(), layout.groups, len(layout.predictors)) == ([[tokens[0, 0]]], ((1, 1),), 0)
+    scores, _ = TokenScorer(make_tiny_model()).score(tokens, torch.zeros_like(mask))
+    scores.sum().backward()
+    assert scores.abs().max() == 0
+
+
+def test_only_whole_equal_prompts_are_shared() -> None:
+    tokens = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9], [5, 6, 9, 9], [5, 6, 7, 8]])
+    mask = torch.arange(4) >= torch.tensor([[3], [3], [3], [2]])
+    assert shared_prompts(tokens, mask) == [(0, 3), (0, 3), (2, 3), (3, 2)]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "qwen3", "gemma", "phi3", "gpt2", "mixtral", "deepseek_v3"])
+def test_log_probs_and_gradients_are_those_of_single_sequences(name: str) -> None:
+    model = make_family(name)
+    tokens, mask = make_group()
+    scorer = TokenScorer(model)
+    assert scorer.packs(tokens.shape[1])
+    weight = torch.randn(mask.shape, generator=torch.Generator().manual_seed(1))
+    scores, _ = scorer.score(tokens, mask)
+    (scores * weight).sum().backward()
+    got = gradients(model)
+    expected = one_by_one(model, tokens, mask)
+    (expected * weight[:, 1:]).sum().backward()
+    torch.testing.assert_close(scores[:, 1:], expected, rtol=0, atol=1e-5)
+    for key, gradient in gradients(model).items():
+        torch.testing.assert_close(got[key], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
+
+
+def test_in_float64_packing_changes_nothing_but_rounding() -> None:
+    model = make_family("gpt2").double()  # the norms of the others compute in float32
+    tokens, mask = make_group()
+    scores, _ = TokenScorer(model).score(tokens, mask)
+    scores.sum().backward()
+    got = gradients(model)
+    expected = one_by_one(model, tokens, mask)
+    expected.sum().backward()
+    torch.testing.assert_close(scores[:, 1:], expected, rtol=0, atol=1e-12)
+    for key, gradient in gradients(model).items():
+        torch.testing.assert_close(got[key], gradient, rtol=1e-9, atol=1e-11)
+
+
+def test_no_token_of_a_response_reaches_another_response_or_an_earlier_token() -> None:
+    model = make_tiny_model()
+    tokens, mask = make_group()
+    scorer = TokenScorer(model)
+    before, _ = scorer.score(tokens, mask)
+    for row, place in ((0, 6), (1, 5), (4, 4), (5, 6), (7, 8)):
+        changed = tokens.clone()
+        changed[row, place] = (changed[row, place] + 1) % 128
+        after, _ = scorer.score(changed, mask)
+        moved = (after - before).abs()
+        assert moved[row, place:].max() > 1e-3
+        moved[row, place:] = 0
+        assert moved.max() < 1e-7
+
+
+def test_a_changed_prompt_token_reaches_all_responses_behind_it() -> None:
+    tokens, mask = make_group()
+    scorer = TokenScorer(make_tiny_model())
+    before, _ = scorer.score(tokens, mask)
+    changed = tokens.clone()
+    changed[:4, 1] += 1
+    after, _ = scorer.score(changed, mask)
+    moved = (after - before).abs().amax(1)
+    assert (moved[:4] > 1e-3).all() and moved[4:].max() < 1e-7
+
+
+def trained(repeats: int, *, shared: bool, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[dict, dict]:
+    """The metrics of a step and the weights after it, with or without packing."""
+    model = settings.pop("model")
+    trainer = make_trainer(model, **settings)
+    if not shared:
+        monkeypatch.setattr(TokenScorer, "packs", lambda *_: False)
+    metrics = trainer.train_batch(make_batch(repeats=repeats))
+    monkeypatch.undo()
+    return metrics, {name: value.clone() for name, value in trainer.weights()}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("micro_batch_tokens", [16, 10_000])
+def test_a_training_step_is_that_of_padded_sequences(
+    lora: bool, checkpointing: bool, micro_batch_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make_model() -> nn.Module:
+        torch.manual_seed(3)
+        model = make_lora(make_tiny_model().double()) if lora else make_tiny_model().double()
+        if checkpointing:
+            loading.enable_gradient_checkpointing(model)
+        return model
+
+    settings: dict[str, Any] = {"micro_batch_tokens": micro_batch_tokens, "monkeypatch": monkeypatch}
+    metrics, weights = trained(4, shared=True, model=make_model(), **settings)
+    expected_metrics, expected = trained(4, shared=False, model=make_model(), **settings)
+    efficiency = metrics.pop("train/token_efficiency"), expected_metrics.pop("train/token_efficiency")
+    assert efficiency[0] > 1 > efficiency[1]
+    metrics.pop("train/micro_batches"), expected_metrics.pop("train/micro_batches")
+    assert metrics == pytest.approx(expected_metrics, rel=1e-6)
+    for name, value in weights.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16])
+def test_in_mixed_precision_a_step_is_close_to_the_padded_one(
+    autocast_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"autocast_dtype": autocast_dtype, "monkeypatch": monkeypatch}
+    got, _ = trained(4, shared=True, model=make_tiny_model(), **settings)
+    expected, _ = trained(4, shared=False, model=make_tiny_model(), **settings)
+    assert got["train/loss"] == pytest.approx(expected["train/loss"], abs=0.01)
+    assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=0.03)
+
+
+def test_adapters_that_are_off_leave_the_base_models_packed_scores() -> None:
+    tokens, mask = make_group()
+    expected, _ = TokenScorer(make_tiny_model()).score(tokens, mask)
+    scores, _ = AdapterOffScorer(make_lora()).score(tokens, mask)
+    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
+
+
+def test_the_way_of_other_devices_gives_the_same_attention() -> None:
+    """With the keys that each sequence looks at, copied: what is used where heads of keys and values differ."""
+    tokens, mask = make_group()
+    layout = packed(tokens, mask)
+    size = layout.tokens.shape[1]
+    query, key, value = (torch.randn(1, heads, size, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    expected, _ = prefix.attention(nn.Identity(), query, key, value, None, layout=layout)
+    key, value = (tensor.index_select(2, layout.keys) for tensor in (key, value))
+    got = prefix._each_sequence(query, key, value, layout, 8**-0.5, 0.0)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    assert [bound.tolist() for bound in layout.bounds] == [
+        [0, 11, 14, 15, 29, 33, 43],
+        [0, 11, 19, 25, 39, 46, 56],
+    ]
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "are padded" in record.getMessage()]
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    scoring._warn_once.cache_clear()
+    logging.getLogger("torchrl").addHandler(caplog.handler)
+    yield caplog
+    logging.getLogger("torchrl").removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("gptj", "its attention is eager, not sdpa"),
+        ("lfm2", r"their log-probs would be off by 0.21 nats on average"),
+        ("jamba", r"their log-probs would be off by 0.85 nats on average"),
+    ],
+)
+def test_a_model_that_cannot_be_packed_is_padded_and_says_so_once(
+    name: str, why: str, log: pytest.LogCaptureFixture
+) -> None:
+    model, (tokens, mask) = make_family(name), make_group()
+    scorer = TokenScorer(model)
+    for _ in range(2):
+        scores, _ = scorer.score(tokens, mask)
+    torch.testing.assert_close(scores[:, 1:], one_by_one(model, tokens, mask), rtol=0, atol=1e-5)
+    assert warnings_of(log) == [
+        f"The sequences of {type(model).__name__} are padded, and each has its prompt computed: {why}."
+    ]
+
+
+def test_sequences_longer_than_a_window_are_padded(log: pytest.LogCaptureFixture) -> None:
+    model, (tokens, mask) = make_family("gemma3_text", sliding_window=13), make_group()
+    scorer = TokenScorer(model)
+    assert scorer.packs(13) and not scorer.packs(14)
+    assert warnings_of(log)[0].endswith(": some are longer than sliding_window=13.")
+    scores, _ = scorer.score(tokens, mask)
+    torch.testing.assert_close(scores[:, 1:], one_by_one(model, tokens, mask), rtol=0, atol=1e-5)
+
+
+def test_an_attention_that_ignores_the_layout_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", prefix._sdpa)
+    model = make_tiny_model()
+    assert not TokenScorer(model).packs(10)
+    assert "nats on average" in model.unpacked_because
+
+
+def test_packing_leaves_a_models_own_forward_and_config_as_they_are() -> None:
+    model = make_tiny_model()
+    tokens, _ = make_group()
+    real = torch.ones_like(tokens)
+    real[1, :4] = 0  # padding on the left
+    before = model(input_ids=tokens, attention_mask=real).logits
+    TokenScorer(model)
+    assert torch.equal(model(input_ids=tokens, attention_mask=real).logits, before)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_reference_and_proximal_scoring_compute_a_prompt_once() -> None:
+    from torchrl_grpo.transforms.kl_scoring import KLScoring
+
+    model, seen = make_tiny_model(), []
+    scoring_ = KLScoring(TokenScorer(model))
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    batch = make_batch(repeats=4)
+    scoring_(batch.exclude(keys.REF_LOG_PROBS))
+    assert seen == [sum((9, 14, 6, 11, 8, 12, 7, 10)) - 8 - 6 * 3]

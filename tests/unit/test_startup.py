@@ -1,0 +1,137 @@
+"""What a command imports before its first step, and what it says meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.configs import ROOT, compose_config
+from torchrl_grpo import startup
+from torchrl_grpo.config import ConfigError
+from torchrl_grpo.config.rules import check_script
+
+# Runs a script and prints what it has imported at its end or, if it gets there, at its first step.
+RUN = """
+import os, runpy, sys
+from torchrl_grpo import startup
+def show(*_):
+    print("\\nimported", *sorted({name.partition(".")[0] for name, module in sys.modules.items() if module}))
+    sys.stdout.flush()
+    os._exit(0)
+startup.end = show
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    show()
+"""
+HEAVY = {"torch", "torchrl", "tensordict", "transformers", "numpy", "datasets", "ray", "vllm"}
+UNUSED = {"vllm", "ray", "matplotlib", "datasets", "peft", "pyarrow", "pandas", "sglang", "wandb", "trl"}
+
+
+def imported(folder: Path, *arguments: str) -> set[str]:
+    code = f"import sys; sys.argv = {[str(ROOT / 'sota' / 'grpo' / 'grpo.py'), *arguments]!r}\n{RUN}"
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("imported ")]
+    assert lines, done.stdout + done.stderr
+    return set(lines[-1].split()[1:])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["env.num_env=3"],
+        ["optimizer.lr=abc"],
+        ["env.num_envs=30"],
+        ["train.max_staleness=1"],
+        ["inference_model.weight_transfer=broadcast"],
+    ],
+    ids=" ".join,
+)
+def test_help_and_mistakes_are_answered_without_torch(arguments: list[str], tmp_path: Path) -> None:
+    found = imported(tmp_path, *arguments)
+    assert "hydra" in found
+    assert not found & HEAVY
+
+
+@pytest.mark.slow
+def test_the_first_step_needs_no_package_that_the_run_does_not_use(tmp_path: Path) -> None:
+    found = imported(
+        tmp_path, "--config-name", "grpo_arithmetic", "env.num_envs=16", "env.repeats=4",
+        "train.total_dialog_turns=32", "evaluation.num_prompts=4", "evaluation.k=2",
+    )  # fmt: skip
+    assert found > {"torch", "torchrl", "transformers", "tensorboard"}
+    assert not found & UNUSED
+
+
+def test_what_goes_on_is_said_and_repeated_after_a_silence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(startup, "_SILENCE_S", 0.6)
+    startup.say("nothing, before begin()")
+    startup.begin()
+    try:
+        startup.say("importing")
+        time.sleep(1.2)
+        startup.say("loading")
+    finally:
+        startup.end()
+        startup.end()
+    startup.say("nothing, after end()")
+    said = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert said[0] == "importing" and said[-1] == "loading"
+    assert set(said[1:-1]) == {"still importing"} and 1 <= len(said[1:-1]) <= 2
+
+
+def test_quick_imports_put_everything_back() -> None:
+    modules = {name: sys.modules.get(name) for name in ("vllm", "ray")}
+    with startup.quick_imports():
+        assert not gc.isenabled()
+        assert "torchrl.collectors" in sys.modules
+    assert gc.isenabled()
+    assert {name: sys.modules.get(name) for name in modules} == modules
+    gc.unfreeze()
+
+
+@pytest.mark.slow
+def test_actors_import_as_their_driver_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "_hides", False)
+    assert startup.actor_environment() == {}
+    monkeypatch.setattr(startup, "_hides", True)
+    [(name, value)] = startup.actor_environment().items()
+    code = "import sys, torchrl_grpo.distributed as d; print('torchrl' in sys.modules, 'vllm' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {name: value}, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.split() == ["True", "False"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "asynchronous", "message"),
+    [
+        (["train.max_staleness=1"], False, "train.max_staleness=1 must be 0 in grpo.py"),
+        (["train.max_staleness=1"], True, None),
+        (["inference_model.weight_transfer=broadcast"], False, "weight_transfer=broadcast must be auto where"),
+        (["inference_model.weight_transfer=broadcast"], True, None),
+        (["inference_model.weight_transfer=broadcast", "train_model.num_devices=2"], False, None),
+        (["inference_model.weight_transfer=broadcast", "ref_model.devices=[0,1]"], False, None),
+        (["inference_model.weight_transfer=broadcast", "ray.address=auto"], False, None),
+    ],
+)
+def test_a_script_refuses_what_it_cannot_do(overrides: list[str], asynchronous: bool, message: str | None) -> None:
+    config = compose_config(*overrides)
+    if message is None:
+        check_script(config, asynchronous)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_script(config, asynchronous)
+    assert message in str(caught.value)

@@ -1,0 +1,293 @@
+"""Sequences without padding, where responses to one prompt share one copy of it: the layout, and attention in it.
+
+All sequences of a pass are one row of tokens. Of those that begin with the same prompt, the first is whole and the
+others are their responses alone, at the positions that they have in their sequences. Linear layers and norms need not
+know; attention does, and is therefore registered in Hugging Face's interface, in the place of ``sdpa``. A model gets
+the layout as an argument of its forward and hands it to its attention. Without one, ``sdpa`` is what it was.
+
+Shape suffixes: B sequences, T tokens, N tokens of a row, S scored tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch before 2.10
+    varlen_attn = None
+
+Prompt = tuple[int, int]
+"""The number of a prompt in its batch, and its length."""
+
+_sdpa = AttentionInterface()["sdpa"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a model is given, and where the predictions of the scored tokens are in what it gives.
+
+    Args:
+        tokens: [1, N] of sequences without padding, or [B, T - 1] of padded ones.
+        predictors: [S] int64, the flat index in ``tokens`` of the token that each scored one is predicted from.
+        targets: [S] int64, the scored tokens.
+        places: [S] int64, their flat index in [B, T].
+        positions: [1, N] int64, or None for padded sequences.
+        groups: for each prompt its length, that of the first sequence, and those of the other responses.
+    """
+
+    tokens: Tensor
+    predictors: Tensor
+    targets: Tensor
+    places: Tensor
+    positions: Tensor | None = None
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    def model_inputs(self) -> dict[str, Any]:
+        """The arguments of a model's forward."""
+        if self.positions is None:
+            return {"input_ids": self.tokens, "use_cache": False}
+        mask = torch.ones_like(
+            self.tokens[:, :1, None, None], dtype=torch.bool
+        )  # a 4D mask is one that is made already
+        inputs = {"input_ids": self.tokens, "position_ids": self.positions, "attention_mask": mask}
+        return inputs | {"use_cache": False, "layout": self}
+
+    @cached_property
+    def lengths(self) -> tuple[list[int], list[int]]:
+        """Queries and keys of each sequence."""
+        queries = [own for _, *parts in self.groups for own in parts]
+        keys = [own + bool(i) * prompt for prompt, *parts in self.groups for i, own in enumerate(parts)]
+        return queries, keys
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """[keys of all sequences] int64, the places in the row of the tokens that each sequence looks at."""
+        places, start = [], 0
+        for prompt, *parts in self.groups:
+            shared = torch.arange(start, start + prompt)
+            for i, own in enumerate(parts):
+                places += [shared] * bool(i) + [torch.arange(start, start + own)]
+                start += own
+        return torch.cat(places).to(self.tokens.device)
+
+    @cached_property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """Where the queries and the keys of each sequence begin and end, int32, as ``varlen_attn`` takes them."""
+        device = self.tokens.device
+        queries, keys = (torch.tensor([0, *part]).cumsum(0).to(device, torch.int32) for part in self.lengths)
+        return queries, keys
+
+
+def shared_prompts(tokens_BT: Tensor, mask_BT: Tensor) -> list[Prompt]:
+    """The prompt of each sequence: its tokens before the first one of the mask. Equal prompts have one number.
+
+    >>> shared_prompts(torch.tensor([[5, 6, 7], [5, 6, 8], [4, 6, 8]]), torch.tensor([[False, False, True]] * 3))
+    [(0, 2), (0, 2), (2, 2)]
+    """
+    tokens_BT, mask_BT = tokens_BT.cpu(), mask_BT[:, 1:].cpu()
+    lengths = torch.where(mask_BT.any(1), mask_BT.int().argmax(1) + 1, tokens_BT.shape[1]).tolist()
+    numbers: dict[bytes, int] = {}
+    rows = zip(tokens_BT.numpy(), lengths, strict=True)
+    return [(numbers.setdefault(row[:length].tobytes(), i), length) for i, (row, length) in enumerate(rows)]
+
+
+def padded(tokens_BT: Tensor, mask_BT: Tensor) -> Layout:
+    """The layout of sequences that are padded on the right; see ``packed``."""
+    width = tokens_BT.shape[1] - 1
+    predictors = mask_BT[:, 1:].flatten().nonzero().squeeze(-1)
+    targets = tokens_BT[:, 1:].flatten().index_select(0, predictors)
+    return Layout(tokens_BT[:, :-1], predictors, targets, predictors + predictors // max(width, 1) + 1)
+
+
+def packed(tokens_BT: Tensor, mask_BT: Tensor) -> Layout:
+    """The layout without padding and with one copy of each prompt; tokens after the last scored one are left out.
+
+    Args:
+        tokens_BT: int64, padding on the right.
+        mask_BT: bool, the tokens to score.
+    """
+    device, width = tokens_BT.device, tokens_BT.shape[1] - 1
+    tokens_BT, mask_BT = tokens_BT.cpu(), mask_BT.cpu()
+    scored = mask_BT[:, 1:]
+    ends = torch.where(scored.any(1), width - scored.flip(1).int().argmax(1), 0).tolist()
+    rows_of: dict[Prompt, list[int]] = {}
+    for row, prompt in enumerate(shared_prompts(tokens_BT, mask_BT)):
+        if ends[row]:
+            rows_of.setdefault(prompt, []).append(row)
+    if not rows_of:  # a pass that scores nothing is still one
+        rows_of[0, 1], ends[0] = [0], 1
+    order = [row for rows in rows_of.values() for row in rows]
+    starts = [bool(i) * prompt[1] for prompt, rows in rows_of.items() for i in range(len(rows))]
+    sizes = [ends[row] - start for row, start in zip(order, starts, strict=True)]
+    groups, sized = [], iter(sizes)
+    for (_, prompt), rows in rows_of.items():
+        first, *others = (next(sized) for _ in rows)
+        groups.append((prompt, first, *filter(None, others)))
+    index, start_of, size = torch.tensor([order, starts, sizes])
+    offset = size.cumsum(0) - size - start_of  # of a token's place in the row to its position
+    positions = torch.arange(int(size.sum())) - offset.repeat_interleave(size)
+    # In the same row: of which sequence a prompt is, and how far its tokens are from their positions.
+    shift, begin, lead = (torch.zeros(len(tokens_BT), dtype=torch.int64) for _ in range(3))
+    shift[index], begin[index] = offset, start_of
+    for rows in rows_of.values():
+        lead[rows] = shift[rows[0]]
+    flat = scored.flatten().nonzero().squeeze(-1)
+    row, position = flat // max(width, 1), flat % max(width, 1)
+    predictors = position + torch.where(position < begin[row], lead[row], shift[row])
+    parts = (
+        tokens_BT[index.repeat_interleave(size), positions][None],
+        predictors,
+        tokens_BT[:, 1:].flatten()[flat],
+        flat + row + 1,
+        positions[None],
+    )
+    return Layout(*(part.to(device) for part in parts), groups=tuple(groups))
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *args: Any,
+    layout: Layout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Hugging Face's ``sdpa``, or, with a layout, attention of each sequence over its prompt and itself.
+
+    Args:
+        query: [1, H, N, D], rotated by the tokens' positions.
+        key: [1, heads of keys, N, D].
+        value: [1, heads of keys, N, DV].
+
+    Raises:
+        NotImplementedError: the layer looks at fewer tokens than a sequence has, or adds to the scores.
+    """
+    if layout is None:
+        return _sdpa(module, query, key, value, attention_mask, *args, **kwargs)
+    window, dropout = kwargs.get("sliding_window"), kwargs.get("dropout", 0.0)
+    if args or kwargs.get("position_bias") is not None or (window or math.inf) < max(layout.lengths[1]):
+        raise NotImplementedError("attention over packed sequences has neither a window nor a bias.")
+    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+    if torch.is_autocast_enabled(query.device.type):  # as in PyTorch's own
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    plain = dropout == 0.0 and query.shape[-1] == value.shape[-1]
+    if plain and query.device.type == "cpu":
+        return _FlashOnCPU.apply(query, key, value, layout.groups, scale), None
+    key, value = (tensor.index_select(2, layout.keys) for tensor in (key, value))
+    if plain and query.is_cuda and query.itemsize == 2 and varlen_attn is not None:
+        rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        longest = (max(part) for part in layout.lengths)
+        # A causal window is aligned with the last query and the last key.
+        out = varlen_attn(*rows, *layout.bounds, *longest, scale=scale, window_size=(-1, 0), enable_gqa=True)
+        return out[None], None
+    return _each_sequence(query, key, value, layout, scale, dropout), None
+
+
+AttentionInterface.register("sdpa", attention)
+
+
+def _each_sequence(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, dropout: float) -> Tensor:
+    """[1, N, H, DV], one sequence after another."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
+    queries, keys = layout.lengths
+    outs = []
+    for q, k, v in zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True):
+        shape = (q.shape[2], k.shape[2])
+        mask = torch.ones(shape, dtype=torch.bool, device=q.device).tril(shape[1] - shape[0])
+        outs.append(scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale))
+    return torch.cat(outs, 2).transpose(1, 2)
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class _FlashOnCPU(torch.autograd.Function):
+    """PyTorch's flash attention for CPUs: of each sequence or response to itself, and of responses to their prompt.
+
+    The two outputs of a response are merged by their normalisers. With the merged output and normaliser, the backward
+    pass of each part gives its part of the gradient. Types below float32 are computed in it: on the machines measured
+    the kernel's backward pass is up to 5 times slower in bfloat16.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, groups: tuple[tuple[int, ...], ...], scale: float
+    ) -> Tensor:
+        """[1, N, H, D]."""
+        outs, normalisers = [], []
+        for prompt, lengths, (q, k, v) in _by_group(groups, *_wide(query, key, value)):
+            parts = [_flash(*part, 0.0, True, scale=scale) for part in _split(lengths, q, k, v)]
+            if len(lengths) > 1:
+                first = lengths[0]
+                of_prompt, seen = _flash(q[:, :, first:], k[:, :, :prompt], v[:, :, :prompt], 0.0, False, scale=scale)
+                own, lse = (torch.cat(tensors, 2) for tensors in zip(*parts[1:], strict=True))
+                own = own.lerp_(of_prompt, torch.sigmoid(seen - lse)[..., None])
+                parts = [parts[0], (own, torch.logaddexp(lse, seen))]
+            outs += [part[0].permute(2, 1, 0, 3) for part in parts]
+            normalisers += [part[1].permute(2, 1, 0) for part in parts]
+        out = torch.cat(outs).flatten(1, 2)[None].to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, torch.cat(normalisers))
+        ctx.groups, ctx.scale = groups, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        wide = _wide(query, key, value)
+        shape = wide[0].permute(2, 1, 0, 3).shape
+        grad, out = (tensor.to(wide[0].dtype).reshape(shape).permute(2, 1, 0, 3) for tensor in (*grads, out))
+        gradients: tuple[list[Tensor], ...] = ([], [], [])
+        for prompt, lengths, tensors in _by_group(ctx.groups, grad, *wide, out, lse.permute(2, 1, 0)):
+            parts = [_flash_backward(*part, 0.0, True, scale=ctx.scale) for part in _split(lengths, *tensors)]
+            if len(lengths) > 1:
+                first = lengths[0]
+                g, q, k, v, o, n = (
+                    tensor[:, :, :prompt] if i in (2, 3) else tensor[:, :, first:] for i, tensor in enumerate(tensors)
+                )
+                of_query, of_key, of_value = _flash_backward(g, q, k, v, o, n, 0.0, False, scale=ctx.scale)
+                parts[0][1][:, :, :prompt] += of_key
+                parts[0][2][:, :, :prompt] += of_value
+                for part, more in zip(parts[1:], of_query.split(lengths[1:], 2), strict=True):
+                    part[0].add_(more)
+            for collected, tensors_ in zip(gradients, zip(*parts, strict=True), strict=True):
+                collected += [tensor.permute(2, 1, 0, 3) for tensor in tensors_]
+        of_query, of_key, of_value = (torch.cat(collected) for collected in gradients)
+        folded = (of_query.flatten(1, 2), of_key.sum(2), of_value.sum(2))
+        return *(tensor.transpose(0, 1)[None].to(query.dtype) for tensor in folded), None, None
+
+
+def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """In float32 or wider, [heads that share a key, heads of keys, N, D]: no key is copied."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    repeats = query.shape[1] // key.shape[1]
+    folded = query[0].unflatten(0, (-1, repeats)).transpose(0, 1)
+    return folded, key.expand(repeats, -1, -1, -1), value.expand(repeats, -1, -1, -1)
+
+
+def _by_group(
+    groups: tuple[tuple[int, ...], ...], *tensors: Tensor
+) -> Iterator[tuple[int, Sequence[int], tuple[Tensor, ...]]]:
+    """For each prompt its length, the lengths of its sequences, and their part of each tensor."""
+    totals = [sum(lengths) for _, *lengths in groups]
+    for (prompt, *lengths), *parts in zip(groups, *(tensor.split(totals, 2) for tensor in tensors), strict=True):
+        yield prompt, lengths, tuple(parts)
+
+
+def _split(lengths: Sequence[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(tensor.split(lengths, 2) for tensor in tensors), strict=True)

@@ -1,0 +1,122 @@
+"""The seconds between a command and its first step: quick imports, and what the user sees meanwhile.
+
+``say`` names what is going on. It prints nothing unless a command has called ``begin``, and after ``end`` no more.
+Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+_SILENCE_S = 5.0
+"""Longest time without a line."""
+_WRAPPED = ("vllm", "ray")
+_QUICK = "TORCHRL_GRPO_QUICK_IMPORTS"
+
+_started_at = time.monotonic()
+_current: _Signs | None = None
+_hides = False
+
+
+class _Signs:
+    """Prints what is going on when it changes, and again after each silence."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._said_at = 0.0
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name="signs of life", daemon=True)
+        self._thread.start()
+
+    def say(self, text: str) -> None:
+        with self._lock:
+            self._text = text
+            self._print(text)
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _repeat(self) -> None:
+        while not self._ended.wait(0.5):
+            with self._lock:
+                if self._text and time.monotonic() - self._said_at > _SILENCE_S - 0.5 and not self._ended.is_set():
+                    self._print(f"still {self._text}")
+
+    def _print(self, text: str) -> None:
+        self._said_at = time.monotonic()
+        print(f"[{self._said_at - _started_at:5.1f} s] {text}", flush=True)
+
+
+def begin() -> None:
+    """Lets ``say`` print."""
+    global _current
+    if _current is None:
+        _current = _Signs()
+
+
+def say(text: str) -> None:
+    """Names what is going on from here, such as ``loading the model``."""
+    if _current is not None:
+        _current.say(text)
+
+
+def end() -> None:
+    """Ends the signs of life: the run shows its steps. May be called again."""
+    global _current
+    if _current is not None:
+        _current.end()
+        _current = None
+
+
+@contextmanager
+def quick_imports(*, whole_torchrl: bool = False) -> Iterator[None]:
+    """Imports what a run uses of TorchRL, and more in its body, in about half of the usual time.
+
+    TorchRL imports vLLM and Ray wherever they are installed, for wrappers of its own that a run does not use: here it
+    is told that they are not, so those wrappers do not work in this process. And collecting garbage is put off: imports
+    make a million objects and hardly any garbage. What they made is never looked at again.
+
+    Args:
+        whole_torchrl: whether its wrappers are to work all the same, for parts of it that the user names.
+    """
+    global _hides
+    _hides = not whole_torchrl
+    collects = gc.isenabled()
+    gc.disable()
+    hidden: dict[str, Any] = {name: None for name in _WRAPPED if _hides and name not in sys.modules}
+    sys.modules.update(hidden)
+    try:
+        import_module("torchrl.collectors")
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+    try:
+        yield
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # else triton lists at the exit what it did not free
+        if collects:
+            gc.enable()
+
+
+def actor_environment() -> dict[str, str]:
+    """Environment variables with which an actor imports what this process did."""
+    return {_QUICK: "1"} if _hides else {}
+
+
+def import_as_in_driver() -> None:
+    """In an actor of a run whose driver had quick imports: does the same before anything else is imported."""
+    if os.environ.get(_QUICK) and "torchrl" not in sys.modules:
+        with quick_imports():
+            pass

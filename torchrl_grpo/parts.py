@@ -29,6 +29,7 @@ from torchrl_grpo.generation.vllm import VLLMEngine, VLLMSettings
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.resume import restore
+from torchrl_grpo.learner.schedule import learning_rate_factor
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
@@ -100,16 +101,18 @@ def make_trainer(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | 
         eps=settings.eps,
         fused=True,
     )
-    scheduler = None
-    if settings.warmup_steps:
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1.0, (step + 1) / settings.warmup_steps)
-        )
+    factor = partial(
+        learning_rate_factor,
+        kind=settings.schedule,  # type: ignore[arg-type]
+        warmup=settings.warmup_steps,
+        total=config.num_batches * config.optim_steps_per_batch,
+        floor=settings.lr_floor,
+    )
     return GRPOTrainer(
         loss,
         model,
         optimizer,
-        scheduler=scheduler,
+        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
         optim_batch_size=config.optim_batch_size,
         epochs=config.train.epochs,
         micro_batch_tokens=config.train.micro_batch_tokens,

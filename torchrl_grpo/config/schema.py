@@ -285,6 +285,10 @@ class OptimizerConfig:
     """Largest gradient norm, above 0."""
     warmup_steps: int = limited(0, ge=0)
     """Optimizer steps over which the learning rate rises from 0."""
+    schedule: str = choice(choices.LearningRate, "constant")
+    """What the learning rate does after that, over the run's optimizer steps."""
+    lr_floor: float = limited(0.0, ge=0, le=1)
+    """Share of lr that a linear or cosine schedule ends at, in [0, 1]."""
 
 
 @dataclass

@@ -20,6 +20,20 @@ def check_multiple(name: str, value: int, of: int, of_what: str) -> None:
         raise ValueError(f"{name}={value} must be a multiple of {of_what}: use {use}.")
 
 
+def check_keep(value: str | None) -> dict[str, int] | None:
+    """How many checkpoints stay, as ``{"last": 3, "best": 1}``; None is all."""
+    if value is None:
+        return None
+    parts = [part.strip().partition(":")[::2] for part in value.split(",")]
+    kept = {name: int(count) if count.isdecimal() else 0 for name, count in parts}
+    if not {"last"} <= kept.keys() <= {"last", "best"} or min(kept.values()) < 1 or len(kept) < len(parts):
+        raise ValueError(
+            f"train.keep_checkpoints={value} must be last:N or last:N,best:M, with numbers of at least 1: use last:3, "
+            "say, or null to keep all."
+        )
+    return kept
+
+
 def check_clip_epsilon(value: Any, name: str = "clip_epsilon") -> tuple[float, float]:
     """The clip range of a ratio as (low, high), of a number or a pair."""
     parts = value if isinstance(value, list | tuple) else (value, value)

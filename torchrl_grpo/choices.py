@@ -41,5 +41,8 @@ RewardCombination = Literal["sum", "gdpo"]
 AdvantageLevel = Literal["sequence", "token"]
 """What has one advantage."""
 
+LearningRate = Literal["constant", "linear", "cosine"]
+"""How the learning rate falls after its warm-up."""
+
 WandbMode = Literal["disabled", "offline", "online"]
 """What Weights & Biases does."""

@@ -23,6 +23,18 @@ class WaitedTooLongError(RunLostError, TimeoutError):
     """Nobody answered in time; the message says what was waited for."""
 
 
+class NonFiniteError(RunLostError):
+    """Losses, gradients or weights are not finite, so training cannot go on."""
+
+
+class NoSignalError(RunLostError):
+    """Step after step had nothing to train on."""
+
+
+class DiskFullError(RunLostError):
+    """There is no room for a file of the run."""
+
+
 class InvalidRewardError(ValueError):
     """A scorer gave nothing that is a reward.
 

@@ -29,6 +29,7 @@ from torchrl_grpo.generation.vllm import VLLMEngine, VLLMSettings
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.resume import restore
+from torchrl_grpo.learner.schedule import learning_rate_factor
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
@@ -79,11 +80,7 @@ def make_trainer(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | 
     config = blueprint.config
     train, settings = config.train_model, config.optimizer
     # Sharding moves the model to its device layer by layer: it need not fit there as a whole.
-    model: nn.Module = _load(config, train.dtype, device if mesh is None else loading_device(mesh))
-    if train.lora.enabled:
-        names = train.lora.target_modules
-        targets: str | list[str] = "all-linear" if names == ["all-linear"] else names
-        model = loading.add_lora(model, r=train.lora.r, alpha=train.lora.alpha, target_modules=targets)
+    model = make_model(config, device if mesh is None else loading_device(mesh))
     if train.gradient_checkpointing:
         loading.enable_gradient_checkpointing(model)
     scorer = TokenScorer(model, temperature=config.inference_model.temperature)  # before sharding: it checks itself
@@ -104,16 +101,18 @@ def make_trainer(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | 
         eps=settings.eps,
         fused=True,
     )
-    scheduler = None
-    if settings.warmup_steps:
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1.0, (step + 1) / settings.warmup_steps)
-        )
+    factor = partial(
+        learning_rate_factor,
+        kind=settings.schedule,  # type: ignore[arg-type]
+        warmup=settings.warmup_steps,
+        total=config.num_batches * config.optim_steps_per_batch,
+        floor=settings.lr_floor,
+    )
     return GRPOTrainer(
         loss,
         model,
         optimizer,
-        scheduler=scheduler,
+        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
         optim_batch_size=config.optim_batch_size,
         epochs=config.train.epochs,
         micro_batch_tokens=config.train.micro_batch_tokens,
@@ -121,6 +120,16 @@ def make_trainer(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | 
         clip_grad_norm=settings.clip_grad_norm,
         max_nonfinite_steps=config.train.max_nonfinite_steps,
     )
+
+
+def make_model(config: GRPOConfig, device: torch.device) -> nn.Module:
+    """The model that is trained, as it is before the first step, with its adapters."""
+    model: nn.Module = _load(config, config.train_model.dtype, device)
+    lora = config.train_model.lora
+    if not lora.enabled:
+        return model
+    targets: str | list[str] = "all-linear" if lora.target_modules == ["all-linear"] else lora.target_modules
+    return loading.add_lora(model, r=lora.r, alpha=lora.alpha, target_modules=targets)
 
 
 def make_sampler(

@@ -237,6 +237,13 @@ class Prompts:
         self._start_epoch(state["epoch"])
         self._position, self._next_group = state["position"], state["next_group"]
 
+    def go_to(self, state: Mapping[str, Any]) -> None:
+        """As ``load_state_dict``, but ``take_news`` still gives what was noted before."""
+        if state["next_group"] != self._next_group:
+            news = self._news
+            self.load_state_dict(state)
+            self._news = news
+
 
 def _listed(counts: Mapping[tuple[int, bool], int]) -> list[list[Any]]:
     return [[*key, count] for key, count in sorted(counts.items())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -32,6 +33,11 @@ def whole_lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
 
 
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that there is no more room on a disk, or none that may be used."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def printable(text: str, encoding: str = "utf-8") -> str:
     """The text on one line: what cannot be printed, in an encoding, becomes its escape (``\\n``, ``\\x1b``,
     ``\\u202e``)."""
@@ -60,6 +66,15 @@ def number(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return MISSING
     return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.3g}"
+
+
+def size(count: float) -> str:
+    """Bytes, in the unit that fits."""
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    while count >= 1000 and len(units) > 1:
+        count /= 1000
+        del units[0]
+    return f"{count:.3g} {units[0]}"
 
 
 def duration(seconds: float) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,11 +27,13 @@ from torchrl_grpo.blueprint import (
 from torchrl_grpo.collectors.source import LocalSource
 from torchrl_grpo.collectors.staleness import GroupBuffer
 from torchrl_grpo.config import GRPOConfig, check_one_process, plain, staleness_bound
+from torchrl_grpo.config.resumed import check_unused
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.resume import check_tasks, find_resume
 from torchrl_grpo.loop.fit import Schedule, fit
 from torchrl_grpo.parts import make_learner, make_reference, make_sampler
+from torchrl_grpo.records import METRICS_FILE, is_full
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.startup import say
@@ -53,15 +56,21 @@ class Run:
     logger: MetricsLogger
     console: Console
     resources: ExitStack
+    started_at: float
 
     def fit(self) -> dict[str, Any]:
         """Trains, exports the model, writes the report; returns the run in a few numbers."""
         learner, blueprint = self.learner, self.blueprint
-        checkpointer = Checkpointer(self.directory / "checkpoints", plain(blueprint.config))
+        checkpointer = self._checkpointer()
         try:
             fit(learner, self.source, checkpointer, self.logger, self.console, self._schedule())
             trained = not blueprint.config.only_evaluates
             written = {"checkpoints": checkpointer.directory} if trained else {}
+            if learner.version < blueprint.config.num_batches:
+                torchrl_logger.warning(
+                    f"train.time_limit={blueprint.config.train.time_limit:g} ended the run after step "
+                    f"{learner.version}. It goes on with train.resume={checkpointer.latest()}"
+                )
             written |= {"model": learner.export(checkpointer, blueprint.tokenizer)} if trained else {}
         except BaseException:
             # How the run goes on from its last checkpoint.
@@ -71,14 +80,34 @@ class Run:
             raise
         finally:
             # Not before: it imports matplotlib, which takes time.
-            from torchrl_grpo.reporting.report import summarize, write_report
+            from torchrl_grpo.reporting.report import summarize
 
-            report = write_report(self.directory)
+            report = self._report()
         summary = summarize(self.directory)
         files = ("curves.png", "metrics.jsonl", "samples.jsonl")
         paths = {"report": report} | {name.partition(".")[0]: self.directory / name for name in files}
         self.console.finish(summary, paths | written)
         return summary
+
+    def _checkpointer(self) -> Checkpointer:
+        """What writes the run's checkpoints; there is room for them."""
+        config = self.blueprint.config
+        made = Checkpointer(self.directory / "checkpoints", plain(config), config.train.keep_checkpoints)
+        if not config.only_evaluates:
+            left = max(0, config.num_batches - self.learner.version)
+            made.check_room(-(-left // (config.train.checkpoint_frequency or left or 1)), *self.learner.sizes())
+        return made
+
+    def _report(self) -> Path:
+        from torchrl_grpo.reporting.report import write_report
+
+        try:
+            return write_report(self.directory)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            torchrl_logger.warning(f"There is no room for the report in {self.directory}.")
+            return self.directory / METRICS_FILE
 
     def _schedule(self) -> Schedule:
         config, resume = self.blueprint.config, self.blueprint.resume
@@ -94,6 +123,7 @@ class Run:
             reference_version=resume.reference_version if resume and config.has_own_reference else 0,
             mismatch_tolerance=config.inference_model.check_sync_tolerance if check else None,
             on_policy=config.optim_steps_per_batch == 1,
+            ends_at=None if config.train.time_limit is None else self.started_at + config.train.time_limit,
         )
 
     def close(self) -> None:
@@ -114,10 +144,12 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         ConfigError: a rule is broken, before any weights are loaded.
     """
     transformers_logging.disable_progress_bar()  # it would write over the run's own
-    max_staleness = staleness_bound(config, asynchronous)
+    started_at, max_staleness = time.monotonic(), staleness_bound(config, asynchronous)
     directory = Path(directory)
     with as_config_errors(), ExitStack() as resources:
-        cluster, resume = None, find_resume(config, plain(config), max_staleness)
+        cluster, resume = None, find_resume(config, plain(config), max_staleness, directory)
+        if config.train.resume is None:
+            check_unused(directory)
         if config.ray.address is not None:  # first, because the plan is made of its accelerators
             cluster = _start_ray(config.ray.address, resources)
         say("reading data and tokenizer")
@@ -136,14 +168,19 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         logger = resources.enter_context(_logger(config, directory))
         if resume is not None:
             console.resume(resume.step, resume.path)
-            logger.truncate(resume.step + 1)  # what this run's folder has of later steps is done again
+            if resume.differences:
+                console.table("What differs from the run that goes on", resume.differences)
+        if config.train.resume is not None and not config.only_evaluates:
+            done = 0 if resume is None else resume.step
+            logger.truncate(done + 1 if done else 0)  # what this run's folder has of later steps is done again
+            Checkpointer(directory / "checkpoints", {}).begin(done)
         learner: Learner | RayLearner
         source: LocalSource | RaySource
         if distributed:
             learner, source = _distributed(blueprint, max_staleness, transfer, resources, cluster)
         else:
             learner, source = _local(blueprint, resources)
-        return Run(blueprint, directory, learner, source, logger, console, resources.pop_all())
+        return Run(blueprint, directory, learner, source, logger, console, resources.pop_all(), started_at)
 
 
 def _check_distributed(blueprint: Blueprint) -> str:
@@ -213,7 +250,8 @@ def _distributed(
     config, plan, resume = blueprint.config, blueprint.plan, blueprint.resume
     actor_timeout_s, recovery_timeout_s = config.ray.actor_timeout_s, config.ray.recovery_timeout_s
     torchrl_logger.info(f"The weights reach the engines by inference_model.weight_transfer={transfer}.")
-    place = (cluster or _start_ray(None, resources)).place(plan)
+    cluster = cluster or _start_ray(None, resources)
+    place = cluster.place(plan)
     untested = replace(blueprint, greedy_env=None, sampled_env=None)  # of the test split, for those who need none
     learner = RayLearner(
         partial(make_learner, untested, transfer),
@@ -223,6 +261,7 @@ def _distributed(
         resumed_from=None if resume is None else resume.path,
     )
     resources.callback(learner.close)
+    cluster.watch(learner.last_saved)
     task_groups, concurrent_tasks = task_geometry(config, len(plan.inference))
     in_flight: Any = config.inference_model.in_flight
     if max_staleness and blueprint.reward_pool is not None and config.inference_model.backend == "transformers":

@@ -11,8 +11,11 @@ Launch lines:
 
 from __future__ import annotations
 
+import signal
 import sys
 from contextlib import closing
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a run to save, Ctrl-C just ends the process
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -27,11 +30,12 @@ register()
 def main(cfg: DictConfig) -> None:
     """Builds the run that the config describes, trains, and closes it whatever happens."""
     with orderly_exit():
-        config = from_hydra(cfg)
+        hydra_config = HydraConfig.get()
+        config = from_hydra(cfg, hydra_config)
         with starting(config):  # takes seconds; --help and mistakes are answered before
             from torchrl_grpo.run import build
 
-        with closing(build(config, HydraConfig.get().runtime.output_dir)) as run:
+        with closing(build(config, hydra_config.runtime.output_dir)) as run:
             run.fit()
 
 

@@ -21,6 +21,7 @@ import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.configs import compose_config
 from tests.support.documentation import undocumented
 from tests.support.processes import worker_processes
+from torchrl_grpo.checkpoint_files import checkpoints_in, step_of
 from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.run import build
 
@@ -167,6 +168,28 @@ def test_a_killed_learner_ends_the_script_and_leaves_no_process(tmp_path: Path) 
     assert running.left() == []
 
 
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_killed_ray_ends_the_script_with_a_word(name: str, tmp_path: Path) -> None:
+    """It was Ray's own text after 13 s and 61 s, with no line to go on with."""
+    with Script(
+        ASYNC, tmp_path, "policy.kl_coef=0", "train.total_dialog_turns=1000000", "evaluation.num_prompts=0",
+        "train.checkpoint_frequency=1",
+    ) as running:  # fmt: skip
+        running.wait(lambda: len(rows_of(tmp_path)) > 3)
+        [process] = [one for one in running.family if one.is_running() and one.name() == name]
+        start = time.monotonic()
+        process.kill()
+        running.wait(timeout_s=120)
+        seconds = time.monotonic() - start
+    assert running.process.returncode == 1, running.printed()
+    what = rf"Ray's {name} \(process {process.pid}\) has ended, and the run with it"
+    found = re.search(rf"^error: {what}: go on with train\.resume=(\S+)\.$", running.printed(), re.M)
+    assert found and Path(found[1]).exists()
+    assert seconds < 20
+    assert "Traceback" not in running.printed()
+    assert running.left() == []
+
+
 def test_dynamic_sampling_replaces_groups_without_signal(tmp_path: Path) -> None:
     """Each batch of 4 groups is made of more that were played, and those without signal are in it only as a filling."""
     rows = run(
@@ -202,7 +225,8 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_no_process_left(
         running.wait(timeout_s=300)
     assert running.process.returncode == status, running.printed()
     assert len(running.family) >= 4 and running.left() == []  # Ray's own processes and the actors
-    assert list((tmp_path / "checkpoints").glob("checkpoint_*.pt"))
+    [newest, *_] = checkpoints_in(tmp_path / "checkpoints")
+    assert step_of(newest) == rows_of(tmp_path)[-1]["step"]  # the last step's row was lost
     assert (tmp_path / "report.html").exists()
     assert "Traceback" not in running.printed()
 

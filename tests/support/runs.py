@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tests.support.configs import compose_config
+from torchrl_grpo.checkpoint_files import SealedFile
 from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.run import build
 
@@ -58,3 +59,14 @@ def state_of(path: Path) -> dict[str, Any]:
     state = torch.load(path, weights_only=True)
     del state["config"]  # it names what was resumed
     return state
+
+
+def changed(path: Path, into: Path, **entries: Any) -> Path:
+    """A copy of a checkpoint with other entries, whole again."""
+    into.parent.mkdir(parents=True, exist_ok=True)
+    state = torch.load(path, weights_only=True) | entries
+    with into.open("wb") as file:
+        sealed = SealedFile(file)
+        torch.save(state, sealed)
+        sealed.seal({"step": state["step"], "config": state["config"], "metrics": {}})
+    return into

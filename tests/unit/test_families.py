@@ -29,7 +29,7 @@ from tests.support.families import (
 )
 from tests.support.weights import Trained
 from torchrl_grpo.generation import TransformersEngine
-from torchrl_grpo.learner.checkpoint import Checkpointer
+from torchrl_grpo.learner.export import export_model
 from torchrl_grpo.models.loading import CheckpointModel, check_text_only, load_config, load_model
 from torchrl_grpo.weights import ObjectSender, load_weights, named_weights
 from torchrl_grpo.weights.adapters import AdapterSender
@@ -117,7 +117,7 @@ def test_adapters_on_experts_make_the_weights_sent_whole(tmp_path: Path) -> None
 
 def test_an_exported_mixtral_is_loaded_as_it_was(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     model = make_family("mixtral")
-    folder = Checkpointer(tmp_path, {}).export(model, tokenizer)
+    folder = export_model(model, tokenizer, tmp_path / "model", "")
     loaded = load_model(str(folder), dtype=torch.float32, device=torch.device("cpu"))
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
 

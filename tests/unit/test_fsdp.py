@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 from tests.support.models import make_tiny_model
 from tests.support.training import make_batch
 from torchrl_grpo import keys
-from torchrl_grpo.learner.checkpoint import Checkpointer
-from torchrl_grpo.learner.step import GRPOTrainer, NonFiniteError
+from torchrl_grpo.learner import GRPOTrainer, NonFiniteError
+from torchrl_grpo.learner.export import export_model
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
 from torchrl_grpo.models.sharding import init_mesh, is_writer, loading_device, mesh_of, shard_model
@@ -215,7 +215,7 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
         out[f"load_single_{lora}"] = load_and_go_on(mesh, path / f"single_{lora}.pt", lora=lora)
     if world_size == 2:
         model = make_trainer(mesh, lora=True).model
-        Checkpointer(path / "export", {}).export(model, _NoTokenizer())  # type: ignore[arg-type]
+        export_model(model, _NoTokenizer(), path / "export" / "model", "")  # type: ignore[arg-type]
     torch.save(out, path / f"rank_{world_size}_{rank}.pt")
     dist.destroy_process_group()
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.support.configs import compose_config
-from tests.support.runs import LORA, SMALL, at, differences, numbers, run, state_of, steps
+from tests.support.runs import LORA, SMALL, at, changed, differences, numbers, run, state_of, steps
 from torchrl_grpo.config import ConfigError, plain
-from torchrl_grpo.learner import resume as resume_module
+from torchrl_grpo.config.resumed import written
 from torchrl_grpo.learner.resume import Resume, check_tasks, find_resume
 from torchrl_grpo.models import loading
 from torchrl_grpo.reporting.metrics import read_jsonl
@@ -94,8 +94,8 @@ def test_length_learning_rate_and_loss_may_change_on_resume(full_run: Path, tmp_
 def test_files_of_the_same_folder_are_gone_on_with(lora_run: Path, tmp_path: Path) -> None:
     run(tmp_path, *LORA, steps(3), "train.checkpoint_frequency=1")
     rows = run(tmp_path, *LORA, steps(4), f"train.resume={at(tmp_path, 2)}")
-    assert [row["step"] for row in rows] == [0, 1, 2, 2, 3, 4]
-    assert numbers(rows[4:], 3) == numbers(read_jsonl(lora_run / "metrics.jsonl"), 3)[:2]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert numbers(rows[3:], 3) == numbers(read_jsonl(lora_run / "metrics.jsonl"), 3)[:2]
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (["train.resume=/tmp/.."], r"train\.resume=/tmp/\.\. must be .* but it has none"),
         (
             [f"train.resume={__file__}"],
-            r"must be a whole checkpoint of this library, but test_resume\.py cannot be read",
+            r"must be a whole checkpoint of this library, but test_resume\.py has no checksum",
         ),
     ],
 )
@@ -137,14 +137,7 @@ def test_what_does_not_fit_is_named_before_anything_is_loaded(
 
 def test_values_are_named_as_the_command_line_takes_them() -> None:
     values = [["q_proj", "v_proj"], None, True, "arithmetic", 2]
-    assert [resume_module._written(value) for value in values] == ["[q_proj,v_proj]", "null", "true", "arithmetic", "2"]
-
-
-def changed(path: Path, into: Path, **entries: Any) -> Path:
-    """A copy of a checkpoint with other entries."""
-    into.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(torch.load(path, weights_only=True) | entries, into)
-    return into
+    assert [written(value) for value in values] == ["[q_proj,v_proj]", "null", "true", "arithmetic", "2"]
 
 
 def resume_of(path: Path, max_staleness: int = 0) -> Resume | None:
@@ -181,7 +174,7 @@ def test_the_latest_whole_checkpoint_of_a_folder_is_taken(full_run: Path, tmp_pa
 
 def test_groups_drawn_ahead_need_a_bound_and_samplers_that_fit(full_run: Path, tmp_path: Path) -> None:
     source = torch.load(at(full_run, 6), weights_only=True)["source"]
-    task = {"env": source["env"], "groups": [24, 25], "stop": 26, "wanted": [25]}
+    task = {"env": source["env"], "groups": [24, 25], "further": [], "wanted": [25]}
     path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"tasks": [task, task]})
     with pytest.raises(
         ConfigError, match=r"train\.max_staleness=0 must be at least 1 with .*has 2 groups .*grpo-async"

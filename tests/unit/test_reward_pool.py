@@ -199,11 +199,11 @@ def test_a_replica_plays_on_while_a_unit_is_scored(
     actor.setup(0, None)
     state = make_env(None, 2).state_dict()
     with ThreadPoolExecutor(1) as thread:
-        first = thread.submit(actor.play, RolloutTask(state, (0,), 1))
+        first = thread.submit(actor.play, RolloutTask(state, (0,)))
         while not begun.exists():
             time.sleep(0.01)
         assert not first.done()
-        through_report, group = actor.play(RolloutTask(state | {"position": 1, "next_group": 1}, (1,), 2))
+        through_report, group = actor.play(RolloutTask(state | {"position": 1, "next_group": 1}, (1,)))
         assert group["next", "reward"].reshape(-1).tolist() == [3.0, 3.0]
         assert not first.done()
         through.touch()

@@ -13,7 +13,8 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tests.support.models import make_tiny_model
 from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
-from torchrl_grpo.learner.step import GRPOTrainer, NonFiniteError
+from torchrl_grpo.errors import NonFiniteError, NoSignalError
+from torchrl_grpo.learner import GRPOTrainer
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.packing import pad
 from torchrl_grpo.models.scoring import TokenScorer
@@ -87,6 +88,16 @@ def test_a_batch_in_which_no_token_counts_changes_nothing() -> None:
     metrics = trainer.train_batch(batch)
     assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
     assert (trainer.optim_steps, metrics["train/skipped_steps"], metrics["train/loss"]) == (1, 1.0, 0.0)
+
+
+def test_steps_without_a_token_that_counts_end_the_run() -> None:
+    trainer, batch = make_trainer(max_nonfinite_steps=3), make_batch()
+    for row in batch.unbind(0):
+        row[keys.REWARD_VALID] = torch.tensor([False])
+    for one in (batch, batch, make_batch(), batch, batch):  # a good step in between: the count starts again
+        trainer.train_step(one)
+    with pytest.raises(NoSignalError, match=r"3 optimizer steps in a row changed nothing, .* no reward is valid"):
+        trainer.train_step(batch)
 
 
 def test_mask_truncated_treats_truncated_sequences_as_invalid() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -177,8 +178,12 @@ class RolloutCollector(BaseCollector):
                 self.replay_buffer.extend(batch)
                 yield None
 
-    def rollout(self) -> TensorDictBase:
+    def rollout(self, further: Sequence[Mapping[str, Any]] = ()) -> TensorDictBase:
         """Plays one batch.
+
+        Args:
+            further: states of the environment before the second play of dynamic sampling and those after it; without
+                them each goes on where the one before ended. There are no more plays than states for them.
 
         Returns:
             flat lazy stack of trajectories with the keys of ``torchrl_grpo.keys``; ``"advantage"`` and
@@ -191,16 +196,24 @@ class RolloutCollector(BaseCollector):
         if self._closed:
             raise RuntimeError("the collector was shut down and cannot play: build a new one.")
         self.last = RolloutCounts()
-        sequences = self._play_dynamic() if self.dynamic_sampling else []
+        sequences = self._play_dynamic(further) if self.dynamic_sampling else []
         while len(sequences) < self.requested_frames_per_batch:
             sequences.extend(self._play())
         self._frames += len(sequences)
         return lazy_stack(sequences)
 
-    def _play_dynamic(self) -> list[TensorDictBase]:
+    def _play_dynamic(self, further: Sequence[Mapping[str, Any]]) -> list[TensorDictBase]:
         """A batch of groups that have variance, as far as ``max_sampling_rounds`` rollouts give them."""
         groups = self.requested_frames_per_batch // self._group_size
-        sequences, self.last.groups = collect_dynamically(self._play, groups, self.max_sampling_rounds)
+        plays = itertools.count()
+
+        def play() -> Iterable[TensorDictBase]:
+            if (number := next(plays)) and further:
+                self.base_env.prompts.go_to(further[number - 1])
+            return self._play()
+
+        most = len(further) + 1 if further else self.max_sampling_rounds
+        sequences, self.last.groups = collect_dynamically(play, groups, most)
         if self.last.groups.filled and not self._warned:
             self._warned = True
             torchrl_logger.warning(

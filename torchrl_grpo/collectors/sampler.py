@@ -28,12 +28,18 @@ class RolloutTask:
     Attributes:
         state: state of the environment that draws them.
         groups: their ids, as that environment gives them.
-        stop: the first id after those that belong to this task. Dynamic sampling may play any groups below it instead.
+        further: the states before the further rollouts that dynamic sampling may need, each of as many groups.
     """
 
     state: dict[str, Any]
     groups: tuple[int, ...]
-    stop: int
+    further: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def own(self) -> set[int]:
+        """The ids of all groups that the task may play."""
+        starts = [self.groups[0], *(state["next_group"] for state in self.further)]
+        return {start + number for start in starts for number in range(len(self.groups))}
 
     def __str__(self) -> str:
         return f"groups {self.groups[0]} to {self.groups[-1]}"
@@ -111,7 +117,7 @@ class Sampler:
         try:
             if task is not None:
                 collector.base_env.load_state_dict(task.state)
-            batch = collector.rollout()
+            batch = collector.rollout(() if task is None else task.further)
             spent = collector.last
         finally:
             self._idle.put(collector)

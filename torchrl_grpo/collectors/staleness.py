@@ -76,6 +76,11 @@ class GroupBuffer:
         return sum(group.ready for group in self._untrained.values())
 
     @property
+    def taken(self) -> int:
+        """Groups that batches have taken so far."""
+        return self.version * self.groups_per_batch + len(self._training)
+
+    @property
     def room(self) -> int:
         """How many more groups the published weights may begin now."""
         return self.capacity - len(self._untrained) - len(self._training)

@@ -7,20 +7,22 @@ import difflib
 import logging
 import os
 import re
-import signal
 import sys
 import typing
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
+from torchrl_grpo import interrupts
 from torchrl_grpo.config.data import ColumnsConfig, DatasetConfig
 from torchrl_grpo.config.renamed import take_old_names
+from torchrl_grpo.config.resumed import on_saved_config
 from torchrl_grpo.config.rules import check_choice, check_script, validate
 from torchrl_grpo.config.schema import COMPONENTS, ENTRY_FIELDS, FIELDS, RETRY_PROMPT, GRPOConfig
 from torchrl_grpo.errors import ConfigError, RunLostError
@@ -34,8 +36,13 @@ def register() -> None:
     ConfigStore.instance().store(name="grpo_schema", node=GRPOConfig)
 
 
-def from_hydra(cfg: DictConfig) -> GRPOConfig:
+def from_hydra(cfg: DictConfig, hydra: HydraConf | None = None) -> GRPOConfig:
     """The typed, validated config of what Hydra composed.
+
+    Args:
+        cfg: what it composed.
+        hydra: its own config, in a script: with ``train.resume`` the saved config is the base of the overrides, and
+            the folder of any other run must be unused.
 
     Raises:
         ConfigError: a rule is broken, or a key does not exist (``+`` adds any to what Hydra composes).
@@ -44,6 +51,8 @@ def from_hydra(cfg: DictConfig) -> GRPOConfig:
         merged: Any = OmegaConf.merge(OmegaConf.structured(GRPOConfig), OmegaConf.to_container(cfg))
         for line in take_old_names(merged):
             _log.warning(line)
+        if hydra is not None:
+            merged = on_saved_config(merged, hydra)
         if merged.env.reasoning:
             merged.env.retry_prompt = merged.env.retry_prompt or RETRY_PROMPT
             merged.env.max_turns = max(merged.env.max_turns, 2)
@@ -162,34 +171,26 @@ def starting(config: GRPOConfig, *, asynchronous: bool = False) -> AbstractConte
 @contextmanager
 def orderly_exit() -> Iterator[None]:
     """Turns a mistake in the config and a ``RunLostError`` into a message on stderr, without a traceback, and the exit
-    statuses 2 and 1; and SIGTERM into an ordinary exit (status 143), so that the run is saved as after Ctrl-C."""
+    statuses 2 and 1; and SIGTERM and Ctrl-C into an ordinary exit (143, 130), for which the run is saved."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else ``hydra.main`` prints its errors itself
-    told = False
-
-    def terminate(*_: Any) -> None:
-        nonlocal told
-        told = True
-        sys.exit(143)
-
-    previous = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    except SystemExit:
-        if told:
-            sys.exit(143)  # Ray makes a status of its own of an exit that comes while it waits
-        raise
-    except ConfigError as error:
-        sys.stderr.write(f"\nerror: {error}\n")
-        sys.exit(2)
-    except (HydraException, OmegaConfBaseException) as error:
-        sys.stderr.write(f"\nerror: {_explained(error, sys.argv[1:])}\n")
-        sys.exit(2)
-    except RunLostError as error:
-        sys.stderr.write(f"\nerror: {error}\n")
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.stderr.write("\ninterrupted\n")
-        sys.exit(130)
-    finally:
-        end()
-        signal.signal(signal.SIGTERM, previous)
+    with interrupts.watched():
+        try:
+            yield
+        except ConfigError as error:
+            sys.stderr.write(f"\nerror: {error}\n")
+            sys.exit(2)
+        except (HydraException, OmegaConfBaseException) as error:
+            sys.stderr.write(f"\nerror: {_explained(error, sys.argv[1:])}\n")
+            sys.exit(2)
+        except RunLostError as error:
+            sys.stderr.write(f"\nerror: {error}\n")
+            sys.exit(1)
+        except (SystemExit, KeyboardInterrupt) as error:
+            status = interrupts.status()
+            if isinstance(error, KeyboardInterrupt):
+                sys.stderr.write("\ninterrupted\n")
+                sys.exit(130)
+            # Ray makes a status of its own of an exit that comes while it waits.
+            sys.exit(error.code if status is None else status)
+        finally:
+            end()

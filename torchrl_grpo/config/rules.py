@@ -15,6 +15,7 @@ from torchrl_grpo.checks import (
     check_clip_epsilon,
     check_decoupled,
     check_group_size,
+    check_keep,
     check_level,
     check_multiple,
     check_sampling_rounds,
@@ -217,6 +218,11 @@ def _validate_numbers(config: GRPOConfig) -> None:
         above = next(size for size in range(min(step, batch), batch + 1) if batch % size == 0)
         use = f"{below} or {above}" if below < above else above
         raise ConfigError(f"train.optim_batch_size={step} must divide train.dialog_turns_per_batch={batch}: use {use}.")
+    if "best" in (check_keep(config.train.keep_checkpoints) or {}) and not config.evaluation.num_prompts:
+        raise ConfigError(
+            f"train.keep_checkpoints={config.train.keep_checkpoints} needs evaluations to tell the best one, but "
+            "evaluation.num_prompts=0: use last:3, say, or evaluate."
+        )
     if env.difficulty_filter is not None:
         bounds = list(env.difficulty_filter)
         if len(bounds) != 2 or not 0 <= bounds[0] < bounds[1] <= 1:

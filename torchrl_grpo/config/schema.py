@@ -250,13 +250,21 @@ class TrainConfig:
     mixed_precision: str = choice(choices.Precision, "full")
     """Autocast of the training step: full (none), bf16 or fp16 (with a loss scaler)."""
     resume: str | None = None
-    """A checkpoint_*.pt, or the folder of a run, whose latest checkpoint is taken: the run goes on from there, in a
-    new folder. Model, data, sizes of a batch and the optimizer's warm-up must be those of that run; length, learning
-    rate, loss, devices and frequencies may change. null starts from the model."""
+    """A checkpoint_*.pt, or the folder of a run, whose latest whole checkpoint is taken: the run goes on from there,
+    with its config, in a new folder. auto goes on in the own folder, or starts there. Model, data, sizes of a batch
+    and the optimizer's warm-up stay; length, learning rate, loss, devices and frequencies may be overridden. null
+    starts from the model."""
     checkpoint_frequency: int = limited(0, ge=0)
     """Steps between two checkpoints; one is always written at the end, and 0 writes no other."""
+    keep_checkpoints: str | None = "last:3"
+    """Checkpoints that stay when a newer one is written: last:3 is the newest three, last:3,best:1 also the best one by
+    eval/pass@1, of those that were evaluated at their step. null keeps all."""
+    time_limit: float | None = limited(None, gt=0)
+    """Seconds after which the run saves, writes the model and ends with exit status 0, before a step that would not end
+    in time. null is none."""
     max_nonfinite_steps: int = limited(5, ge=1)
-    """Optimizer steps in a row with a non-finite loss or gradient after which the run stops, at least 1."""
+    """Optimizer steps in a row with a non-finite loss or gradient, or without a token that counts (no reward is valid),
+    after which the run ends, at least 1."""
 
 
 @dataclass
@@ -277,6 +285,10 @@ class OptimizerConfig:
     """Largest gradient norm, above 0."""
     warmup_steps: int = limited(0, ge=0)
     """Optimizer steps over which the learning rate rises from 0."""
+    schedule: str = choice(choices.LearningRate, "constant")
+    """What the learning rate does after that, over the run's optimizer steps."""
+    lr_floor: float = limited(0.0, ge=0, le=1)
+    """Share of lr that a linear or cosine schedule ends at, in [0, 1]."""
 
 
 @dataclass

@@ -12,10 +12,11 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +24,12 @@ from typing import IO, Any
 
 import torch
 
+from torchrl_grpo import interrupts
 from torchrl_grpo.placement import DevicePlan
 from torchrl_grpo.startup import actor_environment
 
 _LONGEST_END_S = 10.0
+_TICK_S = 0.5
 MIN_RAY = (2, 59)  # asks for a token by itself: before that, whoever reached the ports of a local cluster ran code
 
 
@@ -127,6 +130,32 @@ class Cluster:
         self._folder_lock = folder_lock
         self._group: Any = None
         self._closed = False
+
+    def watch(self, what_to_say: Callable[[], str]) -> None:
+        """Ends this process when a process of a Ray that was started here ends: nothing works without it, and Ray
+        itself says so after up to a minute, in many lines.
+
+        Args:
+            what_to_say: how the run goes on; called in another thread.
+        """
+        if self.address is None:
+            threading.Thread(target=self._watch, args=(what_to_say,), name="watch Ray", daemon=True).start()
+
+    def _watch(self, what_to_say: Callable[[], str]) -> None:
+        from ray._private.worker import _global_node as node
+
+        assert node is not None
+        while not self._closed and not (dead := node.dead_processes()):
+            time.sleep(_TICK_S)
+        time.sleep(_TICK_S * 4)  # a signal to the process group ends Ray too, and this process then in order
+        if self._closed or interrupts.status() is not None:
+            return
+        (name, process), go_on = dead[0], what_to_say()
+        sys.stderr.write(f"\nerror: Ray's {name} (process {process.pid}) has ended, and the run with it: {go_on}.\n")
+        sys.stderr.flush()
+        for _, other in node.live_processes():  # at once, before the main thread hears of it
+            other.kill()
+        os._exit(1)
 
     def accelerators(self) -> list[torch.device]:
         """The cluster's GPUs. Their indices only tell them apart: they may lie on several machines."""

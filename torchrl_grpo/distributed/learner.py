@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_grpo.distributed.actors import LearnerActor
 from torchrl_grpo.distributed.source import RayBatch
 from torchrl_grpo.distributed.workers import cause_of, is_loss
-from torchrl_grpo.errors import LearnerLostError, WaitedTooLongError
+from torchrl_grpo.errors import DiskFullError, LearnerLostError, NonFiniteError, WaitedTooLongError
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
 
@@ -115,8 +115,16 @@ class RayLearner:
 
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
         """See ``Learner.save``; rank 0 writes the file."""
-        self._last_checkpoint = self._ask_all("save", "save", checkpointer, source)
+        try:
+            self._last_checkpoint = self._ask_all("save", "save", checkpointer, source)
+        except (DiskFullError, NonFiniteError):
+            self.resumable = True  # the weights are those between two batches all the same
+            raise
         return self._last_checkpoint
+
+    def sizes(self) -> tuple[int, int]:
+        """See ``Learner.sizes``."""
+        return self._ask("measure the model", [self._ranks[0].call.remote("sizes")])[0]
 
     def export(self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase) -> Path:
         """See ``Learner.export``; rank 0 writes the files."""
@@ -160,17 +168,18 @@ class RayLearner:
                     raise cause_of(error) from None
                 raise LearnerLostError(
                     f"a training rank died while the ranks were to {what} (version {self.version}): "
-                    f"{self._last_saved()}."
+                    f"{self.last_saved()}."
                 ) from error
             if pending and time.monotonic() > deadline:
                 self.resumable = False
                 raise WaitedTooLongError(
                     f"waited {self.actor_timeout_s:g} s (ray.actor_timeout_s) for the training ranks to {what} "
-                    f"(version {self.version}): {self._last_saved()}."
+                    f"(version {self.version}): {self.last_saved()}."
                 )
         return ray.get(references)
 
-    def _last_saved(self) -> str:
+    def last_saved(self) -> str:
+        """How the run goes on from its last checkpoint, in words."""
         saved = self._last_checkpoint
         return f"go on with train.resume={saved}" if saved else "no checkpoint was written before"
 

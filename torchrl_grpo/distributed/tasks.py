@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchrl_grpo.collectors.sampler import RolloutReport, RolloutTask
@@ -38,7 +38,8 @@ class TaskQueue:
         buffer: bounds the staleness.
         task_groups: groups in a task; divides the buffer's ``groups_per_batch``.
         total_groups: groups of the whole run; no more are drawn.
-        rounds: most plays of a task, which then has as many times its problems to itself.
+        rounds: most plays of a task, which then has as many times its problems to itself. Those that it did not need
+            are played by later tasks.
 
     Raises:
         ValueError: ``task_groups`` does not divide ``groups_per_batch``.
@@ -60,6 +61,7 @@ class TaskQueue:
         self._rounds = rounds
         self._progress: list[Progress] = []  # of all tasks that no batch has taken whole
         self._unplayed: list[Progress] = []  # in the order of their groups
+        self._spare: list[dict[str, Any]] = []  # states before plays that were drawn and not needed, in their order
         self._dynamic: Counter[str] = Counter()  # what dynamic sampling did since the latest batch
         self._rewards: Counter[str] = Counter()  # what the reward workers counted so far
         self._most_waiting = 0
@@ -78,15 +80,23 @@ class TaskQueue:
 
     def _draw(self) -> None:
         """Draws the next task, if the run has one more and there is room for it."""
-        state = self._env.state_dict()
-        first, reserved = state["next_group"], self._task_groups * self._rounds
-        if first >= self._total_groups * self._rounds or self.buffer.room < self._task_groups:
+        drawn = self.buffer.taken + sum(len(progress.left) for progress in self._progress)
+        if drawn >= self._total_groups or self.buffer.room < self._task_groups:
             return
-        self._env.prompts.skip(reserved)
-        if self._env.prompts.epoch == state["epoch"]:
-            state.pop("outcomes", None)  # only the start of an epoch asks for them, and they are many
-        groups = tuple(range(first, first + self._task_groups))
-        self._add(Progress(RolloutTask(state, groups, first + reserved), set(groups)))
+        state, *further = self._plays(self._rounds)
+        groups = tuple(range(state["next_group"], state["next_group"] + self._task_groups))
+        self._add(Progress(RolloutTask(state, groups, tuple(further)), set(groups)))
+
+    def _plays(self, count: int) -> list[dict[str, Any]]:
+        """The states before so many plays of a task's groups: first those that were not needed."""
+        states, self._spare = self._spare[:count], self._spare[count:]
+        while len(states) < count:
+            state = self._env.state_dict()
+            self._env.prompts.skip(self._task_groups)
+            if self._env.prompts.epoch == state["epoch"]:
+                state.pop("outcomes", None)  # only the start of an epoch asks for them, and they are many
+            states.append(state)
+        return states
 
     def _add(self, progress: Progress) -> None:
         self._progress.append(progress)
@@ -106,9 +116,12 @@ class TaskQueue:
             RuntimeError: it played other groups than those that it was given.
         """
         task, groups = progress.task, report.groups
-        own = groups == task.groups if self._rounds == 1 else set(groups) <= set(range(task.groups[0], task.stop))
+        own = groups == task.groups if self._rounds == 1 else set(groups) <= task.own
         if not own or len(groups) != len(task.groups):
-            raise RuntimeError(f"groups {groups} were played instead of {task.groups}, before {task.stop}.")
+            raise RuntimeError(f"groups {groups} were played instead of {task.groups} or others of {task.own}.")
+        plays = -(-report.dynamic.get("played", len(groups)) // len(task.groups))
+        self._spare = sorted([*self._spare, *task.further[plays - 1 :]], key=lambda state: state["next_group"])
+        progress.task = replace(task, further=task.further[: plays - 1])
         progress.report, progress.attempts = report, 0
         self._rewards.update(report.rewards)
         self._dynamic.update(report.dynamic)
@@ -166,11 +179,12 @@ class TaskQueue:
         ahead = sorted(self._progress, key=lambda progress: progress.task.groups)
         return {
             "env": self._env.state_dict(),
+            "spare": self._spare,
             "tasks": [
                 {
                     "env": progress.task.state,
                     "groups": list(progress.task.groups),
-                    "stop": progress.task.stop,
+                    "further": list(progress.task.further),
                     "wanted": sorted(progress.left),
                 }
                 for progress in ahead
@@ -180,6 +194,7 @@ class TaskQueue:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what ``state_dict`` gave, before anything is drawn."""
         self._env.load_state_dict(state["env"])
+        self._spare = list(state.get("spare", []))
         for saved in state["tasks"]:
-            task = RolloutTask(saved["env"], tuple(saved["groups"]), saved["stop"])
-            self._add(Progress(task, set(saved["wanted"])))
+            further = [*saved["further"], *self._plays(self._rounds - 1 - len(saved["further"]))]
+            self._add(Progress(RolloutTask(saved["env"], tuple(saved["groups"]), tuple(further)), set(saved["wanted"])))

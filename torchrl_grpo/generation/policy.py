@@ -11,6 +11,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
+from torchrl_grpo.errors import NonFiniteError
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.keys import (
     ASSISTANT_MASK,
@@ -82,6 +83,7 @@ class GenerationPolicy(TensorDictModuleBase):
 
         Raises:
             ValueError: a prompt leaves no room for one token in the model's context.
+            NonFiniteError: the engine's weights give no distribution.
         """
         shape = tensordict.batch_size
         size = shape.numel()
@@ -90,6 +92,7 @@ class GenerationPolicy(TensorDictModuleBase):
         with self.engine.exclusive:
             version = int(self.engine.policy_version)
             completions = self._generate(prompts, self._group_ids(tensordict, size), self._active(tensordict, size))
+        _check_finite(completions, version)
 
         masks, log_probs, versions, oldest = [], [], [], []
         for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -153,6 +156,14 @@ class GenerationPolicy(TensorDictModuleBase):
     def _active(tensordict: TensorDictBase, size: int) -> list[bool]:
         stepping = tensordict.get(STEPPING, None)
         return [True] * size if stepping is None else stepping.reshape(-1).tolist()
+
+
+def _check_finite(completions: Sequence[Completion | None], version: int) -> None:
+    log_probs = [completion.log_probs for completion in completions if completion is not None]
+    if log_probs and not torch.cat(log_probs).isfinite().all():
+        now = f"after step {version}, which made its weights useless: use a lower optimizer.lr"
+        now = now if version else "before any step: use another model"
+        raise NonFiniteError(f"the policy's log-probs are not finite {now}.")
 
 
 def _stack(rows: Sequence[TensorDictBase], shape: Sequence[int]) -> TensorDictBase:

@@ -73,7 +73,7 @@ def invert_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     block, rest = _first_above(sums, uniform)
     index = block.unsqueeze(-1) * _BLOCK + torch.arange(_BLOCK, device=probs.device)
     inside = probs.gather(-1, index.clamp(max=vocab_size - 1)).masked_fill_(index >= vocab_size, 0)
-    return block * _BLOCK + _first_above(inside, rest)[0]
+    return (block * _BLOCK + _first_above(inside, rest)[0]).clamp_(max=vocab_size - 1)  # for weights that are NaN
 
 
 def _first_above(weights: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """The training step, what goes around it in one rank, and the state of a run on disk."""
 
+from torchrl_grpo.errors import NonFiniteError
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
-from torchrl_grpo.learner.step import GRPOTrainer, NonFiniteError
+from torchrl_grpo.learner.step import GRPOTrainer
 
 __all__ = ["Checkpointer", "GRPOTrainer", "Learner", "NonFiniteError"]

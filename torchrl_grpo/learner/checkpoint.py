@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_grpo.models.loading import base_model_of
-from torchrl_grpo.models.sharding import is_writer
-from torchrl_grpo.weights import named_weights
+from torchrl_grpo.checkpoint_files import SealedFile, check_whole, checkpoints_in, read_manifest
+from torchrl_grpo.checks import check_keep
+from torchrl_grpo.errors import ConfigError, DiskFullError, NonFiniteError
+from torchrl_grpo.learner.export import ACCURACY, check_room, export_model, model_card
+from torchrl_grpo.records import is_full, size
 
 _ENTRIES = {"step", "trainer", "source", "rng", "config"}
 
@@ -23,80 +27,169 @@ class Checkpointer:
 
     A checkpoint holds ``trainer`` (model, optimizer, scheduler, scaler, counts), ``source`` (data order, the engine's
     random state), ``rng`` (Python, torch, CUDA), ``config`` (the full config as plain types) and ``step``. It loads
-    with ``torch.load(path, weights_only=True)``.
+    with ``torch.load(path, weights_only=True)``. A manifest and a checksum stand at its end (``checkpoint_files``).
+
+    Attributes:
+        metrics: of the evaluation at the step that is saved next, for the manifest.
 
     Args:
         directory: made when the first checkpoint is written.
         config: the run's config as plain types.
+        keep: which checkpoints stay when a newer one is written, as in ``train.keep_checkpoints``.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], config: dict[str, Any]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], config: dict[str, Any], keep: str | None = None) -> None:
         self.directory = Path(directory)
         self.config = config
+        self.metrics: dict[str, float] = {}
+        self._kept = check_keep(keep)
 
     def path(self, step: int) -> Path:
         """The file of the checkpoint after ``step`` steps."""
         return self.directory / f"checkpoint_{step:06d}.pt"
 
+    def begin(self, step: int) -> None:
+        """Makes the folder that of a run which goes on after ``step``: later checkpoints are set aside (``.old``), and
+        what an interrupted save left is removed."""
+        for path in checkpoints_in(self.directory):
+            if path.name > self.path(step).name:
+                path.rename(path.with_suffix(".old"))
+                torchrl_logger.warning(f"{path} is of a later step than {step}: it is now {path.stem}.old.")
+        for path in self.directory.glob("checkpoint_*.tmp"):
+            path.unlink()
+
     def save(self, step: int, trainer: dict[str, Any], source: dict[str, Any]) -> Path:
-        """Writes the state after ``step`` steps; returns the file."""
+        """Writes the state after ``step`` steps; returns the file.
+
+        Raises:
+            NonFiniteError: a weight is not finite; nothing is written.
+            DiskFullError: there is no room for it; the earlier ones are as they were.
+        """
+        check_finite(trainer["model"])
         state = {"step": step, "trainer": trainer, "source": source, "rng": rng_state(), "config": self.config}
         path = self.path(step)
         self.directory.mkdir(parents=True, exist_ok=True)
+        check_room(self.directory, _bytes(trainer), path.name)
         staging = path.with_suffix(".tmp")
-        with staging.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        staging.rename(path)
+        sealed: SealedFile | None = None
+        try:
+            with staging.open("wb") as file:
+                sealed = SealedFile(file)
+                torch.save(state, sealed)  # type: ignore[arg-type]  # it needs only write and flush
+                sealed.seal({"step": step, "config": self.config, "metrics": self.metrics})
+                file.flush()
+                os.fsync(file.fileno())
+            staging.rename(path)
+        except BaseException as error:
+            staging.unlink(missing_ok=True)
+            first = (sealed and sealed.error) or error  # torch raises another one, of its own count of bytes
+            if is_full(first):
+                raise DiskFullError(f"there is no room for {path.name} in {self.directory}") from None
+            raise first from None
+        self._remove_old()
         return path
+
+    def _remove_old(self) -> None:
+        """Removes the checkpoints that ``train.keep_checkpoints`` does not keep; the newest one always stays."""
+        kept = self._kept
+        if kept is None:
+            return
+        found = checkpoints_in(self.directory)
+        stay = set(found[: kept["last"]])
+        if "best" in kept:
+            scores = {path: _score(path) for path in found}
+            scored = [path for path in found if scores[path] is not None]
+            stay |= set(sorted(scored, key=lambda path: scores[path] or 0.0, reverse=True)[: kept["best"]])
+        for path in found:
+            if path not in stay:
+                path.unlink()
+
+    def check_room(self, checkpoints: int, checkpoint_bytes: int, model_bytes: int) -> None:
+        """Checks that there is room for what a run will write.
+
+        Args:
+            checkpoints: that the run will write.
+            checkpoint_bytes: of each.
+            model_bytes: of the model that is written at the end.
+
+        Raises:
+            ConfigError: there is not.
+        """
+        kept = self._kept
+        most = checkpoints if kept is None else min(checkpoints, sum(kept.values()) + 1)  # the newest before one goes
+        needed = most * checkpoint_bytes + model_bytes
+        self.directory.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.directory).free
+        if free < needed:
+            raise ConfigError(
+                f"hydra.run.dir must have room for {most} checkpoints of {size(checkpoint_bytes)} and the model of "
+                f"{size(model_bytes)}, {size(needed)} in all, but {self.directory} has {size(free)}: use another "
+                "folder, train.keep_checkpoints=last:1 or a larger train.checkpoint_frequency."
+            )
 
     def latest(self) -> Path | None:
         """The checkpoint with the most steps, None when there is none."""
         return next(iter(checkpoints_in(self.directory)), None)
 
-    def export(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> Path:
-        """Writes the model, adapters merged, and its tokenizer into ``model/``, in place of an earlier export.
-
-        ``AutoModelForCausalLM.from_pretrained`` and vLLM load the folder as it is. Of a sharded model all ranks must
-        call this: rank 0 writes.
-        """
-        base, writes = base_model_of(model), is_writer(model)
-        target, staging, old = (self.directory / name for name in ("model", "model.tmp", "model.old"))
-        state = {name: tensor.cpu().contiguous() for name, tensor in named_weights(model) if writes}
-        if not writes:
-            return target
-        shutil.rmtree(staging, ignore_errors=True)
-        base.save_pretrained(staging, state_dict=state, save_original_format=False)  # its names are that already
-        tokenizer.save_pretrained(staging)
-        shutil.rmtree(old, ignore_errors=True)
-        if target.exists():
-            target.rename(old)
-        staging.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-        return target
+    def export(self, model: Any, tokenizer: PreTrainedTokenizerBase, step: int) -> Path:
+        """Writes the model, its tokenizer and its card into ``model/``; see ``export_model``."""
+        return export_model(model, tokenizer, self.directory / "model", model_card(self.config, step, self.metrics))
 
 
-def checkpoints_in(directory: Path) -> list[Path]:
-    """The files of a folder that are named like checkpoints, the one with the most steps first."""
-    numbered = [(path.stem.removeprefix("checkpoint_"), path) for path in directory.glob("checkpoint_*.pt")]
-    return [path for _, path in sorted(((int(n), path) for n, path in numbered if n.isdecimal()), reverse=True)]
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
     """What ``Checkpointer.save`` wrote; the tensors stay in the file until they are used.
 
+    Args:
+        path: the file.
+        trusted: whether checksum and weights were checked already.
+
     Raises:
-        ValueError: the file is not a whole checkpoint.
+        ValueError: the file is not a whole checkpoint, or has weights that are not finite.
     """
+    if not trusted:
+        check_whole(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # whatever reading a foreign or cut file may raise
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"{path.name} cannot be read ({reason:.200})") from error
+    except Exception as error:  # whatever reading a foreign file may raise
+        reason = str(error).splitlines()[0].partition(". ")[0]  # torch goes on with advice to trust the file
+        raise ValueError(f"{path.name} cannot be read ({type(error).__name__}: {reason:.200})") from error
     if not isinstance(state, dict) or not state.keys() >= _ENTRIES:
         raise ValueError(f"{path.name} holds something else")
+    if not trusted:
+        try:
+            check_finite(state["trainer"]["model"])
+        except NonFiniteError as error:
+            raise ValueError(f"{path.name} is of no use: {error}") from error
     return state
+
+
+def _bytes(tensors: Any) -> int:
+    """Bytes of the tensors in a nest of dictionaries and lists."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors.numel() * tensors.element_size()
+    nested = tensors.values() if isinstance(tensors, Mapping) else tensors if isinstance(tensors, list) else ()
+    return sum(map(_bytes, nested))
+
+
+def _score(path: Path) -> float | None:
+    """The accuracy of a checkpoint that was evaluated."""
+    try:
+        score: float | None = read_manifest(path)["metrics"].get(ACCURACY)
+    except ValueError:
+        return None
+    return score
+
+
+def check_finite(weights: Mapping[str, Any]) -> None:
+    """Checks that weights are numbers.
+
+    Raises:
+        NonFiniteError: one is not finite.
+    """
+    for name, tensor in weights.items():
+        # A sum is cheap, and not finite if a summand is not; it may overflow by itself.
+        if tensor.is_floating_point() and not tensor.sum().isfinite() and not tensor.isfinite().all():
+            raise NonFiniteError(f"the weight {name} has values that are not finite")
 
 
 def rng_state() -> dict[str, Any]:

@@ -12,13 +12,18 @@ from tensordict import TensorDictBase
 from torchrl.envs import Transform
 from transformers import PreTrainedTokenizerBase
 
+from torchrl_grpo import keys
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
+from torchrl_grpo.errors import NonFiniteError
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.models.sharding import is_writer
 from torchrl_grpo.weights import ObjectSender, Sender, WeightHandle
 from torchrl_grpo.weights.mismatch import Probe, log_prob_mismatch
+
+_CHECKED = 64
+"""Tokens that show whether weights are still of use."""
 
 
 class Learner:
@@ -105,16 +110,42 @@ class Learner:
             scored.append(scorer.score(tokens, mask)[0][0, len(prompt) :])
         return log_prob_mismatch(probe, scored)
 
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a checkpoint, which has AdamW's two moments of each trained weight, and of the exported model."""
+        model, trained = self.trainer.model, self.trainer.parameters
+        kept = 3 * sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        return kept, sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
-        """Writes a checkpoint of the trainer's state and the given state of the source; returns the file."""
+        """Writes a checkpoint of the trainer's state and the given state of the source; returns the file.
+
+        Raises:
+            NonFiniteError: the weights are of no use to go on from; nothing is written.
+            DiskFullError: there is no room for it.
+        """
+        self._check_weights()
         state = self.trainer.state_dict()
         if not is_writer(self.trainer.model):
             return checkpointer.path(self.version)
         return checkpointer.save(self.version, state, source)
 
+    @torch.no_grad()
+    def _check_weights(self) -> None:
+        """Checks that the weights still give log-probs: of the start of a sequence that they were trained on."""
+        scorer, device = self.trainer.loss.actor_network, self.trainer.device
+        if self._batch is None or not isinstance(scorer, TokenScorer):
+            return
+        tokens = self._batch[0].get(keys.FULL)[:_CHECKED].to(device).clamp(min=0)[None]
+        log_probs, _ = scorer.score(tokens, torch.arange(tokens.shape[1], device=device)[None] > 0)
+        if not log_probs.isfinite().all():
+            raise NonFiniteError(
+                f"the policy's log-probs are not finite after step {self.version}, which made its weights useless: use "
+                f"a lower optimizer.lr than {self.trainer.optimizer.param_groups[0]['lr']:g}."
+            )
+
     def export(self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase) -> Path:
         """Writes the model as ``from_pretrained`` reads it; returns the folder."""
-        return checkpointer.export(self.trainer.model, tokenizer)
+        return checkpointer.export(self.trainer.model, tokenizer, self.version)
 
     def close(self) -> None:
         """Frees all weights that were sent. May be called again."""

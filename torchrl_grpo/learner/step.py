@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo import keys
+from torchrl_grpo.errors import NonFiniteError, NoSignalError
 from torchrl_grpo.functional import effective_sample_size
 from torchrl_grpo.models.packing import has, pad, pad_batch, pass_tokens, rank_micro_batches, slice_tokens
 from torchrl_grpo.models.prefix import Prompt, shared_prompts
@@ -30,10 +31,6 @@ from torchrl_grpo.models.sharding import (
 from torchrl_grpo.objectives.grpo import GRPOLoss
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weights import LoraDelta, named_adapters, named_weights
-
-
-class NonFiniteError(RuntimeError):
-    """Too many optimizer steps in a row had a non-finite loss or gradient."""
 
 
 class GRPOTrainer:
@@ -62,9 +59,9 @@ class GRPOTrainer:
         autocast_dtype: bfloat16 or float16 for mixed precision, None for none. With float16 the loss is scaled, by a
             scaler that lives as long as the trainer.
         clip_grad_norm: largest gradient norm.
-        max_nonfinite_steps: optimizer steps in a row with a non-finite loss or gradient after which ``train_step``
-            raises. None of them changes a weight. An overflow that merely makes the loss scaler lower its scale is
-            skipped and counted, and does not stop the run.
+        max_nonfinite_steps: optimizer steps in a row with a non-finite loss or gradient, or without a token that
+            counts, after which ``train_step`` raises. None of them changes a weight. An overflow that merely makes the
+            loss scaler lower its scale is skipped and counted, and does not stop the run.
     """
 
     def __init__(
@@ -125,6 +122,7 @@ class GRPOTrainer:
 
         Raises:
             NonFiniteError: too many bad steps in a row.
+            NoSignalError: too many steps in a row without a token that counts.
         """
         if self.loss.proximal == "recomputed":
             batch = self._with_proximal_log_probs(batch)
@@ -239,6 +237,7 @@ class GRPOTrainer:
 
         Raises:
             NonFiniteError: too many bad steps in a row.
+            NoSignalError: too many steps in a row without a token that counts.
         """
         learning_rate = self.optimizer.param_groups[0]["lr"]
         self.scaler.unscale_(self.optimizer)
@@ -254,10 +253,16 @@ class GRPOTrainer:
         else:
             self.skipped_steps += 1
             rescaling = self.scaler.is_enabled() and math.isfinite(loss_value) and self.scaler.get_scale() > 1
-            self._nonfinite_in_a_row += 0 if rescaling or empty else 1
+            self._nonfinite_in_a_row += 0 if rescaling and not empty else 1
         if self.scaler.is_enabled():
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        if empty and self._nonfinite_in_a_row >= self.max_nonfinite_steps:
+            raise NoSignalError(
+                f"{self._nonfinite_in_a_row} optimizer steps in a row changed nothing, the last one because no token "
+                "of its batch counts: no reward is valid (a scorer that fails? see rollout/invalid), or all responses "
+                "are left out (policy.mask_truncated). train.max_nonfinite_steps is how many there may be."
+            )
         if self._nonfinite_in_a_row >= self.max_nonfinite_steps:
             raise NonFiniteError(
                 f"{self._nonfinite_in_a_row} optimizer steps in a row had a non-finite loss ({loss_value}) or gradient "

@@ -9,6 +9,7 @@ the loop is the source: a batch is ready, or a deadline has passed.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,11 +17,15 @@ from typing import Any, Protocol
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo.collectors.source import RolloutSource
+from torchrl_grpo.errors import DiskFullError, NonFiniteError, RunLostError
+from torchrl_grpo.interrupts import shielded
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
 
 _SHOWN, _TEST_SAMPLES = 4, 20
+_LONGEST_SHIELD_S = 20.0
+"""Seconds for which a training step may go on after the signal that ends the run."""
 _LARGEST_ON_POLICY_KL = 0.1
 """Nats per token. Rounding gives about 1e-12 in float32 and 1e-3 with an engine in bfloat16."""
 
@@ -63,6 +68,7 @@ class Schedule:
         mismatch_tolerance: largest mean difference of the log-probs of engine and trainer after a weight sync, in nats;
             None measures none.
         on_policy: whether a batch is one optimizer step, so that the first one trains what its own weights sampled.
+        ends_at: when the run's time is over (``time.monotonic``).
     """
 
     num_batches: int
@@ -75,6 +81,11 @@ class Schedule:
     reference_version: int = 0
     mismatch_tolerance: float | None = None
     on_policy: bool = False
+    ends_at: float | None = None
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the weights after so many steps are evaluated, apart from the first and last ones."""
+        return self.evaluation_frequency > 0 and step % self.evaluation_frequency == 0
 
     def refreshes(self, version: int) -> bool:
         """Whether the reference model gets the weights of this version."""
@@ -93,6 +104,7 @@ class _Saver:
     def __init__(self, learner: LearnerLike, source: RolloutSource, checkpointer: Checkpointer) -> None:
         self._learner, self._source, self._checkpointer = learner, source, checkpointer
         self._first = self._saved = learner.version
+        self._evaluated: dict[int, dict[str, float]] = {}
         self._states = {learner.version: source.state_dict()}  # by the version of the learner that it goes with
 
     def batch_taken(self) -> None:
@@ -108,8 +120,123 @@ class _Saver:
             torchrl_logger.warning(f"stopped inside step {version + 1}: {last}.")
         elif self._saved != version:
             state = self._states[version] | {"reference_version": self.reference_version}
+            self._checkpointer.metrics = self._evaluated.get(version, {})
             self._learner.save(self._checkpointer, state)
             self._saved = version
+
+    def evaluated(self, metrics: dict[str, float]) -> None:
+        """Notes how the current weights did."""
+        self._evaluated = {self._learner.version: metrics}
+
+    def save_or_say_why(self, reasons: type[Exception] | tuple[type[Exception], ...]) -> None:
+        """Saves, or says in one line why there is no checkpoint of this step."""
+        try:
+            self.save()
+        except reasons as error:
+            last = self._checkpointer.latest()
+            before = "there is none before it" if last is None else f"the one before it is {last.name}"
+            torchrl_logger.warning(f"Step {self._learner.version} is not saved, {before}: {error}.")
+
+
+class _Steps:
+    """The steps of a run, and what is written of them.
+
+    Args:
+        learner, source, saver, logger, console, schedule: see ``fit``.
+    """
+
+    def __init__(
+        self,
+        learner: LearnerLike,
+        source: RolloutSource,
+        saver: _Saver,
+        logger: MetricsLogger,
+        console: Console,
+        schedule: Schedule,
+    ) -> None:
+        self._learner, self._source, self._saver = learner, source, saver
+        self._logger, self._console, self._schedule = logger, console, schedule
+        self._first = learner.version
+        self._unlogged: dict[str, float] | None = None  # of a step that is trained and not written down
+        self._longest_s = 0.0
+        self._total = schedule.num_batches * schedule.sequences_per_batch
+
+    def begin(self) -> None:
+        """Gives the engine the learner's weights, and evaluates them."""
+        step, schedule = self._first, self._schedule
+        metrics = self._publish(step, refresh=0 < step == schedule.reference_version or schedule.refreshes(step))
+        self._console.start(step * schedule.sequences_per_batch, self._total)
+        row = self._logger.last_row  # a run that goes on in its own folder has done what it did before
+        logged = row.get("step") == step and schedule.num_batches > 0
+        evaluated = any(name.startswith("eval/") for name in row) or not (step == 0 or schedule.evaluates(step))
+        if not (logged and evaluated):
+            self._logger.log(step, metrics | self._evaluate(step, sampled=not logged or step == 0))
+
+    def step(self) -> None:
+        """Makes a step."""
+        schedule, start = self._schedule, time.perf_counter()
+        batch = self._source.next_batch()
+        self._saver.batch_taken()
+        metrics = {"time/wait_s": time.perf_counter() - start} | self._source.metrics()
+        with shielded(_LONGEST_SHIELD_S):
+            metrics |= self._learner.train_batch(batch)
+            self._unlogged = metrics
+        step = self._learner.version
+        if step == self._first + 1 and schedule.on_policy:
+            _check_on_policy(metrics)
+        metrics |= self._publish(step, schedule.refreshes(step))
+        last = step == schedule.num_batches
+        metrics["time/step_s"] = time.perf_counter() - start
+        metrics["throughput/trained_tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/step_s"]
+        if last or schedule.evaluates(step):
+            metrics |= self._evaluate(step, sampled=last)
+        with shielded():
+            self._record(metrics)
+            self._console.step(step, metrics, step * schedule.sequences_per_batch, self._total)
+            if schedule.checkpoint_frequency and step % schedule.checkpoint_frequency == 0:
+                self._saver.save_or_say_why(DiskFullError)
+        self._longest_s = max(self._longest_s, time.perf_counter() - start)
+
+    def in_time(self) -> bool:
+        """Whether another step ends before the run's time is over, if it takes as long as the longest one did."""
+        limit = self._schedule.ends_at
+        return limit is None or time.monotonic() + self._longest_s <= limit
+
+    def end_early(self) -> None:
+        """Writes down a step that was trained, and saves."""
+        if self._unlogged is not None and self._learner.resumable:
+            with suppress(RunLostError):
+                self._record(self._unlogged)
+        self._saver.save_or_say_why((DiskFullError, NonFiniteError))
+
+    def _record(self, metrics: dict[str, float]) -> None:
+        schedule, step = self._schedule, self._learner.version
+        self._logger.log(step, metrics)
+        self._unlogged = None
+        if step in (1, schedule.num_batches) or step % schedule.sample_frequency == 0:
+            rows = self._learner.samples(schedule.sample_rows)
+            self._logger.log_samples(step, rows)
+            self._console.samples(step, rows[:_SHOWN])
+
+    def _evaluate(self, step: int, sampled: bool) -> dict[str, float]:
+        start, most = time.perf_counter(), self._schedule.sample_rows
+        metrics, rows = self._source.evaluate(sampled=sampled)
+        if metrics:
+            metrics["time/eval_s"] = time.perf_counter() - start
+            self._logger.log_samples(step, rows[: most and max(_TEST_SAMPLES, most)])
+            self._console.evaluation(step, metrics)
+            self._saver.evaluated(metrics)
+        return metrics
+
+    def _publish(self, version: int, refresh: bool) -> dict[str, float]:
+        if refresh:  # before anything is sampled with the new weights
+            self._source.update_reference(self._learner.reference_weights())
+            self._saver.reference_version = version
+        start = time.perf_counter()
+        self._source.publish(self._learner.weights(), version)
+        metrics = {"time/sync_s": time.perf_counter() - start}
+        tolerance = self._schedule.mismatch_tolerance
+        return metrics if tolerance is None else metrics | _mismatch(self._learner, self._source, tolerance)
 
 
 def fit(
@@ -120,7 +247,7 @@ def fit(
     console: Console,
     schedule: Schedule,
 ) -> None:
-    """Trains until ``learner.version`` is ``schedule.num_batches``; with none it only evaluates.
+    """Trains until ``learner.version`` is ``schedule.num_batches`` or time is over; with no batches it only evaluates.
 
     The weights are published once before the first batch, so that engine and trainer start equal. The test split is
     evaluated before the run and after it; a checkpoint is written at the end, and also when training fails or is
@@ -136,57 +263,19 @@ def fit(
 
     Raises:
         RuntimeError: engine and trainer differ by more than rounding.
+        NonFiniteError: training has diverged.
+        DiskFullError: there is no room for the last checkpoint.
     """
-    size, total = schedule.sequences_per_batch, schedule.num_batches * schedule.sequences_per_batch
-    first, saver = learner.version, _Saver(learner, source, checkpointer)
-
-    def evaluate(step: int, sampled: bool) -> dict[str, float]:
-        start = time.perf_counter()
-        metrics, rows = source.evaluate(sampled=sampled)
-        if metrics:
-            metrics["time/eval_s"] = time.perf_counter() - start
-            most = schedule.sample_rows
-            logger.log_samples(step, rows[: most and max(_TEST_SAMPLES, most)])
-            console.evaluation(step, metrics)
-        return metrics
-
-    def publish(version: int, refresh: bool) -> dict[str, float]:
-        if refresh:  # before anything is sampled with the new weights
-            source.update_reference(learner.reference_weights())
-            saver.reference_version = version
-        start = time.perf_counter()
-        source.publish(learner.weights(), version)
-        metrics = {"time/sync_s": time.perf_counter() - start}
-        tolerance = schedule.mismatch_tolerance
-        return metrics if tolerance is None else metrics | _mismatch(learner, source, tolerance)
-
-    metrics = publish(first, refresh=0 < first == schedule.reference_version or schedule.refreshes(first))
-    console.start(first * size, total)
-    logger.log(first, metrics | evaluate(first, sampled=True))
+    saver = _Saver(learner, source, checkpointer)
+    steps = _Steps(learner, source, saver, logger, console, schedule)
+    steps.begin()
     try:
-        while learner.version < schedule.num_batches:
-            start = time.perf_counter()
-            batch = source.next_batch()
-            saver.batch_taken()
-            metrics = {"time/wait_s": time.perf_counter() - start} | source.metrics() | learner.train_batch(batch)
-            step = learner.version
-            if step == first + 1 and schedule.on_policy:
-                _check_on_policy(metrics)
-            metrics |= publish(step, schedule.refreshes(step))
-            last = step == schedule.num_batches
-            metrics["time/step_s"] = time.perf_counter() - start
-            metrics["throughput/trained_tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/step_s"]
-            if last or (schedule.evaluation_frequency and step % schedule.evaluation_frequency == 0):
-                metrics |= evaluate(step, sampled=last)
-            logger.log(step, metrics)
-            console.step(step, metrics, step * size, total)
-            if last or step == first + 1 or step % schedule.sample_frequency == 0:
-                rows = learner.samples(schedule.sample_rows)
-                logger.log_samples(step, rows)
-                console.samples(step, rows[:_SHOWN])
-            if schedule.checkpoint_frequency and step % schedule.checkpoint_frequency == 0:
-                saver.save()
-    finally:
+        while learner.version < schedule.num_batches and steps.in_time():
+            steps.step()
+    except BaseException:
+        steps.end_early()
+        raise
+    with shielded():
         saver.save()
 
 

@@ -262,7 +262,7 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     return state
 
 
-def load_whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def load_whole_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: dict[str, Any]) -> None:
     """Restores what ``whole_state`` gave; every rank is given the whole state and keeps its part.
 
     Raises:
@@ -276,5 +276,5 @@ def load_whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: 
             f"the checkpoint does not fit the model: {len(unexpected)} unknown entries {unexpected[:3]}, "
             f"{len(trained & set(missing))} missing ones {sorted(trained & set(missing))[:3]}."
         )
-    if state["optimizer"]:
+    if optimizer is not None and state["optimizer"]:
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)

@@ -17,15 +17,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torchrl._utils import logger as torchrl_logger
 from torchrl.record.loggers.tensorboard import TensorboardLogger
 from torchrl.record.loggers.wandb import WandbLogger
 
 from torchrl_grpo.choices import WandbMode
-from torchrl_grpo.records import ENVIRONMENT_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl, whole_lines
+from torchrl_grpo.records import ENVIRONMENT_FILE, METRICS_FILE, SAMPLES_FILE, is_full, read_jsonl, whole_lines
 
 __all__ = ["MetricsLogger", "check_logging", "read_jsonl"]
 
@@ -43,6 +44,9 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
     Lifecycle: ``log`` and ``log_samples`` in any order, then ``close``, once or more. A logger opened on the directory
     of an earlier run appends to it; ``truncate(step)`` first drops what the resumed run will do again, so that the
     files of an interrupted and resumed run equal those of an uninterrupted one.
+
+    Attributes:
+        last_row: of ``metrics.jsonl``, empty if it has none.
 
     Args:
         directory: where the files go; made when it is not there.
@@ -86,7 +90,8 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
             self._wandb = _start_wandb(self.directory, wandb_mode, project, name or self.directory.resolve().name)
             self._wandb.log_hparams(json.loads(config_text))
         self._logged = False
-        self._files: dict[str, IO[str]] = {}
+        self.last_row: dict[str, Any] = {}
+        self._files: dict[str, _Lines] = {}
         self._open()
         _write_environment(self.directory)
 
@@ -105,10 +110,18 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
             _write_environment(self.directory)  # again: by now the accelerator is in use, and has its name
         assert all("/" in name for name in metrics), f"metric names are section/name, got {sorted(metrics)}"
         values = {name: _number(value) for name, value in metrics.items()}
-        self._append(METRICS_FILE, {"step": step, **values})
-        for logger in (self._tensorboard, self._wandb):
-            if logger is not None:
-                logger.log_metrics(values, step=step)
+        self.last_row = {"step": step, **values}
+        self._append(METRICS_FILE, self.last_row)
+        if self._tensorboard is not None:
+            try:
+                self._tensorboard.log_metrics(values, step=step)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                torchrl_logger.warning(f"There is no room for TensorBoard's files in {self.directory}: they end here.")
+                self._tensorboard = None
+        if self._wandb is not None:
+            self._wandb.log_metrics(values, step=step)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Writes one line a sample.
@@ -154,15 +167,47 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         for file_name in (METRICS_FILE, SAMPLES_FILE):
             if file_name in self._files:
                 self._files[file_name].close()
-            _keep_lines(self.directory / file_name, below)
-            self._files[file_name] = (self.directory / file_name).open("a", encoding="utf-8")
+            kept = _keep_lines(self.directory / file_name, below)
+            if file_name == METRICS_FILE:
+                self.last_row = json.loads(kept[-1]) if kept else {}
+            self._files[file_name] = _Lines(self.directory / file_name)
 
     def _append(self, file_name: str, row: Mapping[str, Any]) -> None:
         if not self._files:
             raise RuntimeError(f"MetricsLogger({str(self.directory)!r}) is closed: log before close().")
-        file = self._files[file_name]
-        file.write(json.dumps(_plain(row), allow_nan=False) + "\n")
-        file.flush()
+        self._files[file_name].append(json.dumps(_plain(row), allow_nan=False))
+
+
+class _Lines:
+    """A file to which lines are added; those for which a disk has no room wait until it has."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._waiting = bytearray()
+        self._told = False
+
+    def append(self, line: str) -> None:
+        self._waiting += f"{line}\n".encode()
+        self._write()
+
+    def _write(self) -> None:
+        try:
+            while self._waiting:
+                del self._waiting[: self._file.write(self._waiting)]
+        except OSError as error:
+            if not is_full(error):
+                raise
+            if not self._told:
+                torchrl_logger.warning(f"There is no room for {self._path}: its lines wait until there is.")
+            self._told = True
+
+    def close(self) -> None:
+        self._write()
+        if self._waiting:
+            lines = self._waiting.count(b"\n")
+            torchrl_logger.warning(f"The last {lines} lines of {self._path} are lost: there was no room for them.")
+        self._file.close()
 
 
 def check_logging(*, tensorboard: bool, wandb_mode: WandbMode) -> None:
@@ -203,7 +248,11 @@ def _write_environment(directory: Path) -> None:
         "accelerators": f"{count} x {' / '.join(names) or 'CUDA device'}" if count else "none",
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
     }
-    (directory / ENVIRONMENT_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    try:
+        (directory / ENVIRONMENT_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        if not is_full(error):
+            raise
 
 
 def _version(package: str) -> str | None:
@@ -263,10 +312,14 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
-def _keep_lines(path: Path, below: int | None = None) -> None:
-    """Drops a last line that was cut short and, with ``below``, the lines of that step and later; all or nothing."""
+def _keep_lines(path: Path, below: int | None = None) -> list[str]:
+    """Drops a last line that was cut short and, with ``below``, the lines of that step and later; all or nothing.
+
+    Returns:
+        the lines that are kept.
+    """
     if not path.exists():
-        return
+        return []
     lines = [line for line in whole_lines(path) if below is None or json.loads(line)["step"] < below]
     staging = path.with_suffix(".tmp")
     with staging.open("w", encoding="utf-8") as file:
@@ -274,3 +327,4 @@ def _keep_lines(path: Path, below: int | None = None) -> None:
         file.flush()
         os.fsync(file.fileno())
     staging.replace(path)
+    return lines

@@ -1,0 +1,217 @@
+"""Checkpoints on disk: whole or named as damaged, never of weights that are of no use."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchrl._utils import logger as torchrl_logger
+
+from tests.support.configs import compose_config
+from tests.support.runs import SMALL, at, changed, run, steps
+from torchrl_grpo.checkpoint_files import SealedFile, check_whole, read_manifest
+from torchrl_grpo.config import ConfigError, plain
+from torchrl_grpo.errors import DiskFullError, NonFiniteError
+from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
+from torchrl_grpo.learner.resume import Resume, find_resume
+from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.run import build
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    run(folder, steps(2), "train.checkpoint_frequency=1", "logging.sample_frequency=1")
+    return folder
+
+
+def found(folder: Path) -> Resume:
+    config = compose_config(*SMALL, steps(9), f"train.resume={folder}")
+    resume = find_resume(config, plain(config), 0)
+    assert resume is not None
+    return resume
+
+
+def test_each_of_200_flipped_bits_and_4_kib_of_zeros_is_found(saved: Path, tmp_path: Path) -> None:
+    whole, draw = bytearray(at(saved, 2).read_bytes()), random.Random(0)
+    path, accepted = tmp_path / "checkpoint_000002.pt", 0
+    for _ in range(200):
+        place, bit = draw.randrange(len(whole)), 1 << draw.randrange(8)
+        whole[place] ^= bit
+        path.write_bytes(whole)
+        whole[place] ^= bit
+        accepted += _is_accepted(path)
+    path.write_bytes(whole[:500_000] + bytes(4096) + whole[504_096:])
+    assert accepted + _is_accepted(path) == 0
+    path.write_bytes(whole)
+    check_whole(path)
+
+
+def _is_accepted(path: Path) -> bool:
+    try:
+        check_whole(path)
+    except ValueError:
+        return False
+    return True
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
+    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        changed(at(saved, step), at(tmp_path, step))
+    data = bytearray(at(tmp_path, 2).read_bytes())
+    data[400_000] ^= 1
+    at(tmp_path, 2).write_bytes(data)
+    with pytest.raises(ConfigError, match=r"checkpoint_000002\.pt is damaged: its contents do not have the checksum"):
+        found(at(tmp_path, 2))
+    resume = found(tmp_path)
+    assert (resume.step, resume.path) == (1, at(tmp_path, 1))
+
+
+def test_a_weight_that_is_nan_is_named_before_anything_is_loaded(saved: Path, tmp_path: Path) -> None:
+    trainer = torch.load(at(saved, 2), weights_only=True)["trainer"]
+    name = next(name for name in trainer["model"] if "q_proj" in name)
+    trainer["model"][name][0, 0] = torch.nan
+    path = changed(at(saved, 2), at(tmp_path, 2), trainer=trainer)
+    with pytest.raises(ConfigError, match=rf"is of no use: the weight {name} has values that are not finite"):
+        found(path)
+
+
+def test_a_pickle_is_refused_unread_and_without_advice_to_trust_it(tmp_path: Path) -> None:
+    class Canary:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "canary",)
+
+    path = at(tmp_path, 1)
+    path.parent.mkdir()
+    with path.open("wb") as file:
+        sealed = SealedFile(file)
+        torch.save({"step": Canary()}, sealed)
+        sealed.seal({})
+    with pytest.raises(ConfigError, match=r"cannot be read \(UnpicklingError: Weights only load failed\)"):
+        found(path)
+    assert not (tmp_path / "canary").exists()
+
+
+def test_the_manifest_says_what_is_inside_without_torch(saved: Path) -> None:
+    manifest, state = read_manifest(at(saved, 2)), read_checkpoint(at(saved, 2))
+    assert manifest["step"] == state["step"] == 2
+    assert manifest["config"] == state["config"]
+
+
+def test_weights_that_a_step_made_useless_are_never_saved(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match=r"not finite after step 1.* lower optimizer\.lr than 1e\+10"):
+        run(tmp_path, steps(3), "optimizer.lr=1e10", "train.checkpoint_frequency=1")
+    with pytest.raises(NonFiniteError, match=r"not finite after step 1, .* use a lower optimizer\.lr\."):
+        run(tmp_path / "b", steps(3), "optimizer.lr=1e10")
+    assert not list(tmp_path.rglob("*.pt")) and not list(tmp_path.rglob("*.tmp"))
+
+
+def checkpointer(folder: Path, keep: str | None = None) -> Checkpointer:
+    return Checkpointer(folder, {}, keep)
+
+
+def save(made: Checkpointer, step: int, accuracy: float | None = None, floats: int = 1000) -> None:
+    made.metrics = {} if accuracy is None else {"eval/pass@1": accuracy}
+    made.save(step, {"model": {"weight": torch.full((floats,), float(step))}}, {})
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(read_checkpoint(path)["step"] for path in folder.glob("*.pt"))
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"), [("last:2", [4, 5]), ("last:1,best:1", [2, 5]), ("last:2,best:2", [2, 3, 4, 5]), (None, None)]
+)
+def test_the_newest_and_the_best_checkpoints_are_kept(
+    keep: str | None, expected: list[int] | None, tmp_path: Path
+) -> None:
+    made = checkpointer(tmp_path, keep)
+    for step, accuracy in enumerate([0.5, 0.9, 0.7, None, 0.1], start=1):
+        save(made, step, accuracy)
+    assert steps_in(tmp_path) == (expected or [1, 2, 3, 4, 5])
+
+
+def test_a_save_that_fails_leaves_the_one_before_and_no_staging_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = checkpointer(tmp_path, "last:1")
+    save(made, 1)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DiskFullError, match=r"no room for checkpoint_000002\.pt in"):
+        save(made, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_000001.pt"]
+    assert steps_in(tmp_path) == [1]
+
+
+def test_the_room_that_a_run_needs_is_known_before_it_starts(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(ConfigError, match=r"room for 3 checkpoints of .* train\.keep_checkpoints=last:1"):
+        checkpointer(tmp_path, "last:2").check_room(9, free // 2, 0)
+    checkpointer(tmp_path, "last:2").check_room(9, free // 4, 0)
+
+
+@pytest.mark.parametrize("value", ["3", "last:0", "best:1", "last:1,last:2", "last:x", "first:1"])
+def test_what_keep_checkpoints_cannot_be_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"train\.keep_checkpoints=.* must be last:N or last:N,best:M"):
+        compose_config(f"train.keep_checkpoints='{value}'")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 14 MB, where root may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=14m", "none", folder], capture_output=True).returncode:
+        pytest.skip("only root may mount a disk")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_leaves_the_run_alive_and_the_one_before_valid(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is full after the second step and has room again before the fourth: 4 checkpoints take 5 MB each."""
+    said: list[str] = []
+    monkeypatch.setattr(torchrl_logger, "warning", said.append)
+    filler = small_disk / "filler"
+    made = build(
+        compose_config(*SMALL, steps(4), "train.checkpoint_frequency=1", "train.keep_checkpoints=last:1"),
+        small_disk / "run",
+    )
+    real = made.learner.train_batch
+
+    def train_batch(batch: Any) -> dict[str, float]:
+        if made.learner.version == 1:
+            free = shutil.disk_usage(small_disk).free
+            filler.write_bytes(bytes(free))
+        if made.learner.version == 3:
+            filler.unlink()
+        return real(batch)
+
+    made.learner.train_batch = train_batch  # type: ignore[method-assign, assignment]
+    try:
+        made.fit()
+    finally:
+        made.close()
+    run_folder = small_disk / "run"
+    assert [row["step"] for row in read_jsonl(run_folder / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    unsaved = [line for line in said if "is not saved" in line]
+    assert len(unsaved) == 2
+    assert re.match(r"Step 2 is not saved, the one before it is checkpoint_000001\.pt: there is no room", unsaved[0])
+    assert sum("metrics.jsonl: its lines wait" in line for line in said) == 1
+    assert steps_in(run_folder / "checkpoints") == [4]
+    assert not list(run_folder.rglob("*.tmp"))

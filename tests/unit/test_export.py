@@ -1,0 +1,73 @@
+"""``python -m torchrl_grpo.export``: the model of a checkpoint is the one that the run would have written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.runs import LORA, at, run, steps
+from torchrl_grpo.export import main
+from torchrl_grpo.starter import starter_path
+
+TESTED = ("evaluation.num_prompts=4", "evaluation.k=0")
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    run(folder, *LORA, *TESTED, steps(1))
+    return folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], atol: float = 0.0) -> None:
+    assert one.keys() == other.keys()
+    assert max((one[name] - other[name]).abs().max().item() for name in one) <= atol
+
+
+def test_the_export_of_a_checkpoint_is_that_of_the_run(tmp_path: Path) -> None:
+    run(tmp_path, steps(1))
+    main([str(tmp_path)])
+    made = tmp_path / "checkpoints" / "checkpoint_000001"
+    assert_same(weights(made), weights(tmp_path / "checkpoints" / "model"))
+    assert AutoTokenizer.from_pretrained(made).chat_template
+    assert {path.name for path in made.iterdir()} == {path.name for path in (made.parent / "model").iterdir()}
+
+
+def test_adapters_are_merged_or_written_alone(lora_run: Path, tmp_path: Path) -> None:
+    expected = weights(lora_run / "checkpoints" / "model")
+    main([str(at(lora_run, 1)), "--output", str(tmp_path / "merged")])
+    assert_same(weights(tmp_path / "merged"), expected)
+    main([str(lora_run), "--output", str(tmp_path / "adapters"), "--adapters"])
+    assert not (tmp_path / "adapters" / "model.safetensors").exists()
+    base = AutoModelForCausalLM.from_pretrained(starter_path())
+    merged = PeftModel.from_pretrained(base, str(tmp_path / "adapters")).merge_and_unload()
+    assert_same(merged.state_dict(), expected, atol=1e-6)
+
+
+def test_the_card_names_base_data_accuracy_and_config(lora_run: Path, tmp_path: Path) -> None:
+    main([str(lora_run), "--output", str(tmp_path / "made")])
+    card = (tmp_path / "made" / "README.md").read_text()
+    assert "| base model | starter |\n| training data | arithmetic |\n| steps | 1 |\n| pass@1 | " in card
+    assert '"lr": 0.01' in card
+    assert card == (lora_run / "checkpoints" / "model" / "README.md").read_text()
+
+
+def test_what_cannot_be_exported_is_one_line(
+    lora_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, message in (
+        ([str(tmp_path / "none")], "must be a checkpoint_*.pt, or a run's folder that has one, but it does not exist"),
+        ([str(lora_run), "--output", str(tmp_path)], "must be a new folder, but it exists"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err

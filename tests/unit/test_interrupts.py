@@ -1,0 +1,155 @@
+"""A signal at any moment of a run: it is saved, its files agree, and the exit status says what ended it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.configs import ROOT, compose_config
+from tests.support.runs import SMALL, at, run, steps
+from torchrl_grpo import interrupts
+from torchrl_grpo.checkpoint_files import check_whole, checkpoints_in
+from torchrl_grpo.config import orderly_exit
+from torchrl_grpo.interrupts import shielded, watched
+from torchrl_grpo.learner.checkpoint import Checkpointer
+from torchrl_grpo.records import read_jsonl
+from torchrl_grpo.run import Run, build
+
+OPTIONS = ("train.checkpoint_frequency=2", "evaluation.num_prompts=4", "evaluation.k=0", "evaluation.frequency=1")
+
+
+def send_at(run_: Run, moment: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sends this process a signal in the third step's ``moment``."""
+    holders: dict[str, tuple[Any, str]] = {
+        "wait for a batch": (run_.source, "next_batch"),
+        "step": (run_.learner.trainer.optimizer, "step"),
+        "end of a step": (run_.learner, "train_batch"),
+        "weight sync": (run_.source, "publish"),
+        "evaluation": (run_.source, "evaluate"),
+        "log": (run_.logger, "log"),
+        "samples": (run_.learner, "samples"),
+        "save": (os, "fsync"),
+        "export": (run_.learner, "export"),
+    }
+    holder, name = holders[moment]
+    real = getattr(holder, name)
+
+    def with_signal(*args: Any, **kwargs: Any) -> Any:
+        given = real(*args, **kwargs)
+        if run_.learner.version >= {"save": 4, "export": 4, "wait for a batch": 2, "step": 2}.get(moment, 3):
+            monkeypatch.setattr(holder, name, real)
+            os.kill(os.getpid(), number)
+        return given
+
+    monkeypatch.setattr(holder, name, with_signal)
+
+
+MOMENTS = ["wait for a batch", "step", "end of a step", "weight sync", "evaluation", "log", "samples", "save", "export"]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_at_any_moment_saves_and_leaves_files_that_agree(
+    number: int, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit) as ended, orderly_exit():
+        made = build(compose_config(*SMALL, *OPTIONS, steps(4)), tmp_path)
+        with closing(made):
+            send_at(made, moment, number, monkeypatch)
+            start = time.monotonic()
+            made.fit()
+    assert ended.value.code == 128 + number
+    assert time.monotonic() - start < 30
+    [newest, *_] = checkpoints_in(tmp_path / "checkpoints")
+    check_whole(newest)
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert newest == at(tmp_path, rows[-1]["step"])
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert rows[-1]["step"] == {"wait for a batch": 2, "samples": 4, "save": 4, "export": 4}.get(moment, 3)
+    assert "train/loss" in rows[-1]
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_the_evaluation_that_a_signal_cut_short_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose_config(*SMALL, *OPTIONS, steps(4))
+    with pytest.raises(SystemExit), orderly_exit(), closing(build(config, tmp_path)) as made:
+        send_at(made, "weight sync", signal.SIGTERM, monkeypatch)
+        made.fit()
+    rows = run(tmp_path, *OPTIONS, steps(4), "train.resume=auto")
+    whole = run(tmp_path / "whole", *OPTIONS, steps(4))
+    merged: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        merged.setdefault(row["step"], {}).update(row)
+    names = ("train/loss", "eval/pass@1", "rollout/reward_mean")
+    assert [[row.get(name) for name in names] for row in merged.values()] == [
+        [row.get(name) for name in names] for row in whole
+    ]
+
+
+def test_a_second_signal_ends_at_once_with_its_own_status() -> None:
+    code = """
+import os, signal, time
+from torchrl_grpo.interrupts import shielded, watched
+with watched(), shielded():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+"""
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130
+    assert time.monotonic() - start < 30
+    assert "Traceback" not in done.stderr
+
+
+def test_a_shield_ends_after_its_time() -> None:
+    start = time.monotonic()
+    with pytest.raises(SystemExit, match="143"), watched(), shielded(0.2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+    assert 0.1 < time.monotonic() - start < 10
+    assert interrupts.status() is None
+
+
+def test_a_signal_inside_torchs_writer_is_not_taken_for_an_error(tmp_path: Path) -> None:
+    """Without a shield, as in the save of a run that ends already."""
+    with pytest.raises(KeyboardInterrupt), watched():
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        for step in range(10_000):
+            Checkpointer(tmp_path, {}).save(step % 2, {"model": {"w": torch.zeros(2_000_000)}}, {})
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_ctrl_c_while_the_script_imports_gives_no_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "importtime", str(ROOT / "sota" / "grpo" / "grpo.py"), "--help"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any("hydra." in line for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        _, shown = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert "Traceback" not in shown
+
+
+def test_a_time_limit_saves_and_ends_well(run_here: Callable[..., int], tmp_path: Path) -> None:
+    script = ROOT / "sota" / "grpo" / "grpo.py"
+    status = run_here(
+        script, "--config-name", "grpo_arithmetic", *SMALL, steps(100_000), "train.time_limit=2",
+        f"hydra.run.dir={tmp_path / 'run'}",
+    )  # fmt: skip
+    assert status == 0
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert checkpoints_in(tmp_path / "run" / "checkpoints") == [at(tmp_path / "run", rows[-1]["step"])]
+    assert (tmp_path / "run" / "checkpoints" / "model" / "config.json").exists()

@@ -1,0 +1,128 @@
+"""``train.resume`` and a run's folder: whose files they are, which config goes on, and what is refused at once."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.configs import ROOT
+from tests.support.runs import at, differences, run, state_of, steps
+from torchrl_grpo.checkpoint_files import read_manifest
+from torchrl_grpo.config import ConfigError
+from torchrl_grpo.records import read_jsonl
+
+TESTED = ("evaluation.num_prompts=8", "evaluation.k=2", "evaluation.frequency=2", "logging.sample_frequency=3")
+SAVED = ("train.checkpoint_frequency=2",)
+SYNC = ROOT / "sota" / "grpo" / "grpo.py"
+SCRIPT = (
+    "--config-name", "grpo_arithmetic", "env.num_envs=16", "env.repeats=4", "evaluation.num_prompts=0",
+    "logging.tensorboard=false",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    run(folder, *TESTED, *SAVED, steps(8))
+    return folder
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Path:
+    """What a run leaves that was killed after step 5."""
+    run(tmp_path, *TESTED, *SAVED, steps(5))
+    at(tmp_path, 5).rename(tmp_path / "checkpoints" / "checkpoint_000005.tmp")
+    return tmp_path
+
+
+def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The rows of a file without what is measured anew."""
+    timed = ("time/", "throughput/", "memory/")
+    rows = read_jsonl(folder / name)
+    return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
+
+
+def test_a_killed_run_goes_on_in_its_folder_as_if_nothing_had_been(whole: Path, killed: Path) -> None:
+    run(killed, *TESTED, *SAVED, steps(8), "train.resume=auto")
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert rows_of(killed, name) == rows_of(whole, name)
+    assert differences(state_of(at(killed, 8)), state_of(at(whole, 8))) == []
+    assert {path.name for path in (killed / "checkpoints").iterdir()} == {
+        path.name for path in (whole / "checkpoints").iterdir()
+    }
+
+
+def test_a_used_folder_is_refused_unless_the_run_goes_on(whole: Path) -> None:
+    before = (whole / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.* must be a folder without a run, but it has checkpoint_"):
+        run(whole, *TESTED, steps(4))
+    assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_auto_starts_afresh_in_an_empty_folder_and_after_no_checkpoint(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/pass@1": 0.5}\n{"step": 1}\n')
+    run(tmp_path, *TESTED, *SAVED, steps(1), "train.resume=auto")
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1]
+    assert rows_of(tmp_path, "metrics.jsonl")[0] == rows_of(whole, "metrics.jsonl")[0]
+
+
+def test_auto_writes_the_model_that_a_finished_run_lacks(tmp_path: Path) -> None:
+    run(tmp_path, steps(2))
+    before = rows_of(tmp_path, "metrics.jsonl")
+    (tmp_path / "checkpoints" / "model").rename(tmp_path / "gone")
+    run(tmp_path, steps(2), "train.resume=auto")
+    assert (tmp_path / "checkpoints" / "model" / "config.json").exists()
+    assert rows_of(tmp_path, "metrics.jsonl") == before
+
+
+def test_checkpoints_of_later_steps_are_set_aside(killed: Path) -> None:
+    run(killed, *TESTED, *SAVED, steps(3), f"train.resume={at(killed, 2)}", "optimizer.lr=1e-4")
+    names = {path.name for path in (killed / "checkpoints").iterdir()}
+    assert names == {"checkpoint_000002.pt", "checkpoint_000003.pt", "checkpoint_000004.old", "model"}
+
+
+def test_the_saved_config_is_the_base_and_differences_are_shown(
+    run_here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = (
+        "algo=dapo", "optimizer.lr=3e-4", "policy.kl_coef=0.5", "inference_model.temperature=0.5", "env.difficulty=3",
+        "policy.dynamic_sampling=false", steps(1), f"hydra.run.dir={tmp_path / 'a'}",
+    )  # fmt: skip
+    assert run_here(SYNC, *SCRIPT, *old) == 0
+    capsys.readouterr()
+    again = (f"train.resume={tmp_path / 'a'}", f"hydra.run.dir={tmp_path / 'b'}", steps(2))
+    assert run_here(SYNC, *again, "policy.kl_coef=0.25") == 0  # without the first one's --config-name
+    shown = capsys.readouterr().out
+    assert re.search(r"What differs.*policy\.kl_coef +0\.5 +0\.25.*train\.total_dialog_turns +16 +32", shown, re.S)
+    before, now = (read_manifest(at(tmp_path / folder, step))["config"] for folder, step in (("a", 1), ("b", 2)))
+    for config, kl, turns in ((before, 0.5, 16), (now, 0.25, 32)):
+        assert (config["policy"].pop("kl_coef"), config["train"].pop("total_dialog_turns")) == (kl, turns)
+        config["train"].pop("resume")
+    assert now == before
+    assert now["policy"]["aggregation"] == "token_mean"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("env.repeats=8", r"error: env\.repeats=8 must be 4, as in .*checkpoint_000008\.pt, whose state is made for"),
+        ("train.resume=/nowhere", r"error: train\.resume=/nowhere must be .* but it does not exist"),
+        ("train.resume=null", r"error: hydra\.run\.dir=.* must be a folder without a run"),
+    ],
+)
+def test_what_is_refused_on_resume_is_refused_before_anything_loads(
+    override: str,
+    message: str,
+    whole: Path,
+    run_here: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchrl_grpo.run", None)  # its import would fail
+    assert run_here(SYNC, "train.resume=auto", f"hydra.run.dir={whole}", "hydra.output_subdir=null", override) == 2
+    assert re.search(message, capsys.readouterr().err)

@@ -1,0 +1,75 @@
+"""The model of a checkpoint, as Hugging Face's ``from_pretrained`` and vLLM load it.
+
+    python -m torchrl_grpo.export outputs/DATE/TIME
+    python -m torchrl_grpo.export outputs/DATE/TIME/checkpoints/checkpoint_000100.pt --output my_model
+    python -m torchrl_grpo.export outputs/DATE/TIME --adapters
+
+A run's folder stands for its newest whole checkpoint. The run's base model must be where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from torchrl_grpo.checkpoint_files import read_manifest
+from torchrl_grpo.config.resumed import from_saved, newest
+from torchrl_grpo.errors import ConfigError, RunLostError
+from torchrl_grpo.learner.checkpoint import read_checkpoint
+from torchrl_grpo.learner.export import export_model, model_card
+from torchrl_grpo.models import loading
+from torchrl_grpo.models.sharding import load_whole_state
+from torchrl_grpo.parts import make_model
+
+
+def export(checkpoint: str, output: Path | None = None, *, adapters: bool = False) -> Path:
+    """Writes the model of a checkpoint; returns the folder.
+
+    Args:
+        checkpoint: a file, or the folder of a run.
+        output: the folder, which must not exist; by default it is beside the checkpoint, with its name.
+        adapters: whether LoRA's adapters are written by themselves.
+
+    Raises:
+        ConfigError: there is no such checkpoint, the folder exists, or there are no adapters.
+    """
+    found = newest(checkpoint, Path(), read_checkpoint)
+    assert found is not None  # only auto may find nothing
+    path, state = found
+    config, metrics = from_saved(state["config"]), read_manifest(path)["metrics"]
+    target = path.with_suffix("") if output is None else output
+    if target.exists():
+        raise ConfigError(f"--output={target} must be a new folder, but it exists: name another one.")
+    if adapters and not config.train_model.lora.enabled:
+        raise ConfigError(f"--adapters needs a checkpoint with LoRA, and {path} is of full training: leave it out.")
+    name, remote_code = config.model.name, config.model.trust_remote_code
+    model = make_model(config, torch.device("cpu"))
+    load_whole_state(model, None, {"model": state["trainer"]["model"], "optimizer": {}})
+    tokenizer = loading.load_tokenizer(name, chat_template=config.model.chat_template, trust_remote_code=remote_code)
+    return export_model(
+        model, tokenizer, target, model_card(state["config"], state["step"], metrics), adapters=adapters
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Answers a command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchrl_grpo.export", description="Writes the model of a checkpoint as a Hugging Face model."
+    )
+    parser.add_argument("checkpoint", help="a checkpoint_*.pt, or the folder of a run: its newest whole one")
+    parser.add_argument("--output", type=Path, help="the folder to write; by default beside the checkpoint")
+    parser.add_argument("--adapters", action="store_true", help="write LoRA's adapters by themselves")
+    asked = parser.parse_args(arguments)
+    try:
+        target = export(asked.checkpoint, asked.output, adapters=asked.adapters)
+    except (ValueError, RunLostError) as error:
+        parser.exit(2, f"error: {str(error).replace('train.resume=', '')}\n")
+    sys.stdout.write(f"{target}\n")
+
+
+if __name__ == "__main__":
+    main()

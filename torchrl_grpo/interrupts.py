@@ -1,0 +1,87 @@
+"""SIGTERM and SIGINT: the first one ends a run in order, as soon as what must not be cut in two is done; a second one
+ends the process at once.
+
+Python calls a signal's handler in the main thread, between any two steps of it. Only that thread may use this module.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_told: int | None = None
+_depth = 0
+
+
+def watch() -> None:
+    """Sets the handlers; once more, where somebody else has set others (Ray does)."""
+    for number in _SIGNALS:
+        signal.signal(number, _handle)
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Has the two signals handled here meanwhile. They raise ``SystemExit(143)`` and ``KeyboardInterrupt``."""
+    global _told
+    outer = _told
+    previous = [(number, signal.getsignal(number)) for number in _SIGNALS]
+    watch()
+    try:
+        yield
+    finally:
+        _told = outer
+        for number, handler in previous:
+            signal.signal(number, handler)
+
+
+def status() -> int | None:
+    """The exit status that the first signal asks for, None as long as none came."""
+    return None if _told is None else 128 + _told
+
+
+@contextmanager
+def shielded(longest_s: float | None = None) -> Iterator[None]:
+    """Lets a block end before the first signal is raised.
+
+    Args:
+        longest_s: of the wait for it; then the signal is raised inside. None waits as long as it takes.
+    """
+    global _depth, _longest_s
+    _depth += 1
+    _longest_s = longest_s if _depth == 1 else _longest_s
+    came_before = _told is not None
+    try:
+        yield
+    finally:
+        _depth -= 1
+        if _depth == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    if _depth == 0 and _told is not None and not came_before:
+        _raise(_told)
+
+
+_longest_s: float | None = None
+
+
+def _handle(number: int, _: Any) -> None:
+    global _told
+    if _told is not None:
+        os._exit(128 + number)
+    _told = number
+    if _depth == 0:
+        _raise(number)
+    sys.stderr.write("\nending after this step; the same signal again ends at once\n")
+    if _longest_s is not None:
+        signal.signal(signal.SIGALRM, lambda *_: _raise(number))
+        signal.setitimer(signal.ITIMER_REAL, _longest_s)
+
+
+def _raise(number: int) -> None:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)

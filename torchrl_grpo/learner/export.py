@@ -1,0 +1,100 @@
+"""The trained model as ``from_pretrained`` reads it, with a card that says what it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_grpo.errors import DiskFullError
+from torchrl_grpo.models.loading import base_model_of
+from torchrl_grpo.models.sharding import is_writer
+from torchrl_grpo.records import is_full, percent, size
+from torchrl_grpo.weights import named_weights
+
+ACCURACY = "eval/pass@1"
+"""The metric that says how good a checkpoint is."""
+
+
+def export_model(
+    model: Any, tokenizer: PreTrainedTokenizerBase, target: Path, card: str, *, adapters: bool = False
+) -> Path:
+    """Writes a model, its tokenizer and its card into a folder, in place of what was there.
+
+    ``AutoModelForCausalLM.from_pretrained`` and vLLM load the folder as it is. Of a sharded model all ranks must call
+    this: rank 0 writes.
+
+    Args:
+        model: trained; adapters are merged.
+        tokenizer: of the model.
+        target: the folder.
+        card: text of its ``README.md``.
+        adapters: whether LoRA's adapters are written by themselves, as peft loads them, in place of the whole model.
+
+    Raises:
+        DiskFullError: there is no room for it; what was there stays.
+    """
+    writes = is_writer(model)
+    state = {} if adapters else {name: w.cpu().contiguous() for name, w in named_weights(model) if writes}
+    if not writes:
+        return target
+    staging, old = (target.with_name(f"{target.name}.{end}") for end in ("tmp", "old"))
+    for folder in (staging, old):
+        shutil.rmtree(folder, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        check_room(staging, sum(tensor.numel() * tensor.element_size() for tensor in state.values()), "the model")
+        if adapters:
+            model.save_pretrained(staging)
+        else:  # the names are those of the checkpoint already
+            base_model_of(model).save_pretrained(staging, state_dict=state, save_original_format=False)
+        tokenizer.save_pretrained(staging)
+        (staging / "README.md").write_text(card, encoding="utf-8")
+    except BaseException as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        if is_full(error):
+            raise DiskFullError(f"there is no room for the model in {target.parent}") from None
+        raise
+    if target.exists():
+        target.rename(old)
+    staging.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def check_room(directory: Path, needed: int, what: str) -> None:
+    """Checks that a file fits on a disk.
+
+    Raises:
+        DiskFullError: it does not.
+    """
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise DiskFullError(
+            f"there is no room for {what} in {directory}: it takes {size(needed)}, and {size(free)} are free"
+        )
+
+
+def model_card(config: Mapping[str, Any], step: int, metrics: Mapping[str, float]) -> str:
+    """The card of a model: what it was made from, with what, and how good it is.
+
+    Args:
+        config: of the run, as plain types.
+        step: steps that trained it.
+        metrics: of its evaluation; they may be missing.
+    """
+    env, base = config["env"], config["model"]["name"]
+    data = env["task"].get("_target_") or env["dataset"] or ", ".join(entry["dataset"] for entry in env["datasets"])
+    of_hub = base.count("/") == 1 and not Path(base).exists()
+    tested = {name: value for name, value in metrics.items() if name.startswith("eval/pass@")}
+    rows = {"base model": base, "training data": data, "steps": f"{step:,}"}
+    rows |= {name.removeprefix("eval/"): percent(value) for name, value in tested.items()} or {"pass@1": "not measured"}
+    lines = ["---", *([f"base_model: {base}"] if of_hub else []), "library_name: transformers", "tags: [grpo]", "---"]
+    lines += ["", "# A model trained with GRPO", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in rows.items()]
+    lines += ["", "The run's config:", "", "```json", json.dumps(config, indent=2), "```", ""]
+    return "\n".join(lines)

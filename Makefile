@@ -73,6 +73,7 @@ bench: $(VENV)/.stamp-bench $(VENV)/.stamp-ray $(TEST_ENGINE)  ## the same in al
 	  $(PY) benchmarks/bench_rollout.py --model $$model --dtype $$dtype --vllm --out $(BENCH_OUT)/rollout_$${model}_$$dtype.json; \
 	done; done
 	$(PY) benchmarks/bench_rollout.py --model small --lengths --new-tokens 512 --repeats 2 --vllm --out $(BENCH_OUT)/rollout_lengths.json
+	$(PY) benchmarks/bench_vllm.py --out $(BENCH_OUT)/vllm.json
 	$(PY) benchmarks/bench_default_job.py --out $(BENCH_OUT)/default_job.json
 	$(PY) benchmarks/bench_weight_sync.py --model random --out $(BENCH_OUT)/weight_sync_random_transformers.json
 	$(PY) benchmarks/bench_reward_latency.py --output $(BENCH_OUT)/reward_latency.json

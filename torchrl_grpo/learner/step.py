@@ -256,6 +256,9 @@ class GRPOTrainer:
             rescaling = self.scaler.is_enabled() and math.isfinite(loss_value) and self.scaler.get_scale() > 1
             self._nonfinite_in_a_row += 0 if rescaling or empty else 1
         if self.scaler.is_enabled():
+            if not math.isfinite(norm_value):  # perhaps in another rank's part of a layer
+                for found in self.scaler._found_inf_per_device(self.optimizer).values():
+                    found.fill_(1.0)
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         if self._nonfinite_in_a_row >= self.max_nonfinite_steps:

@@ -202,7 +202,8 @@ class TokenScorer(TensorDictModuleBase):
         Where not, a warning says why, once.
         """
         base, config = self.base, self.base.config.get_text_config()
-        why = getattr(base, "unpacked_because", "it was sharded before a TokenScorer could check it")
+        why = getattr(base, "unpacked_because", None)
+        why = "it was sharded before a TokenScorer could check it" if why is None else why
         if config._attn_implementation != "sdpa":
             why = f"its attention is {config._attn_implementation}, not sdpa"
         for name in WINDOWS:

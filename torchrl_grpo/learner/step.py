@@ -58,7 +58,8 @@ class GRPOTrainer:
         scheduler: stepped after each optimizer step, or None.
         optim_batch_size: sequences in one optimizer step.
         epochs: passes over a batch.
-        micro_batch_tokens: most tokens, padding included, in one forward and backward pass.
+        micro_batch_tokens: most tokens that one forward and backward pass computes. A prompt that several sequences
+            share counts once, and padding counts where the model cannot be packed (``TokenScorer.packs``).
         autocast_dtype: bfloat16 or float16 for mixed precision, None for none. With float16 the loss is scaled, by a
             scaler that lives as long as the trainer.
         clip_grad_norm: largest gradient norm.

@@ -140,6 +140,9 @@ def shard_model(
     register_fsdp_forward_method(base, "call_gathered")
     if mesh["tensor"].size() == 1:
         _fill(model, tensors, torch.device("cpu" if cpu_offload else mesh.device_type), mesh)
+    checked = [getattr(base, "unpacked_because", None)]  # by a TokenScorer, where the weights were
+    dist.broadcast_object_list(checked, 0, device=torch.device(mesh.device_type))
+    base.unpacked_because = checked[0]
     return model
 
 

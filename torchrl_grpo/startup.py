@@ -91,7 +91,7 @@ def quick_imports(*, whole_torchrl: bool = False) -> Iterator[None]:
         whole_torchrl: whether its wrappers are to work all the same, for parts of it that the user names.
     """
     global _hides
-    _hides = not whole_torchrl
+    _hides = not whole_torchrl and (_hides or "torchrl.collectors" not in sys.modules)
     collects = gc.isenabled()
     gc.disable()
     hidden: dict[str, Any] = {name: None for name in _WRAPPED if _hides and name not in sys.modules}

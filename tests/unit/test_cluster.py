@@ -11,6 +11,7 @@ import torch
 
 from tests.support.configs import ROOT
 from tests.support.devices import SPREAD, gpus
+from torchrl_grpo import startup
 from torchrl_grpo.distributed import cluster as cluster_module
 from torchrl_grpo.distributed.cluster import Seat, require_ray, seats, start
 from torchrl_grpo.placement import DevicePlan
@@ -44,6 +45,7 @@ def test_processes_that_share_a_gpu_share_a_bundle() -> None:
 def test_a_process_is_pinned_to_the_plans_devices_among_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setattr(startup, "_hides", False)
     seat = Seat(0, gpus(1, 3), 2.0, 2)
     assert cluster_module._environment(seat, 3, pinned=True) == {
         "CUDA_VISIBLE_DEVICES": "5,7",

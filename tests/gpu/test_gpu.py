@@ -37,6 +37,19 @@ def test_mixed_precision_on_cuda_is_close_to_float32(dtype: torch.dtype) -> None
     assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_sequences_on_cuda_score_like_padded_ones(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = TokenScorer(make_tiny_model().to("cuda", dtype))
+    tokens = torch.randint(5, 261, (6, 40), device="cuda")
+    tokens[1:3, :10], tokens[4:6, :7] = tokens[0, :10], tokens[3, :7]
+    mask = torch.arange(40, device="cuda") >= torch.tensor([10, 10, 10, 7, 7, 7], device="cuda")[:, None]
+    assert scorer.packs(40)
+    got, _ = scorer.score(tokens, mask)
+    monkeypatch.setattr(TokenScorer, "packs", lambda *_: False)
+    expected, _ = scorer.score(tokens, mask)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.2)
+
+
 def test_the_engine_on_cuda_gives_the_scorers_log_probs() -> None:
     model = make_tiny_model().cuda()
     engine = TransformersEngine(model)

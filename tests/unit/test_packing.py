@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import chain, pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
-from torchrl_grpo.models.packing import micro_batches, pad, pad_batch, rank_micro_batches, sequences_of, slice_tokens
+from torchrl_grpo.models.packing import (
+    micro_batches,
+    pad,
+    pad_batch,
+    pass_tokens,
+    rank_micro_batches,
+    sequences_of,
+    slice_tokens,
+)
 
 LENGTHS = (9, 14, 6, 11, 8, 12, 7, 10, 30, 5, 17)
 
@@ -21,6 +31,47 @@ def test_micro_batches_hold_each_sequence_once_and_keep_the_budget(lengths: list
     for part in parts:
         longest = max(lengths[i] for i in part.tolist())
         assert len(part) == 1 or len(part) * longest <= budget
+
+
+GROUPS = st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(0, 30), min_size=1, max_size=6)), min_size=1)
+
+
+def of_groups(groups: list[tuple[int, list[int]]]) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+    """Lengths and prompts of groups: the length of a prompt, and those of its responses."""
+    prompts = [(number, prompt) for number, (prompt, responses) in enumerate(groups) for _ in responses]
+    return torch.tensor([prompt + own for prompt, responses in groups for own in responses]), prompts
+
+
+@settings(max_examples=80, deadline=None)
+@given(GROUPS, st.integers(1, 200))
+def test_micro_batches_count_a_prompt_once_and_keep_the_budget(
+    groups: list[tuple[int, list[int]]], budget: int
+) -> None:
+    lengths, prompts = of_groups(groups)
+    parts = [part.tolist() for part in micro_batches(lengths, budget, prompts)]
+    assert sorted(chain.from_iterable(parts)) == list(range(len(lengths)))
+    computed = []
+    for part in parts:
+        of_prompts = sum(length for _, length in {prompts[row] for row in part})
+        computed.append(of_prompts + sum(int(lengths[row]) - prompts[row][1] for row in part))
+        assert len(part) == 1 or computed[-1] <= budget
+        assert computed[-1] == pass_tokens([int(lengths[row]) for row in part], [prompts[row] for row in part])
+    assert all(a + b > budget for a, b in pairwise(computed))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("groups", [1, 3, 16])
+def test_ranks_share_groups_about_equally_and_whole_where_they_can(world_size: int, groups: int) -> None:
+    responses = [[(7 * group + 5 * i) % 13 + 8 for i in range(8)] for group in range(groups)]
+    lengths, prompts = of_groups([(50, own) for own in responses])
+    shares = [rank_micro_batches(lengths, 10**6, rank, world_size, prompts) for rank in range(world_size)]
+    assert all(len(share) == 1 for share in shares)
+    rows = [share[0].tolist() for share in shares]
+    assert sorted(chain.from_iterable(rows)) == list(range(len(lengths)))
+    computed = [pass_tokens([int(lengths[row]) for row in share], [prompts[row] for row in share]) for share in rows]
+    assert max(computed) <= 1.25 * sum(computed) / world_size
+    if groups >= 4 * world_size:
+        assert sum(computed) == pass_tokens(lengths.tolist(), prompts)
 
 
 def test_micro_batches_refuse_an_empty_budget() -> None:

@@ -242,7 +242,7 @@ def rank_micro_batches(
     """One rank's micro-batches of a batch that several ranks share; each rank computes about as many tokens.
 
     All ranks get the same number of micro-batches, because each of them is a collective operation of a sharded model.
-    The sequences of a prompt stay on one rank, unless they are more than a quarter of its share.
+    The sequences of a prompt stay on one rank, unless they are more than half of its share.
 
     Args:
         lengths: [N] int64, tokens in each sequence of the whole batch.
@@ -261,7 +261,7 @@ def rank_micro_batches(
     lengths = lengths.cpu()
     sizes, pieces = lengths.tolist(), [[row] for row in range(len(lengths))]
     if prompts is not None:
-        most = max(1, pass_tokens(sizes, prompts) // (4 * world_size))
+        most = max(1, pass_tokens(sizes, prompts) // (2 * world_size))
         groups = [(prompt, torch.tensor(rows)) for prompt, rows in _by_prompt(prompts).items()]
         cut = ((rows, micro_batches(lengths[rows], most, [prompt] * len(rows))) for prompt, rows in groups)
         pieces = [rows[part].tolist() for rows, parts in cut for part in parts]

@@ -205,7 +205,7 @@ def test_duration_counts_hours_only_when_there_are_any() -> None:
     assert [duration(s) for s in (0.4, 59.6, 3599, 3600, 90061)] == ["0:00", "1:00", "59:59", "1:00:00", "25:01:01"]
 
 
-def test_a_prompt_is_shown_as_the_model_gets_it_with_the_numbers_of_problems() -> None:
+def test_a_prompt_is_shown_as_the_model_gets_it_with_counts() -> None:
     file = io.StringIO()
     Console(file=file, width=40).problems(4096, 14, f"<|user|>[b]1+1?[/b]\x1b[2J<|end|>{'x' * 900}")
     first, second = file.getvalue().splitlines()

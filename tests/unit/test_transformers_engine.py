@@ -165,7 +165,7 @@ def test_log_probs_are_those_of_the_model_at_the_temperature(make, temperature):
 
 
 @pytest.mark.parametrize("make", FUSED)
-def test_packed_weights_give_the_models_log_probs_before_and_after_an_update(make, monkeypatch):
+def test_packed_weights_give_the_models_log_probs_after_an_update_too(make, monkeypatch):
     monkeypatch.setattr(packed, "_LEAST", 1)
     model, prompts, params = build(make), make_prompts(5, 9, 3), SamplingParams(12)
     engine = TransformersEngine(model)

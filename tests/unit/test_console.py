@@ -48,6 +48,15 @@ def test_pipe_gets_one_line_at_the_first_step_every_tenth_and_the_last() -> None
     assert lines[1].startswith(f"step 10: 80/184 sequences, {numbers}, ")
 
 
+def test_pipe_gets_log_lines_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = logging.StreamHandler(io.StringIO())
+    handler.setFormatter(logging.Formatter("\x1b[92m%(message)s"))
+    monkeypatch.setattr(torchrl_logger, "handlers", [handler])
+    Console(file=io.StringIO())
+    torchrl_logger.warning("look")
+    assert handler.stream.getvalue().endswith(" WARNING: look\n") and "\x1b" not in handler.stream.getvalue()
+
+
 def test_pipe_gets_no_control_characters() -> None:
     file = io.StringIO()
     with Console(file=file) as console:

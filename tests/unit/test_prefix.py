@@ -107,7 +107,7 @@ def test_in_float64_packing_changes_nothing_but_rounding() -> None:
         torch.testing.assert_close(got[key], gradient, rtol=1e-9, atol=1e-11)
 
 
-def test_no_token_of_a_response_reaches_another_response_or_an_earlier_token() -> None:
+def test_no_token_reaches_another_response_or_an_earlier_token() -> None:
     model = make_tiny_model()
     tokens, mask = make_group()
     scorer = TokenScorer(model)

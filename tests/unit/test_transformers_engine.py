@@ -26,9 +26,10 @@ from transformers import (
 
 from tests.support.finished import assert_each_response_is_told_when_it_ends
 from tests.support.models import make_tiny_model
-from torchrl_grpo.generation import Completion, SamplingParams, TransformersEngine, fused_decoder
+from torchrl_grpo.generation import Completion, SamplingParams, TransformersEngine, fused_decoder, packed
 from torchrl_grpo.generation.decoder import GenericDecoder
 from torchrl_grpo.generation.fused_decoder import FusedDecoder
+from torchrl_grpo.generation.packed import PackedLinear
 from torchrl_grpo.generation.sampling import invert_cdf, sample, sampling_probs
 from torchrl_grpo.weights import named_weights
 
@@ -161,6 +162,51 @@ def test_log_probs_are_those_of_the_model_at_the_temperature(make, temperature):
     # Rows must have left at different times, for their absence to be tested as well.
     assert len({len(completion.tokens) for group in groups for completion in group}) > 3
     assert largest_error(model, prompts, groups, temperature) < 1e-5
+
+
+@pytest.mark.parametrize("make", FUSED)
+def test_packed_weights_give_the_models_log_probs_before_and_after_an_update(make, monkeypatch):
+    monkeypatch.setattr(packed, "_LEAST", 1)
+    model, prompts, params = build(make), make_prompts(5, 9, 3), SamplingParams(12)
+    engine = TransformersEngine(model)
+    assert isinstance(engine.decoder, FusedDecoder)
+    assert largest_error(model, prompts, engine.generate(prompts, 4, params), 1.0) < 1e-5
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    engine.update_weights(named_weights(model), version=1)
+    assert largest_error(model, prompts, engine.generate(prompts, 4, params), 1.0) < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("rows", [1, 64, 70])
+@pytest.mark.parametrize("least", [1, 2**20])
+def test_a_packed_linear_layer_adds_bias_and_residual(dtype, tolerance, rows, least, monkeypatch):
+    monkeypatch.setattr(packed, "_LEAST", least)
+    weight, bias = torch.randn(48, 32, dtype=dtype) / 8, torch.randn(48, dtype=dtype)
+    x, residual = torch.randn(rows, 32, dtype=dtype), torch.randn(rows, 48, dtype=dtype)
+    for some_bias in (None, bias):
+        linear = PackedLinear(weight, some_bias, [weight])
+        linear.refresh()
+        expected = x.double() @ weight.double().t() + (0 if some_bias is None else some_bias.double())
+        with torch.inference_mode():
+            torch.testing.assert_close(linear(x).double(), expected, rtol=tolerance, atol=tolerance)
+            added = linear(x, residual).double()
+        torch.testing.assert_close(added, expected + residual.double(), rtol=tolerance, atol=tolerance)
+
+
+def test_a_weight_is_packed_again_only_when_it_has_changed(monkeypatch):
+    monkeypatch.setattr(packed, "_LEAST", 1)
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    linear = PackedLinear(weight.detach(), None, [weight])
+    linear.refresh()
+    first = linear._packed
+    linear.refresh()
+    assert linear._packed is first
+    with torch.no_grad():
+        weight.mul_(2)
+    linear.refresh()
+    assert linear(torch.ones(1, 4)).tolist() == [[8.0] * 4]
 
 
 def test_greedy_log_probs_are_those_of_temperature_1(tiny_model):

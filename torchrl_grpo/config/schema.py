@@ -243,7 +243,7 @@ class TrainConfig:
     epochs: int = limited(1, ge=1)
     """Passes over each collected batch, at least 1."""
     micro_batch_tokens: int = limited(16_384, ge=1)
-    """Most tokens, padding included, in one forward and backward pass; gradients add up exactly."""
+    """Most tokens that one forward and backward pass computes; gradients add up exactly."""
     max_staleness: int | None = limited(None, ge=0)
     """Most steps by which the weights that sampled a trajectory may be older than those that train on it: 0 in grpo.py,
     any number in grpo-async.py, whose default is 1."""

@@ -5,7 +5,7 @@ and up; keys and values live in one preallocated tensor for all layers; the quer
 query positions, so that grouped-query attention repeats nothing; and no mask or position bookkeeping is done per layer.
 
 The fused matrices are the storage of the model's own parameters: those become views of them. Writing new values into
-the model's parameters therefore updates this decoder, and there is never a second copy.
+the model's parameters therefore updates this decoder. On a CPU each batch begins by packing what has changed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchrl_grpo.generation.decoder import Batch, Decoder
+from torchrl_grpo.generation.packed import PackedLinear
 
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
@@ -36,10 +37,14 @@ class _Layer:
     mlp: Any
     input_norm: Any
     post_norm: Any
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
+    qkv: PackedLinear
+    out: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+
+    @property
+    def linears(self) -> tuple[PackedLinear, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
@@ -77,8 +82,11 @@ class FusedDecoder(Decoder):
         self._body = body
         self._lm_head = model.lm_head
         self._layers = [_fuse(layer) for layer in body.layers]
+        self._head = _join(model.lm_head)
 
     def start(self, prompts: Sequence[Tensor], n: int, max_new_tokens: int) -> Batch:
+        for linear in (self._head, *(one for layer in self._layers for one in layer.linears)):
+            linear.refresh()
         return _FusedBatch(self, prompts, n, max_new_tokens)
 
     def cache_bytes(self, prompt_length: int, n: int, max_new_tokens: int) -> int:
@@ -119,23 +127,23 @@ class FusedDecoder(Decoder):
         rotated_heads = self.query_heads + self.kv_heads
         for i, layer in enumerate(self._layers):
             normed = _rms_norm(hidden, layer.input_norm)
-            qkv = F.linear(normed, layer.qkv, layer.qkv_bias).unflatten(-1, (-1, self.head_dim))
+            qkv = layer.qkv(normed).unflatten(-1, (-1, self.head_dim))
             qk, v = qkv[:, :rotated_heads], qkv[:, rotated_heads:]
             if hasattr(layer.attention, "q_norm"):
                 q, k = qk[:, : self.query_heads], qk[:, self.query_heads :]
                 qk = torch.cat((_rms_norm(q, layer.attention.q_norm), _rms_norm(k, layer.attention.k_norm)), 1)
             qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
             attended = attend(i, qk[:, : self.query_heads], qk[:, self.query_heads :], v)
-            hidden = _add_linear(hidden, attended, layer.attention.o_proj)
+            hidden = layer.out(attended, hidden)
 
             normed = _rms_norm(hidden, layer.post_norm)
-            gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-            hidden = _add_linear(hidden, layer.mlp.act_fn(gate) * up, layer.mlp.down_proj)
+            gate, up = layer.gate_up(normed).chunk(2, -1)
+            hidden = layer.down(layer.mlp.act_fn(gate) * up, hidden)
         return _rms_norm(hidden, self._body.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden size] to [N, V]."""
-        return F.linear(hidden, self._lm_head.weight, self._lm_head.bias)
+        return self._head(hidden)
 
 
 class _FusedBatch(Batch):
@@ -250,20 +258,28 @@ class _FusedBatch(Batch):
 
 def _fuse(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    qkv, qkv_bias = _join(attention.q_proj, attention.k_proj, attention.v_proj)
-    gate_up, gate_up_bias = _join(mlp.gate_proj, mlp.up_proj)
-    input_norm, post_norm = layer.input_layernorm, layer.post_attention_layernorm
-    return _Layer(attention, mlp, input_norm, post_norm, qkv, qkv_bias, gate_up, gate_up_bias)
+    return _Layer(
+        attention,
+        mlp,
+        layer.input_layernorm,
+        layer.post_attention_layernorm,
+        qkv=_join(attention.q_proj, attention.k_proj, attention.v_proj),
+        out=_join(attention.o_proj),
+        gate_up=_join(mlp.gate_proj, mlp.up_proj),
+        down=_join(mlp.down_proj),
+    )
 
 
-def _join(*linears: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """One weight and bias for several linear layers, whose own parameters become views of them."""
-    weight = _join_storage([linear.weight for linear in linears])
+def _join(*linears: nn.Linear) -> PackedLinear:
+    """One linear layer for several, whose own parameters become views of its weight and bias."""
+    weights = [linear.weight for linear in linears]
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    return weight, _join_storage(biases) if biases else None
+    return PackedLinear(_join_storage(weights), _join_storage(biases) if biases else None, weights)
 
 
 def _join_storage(parameters: Sequence[Tensor]) -> Tensor:
+    if len(parameters) == 1:
+        return parameters[0].detach()
     joined = torch.cat([p.detach() for p in parameters])
     for parameter, view in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
         parameter.data = view
@@ -272,9 +288,3 @@ def _join_storage(parameters: Sequence[Tensor]) -> Tensor:
 
 def _rms_norm(x: Tensor, norm: Any) -> Tensor:
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
-
-
-def _add_linear(residual: Tensor, x: Tensor, linear: nn.Linear) -> Tensor:
-    if linear.bias is not None:
-        residual = residual + linear.bias
-    return torch.addmm(residual, x, linear.weight.t())

@@ -55,7 +55,8 @@ class GRPOTrainer:
         scheduler: stepped after each optimizer step, or None.
         optim_batch_size: sequences in one optimizer step.
         epochs: passes over a batch.
-        micro_batch_tokens: most tokens, padding included, in one forward and backward pass.
+        micro_batch_tokens: most tokens that one forward and backward pass computes. A prompt that several sequences
+            share counts once, and padding counts where the model cannot be packed (``TokenScorer.packs``).
         autocast_dtype: bfloat16 or float16 for mixed precision, None for none. With float16 the loss is scaled, by a
             scaler that lives as long as the trainer.
         clip_grad_norm: largest gradient norm.
@@ -255,6 +256,9 @@ class GRPOTrainer:
             rescaling = self.scaler.is_enabled() and math.isfinite(loss_value) and self.scaler.get_scale() > 1
             self._nonfinite_in_a_row += 0 if rescaling and not empty else 1
         if self.scaler.is_enabled():
+            if not math.isfinite(norm_value):  # perhaps in another rank's part of a layer
+                for found in self.scaler._found_inf_per_device(self.optimizer).values():
+                    found.fill_(1.0)
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         if empty and self._nonfinite_in_a_row >= self.max_nonfinite_steps:

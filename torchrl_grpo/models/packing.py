@@ -80,7 +80,8 @@ def pad(batch: TensorDictBase, key: NestedKey, padding_value: float = 0) -> Tens
 
 def has(batch: TensorDictBase, key: NestedKey) -> bool:
     """Whether a batch has an entry; ``key in batch.keys(True, True)`` is wrong for nested keys of a lazy stack."""
-    return key in list(batch.keys(True, True))
+    parts = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
+    return all(part.get(key, None) is not None for part in parts)
 
 
 def _missing(batch: TensorDictBase, key: NestedKey) -> KeyError:
@@ -261,8 +262,8 @@ def rank_micro_batches(
     sizes, pieces = lengths.tolist(), [[row] for row in range(len(lengths))]
     if prompts is not None:
         most = max(1, pass_tokens(sizes, prompts) // (4 * world_size))
-        groups = [torch.tensor(rows) for rows in _by_prompt(prompts).values()]
-        cut = ((rows, micro_batches(lengths[rows], most, [prompts[rows[0]]] * len(rows))) for rows in groups)
+        groups = [(prompt, torch.tensor(rows)) for prompt, rows in _by_prompt(prompts).items()]
+        cut = ((rows, micro_batches(lengths[rows], most, [prompt] * len(rows))) for prompt, rows in groups)
         pieces = [rows[part].tolist() for rows, parts in cut for part in parts]
 
     def tokens(piece: Sequence[int]) -> int:

@@ -21,11 +21,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn = None
-
 Prompt = tuple[int, int]
 """The number of a prompt in its batch, and its length."""
 
@@ -126,32 +121,33 @@ def packed(tokens_BT: Tensor, mask_BT: Tensor) -> Layout:
             rows_of.setdefault(prompt, []).append(row)
     if not rows_of:  # a pass that scores nothing is still one
         rows_of[0, 1], ends[0] = [0], 1
-    order = [row for rows in rows_of.values() for row in rows]
-    starts = [bool(i) * prompt[1] for prompt, rows in rows_of.items() for i in range(len(rows))]
-    sizes = [ends[row] - start for row, start in zip(order, starts, strict=True)]
-    groups, sized = [], iter(sizes)
-    for (_, prompt), rows in rows_of.items():
-        first, *others = (next(sized) for _ in rows)
-        groups.append((prompt, first, *filter(None, others)))
-    index, start_of, size = torch.tensor([order, starts, sizes])
-    offset = size.cumsum(0) - size - start_of  # of a token's place in the row to its position
+    order, starts, groups = list[int](), list[int](), list[tuple[int, ...]]()
+    for (_, length), rows in rows_of.items():
+        order += rows
+        starts += [0, *[length] * (len(rows) - 1)]
+        groups.append((length, ends[rows[0]], *(ends[row] - length for row in rows[1:] if ends[row] > length)))
+    index, start_of = torch.tensor([order, starts])
+    size = torch.tensor(ends)[index] - start_of
+    offset = size.cumsum(0) - size - start_of  # from a token's position to its place in the row
     positions = torch.arange(int(size.sum())) - offset.repeat_interleave(size)
-    # In the same row: of which sequence a prompt is, and how far its tokens are from their positions.
+    # Of each sequence, in the order of the batch; its prompt may be in the row as part of another one, the lead.
     shift, begin, lead = (torch.zeros(len(tokens_BT), dtype=torch.int64) for _ in range(3))
     shift[index], begin[index] = offset, start_of
     for rows in rows_of.values():
         lead[rows] = shift[rows[0]]
     flat = scored.flatten().nonzero().squeeze(-1)
-    row, position = flat // max(width, 1), flat % max(width, 1)
-    predictors = position + torch.where(position < begin[row], lead[row], shift[row])
-    parts = (
-        tokens_BT[index.repeat_interleave(size), positions][None],
-        predictors,
-        tokens_BT[:, 1:].flatten()[flat],
-        flat + row + 1,
-        positions[None],
+    of_row, position = flat // max(width, 1), flat % max(width, 1)
+    predictors = position + torch.where(position < begin[of_row], lead[of_row], shift[of_row])
+    targets = tokens_BT[:, 1:].flatten()[flat]
+    tokens = tokens_BT[index.repeat_interleave(size), positions]
+    return Layout(
+        tokens[None].to(device),
+        predictors.to(device),
+        targets.to(device),
+        (flat + of_row + 1).to(device),
+        positions[None].to(device),
+        tuple(groups),
     )
-    return Layout(*(part.to(device) for part in parts), groups=tuple(groups))
 
 
 def attention(
@@ -187,12 +183,8 @@ def attention(
     if plain and query.device.type == "cpu":
         return _FlashOnCPU.apply(query, key, value, layout.groups, scale), None
     key, value = (tensor.index_select(2, layout.keys) for tensor in (key, value))
-    if plain and query.is_cuda and query.itemsize == 2 and varlen_attn is not None:
-        rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        longest = (max(part) for part in layout.lengths)
-        # A causal window is aligned with the last query and the last key.
-        out = varlen_attn(*rows, *layout.bounds, *longest, scale=scale, window_size=(-1, 0), enable_gqa=True)
-        return out[None], None
+    if plain and query.is_cuda and query.itemsize == 2:
+        return _flash_on_cuda(query, key, value, layout, scale), None
     return _each_sequence(query, key, value, layout, scale, dropout), None
 
 
@@ -210,6 +202,18 @@ def _each_sequence(query: Tensor, key: Tensor, value: Tensor, layout: Layout, sc
         mask = torch.ones(shape, dtype=torch.bool, device=q.device).tril(shape[1] - shape[0])
         outs.append(scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale))
     return torch.cat(outs, 2).transpose(1, 2)
+
+
+def _flash_on_cuda(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+    """[1, N, H, D], all sequences in one call."""
+    from torch.nn.attention.varlen import varlen_attn  # slow to import, and only CUDA has it
+
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    begin_q, begin_k = layout.bounds
+    most_q, most_k = (max(lengths) for lengths in layout.lengths)
+    causal = (-1, 0)  # aligned with the last query and the last key of a sequence
+    out: Any = varlen_attn(q, k, v, begin_q, begin_k, most_q, most_k, scale=scale, window_size=causal, enable_gqa=True)
+    return out[None]
 
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

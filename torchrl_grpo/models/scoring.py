@@ -1,7 +1,7 @@
 """Log-probs and entropy of given tokens under a model: one scorer for trainer, reference and proximal policy.
 
-The LM head runs in chunks over the scored tokens only and is computed again in backward, so the logits of a batch never
-exist at once: the peak is one chunk (``MAX_CHUNK_ELEMENTS``) instead of [B, T, V].
+The LM head runs over the scored tokens only, in chunks of the vocabulary, and is computed again in backward, so the
+logits of a batch never exist at once: the peak is one chunk (``MAX_CHUNK_ELEMENTS``) instead of [B, T, V].
 
 Shape suffixes: B sequences, T tokens, N scored tokens, D hidden size, V vocabulary.
 """
@@ -38,13 +38,17 @@ WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "l
 
 
 def _chunk_logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, scale: float) -> Tensor:
-    """Logits of one chunk in float32 (or wider), divided by the temperature."""
+    """Logits of a part of the vocabulary in float32 (or wider), divided by the temperature."""
     logits = nn.functional.linear(hidden_ND, weight_VD, bias_V)
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).mul_(scale)
 
 
 class _ChunkedLogProb(torch.autograd.Function):
-    """``log_softmax(hidden @ weight.T / temperature)`` at the targets, and its entropy, chunk by chunk."""
+    """``log_softmax(hidden @ weight.T / temperature)`` at the targets, and its entropy.
+
+    It goes through the vocabulary in chunks, so that each part of the head and of its gradient is touched once. The
+    normaliser is that of the chunks so far.
+    """
 
     @staticmethod
     def forward(
@@ -54,21 +58,25 @@ class _ChunkedLogProb(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_N: Tensor,
         scale: float,
-        rows: int,
+        width: int,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
-        log_prob_N = torch.empty(len(targets_N), dtype=dtype, device=hidden_ND.device)
-        entropy_N, lse_N = torch.empty_like(log_prob_N), torch.empty_like(log_prob_N)
-        for start in range(0, len(targets_N), rows):
-            part = slice(start, start + rows)
-            logits = _chunk_logits(hidden_ND[part], weight_VD, bias_V, scale)
-            lse = logits.logsumexp(-1)
-            log_prob_N[part] = logits.gather(-1, targets_N[part, None]).squeeze(-1) - lse
-            prob = (logits - lse[:, None]).exp_()
-            entropy_N[part] = lse - torch.bmm(prob[:, None], logits[:, :, None]).flatten()
-            lse_N[part] = lse
+        most_N = torch.full(targets_N.shape, -math.inf, dtype=dtype, device=hidden_ND.device)
+        total_N, weighted_N, logit_N = (torch.zeros_like(most_N) for _ in range(3))
+        for start in range(0, len(weight_VD), width):
+            part = slice(start, start + width)
+            logits = _chunk_logits(hidden_ND, weight_VD[part], None if bias_V is None else bias_V[part], scale)
+            index, inside = _place(targets_N, start, logits.shape[1])
+            logit_N += logits.gather(-1, index).squeeze(-1) * inside
+            new_N = torch.maximum(most_N, logits.amax(-1))
+            exps, shrink_N = (logits - new_N[:, None]).exp_(), (most_N - new_N).exp_()
+            total_N = total_N * shrink_N + exps.sum(-1)
+            weighted_N = weighted_N * shrink_N + exps.mul_(logits).sum(-1)
+            most_N = new_N
+        lse_N = most_N + total_N.log()
+        log_prob_N, entropy_N = logit_N - lse_N, lse_N - weighted_N / total_N
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, lse_N, entropy_N)
-        ctx.scale, ctx.rows = scale, rows
+        ctx.scale, ctx.width = scale, width
         ctx.set_materialize_grads(False)
         return log_prob_N, entropy_N
 
@@ -80,36 +88,41 @@ class _ChunkedLogProb(torch.autograd.Function):
             if grad_entropy_N is None:
                 return (None,) * 6
             grad_log_prob_N = torch.zeros_like(grad_entropy_N)
-        grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
-        wide = torch.promote_types(weight_VD.dtype, torch.float32)
-        grad_weight = torch.zeros_like(weight_VD, dtype=wide) if needs_weight else None
-        grad_bias = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
-        for start in range(0, len(targets_N), ctx.rows):
-            part = slice(start, start + ctx.rows)
-            log_p = _chunk_logits(hidden_ND[part], weight_VD, bias_V, ctx.scale).sub_(lse_N[part, None])
+        grad_hidden = torch.zeros_like(hidden_ND, dtype=lse_N.dtype) if needs_hidden else None
+        grad_weight = torch.empty_like(weight_VD) if needs_weight else None
+        grad_bias = torch.empty_like(bias_V) if needs_bias else None
+        slope = grad_log_prob_N[:, None] * -ctx.scale
+        for start in range(0, len(weight_VD), ctx.width):
+            part = slice(start, start + ctx.width)
+            bias = None if bias_V is None else bias_V[part]
+            log_p = _chunk_logits(hidden_ND, weight_VD[part], bias, ctx.scale).sub_(lse_N[:, None])
             # Times the temperature: dlogp(y)/dlogit = onehot(y) - p;  dH/dlogit = -p (log p + H)
-            slope = grad_log_prob_N[part, None] * -ctx.scale
             if grad_entropy_N is None:
                 grad = log_p.exp_().mul_(slope)
             else:
                 prob = log_p.exp()
-                log_p.add_(entropy_N[part, None]).mul_(grad_entropy_N[part, None] * -ctx.scale).add_(slope)
+                log_p.add_(entropy_N[:, None]).mul_(grad_entropy_N[:, None] * -ctx.scale).add_(slope)
                 grad = prob.mul_(log_p)
-            grad = grad.scatter_add_(-1, targets_N[part, None], -slope)
+            index, inside = _place(targets_N, start, grad.shape[1])
+            grad = grad.scatter_add_(-1, index, -slope * inside[:, None])
             if grad_bias is not None:
-                grad_bias += grad.sum(0)
+                grad_bias[part] = grad.sum(0)
             grad = grad.to(hidden_ND.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad, weight_VD, out=grad_hidden[part])
-            if grad_weight is not None and wide == grad.dtype:
-                grad_weight.addmm_(grad.T, hidden_ND[part])
-            elif grad_weight is not None:
-                grad_weight += grad.T @ hidden_ND[part]
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight_VD.dtype)
-        if grad_bias is not None and bias_V is not None:
-            grad_bias = grad_bias.to(bias_V.dtype)
+            if grad_weight is not None:
+                torch.mm(grad.T, hidden_ND, out=grad_weight[part])
+            if grad_hidden is not None and grad_hidden.dtype == grad.dtype:
+                grad_hidden.addmm_(grad, weight_VD[part])
+            elif grad_hidden is not None:
+                grad_hidden += grad @ weight_VD[part]
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.to(hidden_ND.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _place(targets_N: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """Where the targets are in a chunk of the vocabulary, [N, 1], and which of them are there, [N] bool."""
+    place = targets_N - start
+    return place.clamp(0, width - 1)[:, None], (place >= 0) & (place < width)
 
 
 def chunked_log_probs(
@@ -140,10 +153,10 @@ def chunked_log_probs(
         hidden_ND, weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
         bias_V = None if bias_V is None else bias_V.to(dtype)
     limit = max_chunk_elements or MAX_CHUNK_ELEMENTS.get(device_type, MAX_CHUNK_ELEMENTS["other"])
-    chunks = -(-len(targets_N) // max(1, limit // weight_VD.shape[0])) or 1
-    rows = -(-len(targets_N) // chunks) or 1  # chunks of equal size
+    chunks = -(-weight_VD.shape[0] // max(1, limit // max(1, len(targets_N))))
+    width = -(-weight_VD.shape[0] // chunks)  # chunks of equal size
     with torch.autocast(device_type, enabled=False):
-        return _ChunkedLogProb.apply(hidden_ND, weight_VD, bias_V, targets_N, 1.0 / temperature, rows)
+        return _ChunkedLogProb.apply(hidden_ND, weight_VD, bias_V, targets_N, 1.0 / temperature, width)
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -202,7 +215,8 @@ class TokenScorer(TensorDictModuleBase):
         Where not, a warning says why, once.
         """
         base, config = self.base, self.base.config.get_text_config()
-        why = getattr(base, "unpacked_because", "it was sharded before a TokenScorer could check it")
+        why = getattr(base, "unpacked_because", None)
+        why = "it was sharded before a TokenScorer could check it" if why is None else why
         if config._attn_implementation != "sdpa":
             why = f"its attention is {config._attn_implementation}, not sdpa"
         for name in WINDOWS:

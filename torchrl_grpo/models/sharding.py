@@ -132,14 +132,13 @@ def shard_model(
         sharded = fully_shard(module, mesh=mesh["shard"], mp_policy=mixed, offload_policy=offload)
         sharded.set_gradient_divide_factor(1.0)  # a sum: the loss is normalised over the batch of all ranks
         sharded.set_force_sum_reduction_for_comms(True)  # the factor alone would ask for an operation gloo lacks
-    said = [getattr(base, "unpacked_because", None)]  # by rank 0's TokenScorer; on the meta device it saw nothing
-    dist.broadcast_object_list(said, 0)
-    if said[0] is not None:
-        base.unpacked_because = said[0]
     base.call_gathered = lambda function, *args: function(*args)
     register_fsdp_forward_method(base, "call_gathered")
     if mesh["tensor"].size() == 1:
         _fill(model, tensors, torch.device("cpu" if cpu_offload else mesh.device_type), mesh)
+    checked = [getattr(base, "unpacked_because", None)]  # by rank 0's TokenScorer: on the meta device it saw nothing
+    dist.broadcast_object_list(checked, 0, device=torch.device(mesh.device_type))
+    base.unpacked_because = checked[0]
     return model
 
 

@@ -61,6 +61,9 @@ class Console(AbstractContextManager["Console"]):
         self._handlers: list[tuple[logging.StreamHandler[IO[str]], IO[str]]] = []
         self._started_at = time.monotonic()
         self._silent = True  # no step was printed yet
+        for handler in torchrl_logger.handlers:
+            if type(handler) is logging.StreamHandler and not handler.stream.isatty():  # TorchRL's lines have colours
+                handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s: %(message)s"))
 
     def table(self, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Prints a table.

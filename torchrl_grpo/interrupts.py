@@ -15,28 +15,30 @@ from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _told: int | None = None
+_watching = 0
 _depth = 0
-
-
-def watch() -> None:
-    """Sets the handlers; once more, where somebody else has set others (Ray does)."""
-    for number in _SIGNALS:
-        signal.signal(number, _handle)
+_longest_s: float | None = None
 
 
 @contextmanager
 def watched() -> Iterator[None]:
     """Has the two signals handled here meanwhile. They raise ``SystemExit(143)`` and ``KeyboardInterrupt``."""
-    global _told
-    outer = _told
+    global _told, _watching
+    outer, _watching = _told, _watching + 1
     previous = [(number, signal.getsignal(number)) for number in _SIGNALS]
-    watch()
+    for number in _SIGNALS:
+        signal.signal(number, _handle)
     try:
         yield
     finally:
-        _told = outer
+        _told, _watching = outer, _watching - 1
         for number, handler in previous:
             signal.signal(number, handler)
+
+
+def in_script() -> bool:
+    """Whether this process is a script of ours, which ends with the run."""
+    return _watching > 0
 
 
 def status() -> int | None:
@@ -63,9 +65,6 @@ def shielded(longest_s: float | None = None) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0)
     if _depth == 0 and _told is not None and not came_before:
         _raise(_told)
-
-
-_longest_s: float | None = None
 
 
 def _handle(number: int, _: Any) -> None:

@@ -32,7 +32,7 @@ def send_at(run_: Run, moment: str, number: int, monkeypatch: pytest.MonkeyPatch
     """Sends this process a signal in the third step's ``moment``."""
     holders: dict[str, tuple[Any, str]] = {
         "wait for a batch": (run_.source, "next_batch"),
-        "step": (run_.learner.trainer.optimizer, "step"),
+        "step": (run_.learner.trainer, "optim_step"),
         "end of a step": (run_.learner, "train_batch"),
         "weight sync": (run_.source, "publish"),
         "evaluation": (run_.source, "evaluate"),

@@ -132,13 +132,13 @@ class Cluster:
         self._closed = False
 
     def watch(self, what_to_say: Callable[[], str]) -> None:
-        """Ends this process when a process of a Ray that was started here ends: nothing works without it, and Ray
-        itself says so after up to a minute, in many lines.
+        """Ends a script when a process of a Ray that was started here ends: nothing works without it, and Ray itself
+        says so after up to a minute, in many lines. In another program this does nothing.
 
         Args:
             what_to_say: how the run goes on; called in another thread.
         """
-        if self.address is None:
+        if self.address is None and interrupts.in_script():
             threading.Thread(target=self._watch, args=(what_to_say,), name="watch Ray", daemon=True).start()
 
     def _watch(self, what_to_say: Callable[[], str]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from torchrl_grpo.checks import MIN_TEMPERATURE
+from torchrl_grpo.errors import RunLostError
 from torchrl_grpo.weights import WeightHandle
 
 
@@ -75,7 +76,7 @@ class Completion:
 OnFinished = Callable[[int, int, Completion], None]
 
 
-class EngineDeadError(RuntimeError):
+class EngineDeadError(RunLostError):
     """A process of the engine has ended: no call works any more, and a new engine has to be made."""
 
 

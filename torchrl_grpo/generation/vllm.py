@@ -29,7 +29,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from torchrl_grpo.generation.base import Completion, Engine, OnFinished, SamplingParams, greedy
+from torchrl_grpo.generation.base import Completion, Engine, EngineDeadError, OnFinished, SamplingParams, greedy
 from torchrl_grpo.weights import PlainHandle, WeightHandle, check_weights, expected_weights
 from torchrl_grpo.weights.worker import SharedWeights
 
@@ -303,7 +303,14 @@ class VLLMEngine(VLLMBase):
             answers[str(i)] = Answer(i, n, own.n, on_finished)
             engine.add_request(str(i), TokensPrompt(prompt_token_ids=prompt.tolist()), own)
         while engine.has_unfinished_requests():
-            for output in engine.step():
+            try:
+                outputs = engine.step()
+            except (RuntimeError, TimeoutError, EOFError) as error:  # in many words of vLLM's own
+                raise EngineDeadError(
+                    "vLLM's worker process has ended, or did not answer in time (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, "
+                    f"300 by default): {type(error).__name__}, {str(error).partition(chr(10))[0] or 'without a word'}."
+                ) from error
+            for output in outputs:
                 answers[output.request_id].add(output.outputs)
         return [answer.completions() for answer in answers.values()]
 

@@ -1,0 +1,44 @@
+"""vLLM's worker killed or stopped while it samples: one message in a bounded time, and an engine that still closes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import torchrl_grpo.generation.vllm as vllm_module
+from tests.support.models import make_tiny_model
+from tests.support.processes import worker_processes
+from torchrl_grpo.errors import RunLostError
+from torchrl_grpo.generation.base import EngineDeadError, SamplingParams
+from torchrl_grpo.generation.vllm import VLLMEngine
+
+
+@pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_worker_is_one_message_in_time(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a traceback of 70 lines, and no word in 100 s."""
+    monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "5")
+    make_tiny_model(0, hidden_size=128, initializer_range=0.1).save_pretrained(tmp_path)
+    before = set(worker_processes())
+    engine = VLLMEngine(str(tmp_path), max_model_len=512, enforce_eager=True, kv_cache_gib=0.25)
+    workers = [one for one in worker_processes() if one not in before]
+    [worker] = [one for one in workers if "Worker" in one.name() or "Worker" in " ".join(one.cmdline())]
+    timer = threading.Timer(1.0, os.kill, (worker.pid, number))
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(EngineDeadError, match=r"vLLM's worker process has ended, or did not answer in time") as raised:
+        for _ in range(1000):
+            engine.generate([torch.tensor([5, 6, 7])], 8, SamplingParams(max_new_tokens=400))
+    assert time.monotonic() - start < 60
+    assert isinstance(raised.value, RunLostError)  # what a script shows without a traceback, with exit status 1
+    engine.close()
+    assert psutil.wait_procs(workers, timeout=30)[1] == []

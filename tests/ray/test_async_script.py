@@ -8,35 +8,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-import torchrl_grpo.generation.vllm as vllm_module
-from tests.support.configs import compose_config
+from tests.support.configs import ROOT, compose_config
 from tests.support.documentation import undocumented
-from tests.support.processes import worker_processes
+from tests.support.scripts import ASYNC, SMALL, SYNC, Script, rows_of
 from torchrl_grpo.checkpoint_files import checkpoints_in, step_of
-from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.run import build
 
 pytest.importorskip("ray")
 
-from torchrl_grpo.distributed.source import RaySource
 
-ROOT = Path(__file__).parents[2]
-SYNC, ASYNC = ROOT / "sota" / "grpo" / "grpo.py", ROOT / "sota" / "grpo" / "grpo-async.py"
 DEVICES = [f"{role}.num_devices=2" for role in ("train_model", "inference_model", "ref_model")]
-SMALL = ("env.num_envs=16", "env.repeats=4", "optimizer.lr=1e-3", "logging.tensorboard=false", "evaluation.k=2")
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return read_jsonl(folder / "metrics.jsonl")
 
 
 def run(folder: Path, *overrides: str, asynchronous: bool) -> list[dict[str, Any]]:
@@ -60,55 +46,6 @@ def test_with_bound_0_the_losses_are_bitwise_the_synchronous_ones(tmp_path: Path
     assert {row["staleness/max"] for row in got[1:]} == {0}
     for name in ("checkpoints/checkpoint_000010.pt", "checkpoints/model/model.safetensors", "report.html"):
         assert (tmp_path / "async" / name).exists()
-
-
-class Script:
-    """A script in a process of its own, and all the processes that were seen below it."""
-
-    def __init__(self, script: Path, folder: Path, *arguments: str) -> None:
-        self.folder, self.family = folder, set[psutil.Process]()
-        self._output = (folder / "printed.txt").open("w")
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                str(script),
-                "--config-name",
-                "grpo_arithmetic",
-                *SMALL,
-                *arguments,
-                f"hydra.run.dir={folder}",
-            ],
-            cwd=folder,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "VLLM_USE_V1": "0"},
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            # A process that was started in the background ignores Ctrl-C, and so would this one.
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-        )
-
-    def __enter__(self) -> Script:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._output.close()
-
-    def wait(self, until: Callable[[], object] = lambda: False, timeout_s: float = 600) -> None:
-        """Waits until something holds, or the script ends."""
-        deadline = time.monotonic() + timeout_s
-        while not until() and self.process.poll() is None and time.monotonic() < deadline:
-            with suppress(psutil.NoSuchProcess):
-                self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
-            time.sleep(0.2)
-
-    def printed(self) -> str:
-        return (self.folder / "printed.txt").read_text()
-
-    def left(self) -> list[psutil.Process]:
-        """The processes that have not ended a while after the script."""
-        return psutil.wait_procs(self.family, timeout=120)[1]
 
 
 @pytest.mark.parametrize(
@@ -229,64 +166,6 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_no_process_left(
     assert step_of(newest) == rows_of(tmp_path)[-1]["step"]  # the last step's row was lost
     assert (tmp_path / "report.html").exists()
     assert "Traceback" not in running.printed()
-
-
-@pytest.mark.vllm
-@pytest.mark.skipif(not vllm_module._has_vllm or os.cpu_count() == 1, reason="needs vllm and 2 cores")
-def test_a_replica_of_two_processes_has_the_trainers_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # by itself vLLM wants a NUMA node for each process
-    with Script(
-        ASYNC, tmp_path, "inference_model.backend=vllm", "inference_model.num_devices=2", "policy.kl_coef=0",
-        "inference_model.tensor_parallel_size=2", "inference_model.check_sync=true", "evaluation.num_prompts=0",
-        "train.total_dialog_turns=48",
-    ) as running:  # fmt: skip
-        running.wait()
-    assert running.process.returncode == 0, running.printed()
-    rows = rows_of(tmp_path)
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert max(row["sync/mismatch_max"] for row in rows) < 1e-3
-    assert running.left() == []
-
-
-@pytest.mark.vllm
-@pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
-def test_a_killed_vllm_sampler_comes_back_and_loses_no_group(tmp_path: Path) -> None:
-    """One loses its actor, the other one the engine's own process; weights keep coming while sequences are sampled."""
-    steps = 30
-    config = compose_config(
-        *SMALL, "inference_model.num_devices=2", "inference_model.backend=vllm", "inference_model.in_flight=keep",
-        "inference_model.check_sync=true", "policy.kl_coef=0", f"train.total_dialog_turns={16 * steps}",
-        "evaluation.num_prompts=0", "env.max_prompt_tokens=64", "optimizer.lr=1e-4",
-    )  # fmt: skip
-    made = build(config, tmp_path, asynchronous=True)
-    assert isinstance(made.source, RaySource)
-    first, trained = made.source.pids(), list[int]()
-    real = made.learner.train_batch
-
-    def train(batch: Any) -> dict[str, float]:
-        if made.learner.version == 3:
-            os.kill(first["sampler 0"], signal.SIGKILL)
-        if made.learner.version == 12:
-            [engine] = [p for p in psutil.Process(first["sampler 1"]).children() if "EngineCore" in p.name()]
-            engine.kill()
-        trained.extend(batch.groups)
-        return real(batch)
-
-    made.learner.train_batch = train  # type: ignore[method-assign]
-    try:
-        family = worker_processes()
-        made.fit()
-        family += worker_processes()
-    finally:
-        made.close()
-    rows = rows_of(tmp_path)
-    assert sorted(trained) == list(range(4 * steps))
-    assert rows[-1]["workers/restarts_rollout"] == 2
-    assert max(row["sync/mismatch_max"] for row in rows) < 1e-3  # of both replicas after every step
-    assert max(row["staleness/max"] for row in rows[1:]) <= 1
-    assert rows[-1]["rollout/sequences"] == 16
-    _, left = psutil.wait_procs(family, timeout=120)
-    assert left == []
 
 
 def test_without_ray_the_message_says_what_to_install(tmp_path: Path) -> None:

@@ -371,7 +371,7 @@ def test_weights_arrive_while_the_only_unit_of_a_replica_is_played(
     """Also where a replica plays one unit at a time; what its engine goes on from is restored before."""
     env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=TASK * REPEATS, repeats=REPEATS)
     state = {"env": env.state_dict(), "tasks": [], "engines": [{"policy_version": 0}]}
-    source = source_of(total_groups=BATCH, max_staleness=9, engine=UpdatedInFlight, in_flight="keep", state=state)
+    source = source_of(total_groups=4 * BATCH, max_staleness=9, engine=UpdatedInFlight, in_flight="keep", state=state)
     source.publish(weights_of(3), 3)
     until(lambda: source.manager.samplers[0].tasks)
     source.publish(weights_of(4), 4)
@@ -458,7 +458,7 @@ class CountingLearner:
         return weights_of(self.version)
 
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
-        return checkpointer.save(self.version, {}, source)
+        return checkpointer.save(self.version, {"model": {}}, source)
 
 
 def test_a_run_whose_engines_stay_dead_is_saved_and_says_why(
@@ -523,13 +523,14 @@ class SlowStep:
     def __init__(self) -> None:
         self.version = self.optim_steps = 0
         self.model = torch.nn.Linear(1, 1)
+        self.loss, self.device = SimpleNamespace(actor_network=None), torch.device("cpu")
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield "w", torch.tensor([1.5], dtype=torch.bfloat16)
         yield "v", torch.arange(6.0).reshape(2, 3)
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {"model": {}}
 
     def train_batch(self, batch: Any) -> dict[str, float]:
         time.sleep(60)
@@ -594,6 +595,31 @@ def test_engines_on_a_shared_accelerator_start_after_the_reference(
     settings: dict[str, Any] = {"references": 1, "reference": partial(SlowToLoad, file), "total_groups": BATCH}
     source = source_of(engine=partial(SecondEngine, file), references_first=True, **settings)
     assert source.pids().keys() == {"sampler 0", "reference model 0"}
+
+
+def test_a_source_answers_where_its_thread_starts_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Manager:
+        """Stands for a RolloutManager."""
+
+        tasks = SimpleNamespace(buffer=SimpleNamespace(max_staleness=1))
+        heard_at = actor_timeout_s = 1.0
+        done: list[str] = []  # noqa: RUF012
+
+        async def start(self) -> None:
+            self.done.append("start")
+
+        async def close(self) -> None:
+            self.done.append("close")
+
+    real = threading.Thread.run
+    monkeypatch.setattr(threading.Thread, "run", lambda self: (time.sleep(0.3), real(self)))
+    source = RaySource(Manager())  # type: ignore[arg-type]
+    source.start()
+    source.close()
+    source.close()
+    assert Manager.done == ["start", "close"]
+    with pytest.raises(RuntimeError, match="the source is closed"):
+        source.start()
 
 
 class Answer:

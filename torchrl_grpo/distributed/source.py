@@ -57,6 +57,7 @@ class RaySource:
         self.max_staleness = manager.tasks.buffer.max_staleness
         self._evaluates = evaluates
         self._metrics: dict[str, float] = {}
+        self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
         self._thread.start()
@@ -118,7 +119,8 @@ class RaySource:
 
     def close(self) -> None:
         """Ends all actors. May be called again."""
-        if self._loop.is_running():
+        if not self._closed:
+            self._closed = True
             asyncio.run_coroutine_threadsafe(self.manager.close(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -128,7 +130,7 @@ class RaySource:
 
         An actor that is late and then replaced is silent for twice its time-out: only a longer silence ends the wait.
         """
-        if not self._loop.is_running():
+        if self._closed:
             question.close()
             raise RuntimeError("the source is closed: make a new one.")
         start, longest_s = time.monotonic(), 2 * self.manager.actor_timeout_s

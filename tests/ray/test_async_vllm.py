@@ -1,0 +1,79 @@
+"""The asynchronous run with vLLM's engines: one of two processes, and two that are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import torchrl_grpo.generation.vllm as vllm_module
+from tests.support.configs import compose_config
+from tests.support.processes import worker_processes
+from tests.support.scripts import ASYNC, SMALL, Script, rows_of
+from torchrl_grpo.run import build
+
+pytest.importorskip("ray")
+
+from torchrl_grpo.distributed.source import RaySource
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not vllm_module._has_vllm or os.cpu_count() == 1, reason="needs vllm and 2 cores")
+def test_a_replica_of_two_processes_has_the_trainers_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # by itself vLLM wants a NUMA node for each process
+    with Script(
+        ASYNC, tmp_path, "inference_model.backend=vllm", "inference_model.num_devices=2", "policy.kl_coef=0",
+        "inference_model.tensor_parallel_size=2", "inference_model.check_sync=true", "evaluation.num_prompts=0",
+        "train.total_dialog_turns=48",
+    ) as running:  # fmt: skip
+        running.wait()
+    assert running.process.returncode == 0, running.printed()
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert max(row["sync/mismatch_max"] for row in rows) < 1e-3
+    assert running.left() == []
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
+def test_a_killed_vllm_sampler_comes_back_and_loses_no_group(tmp_path: Path) -> None:
+    """One loses its actor, the other one the engine's own process; weights keep coming while sequences are sampled."""
+    steps = 30
+    config = compose_config(
+        *SMALL, "inference_model.num_devices=2", "inference_model.backend=vllm", "inference_model.in_flight=keep",
+        "inference_model.check_sync=true", "policy.kl_coef=0", f"train.total_dialog_turns={16 * steps}",
+        "evaluation.num_prompts=0", "env.max_prompt_tokens=64", "optimizer.lr=1e-4",
+    )  # fmt: skip
+    made = build(config, tmp_path, asynchronous=True)
+    assert isinstance(made.source, RaySource)
+    first, trained = made.source.pids(), list[int]()
+    real = made.learner.train_batch
+
+    def train(batch: Any) -> dict[str, float]:
+        if made.learner.version == 3:
+            os.kill(first["sampler 0"], signal.SIGKILL)
+        if made.learner.version == 12:
+            [engine] = [p for p in psutil.Process(first["sampler 1"]).children() if "EngineCore" in p.name()]
+            engine.kill()
+        trained.extend(batch.groups)
+        return real(batch)
+
+    made.learner.train_batch = train  # type: ignore[method-assign]
+    try:
+        family = worker_processes()
+        made.fit()
+        family += worker_processes()
+    finally:
+        made.close()
+    rows = rows_of(tmp_path)
+    assert sorted(trained) == list(range(4 * steps))
+    assert rows[-1]["workers/restarts_rollout"] == 2
+    assert max(row["sync/mismatch_max"] for row in rows) < 1e-3  # of both replicas after every step
+    assert max(row["staleness/max"] for row in rows[1:]) <= 1
+    assert rows[-1]["rollout/sequences"] == 16
+    _, left = psutil.wait_procs(family, timeout=120)
+    assert left == []

@@ -1,0 +1,75 @@
+"""The scripts in processes of their own, and small runs of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.support.configs import ROOT
+from torchrl_grpo.records import read_jsonl
+
+SYNC, ASYNC = ROOT / "sota" / "grpo" / "grpo.py", ROOT / "sota" / "grpo" / "grpo-async.py"
+SMALL = ("env.num_envs=16", "env.repeats=4", "optimizer.lr=1e-3", "logging.tensorboard=false", "evaluation.k=2")
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return read_jsonl(folder / "metrics.jsonl")
+
+
+class Script:
+    """A script in a process of its own, and all the processes that were seen below it."""
+
+    def __init__(self, script: Path, folder: Path, *arguments: str) -> None:
+        self.folder, self.family = folder, set[psutil.Process]()
+        self._output = (folder / "printed.txt").open("w")
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                str(script),
+                "--config-name",
+                "grpo_arithmetic",
+                *SMALL,
+                *arguments,
+                f"hydra.run.dir={folder}",
+            ],
+            cwd=folder,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "VLLM_USE_V1": "0"},
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # A process that was started in the background ignores Ctrl-C, and so would this one.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        )
+
+    def __enter__(self) -> Script:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._output.close()
+
+    def wait(self, until: Callable[[], object] = lambda: False, timeout_s: float = 600) -> None:
+        """Waits until something holds, or the script ends."""
+        deadline = time.monotonic() + timeout_s
+        while not until() and self.process.poll() is None and time.monotonic() < deadline:
+            with suppress(psutil.NoSuchProcess):
+                self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
+            time.sleep(0.2)
+
+    def printed(self) -> str:
+        return (self.folder / "printed.txt").read_text()
+
+    def left(self) -> list[psutil.Process]:
+        """The processes that have not ended a while after the script."""
+        return psutil.wait_procs(self.family, timeout=120)[1]

@@ -50,7 +50,7 @@ def tiny_model() -> Qwen2ForCausalLM:
 
 
 # In parallel the suite ends sooner when what takes long starts first.
-LONG = ("ray/test_async", "ray/test_ray_source.py", "vllm/", "ray/", "torchrl/", "unit/test_script.py", "unit/test_algo")
+LONG = ("ray/test_async", "ray/test_ray_source.py", "vllm/", "ray/", "torchrl/", "unit/test_sc", "unit/test_algo")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -371,7 +371,7 @@ def test_weights_arrive_while_the_only_unit_of_a_replica_is_played(
     """Also where a replica plays one unit at a time; what its engine goes on from is restored before."""
     env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=TASK * REPEATS, repeats=REPEATS)
     state = {"env": env.state_dict(), "tasks": [], "engines": [{"policy_version": 0}]}
-    source = source_of(total_groups=4 * BATCH, max_staleness=9, engine=UpdatedInFlight, in_flight="keep", state=state)
+    source = source_of(total_groups=5 * BATCH, max_staleness=9, engine=UpdatedInFlight, in_flight="keep", state=state)
     source.publish(weights_of(3), 3)
     until(lambda: source.manager.samplers[0].tasks)
     source.publish(weights_of(4), 4)

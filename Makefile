@@ -48,7 +48,7 @@ train: $(VENV)/.stamp-core  ## teach the embedded starter model arithmetic
 test: $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(TEST_ENGINE)  ## run the whole test suite, the real vLLM and Ray included
 	$(PY) -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
-test-fast: $(VENV)/.stamp-dev  ## run the tests that need neither vLLM nor Ray nor much time, in 3 minutes
+test-fast: $(VENV)/.stamp-dev  ## run the tests that need neither vLLM nor Ray nor much time, in 4 minutes
 	$(PY) -m pytest $(PYTEST_WORKERS) tests/unit tests/torchrl -m "not slow" $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-dev  ## ruff, mypy and the import rules
@@ -58,7 +58,7 @@ lint: $(VENV)/.stamp-dev  ## ruff, mypy and the import rules
 	$(VENV)/bin/lint-imports
 
 # Short runs of what is compared most often. Neither target has bench_algorithms.py (hours) and bench_faults.py.
-bench-quick: $(VENV)/.stamp-bench  ## measure start, training step, rollout and the default job beside peers, in 3 minutes
+bench-quick: $(VENV)/.stamp-bench  ## measure start, training step, rollout and the default job beside peers, in short runs
 	$(PY) benchmarks/bench_start.py --only help key type contradiction job --repeats 1 --out $(BENCH_OUT)/start.json
 	$(PY) benchmarks/bench_train_step.py --models tiny --prompts 64 --repeats 3 --output $(TRAIN_STEP_OUT)
 	$(PY) benchmarks/bench_train_step.py --models small --dtypes bfloat16 --prompts 64 --repeats 2 --output $(TRAIN_STEP_OUT)
@@ -66,7 +66,7 @@ bench-quick: $(VENV)/.stamp-bench  ## measure start, training step, rollout and 
 	$(PY) benchmarks/bench_rollout.py --model small --new-tokens 32 --repeats 2 --out $(BENCH_OUT)/rollout_small_float32.json
 	$(PY) benchmarks/bench_default_job.py --steps 20 --rounds 1 --out $(BENCH_OUT)/default_job.json
 
-bench: $(VENV)/.stamp-bench $(VENV)/.stamp-ray $(TEST_ENGINE)  ## the same in all settings, with vLLM and Ray, in 20 minutes
+bench: $(VENV)/.stamp-bench $(VENV)/.stamp-ray $(TEST_ENGINE)  ## the same in all settings, with vLLM and Ray
 	$(PY) benchmarks/bench_start.py --out $(BENCH_OUT)/start.json
 	$(PY) benchmarks/bench_train_step.py --output $(TRAIN_STEP_OUT)
 	set -e; for model in tiny small; do for dtype in float32 bfloat16; do \

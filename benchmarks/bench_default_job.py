@@ -11,9 +11,7 @@ reward of the last 5 steps: both sides must learn the same.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
 from itertools import pairwise
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from machine import surroundings
+from machine import report, surroundings
 
 from torchrl_grpo.config import from_hydra, register
 from torchrl_grpo.starter import starter_path
@@ -112,11 +110,7 @@ def main() -> None:
         "reward_last": rewards,
         "step_s": {side: [round(second, 4) for second in times] for side, times in seconds.items()},
     }
-    text = json.dumps(result, indent=2) + "\n"
-    sys.stdout.write(text)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text, encoding="utf-8")
+    report(result, args.out)
 
 
 if __name__ == "__main__":

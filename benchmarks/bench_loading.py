@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from machine import surroundings
+from machine import report, surroundings
 from torch.multiprocessing import start_processes  # type: ignore[attr-defined]
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -102,10 +102,7 @@ def main() -> None:
                 }
                 print(json.dumps(case), file=sys.stderr, flush=True)
                 result["cases"].append(case)
-    text = json.dumps(result, indent=2)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    report(result, args.out)
 
 
 if __name__ == "__main__":

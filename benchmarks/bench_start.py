@@ -10,7 +10,6 @@ time of the process that was started, not of its actors.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import statistics
@@ -21,7 +20,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from machine import surroundings
+from machine import report, surroundings
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "sota" / "grpo"
 COMMANDS = {
@@ -76,11 +75,7 @@ def main() -> None:
         for name, found in runs.items()
     }
     result = surroundings(("torch", "torchrl", "transformers", "ray")) | {"medians": medians, "runs": runs}
-    text = json.dumps(result, indent=2) + "\n"
-    sys.stdout.write(text)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text, encoding="utf-8")
+    report(result, args.out)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ tokens per second over raw vLLM's.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,7 +19,7 @@ from pathlib import Path
 
 import torch
 from bench_rollout import MODELS, make_model
-from machine import surroundings
+from machine import report, surroundings
 from transformers import AutoTokenizer
 
 from torchrl_grpo.collectors import RolloutCollector
@@ -80,11 +78,7 @@ def main() -> None:
         "share": round(medians["vllm"] / medians["collector"], 4),
         "seconds": seconds,
     }
-    text = json.dumps(result, indent=2) + "\n"
-    sys.stdout.write(text)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text, encoding="utf-8")
+    report(result, args.out)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""What every benchmark says about the machine that it ran on."""
+"""What every benchmark says about the machine that it ran on, and how it says it."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -23,3 +25,12 @@ def surroundings(packages: Sequence[str]) -> dict[str, Any]:
         "environment": {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)},
         "allocator": f"glibc {platform.libc_ver()[1]}, with its defaults but for what the environment says",
     }
+
+
+def report(result: dict[str, Any], out: Path | None) -> None:
+    """Prints a result as JSON, and writes it to a file whose folder need not be there."""
+    text = json.dumps(result, indent=2) + "\n"
+    sys.stdout.write(text)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")

@@ -206,6 +206,7 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
     names = COMPARED.keys() if world_size == 2 else ON_ALL_WORLD_SIZES
     out: dict[str, Any] = {name: COMPARED[name](mesh) for name in names}
     out["share"] = share_of_memory(mesh)
+    out["loads_on"] = loading_device(mesh).type
     for lora in (False, True):
         saved = path / f"ranks_{world_size}_{lora}.pt"
         out[f"save_{lora}"] = save_and_go_on(mesh, saved, lora=lora)
@@ -229,6 +230,7 @@ def run_grid_rank(rank: int, world_size: int, folder: str) -> None:
     names = ("full", "full_float64", "two_sequences", "overflow", "recomputed_layers")
     out: dict[str, Any] = {name: COMPARED[name](mesh) for name in names}
     out["share"] = share_of_memory(mesh)
+    out["loads_on"] = loading_device(mesh).type
     out["save_False"] = save_and_go_on(mesh, path / "ranks_grid.pt", lora=False)
     dist.barrier()
     out["load_False"] = load_and_go_on(mesh, path / "ranks_grid.pt", lora=False)
@@ -389,6 +391,13 @@ def test_the_reference_with_adapters_off_does_not_freeze_the_adapters(
 
 def test_checkpointed_layers_are_computed_twice_when_they_are_sharded(two: list[dict[str, Any]]) -> None:
     assert [rank["recomputed_layers"] for rank in two] == [2] * len(two)
+
+
+def test_rank_0_alone_loads_a_model_that_is_not_split_in_layers(
+    ranks: list[dict[str, Any]], grid: list[dict[str, Any]]
+) -> None:
+    assert [rank["loads_on"] for rank in ranks] == ["cpu"] + ["meta"] * (len(ranks) - 1)
+    assert [rank["loads_on"] for rank in grid] == ["cpu"] * 4
 
 
 def test_each_rank_holds_its_part_of_weights_and_moments(ranks: list[dict[str, Any]]) -> None:

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from torchrl_grpo import keys
 from torchrl_grpo.algorithm import batch_transforms, make_loss
-from torchrl_grpo.checks import check_multiple
+from torchrl_grpo.checks import check_multiple, check_optimizer
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.config.components import make_component
 from torchrl_grpo.envs import LLMEnv
@@ -118,6 +118,7 @@ def prepare(
         loading.check_vocabulary(model_config, tokenizer, name)
         if config.inference_model.backend == "vllm":
             loading.check_text_only(model_config, name)
+        check_optimizer(config.optimizer.name, len(plan.train))
         _check_sharding(config, len(plan.train), model_config.get_text_config())
         env, inference = config.env, config.inference_model
         params = SamplingParams(

@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
+
+_has_torchao = find_spec("torchao") is not None
 
 MIN_TEMPERATURE = 0.01
 """The lowest one to sample with, apart from greedy's 0: vLLM raises a lower one to this, and logits overflow."""
@@ -98,4 +101,19 @@ def check_sampling_rounds(rounds: int, rows: int, wanted: int, name: str = "max_
         raise ValueError(
             f"{name}={rounds} rollouts of {rows} trajectories must make up a batch of {wanted}: use at least "
             f"{-(-wanted // rows)}, better twice as many."
+        )
+
+
+def check_optimizer(name: str, devices: int) -> None:
+    """Checks that there is an optimizer of this name for a model on so many devices."""
+    if name != "adamw_8bit":
+        return
+    if not _has_torchao:
+        raise ValueError(
+            "optimizer.name=adamw_8bit needs the package torchao: pip install torchao, or use optimizer.name=adamw."
+        )
+    if devices > 1:
+        raise ValueError(
+            f"optimizer.name=adamw_8bit must train on one device, got {devices}: use optimizer.name=adamw, whose state is "
+            "divided among the devices."
         )

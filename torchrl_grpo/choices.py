@@ -41,6 +41,8 @@ RewardCombination = Literal["sum", "gdpo"]
 AdvantageLevel = Literal["sequence", "token"]
 """What has one advantage."""
 
+Optimizer = Literal["adamw", "adamw_8bit"]
+"""Optimizers."""
 LearningRate = Literal["constant", "linear", "cosine"]
 """How the learning rate falls after its warm-up."""
 

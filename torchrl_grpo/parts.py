@@ -28,6 +28,7 @@ from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.generation.vllm import VLLMEngine, VLLMSettings
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.learner.learner import Learner
+from torchrl_grpo.learner.optimizer import make_optimizer
 from torchrl_grpo.learner.resume import restore
 from torchrl_grpo.learner.schedule import learning_rate_factor
 from torchrl_grpo.learner.step import GRPOTrainer
@@ -89,17 +90,13 @@ def make_trainer(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | 
     loss = make_loss(config, scorer)
     for name, buffer in loss.named_buffers(recurse=False):  # the model is where it belongs
         setattr(loss, name, buffer.to(device))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": settings.weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+    optimizer = make_optimizer(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        settings.name,  # type: ignore[arg-type]
         lr=settings.lr,
+        weight_decay=settings.weight_decay,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
-        fused=True,
     )
     factor = partial(
         learning_rate_factor,

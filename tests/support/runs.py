@@ -51,6 +51,8 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
         return [place for key in one for place in differences(one[key], other[key], f"{where}/{key}")]
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         return [place for i in range(len(one)) for place in differences(one[i], other[i], f"{where}/{i}")]
+    if hasattr(one, "codes") and hasattr(other, "codes"):  # a moment of torchao's AdamW
+        return differences([one.codes, one.scale], [other.codes, other.scale], where)
     same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
     return [] if same else [where]
 

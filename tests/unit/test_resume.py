@@ -20,7 +20,7 @@ from torchrl_grpo.run import build
 
 FULL = ("optimizer.warmup_steps=20", "optimizer.weight_decay=0.1", "train.optim_batch_size=8", "train.epochs=2")
 
-
+ADAMW_8BIT = "optimizer.name=adamw_8bit"
 TESTED = ("evaluation.num_prompts=8", "evaluation.k=2", "evaluation.frequency=2")
 
 
@@ -38,13 +38,21 @@ def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def adamw_8bit_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("torchao")
+    folder = tmp_path_factory.mktemp("adamw_8bit")
+    run(folder, ADAMW_8BIT, steps(6), "train.checkpoint_frequency=3")
+    return folder
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", ["full", "lora", "adamw_8bit"])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole: Path = request.getfixturevalue(f"{kind}_run")
-    options = (*FULL, *TESTED) if kind == "full" else LORA
+    options = {"full": (*FULL, *TESTED), "lora": LORA, "adamw_8bit": (ADAMW_8BIT,)}[kind]
     rows = run(tmp_path, *options, steps(6), f"train.resume={at(whole, 3)}")
     assert f"goes on after step 3, from {at(whole, 3)}" in capsys.readouterr().out.replace("\n", "")
     assert [row["step"] for row in rows] == [3, 4, 5, 6]
@@ -54,6 +62,14 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(
     assert [row.get("eval/pass@1") for row in rows[1:]] == [row.get("eval/pass@1") for row in expected[4:]]
     # Weights, moments, scheduler, counts, data order, the engine's and the process's random state.
     assert differences(state_of(at(tmp_path, 6)), state_of(at(whole, 6))) == []
+
+
+@pytest.mark.slow
+def test_the_moments_of_adamw_8bit_are_of_one_byte(adamw_8bit_run: Path) -> None:
+    state = torch.load(at(adamw_8bit_run, 6), weights_only=True)["trainer"]["optimizer"]["state"]
+    moment = state["model.layers.0.mlp.down_proj.weight"]["exp_avg"]
+    assert (moment.codes.dtype, moment.codes.numel()) == (torch.uint8, moment.numel())
+    assert differences(state_of(at(adamw_8bit_run, 3)), state_of(at(adamw_8bit_run, 6)))
 
 
 @pytest.mark.slow

@@ -51,6 +51,7 @@ _AS_BEFORE = (
     "policy.max_sampling_rounds",
     "train.dialog_turns_per_batch",
     "train.mixed_precision",
+    "optimizer.name",
     "optimizer.warmup_steps",
 )
 """The options, or groups of options, that a checkpoint's state is made for."""

@@ -271,6 +271,8 @@ class TrainConfig:
 class OptimizerConfig:
     """AdamW (arXiv 1711.05101)."""
 
+    name: str = choice(choices.Optimizer, "adamw")
+    """adamw; adamw_8bit: torchao's, with 2 bytes of state a weight in place of 8, on one device (docs/models.md)."""
     lr: float = limited(1e-6, gt=0)
     """Learning rate, above 0."""
     weight_decay: float = limited(0.0, ge=0)

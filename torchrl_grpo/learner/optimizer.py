@@ -1,0 +1,42 @@
+"""The optimizer of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from torchrl_grpo.choices import Optimizer
+
+def make_optimizer(
+    parameters: Sequence[Parameter],
+    name: Optimizer = "adamw",
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+) -> torch.optim.Optimizer:
+    """AdamW (arXiv 1711.05101), whose weight decay leaves norms and biases out.
+
+    Args:
+        parameters: what is trained.
+        name: ``adamw``, or ``adamw_8bit``: torchao's, whose two moments take one byte each for a weight of a matrix, in
+            blocks of 256 with a scale (arXiv 2110.02861). It is compiled at its first step.
+        lr: the learning rate.
+        weight_decay: decoupled, of matrices.
+        betas: decays of the two moments.
+        eps: added to the denominator.
+    """
+    matrices, others = ([p for p in parameters if (p.ndim > 1) == wanted] for wanted in (True, False))
+    groups: list[dict[str, Any]] = [
+        {"params": group, "weight_decay": decay} for group, decay in ((matrices, weight_decay), (others, 0.0)) if group
+    ]
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    from torchao.optim import AdamW8bit
+
+    made: torch.optim.Optimizer = AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
+    return made

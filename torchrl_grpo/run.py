@@ -25,7 +25,7 @@ from torchrl_grpo.blueprint import (
     task_geometry,
 )
 from torchrl_grpo.collectors.source import LocalSource
-from torchrl_grpo.collectors.staleness import GroupBuffer
+from torchrl_grpo.staleness import GroupBuffer
 from torchrl_grpo.config import GRPOConfig, check_one_process, plain, staleness_bound
 from torchrl_grpo.config.resumed import check_unused
 from torchrl_grpo.learner.checkpoint import Checkpointer

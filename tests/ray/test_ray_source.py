@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast
 from torchrl_grpo import keys
 from torchrl_grpo.collectors import RolloutCollector, Sampler
 from torchrl_grpo.collectors.evaluation import Evaluator
-from torchrl_grpo.collectors.staleness import GroupBuffer
+from torchrl_grpo.staleness import GroupBuffer
 from torchrl_grpo.distributed import cluster
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchrl_grpo.collectors.sampler import RolloutReport, RolloutTask
-from torchrl_grpo.staleness import GroupBuffer
 from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.staleness import GroupBuffer
 
 
 @dataclass(eq=False)

@@ -159,7 +159,7 @@ def simulate(samplers: int, kind: str, seeds: dict[str, Any], speeds: list[float
         waits=kind == "fast",
         cores=lambda jobs: speeds[jobs - 1] if jobs <= len(speeds) else speeds[-1] * len(speeds) / jobs,
     )
-    # The driver's work lies between the others': half of it before training, half before the sampling of the next batch.
+    # The driver's work lies between the others'.
     costs = Costs(
         sample=[task["cpu_s"]["sampler"] / samplers],
         score=(task["cpu_s"]["reference"] + cpu["driver"] / 2) / samplers,

@@ -4,11 +4,11 @@ samplers.
     python benchmarks/bench_growth.py                             # about 8 minutes on 2 idle cores
     python benchmarks/bench_growth.py --only response buffer
 
-The training step is the one of bench_train_step.py (forward, loss, backward), in float32, on a random model of 128
-numbers a token and 2 layers: one size grows, the others stay at 2 groups of 8, prompts of 64, responses of 128, a
-vocabulary of 4,096 and 16,384 tokens a micro-batch. Where prompts or responses grow it is 1 group of 4. ``buffer`` and
-``queue`` are the bookkeeping of ``GroupBuffer`` and ``TaskQueue``: a run of so many groups through a buffer of 128
-places (``run``), and a buffer that has a place for each of them (``held``). ``driver`` is a real ``RolloutManager`` on
+The training step is the one of bench_train_step.py (forward, loss, backward) on a random float32 model of 128 numbers a
+token and 2 layers, in CPU seconds of one thread. One size grows, the others stay at 2 groups of 8, prompts of 64,
+responses of 128, a vocabulary of 4,096 and 16,384 tokens a micro-batch; where prompts or responses grow it is 1 group
+of 4. ``buffer`` and ``queue`` are the bookkeeping of ``GroupBuffer`` and ``TaskQueue``: a run of so many groups through
+a buffer of 128 places (``run``), and a buffer that has a place for each of them (``held``). ``driver`` is a real ``RolloutManager`` on
 Ray with real samplers, whose engines only sleep: the CPU seconds and the memory of the driver's process. How a weight
 sync grows with the parameters is in bench_weight_sync.py.
 """
@@ -78,6 +78,7 @@ def work(name: str, repeats: int, pipe: Connection) -> None:
     """A sweep's process: each value's seconds, and what the peak grew by over what was resident before the step."""
     values, changed = SWEEPS[name]
     trim = ctypes.CDLL("libc.so.6").malloc_trim
+    torch.set_num_threads(1)
     for value in values:
         size = BASE | changed | {name: value}
         train_step.MODELS["growth"] = LAYERS | {"vocab_size": size["vocabulary"]}
@@ -88,13 +89,13 @@ def work(name: str, repeats: int, pipe: Connection) -> None:
         trim(0)
         before, seconds = train_step.peak_mib(reset=True), []
         for _ in range(repeats + 1):
-            start = time.perf_counter()
+            start = time.process_time()
             step()
             model.zero_grad()
-            seconds.append(time.perf_counter() - start)
+            seconds.append(time.process_time() - start)
         tokens = size["groups"] * (size["prompt"] + size["group"] * size["response"])
-        row = {"tokens": tokens, "seconds": statistics.median(seconds[1:]), "mib": train_step.peak_mib() - before}
-        pipe.send({name: value} | row | {"us_per_token": 1e6 * row["seconds"] / tokens})
+        row = {"tokens": tokens, "cpu_s": statistics.median(seconds[1:]), "mib": train_step.peak_mib() - before}
+        pipe.send({name: value} | row | {"us_per_token": 1e6 * row["cpu_s"] / tokens})
     pipe.send(None)
 
 

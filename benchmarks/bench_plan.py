@@ -116,7 +116,7 @@ def run(overrides: list[str], steps: int) -> dict[str, Any]:
     }
 
 
-def work(barrier: Barrier, counts: Any, index: int, seconds: float) -> None:
+def work(barrier: Barrier, count: Any, seconds: float) -> None:
     """Small products of matrices, as the models of this job have them, for some seconds."""
     import torch
 
@@ -127,20 +127,20 @@ def work(barrier: Barrier, counts: Any, index: int, seconds: float) -> None:
     while time.perf_counter() < end:
         for _ in range(20):
             torch.relu(left @ right)
-        counts[index] += 1
+        count.value += 1
 
 
 def speed_together(most: int, seconds: float = 3.0) -> list[float]:
     """Speed of one core's work when 1, 2, ... processes do the same at a time; alone it is 1."""
     context, speeds = multiprocessing.get_context("spawn"), []
     for processes in range(1, most + 1):
-        barrier, counts = context.Barrier(processes), context.Array("d", processes)
-        workers = [context.Process(target=work, args=(barrier, counts, i, seconds)) for i in range(processes)]
+        barrier, counts = context.Barrier(processes), list[Any](context.Value("d") for _ in range(processes))
+        workers = [context.Process(target=work, args=(barrier, count, seconds)) for count in counts]
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
-        speeds.append(sum(counts) / processes)
+        speeds.append(sum(count.value for count in counts) / processes)
     return [min(1.0, speed / speeds[0]) for speed in speeds]
 
 

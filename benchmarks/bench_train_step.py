@@ -121,7 +121,7 @@ def backward(loss: Tensor) -> float:
     return loss.item()
 
 
-def use_ours(model: PreTrainedModel, batch: dict[str, Tensor], folder: str, **settings: int) -> Step:
+def use_ours(model: PreTrainedModel, batch: dict[str, Tensor], folder: str, **settings: Any) -> Step:
     """``GRPOTrainer.train_step``: padding, normalisation, micro-batches and metrics, but no optimizer step."""
 
     class Trainer(GRPOTrainer):

@@ -57,7 +57,8 @@ lint: $(VENV)/.stamp-dev  ## ruff, mypy and the import rules
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
 
-# Short runs of what is compared most often. Neither target has bench_algorithms.py (hours) and bench_faults.py.
+# Short runs of what is compared most often. Neither target has bench_algorithms.py (hours), bench_faults.py, bench_growth.py
+# (about 8 minutes) and bench_plan.py (6, on a machine that does nothing else).
 bench-quick: $(VENV)/.stamp-bench  ## measure start, training step, rollout and the default job beside peers, in short runs
 	$(PY) benchmarks/bench_start.py --only help key type contradiction job --repeats 1 --out $(BENCH_OUT)/start.json
 	$(PY) benchmarks/bench_train_step.py --models tiny --prompts 64 --repeats 3 --output $(TRAIN_STEP_OUT)

@@ -94,7 +94,7 @@ def make_batch(name: str, dtype: str, prompt: int, path: str) -> None:
 
 def ragged(batch: dict[str, Tensor], advantage_shape: tuple[int, ...]) -> TensorDict:
     """The batch as a collector gives it: a lazy stack of sequences under TorchRL's keys."""
-    items, start = [], batch["tokens"].shape[1] - MAX_RESPONSE
+    items, start = [], batch["tokens"].shape[1] - batch["mask"].shape[1]
     for tokens, mask, log_probs, advantage in zip(*batch.values(), strict=True):
         end = start + int(mask.sum())
         sampled = torch.arange(end) >= start
@@ -121,7 +121,7 @@ def backward(loss: Tensor) -> float:
     return loss.item()
 
 
-def use_ours(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
+def use_ours(model: PreTrainedModel, batch: dict[str, Tensor], folder: str, **settings: Any) -> Step:
     """``GRPOTrainer.train_step``: padding, normalisation, micro-batches and metrics, but no optimizer step."""
 
     class Trainer(GRPOTrainer):
@@ -129,7 +129,8 @@ def use_ours(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> S
             return {"loss": float(loss)}
 
     loss = GRPOLoss(TokenScorer(model), clip_epsilon=CLIP_EPSILON)
-    trainer = Trainer(loss, model, torch.optim.SGD(model.parameters()), optim_batch_size=len(batch["tokens"]))
+    size = len(batch["tokens"])
+    trainer = Trainer(loss, model, torch.optim.SGD(model.parameters()), optim_batch_size=size, **settings)
     data = ragged(batch, (1,))
     return lambda: trainer.train_step(data)["loss"]
 

@@ -25,7 +25,6 @@ from torchrl_grpo.blueprint import (
     task_geometry,
 )
 from torchrl_grpo.collectors.source import LocalSource
-from torchrl_grpo.collectors.staleness import GroupBuffer
 from torchrl_grpo.config import GRPOConfig, check_one_process, plain, staleness_bound
 from torchrl_grpo.config.resumed import check_unused
 from torchrl_grpo.learner.checkpoint import Checkpointer
@@ -36,6 +35,7 @@ from torchrl_grpo.parts import make_learner, make_reference, make_sampler
 from torchrl_grpo.records import METRICS_FILE, is_full
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
+from torchrl_grpo.staleness import GroupBuffer
 from torchrl_grpo.startup import say
 from torchrl_grpo.weights import transfer_kind
 

@@ -28,7 +28,6 @@ from transformers import PreTrainedTokenizerFast
 from torchrl_grpo import keys
 from torchrl_grpo.collectors import RolloutCollector, Sampler
 from torchrl_grpo.collectors.evaluation import Evaluator
-from torchrl_grpo.collectors.staleness import GroupBuffer
 from torchrl_grpo.distributed import cluster
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
@@ -38,6 +37,7 @@ from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.loop.fit import Schedule, fit
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger, read_jsonl
+from torchrl_grpo.staleness import GroupBuffer
 from torchrl_grpo.tasks import ArithmeticTask
 
 pytest.importorskip("ray")

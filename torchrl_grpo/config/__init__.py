@@ -5,7 +5,7 @@ before that), choices, ranges and combinations by ``validate``. Defaults live in
 nowhere else.
 """
 
-from torchrl_grpo.config.command_line import check_command_line, from_hydra, orderly_exit, register, starting
+from torchrl_grpo.config.command_line import check_command_line, compose, from_hydra, orderly_exit, register, starting
 from torchrl_grpo.config.fields import leaves
 from torchrl_grpo.config.renamed import plain, renamed
 from torchrl_grpo.config.rules import check_one_process, staleness_bound, validate
@@ -17,6 +17,7 @@ __all__ = [
     "GRPOConfig",
     "check_command_line",
     "check_one_process",
+    "compose",
     "from_hydra",
     "leaves",
     "orderly_exit",

@@ -11,8 +11,10 @@ import sys
 import typing
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
@@ -61,6 +63,21 @@ def from_hydra(cfg: DictConfig, hydra: HydraConf | None = None) -> GRPOConfig:
         raise ConfigError(_explained(error, sys.argv[1:])) from error
     validate(config)
     return config
+
+
+def compose(name: str, overrides: Sequence[str]) -> GRPOConfig:
+    """The typed, validated config of a file in the repository's ``config/``, for commands that make no run.
+
+    Raises:
+        ConfigError: a rule is broken, or there is no such folder.
+    """
+    folder = Path(__file__).resolve().parents[2] / "config"
+    if not folder.is_dir():
+        raise ConfigError(f"--config-name={name} must be in the repository's config/, and there is none: use a clone.")
+    register()
+    check_command_line(overrides)
+    with hydra.initialize_config_dir(str(folder), version_base="1.3"):
+        return from_hydra(hydra.compose(name, list(overrides)))
 
 
 def check_command_line(arguments: Sequence[str]) -> None:

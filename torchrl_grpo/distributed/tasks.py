@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import bisect
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchrl_grpo.collectors.sampler import RolloutReport, RolloutTask
-from torchrl_grpo.collectors.staleness import GroupBuffer
 from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.staleness import GroupBuffer
 
 
 @dataclass(eq=False)
@@ -60,7 +60,8 @@ class TaskQueue:
         self._total_groups = total_groups
         self._rounds = rounds
         self._progress: list[Progress] = []  # of all tasks that no batch has taken whole
-        self._unplayed: list[Progress] = []  # in the order of their groups
+        self._unplayed: deque[Progress] = deque()  # in the order of their groups
+        self._left = 0  # groups of all these tasks that no batch has taken
         self._spare: list[dict[str, Any]] = []  # states before plays that were drawn and not needed, in their order
         self._dynamic: Counter[str] = Counter()  # what dynamic sampling did since the latest batch
         self._rewards: Counter[str] = Counter()  # what the reward workers counted so far
@@ -73,14 +74,14 @@ class TaskQueue:
             self._draw()
         if not self._unplayed or len(self._unplayed[0].left) > self.buffer.room:
             return None
-        progress = self._unplayed.pop(0)
+        progress = self._unplayed.popleft()
         for group in progress.left:
             self.buffer.admit(group)
         return progress
 
     def _draw(self) -> None:
         """Draws the next task, if the run has one more and there is room for it."""
-        drawn = self.buffer.taken + sum(len(progress.left) for progress in self._progress)
+        drawn = self.buffer.taken + self._left
         if drawn >= self._total_groups or self.buffer.room < self._task_groups:
             return
         state, *further = self._plays(self._rounds)
@@ -100,6 +101,7 @@ class TaskQueue:
 
     def _add(self, progress: Progress) -> None:
         self._progress.append(progress)
+        self._left += len(progress.left)
         self._unplayed.append(progress)
 
     def give_back(self, progress: Progress) -> None:
@@ -144,6 +146,7 @@ class TaskQueue:
             return None
         for group, (progress, _) in taken:
             progress.left.discard(group)
+        self._left -= len(taken)
         for progress in self._progress:
             if not progress.left and progress.report is not None:  # one with groups left may be played again
                 self._env.prompts.add(progress.report.outcomes)

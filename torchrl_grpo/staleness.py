@@ -7,19 +7,16 @@ Let S be the bound, B the groups in a batch, p the latest published version. At 
 those of them that were begun by weights of a version <= w are never more than (S + 1 - (p - w)) * B, which is what fits
 into the batches for which they are fresh enough. ``admit`` keeps the first rule and ``take`` the second, by taking
 enough of the older groups: so the bound holds without a group ever being thrown away.
+
+What a group costs does not grow with the number of groups: ``take`` looks at those that wait only when it gives a
+batch, and else at a count for each version.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from itertools import islice
 from typing import Any
-
-
-@dataclass
-class _Group:
-    version: int
-    item: Any = None
-    ready: bool = False
 
 
 class GroupBuffer:
@@ -57,8 +54,11 @@ class GroupBuffer:
         self.groups_per_batch = groups_per_batch
         self.max_staleness = max_staleness
         self.version = version
-        self._untrained: dict[int, _Group] = {}  # in the order of arrival, once they have arrived
+        self._pending: dict[int, int] = {}  # version of each group
+        self._waiting: dict[int, tuple[int, Any]] = {}  # version and item, in the order of arrival
         self._training: dict[int, int] = {}
+        self._pending_of: Counter[int] = Counter()  # groups by version
+        self._waiting_of: Counter[int] = Counter()
 
     @property
     def capacity(self) -> int:
@@ -68,12 +68,12 @@ class GroupBuffer:
     @property
     def pending(self) -> int:
         """Groups that are being sampled or scored."""
-        return sum(not group.ready for group in self._untrained.values())
+        return len(self._pending)
 
     @property
     def waiting(self) -> int:
         """Groups that are ready for a batch."""
-        return sum(group.ready for group in self._untrained.values())
+        return len(self._waiting)
 
     @property
     def taken(self) -> int:
@@ -83,11 +83,7 @@ class GroupBuffer:
     @property
     def room(self) -> int:
         """How many more groups the published weights may begin now."""
-        return self.capacity - len(self._untrained) - len(self._training)
-
-    def _begun(self, version: int) -> int:
-        """Groups pending or waiting that were begun by weights of this version or older ones."""
-        return sum(group.version <= version for group in self._untrained.values())
+        return self.capacity - len(self._pending) - len(self._waiting) - len(self._training)
 
     def admit(self, group: int) -> None:
         """Gives a new group a slot: it is begun by the published weights.
@@ -95,15 +91,16 @@ class GroupBuffer:
         Raises:
             RuntimeError: there is no room, or the group has a slot already.
         """
-        if group in self._untrained or group in self._training:
+        if group in self._pending or group in self._waiting or group in self._training:
             raise RuntimeError(f"group {group} was admitted twice.")
         if self.room < 1:
             raise RuntimeError(f"group {group} has no room: all {self.capacity} slots are taken.")
-        self._untrained[group] = _Group(self.version)
+        self._pending[group] = self.version
+        self._pending_of[self.version] += 1
 
     def withdraw(self, group: int) -> None:
         """Takes a pending group back, because what was making it is gone; it may be admitted again."""
-        del self._untrained[group]
+        self._leave(self._pending_of, self._pending.pop(group))
 
     def finish(self, group: int, version: int, item: Any) -> None:
         """Makes a group ready.
@@ -116,12 +113,20 @@ class GroupBuffer:
         Raises:
             RuntimeError: the group is not pending, or was sampled by older weights than it was admitted for.
         """
-        known = self._untrained.pop(group, None)
-        if known is None or known.ready:
+        begun = self._pending.get(group)
+        if begun is None:
             raise RuntimeError(f"group {group} arrived, and is not pending.")
-        if version < known.version:
-            raise RuntimeError(f"group {group} was admitted for version {known.version} and sampled by {version}.")
-        self._untrained[group] = _Group(version, item, ready=True)
+        if version < begun:
+            raise RuntimeError(f"group {group} was admitted for version {begun} and sampled by {version}.")
+        self._leave(self._pending_of, self._pending.pop(group))
+        self._waiting[group] = (version, item)
+        self._waiting_of[version] += 1
+
+    @staticmethod
+    def _leave(groups: Counter[int], version: int) -> None:
+        groups[version] -= 1
+        if not groups[version]:
+            del groups[version]
 
     def take(self) -> list[tuple[int, Any]] | None:
         """The next batch for a trainer of the published version, as (group, item) in the order of the groups.
@@ -137,32 +142,39 @@ class GroupBuffer:
         """
         if self._training:
             raise RuntimeError(f"a batch is in training: publish version {self.version + 1} first.")
-        ready = [number for number, group in self._untrained.items() if group.ready]
-        chosen: list[int] = []
+        held = self._pending_of + self._waiting_of
         oldest = self.version - self.max_staleness
-        if self._begun(oldest - 1):
+        late = sum(count for version, count in held.items() if version < oldest)
+        if late:
             raise RuntimeError(
-                f"{self._begun(oldest - 1)} groups of version {oldest - 1} or older were left for version "
-                f"{self.version}, and max_staleness={self.max_staleness}."
+                f"{late} groups of version {oldest - 1} or older were left for version {self.version}, and "
+                f"max_staleness={self.max_staleness}."
             )
-        for version in range(oldest, self.version):
-            # All groups of this version or older, but for those that fit into the batches after this one.
-            begun = self._begun(version)
+        due, begun, waiting = [], 0, 0  # how many of a version or older ones must be in this batch
+        for version in sorted(held):
+            begun += held[version]
+            waiting += self._waiting_of[version]
+            # All of them, but for those that fit into the batches after this one.
             needed = begun - (self.max_staleness - (self.version - version)) * self.groups_per_batch
-            old = [n for n in ready if self._untrained[n].version <= version and n not in chosen]
-            missing = needed - len(chosen)
-            if missing > len(old):
-                return None
-            chosen += old[: max(0, missing)]
-        chosen += [number for number in ready if number not in chosen][: self.groups_per_batch - len(chosen)]
-        if len(chosen) < self.groups_per_batch:
+            if version < self.version and needed > 0:
+                due.append((version, needed))
+                if needed > waiting:
+                    return None
+        if len(self._waiting) < self.groups_per_batch:
             return None
-        taken = []
-        for number in sorted(chosen):
-            group = self._untrained.pop(number)
-            self._training[number] = group.version
-            taken.append((number, group.item))
-        return taken
+        chosen: dict[int, None] = {}
+        for version, needed in due:
+            old = (n for n, (by, _) in self._waiting.items() if by <= version and n not in chosen)
+            chosen |= dict.fromkeys(islice(old, max(0, needed - len(chosen))))
+        others = (number for number in self._waiting if number not in chosen)
+        chosen |= dict.fromkeys(islice(others, self.groups_per_batch - len(chosen)))
+        return [self._train(number) for number in sorted(chosen)]
+
+    def _train(self, group: int) -> tuple[int, Any]:
+        version, item = self._waiting.pop(group)
+        self._leave(self._waiting_of, version)
+        self._training[group] = version
+        return group, item
 
     def publish(self, version: int) -> None:
         """Frees the slots of the batch that was trained: the weights that it made are published."""

@@ -1,0 +1,208 @@
+"""Does the simulation of the plan give the throughput of this machine's real `grpo-async.py` runs?
+
+    python benchmarks/bench_plan.py                                  # about 6 minutes on 2 idle cores
+    python benchmarks/bench_plan.py --steps 15 --only "1 sampler, fast reward"
+
+Measured and simulated: the default arithmetic job with 1 and 2 samplers, each with its own quick reward and with an
+`async def` that takes half a second in 4 reward workers. What the simulation is given comes from other runs: of the
+same job with `train.max_staleness=0`, where one stage follows the other, with one sampler and a reward that answers at
+once. There each process's CPU seconds a step are read, and what of a step is no CPU time of anyone is latency. Two
+samplers have tasks of half the size, which are measured with one sampler that plays two of them for each batch. How
+much slower one core's work becomes when others work too is measured by itself. Nothing is fitted to the runs that are
+compared.
+
+The 2 cores must be idle but for this: else the measured steps are too long, and the latencies too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import psutil
+from machine import report, surroundings
+
+from torchrl_grpo.plan.simulation import Costs, Loop, Simulation
+from torchrl_grpo.records import read_jsonl
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "torchrl", "transformers", "ray")
+GROUPS, ROWS, LATENCY_S, WORKERS, STALENESS = 16, 128, 0.5, 4, 1
+WARM_UP = 4  # steps
+ROLES = {"ray::Sampler": "sampler", "ray::Reference": "reference", "ray::Learner": "learner"}
+CASES = {
+    f"{samplers} sampler{'s' * (samplers > 1)}, {kind} reward": (samplers, kind)
+    for kind in ("fast", "slow")
+    for samplers in (1, 2)
+}
+
+
+async def at_once(response: str, answer: str) -> float:
+    """Right or wrong, without the half second of bench_reward_latency.py."""
+    return float(response.strip().endswith(f"#### {answer}"))
+
+
+def with_workers(file: str, name: str) -> list[str]:
+    """Overrides for a reward of this folder in reward workers."""
+    return [f"env.reward={Path(__file__).parent / file}:{name}", f"env.reward_workers={WORKERS}"]
+
+
+def cpu_seconds(root: psutil.Process) -> dict[str, float]:
+    """CPU seconds so far of the processes below one, by role; those of Ray and of the driver are the driver's."""
+    spent = dict.fromkeys((*ROLES.values(), "driver"), 0.0)
+
+    def add(process: psutil.Process, role: str) -> None:
+        try:
+            title = " ".join(process.cmdline())
+            role = next((role for start, role in ROLES.items() if title.startswith(start)), role)
+            times = process.cpu_times()
+            spent[role] += times.user + times.system
+            for child in process.children():
+                add(child, role)
+        except psutil.NoSuchProcess:
+            return
+
+    add(root, "driver")
+    return spent
+
+
+def run(overrides: list[str], steps: int) -> dict[str, Any]:
+    """The mean step of a run and the CPU seconds of each role in it, after the first steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        fixed = [
+            f"env.num_envs={ROWS}",
+            f"train.dialog_turns_per_batch={ROWS}",
+            f"train.total_dialog_turns={ROWS * (steps + WARM_UP)}",
+            "train.checkpoint_frequency=0",
+            "evaluation.num_prompts=0",
+            "logging.tensorboard=false",
+            f"hydra.run.dir={folder}",
+        ]
+        given = {text.partition("=")[0] for text in overrides}
+        fixed = [text for text in fixed if text.partition("=")[0] not in given]
+        command = [sys.executable, str(ROOT / "sota/grpo/grpo-async.py"), "--config-name", "grpo_arithmetic"]
+        metrics, spent = Path(folder) / "metrics.jsonl", {}
+        with (Path(folder) / "log").open("w") as log:
+            process = subprocess.Popen(
+                [*command, *fixed, *overrides], stdout=log, stderr=log, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+            )
+            while process.poll() is None:
+                done = len([row for row in read_jsonl(metrics) if "time/step_s" in row])
+                if WARM_UP <= done < steps + WARM_UP:
+                    spent[done] = cpu_seconds(psutil.Process(process.pid))
+                time.sleep(0.2)
+        if process.returncode:
+            raise RuntimeError(
+                f"{command} ended with {process.returncode}: {(Path(folder) / 'log').read_text()[-2000:]}"
+            )
+        rows = [row for row in read_jsonl(metrics) if "time/step_s" in row][WARM_UP:]
+    first, last = min(spent), max(spent)
+    seconds = [row["time/step_s"] for row in rows]
+    return {
+        "step_s": statistics.mean(seconds),
+        "median_step_s": statistics.median(seconds),
+        "cpu_s": {role: (spent[last][role] - spent[first][role]) / (last - first) for role in spent[first]},
+        "staleness_max": max(row["staleness/max"] for row in rows),
+    }
+
+
+def work(barrier: Barrier, count: Any, seconds: float) -> None:
+    """Small products of matrices, as the models of this job have them, for some seconds."""
+    import torch
+
+    torch.set_num_threads(1)
+    left, right = torch.randn(256, 128), torch.randn(128, 384)
+    barrier.wait()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for _ in range(20):
+            torch.relu(left @ right)
+        count.value += 1
+
+
+def speed_together(most: int, seconds: float = 3.0) -> list[float]:
+    """Speed of one core's work when 1, 2, ... processes do the same at a time; alone it is 1."""
+    context, speeds = multiprocessing.get_context("spawn"), []
+    for processes in range(1, most + 1):
+        barrier, counts = context.Barrier(processes), list[Any](context.Value("d") for _ in range(processes))
+        workers = [context.Process(target=work, args=(barrier, count, seconds)) for count in counts]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        speeds.append(sum(count.value for count in counts) / processes)
+    return [min(1.0, speed / speeds[0]) for speed in speeds]
+
+
+def simulate(samplers: int, kind: str, seeds: dict[str, Any], speeds: list[float]) -> dict[str, float]:
+    """What the simulation says of a case, from the runs with staleness 0."""
+    whole, task = seeds[f"{kind}, 16 groups"], seeds[f"{kind}, {GROUPS // samplers} groups"]
+    cpu = whole["cpu_s"]
+    latency = max(0.0, whole["step_s"] - sum(cpu.values()))
+    loop = Loop(
+        groups_per_batch=GROUPS,
+        max_staleness=STALENESS,
+        samplers=samplers,
+        task_groups=GROUPS // samplers,
+        concurrent_tasks=1 if kind == "fast" else STALENESS + 1,
+        serial=True,
+        waits=kind == "fast",
+        cores=lambda jobs: speeds[jobs - 1] if jobs <= len(speeds) else speeds[-1] * len(speeds) / jobs,
+    )
+    # The driver's work lies between the others'.
+    costs = Costs(
+        sample=[task["cpu_s"]["sampler"] / samplers],
+        score=(task["cpu_s"]["reference"] + cpu["driver"] / 2) / samplers,
+        train=cpu["learner"] + cpu["driver"] / 2,
+        reward_s=LATENCY_S if kind == "slow" else 0.0,
+        hop_s=latency / 3,
+    )
+    result = Simulation(loop, costs).run(batches=200, warm_up=20)
+    return {"step_s": result.step_s, "staleness_max": result.staleness_max, "hop_s": costs.hop_s}
+
+
+def main() -> None:
+    """Measures, simulates and prints both."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=40, help=f"measured steps of each run, after {WARM_UP} others")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")
+    args = parser.parse_args()
+    cases = {name: case for name, case in CASES.items() if args.only in name}
+    speeds = speed_together(os.cpu_count() or 1)
+    seeds: dict[str, Any] = {}
+    for samplers, kind in cases.values():
+        for groups in (GROUPS, GROUPS // samplers):
+            name = f"{kind}, {groups} groups"
+            if name not in seeds:
+                reward = with_workers("bench_plan.py", "at_once") if kind == "slow" else []
+                rows = f"env.num_envs={groups * ROWS // GROUPS}"
+                seeds[name] = run([*reward, rows, "train.max_staleness=0"], args.steps)
+                print(f"staleness 0, {name}: {json.dumps(seeds[name])}", file=sys.stderr, flush=True)
+    results = {}
+    for name, (samplers, kind) in cases.items():
+        reward = with_workers("bench_reward_latency.py", "asleep") if kind == "slow" else []
+        real = run([*reward, f"inference_model.num_devices={samplers}", f"train.max_staleness={STALENESS}"], args.steps)
+        simulated = simulate(samplers, kind, seeds, speeds)
+        ratio = simulated["step_s"] / real["step_s"]
+        results[name] = {"measured": real, "simulated": simulated, "ratio": ratio}
+        line = (
+            f"{name:25} measured {real['step_s']:.3f} s a step, simulated {simulated['step_s']:.3f}: {ratio - 1:+.0%}"
+        )
+        print(line, file=sys.stderr, flush=True)
+    setting = {"steps": args.steps, "reward_latency_s": LATENCY_S, "load_before": os.getloadavg()}
+    report(surroundings(PACKAGES) | {"setting": setting, "speeds": speeds, "seeds": seeds, "cases": results}, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The simulated loop against what can be computed by hand, and the plan against its own numbers."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.configs import ROOT
+from torchrl_grpo.config import ConfigError
+from torchrl_grpo.plan.__main__ import main
+from torchrl_grpo.plan.hardware import GPUS, SHAPES, Shape, Workload, model_shape
+from torchrl_grpo.plan.simulation import Costs, Loop, Simulation
+from torchrl_grpo.plan.splits import Settings, Split, best_splits
+from torchrl_grpo.starter import starter_path
+
+WORK = Workload(
+    shape=SHAPES["qwen2.5-7b"],
+    group_size=8,
+    prompt=100.0,
+    response=300.0,
+    longest=1000,
+    groups=64,
+    passes=1,
+    optim_steps=1,
+    micro_batch_tokens=16_384,
+    train_dtype="bfloat16",
+    master_dtype="float32",
+    engine_dtype="bfloat16",
+    reference_dtype="bfloat16",
+    backend="vllm",
+    checkpointing=True,
+    offload=False,
+    lora=False,
+    recomputes=False,
+    scores=True,
+    broadcast=False,
+    reward_s=0.0,
+)
+SETTINGS = Settings(GPUS["h100"], WORK, max_staleness=1, engine_size=1, waits=False, rows=512)
+
+
+def test_with_staleness_0_a_step_is_the_sum_of_its_stages() -> None:
+    costs = Costs(sample=[2.0], train=1.0, score=0.5, publish=0.25, update=0.125, reward_s=4.0, hop_s=0.0625)
+    result = Simulation(Loop(groups_per_batch=1, max_staleness=0), costs).run()
+    assert result.step_s == 2.0 + 1.0 + 0.5 + 0.25 + 0.125 + 4.0 + 3 * 0.0625
+    assert (result.staleness_mean, result.staleness_max) == (0.0, 0)
+
+
+def test_two_samplers_halve_the_sampling_of_a_synchronous_step() -> None:
+    costs = Costs(sample=[2.0], train=1.0)
+    one = Simulation(Loop(groups_per_batch=4, samplers=1), costs).run().step_s
+    two = Simulation(Loop(groups_per_batch=4, samplers=2), costs).run().step_s
+    assert (one, two) == (4 * 2.0 + 1.0, 2 * 2.0 + 1.0)
+
+
+@pytest.mark.parametrize(("sample", "train", "longest"), [(2.0, 1.0, 2.0), (1.0, 3.0, 3.0)])
+def test_with_enough_staleness_a_step_is_its_longest_stage(sample: float, train: float, longest: float) -> None:
+    loop = Loop(groups_per_batch=1, max_staleness=20)
+    result = Simulation(loop, Costs(sample=[sample], train=train, score=0.5)).run(batches=100, warm_up=40)
+    assert result.step_s == pytest.approx(longest, rel=1e-6)
+    assert result.learner_share == pytest.approx(train / longest)
+    assert result.reference_share == pytest.approx(0.5 / longest)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_the_bound_on_staleness_holds_and_is_reached_by_a_slow_learner(bound: int) -> None:
+    result = Simulation(Loop(groups_per_batch=4, max_staleness=bound), Costs(sample=[0.01, 0.03], train=5.0)).run()
+    assert result.staleness_max == bound
+    assert result.groups_under_way <= 4 * (bound + 1)
+
+
+def test_littles_law_holds() -> None:
+    loop = Loop(groups_per_batch=8, max_staleness=2, samplers=3, concurrent_tasks=4, engine_speed=lambda jobs: 1 / jobs)
+    result = Simulation(loop, Costs(sample=[0.3, 0.5, 1.1], train=1.0, score=0.1)).run(batches=400)
+    groups_a_second = 8 / result.step_s
+    assert result.groups_under_way == pytest.approx(groups_a_second * result.group_s, rel=0.01)
+
+
+def test_actors_that_share_cores_slow_each_other_down() -> None:
+    """Sampling takes 1 s of a core and training 1 s: on 2 cores they overlap, on 1 they cannot."""
+    costs = Costs(sample=[1.0], train=1.0)
+    for cores, step_s in ((2, 1.0), (1, 2.0)):
+        loop = Loop(1, max_staleness=1, serial=True, cores=lambda jobs, cores=cores: min(1.0, cores / jobs))
+        assert Simulation(loop, costs).run().step_s == pytest.approx(step_s)
+
+
+def test_an_engine_that_waits_for_its_tasks_updates_between_them() -> None:
+    """Two tasks of 1 and 3 s in a batch: with keep the sampler is only held for the update, with wait it drains."""
+    costs = Costs(sample=[1.0, 3.0], train=0.5, update=0.25)
+    steps = {
+        waits: Simulation(Loop(2, max_staleness=3, concurrent_tasks=2, waits=waits), costs).run(60).step_s
+        for waits in (True, False)
+    }
+    assert steps[False] == pytest.approx(2.0 + 0.25)  # two places, 4 s of work a batch
+    assert steps[True] > steps[False]
+
+
+def test_a_slow_reward_is_hidden_by_further_tasks() -> None:
+    costs = Costs(sample=[1.0], train=0.5, reward_s=3.0)
+    hidden = Simulation(Loop(1, max_staleness=4, serial=True, concurrent_tasks=5, waits=False), costs).run(60)
+    alone = Simulation(Loop(1, max_staleness=4, serial=True), costs).run(60)
+    assert (hidden.step_s, alone.step_s) == (pytest.approx(1.0), pytest.approx(4.0))
+
+
+def test_the_same_loop_gives_the_same_result() -> None:
+    loop = Loop(groups_per_batch=16, max_staleness=1, samplers=5, references=2, concurrent_tasks=3)
+    costs = Costs(sample=[0.5, 0.75, 2.0], train=1.5, score=0.125, publish=0.1, update=0.3)
+    assert Simulation(loop, costs).run() == Simulation(loop, costs).run()
+
+
+def test_a_shape_is_read_from_the_models_config() -> None:
+    assert model_shape("starter", starter_path()) == Shape(427_776, 2, 128, 64)
+    assert model_shape("Qwen/Qwen2.5-7B-Instruct", Path("Qwen")) == SHAPES["qwen2.5-7b"]
+    assert model_shape("a/b", Path("a"), 8e9) == Shape(8e9, 32, 4096, 1024)
+    with pytest.raises(ConfigError, match=r"model.name=a/b must be a folder .* --params=7e9"):
+        model_shape("a/b", Path("a"))
+
+
+def test_stages_take_what_their_figures_say() -> None:
+    gpu, p = GPUS["h100"], SHAPES["qwen2.5-7b"]
+    tokens = 64 * (100 + 8 * 300)
+    attention = p.layers * p.hidden * (100 + 150)
+    a_token = 2 * (p.parameters + attention)
+    # Forward, backward (twice) and the layers once more, at 40% of 989 TFLOP/s; Adam moves 28 bytes a parameter.
+    seconds = 4 * a_token * tokens / (0.4 * 989e12) + 28 * p.parameters / 3.35e12
+    assert WORK.train_s(gpu, 1) == pytest.approx(seconds)
+    assert WORK.train_s(gpu, 8) == pytest.approx(seconds / 8)
+    assert WORK.score_s(gpu, 64) == pytest.approx(a_token * tokens / (0.4 * 989e12))
+    assert WORK.sync_s(gpu) == pytest.approx(2 * 7.62e9 / 5e9)
+    # One group, of which 300 / 533 of the rows are there on average: the weights are most of what is read.
+    kv = 2 * p.layers * p.kv_width * 2
+    rows = 8 * 300 / (600 * 8 / 9)
+    read = 2 * 7.62e9 + 100 * kv + rows * 150 * kv
+    assert WORK.step_s(gpu, 1, 1) == pytest.approx(read / (0.6 * 3.35e12) + 0.002)
+
+
+def test_memory_is_weights_gradients_and_moments_over_the_ranks() -> None:
+    activations = 16_384 * 3584 * (2 * 28 + 34)
+    gathered = 7.62e9 / 28 * 2
+    assert WORK.train_memory(4) == pytest.approx(16 * 7.62e9 / 4 + activations + gathered)
+    assert WORK.train_memory(1) == pytest.approx(16 * 7.62e9 + activations)
+    assert SETTINGS.memory(Split(4, 1, 2))[1:] == pytest.approx(
+        (15.24e9, 15.24e9 + 32 * (100 + 8 * 1000) * WORK.kv_bytes)
+    )
+
+
+def test_the_best_split_is_the_fastest_one_that_fits() -> None:
+    rows = best_splits(SETTINGS, 8)
+    assert all(row.split.devices <= 8 and SETTINGS.fits(row.split) for row in rows)
+    best = rows[0]
+    assert best.result.step_s <= 1.03 * min(row.result.step_s for row in rows)
+    assert best.result.step_s >= SETTINGS.bound_s(best.split)
+    assert not SETTINGS.fits(Split(1, 1, 1))  # 122 GB of weights, gradients and moments on one device of 80
+
+
+def test_what_binds_is_what_makes_it_faster_when_it_is_cheaper() -> None:
+    slow_reward = replace(SETTINGS, work=replace(WORK, reward_s=600.0))
+    assert best_splits(slow_reward, 8)[0].binds == "reward"
+    slow_training = replace(SETTINGS, work=replace(WORK, passes=16, optim_steps=16))
+    assert best_splits(slow_training, 8)[0].binds == "training"
+
+
+def test_a_run_without_room_is_refused_with_what_it_needs() -> None:
+    big = replace(SETTINGS, work=replace(WORK, shape=SHAPES["qwen2.5-72b"]))
+    with pytest.raises(ConfigError, match=r"--devices=8 must hold the run.* of the 72 GB .* inference 1"):
+        best_splits(big, 8)
+    with pytest.raises(ConfigError, match="--devices=1 must be at least 2"):
+        best_splits(SETTINGS, 1)
+
+
+def test_the_command_advises_overrides_that_the_scripts_take(capsys: pytest.CaptureFixture[str]) -> None:
+    file = io.StringIO()
+    main(["--devices", "8", "--gpu", "a100", "model.name=Qwen/Qwen2.5-3B", "env.num_envs=128"], file, width=160)
+    line = file.getvalue().rstrip().rpartition("\n")[2]
+    assert line.startswith("python sota/grpo/grpo-async.py model.name=Qwen/Qwen2.5-3B env.num_envs=128 train_model.num")
+    counts = dict(text.split("=") for text in line.split() if "num_devices" in text)
+    assert sum(map(int, counts.values())) <= 8
+    with pytest.raises(SystemExit, match="2"):
+        main(["env.num_envs=30"])
+    assert "error: env.num_envs=30 must be a multiple of env.repeats=8" in capsys.readouterr().err
+
+
+def test_a_plan_is_made_without_torch() -> None:
+    code = "import sys, torchrl_grpo.plan.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

@@ -154,6 +154,10 @@ class Console(AbstractContextManager["Console"]):
             table.add_row(query, response, reward)
         self._rich.print(table)
 
+    def alarm(self, step: int, text: str) -> None:
+        """Prints one line of an alarm that came at a step."""
+        self._line(f"alarm at step {step}: {text}", style="bold yellow")
+
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the ``eval/*`` metrics of the test split in a line; step 0 is before training."""
         values = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
@@ -187,6 +191,10 @@ class Console(AbstractContextManager["Console"]):
         if invalid := summary.get("invalid"):
             causes = ", ".join(f"{count:,} {cause}" for cause, count in invalid.items())
             self._line(f"{sum(invalid.values()):,} rewards were not valid: {causes}", style="yellow")
+        for alarm in summary.get("alarms", ()):
+            still = alarm.last == summary.get("steps")
+            when = f"from step {alarm.first} to the end" if still else f"step {alarm.first} to {alarm.last}"
+            self._line(f"alarm, {when}: {alarm.text}", style="bold yellow" if still else "yellow")
         width = max((len(name) for name in paths), default=0)
         for name, path in paths.items():
             self._line(f"  {name:<{width}}  {os.fspath(path)}")

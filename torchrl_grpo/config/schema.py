@@ -292,6 +292,9 @@ class RayConfig:
 class GRPOConfig:
     """The whole config of ``sota/grpo/grpo.py``."""
 
+    dry_run: bool = False
+    """Whether the run is only tried: what does not work and how to mend it, and the time, disk and memory that it will
+    take. Nothing is trained or written."""
     seed: int = limited(0, ge=0, lt=2**32)
     """Seed of everything that is drawn."""
     model: ModelConfig = field(default_factory=ModelConfig)

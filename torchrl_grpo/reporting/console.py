@@ -199,6 +199,15 @@ class Console(AbstractContextManager["Console"]):
         for name, path in paths.items():
             self._line(f"  {name:<{width}}  {os.fspath(path)}")
 
+    def verdict(self, failed: Sequence[str]) -> None:
+        """Says what a dry run found wrong, in a line each, or that nothing is."""
+        for text in failed:
+            self._line(f"FAILS  {text}", style="bold red")
+        self._line(
+            f"{len(failed)} of the checks failed: this run would not work." if failed else "Nothing failed.",
+            style="bold red" if failed else "bold green",
+        )
+
     def close(self) -> None:
         """Takes the bar off. May be called again."""
         if self._progress is not None:

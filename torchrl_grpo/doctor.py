@@ -349,7 +349,8 @@ class _Rehearsal:
         blueprint, measured = self.run.blueprint, self.measured
         envs = (blueprint.greedy_env, blueprint.sampled_env)
         greedy, sampled = (0 if env is None else env.batch_size[0] for env in envs)
-        sampling_s = self.source.metrics().get("time/generate_s", measured.step_s)
+        seconds = self.source.metrics()
+        sampling_s = seconds.get("time/generate_s", seconds.get("workers/generate_s", measured.step_s))
         each = sampling_s / blueprint.config.dialog_turns_per_batch
         if (2 * greedy + sampled) * each > _EVALUATION_S:
             measured.greedy_s, measured.sampled_s = greedy * each, (greedy + sampled) * each

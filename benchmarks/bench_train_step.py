@@ -125,7 +125,7 @@ def use_ours(model: PreTrainedModel, batch: dict[str, Tensor], folder: str, **se
     """``GRPOTrainer.train_step``: padding, normalisation, micro-batches and metrics, but no optimizer step."""
 
     class Trainer(GRPOTrainer):
-        def optim_step(self, loss: Tensor, *, empty: bool = False) -> dict[str, float]:
+        def optim_step(self, loss: Tensor, **how: Any) -> dict[str, float]:
             return {"loss": float(loss)}
 
     loss = GRPOLoss(TokenScorer(model), clip_epsilon=CLIP_EPSILON)

@@ -114,6 +114,6 @@ def check_optimizer(name: str, devices: int) -> None:
         )
     if devices > 1:
         raise ValueError(
-            f"optimizer.name=adamw_8bit must train on one device, got {devices}: use optimizer.name=adamw, whose state is "
-            "divided among the devices."
+            f"optimizer.name=adamw_8bit must train on one device, got {devices}: use optimizer.name=adamw, whose state "
+            "is divided among the devices."
         )

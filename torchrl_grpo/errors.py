@@ -31,6 +31,10 @@ class NoSignalError(RunLostError):
     """Step after step had nothing to train on."""
 
 
+class MemoryShortError(RunLostError):
+    """A device has no more memory; the message says what would save some."""
+
+
 class DiskFullError(RunLostError):
     """There is no room for a file of the run."""
 

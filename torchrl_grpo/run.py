@@ -123,6 +123,7 @@ class Run:
             reference_version=resume.reference_version if resume and config.has_own_reference else 0,
             mismatch_tolerance=config.inference_model.check_sync_tolerance if check else None,
             on_policy=config.optim_steps_per_batch == 1,
+            max_steps_without_signal=config.train.max_steps_without_signal,
             ends_at=None if config.train.time_limit is None else self.started_at + config.train.time_limit,
         )
 

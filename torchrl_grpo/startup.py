@@ -71,6 +71,11 @@ def say(text: str) -> None:
         _current.say(text)
 
 
+def elapsed() -> float:
+    """Seconds since this was imported, at the start of a command."""
+    return time.monotonic() - _started_at
+
+
 def end() -> None:
     """Ends the signs of life: the run shows its steps. May be called again."""
     global _current

@@ -33,13 +33,18 @@ def main(cfg: DictConfig) -> None:
         hydra_config = HydraConfig.get()
         config = from_hydra(cfg, hydra_config)
         with starting(config):  # takes seconds; --help and mistakes are answered before
+            from torchrl_grpo.doctor import examine
             from torchrl_grpo.run import build
 
+        if config.dry_run:
+            if not examine(config, hydra_config.runtime.output_dir):
+                sys.exit(1)
+            return
         with closing(build(config, hydra_config.runtime.output_dir)) as run:
             run.fit()
 
 
 if __name__ == "__main__":
     with orderly_exit():
-        check_command_line(sys.argv[1:])
+        sys.argv += check_command_line(sys.argv[1:])
         main()

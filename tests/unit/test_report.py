@@ -86,6 +86,7 @@ def test_summary_equals_the_sums_by_hand(tmp_path: Path) -> None:
         "restarts": 0,
         "groups_resampled": 0,
         "invalid": {},
+        "alarms": [],
     }
 
 

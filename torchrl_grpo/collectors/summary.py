@@ -33,12 +33,19 @@ def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
         "response_length_max": lengths.max(),
         "truncated": batch.get(keys.TRUNCATED).float().mean(),
         "zero_variance_groups": (~signal).float().mean(),
+        "repeated": _repeated(batch, group.tolist()),
         "invalid": (~valid).sum(),
         "sequences": len(valid),
         "tokens": pad(batch, keys.ASSISTANT_MASK, False).sum(),
     }
     numbers = {f"rollout/{name}": float(value) for name, value in values.items()}
     return numbers | _by_dataset(batch) | _by_part(batch)
+
+
+def _repeated(batch: TensorDictBase, group: list[int]) -> float:
+    """Share of the responses that are, token by token, one that their group had already."""
+    responses = [row.get(keys.RESPONSE).cpu().numpy().tobytes() for row in batch.unbind(0)]
+    return 1 - len(set(zip(group, responses, strict=True))) / len(responses)
 
 
 def _by_dataset(batch: TensorDictBase) -> dict[str, float]:

@@ -80,12 +80,15 @@ def compose(name: str, overrides: Sequence[str]) -> GRPOConfig:
         return from_hydra(hydra.compose(name, list(overrides)))
 
 
-def check_command_line(arguments: Sequence[str]) -> None:
+def check_command_line(arguments: Sequence[str]) -> list[str]:
     """Checks the choices among Hydra's overrides. Hydra itself finds a wrong name or type in any job of a sweep before
     the first one starts; a wrong choice it does not know, and ``validate`` sees one job at a time.
 
     Args:
         arguments: the command line after the script's name.
+
+    Returns:
+        arguments that go with them: those with which Hydra writes nothing in a dry run.
 
     Raises:
         ConfigError: a value is not one of the key's choices, or both keys that say how long a run is are given.
@@ -104,6 +107,7 @@ def check_command_line(arguments: Sequence[str]) -> None:
             also = ["null"] if item.default is None else []
             for value in re.findall(r"[^,'\"\s]+", values):
                 check_choice(name, value, item.metadata["choices"], also=[*item.metadata["removed"], *also])
+    return ["hydra.output_subdir=null", "hydra/job_logging=stdout"] if given.get("dry_run") in ("true", "True") else []
 
 
 def _explained(error: Exception, arguments: Sequence[str]) -> str:

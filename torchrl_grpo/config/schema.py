@@ -10,6 +10,7 @@ from torchrl_grpo.checks import MIN_TEMPERATURE, check_clip_epsilon
 from torchrl_grpo.config.data import DataConfig, DatasetConfig
 from torchrl_grpo.config.fields import choice, leaves, limited, old_name, torchrl_name
 from torchrl_grpo.config.measuring import EvaluationConfig, LoggingConfig
+from torchrl_grpo.config.optimizer import OptimizerConfig
 
 _REMOVED_TRANSFERS = {"shared_memory": "object_store", "file": "object_store", "adapters": "auto"}
 
@@ -265,32 +266,9 @@ class TrainConfig:
     max_nonfinite_steps: int = limited(5, ge=1)
     """Optimizer steps in a row with a non-finite loss or gradient, or without a token that counts (no reward is valid),
     after which the run ends, at least 1."""
-
-
-@dataclass
-class OptimizerConfig:
-    """AdamW (arXiv 1711.05101)."""
-
-    name: str = choice(choices.Optimizer, "adamw")
-    """adamw; adamw_8bit: torchao's, with 2 bytes of state a weight in place of 8, on one device (docs/models.md)."""
-    lr: float = limited(1e-6, gt=0)
-    """Learning rate, above 0."""
-    weight_decay: float = limited(0.0, ge=0)
-    """Decoupled weight decay of matrices (not of norms and biases), not negative."""
-    beta1: float = limited(0.9, ge=0, lt=1)
-    """Decay of the first moment, in [0, 1)."""
-    beta2: float = limited(0.999, ge=0, lt=1)
-    """Decay of the second moment, in [0, 1)."""
-    eps: float = limited(1e-8, gt=0)
-    """Added to the denominator, above 0."""
-    clip_grad_norm: float = limited(1.0, gt=0)
-    """Largest gradient norm, above 0."""
-    warmup_steps: int = limited(0, ge=0)
-    """Optimizer steps over which the learning rate rises from 0."""
-    schedule: str = choice(choices.LearningRate, "constant")
-    """What the learning rate does after that, over the run's optimizer steps."""
-    lr_floor: float = limited(0.0, ge=0, le=1)
-    """Share of lr that a linear or cosine schedule ends at, in [0, 1]."""
+    max_steps_without_signal: int | None = limited(None, ge=1)
+    """Steps in a row in which all rewards of each group are equal or not valid, after which the run ends, at least 1;
+    null goes on, with an alarm."""
 
 
 @dataclass
@@ -314,6 +292,9 @@ class RayConfig:
 class GRPOConfig:
     """The whole config of ``sota/grpo/grpo.py``."""
 
+    dry_run: bool = False
+    """Whether the run is only tried: what does not work and how to mend it, and the time, disk and memory that it will
+    take. Nothing is trained or written."""
     seed: int = limited(0, ge=0, lt=2**32)
     """Seed of everything that is drawn."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -149,7 +149,7 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
     if not trusted:
         check_whole(path)
     try:
-        if read_manifest(path)["config"].get("optimizer", {}).get("name") == "adamw_8bit":
+        if read_manifest(path).get("config", {}).get("optimizer", {}).get("name") == "adamw_8bit":
             import torchao.optim  # noqa: F401  names the types of its state that may be read
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # whatever reading a foreign file may raise

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from torchrl_grpo.choices import Optimizer
 
+
 def make_optimizer(
     parameters: Sequence[Parameter],
     name: Optimizer = "adamw",

@@ -6,7 +6,8 @@ It does not sample, does not score rewards and does not loop: ``loop.fit`` does 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,11 @@ from torch import Tensor, nn
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo import keys
-from torchrl_grpo.errors import NonFiniteError, NoSignalError
+from torchrl_grpo.errors import MemoryShortError, NonFiniteError, NoSignalError
 from torchrl_grpo.functional import effective_sample_size
+from torchrl_grpo.learner.diagnosis import queries_of, where_not_finite
+from torchrl_grpo.learner.memory import memory_short, savings, step_memory
+from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import has, pad, pad_batch, pass_tokens, rank_micro_batches, slice_tokens
 from torchrl_grpo.models.prefix import Prompt, shared_prompts
 from torchrl_grpo.models.scoring import TokenScorer, autocast
@@ -97,6 +101,7 @@ class GRPOTrainer:
         self.optim_steps = 0
         self.skipped_steps = 0
         self._nonfinite_in_a_row = 0
+        self._reason = ""
 
     @property
     def device(self) -> torch.device:
@@ -124,13 +129,32 @@ class GRPOTrainer:
         Raises:
             NonFiniteError: too many bad steps in a row.
             NoSignalError: too many steps in a row without a token that counts.
+            MemoryShortError: the device has no more memory.
         """
         if self.loss.proximal == "recomputed":
             batch = self._with_proximal_log_probs(batch)
-        steps = [self.train_step(part) for _ in range(self.epochs) for part in batch.split(self.optim_batch_size)]
+        try:
+            steps = [self.train_step(part) for _ in range(self.epochs) for part in batch.split(self.optim_batch_size)]
+        except torch.OutOfMemoryError as error:
+            raise self._memory_short(error) from error
         self.version += 1
         metrics = {name: _finite_mean([step[name] for step in steps]) for name in steps[0]}
         return metrics | {"train/skipped_steps": float(self.skipped_steps)}
+
+    def _memory_short(self, error: BaseException) -> MemoryShortError:
+        """What to say where memory ran out, with what each knob would save here."""
+        full, tokens, ranks = self.autocast_dtype is None, self.micro_batch_tokens, self.world_size
+        number = next(self.model.parameters()).element_size() if full else 2
+        memory = step_memory(self.model, self.parameters, tokens, number, ranks)
+        knobs = savings(
+            memory,
+            tokens,
+            checkpoints=bool(base_model_of(self.model).is_gradient_checkpointing),
+            lora=hasattr(self.model, "peft_config"),
+            full_precision=number == 4,
+            ranks=ranks,
+        )
+        return memory_short(error, "The training step", memory, knobs)
 
     def _with_proximal_log_probs(self, batch: TensorDictBase) -> TensorDictBase:
         """The batch with the log-probs that the policy has now, before the first step that it takes on it."""
@@ -167,7 +191,9 @@ class GRPOTrainer:
         totals = self._over_ranks(totals)
         efficiency = float(lengths.sum() / totals.pop("computed"))
         loss = sum((value for name, value in totals.items() if name.startswith("loss_")), torch.zeros(()))
-        metrics = self.optim_step(loss, empty=not data.get(keys.LOSS_WEIGHTS).any())
+        metrics = self.optim_step(
+            loss, empty=not data.get(keys.LOSS_WEIGHTS).any(), why=partial(self._why, batch, data, parts)
+        )
         totals["ESS"] = effective_sample_size(totals["ratio_mean"], totals["ratio_square_mean"])
         values = torch.stack([value.float() for value in totals.values()]).tolist()
         metrics |= {f"train/{name}": value for name, value in zip(totals, values, strict=True)}
@@ -229,12 +255,23 @@ class GRPOTrainer:
         self.scaler.scale(total).backward()
         return {name: value.detach() for name, value in out.items()}
 
-    def optim_step(self, loss: Tensor, *, empty: bool = False) -> dict[str, float]:
+    def _why(self, batch: TensorDictBase, data: TensorDict, parts: Sequence[Tensor]) -> str:
+        """Where the numbers of a step that are not finite come from; its weights are as they were."""
+
+        def passes(rows: Tensor) -> dict[str, Tensor]:
+            return self.forward_backward(self._micro_batch(data, rows))
+
+        return where_not_finite(self.model, data, parts, passes, queries_of(batch), one_by_one=self.mesh is None)
+
+    def optim_step(
+        self, loss: Tensor, *, empty: bool = False, why: Callable[[], str] | None = None
+    ) -> dict[str, float]:
         """Clips the gradients and steps, unless the loss or the gradient norm is not finite; clears the gradients.
 
         Args:
             loss: the whole loss of the optimisation batch, scalar.
             empty: whether no token counted: then there is no step, because the moments of earlier ones would make it.
+            why: says where numbers that are not finite come from; called for the first such step in a row.
 
         Raises:
             NonFiniteError: too many bad steps in a row.
@@ -248,7 +285,7 @@ class GRPOTrainer:
         if finite and not empty:
             self.scaler.step(self.optimizer)
             self.optim_steps += 1
-            self._nonfinite_in_a_row = 0
+            self._nonfinite_in_a_row, self._reason = 0, ""
             if self.scheduler is not None:
                 self.scheduler.step()
         else:
@@ -261,6 +298,8 @@ class GRPOTrainer:
                     found.fill_(1.0)
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        if not finite and not empty and self._nonfinite_in_a_row == 1 and why is not None:
+            self._reason = f": {why()}"
         if empty and self._nonfinite_in_a_row >= self.max_nonfinite_steps:
             raise NoSignalError(
                 f"{self._nonfinite_in_a_row} optimizer steps in a row changed nothing, the last one because no token "
@@ -270,13 +309,15 @@ class GRPOTrainer:
         if self._nonfinite_in_a_row >= self.max_nonfinite_steps:
             raise NonFiniteError(
                 f"{self._nonfinite_in_a_row} optimizer steps in a row had a non-finite loss ({loss_value}) or gradient "
-                f"norm ({norm_value}); no weight was changed by them. Lower optimizer.lr={learning_rate:g}, or use "
-                "train.mixed_precision=full or bf16."
+                f"norm ({norm_value}){self._reason}. No weight was changed by them. Lower "
+                f"optimizer.lr={learning_rate:g}, or use train.mixed_precision=full or bf16."
             )
         if empty:
             torchrl_logger.warning("Skipped an optimizer step: no token of its batch counts, e.g. no reward is valid.")
         elif not finite:
-            torchrl_logger.warning(f"Skipped an optimizer step: loss {loss_value}, gradient norm {norm_value}.")
+            torchrl_logger.warning(
+                f"Skipped an optimizer step: loss {loss_value}, gradient norm {norm_value}{self._reason}."
+            )
         return {
             "train/loss": loss_value,
             "train/grad_norm": norm_value,

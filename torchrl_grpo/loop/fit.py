@@ -16,10 +16,12 @@ from typing import Any, Protocol
 
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_grpo.alarms import Alarms
 from torchrl_grpo.collectors.source import RolloutSource
-from torchrl_grpo.errors import DiskFullError, NonFiniteError, RunLostError
+from torchrl_grpo.errors import DiskFullError, NonFiniteError, NoSignalError, RunLostError
 from torchrl_grpo.interrupts import shielded
 from torchrl_grpo.learner.checkpoint import Checkpointer
+from torchrl_grpo.records import METRICS_FILE, read_jsonl
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
 
@@ -68,6 +70,8 @@ class Schedule:
         mismatch_tolerance: largest mean difference of the log-probs of engine and trainer after a weight sync, in nats;
             None measures none.
         on_policy: whether a batch is one optimizer step, so that the first one trains what its own weights sampled.
+        max_steps_without_signal: steps in a row without a difference of rewards in any group that end the run; None
+            never does.
         ends_at: when the run's time is over (``time.monotonic``).
     """
 
@@ -81,6 +85,7 @@ class Schedule:
     reference_version: int = 0
     mismatch_tolerance: float | None = None
     on_policy: bool = False
+    max_steps_without_signal: int | None = None
     ends_at: float | None = None
 
     def evaluates(self, step: int) -> bool:
@@ -160,6 +165,9 @@ class _Steps:
         self._unlogged: dict[str, float] | None = None  # of a step that is trained and not written down
         self._longest_s = 0.0
         self._total = schedule.num_batches * schedule.sequences_per_batch
+        self._alarms = Alarms()
+        for row in read_jsonl(logger.directory / METRICS_FILE):  # of a run that goes on in its own folder
+            self._alarms.take(row)
 
     def begin(self) -> None:
         """Gives the engine the learner's weights, and evaluates them."""
@@ -196,6 +204,12 @@ class _Steps:
             if schedule.checkpoint_frequency and step % schedule.checkpoint_frequency == 0:
                 self._saver.save_or_say_why(DiskFullError)
         self._longest_s = max(self._longest_s, time.perf_counter() - start)
+        limit, without = schedule.max_steps_without_signal, self._alarms.steps_without_signal
+        if limit is not None and without >= limit and not last:
+            raise NoSignalError(
+                f"{without} steps in a row had no learning signal: all rewards of each group are equal or not valid; "
+                f"train.max_steps_without_signal={limit}. The alarms above and docs/troubleshooting.md say what to do."
+            )
 
     def in_time(self) -> bool:
         """Whether another step ends before the run's time is over, if it takes as long as the longest one did."""
@@ -212,6 +226,8 @@ class _Steps:
     def _record(self, metrics: dict[str, float]) -> None:
         schedule, step = self._schedule, self._learner.version
         self._logger.log(step, metrics)
+        for alarm in self._alarms.take({"step": step} | metrics):
+            self._console.alarm(step, alarm.text)
         self._unlogged = None
         if step in (1, schedule.num_batches) or step % schedule.sample_frequency == 0:
             rows = self._learner.samples(schedule.sample_rows)

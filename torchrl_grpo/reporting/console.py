@@ -154,6 +154,10 @@ class Console(AbstractContextManager["Console"]):
             table.add_row(query, response, reward)
         self._rich.print(table)
 
+    def alarm(self, step: int, text: str) -> None:
+        """Prints one line of an alarm that came at a step."""
+        self._line(f"alarm at step {step}: {text}", style="bold yellow")
+
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the ``eval/*`` metrics of the test split in a line; step 0 is before training."""
         values = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
@@ -187,9 +191,22 @@ class Console(AbstractContextManager["Console"]):
         if invalid := summary.get("invalid"):
             causes = ", ".join(f"{count:,} {cause}" for cause, count in invalid.items())
             self._line(f"{sum(invalid.values()):,} rewards were not valid: {causes}", style="yellow")
+        for alarm in summary.get("alarms", ()):
+            still = alarm.last == summary.get("steps")
+            when = f"from step {alarm.first} to the end" if still else f"step {alarm.first} to {alarm.last}"
+            self._line(f"alarm, {when}: {alarm.text}", style="bold yellow" if still else "yellow")
         width = max((len(name) for name in paths), default=0)
         for name, path in paths.items():
             self._line(f"  {name:<{width}}  {os.fspath(path)}")
+
+    def verdict(self, failed: Sequence[str]) -> None:
+        """Says what a dry run found wrong, in a line each, or that nothing is."""
+        for text in failed:
+            self._line(f"FAILS  {text}", style="bold red")
+        self._line(
+            f"{len(failed)} of the checks failed: this run would not work." if failed else "Nothing failed.",
+            style="bold red" if failed else "bold green",
+        )
 
     def close(self) -> None:
         """Takes the bar off. May be called again."""

@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 import yaml
 
+from torchrl_grpo.alarms import alarms_of
 from torchrl_grpo.records import (
     ENVIRONMENT_FILE,
     METRICS_FILE,
@@ -87,7 +88,7 @@ def summarize(directory: str | os.PathLike[str]) -> dict[str, Any]:
         steps and the evaluations); ``trained_tokens_per_s`` (as the metric of that name: without the evaluations);
         ``accuracy_before`` and ``accuracy_after`` (first and last ``eval/pass@1``) and the steps that they were
         measured after, ``before_step`` and ``after_step``; ``restarts`` of actors and ``groups_resampled`` after them;
-        ``invalid`` rewards by cause.
+        ``invalid`` rewards by cause; ``alarms``, all that came.
         What the run has no numbers for is None, or 0 where it is a count.
     """
     return _summary(merge_steps(read_jsonl(Path(directory) / METRICS_FILE)))
@@ -113,6 +114,7 @@ def _summary(records: Sequence[Row]) -> dict[str, Any]:
         "restarts": sum(_latest_sum(records, f"workers/restarts_{role}") for role in ("rollout", "reference")),
         "groups_resampled": _latest_sum(records, "workers/groups_resampled"),
         "invalid": _invalid(records),
+        "alarms": alarms_of(records),
     }
 
 

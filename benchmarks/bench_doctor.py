@@ -1,0 +1,99 @@
+"""What a dry run says that a run will take, against what the run then takes: seconds, disk and memory.
+
+python benchmarks/bench_doctor.py
+python benchmarks/bench_doctor.py --only lora workers
+
+Prints JSON. Of each configuration the dry run comes first and the run after it, both in processes of their own. Seconds
+are those until they end, memory is the sum of the peaks of all their processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from machine import report, surroundings
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "sota" / "grpo"
+UNITS = {"bytes": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+RUNS = {
+    "default": ("grpo.py",),
+    "lora": ("grpo.py", "train_model.lora.enabled=true", "optimizer.lr=1e-3", "train.total_dialog_turns=5120"),
+    "several steps a batch": ("grpo.py", "algo=dapo", "train.optim_batch_size=32", "train.total_dialog_turns=5120"),
+    "workers": ("grpo.py", "env.reward_workers=2", "train.total_dialog_turns=5120", "evaluation.frequency=0"),
+    "asynchronous": ("grpo-async.py", "train.total_dialog_turns=5120"),
+    "no evaluation": ("grpo.py", "env.num_envs=256", "train.checkpoint_frequency=5", "evaluation.num_prompts=0"),
+}
+
+
+def watched(*command: str, folder: Path) -> tuple[str, float, int]:
+    """What a command printed, its seconds, and the sum of the peaks of all its processes in bytes."""
+    peaks: dict[tuple[int, float], int] = {}
+    output, start = folder / "printed.txt", time.perf_counter()
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *command], cwd=folder, stdout=file, stderr=subprocess.STDOUT,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "300"},
+        )  # fmt: skip
+        root = psutil.Process(process.pid)
+        while process.poll() is None:
+            for each in [root, *root.children(recursive=True)]:
+                try:
+                    line = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{each.pid}/status").read_text())
+                    peaks[each.pid, each.create_time()] = 1024 * int(line.group(1)) if line else 0
+                except (OSError, psutil.Error):  # it has ended
+                    continue
+            time.sleep(0.25)
+    seconds = time.perf_counter() - start
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{output.read_text()[-3000:]}")
+    return output.read_text(), seconds, sum(peaks.values())
+
+
+def size_in(text: str, name: str) -> float:
+    """Bytes that a dry run's last table says of something."""
+    [(value, unit)] = re.findall(rf"^\s*{name}\s+([\d.e+]+) (\w+)", text, re.MULTILINE)
+    return float(value) * UNITS[unit]
+
+
+def compare(script: str, *arguments: str) -> dict[str, Any]:
+    """What a dry run predicted, what the run took, and the ratios."""
+    command = (str(SCRIPTS / script), "--config-name", "grpo_arithmetic", *arguments)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        printed, tried_s, _ = watched(*command, "dry_run=true", folder=folder)
+        table = printed.partition("What the run will take")[2]
+        [seconds] = re.findall(r"hours \(([\d.]+) s\)", table)
+        predicted = {
+            "seconds": float(seconds),
+            "disk": size_in(table, "disk"),
+            "memory": size_in(table, "memory of cpu"),
+        }
+        _, took_s, memory = watched(*command, f"hydra.run.dir={folder}/run", folder=folder)
+        disk = sum(path.stat().st_size for path in (folder / "run").rglob("*") if path.is_file())
+    measured = {"seconds": took_s, "disk": float(disk), "memory": float(memory)}
+    ratios = {name: round(predicted[name] / measured[name], 3) for name in measured}
+    return {"dry_run_s": tried_s, "predicted": predicted, "measured": measured, "predicted_over_measured": ratios}
+
+
+def main() -> None:
+    """Tries and makes the runs in turn, and writes the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=[""], help="runs whose name contains one of these")
+    parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")
+    args = parser.parse_args()
+    chosen = [name for name in RUNS if any(part in name for part in args.only)]
+    found = {name: compare(*RUNS[name]) for name in chosen}
+    report(surroundings(("torch", "torchrl", "transformers", "ray")) | {"runs": found}, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Alarms: each is raised by rows that have its sign, once, and by no healthy row; and what the user sees of them."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.configs import ROOT
+from tests.support.runs import run, steps
+from torchrl_grpo.alarms import Alarm, Alarms, alarms_of
+from torchrl_grpo.errors import NoSignalError
+from torchrl_grpo.records import read_jsonl
+from torchrl_grpo.reporting.console import Console
+from torchrl_grpo.reporting.metrics import MetricsLogger
+from torchrl_grpo.reporting.report import write_report
+
+HEALTHY = {
+    "rollout/sequences": 64.0,
+    "rollout/reward_mean": 0.4,
+    "rollout/reward_std": 0.5,
+    "rollout/accuracy": 0.4,
+    "rollout/zero_variance_groups": 0.25,
+    "rollout/truncated": 0.05,
+    "rollout/response_length": 100.0,
+    "rollout/repeated": 0.1,
+    "rollout/invalid": 0.0,
+    "reward/format/mean": 0.1,
+    "reward/format/std": 0.3,
+    "reward/format/none": 0.0,
+    "train/entropy": 0.5,
+    "train/ESS": 0.98,
+    "train/ratio_mean": 1.0,
+    "train/clip_fraction_low": 0.01,
+    "train/clip_fraction_high": 0.02,
+    "train/kl_k3_to_inference": 0.001,
+    "train/kl_k3_to_ref": 0.05,
+    "sync/mismatch_mean": 0.001,
+    "staleness/mean": 1.0,
+    "staleness/max": 1.0,
+    "workers/restarts_rollout": 1.0,
+}
+EQUAL = {"rollout/zero_variance_groups": 1.0, "rollout/reward_std": 0.0}
+
+
+def rows(count: int, bad: dict[str, Any], start: int = 6) -> list[dict[str, Any]]:
+    """Healthy rows, from step ``start`` on with other values; one may be a function of the step."""
+    made = []
+    for step in range(1, count + 1):
+        changed = {name: value(step) if callable(value) else value for name, value in bad.items()}
+        made.append({"step": step} | HEALTHY | (changed if step >= start else {}))
+    return made
+
+
+PROVOKED: dict[str, tuple[dict[str, float | Callable[[int], float] | None], int, str]] = {
+    "zero_rewards": (EQUAL | {"rollout/reward_mean": 0.0, "rollout/accuracy": 0.0}, 10, "samples DIR"),
+    "no_signal": (EQUAL | {"rollout/reward_mean": 0.5}, 10, "larger env.repeats or temperature"),
+    "zero_variance": ({"rollout/zero_variance_groups": 0.95}, 15, "95% of the groups .* policy.dynamic_sampling=true"),
+    "invalid_rewards": ({"rollout/invalid": 16.0, "rewards/invalid_timeout": 9.0}, 7, r"not valid \(timeout\)"),
+    "reward_part/format": ({"reward/format/mean": 0.0, "reward/format/std": 0.0}, 25, "'format' .* was 0 for every"),
+    "mismatch": ({"train/kl_k3_to_inference": 0.2, "train/ratio_mean": 1.3}, 7, "inference_model.check_sync=true"),
+    "ess": ({"train/ESS": 0.2}, 9, "36% .* policy.behaviour_weight=truncate"),
+    "clip_fraction": ({"train/clip_fraction_low": 0.3, "train/clip_fraction_high": 0.4}, 8, "policy.clip_epsilon"),
+    "entropy": ({"train/entropy": 0.01}, 15, "0.01 nats per token, 2% of what it was"),
+    "truncated": ({"rollout/truncated": 0.9}, 8, "raise inference_model.max_new_tokens"),
+    "length": ({"rollout/response_length": 300.0, "rollout/reward_mean": 0.3}, 11, "from 100 to 220 tokens"),
+    "kl": ({"train/kl_k3_to_ref": 3.0}, 7, "raise policy.kl_coef"),
+    "repeated": ({"rollout/repeated": 0.95}, 10, "raise inference_model.temperature"),
+    "staleness": ({"staleness/mean": 4.0, "staleness/max": 4.0}, 25, "4 steps old .* train.max_staleness"),
+    "restarts/rollout": ({"workers/restarts_rollout": lambda step: step - 4}, 7, "made again 3 times within 7 steps"),
+    "restarts/reward": ({"workers/restarts_reward": lambda step: step - 4}, 8, "one response ends its scorer"),
+}
+
+
+@pytest.mark.parametrize("name", PROVOKED)
+def test_an_alarm_comes_once_when_its_sign_has_lasted_long_enough(name: str) -> None:
+    bad, first, text = PROVOKED[name]
+    found = alarms_of(rows(40, bad))
+    assert [(alarm.name, alarm.first, alarm.last) for alarm in found] == [(name, first, 40)]
+    assert re.search(text, found[0].text), found[0].text
+    assert "\n" not in found[0].text and len(found[0].text) < 340
+
+
+def test_every_rule_has_its_section_on_the_page() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    assert [name for name in PROVOKED if f"| `{name.partition('/')[0]}` |" not in page] == []
+
+
+def test_healthy_rows_and_rows_of_evaluations_raise_none() -> None:
+    solved = EQUAL | {"rollout/reward_mean": 1.0, "rollout/accuracy": 1.0, "train/entropy": 0.01}
+    assert alarms_of([{"step": 0, "eval/pass@1": 0.0}, *rows(60, {})]) == []
+    assert alarms_of(rows(9, solved)) == []
+    assert [alarm.name for alarm in alarms_of(rows(60, solved))] == ["no_signal"]
+    assert "the problems are solved" in alarms_of(rows(60, solved))[0].text
+
+
+def test_numbers_that_are_not_finite_are_no_sign() -> None:
+    for value in (None, float("nan")):
+        assert alarms_of(rows(40, dict.fromkeys(set(HEALTHY) - {"rollout/sequences"}, value))) == []
+
+
+def test_an_alarm_comes_again_only_after_it_had_gone() -> None:
+    cut = [0.9] * 10 + [0.0] * 10 + [0.9] * 10 + [0.0] * 30 + [0.9] * 10
+    series = [{"step": i + 1} | HEALTHY | {"rollout/truncated": share} for i, share in enumerate(cut)]
+    assert [(alarm.first, alarm.last) for alarm in alarms_of(series)] == [(5, 32), (63, 70)]
+    alarms = Alarms()
+    assert [row["step"] for row in series if alarms.take(row)] == [5, 63]
+
+
+def test_a_run_that_never_had_a_signal_says_so_at_its_end() -> None:
+    bad = {"rollout/reward_mean": 0.0, "rollout/truncated": 1.0} | EQUAL
+    assert alarms_of(rows(2, bad, start=1), ended=False) == []
+    [alarm] = alarms_of(rows(2, bad, start=1))
+    assert alarm.name == "zero_rewards" and "over 2 steps" in alarm.text and "100% were cut off" in alarm.text
+
+
+def test_console_and_report_show_alarms_and_that_there_are_none(tmp_path: Path) -> None:
+    bad = {"rollout/truncated": 0.9, "reward/<b>/none": 1.0}
+    for name, changed in (("bad", bad), ("good", {})):
+        with MetricsLogger(tmp_path / name, tensorboard=False, config={}) as logger:
+            for row in rows(30, changed, start=1):
+                logger.log(row.pop("step"), row)
+    page = write_report(tmp_path / "bad").read_text(encoding="utf-8")
+    assert '<td class="number">5 to 30</td>' in page and "90% of the responses were cut off over 5 steps" in page
+    assert "the part &#39;&lt;b&gt;&#39; of the reward applied to no response" in page and "No alarms." not in page
+    assert "No alarms." in write_report(tmp_path / "good").read_text(encoding="utf-8")
+    file = io.StringIO()
+    with Console(file=file) as console:
+        console.alarm(5, "look \x1b[2J")
+        console.finish({"steps": 30, "alarms": [Alarm("kl", "a", 3, 9), Alarm("ess", "b", 5, 30)]}, {})
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "alarm at step 5: look \\x1b[2J"
+    assert lines[-2:] == ["alarm, step 3 to 9: a", "alarm, from step 5 to the end: b"]
+
+
+def test_a_run_without_rewards_says_so_and_ends_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It looked like any other run: reward 0, and exit status 0."""
+    (tmp_path / "nothing.py").write_text("def score(response):\n    return 0.0\n")
+    reward = f"env.reward={tmp_path}/nothing.py:score"
+    run(tmp_path / "all", reward, steps(6))
+    printed = capsys.readouterr().out
+    assert printed.count("alarm at step 5: all rewards were 0 over 5 steps") == 1
+    assert "alarm, from step 5 to the end: all rewards were 0" in printed
+    with pytest.raises(NoSignalError, match="3 steps in a row had no learning signal"):
+        run(tmp_path / "ends", reward, steps(6), "train.max_steps_without_signal=3")
+    assert [row["step"] for row in read_jsonl(tmp_path / "ends" / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert "checkpoint_000003.pt" in {path.name for path in (tmp_path / "ends" / "checkpoints").iterdir()}
+
+
+def test_responses_that_a_group_has_twice_are_counted(tmp_path: Path) -> None:
+    [*_, row] = run(tmp_path, steps(1), "inference_model.temperature=0.01")
+    assert row["rollout/repeated"] == pytest.approx(0.75)  # groups of 4 whose responses are all equal

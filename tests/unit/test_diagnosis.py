@@ -1,0 +1,112 @@
+"""What is said of a step that is not finite, and of one that ran out of memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from tests.support.models import make_tiny_model
+from tests.support.training import make_batch, make_trainer
+from torchrl_grpo import keys
+from torchrl_grpo.errors import MemoryShortError, NonFiniteError
+from torchrl_grpo.learner.memory import savings, step_memory
+from torchrl_grpo.models import loading
+
+
+def reason(trainer: Any, batch: Any) -> str:
+    with pytest.raises(NonFiniteError) as raised:
+        trainer.train_batch(batch)
+    return str(raised.value)
+
+
+def test_an_entry_of_the_batch_that_is_not_finite_is_named_with_its_samples() -> None:
+    batch = make_batch()
+    for index, row in enumerate(batch.unbind(0)):
+        row.set_non_tensor(keys.QUERY, f"problem \x1b{index}")
+    batch[2].get(keys.REF_LOG_PROBS)[5] = math.nan
+    batch[0].get(keys.REF_LOG_PROBS)[0] = math.nan  # of the prompt: nothing reads it
+    text = reason(make_trainer(max_nonfinite_steps=1), batch)
+    assert "entry next.ref_log_probs.full is not finite in 1 samples ('problem \\\\x1b2'), before any pass" in text
+
+
+def test_the_first_module_that_is_not_finite_is_named_with_its_samples() -> None:
+    model, batch = make_tiny_model(), make_batch()
+    broken = model.model.layers[1].mlp.gate_proj
+    wanted = int(batch[3].get(keys.FULL)[4])
+
+    def break_one(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        bad = (model.seen == wanted)[..., None]
+        return torch.where(bad, math.nan, output)
+
+    model.model.embed_tokens.register_forward_pre_hook(lambda _, args: setattr(model, "seen", args[0]))
+    broken.register_forward_hook(break_one)
+    text = reason(make_trainer(model, max_nonfinite_steps=1, micro_batch_tokens=40), batch)
+    assert "are those of the module model.layers.1.mlp.gate_proj (Linear), for 1 samples (row 3)" in text
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_gradient_that_is_not_finite_is_named() -> None:
+    model = make_tiny_model()
+    norm = model.model.layers[0].input_layernorm
+    norm.register_full_backward_hook(lambda *_: (torch.full_like(_[1][0], math.nan),))
+    text = reason(make_trainer(model, max_nonfinite_steps=1), make_batch())
+    assert "the gradient of model.embed_tokens.weight, for 8 samples (row 0, row 1, row 2 and 5 more)" in text
+
+
+def test_a_weight_that_is_not_finite_is_named() -> None:
+    trainer = make_trainer(max_nonfinite_steps=1)
+    trainer.model.get_parameter("model.norm.weight").data[0] = math.nan
+    assert "1 weights are not finite, the first model.norm.weight" in reason(trainer, make_batch())
+
+
+def test_only_the_first_bad_step_in_a_row_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(
+        "torchrl_grpo.learner.step.where_not_finite", lambda *args, **more: asked.append(0) or "the reason"
+    )
+    trainer, bad = make_trainer(max_nonfinite_steps=9), make_batch()
+    bad[0].get(keys.ADVANTAGE).fill_(math.nan)
+    for batch in (bad, bad, make_batch(), bad):
+        trainer.train_step(batch)
+    assert len(asked) == 2
+
+
+def test_running_out_of_memory_is_one_message_with_what_each_knob_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
+
+    trainer = make_trainer(micro_batch_tokens=1000)
+    monkeypatch.setattr(trainer, "forward_backward", full)
+    with pytest.raises(MemoryShortError) as raised:
+        trainer.train_batch(make_batch())
+    text = str(raised.value)
+    assert text.startswith("The training step ran out of memory (CUDA out of memory). A step here holds about")
+    order = ("train_model.gradient_checkpointing=true", "train.micro_batch_tokens=500", "train.mixed_precision=bf16")
+    assert all(f"{name} (about " in text for name in order) and "\n" not in text
+
+
+def test_savings_equal_the_counts_by_hand_and_leave_out_what_is_on() -> None:
+    config = Qwen2Config(
+        vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = loading.AutoModelForCausalLM.from_config(config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    memory = step_memory(model, list(model.parameters()), 1000, 2, ranks=2)
+    layer = (8 * 64 + 2 * 32 + 4 * 128) * 2 * 1000
+    assert (memory.weights, memory.gradients, memory.optimizer) == (2 * count, 2 * count, 4 * count)
+    assert (memory.activations, memory.checkpointed) == (3 * layer, 3 * 64 * 2 * 1000 + layer)
+    found = dict(savings(memory, 1000, checkpoints=True, lora=False, full_precision=False, ranks=2))
+    assert found == {
+        "train.micro_batch_tokens=500": memory.checkpointed // 2,
+        "train_model.lora.enabled=true": int(0.94 * 6 * count),
+        "train_model.num_devices=4": 4 * count,
+        "train_model.cpu_offload=true": 8 * count,
+    }
+    tuned = dict(savings(memory, 1000, checkpoints=True, lora=True, full_precision=False, ranks=1))
+    assert set(tuned) == {"train.micro_batch_tokens=500", "train_model.num_devices=2"}

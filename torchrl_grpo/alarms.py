@@ -1,0 +1,339 @@
+"""Alarms: signs in the rows of ``metrics.jsonl`` that a run is not learning, in a line each with what to do.
+
+They read what a run writes and nothing else, so that a report made later shows the same ones. Nothing heavy is imported
+here. docs/troubleshooting.md has a section for each name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+Row = Mapping[str, Any]
+Found = Iterator[tuple[str, str]]
+"""Names and texts of alarms; a name is that of a section, and after a slash of what it is about."""
+
+_FEW, _SOME, _MANY = 5, 10, 20
+"""Steps that a sign must last."""
+_QUIET = 20
+"""Steps after which an alarm that is on no more may come again."""
+
+_ZERO_VARIANCE, _SOLVED = 0.9, 0.9
+_INVALID, _TRUNCATED, _REPEATED, _CLIPPED = 0.1, 0.5, 0.8, 0.4
+_ESS, _RATIO, _KL_TO_INFERENCE, _MISMATCH = 0.5, 0.1, 0.05, 0.02
+_KL_TO_REF = 1.0
+_ENTROPY, _LENGTH = 0.1, 2.0  # of what they were in the first steps
+_RESTARTS = 3
+
+
+@dataclass
+class Alarm:
+    """One alarm, from the step at which it came to the last one at which it was on."""
+
+    name: str
+    text: str
+    first: int
+    last: int
+
+
+class Alarms:
+    """Watches the steps of a run.
+
+    Lifecycle: ``take`` for each row in the order of the steps, ``end`` after the last one.
+
+    Attributes:
+        raised: all alarms, in the order in which they came.
+        steps_without_signal: steps in a row, up to the latest one, in which the rewards of every group were equal or
+            not valid.
+
+    Examples:
+        >>> alarms = Alarms()
+        >>> for step in range(1, 6):
+        ...     found = alarms.take({"step": step, "rollout/sequences": 8, "rollout/truncated": 0.75})
+        >>> [(alarm.name, alarm.first) for alarm in found]
+        [('truncated', 5)]
+    """
+
+    def __init__(self) -> None:
+        self.raised: list[Alarm] = []
+        self.steps_without_signal = 0
+        self._steps = 0
+        self._last: deque[Row] = deque(maxlen=_MANY)
+        self._first: list[Row] = []
+        self._latest: dict[str, Alarm] = {}
+
+    def take(self, row: Row) -> list[Alarm]:
+        """The alarms that a step raises; those that were on at the step before are not among them."""
+        if "rollout/sequences" not in row:  # of an evaluation before training
+            return []
+        self._last.append(row)
+        if len(self._first) < _FEW:
+            self._first.append(row)
+        self._steps += 1
+        self.steps_without_signal = self.steps_without_signal + 1 if _no_signal(row) else 0
+        return self._raise(found for rule in _RULES for found in rule(list(self._last), self._first))
+
+    def end(self) -> list[Alarm]:
+        """The alarms that the end of a run raises: it had no signal at all, in fewer steps than the rules ask for."""
+        if not self._steps or self.steps_without_signal < self._steps or self._steps >= _FEW:
+            return []
+        return self._raise(_without_signal(list(self._last), self._steps))
+
+    def _raise(self, found: Iterable[tuple[str, str]]) -> list[Alarm]:
+        step, new = int(self._last[-1]["step"]), []
+        for name, text in found:
+            known = self._latest.get(name)
+            if known is not None and step - known.last <= _QUIET:
+                known.last = step
+                continue
+            self._latest[name] = Alarm(name, text, step, step)
+            new.append(self._latest[name])
+        self.raised += new
+        return new
+
+
+def alarms_of(rows: Iterable[Row], *, ended: bool = True) -> list[Alarm]:
+    """The alarms of a run whose rows these are, one a step."""
+    alarms = Alarms()
+    for row in rows:
+        alarms.take(row)
+    if ended:
+        alarms.end()
+    return alarms.raised
+
+
+def _no_signal(row: Row) -> bool:
+    return _value(row, "rollout/zero_variance_groups") == 1
+
+
+def _value(row: Row, name: str) -> float | None:
+    """A number of a row; none where it is not finite, as in the file."""
+    value = row.get(name)
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def _mean(rows: Sequence[Row], name: str, steps: int) -> float | None:
+    """Mean of a metric over the latest steps, none where one of them lacks it."""
+    values = [value for row in rows[-steps:] if (value := _value(row, name)) is not None]
+    return fmean(values) if len(values) == steps else None
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.0f}%"
+
+
+def _signal(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+    if len(rows) >= _FEW and all(_no_signal(row) for row in rows[-_FEW:]):
+        yield from _without_signal(rows, _FEW)
+        return
+    equal, accuracy = (_mean(rows, f"rollout/{name}", _SOME) for name in ("zero_variance_groups", "accuracy"))
+    if equal is not None and equal >= _ZERO_VARIANCE and (accuracy or 0.0) < _SOLVED:
+        yield (
+            "zero_variance",
+            f"in {_share(equal)} of the groups all rewards were equal over {_SOME} steps, and these teach nothing: use "
+            "policy.dynamic_sampling=true, env.difficulty_filter=[0.05,0.95], a larger env.repeats, or easier problems",
+        )
+
+
+def _without_signal(rows: Sequence[Row], steps: int) -> Found:
+    """What to say where the rewards of every group were equal or not valid for so many steps."""
+    rows = rows[-steps:]
+    last, when = rows[-1], f"{steps} steps" if steps > 1 else "the only step"
+    if all(row.get("rollout/invalid") == row["rollout/sequences"] for row in rows):
+        return  # says the rule for rewards that are not valid
+    if all(_value(row, "rollout/reward_mean") == 0 == _value(row, "rollout/reward_std") for row in rows):
+        cut = _value(last, "rollout/truncated") or 0.0
+        hint = "" if cut < _TRUNCATED else f"; {_share(cut)} were cut off: raise inference_model.max_new_tokens"
+        yield (
+            "zero_rewards",
+            f"all rewards were 0 over {when}, so nothing is learned: read the responses (python -m "
+            "torchrl_grpo.samples DIR), and compare the prompt's format with what the model was trained on and what "
+            f"the reward asks for{hint}",
+        )
+    elif (_value(last, "rollout/accuracy") or 0.0) >= _SOLVED:
+        yield (
+            "no_signal",
+            f"all rewards of each group were equal over {when}, because the problems are solved: stop, or use harder "
+            "ones",
+        )
+    else:
+        yield (
+            "no_signal",
+            f"all rewards of each group were equal over {when}, so nothing is learned: use a reward that tells better "
+            "responses from worse ones, easier or harder problems, or a larger env.repeats or temperature",
+        )
+
+
+def _invalid(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+    shares = [(_value(row, "rollout/invalid") or 0.0) / row["rollout/sequences"] for row in rows[-_FEW:]]
+    if shares[-1] == 1 or (len(shares) == _FEW and fmean(shares) >= _INVALID):
+        share = shares[-1] if shares[-1] == 1 else fmean(shares)
+        causes = [name.partition("invalid_")[2] for name in rows[-1] if name.startswith("rewards/invalid_")]
+        why = f" ({', '.join(causes).replace('_', ' ')})" if causes else ""
+        yield (
+            "invalid_rewards",
+            f"{_share(share)} of the rewards are not valid{why}, and their responses are left out: the log has the "
+            "first error of each kind; call the reward function by hand with a row of samples.jsonl",
+        )
+
+
+def _parts(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+    if len(rows) < _MANY:
+        return
+    for metric in rows[-1]:
+        if not (metric.startswith("reward/") and metric.endswith("/none")):
+            continue
+        name = metric.removeprefix("reward/").removesuffix("/none")
+        never = all(_value(row, metric) == 1 for row in rows)
+        values = [row.get(f"reward/{name}/{kind}", 0.0) for row in rows for kind in ("mean", "std")]
+        if never or all(value == 0 for value in values):
+            what = "applied to no response" if never else "was 0 for every response"
+            yield (
+                f"reward_part/{name}",
+                f"the part {name!r} of the reward {what} over {_MANY} steps, so it teaches nothing: check what it "
+                "looks for in samples.jsonl, or leave it out (a penalty that is never due is no fault)",
+            )
+
+
+def _mismatch(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+    fix = (
+        "set inference_model.dtype=float32 to see whether rounding is the cause, or weigh it out with "
+        "policy.proximal=recomputed policy.behaviour_weight=truncate"
+    )
+    measured = _mean(rows, "sync/mismatch_mean", _FEW)
+    if measured is not None and measured > _MISMATCH:
+        text = f"log-probs of engine and trainer differ by {measured:.2g} nats on average right after a weight sync"
+        yield "mismatch", f"{text}: {fix}"
+        return
+    kl, ratio = (_mean(rows, f"train/{name}", _FEW) for name in ("kl_k3_to_inference", "ratio_mean"))
+    apart = kl is not None and kl > _KL_TO_INFERENCE
+    if apart or (ratio is not None and abs(ratio - 1) > _RATIO):
+        yield (
+            "mismatch",
+            f"the trained policy is far from the one that sampled (KL {kl or 0:.2g} nats per token, mean ratio "
+            f"{1 if ratio is None else ratio:.3g}) over {_FEW} steps: inference_model.check_sync=true tells whether "
+            "the engine is wrong; if not, use fewer optimizer steps a batch, a lower optimizer.lr or max_staleness",
+        )
+
+
+def _ess(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+    ess = _mean(rows, "train/ESS", _FEW)
+    if ess is not None and ess < _ESS:
+        yield (
+            "ess",
+            f"the effective sample size is {_share(ess)} over {_FEW} steps, so a few tokens make the gradient: lower "
+            "optimizer.lr, train.epochs or train.max_staleness, or use policy.behaviour_weight=truncate",
+        )
+
+
+def _clip(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+    shares = [_mean(rows, f"train/clip_fraction_{side}", _FEW) for side in ("low", "high")]
+    clipped = sum(share or 0.0 for share in shares)
+    if clipped > _CLIPPED:
+        yield (
+            "clip_fraction",
+            f"{_share(clipped)} of the tokens are clipped over {_FEW} steps, so most of a batch is thrown away: lower "
+            "optimizer.lr or train.epochs, use larger optimizer batches, or widen policy.clip_epsilon",
+        )
+
+
+def _entropy(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+    before, now, accuracy = (
+        _mean(first, "train/entropy", _FEW),
+        _mean(rows, "train/entropy", _SOME),
+        _mean(rows, "rollout/accuracy", _SOME),
+    )
+    if before and now is not None and now < _ENTROPY * before and (accuracy or 0.0) < _SOLVED:
+        yield (
+            "entropy",
+            f"the entropy fell to {now:.2g} nats per token, {_share(now / before)} of what it was, and the problems "
+            "are not solved: use policy.clip_epsilon=[0.2,0.28], policy.entropy_coef=0.001, or a lower optimizer.lr",
+        )
+
+
+def _truncation(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+    cut = _mean(rows, "rollout/truncated", _FEW)
+    if cut is not None and cut > _TRUNCATED:
+        yield (
+            "truncated",
+            f"{_share(cut)} of the responses were cut off over {_FEW} steps: raise inference_model.max_new_tokens, or "
+            "check that the model ends its turn (chat template, stop tokens); policy.overlong_buffer=0.2 teaches it",
+        )
+
+
+def _length(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+    before, now = _mean(first, "rollout/response_length", _FEW), _mean(rows, "rollout/response_length", _SOME)
+    reward, better = _mean(first, "rollout/reward_mean", _FEW), _mean(rows, "rollout/reward_mean", _SOME)
+    if before and now is not None and now > _LENGTH * before and (better or 0.0) <= (reward or 0.0):
+        yield (
+            "length",
+            f"responses grew from {before:.0f} to {now:.0f} tokens and the reward did not: use "
+            "policy.overlong_buffer=0.2, policy.aggregation=constant, or a lower inference_model.max_new_tokens",
+        )
+
+
+def _kl(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+    kl = _mean(rows, "train/kl_k3_to_ref", _FEW)
+    if kl is not None and kl > _KL_TO_REF:
+        yield (
+            "kl",
+            f"the KL to the reference model is {kl:.2g} nats per token over {_FEW} steps, so the policy is no longer "
+            "close to it: lower optimizer.lr, raise policy.kl_coef, or set ref_model.refresh_every",
+        )
+
+
+def _repeated(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+    repeated, accuracy = (_mean(rows, f"rollout/{name}", _FEW) for name in ("repeated", "accuracy"))
+    if repeated is not None and repeated > _REPEATED and (accuracy or 0.0) < _SOLVED:
+        yield (
+            "repeated",
+            f"{_share(repeated)} of the responses equal another one of their group over {_FEW} steps: raise "
+            "inference_model.temperature, or lower optimizer.lr; from the first step on, look at the engine's seeds",
+        )
+
+
+def _staleness(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+    ages = [[_value(row, f"staleness/{name}") or 0.0 for name in ("mean", "max")] for row in rows]
+    oldest = max(most for _, most in ages)
+    if len(ages) == _MANY and oldest >= 2 and all(mean >= 0.95 * oldest for mean, _ in ages):
+        yield (
+            "staleness",
+            f"every group is {oldest:.0f} steps old when it is trained, as old as train.max_staleness allows, over "
+            f"{_MANY} steps: the samplers wait for the learner; give it more devices, or lower train.max_staleness",
+        )
+
+
+def _restarts(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+    kinds = {"rollout": "sampler", "reference": "reference model", "reward": "reward worker"}
+    for kind, name in kinds.items():
+        counts = [_value(row, f"workers/restarts_{kind}") or 0.0 for row in rows]
+        counts = counts if len(counts) == _MANY else [0.0, *counts]
+        if sum(later > earlier for earlier, later in pairwise(counts)) >= _RESTARTS:
+            yield (
+                f"restarts/{kind}",
+                f"a {name} was made again {counts[-1] - counts[0]:.0f} times within {len(rows)} steps: the log says "
+                "what ended it; often memory is short (env.num_envs, inference_model.gpu_memory_utilization), or one "
+                "response ends its scorer",
+            )
+
+
+_RULES: tuple[Callable[[Sequence[Row], Sequence[Row]], Found], ...] = (
+    _signal,
+    _invalid,
+    _parts,
+    _mismatch,
+    _ess,
+    _clip,
+    _entropy,
+    _truncation,
+    _length,
+    _kl,
+    _repeated,
+    _staleness,
+    _restarts,
+)

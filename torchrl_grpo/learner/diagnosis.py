@@ -1,0 +1,121 @@
+"""Where numbers that are not finite come from. It costs passes of its own, so that it runs after such a step alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from torchrl_grpo import keys
+from torchrl_grpo.records import clip, printable
+
+_MOST, _LONGEST = 3, 60
+"""Samples that are named, and characters of each."""
+
+
+def where_not_finite(
+    model: nn.Module,
+    data: TensorDict,
+    parts: Sequence[Tensor],
+    passes: Callable[[Tensor], Any],
+    queries: Sequence[str] | None = None,
+    *,
+    one_by_one: bool = True,
+) -> str:
+    """A sentence on the first module that gives numbers that are not finite, and the samples that it gives them for.
+
+    The gradients that it makes are cleared.
+
+    Args:
+        model: trained; its weights are those of the step.
+        data: padded, with the entries that the loss reads.
+        parts: the micro-batches, as rows of ``data``.
+        passes: forward and backward of some rows, as in the step.
+        queries: of each row, to name it; its number by default.
+        one_by_one: whether samples may be passed one at a time; not where several ranks must do the same passes.
+    """
+    counts = data.get(keys.LOSS_WEIGHTS) != 0
+    for key in data.keys(True, True):
+        if rows := _rows(data.get(key), counts):
+            name = key if isinstance(key, str) else ".".join(key)
+            return f"the batch's entry {name} is not finite in {_named(rows, queries)}, before any pass"
+    wrong = [name for name, weight in model.named_parameters() if not weight.detach().isfinite().all()]
+    if wrong:
+        return f"{len(wrong)} weights are not finite, the first {wrong[0]}"
+    found: str | None = None
+    bad: list[int] = []
+    for part in parts:
+        first = _first_module(model, part, passes)
+        if first is None:
+            continue
+        found = found or first
+        rows = part.tolist()
+        if one_by_one and len(bad) < _MOST:
+            rows = [row for row in rows if _first_module(model, torch.tensor([row]), passes)] or rows
+        bad += rows
+    if found is None:
+        return "one by one its micro-batches are finite, so the numbers only overflow in their sum"
+    return f"the first numbers that are not finite are those of {found}, for {_named(bad, queries)}"
+
+
+def _first_module(model: nn.Module, rows: Tensor, passes: Callable[[Tensor], Any]) -> str | None:
+    """What the pass of some rows has the first numbers of that are not finite."""
+    found: list[str] = []
+    with _watched(model, found):
+        outputs = passes(rows)
+    grads = [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    model.zero_grad(set_to_none=True)
+    if found:
+        return f"the module {found[0]}"
+    for name, value in (outputs or {}).items():
+        if not value.isfinite().all():
+            return f"the loss ({name}), although all modules gave finite ones"
+    return f"the gradient of {grads[-1]}" if grads else None  # the last layer's comes first
+
+
+@contextmanager
+def _watched(model: nn.Module, found: list[str]) -> Iterator[None]:
+    """Writes down the modules whose output is not finite, in the order in which they end."""
+
+    def look(name: str, module: nn.Module, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) and output else getattr(output, "last_hidden_state", output)
+        if isinstance(first, Tensor) and first.is_floating_point() and not first.detach().isfinite().all():
+            found.append(f"{name} ({type(module).__name__})")
+
+    hooks = [
+        module.register_forward_hook(lambda module, _, output, name=name: look(name, module, output))
+        for name, module in model.named_modules()
+        if name
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _rows(value: Tensor, counts: Tensor) -> list[int]:
+    """Rows of an entry that are not finite where a token counts."""
+    if not value.is_floating_point():
+        return []
+    counts = counts if value.shape == counts.shape else counts.any(-1, keepdim=True)
+    wrong = ~value.isfinite().reshape(len(value), -1) & counts
+    rows: list[int] = wrong.any(-1).nonzero().flatten().tolist()
+    return rows
+
+
+def _named(rows: Sequence[int], queries: Sequence[str] | None) -> str:
+    names = [repr(clip(printable(queries[row]), _LONGEST)) if queries else f"row {row}" for row in rows]
+    names = list(dict.fromkeys(names))
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return f"{len(rows)} samples ({', '.join(names[:_MOST])}{more})"
+
+
+def queries_of(batch: Any) -> list[str] | None:
+    """The problems of a batch's sequences, where it has them."""
+    rows = batch.unbind(0)
+    return [row[keys.QUERY] for row in rows] if all(keys.QUERY in row.keys() for row in rows) else None  # noqa: SIM118

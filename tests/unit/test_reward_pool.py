@@ -105,6 +105,17 @@ def test_close_ends_busy_workers_and_what_they_started(pool: RewardPool, tmp_pat
         score(pool, "1")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
+@pytest.mark.parametrize("end", ["close", "hang", "exit"])
+def test_a_daemon_that_a_scorer_started_ends_with_its_worker(end: str, tmp_path: Path) -> None:
+    with RewardPool(ObedientTask(), 1, timeout_s=1.0) as pool:
+        [said] = score(pool, f"daemon {tmp_path / 'pid'} {end}")
+        assert isinstance(said, Score) == (end == "close")
+        daemon = int((tmp_path / "pid").read_text())
+        assert psutil.pid_exists(daemon) == (end == "close")  # the guard ends last
+    assert all_gone([daemon])
+
+
 SCRIPT = """
 import sys, threading
 from tests.support.reward_tasks import ObedientTask
@@ -113,7 +124,8 @@ from torchrl_grpo.tasks.base import Dialog, Problem
 pool = RewardPool(ObedientTask(), 2, timeout_s=1000)
 for turn in [pool.submit(Dialog(Problem("a", "a"), ["1"])) for _ in range(8)]:
     turn.result()
-print(*pool.pids(), flush=True)
+pool.submit(Dialog(Problem("a", "a"), [f"daemon {sys.argv[2]}"])).result()
+print(*pool.pids(), open(sys.argv[2]).read(), flush=True)
 if sys.argv[1] == "hang":
     pool.submit(Dialog(Problem("a", "a"), ["hang"]))
     pool.submit(Dialog(Problem("a", "a"), ["hang"])).result()
@@ -122,14 +134,15 @@ if sys.argv[1] == "hang":
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
 @pytest.mark.parametrize("end", ["hang", "return"])
-def test_no_worker_outlives_a_parent_that_is_killed_or_never_closes(end: str) -> None:
+def test_no_worker_outlives_a_parent_that_is_killed_or_never_closes(end: str, tmp_path: Path) -> None:
     """Nor does a second signal in the terminal matter: the workers are in groups of their own."""
-    with subprocess.Popen([sys.executable, "-c", SCRIPT, end], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+    command = [sys.executable, "-c", SCRIPT, end, str(tmp_path / "pid")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2
+        assert len(pids) == 3 and psutil.pid_exists(pids[2])  # two workers, and what a scorer started
         if end == "hang":
-            assert all(os.getpgid(pid) == pid for pid in pids)
+            assert all(os.getpgid(pid) == pid for pid in pids[:2])
             parent.send_signal(signal.SIGKILL)
         parent.wait(timeout=30)
     assert all_gone(pids)

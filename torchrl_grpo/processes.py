@@ -23,9 +23,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def go_on_in_guarded_child(parent: int, *, closing: int) -> None:
-    """Returns in a child process, and stays behind as its guard (Linux only). When the child or the parent ends, however
-    it does, or at SIGTERM, the guard kills the child and all that it started, in sessions of their own too, and ends
-    with the child's status.
+    """Returns in a child process, and stays behind as its guard (Linux only).
+
+    When the child or the parent ends, however it does, or at SIGTERM, the guard kills the child and all that it
+    started, in sessions of their own too, and ends with the child's status.
 
     Args:
         parent: process id of the parent.

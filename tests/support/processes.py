@@ -23,7 +23,7 @@ def socket_files() -> list[str]:
 
 
 def shared_memory() -> tuple[list[str], list[str]]:
-    """The shared memory that we and our child processes use: what has a file in /dev/shm, and what has none any more."""
+    """The shared memory that we and our child processes use: what has a file in /dev/shm, and what has none now."""
     lines = []
     for process in [psutil.Process(), *worker_processes()]:
         lines += Path(f"/proc/{process.pid}/maps").read_text().splitlines()

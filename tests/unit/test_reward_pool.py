@@ -176,6 +176,19 @@ def test_an_env_marks_what_has_no_score_and_logs_each_kind_once(
     assert "KeyError: 'boom'" in logged[0] and "reward_timeout_s=1" in logged[1] and "status 3" in logged[2]
 
 
+def test_environments_of_one_task_log_a_failure_once_between_them(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(torchrl_logger, "error", logged.append)
+    task = ObedientTask()
+    for _ in range(3):  # as for training, the greedy and the sampled evaluation
+        env = LLMEnv(task, tokenizer, num_envs=2, repeats=2)
+        respond(env, env.reset(), [[*tokenizer("boom")["input_ids"], END]] * 2)
+        assert env.take_counts() == {"rewards/invalid_exception": 2}
+    assert len(logged) == 1
+
+
 def test_copies_of_an_env_share_workers_and_a_pickled_one_has_its_own(
     make_env: Callable[..., LLMEnv], pool: RewardPool
 ) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 import cloudpickle
 
 from torchrl_grpo.errors import InvalidRewardError
-from torchrl_grpo.processes import go_on_in_guarded_child
+from torchrl_grpo.processes import go_on_in_guarded_child, show_stack_when_asked
 from torchrl_grpo.tasks.base import Dialog, Score, Task, Turn
 
 RESTARTS = "workers/restarts_reward"
@@ -294,6 +294,7 @@ def serve(fd: int, parent: int) -> None:
     os.set_inheritable(fd, False)
     if sys.platform == "linux":
         go_on_in_guarded_child(parent, closing=fd)
+        show_stack_when_asked()
     connection = Connection(fd)
     with suppress(EOFError, OSError):
         task_bytes = connection.recv_bytes()

@@ -25,7 +25,7 @@ from torchrl_grpo.config.renamed import take_old_names
 from torchrl_grpo.config.resumed import on_saved_config
 from torchrl_grpo.config.rules import check_choice, check_script, validate
 from torchrl_grpo.config.schema import COMPONENTS, ENTRY_FIELDS, FIELDS, RETRY_PROMPT, GRPOConfig
-from torchrl_grpo.errors import ConfigError, RunLostError
+from torchrl_grpo.errors import STALLED_STATUS, ConfigError, RunLostError
 from torchrl_grpo.startup import begin, end, quick_imports, say
 
 _log = logging.getLogger(__name__)
@@ -168,10 +168,15 @@ def starting(config: GRPOConfig, *, asynchronous: bool = False) -> AbstractConte
     return quick_imports(whole_torchrl=bool(config.env.transforms))
 
 
+def _stalled() -> bool:
+    return interrupts.status() == STALLED_STATUS
+
+
 @contextmanager
 def orderly_exit() -> Iterator[None]:
     """Turns a mistake in the config and a ``RunLostError`` into a message on stderr, without a traceback, and the exit
-    statuses 2 and 1; and SIGTERM and Ctrl-C into an ordinary exit (143, 130), for which the run is saved."""
+    statuses 2 and 1; and SIGTERM and Ctrl-C into an ordinary exit (143, 130), for which the run is saved, as it is
+    where it stands still (75)."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else ``hydra.main`` prints its errors itself
     with interrupts.watched():
         try:
@@ -184,7 +189,7 @@ def orderly_exit() -> Iterator[None]:
             sys.exit(2)
         except RunLostError as error:
             sys.stderr.write(f"\nerror: {error}\n")
-            sys.exit(1)
+            sys.exit(interrupts.status() if _stalled() else 1)
         except (SystemExit, KeyboardInterrupt) as error:
             status = interrupts.status()
             if isinstance(error, KeyboardInterrupt):
@@ -192,5 +197,9 @@ def orderly_exit() -> Iterator[None]:
                 sys.exit(130)
             # Ray makes a status of its own of an exit that comes while it waits.
             sys.exit(error.code if status is None else status)
+        except BaseException:
+            if _stalled():  # which has been said; Ray makes an error of its own of one that comes while it waits
+                sys.exit(STALLED_STATUS)
+            raise
         finally:
             end()

@@ -10,6 +10,7 @@ from torchrl_grpo.checks import MIN_TEMPERATURE, check_clip_epsilon
 from torchrl_grpo.config.data import DataConfig, DatasetConfig
 from torchrl_grpo.config.fields import choice, leaves, limited, old_name, torchrl_name
 from torchrl_grpo.config.measuring import EvaluationConfig, LoggingConfig
+from torchrl_grpo.config.optimizer import OptimizerConfig
 
 _REMOVED_TRANSFERS = {"shared_memory": "object_store", "file": "object_store", "adapters": "auto"}
 
@@ -262,33 +263,12 @@ class TrainConfig:
     time_limit: float | None = limited(None, gt=0)
     """Seconds after which the run saves, writes the model and ends with exit status 0, before a step that would not end
     in time. null is none."""
+    stall_timeout_s: float | None = limited(3600.0, gt=0)
+    """Seconds without progress (a batch, a step, an evaluation), after which the run writes where its processes are
+    into stacks.txt, saves, and ends with exit status 75. null waits for ever."""
     max_nonfinite_steps: int = limited(5, ge=1)
     """Optimizer steps in a row with a non-finite loss or gradient, or without a token that counts (no reward is valid),
     after which the run ends, at least 1."""
-
-
-@dataclass
-class OptimizerConfig:
-    """AdamW (arXiv 1711.05101)."""
-
-    lr: float = limited(1e-6, gt=0)
-    """Learning rate, above 0."""
-    weight_decay: float = limited(0.0, ge=0)
-    """Decoupled weight decay of matrices (not of norms and biases), not negative."""
-    beta1: float = limited(0.9, ge=0, lt=1)
-    """Decay of the first moment, in [0, 1)."""
-    beta2: float = limited(0.999, ge=0, lt=1)
-    """Decay of the second moment, in [0, 1)."""
-    eps: float = limited(1e-8, gt=0)
-    """Added to the denominator, above 0."""
-    clip_grad_norm: float = limited(1.0, gt=0)
-    """Largest gradient norm, above 0."""
-    warmup_steps: int = limited(0, ge=0)
-    """Optimizer steps over which the learning rate rises from 0."""
-    schedule: str = choice(choices.LearningRate, "constant")
-    """What the learning rate does after that, over the run's optimizer steps."""
-    lr_floor: float = limited(0.0, ge=0, le=1)
-    """Share of lr that a linear or cosine schedule ends at, in [0, 1]."""
 
 
 @dataclass

@@ -286,7 +286,7 @@ class VLLMEngine(VLLMBase):
             self._enable_sleep = enable_sleep and not current_platform.is_cpu()
             self._llm = LLM(**arguments, enable_sleep_mode=self._enable_sleep)
         super().__init__(config, self._llm.model_config)
-        self._rpc("unname_queues")
+        self._rpc("settle")
         unname_queues()
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:

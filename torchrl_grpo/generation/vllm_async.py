@@ -33,7 +33,7 @@ from torchrl_grpo.generation.vllm import (
     require_vllm,
     starting_vllm,
 )
-from torchrl_grpo.processes import die_with_parent
+from torchrl_grpo.processes import die_with_parent, show_stack_when_asked
 from torchrl_grpo.weights import PlainHandle
 from torchrl_grpo.weights.worker import unname_queues
 
@@ -114,7 +114,7 @@ class AsyncVLLMEngine(VLLMBase):
                 # The scheduler says that it is ready before it has connected the socket on which it answers: only an
                 # answer shows that the files of the sockets are not needed any more.
                 self._workers = [os.pidfd_open(pid) for pid in self._rpc("die_with_parent")]
-                self._rpc("unname_queues")
+                self._rpc("settle")
                 self._call(self._set_version(0))
         except BaseException:
             self.close()
@@ -331,6 +331,7 @@ def _guarded_executor() -> type:
     class GuardedExecutor(MultiprocExecutor):
         def _init_executor(self) -> None:
             super()._init_executor()
+            show_stack_when_asked()
             unname_queues()
 
     # Pickle looks for it in this module, under a name that tells a new process whose child it is.

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_grpo.processes import die_with_parent
+from torchrl_grpo.processes import die_with_parent, show_stack_when_asked
 from torchrl_grpo.weights.broadcast import Broadcast
 from torchrl_grpo.weights.cuda_ipc import CudaBuffers
 from torchrl_grpo.weights.handle import Named, Part, PlainHandle, Reader, dtype_name, tensor_bytes
@@ -153,8 +153,9 @@ class WeightSyncExtension:
             die_with_parent(parent.pid)
         return os.getpid()
 
-    def unname_queues(self) -> None:
-        """See ``unname_queues``."""
+    def settle(self) -> None:
+        """Makes the worker one of the run's processes, once all of them have met."""
+        show_stack_when_asked()
         unname_queues()
 
 

@@ -1,0 +1,32 @@
+"""What the config says about the optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchrl_grpo import choices
+from torchrl_grpo.config.fields import choice, limited
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW (arXiv 1711.05101)."""
+
+    lr: float = limited(1e-6, gt=0)
+    """Learning rate, above 0."""
+    weight_decay: float = limited(0.0, ge=0)
+    """Decoupled weight decay of matrices (not of norms and biases), not negative."""
+    beta1: float = limited(0.9, ge=0, lt=1)
+    """Decay of the first moment, in [0, 1)."""
+    beta2: float = limited(0.999, ge=0, lt=1)
+    """Decay of the second moment, in [0, 1)."""
+    eps: float = limited(1e-8, gt=0)
+    """Added to the denominator, above 0."""
+    clip_grad_norm: float = limited(1.0, gt=0)
+    """Largest gradient norm, above 0."""
+    warmup_steps: int = limited(0, ge=0)
+    """Optimizer steps over which the learning rate rises from 0."""
+    schedule: str = choice(choices.LearningRate, "constant")
+    """What the learning rate does after that, over the run's optimizer steps."""
+    lr_floor: float = limited(0.0, ge=0, le=1)
+    """Share of lr that a linear or cosine schedule ends at, in [0, 1]."""

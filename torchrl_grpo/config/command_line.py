@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import logging
 import os
 import re
@@ -23,7 +24,7 @@ from torchrl_grpo import interrupts
 from torchrl_grpo.config.data import ColumnsConfig, DatasetConfig
 from torchrl_grpo.config.renamed import take_old_names
 from torchrl_grpo.config.resumed import on_saved_config
-from torchrl_grpo.config.rules import check_choice, check_script, validate
+from torchrl_grpo.config.rules import check_choice, check_integers, check_script, validate
 from torchrl_grpo.config.schema import COMPONENTS, ENTRY_FIELDS, FIELDS, RETRY_PROMPT, GRPOConfig
 from torchrl_grpo.errors import STALLED_STATUS, ConfigError, RunLostError
 from torchrl_grpo.startup import begin, end, quick_imports, say
@@ -48,7 +49,9 @@ def from_hydra(cfg: DictConfig, hydra: HydraConf | None = None) -> GRPOConfig:
         ConfigError: a rule is broken, or a key does not exist (``+`` adds any to what Hydra composes).
     """
     try:
-        merged: Any = OmegaConf.merge(OmegaConf.structured(GRPOConfig), OmegaConf.to_container(cfg))
+        composed: Any = OmegaConf.to_container(cfg)
+        check_integers("", composed)
+        merged: Any = OmegaConf.merge(_schema(), composed)
         for line in take_old_names(merged):
             _log.warning(line)
         if hydra is not None:
@@ -61,6 +64,11 @@ def from_hydra(cfg: DictConfig, hydra: HydraConf | None = None) -> GRPOConfig:
         raise ConfigError(_explained(error, sys.argv[1:])) from error
     validate(config)
     return config
+
+
+@functools.cache
+def _schema() -> Any:
+    return OmegaConf.structured(GRPOConfig)
 
 
 def check_command_line(arguments: Sequence[str]) -> None:
@@ -82,6 +90,8 @@ def check_command_line(arguments: Sequence[str]) -> None:
         )
     for text in arguments:
         name, _, values = text.lstrip("+").partition("=")
+        for number in re.findall(r"-?\d{19,}", values):
+            check_integers(name, int(number[:4000]))
         item = FIELDS.get(name)
         if item is not None and "choices" in item.metadata and not re.search(r"[($]", values):
             also = ["null"] if item.default is None else []

@@ -9,8 +9,8 @@ token and 2 layers, in CPU seconds of one thread. One size grows, the others sta
 responses of 128, a vocabulary of 4,096 and 16,384 tokens a micro-batch; where prompts or responses grow it is 1 group
 of 4. ``buffer`` and ``queue`` are the bookkeeping of ``GroupBuffer`` and ``TaskQueue``: a run of so many groups through
 a buffer of 128 places (``run``), and a buffer that has a place for each of them (``held``). ``driver`` is a real
-``RolloutManager`` on Ray with real samplers, whose engines only sleep: the CPU seconds and the memory of the driver's process. How a weight
-sync grows with the parameters is in bench_weight_sync.py.
+``RolloutManager`` on Ray with real samplers, whose engines only sleep: CPU seconds and memory of the driver's process.
+How a weight sync grows with the parameters is in bench_weight_sync.py.
 """
 
 from __future__ import annotations

@@ -138,7 +138,9 @@ class LLMEnv(EnvBase):
         self._has_datasets = any(self.prompts.problems[i].dataset for i in (0, -1))  # further test sets come last
         self.counts: Counter[str] = Counter()
         self._template = TurnTemplate(tokenizer, self.template_arguments)
-        self._logged_failures: set[tuple[Any, ...]] = set()
+        self._logged_failures: set[tuple[Any, ...]] = vars(task).setdefault(
+            "_logged_failures", set()
+        )  # of all its envs
         if max_turns > 1:  # what the template does not take, it does not take at the end of a rollout either
             self._template.text([{"role": "user", "content": "@"}])
             if task.tools:

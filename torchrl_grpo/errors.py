@@ -39,6 +39,14 @@ class DiskFullError(RunLostError):
     """There is no room for a file of the run."""
 
 
+STALLED_STATUS = 75
+"""Exit status of a run that stood still: that of sysexits.h for what may be tried again."""
+
+
+class StalledError(BaseException):
+    """The run stands still. It is no ``Exception``: what isolates the errors of a scorer must not take it for one."""
+
+
 class InvalidRewardError(ValueError):
     """A scorer gave nothing that is a reward.
 

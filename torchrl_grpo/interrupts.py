@@ -15,6 +15,7 @@ from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _told: int | None = None
+_status: int | None = None
 _watching = 0
 _depth = 0
 _longest_s: float | None = None
@@ -23,15 +24,15 @@ _longest_s: float | None = None
 @contextmanager
 def watched() -> Iterator[None]:
     """Has the two signals handled here meanwhile. They raise ``SystemExit(143)`` and ``KeyboardInterrupt``."""
-    global _told, _watching
-    outer, _watching = _told, _watching + 1
+    global _told, _status, _watching
+    outer, _watching = (_told, _status), _watching + 1
     previous = [(number, signal.getsignal(number)) for number in _SIGNALS]
     for number in _SIGNALS:
         signal.signal(number, _handle)
     try:
         yield
     finally:
-        _told, _watching = outer, _watching - 1
+        (_told, _status), _watching = outer, _watching - 1
         for number, handler in previous:
             signal.signal(number, handler)
 
@@ -42,8 +43,14 @@ def in_script() -> bool:
 
 
 def status() -> int | None:
-    """The exit status that the first signal asks for, None as long as none came."""
-    return None if _told is None else 128 + _told
+    """The exit status that the first signal, or ``end_with``, asks for; None as long as none came."""
+    return _status if _told is None else 128 + _told
+
+
+def end_with(status: int) -> None:
+    """Has the script end with this status, whatever comes of what it is in the middle of."""
+    global _status
+    _status = status
 
 
 @contextmanager

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 
 def die_with_parent(parent: int) -> None:
@@ -16,7 +21,99 @@ def die_with_parent(parent: int) -> None:
     Raises:
         SystemExit: it has already ended.
     """
+    _ask_kernel(parent, signal.SIGKILL)
+
+
+def go_on_in_guarded_child(parent: int, *, closing: int) -> None:
+    """Returns in a child process, and stays behind as its guard (Linux only).
+
+    When the child or the parent ends, however it does, or at SIGTERM, the guard kills the child and all that it
+    started, in sessions of their own too, and ends with the child's status.
+
+    Args:
+        parent: process id of the parent.
+        closing: a file that only the child keeps open.
+
+    Raises:
+        SystemExit: the parent has already ended.
+    """
+    pr_set_child_subreaper = 36  # who loses its parent becomes a child of the guard
+    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
+    _ask_kernel(parent, signal.SIGTERM)
+    guard, child = os.getpid(), os.fork()
+    if child == 0:
+        die_with_parent(guard)
+        return
+    os.close(closing)
+
+    def end(*_: Any) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, end)
+    ended, status = os.wait()
+    while ended != child:
+        ended, status = os.wait()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with suppress(ChildProcessError):  # until none is left
+        while True:
+            for pid in _children(guard):
+                os.kill(pid, signal.SIGKILL)
+            os.wait()
+    if os.WIFSIGNALED(status):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(guard, os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status) % 256)
+
+
+def _children(pid: int) -> list[int]:
+    """The processes whose parent has this number."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below this one (Linux only)."""
+    return [one for child in _children(pid) for one in (child, *descendants(child))]
+
+
+_STACKS = "torchrl_grpo-stacks"
+_SIGNAL_TO_SHOW = signal.SIGUSR2
+
+
+def show_stack_when_asked() -> None:
+    """Lets ``stack_of`` see where this process is, also while it holds Python's lock (Linux only). May be called again.
+
+    The answer lies in a file without a name, so that nothing is left behind and nobody else can put one there.
+    """
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create(_STACKS)
+        faulthandler.register(_SIGNAL_TO_SHOW, file=file)
+
+
+def stack_of(pid: int) -> str:
+    """Command line and stack of a process of ours that called ``show_stack_when_asked``, else nothing."""
+    longest_s = 2.0
+    with suppress(OSError):
+        files = [path for path in Path(f"/proc/{pid}/fd").iterdir() if _STACKS in os.readlink(path)]
+        if files:
+            os.kill(pid, _SIGNAL_TO_SHOW)
+            deadline, text = time.monotonic() + longest_s, ""
+            while not text and time.monotonic() < deadline:
+                time.sleep(0.1)
+                text = files[-1].read_text()
+            command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+            return f"{command:.100}\n{text or f'(no answer in {longest_s:g} s: it is stopped)'}"
+    return ""
+
+
+def _ask_kernel(parent: int, number: int) -> None:
+    """Has the kernel send this process a signal when the thread that started it ends."""
     pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
     if os.getppid() != parent:
         raise SystemExit(f"the process {parent} that started this one has ended.")

@@ -26,7 +26,7 @@ from typing import Any
 import cloudpickle
 
 from torchrl_grpo.errors import InvalidRewardError
-from torchrl_grpo.processes import die_with_parent
+from torchrl_grpo.processes import go_on_in_guarded_child, show_stack_when_asked
 from torchrl_grpo.tasks.base import Dialog, Score, Task, Turn
 
 RESTARTS = "workers/restarts_reward"
@@ -36,6 +36,7 @@ _MOST_ATTEMPTS = 2
 _PACKAGE = os.path.dirname(__file__) + os.sep
 _LARGEST = 3.4e38  # of float32
 _START_S = 600.0  # a machine that is busy, or a slow file system: only something stuck takes longer
+_LONGEST_END_S = 10.0
 _START = "import sys; sys.path[:] = {path!r}; from torchrl_grpo.reward_pool import serve; serve({fd}, {parent})"
 
 
@@ -98,7 +99,7 @@ class _Worker:
     def __init__(self, task: bytes) -> None:
         self.connection, theirs = Pipe()
         code = _START.format(path=sys.path, fd=theirs.fileno(), parent=os.getpid())
-        # In a new process group: the parent handles Ctrl-C in the terminal, and what a scorer started ends with it.
+        # In a new process group: the parent handles Ctrl-C in the terminal. On Linux it is a guard, with a child.
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0
         )
@@ -123,23 +124,30 @@ class _Worker:
         return self.connection.recv() if self.connection.poll(timeout_s + (len(dialogs) > 1)) else None
 
     def kill(self) -> None:
-        """Kills the process and what it started."""
-        if self.process.returncode is None:  # until it is waited for, nobody else has its number
+        """Ends the process and what it started; ``close`` waits for that."""
+        if sys.platform == "linux":
+            self.process.send_signal(signal.SIGTERM)
+            self.process.send_signal(signal.SIGCONT)  # a stopped one would not hear of it
+        elif self.process.returncode is None:  # until it is waited for, nobody else has its number
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def close(self) -> int:
-        """Kills the process, closes the pipe, and returns the exit status."""
+        """Ends the process and what it started, closes the pipe, and returns the exit status."""
         self.kill()
         self.connection.close()
-        return self.process.wait()
+        try:
+            return self.process.wait(_LONGEST_END_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            return self.process.wait()
 
 
 class RewardPool(AbstractContextManager["RewardPool"]):
     """Has dialogs answered and scored in worker processes, which are made when they are first needed.
 
     A scorer or tool that takes too long is killed. A worker that dies is replaced, and its dialog tried once more. May
-    be used by several threads at a time, and be pickled: the copy makes its own workers. The workers end with this
-    process, however it ends (on Linux).
+    be used by several threads at a time, and be pickled: the copy makes its own workers. On Linux the workers, and all
+    processes that a scorer started, end with this process, however it ends.
 
     Args:
         task: its ``advance`` is what runs in the workers.
@@ -283,9 +291,10 @@ def serve(fd: int, parent: int) -> None:
         fd: its end of the pipe.
         parent: the process that started it.
     """
-    if sys.platform == "linux":
-        die_with_parent(parent)
     os.set_inheritable(fd, False)
+    if sys.platform == "linux":
+        go_on_in_guarded_child(parent, closing=fd)
+        show_stack_when_asked()
     connection = Connection(fd)
     with suppress(EOFError, OSError):
         task_bytes = connection.recv_bytes()

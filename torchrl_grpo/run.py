@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl._utils import logger as torchrl_logger
 from transformers.utils import logging as transformers_logging
 
+from torchrl_grpo import stalls
 from torchrl_grpo.blueprint import (
     Blueprint,
     as_config_errors,
@@ -148,6 +149,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
     started_at, max_staleness = time.monotonic(), staleness_bound(config, asynchronous)
     directory = Path(directory)
     with as_config_errors(), ExitStack() as resources:
+        watch = resources.enter_context(stalls.watched(config.train.stall_timeout_s, directory))
         cluster, resume = None, find_resume(config, plain(config), max_staleness, directory)
         if config.train.resume is None:
             check_unused(directory)
@@ -178,7 +180,9 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         learner: Learner | RayLearner
         source: LocalSource | RaySource
         if distributed:
-            learner, source = _distributed(blueprint, max_staleness, transfer, resources, cluster)
+            learner, source = ranks, remote = _distributed(blueprint, max_staleness, transfer, resources, cluster)
+            if watch is not None:
+                watch.where, watch.pids = remote.manager.what_is_missing, lambda: [*remote.pids().values(), *ranks.pids]
         else:
             learner, source = _local(blueprint, resources)
         return Run(blueprint, directory, learner, source, logger, console, resources.pop_all(), started_at)

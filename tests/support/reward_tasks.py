@@ -29,6 +29,12 @@ class ObedientTask(Task):
         elif order == "hang-child":
             Path(paths[0]).write_text(str(subprocess.Popen(["sleep", "1000"]).pid))
             time.sleep(1000)
+        elif order == "daemon":  # a child that has left the session and lost its parent
+            own = f"setsid sleep 1000 & echo $! > {paths[0]}"
+            subprocess.run(["sh", "-c", own], check=True, stdout=subprocess.DEVNULL)
+            time.sleep(1000 if "hang" in paths else 0)
+            if "exit" in paths:
+                os._exit(3)
         elif order == "exit":
             os._exit(3)
         elif order == "exit-once" and not Path(paths[0]).exists():

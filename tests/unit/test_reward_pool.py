@@ -105,6 +105,17 @@ def test_close_ends_busy_workers_and_what_they_started(pool: RewardPool, tmp_pat
         score(pool, "1")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
+@pytest.mark.parametrize("end", ["close", "hang", "exit"])
+def test_a_daemon_that_a_scorer_started_ends_with_its_worker(end: str, tmp_path: Path) -> None:
+    with RewardPool(ObedientTask(), 1, timeout_s=1.0) as pool:
+        [said] = score(pool, f"daemon {tmp_path / 'pid'} {end}")
+        assert isinstance(said, Score) == (end == "close")
+        daemon = int((tmp_path / "pid").read_text())
+        assert psutil.pid_exists(daemon) == (end == "close")  # the guard ends last
+    assert all_gone([daemon])
+
+
 SCRIPT = """
 import sys, threading
 from tests.support.reward_tasks import ObedientTask
@@ -113,7 +124,8 @@ from torchrl_grpo.tasks.base import Dialog, Problem
 pool = RewardPool(ObedientTask(), 2, timeout_s=1000)
 for turn in [pool.submit(Dialog(Problem("a", "a"), ["1"])) for _ in range(8)]:
     turn.result()
-print(*pool.pids(), flush=True)
+pool.submit(Dialog(Problem("a", "a"), [f"daemon {sys.argv[2]}"])).result()
+print(*pool.pids(), open(sys.argv[2]).read(), flush=True)
 if sys.argv[1] == "hang":
     pool.submit(Dialog(Problem("a", "a"), ["hang"]))
     pool.submit(Dialog(Problem("a", "a"), ["hang"])).result()
@@ -122,14 +134,15 @@ if sys.argv[1] == "hang":
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
 @pytest.mark.parametrize("end", ["hang", "return"])
-def test_no_worker_outlives_a_parent_that_is_killed_or_never_closes(end: str) -> None:
+def test_no_worker_outlives_a_parent_that_is_killed_or_never_closes(end: str, tmp_path: Path) -> None:
     """Nor does a second signal in the terminal matter: the workers are in groups of their own."""
-    with subprocess.Popen([sys.executable, "-c", SCRIPT, end], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+    command = [sys.executable, "-c", SCRIPT, end, str(tmp_path / "pid")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2
+        assert len(pids) == 3 and psutil.pid_exists(pids[2])  # two workers, and what a scorer started
         if end == "hang":
-            assert all(os.getpgid(pid) == pid for pid in pids)
+            assert all(os.getpgid(pid) == pid for pid in pids[:2])
             parent.send_signal(signal.SIGKILL)
         parent.wait(timeout=30)
     assert all_gone(pids)
@@ -161,6 +174,19 @@ def test_an_env_marks_what_has_no_score_and_logs_each_kind_once(
         assert pool.take_counts() == {RESTARTS: 4, TIMED_OUT: 4}
     assert len(logged) == 3
     assert "KeyError: 'boom'" in logged[0] and "reward_timeout_s=1" in logged[1] and "status 3" in logged[2]
+
+
+def test_environments_of_one_task_log_a_failure_once_between_them(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(torchrl_logger, "error", logged.append)
+    task = ObedientTask()
+    for _ in range(3):  # as for training, the greedy and the sampled evaluation
+        env = LLMEnv(task, tokenizer, num_envs=2, repeats=2)
+        respond(env, env.reset(), [[*tokenizer("boom")["input_ids"], END]] * 2)
+        assert env.take_counts() == {"rewards/invalid_exception": 2}
+    assert len(logged) == 1
 
 
 def test_copies_of_an_env_share_workers_and_a_pickled_one_has_its_own(

@@ -23,7 +23,7 @@ from tests.support.echo import EchoTask, add
 from tests.support.envs import END
 from tests.support.finished import assert_each_response_is_told_when_it_ends
 from tests.support.models import make_llama, make_tiny_model, response_log_probs
-from tests.support.processes import socket_files, worker_processes
+from tests.support.processes import shared_memory, socket_files, worker_processes
 from tests.support.prompts import LONG_PROMPTS
 from tests.support.weights import mismatch
 from torchrl_grpo.collectors import RolloutCollector
@@ -209,6 +209,10 @@ class TestEngine:
                 weight.zero_()
         params = SamplingParams(max_new_tokens=8)
         assert mismatch(engine, response_log_probs(model), LONG_PROMPTS, params)[1] < ROUNDING
+
+    def test_its_message_queues_have_no_file_that_a_kill_could_leave(self, engine):
+        named, nameless = shared_memory()
+        assert named == [] and nameless
 
     def test_its_processes_leave_no_socket_in_the_temporary_directory(self, engine):
         assert socket_files() == []

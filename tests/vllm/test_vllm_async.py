@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.finished import assert_each_response_is_told_when_it_ends
 from tests.support.models import response_log_probs
-from tests.support.processes import socket_files, worker_processes
+from tests.support.processes import shared_memory, socket_files, worker_processes
 from tests.support.prompts import PROMPTS
 from tests.support.weights import Trained, mismatch
 from torchrl_grpo.collectors.evaluation import Evaluator
@@ -257,6 +257,11 @@ def test_probes_and_evaluations_leave_the_draws_of_running_calls_alone(engine):
         sampler.evaluate(sampled=True)
         states.append(engine._rpc("sampler_state")[0][0])
     assert len(set(states)) == len(states)
+
+
+def test_its_message_queues_have_no_file_that_a_kill_could_leave(engine):
+    named, nameless = shared_memory()
+    assert named == [] and nameless
 
 
 def test_its_processes_leave_no_socket_in_the_temporary_directory(engine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import logging
 import os
 import re
@@ -25,9 +26,9 @@ from torchrl_grpo import interrupts
 from torchrl_grpo.config.data import ColumnsConfig, DatasetConfig
 from torchrl_grpo.config.renamed import take_old_names
 from torchrl_grpo.config.resumed import on_saved_config
-from torchrl_grpo.config.rules import check_choice, check_script, validate
+from torchrl_grpo.config.rules import check_choice, check_integers, check_script, validate
 from torchrl_grpo.config.schema import COMPONENTS, ENTRY_FIELDS, FIELDS, RETRY_PROMPT, GRPOConfig
-from torchrl_grpo.errors import ConfigError, RunLostError
+from torchrl_grpo.errors import STALLED_STATUS, ConfigError, RunLostError
 from torchrl_grpo.startup import begin, end, quick_imports, say
 
 _log = logging.getLogger(__name__)
@@ -50,7 +51,9 @@ def from_hydra(cfg: DictConfig, hydra: HydraConf | None = None) -> GRPOConfig:
         ConfigError: a rule is broken, or a key does not exist (``+`` adds any to what Hydra composes).
     """
     try:
-        merged: Any = OmegaConf.merge(OmegaConf.structured(GRPOConfig), OmegaConf.to_container(cfg))
+        composed: Any = OmegaConf.to_container(cfg)
+        check_integers("", composed)
+        merged: Any = OmegaConf.merge(_schema(), composed)
         for line in take_old_names(merged):
             _log.warning(line)
         if hydra is not None:
@@ -63,6 +66,11 @@ def from_hydra(cfg: DictConfig, hydra: HydraConf | None = None) -> GRPOConfig:
         raise ConfigError(_explained(error, sys.argv[1:])) from error
     validate(config)
     return config
+
+
+@functools.cache
+def _schema() -> Any:
+    return OmegaConf.structured(GRPOConfig)
 
 
 def compose(name: str, overrides: Sequence[str]) -> GRPOConfig:
@@ -102,6 +110,8 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
         )
     for text in arguments:
         name, _, values = text.lstrip("+").partition("=")
+        for number in re.findall(r"-?\d{19,}", values):
+            check_integers(name, int(number[:4000]))
         item = FIELDS.get(name)
         if item is not None and "choices" in item.metadata and not re.search(r"[($]", values):
             also = ["null"] if item.default is None else []
@@ -189,10 +199,15 @@ def starting(config: GRPOConfig, *, asynchronous: bool = False) -> AbstractConte
     return quick_imports(whole_torchrl=bool(config.env.transforms))
 
 
+def _stalled() -> bool:
+    return interrupts.status() == STALLED_STATUS
+
+
 @contextmanager
 def orderly_exit() -> Iterator[None]:
     """Turns a mistake in the config and a ``RunLostError`` into a message on stderr, without a traceback, and the exit
-    statuses 2 and 1; and SIGTERM and Ctrl-C into an ordinary exit (143, 130), for which the run is saved."""
+    statuses 2 and 1; and SIGTERM and Ctrl-C into an ordinary exit (143, 130), for which the run is saved, as it is
+    where it stands still (75)."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else ``hydra.main`` prints its errors itself
     with interrupts.watched():
         try:
@@ -205,7 +220,7 @@ def orderly_exit() -> Iterator[None]:
             sys.exit(2)
         except RunLostError as error:
             sys.stderr.write(f"\nerror: {error}\n")
-            sys.exit(1)
+            sys.exit(interrupts.status() if _stalled() else 1)
         except (SystemExit, KeyboardInterrupt) as error:
             status = interrupts.status()
             if isinstance(error, KeyboardInterrupt):
@@ -213,5 +228,9 @@ def orderly_exit() -> Iterator[None]:
                 sys.exit(130)
             # Ray makes a status of its own of an exit that comes while it waits.
             sys.exit(error.code if status is None else status)
+        except BaseException:
+            if _stalled():  # which has been said; Ray makes an error of its own of one that comes while it waits
+                sys.exit(STALLED_STATUS)
+            raise
         finally:
             end()

@@ -114,6 +114,22 @@ def check_choice(name: str, value: Any, names: Sequence[str], also: Sequence[str
         raise ConfigError(f"{name}={value} must be one of {', '.join(names)}: {hint}")
 
 
+def check_integers(name: str, value: Any) -> None:
+    """Refuses whole numbers, also within lists and groups of keys, that no 64 bits can hold."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            check_integers(f"{name}.{key}".lstrip("."), one)
+    elif isinstance(value, list):
+        for one in value:
+            check_integers(name, one)
+    elif isinstance(value, int) and abs(value) >= 2**63:
+        text = str(value)
+        raise ConfigError(
+            f"{name}={text[:20]}... must be a number within 64 bits, it has {len(text.lstrip('-'))} digits: use a "
+            "smaller one."
+        )
+
+
 def _check_limits(name: str, value: float, default: Any, limits: Mapping[str, float]) -> None:
     if math.isfinite(value) and all(_COMPARISONS[kind][0](value, limit) for kind, limit in limits.items()):
         return

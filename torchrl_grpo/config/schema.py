@@ -263,6 +263,9 @@ class TrainConfig:
     time_limit: float | None = limited(None, gt=0)
     """Seconds after which the run saves, writes the model and ends with exit status 0, before a step that would not end
     in time. null is none."""
+    stall_timeout_s: float | None = limited(3600.0, gt=0)
+    """Seconds without progress (a batch, a step, an evaluation), after which the run writes where its processes are
+    into stacks.txt, saves, and ends with exit status 75. null waits for ever."""
     max_nonfinite_steps: int = limited(5, ge=1)
     """Optimizer steps in a row with a non-finite loss or gradient, or without a token that counts (no reward is valid),
     after which the run ends, at least 1."""

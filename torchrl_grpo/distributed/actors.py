@@ -21,6 +21,7 @@ from torchrl_grpo.collectors.sampler import RolloutTask, Sampler
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.models.sharding import init_mesh
 from torchrl_grpo.placement import own_device
+from torchrl_grpo.processes import show_stack_when_asked
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weights import WeightHandle
 
@@ -37,7 +38,7 @@ class SamplerActor:
         Returns:
             the process id.
         """
-        transformers_logging.disable_progress_bar()  # Ray copies it into the user's terminal, which has one of its own
+        _begin()
         self._sampler = self._factory()
         if state is None:
             self._sampler.engine.seed(seed)
@@ -76,7 +77,7 @@ class ReferenceActor:
 
     def setup(self) -> int:
         """Makes the model; returns the process id."""
-        transformers_logging.disable_progress_bar()
+        _begin()
         self._scoring = self._factory()
         return os.getpid()
 
@@ -125,7 +126,7 @@ class LearnerActor:
         Returns:
             the process id, and the version, which is not 0 in a resumed run.
         """
-        transformers_logging.disable_progress_bar()
+        _begin()
         mesh = None
         if address is not None:
             store = self._store or TCPStore(*address, timeout=timedelta(seconds=timeout_s))
@@ -155,6 +156,11 @@ class LearnerActor:
     def call(self, method: str, *arguments: Any) -> Any:
         """What another method of the learner gives."""
         return getattr(self._learner, method)(*arguments)
+
+
+def _begin() -> None:
+    transformers_logging.disable_progress_bar()  # Ray copies it into the user's terminal, which has one of its own
+    show_stack_when_asked()
 
 
 def _joined(groups: tuple[TensorDictBase, ...]) -> TensorDictBase:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from torchrl_grpo.generation.base import Completion, Engine, EngineDeadError, OnFinished, SamplingParams, greedy
 from torchrl_grpo.weights import PlainHandle, WeightHandle, check_weights, expected_weights
-from torchrl_grpo.weights.worker import SharedWeights
+from torchrl_grpo.weights.worker import SharedWeights, unname_queues
 
 _has_vllm = find_spec("vllm") is not None
 
@@ -286,6 +286,8 @@ class VLLMEngine(VLLMBase):
             self._enable_sleep = enable_sleep and not current_platform.is_cpu()
             self._llm = LLM(**arguments, enable_sleep_mode=self._enable_sleep)
         super().__init__(config, self._llm.model_config)
+        self._rpc("settle")
+        unname_queues()
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         return self._open().collective_rpc(method, timeout=RPC_TIMEOUT_S, args=args)

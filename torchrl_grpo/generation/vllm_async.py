@@ -33,8 +33,9 @@ from torchrl_grpo.generation.vllm import (
     require_vllm,
     starting_vllm,
 )
-from torchrl_grpo.processes import die_with_parent
+from torchrl_grpo.processes import die_with_parent, show_stack_when_asked
 from torchrl_grpo.weights import PlainHandle
+from torchrl_grpo.weights.worker import unname_queues
 
 SHUTDOWN_TIMEOUT_S = 10.0
 """Seconds that vLLM's processes may take to end by themselves."""
@@ -113,6 +114,7 @@ class AsyncVLLMEngine(VLLMBase):
                 # The scheduler says that it is ready before it has connected the socket on which it answers: only an
                 # answer shows that the files of the sockets are not needed any more.
                 self._workers = [os.pidfd_open(pid) for pid in self._rpc("die_with_parent")]
+                self._rpc("settle")
                 self._call(self._set_version(0))
         except BaseException:
             self.close()
@@ -327,7 +329,10 @@ def _guarded_executor() -> type:
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     class GuardedExecutor(MultiprocExecutor):
-        pass
+        def _init_executor(self) -> None:
+            super()._init_executor()
+            show_stack_when_asked()
+            unname_queues()
 
     # Pickle looks for it in this module, under a name that tells a new process whose child it is.
     GuardedExecutor.__qualname__ = f"{_EXECUTOR}{os.getpid()}"

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_grpo import stalls
 from torchrl_grpo.alarms import Alarms
 from torchrl_grpo.collectors.source import RolloutSource
 from torchrl_grpo.errors import DiskFullError, NonFiniteError, NoSignalError, RunLostError
@@ -183,9 +184,12 @@ class _Steps:
     def step(self) -> None:
         """Makes a step."""
         schedule, start = self._schedule, time.perf_counter()
+        step = self._learner.version + 1
+        stalls.note(f"sample and score the batch of step {step}")
         batch = self._source.next_batch()
         self._saver.batch_taken()
         metrics = {"time/wait_s": time.perf_counter() - start} | self._source.metrics()
+        stalls.note(f"train step {step}")
         with shielded(_LONGEST_SHIELD_S):
             metrics |= self._learner.train_batch(batch)
             self._unlogged = metrics
@@ -198,6 +202,7 @@ class _Steps:
         metrics["throughput/trained_tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/step_s"]
         if last or schedule.evaluates(step):
             metrics |= self._evaluate(step, sampled=last)
+        stalls.note(f"write what step {step} gave")
         with shielded():
             self._record(metrics)
             self._console.step(step, metrics, step * schedule.sequences_per_batch, self._total)
@@ -235,6 +240,7 @@ class _Steps:
             self._console.samples(step, rows[:_SHOWN])
 
     def _evaluate(self, step: int, sampled: bool) -> dict[str, float]:
+        stalls.note(f"evaluate the weights of step {step}")
         start, most = time.perf_counter(), self._schedule.sample_rows
         metrics, rows = self._source.evaluate(sampled=sampled)
         if metrics:
@@ -248,6 +254,7 @@ class _Steps:
         if refresh:  # before anything is sampled with the new weights
             self._source.update_reference(self._learner.reference_weights())
             self._saver.reference_version = version
+        stalls.note(f"give the engine the weights of step {version}")
         start = time.perf_counter()
         self._source.publish(self._learner.weights(), version)
         metrics = {"time/sync_s": time.perf_counter() - start}
@@ -291,6 +298,7 @@ def fit(
     except BaseException:
         steps.end_early()
         raise
+    stalls.note("save")
     with shielded():
         saver.save()
 

@@ -5,6 +5,7 @@ Nothing here imports vLLM: vLLM itself adds the extension to its workers.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import struct
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_grpo.processes import die_with_parent
+from torchrl_grpo.processes import die_with_parent, show_stack_when_asked
 from torchrl_grpo.weights.broadcast import Broadcast
 from torchrl_grpo.weights.cuda_ipc import CudaBuffers
 from torchrl_grpo.weights.handle import Named, Part, PlainHandle, Reader, dtype_name, tensor_bytes
@@ -151,3 +152,24 @@ class WeightSyncExtension:
         if parent is not None and parent.pid is not None:
             die_with_parent(parent.pid)
         return os.getpid()
+
+    def settle(self) -> None:
+        """Makes the worker one of the run's processes, once all of them have met."""
+        show_stack_when_asked()
+        unname_queues()
+
+
+def unname_queues() -> None:
+    """Removes the files of the message queues that vLLM made in this process, once their other sides have opened them.
+
+    Who has a queue open keeps it, and its memory (``/dev/shm/psm_*``, 24 MiB or more) is gone with the last of these
+    processes, however they end. Python's resource tracker would remove it too, but Ray kills it with the actor.
+    """
+    frozen = gc.get_freeze_count()  # by vLLM; what is frozen is not found
+    gc.unfreeze()
+    for one in gc.get_objects():
+        if type(one).__name__ == "ShmRingBuffer" and one.is_creator:
+            one.shared_memory.unlink()
+            one.is_creator = False  # or it does so at its end
+    if frozen:
+        gc.freeze()

@@ -82,7 +82,7 @@ CASES = {
     "object_store": Case(),
     "broadcast": Case(("inference_model.weight_transfer=broadcast",)),
     "adapters": Case(("train_model.lora.enabled=true", "optimizer.lr=1e-3")),
-    "two_ranks": Case(("train_model.num_devices=2",)),
+    "three_ranks": Case(("train_model.num_devices=3",)),
     "sampler_killed": Case((), "SamplerActor", Host.kill),
     "learner_killed": Case((), "LearnerActor", Host.kill),
     "link_10s": Case((), "SamplerActor", cut_for_10_s),
@@ -125,7 +125,9 @@ class Session:
         printed = self.folder / f"ray_{host.name}.txt"
         with printed.open("w") as file:
             command = [ray, "start", *options, *common]
-            status = host.popen(*command, env=self.environment, stdout=file, stderr=file, stdin=subprocess.DEVNULL).wait()
+            status = host.popen(
+                *command, env=self.environment, stdout=file, stderr=file, stdin=subprocess.DEVNULL
+            ).wait()
         if status:
             raise RuntimeError(f"Ray did not start on {host.name}:\n{printed.read_text()[-2000:]}")
 
@@ -152,13 +154,16 @@ class Session:
                 if process.poll() is None:
                     process.kill()
         rows = read_jsonl(folder / "metrics.jsonl")
+        last = rows[-1] if rows else {}
         return {
             "seconds": round(time.monotonic() - start, 1),
             "seconds_after_fault": None if failed_at is None else round(time.monotonic() - failed_at, 1),
             "status": process.wait(),
             "steps": len(rows),
             "where": where,
-            "restarts": sum(rows[-1].get(f"workers/restarts_{kind}", 0) for kind in ("rollout", "reference")) if rows else 0,
+            "restarts": sum(rows[-1].get(f"workers/restarts_{kind}", 0) for kind in ("rollout", "reference"))
+            if rows
+            else 0,
             "reward": rows[-1].get("rollout/reward_mean") if rows else None,
             "said": "" if process.returncode == 0 else _last_words(printed.read_text("utf-8")),
         }

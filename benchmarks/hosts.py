@@ -1,8 +1,8 @@
 """Hosts of a cluster that are namespaces of one machine: addresses, processes, /tmp and /dev/shm of their own.
 
-A ``Network`` is a switch in this process: each host's ``eth0`` is a TAP device, and a thread carries the frames from one
-to the others. So a link can be cut, be slow or lose frames on any kernel (``tc netem`` is a module that not all have).
-It needs root on Linux, and ``unshare``, ``nsenter`` and ``ip``.
+A ``Network`` is a switch in this process: each host's ``eth0`` is a TAP device, and a thread carries the frames from
+one to the others. So a link can be cut, be slow or lose frames on any kernel (``tc netem`` is a module that not all
+have). It needs root on Linux, and ``unshare``, ``nsenter`` and ``ip``.
 
 Everything of a host ends with the first process in it, which is killed when this process ends, however it does.
 """
@@ -77,7 +77,11 @@ class Host:
         [first] = psutil.Process(self._process.pid).children()
         self.pid = first.pid
         self.tap = self._make_tap()
-        for line in (f"addr add {self.address}/24 dev eth0", f"link set eth0 mtu {_MTU} up", "route add default dev eth0"):
+        for line in (
+            f"addr add {self.address}/24 dev eth0",
+            f"link set eth0 mtu {_MTU} up",
+            "route add default dev eth0",
+        ):
             self.run("ip", *line.split())
 
     def _make_tap(self) -> int:

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -30,6 +31,7 @@ from torchrl_grpo.startup import actor_environment
 
 _LONGEST_END_S = 10.0
 _TICK_S = 0.5
+_SIOCGIFADDR = 0x8915  # Linux's question for an interface's address
 MIN_RAY = (2, 59)  # asks for a token by itself: before that, whoever reached the ports of a local cluster ran code
 
 
@@ -279,6 +281,17 @@ def _start_here(folder: str) -> None:
         except Exception as error:
             if last or "timed out during startup" not in str(error):
                 raise
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has an IPv4 address; None if none has, or where that is not known."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
+            with suppress(OSError):  # it has no address
+                request = struct.pack("256s", name.encode()[:15])
+                if socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]) == address:
+                    return name
+    return None
 
 
 def _check_reachable(address: str) -> None:

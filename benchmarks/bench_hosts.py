@@ -161,10 +161,8 @@ class Session:
             "status": process.wait(),
             "steps": len(rows),
             "where": where,
-            "restarts": sum(rows[-1].get(f"workers/restarts_{kind}", 0) for kind in ("rollout", "reference"))
-            if rows
-            else 0,
-            "reward": rows[-1].get("rollout/reward_mean") if rows else None,
+            "restarts": sum(last.get(f"workers/restarts_{kind}", 0) for kind in ("rollout", "reference")),
+            "reward": last.get("rollout/reward_mean"),
             "said": "" if process.returncode == 0 else _last_words(printed.read_text("utf-8")),
         }
 

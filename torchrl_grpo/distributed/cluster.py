@@ -235,7 +235,8 @@ class Cluster:
 def start(address: str | None = None) -> Cluster:
     """Starts Ray on this machine, or joins a cluster.
 
-    A cluster that is started here has no dashboard. Ray asks for a token by default, which it keeps in ``~/.ray``.
+    A cluster that is started here listens on loopback and has no dashboard. Ray asks for a token by default, which it
+    keeps in ``~/.ray``.
 
     Args:
         address: ``auto`` (the cluster of this machine or of ``RAY_ADDRESS``) or ``host:port``; None starts one.
@@ -271,16 +272,25 @@ def start(address: str | None = None) -> Cluster:
 
 
 def _start_here(folder: str) -> None:
-    """Starts Ray; once more where its node was not there after the 30 s that Ray gives it, on a busy machine."""
-    import ray
+    """Starts Ray; once more where its node was not there after the 30 s that Ray gives it, on a busy machine.
 
-    for last in (False, True):
-        try:
-            ray.init(address="local", include_dashboard=False, logging_level="error", _temp_dir=folder)
-            return
-        except Exception as error:
-            if last or "timed out during startup" not in str(error):
-                raise
+    It listens on loopback alone, as Ray by itself does on macOS: elsewhere that has no option.
+    """
+    import ray
+    from ray._private import ray_constants
+
+    usual = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        for last in (False, True):
+            try:
+                ray.init(address="local", include_dashboard=False, logging_level="error", _temp_dir=folder)
+                return
+            except Exception as error:
+                if last or "timed out during startup" not in str(error):
+                    raise
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = usual
 
 
 def interface_of(address: str) -> str | None:

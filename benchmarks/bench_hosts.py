@@ -41,7 +41,7 @@ TIMEOUT_S = 600
 SMALL = [
     "env.num_envs=32", "env.repeats=8", "inference_model.num_devices=2", "evaluation.num_prompts=0",
     "logging.tensorboard=false", "ray.actor_timeout_s=120", "ray.recovery_timeout_s=90",
-    "policy.advantage._target_=bench_faults.RecordedAdvantage", "train.checkpoint_frequency=5", "ray.address=auto",
+    "policy.advantage._target_=bench_faults.RecordedAdvantage", "train.checkpoint_frequency=3", "ray.address=auto",
     "train.resume=auto",
 ]  # fmt: skip
 
@@ -70,7 +70,7 @@ class Case:
     Attributes:
         overrides: of the config.
         victim: the actor whose host fails.
-        fault: what happens to it after a third of the steps.
+        fault: what happens to it in the middle of the run.
     """
 
     overrides: tuple[str, ...] = ()
@@ -136,7 +136,8 @@ class Session:
         folder = self.folder / "run"
         command = [sys.executable, str(ROOT / "sota/grpo/grpo-async.py"), "--config-name", "grpo_arithmetic", *SMALL]
         command += [*case.overrides, f"train.total_dialog_turns={32 * self.steps}", f"hydra.run.dir={folder}"]
-        fault, where, start, failed_at = case.fault, {}, time.monotonic(), None
+        fault, start, failed_at = case.fault, time.monotonic(), None
+        where: dict[str, list[str]] = {}
         printed = self.folder / "printed.txt"
         with printed.open("w") as file:
             process = self.head.popen(*command, env=self.environment, stdout=file, stderr=file, cwd=ROOT)
@@ -146,7 +147,7 @@ class Session:
                     rows = read_jsonl(folder / "metrics.jsonl")
                     if rows and not where:
                         where = {host.name: host.actors() for host in self.others}
-                    if fault is not None and len(rows) > self.steps // 3:
+                    if fault is not None and len(rows) > self.steps // 2:
                         fault, failed_at = None, time.monotonic()
                         assert case.fault is not None
                         case.fault(self._victim(case.victim))
@@ -172,6 +173,14 @@ class Session:
                 return host
         raise RuntimeError(f"no host has a {actor} alone: {[host.actors() for host in self.others]}.")
 
+    def go_on(self) -> int:
+        """Forgets the groups of the batches that no checkpoint has; returns the step of the newest checkpoint."""
+        names = sorted(path.stem for path in (self.folder / "run" / "checkpoints").glob("checkpoint_*.pt"))
+        step = int(names[-1].removeprefix("checkpoint_")) if names else 0
+        lines = self.record.read_text("utf-8").splitlines(keepends=True)
+        self.record.write_text("".join(lines[:step]), "utf-8")
+        return step
+
     def groups(self) -> dict[str, int]:
         """What became of the groups."""
         lines = self.record.read_text("utf-8").splitlines() if self.record.exists() else []
@@ -190,6 +199,7 @@ def measure(name: str, steps: int, keep: Path | None) -> dict[str, Any]:
             session = Session(network, folder, steps)
             result = session.run(CASES[name])
             if result["status"] and CASES[name].fault is not None:
+                result["resumed_from"] = session.go_on()
                 resumed = session.run(Case(CASES[name].overrides))
                 result |= {f"resumed_{key}": resumed[key] for key in ("seconds", "status", "steps", "said")}
             return result | session.groups()

@@ -131,7 +131,7 @@ def _join(handle: Broadcast, name: str, rank: int, size: int) -> Any:
     # A client of its own: while one waits, others of the same client would have to wait for it.
     store = PrefixStore(prefix, TCPStore(handle.host, handle.ports[1], is_master=False, timeout=timeout))
     if handle.backend == "gloo":
-        gloo = ProcessGroupGloo._Options()
+        gloo: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._timeout = timeout
         # By itself gloo takes what the machine's name stands for, which is often an address of the machine alone.
         gloo._devices = [ProcessGroupGloo.create_device(hostname=_own_address_towards(handle.host, handle.ports[1]))]

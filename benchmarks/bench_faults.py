@@ -34,6 +34,7 @@ import psutil
 from machine import surroundings
 from tensordict import TensorDictBase
 from torch import Tensor
+from torch import distributed as dist
 
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.reporting.metrics import read_jsonl
@@ -62,6 +63,8 @@ class RecordedAdvantage(GroupAdvantage):
 
     def advantage(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
         """As in ``GroupAdvantage``."""
+        if dist.is_initialized() and dist.get_rank():  # every rank gets the whole batch
+            return super().advantage(reward, group, valid)
         with open(os.environ[GROUPS], "a", encoding="utf-8") as file:
             file.write(json.dumps(group.tolist()) + "\n")
         return super().advantage(reward, group, valid)

@@ -110,7 +110,7 @@ def prepare(
         batch_transforms(config)
         check_logging(tensorboard=config.logging.tensorboard, wandb_mode=config.logging.wandb.mode)  # type: ignore[arg-type]
         task = make_task(config.env, tests=config.evaluation.datasets or ())
-        name, remote_code = config.model.name, config.model.trust_remote_code
+        name, remote_code = config.model.source, config.model.trust_remote_code
         model_config = loading.load_config(name, trust_remote_code=remote_code)
         tokenizer = loading.load_tokenizer(
             name, chat_template=config.model.chat_template, trust_remote_code=remote_code

@@ -26,13 +26,16 @@ from torchrl_grpo.models.sharding import load_whole_state
 from torchrl_grpo.parts import make_model
 
 
-def export(checkpoint: str, output: Path | None = None, *, adapters: bool = False) -> Path:
+def export(
+    checkpoint: str, output: Path | None = None, *, adapters: bool = False, trust_remote_code: bool = False
+) -> Path:
     """Writes the model of a checkpoint; returns the folder.
 
     Args:
         checkpoint: a file, or the folder of a run.
         output: the folder, which must not exist; by default it is beside the checkpoint, with its name.
         adapters: whether LoRA's adapters are written by themselves.
+        trust_remote_code: whether code of the base model's repository may run; the checkpoint does not decide that.
 
     Raises:
         ConfigError: there is no such checkpoint, the folder exists, or there are no adapters.
@@ -41,15 +44,18 @@ def export(checkpoint: str, output: Path | None = None, *, adapters: bool = Fals
     assert found is not None  # only auto may find nothing
     path, state = found
     config, metrics = from_saved(state["config"]), read_manifest(path)["metrics"]
+    config.model.trust_remote_code = trust_remote_code
     target = path.with_suffix("") if output is None else output
     if target.exists():
         raise ConfigError(f"--output={target} must be a new folder, but it exists: name another one.")
     if adapters and not config.train_model.lora.enabled:
         raise ConfigError(f"--adapters needs a checkpoint with LoRA, and {path} is of full training: leave it out.")
-    name, remote_code = config.model.name, config.model.trust_remote_code
+    name = config.model.source
     model = make_model(config, torch.device("cpu"))
     load_whole_state(model, None, {"model": state["trainer"]["model"], "optimizer": {}})
-    tokenizer = loading.load_tokenizer(name, chat_template=config.model.chat_template, trust_remote_code=remote_code)
+    tokenizer = loading.load_tokenizer(
+        name, chat_template=config.model.chat_template, trust_remote_code=trust_remote_code
+    )
     return export_model(
         model, tokenizer, target, model_card(state["config"], state["step"], metrics), adapters=adapters
     )
@@ -63,9 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("checkpoint", help="a checkpoint_*.pt, or the folder of a run: its newest whole one")
     parser.add_argument("--output", type=Path, help="the folder to write; by default beside the checkpoint")
     parser.add_argument("--adapters", action="store_true", help="write LoRA's adapters by themselves")
+    parser.add_argument("--trust-remote-code", action="store_true", help="let code of the base model's repository run")
     asked = parser.parse_args(arguments)
     try:
-        target = export(asked.checkpoint, asked.output, adapters=asked.adapters)
+        target = export(
+            asked.checkpoint, asked.output, adapters=asked.adapters, trust_remote_code=asked.trust_remote_code
+        )
     except (ValueError, RunLostError) as error:
         parser.exit(2, f"error: {str(error).replace('train.resume=', '')}\n")
     sys.stdout.write(f"{target}\n")

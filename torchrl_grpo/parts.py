@@ -62,7 +62,7 @@ def make_learner(
         scorer = AdapterOffScorer(trainer.model, temperature=config.inference_model.temperature)
         transforms.insert(0, ("reference", _kl_scoring(config, scorer)))
     model = config.model
-    base = loading.CheckpointModel(model.name, _dtype(config.train_model.dtype), model.trust_remote_code)
+    base = loading.CheckpointModel(model.source, _dtype(config.train_model.dtype), model.trust_remote_code)
     sender = make_sender(
         transfer,
         dtype=_dtype(config.inference_model.dtype),
@@ -189,7 +189,7 @@ def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool 
         "enforce_eager": inference.enforce_eager,
         "trust_remote_code": config.model.trust_remote_code,
     }
-    path = loading.resolve_name(config.model.name)
+    path = loading.resolve_name(config.model.source)
     if concurrent:
         return AsyncVLLMEngine(path, in_flight=inference.in_flight, **settings)  # type: ignore[arg-type]
     return VLLMEngine(path, device=device, enable_sleep=colocated, **settings)
@@ -226,7 +226,7 @@ def _dtype(name: str) -> torch.dtype:
 def _load(config: GRPOConfig, dtype: str, device: torch.device) -> Any:
     model = config.model
     return loading.load_model(
-        model.name,
+        model.source,
         dtype=_dtype(dtype),
         device=device,
         attn_implementation=model.attn_implementation,

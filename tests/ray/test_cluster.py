@@ -51,6 +51,15 @@ def below(pid: int | None = None) -> list[int]:
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
+def listening(pids: Iterable[int]) -> set[str]:
+    """The addresses on which processes listen."""
+    there = set()
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            there |= {c.laddr.ip for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    return there
+
+
 def ended() -> None:
     """A handler that Ray must leave in its place."""
 
@@ -78,6 +87,7 @@ def test_a_cluster_has_a_place_for_each_process_and_leaves_nothing(monkeypatch: 
             assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in fact["environ"]
         started = set(below()) - before
         assert {fact["child"] for fact in got["train"]} <= started
+        assert {address.removeprefix("::ffff:") for address in listening(started)} == {"127.0.0.1"}
         folder = Path(cluster._folder_lock.name).parent
         assert folder is not None and folder.is_dir()
     finally:

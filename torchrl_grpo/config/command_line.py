@@ -28,6 +28,7 @@ from torchrl_grpo.config.renamed import take_old_names
 from torchrl_grpo.config.resumed import on_saved_config
 from torchrl_grpo.config.rules import check_choice, check_integers, check_script, validate
 from torchrl_grpo.config.schema import COMPONENTS, ENTRY_FIELDS, FIELDS, RETRY_PROMPT, GRPOConfig
+from torchrl_grpo.config.security import check_not_secret
 from torchrl_grpo.errors import STALLED_STATUS, ConfigError, RunLostError
 from torchrl_grpo.startup import begin, end, quick_imports, say
 
@@ -99,9 +100,12 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
         arguments that go with them: those with which Hydra writes nothing in a dry run.
 
     Raises:
-        ConfigError: a value is not one of the key's choices, or both keys that say how long a run is are given.
+        ConfigError: a value looks like a secret or is not one of the key's choices, or both keys that say how long a
+            run is are given.
     """
     given = dict(text.lstrip("+").partition("=")[::2] for text in arguments)
+    for name, value in given.items():
+        check_not_secret(name, value)
     turns, epochs = (given.get(f"train.total_{name}", "null") for name in ("dialog_turns", "epochs"))
     if "null" not in (turns, epochs):
         raise ConfigError(

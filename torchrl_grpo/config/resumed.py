@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from torchrl_grpo.checkpoint_files import checkpoints_in, read_manifest
 from torchrl_grpo.config.renamed import renamed
 from torchrl_grpo.config.schema import FIELDS, GRPOConfig
+from torchrl_grpo.config.security import code_in
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.records import METRICS_FILE, read_jsonl
 
@@ -27,6 +28,7 @@ AUTO = "auto"
 _AS_BEFORE = (
     "seed",
     "model.name",
+    "model.revision",
     "model.chat_template",
     "train_model.dtype",
     "train_model.lora",
@@ -86,7 +88,20 @@ def on_saved_config(given: Any, hydra: HydraConf) -> Any:
         name = "policy" if name == "algo" else name  # an algorithm is a yaml of it
         OmegaConf.update(base, name, OmegaConf.select(given, name), merge=False)
     check_options(saved, OmegaConf.to_container(base), path)  # type: ignore[arg-type]
+    _check_code(OmegaConf.to_container(base), OmegaConf.to_container(given), path)  # type: ignore[arg-type]
     return base
+
+
+def _check_code(base: Mapping[str, Any], given: Mapping[str, Any], path: Path) -> None:
+    """Refuses code that only the checkpoint names: reading a file of someone else's must not run what it says."""
+    here = code_in(given)
+    for name, value in code_in(base).items():
+        if here.get(name) != value:
+            raise ConfigError(
+                f"{name}={written(value)} must be on the command line too, because {path} names code beside this "
+                "package's, and a checkpoint alone must not decide what runs: add the override that set it, if the run "
+                "is yours."
+            )
 
 
 def from_saved(saved: Mapping[str, Any]) -> GRPOConfig:

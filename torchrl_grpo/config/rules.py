@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torchrl_grpo import choices
@@ -24,6 +25,7 @@ from torchrl_grpo.config.data import DataConfig
 from torchrl_grpo.config.fields import leaves
 from torchrl_grpo.config.measuring import EvaluationConfig
 from torchrl_grpo.config.schema import EnvConfig, GRPOConfig
+from torchrl_grpo.config.security import check_no_secrets
 from torchrl_grpo.errors import ConfigError
 
 _COMPARISONS = {
@@ -41,6 +43,7 @@ def validate(config: GRPOConfig) -> None:
         ConfigError: a rule is broken.
     """
     try:
+        check_no_secrets(dataclasses.asdict(config))
         for name, item, value in _all_leaves(config):
             if value is not None and "choices" in item.metadata:
                 check_choice(name, value, item.metadata["choices"])
@@ -293,6 +296,11 @@ def _validate_models(config: GRPOConfig) -> None:
         raise ConfigError(
             f"train_model.dtype={config.train_model.dtype} must be float32 without LoRA, because the optimizer's "
             "small steps are lost in 16 bits: use train.mixed_precision=bf16, or train_model.lora.enabled=true."
+        )
+    if config.model.revision is not None and (config.model.name == "starter" or Path(config.model.name).exists()):
+        raise ConfigError(
+            f"model.revision={config.model.revision} is for a model on the hub, and model.name={config.model.name} is "
+            "on this machine: leave model.revision out."
         )
     for role in ("train_model", "inference_model", "ref_model"):
         number, devices = getattr(config, role).num_devices, getattr(config, role).devices

@@ -21,12 +21,19 @@ class ModelConfig:
 
     name: str = "starter"
     """A folder, a name on the Hugging Face hub, or ``starter``: the small model shipped with the package."""
+    revision: str | None = None
+    """On the hub: branch, tag or commit, for trainer, reference, tokenizer and engine."""
     chat_template: str | None = None
     """A Jinja chat template, or a file with one, to use instead of the tokenizer's own."""
     trust_remote_code: bool = False
     """Whether code from the model's repository may run."""
     attn_implementation: str = "sdpa"
     """Attention of the training and reference models: sdpa, eager, flash_attention_2."""
+
+    @property
+    def source(self) -> str:
+        """``name@revision``, which all that loads something of the model is given."""
+        return self.name if self.revision is None else f"{self.name}@{self.revision}"
 
 
 @dataclass

@@ -18,12 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils import logging as transformers_logging
 
 from torchrl_grpo.collectors.sampler import RolloutTask, Sampler
+from torchrl_grpo.distributed.cluster import interface_of
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.models.sharding import init_mesh
 from torchrl_grpo.placement import own_device
 from torchrl_grpo.processes import show_stack_when_asked
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weights import WeightHandle
+from torchrl_grpo.weights.broadcast import open_store
 
 
 class SamplerActor:
@@ -112,8 +114,7 @@ class LearnerActor:
             host and port.
         """
         host = own_address()
-        # The port stays open from here on: one that is only looked up could be taken before the ranks meet.
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        self._store = open_store(host, timeout_s)
         return host, self._store.port
 
     def setup(self, address: tuple[str, int] | None, timeout_s: float) -> tuple[int, int]:
@@ -129,6 +130,9 @@ class LearnerActor:
         _begin()
         mesh = None
         if address is not None:
+            # By itself gloo takes what the machine's name stands for, which is often an address of the machine alone.
+            if (interface := interface_of(own_address())) is not None:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             store = self._store or TCPStore(*address, timeout=timedelta(seconds=timeout_s))
             mesh = init_mesh(
                 self._rank,

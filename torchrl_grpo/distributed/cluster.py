@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -30,6 +31,7 @@ from torchrl_grpo.startup import actor_environment
 
 _LONGEST_END_S = 10.0
 _TICK_S = 0.5
+_SIOCGIFADDR = 0x8915  # Linux's question for an interface's address
 MIN_RAY = (2, 59)  # asks for a token by itself: before that, whoever reached the ports of a local cluster ran code
 
 
@@ -233,7 +235,8 @@ class Cluster:
 def start(address: str | None = None) -> Cluster:
     """Starts Ray on this machine, or joins a cluster.
 
-    A cluster that is started here has no dashboard. Ray asks for a token by default, which it keeps in ``~/.ray``.
+    A cluster that is started here listens on loopback and has no dashboard. Ray asks for a token by default, which it
+    keeps in ``~/.ray``.
 
     Args:
         address: ``auto`` (the cluster of this machine or of ``RAY_ADDRESS``) or ``host:port``; None starts one.
@@ -269,16 +272,36 @@ def start(address: str | None = None) -> Cluster:
 
 
 def _start_here(folder: str) -> None:
-    """Starts Ray; once more where its node was not there after the 30 s that Ray gives it, on a busy machine."""
-    import ray
+    """Starts Ray; once more where its node was not there after the 30 s that Ray gives it, on a busy machine.
 
-    for last in (False, True):
-        try:
-            ray.init(address="local", include_dashboard=False, logging_level="error", _temp_dir=folder)
-            return
-        except Exception as error:
-            if last or "timed out during startup" not in str(error):
-                raise
+    It listens on loopback alone, as Ray by itself does on macOS: elsewhere that has no option.
+    """
+    import ray
+    from ray._private import ray_constants
+
+    usual = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        for last in (False, True):
+            try:
+                ray.init(address="local", include_dashboard=False, logging_level="error", _temp_dir=folder)
+                return
+            except Exception as error:
+                if last or "timed out during startup" not in str(error):
+                    raise
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = usual
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has an IPv4 address; None if none has, or where that is not known."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
+            with suppress(OSError):  # it has no address
+                request = struct.pack("256s", name.encode()[:15])
+                if socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]) == address:
+                    return name
+    return None
 
 
 def _check_reachable(address: str) -> None:

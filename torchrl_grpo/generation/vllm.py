@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 import uuid
 import warnings
@@ -62,6 +63,8 @@ def starting_vllm(device: torch.device | None) -> Iterator[None]:
     # At WARNING it reports, with tracebacks, that it has no tokenizer; it is not meant to have one.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if sys.platform == "linux":  # its processes are all on this machine; gloo takes what the machine's name stands for
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     if device is not None and device.type == "cuda":  # its workers inherit this and see no other device
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

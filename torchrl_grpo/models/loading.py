@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import nn
 from torchrl._utils import logger as torchrl_logger
@@ -27,6 +28,8 @@ from torchrl_grpo.starter import starter_path
 STARTER = "starter"
 """The model name that stands for the model shipped with the package."""
 
+_PICKLES = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl"]
+
 FALLBACK_CHAT_TEMPLATE = (
     "{% if bos_token %}{{ bos_token }}{% endif %}"
     "{% for m in messages %}"
@@ -43,7 +46,11 @@ def base_model_of(model: Any) -> Any:
 
 
 def resolve_name(name: str) -> str:
-    """The folder or hub name that ``from_pretrained`` is given for ``model.name``."""
+    """The folder or hub name that ``from_pretrained`` is given for ``model.name``; of ``name@revision`` the folder in
+    the local cache, so that trainer, tokenizer and engine read the same files."""
+    hub_name, _, revision = name.partition("@")
+    if revision and not Path(name).exists():
+        return snapshot_download(hub_name, revision=revision, ignore_patterns=_PICKLES)
     return str(starter_path()) if name == STARTER else name
 
 
@@ -222,6 +229,7 @@ def load_model(
             dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
+            use_safetensors=True,  # the other kind is pickled
             ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
         )

@@ -7,8 +7,9 @@ is used or made.
 
 A reader asks over a connection that it keeps from one update to the next. When it dies, the connection breaks, and
 rank 0 ends its thread and its process group. Rank 0 listens on the given host's address alone: on one port for requests
-and on another for the ``TCPStore`` in which the processes of a group meet. Without the secret that is in the handle
-nobody can ask for weights. The weights themselves travel unencrypted.
+and on another for the ``TCPStore`` in which the processes of a group meet. gloo listens on the address by which a
+process and rank 0 reach each other. Without the secret that is in the handle nobody can ask for weights. The weights
+themselves travel unencrypted.
 
 On a CPU this was run, on CUDA it was not.
 """
@@ -130,12 +131,38 @@ def _join(handle: Broadcast, name: str, rank: int, size: int) -> Any:
     # A client of its own: while one waits, others of the same client would have to wait for it.
     store = PrefixStore(prefix, TCPStore(handle.host, handle.ports[1], is_master=False, timeout=timeout))
     if handle.backend == "gloo":
-        return ProcessGroupGloo(store, rank, size, timeout)
+        gloo: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._timeout = timeout
+        # By itself gloo takes what the machine's name stands for, which is often an address of the machine alone.
+        gloo._devices = [ProcessGroupGloo.create_device(hostname=_own_address_towards(handle.host, handle.ports[1]))]
+        return ProcessGroupGloo(store, rank, size, gloo)
     from torch._C._distributed_c10d import ProcessGroupNCCL  # not there in builds without CUDA
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
     return ProcessGroupNCCL(store, rank, size, options)
+
+
+def _own_address_towards(host: str, port: int) -> str:
+    """The address from which this process reaches another one; nothing is sent."""
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def open_store(host: str, timeout_s: float = TIMEOUT_S) -> TCPStore:
+    """A store for processes that look for each other, on a free port of one address; by itself torch takes all."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
 
 
 class BroadcastSender(Sender):
@@ -181,12 +208,8 @@ class BroadcastSender(Sender):
 
     def _listen(self) -> None:
         host = self._handle.host
-        self._listener, meeting = socket.create_server((host, 0)), socket.create_server((host, 0))
-        ports = self._listener.getsockname()[1], meeting.getsockname()[1]
-        self._store = TCPStore(
-            host, ports[1], is_master=True, wait_for_workers=False, master_listen_fd=meeting.detach()
-        )
-        self._handle = replace(self._handle, ports=ports)
+        self._listener, self._store = socket.create_server((host, 0)), open_store(host)
+        self._handle = replace(self._handle, ports=(self._listener.getsockname()[1], self._store.port))
         self._accepting = threading.Thread(target=self._accept, args=(self._listener,), name="weights", daemon=True)
         self._accepting.start()
 

@@ -1,0 +1,31 @@
+"""A run over two hosts, one of which is lost: namespaces of this machine, which need root (``benchmarks/hosts.py``)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.configs import ROOT
+
+pytest.importorskip("ray")
+pytest.importorskip("psutil")
+sys.path.insert(0, str(ROOT / "benchmarks"))
+hosts = pytest.importorskip("hosts")
+
+pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "there can be hosts")
+
+
+def test_a_run_goes_on_without_a_host_and_loses_no_group(tmp_path: Path) -> None:
+    out = tmp_path / "hosts.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "bench_hosts.py"), "--only", "sampler_killed", "--steps", "6"]
+    subprocess.run([*command, "--output", str(out)], check=True, timeout=600, cwd=ROOT)
+    got = json.loads(out.read_text())["sampler_killed"]
+    assert got["status"] == 0, got
+    assert sum(map(len, got["where"].values())) == 4  # learner, reference, two samplers, none of them on the head
+    assert got["steps"] == 7
+    assert got["restarts"] >= 1
+    assert (got["groups_missing"], got["groups_twice"]) == (0, 0)

@@ -186,7 +186,30 @@ def use_plain(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> 
     return step
 
 
+def use_products(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
+    """The matrix products of the algorithm alone, with each prompt once and no padding: a limit for every side.
+
+    Three for each linear layer (forward, and the gradients of input and weight) and for the head over the responses;
+    no attention, nothing between the products, and the head's logits at once.
+    """
+    sampled = int(batch["mask"].sum())
+    rows = sampled + GROUPS * (batch["tokens"].shape[1] - batch["mask"].shape[1])
+    products = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            height, weight = sampled if name == "lm_head" else rows, module.weight.detach()
+            products.append((weight, *(torch.randn(height, size).to(weight) for size in reversed(weight.shape))))
+
+    def step() -> float:
+        for weight, inputs, gradient in products:
+            inputs @ weight.T, gradient @ weight, gradient.T @ inputs
+        return math.nan
+
+    return step
+
+
 SIDES = {"ours": use_ours, "padded": use_padded, "trl": use_trl, "torchrl": use_torchrl, "plain": use_plain}
+SIDES["products"] = use_products
 
 
 def peak_mib(reset: bool = False) -> float:
@@ -245,6 +268,8 @@ def measure(name: str, dtype: str, prompt: int, repeats: int, sides: Sequence[st
                 result["skipped"][side] = first
                 continue
             pipes[side], losses[side] = pipe, first
+            if side == "products":
+                continue
             difference = result["difference_from_ours"][side] = compare(side, losses, folder)
             if not max(difference.values()) <= TOLERANCE[dtype]:
                 raise RuntimeError(f"{side} computes something else, {name} {dtype}: {difference}, losses {losses}.")

@@ -129,7 +129,7 @@ def _show(console: Console, settings: Settings, rows: Sequence[Row], asked: argp
         f"average, staleness {settings.max_staleness}. Simulated from published figures: trust the order more than the "
         "hours."
     )
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     for name in ("train", "ref", "inference", "steps/h", "tokens/s", "idle %", "binds", "GB a device"):
         table.add_column(name, justify="right" if name in ("steps/h", "tokens/s") else "left", no_wrap=True)
     for row in rows:
@@ -168,8 +168,12 @@ def _cells(settings: Settings, row: Row) -> list[str]:
         f"{tokens:,.0f}",
         "/".join(f"{100 * share:.0f}" if has else "-" for share, has in zip(idle, own, strict=True)),
         row.binds,
-        "/".join(f"{held / 1e9:.3g}" if has else "-" for held, has in zip(settings.memory(split), own, strict=True)),
+        "/".join(_gigabytes(held) if has else "-" for held, has in zip(settings.memory(split), own, strict=True)),
     ]
+
+
+def _gigabytes(held: float) -> str:
+    return f"{held / 1e9:.{0 if held >= 1e10 else 1}f}"
 
 
 def _advice(settings: Settings, row: Row, asked: argparse.Namespace) -> list[str]:

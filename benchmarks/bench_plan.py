@@ -29,7 +29,9 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
+import bench_train_step as train_step
 import psutil
+from bench_growth import LAYERS, make_batch
 from machine import report, surroundings
 
 from torchrl_grpo.plan.simulation import Costs, Loop, Simulation
@@ -117,20 +119,24 @@ def run(overrides: list[str], steps: int) -> dict[str, Any]:
 
 
 def work(barrier: Barrier, count: Any, seconds: float) -> None:
-    """Small products of matrices, as the models of this job have them, for some seconds."""
+    """Training steps of a model of the starter's shape, for some seconds."""
     import torch
 
     torch.set_num_threads(1)
-    left, right = torch.randn(256, 128), torch.randn(128, 384)
+    train_step.MODELS["starter"] = LAYERS | {"vocab_size": 261}
+    train_step.HEADS["starter"] = 4
+    model = train_step.make_model("starter", "float32")
+    batch = make_batch({"groups": 16, "group": 8, "prompt": 8, "response": 16, "vocabulary": 261})
+    step = train_step.use_ours(model, batch, "")
+    step()
     barrier.wait()
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        for _ in range(20):
-            torch.relu(left @ right)
+        step()
         count.value += 1
 
 
-def speed_together(most: int, seconds: float = 3.0) -> list[float]:
+def speed_together(most: int, seconds: float = 6.0) -> list[float]:
     """Speed of one core's work when 1, 2, ... processes do the same at a time; alone it is 1."""
     context, speeds = multiprocessing.get_context("spawn"), []
     for processes in range(1, most + 1):

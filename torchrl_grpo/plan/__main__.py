@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None, file: IO[str] | None = None, wi
         config = compose(asked.config_name, asked.overrides)
         settings = _settings(config, asked)
         rows = best_splits(settings, asked.devices)
+        compose(asked.config_name, _advice(settings, rows[0], asked))  # what is advised breaks no rule
         console = Console(file=file, width=width, highlight=False, soft_wrap=True)
         _show(console, settings, rows, asked)
 
@@ -129,7 +130,7 @@ def _show(console: Console, settings: Settings, rows: Sequence[Row], asked: argp
         f"average, staleness {settings.max_staleness}. Simulated from published figures: trust the order more than the "
         "hours."
     )
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     for name in ("train", "ref", "inference", "steps/h", "tokens/s", "idle %", "binds", "GB a device"):
         table.add_column(name, justify="right" if name in ("steps/h", "tokens/s") else "left", no_wrap=True)
     for row in rows:
@@ -152,7 +153,8 @@ def _show(console: Console, settings: Settings, rows: Sequence[Row], asked: argp
             f"{asked.devices - split.devices:,} devices are left, with which it would be hardly faster: a larger "
             f"train.dialog_turns_per_batch (now {work.groups * work.group_size:,}) could use them."
         )
-    console.print(f"\npython sota/grpo/grpo-async.py {' '.join(_advice(settings, best, asked))}")
+    name = "" if asked.config_name == "grpo_gsm8k" else f"--config-name {asked.config_name} "
+    console.print(f"\npython sota/grpo/grpo-async.py {name}{' '.join(_advice(settings, best, asked))}")
 
 
 def _cells(settings: Settings, row: Row) -> list[str]:
@@ -168,23 +170,22 @@ def _cells(settings: Settings, row: Row) -> list[str]:
         f"{tokens:,.0f}",
         "/".join(f"{100 * share:.0f}" if has else "-" for share, has in zip(idle, own, strict=True)),
         row.binds,
-        "/".join(f"{held / 1e9:.3g}" if has else "-" for held, has in zip(settings.memory(split), own, strict=True)),
+        "/".join(_gigabytes(held) if has else "-" for held, has in zip(settings.memory(split), own, strict=True)),
     ]
+
+
+def _gigabytes(held: float) -> str:
+    return f"{held / 1e9:.{0 if held >= 1e10 else 1}f}"
 
 
 def _advice(settings: Settings, row: Row, asked: argparse.Namespace) -> list[str]:
     """The overrides of the split, after those that were given."""
     split, envs = row.split, settings.num_envs(row.split)
-    advice = [] if asked.config_name == "grpo_gsm8k" else [f"--config-name {asked.config_name}"]
-    advice += asked.overrides
-    advice.append(f"train_model.num_devices={split.train}")
-    if split.reference:
-        advice.append(f"ref_model.num_devices={split.reference}")
-    advice.append(f"inference_model.num_devices={split.inference}")
-    if envs != settings.rows:
-        advice = [text for text in advice if not text.startswith("env.num_envs=")]
-        advice.append(f"env.num_envs={envs}")
-    return advice
+    new = {"train_model.num_devices": split.train, "inference_model.num_devices": split.inference}
+    new |= {"ref_model.num_devices": split.reference} if split.reference else {}
+    new |= {"env.num_envs": envs} if envs != settings.rows else {}
+    kept = [text for text in asked.overrides if text.partition("=")[0] not in new]
+    return kept + [f"{name}={value}" for name, value in new.items()]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is said of a step that is not finite, and of one that ran out of memory."""
+"""What is said of a step: how far it went, where numbers that are not finite come from, what would save memory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.support.models import make_tiny_model
 from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
 from torchrl_grpo.errors import MemoryShortError, NonFiniteError
+from torchrl_grpo.learner.measures import StepMeasures
 from torchrl_grpo.learner.memory import savings, step_memory
 from torchrl_grpo.models import loading
 
@@ -110,3 +111,37 @@ def test_savings_equal_the_counts_by_hand_and_leave_out_what_is_on() -> None:
     }
     tuned = dict(savings(memory, 1000, checkpoints=True, lora=True, full_precision=False, ranks=1))
     assert set(tuned) == {"train.micro_batch_tokens=500", "train_model.num_devices=2"}
+
+
+def test_update_size_is_the_relative_norm_of_the_change() -> None:
+    trainer = make_trainer()
+    before = [parameter.detach().clone() for parameter in trainer.parameters]
+    metrics = trainer.train_step(make_batch())
+    few = [
+        (old.flatten()[:1024], new.detach().flatten()[:1024])
+        for old, new in zip(before, trainer.parameters, strict=True)
+    ]
+    changed = sum((new - old).square().sum() for old, new in few) ** 0.5
+    assert metrics["train/update_size"] == pytest.approx(
+        float(changed / sum(old.square().sum() for old, _ in few) ** 0.5)
+    )
+    bad = make_batch()
+    bad[0].get(keys.ADVANTAGE).fill_(math.nan)
+    assert math.isnan(trainer.train_step(bad)["train/update_size"])
+
+
+def test_the_gradient_noise_scale_is_found_from_adams_moments() -> None:
+    """Gradients of 8 sequences, each with a mean of 0.5 and a variance of 4 in each of 2,000 numbers."""
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.ones(1000)), torch.nn.Parameter(torch.ones(40, 25))]
+    optimizer = torch.optim.AdamW(weights, lr=1e-6)
+    measures, found = StepMeasures(weights), []
+    for step in range(1, 301):
+        before = measures.before()
+        for weight in weights:
+            weight.grad = 0.5 + 2.0 * torch.randn_like(weight) / 8**0.5
+        optimizer.step()
+        found.append(measures.after(before, optimizer, step, 8).get("grad_noise_scale"))
+    assert found[0] is None and float(found[-1]) == pytest.approx(4 / 0.5**2, rel=0.15)
+    plain = torch.optim.SGD(weights, lr=1e-6)
+    assert set(measures.after(measures.before(), plain, 300, 8)) == {"update_size"}

@@ -102,15 +102,17 @@ def test_savings_equal_the_counts_by_hand_and_leave_out_what_is_on() -> None:
     layer = (8 * 64 + 2 * 32 + 4 * 128) * 2 * 1000
     assert (memory.weights, memory.gradients, memory.optimizer) == (2 * count, 2 * count, 4 * count)
     assert (memory.activations, memory.checkpointed) == (3 * layer, 3 * 64 * 2 * 1000 + layer)
-    found = dict(savings(memory, 1000, checkpoints=True, lora=False, full_precision=False, ranks=2))
+    found = dict(savings(memory, 1000, checkpoints=True, lora=False, full_precision=False, small_states=False, ranks=2))
     assert found == {
         "train.micro_batch_tokens=500": memory.checkpointed // 2,
         "train_model.lora.enabled=true": int(0.94 * 6 * count),
         "train_model.num_devices=4": 4 * count,
         "train_model.cpu_offload=true": 8 * count,
     }
-    tuned = dict(savings(memory, 1000, checkpoints=True, lora=True, full_precision=False, ranks=1))
-    assert set(tuned) == {"train.micro_batch_tokens=500", "train_model.num_devices=2"}
+    tuned = dict(savings(memory, 1000, checkpoints=True, lora=True, full_precision=False, small_states=False, ranks=1))
+    assert set(tuned) == {"train.micro_batch_tokens=500", "train_model.num_devices=2", "optimizer.name=adamw_8bit"}
+    small = step_memory(model, list(model.parameters()), 1000, 2, small_states=True)
+    assert small.optimizer == memory.optimizer // 2  # a quarter of it, of twice the weights
 
 
 def test_update_size_is_the_relative_norm_of_the_change() -> None:

@@ -53,6 +53,8 @@ class StepMeasures:
         changes = torch._foreach_sub(self._few(self._parameters), list(before))
         sums = {"changed": _squares(changes), "size": _squares(before)}
         states = [state for p in self._parameters if "exp_avg_sq" in (state := optimizer.state.get(p, {}))]
+        if any(type(state["exp_avg"]) not in (Tensor, DTensor) for state in states):  # of 8 bits
+            states = []
         if states:
             sums["of_mean"] = _squares(self._few([state["exp_avg"] for state in states]))
             sums["of_square"] = torch.stack([part.sum() for part in self._few([s["exp_avg_sq"] for s in states])]).sum()

@@ -150,13 +150,15 @@ class GRPOTrainer:
         """What to say where memory ran out, with what each knob would save here."""
         full, tokens, ranks = self.autocast_dtype is None, self.micro_batch_tokens, self.world_size
         number = next(self.model.parameters()).element_size() if full else 2
-        memory = step_memory(self.model, self.parameters, tokens, number, ranks)
+        small = type(self.optimizer).__name__.endswith("8bit")
+        memory = step_memory(self.model, self.parameters, tokens, number, ranks, small_states=small)
         knobs = savings(
             memory,
             tokens,
             checkpoints=bool(base_model_of(self.model).is_gradient_checkpointing),
             lora=hasattr(self.model, "peft_config"),
             full_precision=number == 4,
+            small_states=small,
             ranks=ranks,
         )
         return memory_short(error, "The training step", memory, knobs)

@@ -151,6 +151,19 @@ def test_a_run_without_rewards_says_so_and_ends_if_asked(tmp_path: Path, capsys:
     assert "checkpoint_000003.pt" in {path.name for path in (tmp_path / "ends" / "checkpoints").iterdir()}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (("inference_model.max_new_tokens=4",), "truncated"),
+        (("optimizer.lr=1e-2", "train.optim_batch_size=4", "optimizer.clip_grad_norm=100"), "kl"),
+        (("inference_model.temperature=0.01",), "repeated"),
+    ],
+)
+def test_a_short_run_that_goes_wrong_raises_its_alarm(overrides: tuple[str, ...], name: str, tmp_path: Path) -> None:
+    rows = run(tmp_path, steps(7), "policy.kl_coef=0.001", *overrides)
+    assert name in {alarm.name for alarm in alarms_of(rows)}
+
+
 def test_responses_that_a_group_has_twice_are_counted(tmp_path: Path) -> None:
     [*_, row] = run(tmp_path, steps(1), "inference_model.temperature=0.01")
-    assert row["rollout/repeated"] == pytest.approx(0.75)  # groups of 4 whose responses are all equal
+    assert row["rollout/repeated"] == 1  # those of each group are all equal

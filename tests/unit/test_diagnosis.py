@@ -1,4 +1,4 @@
-"""What is said of a step that is not finite, and of one that ran out of memory."""
+"""What is said of a step: how far it went, where numbers that are not finite come from, what would save memory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.support.models import make_tiny_model
 from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
 from torchrl_grpo.errors import MemoryShortError, NonFiniteError
+from torchrl_grpo.learner.measures import StepMeasures
 from torchrl_grpo.learner.memory import savings, step_memory
 from torchrl_grpo.models import loading
 
@@ -101,12 +102,48 @@ def test_savings_equal_the_counts_by_hand_and_leave_out_what_is_on() -> None:
     layer = (8 * 64 + 2 * 32 + 4 * 128) * 2 * 1000
     assert (memory.weights, memory.gradients, memory.optimizer) == (2 * count, 2 * count, 4 * count)
     assert (memory.activations, memory.checkpointed) == (3 * layer, 3 * 64 * 2 * 1000 + layer)
-    found = dict(savings(memory, 1000, checkpoints=True, lora=False, full_precision=False, ranks=2))
+    found = dict(savings(memory, 1000, checkpoints=True, lora=False, full_precision=False, small_states=False, ranks=2))
     assert found == {
         "train.micro_batch_tokens=500": memory.checkpointed // 2,
         "train_model.lora.enabled=true": int(0.94 * 6 * count),
         "train_model.num_devices=4": 4 * count,
         "train_model.cpu_offload=true": 8 * count,
     }
-    tuned = dict(savings(memory, 1000, checkpoints=True, lora=True, full_precision=False, ranks=1))
-    assert set(tuned) == {"train.micro_batch_tokens=500", "train_model.num_devices=2"}
+    tuned = dict(savings(memory, 1000, checkpoints=True, lora=True, full_precision=False, small_states=False, ranks=1))
+    assert set(tuned) == {"train.micro_batch_tokens=500", "train_model.num_devices=2", "optimizer.name=adamw_8bit"}
+    small = step_memory(model, list(model.parameters()), 1000, 2, small_states=True)
+    assert small.optimizer == memory.optimizer // 2  # a quarter of it, of twice the weights
+
+
+def test_update_size_is_the_relative_norm_of_the_change() -> None:
+    trainer = make_trainer()
+    before = [parameter.detach().clone() for parameter in trainer.parameters]
+    metrics = trainer.train_step(make_batch())
+    few = [
+        (old.flatten()[:1024], new.detach().flatten()[:1024])
+        for old, new in zip(before, trainer.parameters, strict=True)
+    ]
+    changed = sum((new - old).square().sum() for old, new in few) ** 0.5
+    assert metrics["train/update_size"] == pytest.approx(
+        float(changed / sum(old.square().sum() for old, _ in few) ** 0.5)
+    )
+    bad = make_batch()
+    bad[0].get(keys.ADVANTAGE).fill_(math.nan)
+    assert math.isnan(trainer.train_step(bad)["train/update_size"])
+
+
+def test_the_gradient_noise_scale_is_found_from_adams_moments() -> None:
+    """Gradients of 8 sequences, each with a mean of 0.5 and a variance of 4 in each of 2,000 numbers."""
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.ones(1000)), torch.nn.Parameter(torch.ones(40, 25))]
+    optimizer = torch.optim.AdamW(weights, lr=1e-6)
+    measures, found = StepMeasures(weights), []
+    for step in range(1, 301):
+        before = measures.before()
+        for weight in weights:
+            weight.grad = 0.5 + 2.0 * torch.randn_like(weight) / 8**0.5
+        optimizer.step()
+        found.append(measures.after(before, optimizer, step, 8).get("grad_noise_scale"))
+    assert found[0] is None and float(found[-1]) == pytest.approx(4 / 0.5**2, rel=0.15)
+    plain = torch.optim.SGD(weights, lr=1e-6)
+    assert set(measures.after(measures.before(), plain, 300, 8)) == {"update_size"}

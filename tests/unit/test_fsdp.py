@@ -34,8 +34,8 @@ from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 LENGTHS = (9, 14, 6, 11, 8, 12, 7, 10, 30, 5, 17)
 CPU = torch.device("cpu")
-OF_THE_SPLIT = {"train/micro_batches", "train/token_efficiency"}
-"""Metrics that differ with the number of ranks."""
+OF_THE_SPLIT = {f"train/{name}" for name in ("micro_batches", "token_efficiency", "update_size", "grad_noise_scale")}
+"""Metrics that differ with the number of ranks, which look at other numbers of a parameter."""
 
 pytestmark = pytest.mark.slow
 

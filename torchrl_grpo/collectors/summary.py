@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -43,9 +44,10 @@ def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
 
 
 def _repeated(batch: TensorDictBase, group: list[int]) -> float:
-    """Share of the responses that are, token by token, one that their group had already."""
+    """Share of the responses that are, token by token, another one of their group too."""
     responses = [row.get(keys.RESPONSE).cpu().numpy().tobytes() for row in batch.unbind(0)]
-    return 1 - len(set(zip(group, responses, strict=True))) / len(responses)
+    counts = Counter(zip(group, responses, strict=True))
+    return sum(count for count in counts.values() if count > 1) / len(responses)
 
 
 def _by_dataset(batch: TensorDictBase) -> dict[str, float]:

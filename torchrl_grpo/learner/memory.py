@@ -40,7 +40,15 @@ class StepMemory:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-def step_memory(model: nn.Module, trained: Sequence[Any], tokens: int, bytes_per_number: int, ranks: int) -> StepMemory:
+def step_memory(
+    model: nn.Module,
+    trained: Sequence[Any],
+    tokens: int,
+    bytes_per_number: int,
+    ranks: int = 1,
+    *,
+    small_states: bool = False,
+) -> StepMemory:
     """Counts what a step keeps: weights exactly, activations of a decoder with gated layers to about a quarter.
 
     Args:
@@ -49,6 +57,7 @@ def step_memory(model: nn.Module, trained: Sequence[Any], tokens: int, bytes_per
         tokens: in a micro-batch.
         bytes_per_number: of the activations.
         ranks: that the model is sharded over.
+        small_states: whether the optimizer keeps 8 bits a moment.
     """
     config: Any = base_model_of(model).config.get_text_config()
     wide, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
@@ -60,11 +69,19 @@ def step_memory(model: nn.Module, trained: Sequence[Any], tokens: int, bytes_per
     trained_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained) // ranks
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) // ranks
     inputs = layers * wide * bytes_per_number * tokens
-    return StepMemory(weights, trained_bytes, 2 * trained_bytes, layers * layer, inputs + layer)
+    states = trained_bytes // 2 if small_states else 2 * trained_bytes
+    return StepMemory(weights, trained_bytes, states, layers * layer, inputs + layer)
 
 
 def savings(
-    memory: StepMemory, tokens: int, *, checkpoints: bool, lora: bool, full_precision: bool, ranks: int
+    memory: StepMemory,
+    tokens: int,
+    *,
+    checkpoints: bool,
+    lora: bool,
+    full_precision: bool,
+    small_states: bool,
+    ranks: int,
 ) -> list[tuple[str, int]]:
     """What each knob that is not turned yet would save of a rank's memory, in bytes, the largest first.
 
@@ -73,6 +90,7 @@ def savings(
         tokens: ``train.micro_batch_tokens``.
         checkpoints: whether gradient checkpointing is on.
         lora: whether adapters alone are trained.
+        small_states: whether the optimizer keeps 8 bits a moment.
         full_precision: whether activations are in float32.
         ranks: that the model is sharded over.
     """
@@ -86,6 +104,8 @@ def savings(
     if not lora:
         found["train_model.lora.enabled=true"] = int((1 - 3 * _LORA_SHARE) * states)
     found[f"train_model.num_devices={2 * ranks}"] = (memory.weights + states) // 2
+    if ranks == 1 and not small_states:
+        found["optimizer.name=adamw_8bit"] = memory.optimizer * 3 // 4
     if ranks > 1:
         found["train_model.cpu_offload=true"] = memory.weights + states
     return sorted(found.items(), key=lambda item: -item[1])

@@ -20,6 +20,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.errors import MemoryShortError, NonFiniteError, NoSignalError
 from torchrl_grpo.functional import effective_sample_size
 from torchrl_grpo.learner.diagnosis import queries_of, where_not_finite
+from torchrl_grpo.learner.measures import StepMeasures
 from torchrl_grpo.learner.memory import memory_short, savings, step_memory
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import has, pad, pad_batch, pass_tokens, rank_micro_batches, slice_tokens
@@ -102,6 +103,10 @@ class GRPOTrainer:
         self.skipped_steps = 0
         self._nonfinite_in_a_row = 0
         self._reason = ""
+        self._measures, self._measured = (
+            StepMeasures(self.parameters, self._summed if self.mesh else dict),
+            dict[str, Tensor](),
+        )
 
     @property
     def device(self) -> torch.device:
@@ -145,13 +150,15 @@ class GRPOTrainer:
         """What to say where memory ran out, with what each knob would save here."""
         full, tokens, ranks = self.autocast_dtype is None, self.micro_batch_tokens, self.world_size
         number = next(self.model.parameters()).element_size() if full else 2
-        memory = step_memory(self.model, self.parameters, tokens, number, ranks)
+        small = type(self.optimizer).__name__.endswith("8bit")
+        memory = step_memory(self.model, self.parameters, tokens, number, ranks, small_states=small)
         knobs = savings(
             memory,
             tokens,
             checkpoints=bool(base_model_of(self.model).is_gradient_checkpointing),
             lora=hasattr(self.model, "peft_config"),
             full_precision=number == 4,
+            small_states=small,
             ranks=ranks,
         )
         return memory_short(error, "The training step", memory, knobs)
@@ -194,6 +201,7 @@ class GRPOTrainer:
         metrics = self.optim_step(
             loss, empty=not data.get(keys.LOSS_WEIGHTS).any(), why=partial(self._why, batch, data, parts)
         )
+        totals |= {name: value.to(self.device) for name, value in self._measured.items()}
         totals["ESS"] = effective_sample_size(totals["ratio_mean"], totals["ratio_square_mean"])
         values = torch.stack([value.float() for value in totals.values()]).tolist()
         metrics |= {f"train/{name}": value for name, value in zip(totals, values, strict=True)}
@@ -241,10 +249,12 @@ class GRPOTrainer:
 
     def _over_ranks(self, totals: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sums over micro-batches, summed over the ranks too: the same numbers, bit for bit, on all of them."""
-        if self.mesh is None:
-            return totals
-        values = torch.stack([value.float() for value in totals.values()])
-        dist.all_reduce(values, group=self.mesh.get_group())
+        return totals if self.mesh is None else self._summed(totals, self.mesh.get_group())
+
+    def _summed(self, totals: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+        """The same over a group of ranks, by default all of them."""
+        values = torch.stack([value.float().to(self.device) for value in totals.values()])
+        dist.all_reduce(values, group=group)
         return dict(zip(totals, values.unbind(), strict=True))
 
     def forward_backward(self, data: TensorDictBase) -> dict[str, Tensor]:
@@ -278,13 +288,16 @@ class GRPOTrainer:
             NoSignalError: too many steps in a row without a token that counts.
         """
         learning_rate = self.optimizer.param_groups[0]["lr"]
+        self._measured = dict.fromkeys(self._measured, torch.tensor(math.nan))
         self.scaler.unscale_(self.optimizer)
         norm = clip_grad_norm(self.parameters, self.clip_grad_norm)
         loss_value, norm_value = torch.stack([loss.to(norm.device, torch.float32), norm.float()]).tolist()
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         if finite and not empty:
+            before = self._measures.before()
             self.scaler.step(self.optimizer)
             self.optim_steps += 1
+            self._measured = self._measures.after(before, self.optimizer, self.optim_steps, self.optim_batch_size)
             self._nonfinite_in_a_row, self._reason = 0, ""
             if self.scheduler is not None:
                 self.scheduler.step()

@@ -1,0 +1,85 @@
+"""How far an optimizer step goes, and how noisy its gradients are, from a few numbers of each parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+_MOST = 1024
+"""Numbers of a parameter that are looked at: in all, far fewer than a step computes with."""
+
+
+class StepMeasures:
+    """Looks at the first numbers of each parameter before and after an optimizer step.
+
+    Args:
+        parameters: that are trained; of those that are sharded, this rank's part.
+        over_ranks: sums numbers, by name, over the ranks of a sharded model.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        over_ranks: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda sums: sums,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._over_ranks = over_ranks
+
+    @torch.no_grad()
+    def before(self) -> list[Tensor]:
+        """The numbers before a step, for ``after``."""
+        return [part.clone() for part in self._few(self._parameters)]
+
+    @torch.no_grad()
+    def after(
+        self, before: Sequence[Tensor], optimizer: torch.optim.Optimizer, steps: int, sequences: int
+    ) -> dict[str, Tensor]:
+        """Metrics of the step that was made.
+
+        Args:
+            before: what ``before`` gave.
+            optimizer: with Adam's state, or another.
+            steps: that the optimizer made.
+            sequences: in an optimizer step.
+
+        Returns:
+            ``update_size``, the norm of the change over the norm of the weights; and after some steps of Adam's
+            ``grad_noise_scale`` of arXiv 1812.06162, in sequences, infinite where there is nothing but noise.
+        """
+        changes = torch._foreach_sub(self._few(self._parameters), list(before))
+        sums = {"changed": _squares(changes), "size": _squares(before)}
+        states = [state for p in self._parameters if "exp_avg_sq" in (state := optimizer.state.get(p, {}))]
+        if any(type(state["exp_avg"]) not in (Tensor, DTensor) for state in states):  # of 8 bits
+            states = []
+        if states:
+            sums["of_mean"] = _squares(self._few([state["exp_avg"] for state in states]))
+            sums["of_square"] = torch.stack([part.sum() for part in self._few([s["exp_avg_sq"] for s in states])]).sum()
+        sums = self._over_ranks(sums)
+        measured = {"update_size": (sums["changed"] / sums["size"].clamp(min=1e-30)).sqrt()}
+        if not states:
+            return measured
+        # Adam's moments are running means of the gradient and of its square: the square of the one is less than the
+        # other by the variance, but for what of that a mean over so few steps keeps.
+        beta1, beta2 = optimizer.param_groups[0]["betas"]
+        first, second = 1 - beta1**steps, 1 - beta2**steps
+        kept = (1 - beta1) / (1 + beta1) * (1 + beta1**steps) / first
+        if kept < 0.5:
+            mean_square, square_mean = sums["of_mean"] / first**2, sums["of_square"] / second
+            variance = (square_mean - mean_square) / (1 - kept)
+            signal = mean_square - kept * variance
+            measured["grad_noise_scale"] = torch.where(signal > 0, sequences * variance / signal, math.inf)
+        return measured
+
+    @staticmethod
+    def _few(tensors: Sequence[Tensor]) -> list[Tensor]:
+        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]
+        return [tensor.reshape(-1)[:_MOST] for tensor in local]
+
+
+def _squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of the squares of all of their numbers."""
+    return torch.stack([norm.float() for norm in torch._foreach_norm(list(tensors))]).square().sum()

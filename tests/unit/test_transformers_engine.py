@@ -326,20 +326,50 @@ def test_a_restored_state_continues_the_run_exactly(tiny_model):
     assert same(resumed.generate(prompts, 4, params), expected)
 
 
-@pytest.mark.parametrize("decoder", ["fused", "generic"])
-def test_parts_of_a_large_batch_give_what_the_whole_gives(tiny_model, decoder):
-    prompts, params = make_prompts(4, 9, 2, 9, 6), SamplingParams(12)
-    whole, parts = TransformersEngine(tiny_model), TransformersEngine(tiny_model, kv_cache_bytes=50_000)
-    if decoder == "generic":
-        whole.decoder, parts.decoder = GenericDecoder(whole._model), GenericDecoder(parts._model)
-    assert len(parts._parts([4, 9, 2, 9, 6], 4, 12)) > 1
+@pytest.mark.parametrize("make", [*FUSED, make_gpt2])
+def test_groups_that_wait_for_room_are_sampled_as_all_at_once(make, monkeypatch):
+    monkeypatch.setattr(fused_decoder, "_BLOCK", 5)
+    empty_cache = FusedDecoder.empty_cache
+    # Memory that is not written must not be read: NaN would show.
+    monkeypatch.setattr(
+        FusedDecoder, "empty_cache", lambda *args: tuple(cache.fill_(torch.nan) for cache in empty_cache(*args))
+    )
+    model = build(make)
+    prompts, params = make_prompts(4, 9, 2, 12, 6, 9, 3), SamplingParams(20, stop_token_ids=tuple(range(12)))
+    whole = TransformersEngine(model)
+    refilled = TransformersEngine(model, kv_cache_bytes=2 * whole.decoder.cache_bytes(12, 4, 20))
     results = []
-    for engine in (whole, parts):
+    for engine in (whole, refilled):
         engine.seed(1)
         results.append(engine.generate(prompts, 4, params))
+    assert largest_error(model, prompts, results[1], 1.0) < 1e-5
     for a, b in zip(*(itertools.chain(*result) for result in results), strict=True):
-        assert a.tokens.tolist() == b.tokens.tolist()
+        assert (a.tokens.tolist(), a.finish_reason) == (b.tokens.tolist(), b.finish_reason)
         torch.testing.assert_close(a.log_probs, b.log_probs, atol=1e-5, rtol=0)
+
+
+def test_waiting_groups_take_finished_rows_places_within_the_cache(tiny_model, monkeypatch):
+    prompts, params = make_prompts(*[8] * 12), SamplingParams(40, stop_token_ids=tuple(range(2, 12)))
+    engine = TransformersEngine(tiny_model, kv_cache_bytes=100_000)
+    added, told, batch_type = [], [], type(engine.decoder.start(1))
+    add, row_bytes = batch_type.add, engine.decoder.cache_bytes(0, 1, 40)
+    prompt_bytes = engine.decoder.cache_bytes(8, 0, 40)
+
+    def watch(self, more, n):
+        logits = add(self, more, n)
+        added.append(
+            (len(self._group) - len(more) * n, len(self._lengths) * prompt_bytes + len(self._group) * row_bytes)
+        )
+        return logits
+
+    monkeypatch.setattr(batch_type, "add", watch)
+    groups = engine.generate(prompts, 2, params, lambda i, number, done: told.append((i, number, len(added))))
+    assert added[0][0] == 0
+    assert all(before > 0 for before, _ in added[1:])  # the places of some rows, while others go on
+    assert max(size for _, size in added) <= 100_000
+    assert len({(i, number) for i, number, _ in told}) == len(told) == 24
+    assert min(additions for _, _, additions in told) < len(added)  # told before the last group was even begun
+    assert all(len(group) == 2 for group in groups)
 
 
 def test_a_stop_token_ends_a_response_and_is_counted_in(tiny_model):

@@ -1,8 +1,8 @@
 """How a model is advanced token by token: the interface, and the path that every causal language model can take.
 
-A :class:`Decoder` starts a :class:`Batch` from prompts; the batch then turns the latest token of every row into the
-next logits, and drops rows. Each prompt is computed once, whatever the number of rows that continue it. What tokens
-are drawn, and when a row is finished, is the engine's business.
+A :class:`Decoder` starts a :class:`Batch`; prompts are added to it, and it then turns the latest token of every row
+into the next logits, and drops rows. Each prompt is computed once, whatever the number of rows that continue it. What
+tokens are drawn, and when a row is finished, is the engine's business.
 """
 
 from __future__ import annotations
@@ -17,13 +17,25 @@ from transformers import DynamicCache, PreTrainedModel
 
 
 class Batch(ABC):
-    """Rows in flight. Row ``r`` begins as response ``r % n`` to prompt ``r // n``.
+    """Rows in flight.
 
     Attributes:
-        logits: [number of prompts, V]: what follows each prompt.
+        refills: whether prompts may be added while rows are there, not only at first.
     """
 
-    logits: Tensor
+    refills = False
+
+    @abstractmethod
+    def add(self, prompts: Sequence[Tensor], n: int) -> Tensor:
+        """Computes prompts; ``n`` rows for each of them follow those that are there, prompt by prompt.
+
+        Args:
+            prompts: one [T] int64 tensor a prompt, on the model's device.
+            n: rows a prompt.
+
+        Returns:
+            [number of prompts, V] logits of what follows each prompt.
+        """
 
     @abstractmethod
     def step(self, tokens: Tensor) -> Tensor:
@@ -49,13 +61,11 @@ class Decoder(ABC):
     """A model that rows can be decoded with. It reads the model's parameters as they are at each call."""
 
     @abstractmethod
-    def start(self, prompts: Sequence[Tensor], n: int, max_new_tokens: int) -> Batch:
-        """Computes the prompts.
+    def start(self, max_new_tokens: int) -> Batch:
+        """An empty batch.
 
         Args:
-            prompts: one [T] int64 tensor a prompt, on the model's device.
-            n: rows a prompt.
-            max_new_tokens: most tokens that a row will have; ``step`` is called at most ``max_new_tokens - 1`` times.
+            max_new_tokens: most tokens that a row will have; a row takes part in at most ``max_new_tokens - 1`` steps.
         """
 
     @abstractmethod
@@ -76,8 +86,8 @@ class GenericDecoder(Decoder):
         self._takes_position_ids = "position_ids" in accepted
         self._kwargs = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
-    def start(self, prompts: Sequence[Tensor], n: int, max_new_tokens: int) -> Batch:
-        return _GenericBatch(self, prompts, n, max_new_tokens)
+    def start(self, max_new_tokens: int) -> Batch:
+        return _GenericBatch(self, max_new_tokens)
 
     def cache_bytes(self, prompt_length: int, n: int, max_new_tokens: int) -> int:
         config = self.model.config.get_text_config(decoder=True)
@@ -103,26 +113,29 @@ class GenericDecoder(Decoder):
 
 
 class _GenericBatch(Batch):
-    def __init__(self, decoder: GenericDecoder, prompts: Sequence[Tensor], n: int, max_new_tokens: int) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: GenericDecoder, max_new_tokens: int) -> None:
+        self._decoder, self._max_new_tokens = decoder, max_new_tokens
         self._context = context_length(decoder.model)
-        device = prompts[0].device
+
+    def add(self, prompts: Sequence[Tensor], n: int) -> Tensor:
+        decoder, device = self._decoder, prompts[0].device
         lengths = torch.tensor([len(p) for p in prompts], device=device)
         self._width = int(lengths.max())
         tokens = torch.zeros(len(prompts), self._width, dtype=torch.int64, device=device)
-        mask = torch.ones(len(prompts), self._width + max_new_tokens, dtype=torch.int64, device=device)
+        mask = torch.ones(len(prompts), self._width + self._max_new_tokens, dtype=torch.int64, device=device)
         for row, prompt in enumerate(prompts):
             tokens[row, self._width - len(prompt) :] = prompt
             mask[row, : self._width - len(prompt)] = 0
         positions = (mask[:, : self._width].cumsum(-1) - 1).clamp_(min=0)
         self._cache = DynamicCache(config=decoder.model.config)
-        self.logits = decoder.forward(tokens, mask[:, : self._width], positions, self._cache)
+        logits = decoder.forward(tokens, mask[:, : self._width], positions, self._cache)
 
         rows = torch.arange(len(prompts), device=device).repeat_interleave(n)
         # `reorder_cache` is an index_select along the batch: it repeats and drops rows too, in every kind of layer.
         self._cache.reorder_cache(rows)
         self._mask = mask[rows]
         self._positions = lengths[rows]
+        return logits
 
     def step(self, tokens: Tensor) -> Tensor:
         self._width += 1

@@ -1,8 +1,8 @@
 """A hand-written decoder for models of the Llama architecture: Llama, Mistral, Qwen2 and Qwen3.
 
 What makes it faster than the model's own forward: the query, key and value projections are one matrix, and so are gate
-and up; keys and values live in one preallocated tensor for all layers; the query heads of a group are laid out as
-query positions, so that grouped-query attention repeats nothing; and no mask or position bookkeeping is done per layer.
+and up; keys and values lie in tensors that grow in blocks; the query heads of a group are laid out as query positions,
+so that grouped-query attention repeats nothing; and no mask or position bookkeeping is done per layer.
 
 The fused matrices are the storage of the model's own parameters: those become views of them. Writing new values into
 the model's parameters therefore updates this decoder. On a CPU each batch begins by packing what has changed.
@@ -26,6 +26,9 @@ _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 _PREFILL_TOKENS = 8192
 """Most prompt tokens, padding included, that one forward computes: it bounds the memory of the activations."""
+
+_BLOCK = 64
+"""Columns by which the cache of the responses grows."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, Hq * D]"""
@@ -79,26 +82,31 @@ class FusedDecoder(Decoder):
         self.kv_heads: int = config.num_key_value_heads
         self.query_heads: int = config.num_attention_heads
         self.scaling: float = attention.scaling
+        self.num_layers = len(body.layers)
         self._body = body
         self._lm_head = model.lm_head
         self._layers = [_fuse(layer) for layer in body.layers]
         self._head = _join(model.lm_head)
 
-    def start(self, prompts: Sequence[Tensor], n: int, max_new_tokens: int) -> Batch:
+    @property
+    def device(self) -> torch.device:
+        return self._lm_head.weight.device
+
+    def start(self, max_new_tokens: int) -> Batch:
         for linear in (self._head, *(one for layer in self._layers for one in layer.linears)):
             linear.refresh()
-        return _FusedBatch(self, prompts, n, max_new_tokens)
+        return _FusedBatch(self, max_new_tokens)
 
     def cache_bytes(self, prompt_length: int, n: int, max_new_tokens: int) -> int:
-        per_token = 2 * len(self._layers) * self.kv_heads * self.head_dim * self._lm_head.weight.dtype.itemsize
+        per_token = 2 * self.num_layers * self.kv_heads * self.head_dim * self._lm_head.weight.dtype.itemsize
         return (prompt_length + n * max_new_tokens) * per_token
 
     def empty_cache(self, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """Room for keys, [layers, rows, Hkv, D, length], and values, [layers, rows, Hkv, length, D].
+        """Room for a layer's keys, [rows, Hkv, D, length], and values, [rows, Hkv, length, D].
 
         Both lie as the products with them want it: keys the other way round take twice as long in bfloat16 on a CPU.
         """
-        weight, shape = self._lm_head.weight, (len(self._layers), rows, self.kv_heads)
+        weight, shape = self._lm_head.weight, (rows, self.kv_heads)
         return weight.new_empty(*shape, self.head_dim, length), weight.new_empty(*shape, length, self.head_dim)
 
     def rotary(self, length: int) -> tuple[Tensor, Tensor]:
@@ -153,42 +161,65 @@ class _FusedBatch(Batch):
     reads the prompt's keys and values once, and to its own response alone; one softmax spans both. Groups may have lost
     different numbers of rows: ``_slots`` gathers the rows of each group into a rectangle, ``_places`` brings them back.
 
+    A column of the second cache holds what all rows appended in one step, so rows that came later begin at a later
+    column: a mask hides the columns before. The cache grows by ``_BLOCK`` columns, and then leaves behind those that no
+    row needs any more. (Attending rows of similar ages together, each over its own columns, was no faster.)
+
     Shorter prompts are padded on the right. A mask hides the padding, and positions are counted without it.
     """
 
-    def __init__(self, decoder: FusedDecoder, prompts: Sequence[Tensor], n: int, max_new_tokens: int) -> None:
-        self._decoder = decoder
-        device = prompts[0].device
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        width = max(len(prompt) for prompt in prompts)
-        self._cos, self._sin = decoder.rotary(width + max_new_tokens)
-        self._prompt_keys, self._prompt_values = decoder.empty_cache(len(prompts), width)
+    refills = True
+
+    def __init__(self, decoder: FusedDecoder, max_new_tokens: int) -> None:
+        self._decoder, self._max_new_tokens = decoder, max_new_tokens
+        none = torch.zeros(0, dtype=torch.int64, device=decoder.device)
+        self._lengths = self._group = self._positions = self._starts = none
+        self._width = self._length = self._room = 0
+        self._prompts = [decoder.empty_cache(0, 0) for _ in range(decoder.num_layers)]
+        self._own = [decoder.empty_cache(0, 0) for _ in range(decoder.num_layers)]
+
+    def add(self, prompts: Sequence[Tensor], n: int) -> Tensor:
+        decoder, rows, old = self._decoder, len(self._group), len(self._lengths)
+        width = max(self._width, *(len(prompt) for prompt in prompts))
+        for layer, (keys, values) in enumerate(self._prompts):
+            wider = decoder.empty_cache(old + len(prompts), width)
+            # What the mask hides must still be finite.
+            wider[0][:old] = F.pad(keys, (0, width - self._width))
+            wider[1][:old] = F.pad(values, (0, 0, 0, width - self._width))
+            self._prompts[layer] = wider
+        if width > self._width:
+            self._width = width
+            self._cos, self._sin = decoder.rotary(width + self._max_new_tokens)
         at_once = max(1, _PREFILL_TOKENS // width)
         slices = range(0, len(prompts), at_once)
-        self.logits = torch.cat([self._prefill(prompts[i : i + at_once], i) for i in slices])
+        logits = torch.cat([self._prefill(prompts[i : i + at_once], old + i) for i in slices])
 
-        padding = torch.arange(width, device=device) >= lengths.unsqueeze(-1)
-        mask = torch.zeros(padding.shape, dtype=self.logits.dtype, device=device).masked_fill_(padding, -torch.inf)
-        self._prompt_mask = mask.repeat_interleave(decoder.kv_heads, 0).unsqueeze(1)
-        self._keys, self._values = decoder.empty_cache(len(prompts) * n, max_new_tokens)
-        self._length = 0
-        self._positions = lengths.repeat_interleave(n)
-        self._set_groups(torch.arange(len(prompts), device=device).repeat_interleave(n))
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=decoder.device)
+        numbers = torch.arange(old, old + len(prompts), device=decoder.device)
+        self._lengths = torch.cat((self._lengths, lengths))
+        if rows + len(prompts) * n > len(self._own[0][0]):
+            self._move(rows + len(prompts) * n)
+        for keys, values in self._own:
+            keys[rows:, ..., : self._length] = 0
+            values[rows:, :, : self._length] = 0
+        self._positions = torch.cat((self._positions, lengths.repeat_interleave(n)))
+        self._starts = torch.cat((self._starts, torch.full_like(numbers, self._length).repeat_interleave(n)))
+        self._arrange(torch.cat((self._group, numbers.repeat_interleave(n))))
+        return logits
 
     def _prefill(self, prompts: Sequence[Tensor], first: int) -> Tensor:
         """Computes prompts number ``first`` and following and fills their cache; returns [P, V] logits."""
         decoder = self._decoder
         tokens = nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
         count, width = tokens.shape
-        keys, values = (cache[:, first : first + count] for cache in (self._prompt_keys, self._prompt_values))
-        # What the mask hides must still be finite.
-        keys[..., width:] = 0
-        values[..., width:, :] = 0
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.unflatten(0, (count, width)).transpose(1, 2) for x in (q, k, v))
-            keys[layer, ..., :width] = k.transpose(-1, -2)
-            values[layer, ..., :width, :] = v
+            keys, values = (cache[first : first + count] for cache in self._prompts[layer])
+            keys[..., :width] = k.transpose(-1, -2)
+            values[..., :width, :] = v
+            keys[..., width:] = 0
+            values[..., width:, :] = 0
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=decoder.scaling, enable_gqa=True)
             return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
@@ -197,11 +228,21 @@ class _FusedBatch(Batch):
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=hidden.device)
         return decoder.logits(hidden[torch.arange(count, device=hidden.device), last])
 
-    def _set_groups(self, group: Tensor) -> None:
-        """Makes the gather indices for rows of the given groups ([R] int64, every group at least once)."""
-        kv_heads = self._decoder.kv_heads
-        rows = torch.arange(len(group), device=group.device)
-        heads = torch.arange(kv_heads, device=group.device)
+    def _move(self, rows: int) -> None:
+        """Moves the responses to a cache with this many rows and further columns, without columns that no row needs."""
+        live, first = len(self._starts), int(self._starts.min()) if len(self._starts) else self._length
+        used = self._length - first
+        self._length, self._room, self._starts = used, used + _BLOCK, self._starts - first
+        for layer, (keys, values) in enumerate(self._own):
+            wider = self._decoder.empty_cache(rows, self._room)
+            wider[0][:live, ..., :used] = keys[:live, ..., first : first + used]
+            wider[1][:live, :, :used] = values[:live, :, first : first + used]
+            self._own[layer] = wider
+
+    def _arrange(self, group: Tensor) -> None:
+        """Makes the masks and gather indices for rows of the given groups ([R] int64, each at least once)."""
+        kv_heads, device = self._decoder.kv_heads, group.device
+        rows, heads = torch.arange(len(group), device=device), torch.arange(kv_heads, device=device)
         counts = group.bincount()
         widest = int(counts.max())
         order = group.argsort(stable=True)
@@ -210,34 +251,55 @@ class _FusedBatch(Batch):
         self._group = group
         # Rows are counted with their key-value heads: row * kv_heads + head.
         self._places = (((group.unsqueeze(-1) * kv_heads + heads) * widest) + rank.unsqueeze(-1)).flatten()
-        self._slots = torch.zeros(len(counts) * kv_heads * widest, dtype=torch.int64, device=group.device)
+        self._slots = torch.zeros(len(counts) * kv_heads * widest, dtype=torch.int64, device=device)
         self._slots[self._places] = (rows.unsqueeze(-1) * kv_heads + heads).flatten()
+        self._prompt_mask = self._hide(torch.arange(self._width, device=device) >= self._lengths.unsqueeze(-1))
+        self._mask_own()
+
+    def _mask_own(self) -> None:
+        """Makes the mask of the columns before each row's first one, where rows came at different times."""
+        starts = self._starts.tolist()
+        self._first = min(starts)
+        columns = torch.arange(self._room, device=self._starts.device)
+        self._own_mask = None if max(starts) == self._first else self._hide(columns < self._starts.unsqueeze(-1))
+
+    def _hide(self, hidden: Tensor) -> Tensor:
+        """[N, T] bool to a mask that is added to scores, [N * Hkv, 1, T]."""
+        mask = self._cos.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        return mask.repeat_interleave(self._decoder.kv_heads, 0).unsqueeze(1)
 
     def step(self, tokens: Tensor) -> Tensor:
+        if self._length == self._room:
+            self._move(len(self._own[0][0]) if 2 * len(tokens) > len(self._own[0][0]) else len(tokens))
+            self._mask_own()
         column = self._length
         self._length += 1
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = self._keys[layer], self._values[layer]
+            keys, values = (cache[: len(tokens)] for cache in self._own[layer])
             keys[..., column] = k
             values[..., column, :] = v
             # From here on, a row is a row with a key-value head, and its queries are the heads that share it.
-            keys, values = keys.flatten(0, 1)[..., : column + 1], values.flatten(0, 1)[:, : column + 1]
-            prompt_keys = self._prompt_keys[layer].flatten(0, 1)
-            prompt_values = self._prompt_values[layer].flatten(0, 1)
+            keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+            prompt_keys, prompt_values = (cache.flatten(0, 1) for cache in self._prompts[layer])
             q = (q * self._decoder.scaling).reshape(len(keys), -1, q.shape[-1])
-            queries, width = q.shape[1], prompt_keys.shape[-1]
+            queries, width = q.shape[1], self._width
 
             grouped = q.index_select(0, self._slots).view(len(prompt_keys), -1, q.shape[-1])
             scores = torch.baddbmm(self._prompt_mask, grouped, prompt_keys)
             scores = scores.view(-1, queries, width).index_select(0, self._places)
-            scores = torch.cat((scores, torch.bmm(q, keys)), -1).softmax(-1)
+            own = slice(self._first, column + 1)
+            if self._own_mask is None:
+                of_own = torch.bmm(q, keys[..., own])
+            else:
+                of_own = torch.baddbmm(self._own_mask[..., own], q, keys[..., own])
+            scores = torch.cat((scores, of_own), -1).softmax(-1)
 
-            on_prompt, on_response = scores.split((width, column + 1), -1)
+            on_prompt, on_response = scores.split((width, column + 1 - self._first), -1)
             grouped = on_prompt.index_select(0, self._slots).view(len(prompt_keys), -1, width)
             attended = torch.bmm(grouped, prompt_values).view(-1, queries, q.shape[-1])
             attended = attended.index_select(0, self._places)
-            return torch.baddbmm(attended, on_response, values).view(len(tokens), -1)
+            return torch.baddbmm(attended, on_response, values[:, own]).view(len(tokens), -1)
 
         cos, sin = self._cos[self._positions], self._sin[self._positions]
         self._positions = self._positions + 1
@@ -245,15 +307,16 @@ class _FusedBatch(Batch):
 
     def keep(self, rows: Tensor) -> None:
         moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero().squeeze(-1)
-        for used in (self._keys[..., : self._length], self._values[..., : self._length, :]):
-            used[:, moved] = used[:, rows[moved]]
-        self._keys, self._values = self._keys[:, : len(rows)], self._values[:, : len(rows)]
-        self._positions = self._positions[rows]
+        for keys, values in self._own:
+            keys, values = keys[..., : self._length], values[:, :, : self._length]
+            keys[moved], values[moved] = keys[rows[moved]], values[rows[moved]]
+        self._positions, self._starts = self._positions[rows], self._starts[rows]
         groups, group = self._group[rows].unique(return_inverse=True)
-        if len(groups) < self._prompt_keys.shape[1]:
-            self._prompt_keys, self._prompt_values = self._prompt_keys[:, groups], self._prompt_values[:, groups]
-            self._prompt_mask = self._prompt_mask.unflatten(0, (-1, self._decoder.kv_heads))[groups].flatten(0, 1)
-        self._set_groups(group)
+        if len(groups) < len(self._lengths):
+            self._lengths = self._lengths[groups]
+            for layer, (keys, values) in enumerate(self._prompts):
+                self._prompts[layer] = keys[groups], values[groups]
+        self._arrange(group)
 
 
 def _fuse(layer: Any) -> _Layer:

@@ -1,12 +1,14 @@
 """The ``transformers`` engine: samples from Hugging Face models on every device that torch runs on.
 
 It is not a server: one call generates a batch and returns. Each prompt is computed once for its whole group, finished
-rows leave the batch, and log-probs are those of the sampled distribution in float32.
+rows leave the batch and groups that wait take their places, and log-probs are those of the sampled distribution in
+float32.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from functools import partial
@@ -39,8 +41,8 @@ class TransformersEngine(Engine):
     Args:
         model: a causal language model, on its device and in its dtype; the adapters of a peft model are merged.
         copy: whether to work on a copy; False hands the model over to the engine and saves that memory.
-        kv_cache_bytes: most memory for keys and values; larger batches run in parts of whole groups, at least one group
-            at a time.
+        kv_cache_bytes: most memory for keys and values; groups that find no room wait until others have left, or until
+            all have where the model takes its own forward.
 
     Raises:
         ValueError: the model cannot be sampled from token by token; the message says why.
@@ -82,18 +84,22 @@ class TransformersEngine(Engine):
     ) -> list[list[Completion]]:
         self._check_open()
         self._check_request(prompts, n)
-        # One number for every token that may be drawn, by its place in the request: a token does not depend on how the
-        # request is cut into parts, nor on which rows have left the batch.
+        # One number for every token that may be drawn, by its place in the request: a token does not depend on which
+        # other rows are there at the time.
         shape = (len(prompts), n, params.max_new_tokens)
         uniform = torch.rand(shape, generator=self._generator, dtype=torch.float64)
+        # Longest prompts first: those that come later then fit beside them.
+        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        groups: list[list[Any]] = [[None] * n for _ in prompts]
 
-        groups: list[list[Completion]] = [[] for _ in prompts]
-        for part in self._parts([len(prompt) for prompt in prompts], n, params.max_new_tokens):
-            rows = [(i, number) for i in part for number in range(n)]
-            tell = None if on_finished is None else partial(_tell, on_finished, rows)
-            done = self._generate_part([prompts[i] for i in part], n, params, uniform[part], tell)
-            for (i, _), completion in zip(rows, done, strict=True):
-                groups[i].append(completion)
+        def finish(row: int, completion: Completion) -> None:
+            i, number = order[row // n], row % n
+            groups[i][number] = completion
+            if on_finished is not None:
+                on_finished(i, number, completion)
+
+        if prompts:
+            self._generate([prompts[i] for i in order], n, params, uniform[order].flatten(0, 1), finish)
         return groups
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -139,25 +145,14 @@ class TransformersEngine(Engine):
                     f"{int(prompt.max())}: use the tokenizer that belongs to the model."
                 )
 
-    def _parts(self, lengths: Sequence[int], n: int, max_new_tokens: int) -> list[list[int]]:
-        """Prompt numbers, longest prompts first, in parts whose cache stays within ``kv_cache_bytes``."""
-        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        parts: list[list[int]] = []
-        while order:
-            group_bytes = self.decoder.cache_bytes(lengths[order[0]], n, max_new_tokens)
-            count = max(1, self._kv_cache_bytes // group_bytes)
-            parts.append(order[:count])
-            order = order[count:]
-        return parts
-
-    def _generate_part(
+    def _generate(
         self,
         prompts: Sequence[Tensor],
         n: int,
         params: SamplingParams,
         uniform: Tensor,
-        tell: Callable[[int, Completion], None] | None,
-    ) -> list[Completion]:
+        tell: Callable[[int, Completion], None],
+    ) -> None:
         device = self._model.device
         limits = torch.tensor([min(params.max_new_tokens, self._context - len(p)) for p in prompts])
         limits = limits.repeat_interleave(n)
@@ -165,7 +160,6 @@ class TransformersEngine(Engine):
         is_stop[[i for i in params.stop_token_ids if 0 <= i < self._vocab_size]] = True
         if device.type == "mps":  # It has no float64.
             uniform = uniform.float().clamp_(max=1 - 2**-24)
-        done: list[Any] = [None] * len(limits)
 
         def finish(rows: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
             # Copies made outside of inference mode: autograd must be able to save them.
@@ -173,9 +167,13 @@ class TransformersEngine(Engine):
                 tokens, log_probs, rows = (x.cpu().clone() for x in (tokens, log_probs, rows))
                 ended = _cut(tokens, log_probs, limits[rows], is_stop)
             for row, completion in zip(rows.tolist(), ended, strict=True):
-                done[row] = completion
-                if tell is not None:
-                    tell(row, completion)
+                tell(row, completion)
+
+        def admit(waiting: int, rows: Sequence[int]) -> int:
+            """How many of the prompts that wait fit beside these rows, when all rows become as long as they may."""
+            size = partial(self.decoder.cache_bytes, len(prompts[0]), max_new_tokens=params.max_new_tokens)
+            left = self._kv_cache_bytes - sum(size(count) for count in Counter(row // n for row in rows).values())
+            return min(waiting, max(0 if rows else 1, left // size(n)))
 
         with torch.inference_mode():
             _decode(
@@ -183,12 +181,12 @@ class TransformersEngine(Engine):
                 [prompt.to(device) for prompt in prompts],
                 n,
                 params,
-                uniform.flatten(0, 1).to(device),
+                uniform.to(device),
                 limits.to(device),
                 is_stop.to(device),
+                admit,
                 finish,
             )
-        return done
 
 
 def _decode(
@@ -199,9 +197,12 @@ def _decode(
     uniform: Tensor,
     limits: Tensor,
     is_stop: Tensor,
+    admit: Callable[[int, Sequence[int]], int],
     finish: Callable[[Tensor, Tensor, Tensor], None],
 ) -> None:
     """Draws tokens until every row has a stop token or its limit; what follows either is arbitrary.
+
+    Row ``r`` is response ``r % n`` to prompt ``r // n``. Prompts that found no room take the place of finished rows.
 
     Args:
         decoder: advances the rows.
@@ -211,37 +212,44 @@ def _decode(
         uniform: [R, max_new_tokens] in [0, 1).
         limits: [R] int64, most tokens of each row.
         is_stop: [V] bool.
+        admit: how many of so many prompts that wait fit beside the given rows; at least one beside none.
         finish: told rows that have ended: [F] int64 indices, [F, T] int64 tokens and [F, T] float32 log-probs.
     """
     steps = int(limits.max())
     tokens = torch.zeros(len(limits), steps, dtype=torch.int64, device=limits.device)
     log_probs = torch.zeros(len(limits), steps, dtype=torch.float32, device=limits.device)
-    rows = torch.arange(len(limits), device=limits.device)
-    alive = torch.ones_like(rows, dtype=torch.bool)
-
-    batch = decoder.start(prompts, n, steps)
-    logits = batch.logits.repeat_interleave(n, dim=0)
-    for step in range(steps):
-        latest, latest_log_probs = sample(logits, params, uniform[rows, step])
-        tokens[rows, step] = latest
-        log_probs[rows, step] = latest_log_probs
-        alive = alive & ~is_stop[latest] & (limits[rows] > step + 1)
-        if step % _CHECK_EVERY == _CHECK_EVERY - 1:
+    rows = drawn = limits.new_empty(0)  # the rows in the batch, and how many tokens each has
+    waiting, step, freed = list(prompts), 0, True
+    ends = set()  # the steps after which no row of an addition goes on
+    while waiting or len(rows):
+        if not len(rows):
+            batch, logits = decoder.start(steps), uniform.new_empty(0)
+        if waiting and freed and (not len(rows) or batch.refills):
+            first, count = (len(prompts) - len(waiting)) * n, admit(len(waiting), rows.tolist())
+            if count:
+                more = torch.arange(first, first + count * n, device=rows.device)
+                of_prompts = batch.add(waiting[:count], n).repeat_interleave(n, dim=0)
+                logits = torch.cat((logits, of_prompts)) if len(rows) else of_prompts
+                rows, drawn = torch.cat((rows, more)), torch.cat((drawn, torch.zeros_like(more)))
+                ends.add(step + int(limits[more].max()))
+                alive = torch.ones_like(rows, dtype=torch.bool)
+                del waiting[:count]
+        latest, latest_log_probs = sample(logits, params, uniform[rows, drawn])
+        tokens[rows, drawn] = latest
+        log_probs[rows, drawn] = latest_log_probs
+        drawn, step, freed = drawn + 1, step + 1, False
+        alive = alive & ~is_stop[latest] & (limits[rows] > drawn)
+        if step % _CHECK_EVERY == 0 or step in ends:
             kept = _compact(alive)
-            if len(kept) < len(rows):
+            freed = len(kept) < len(rows)
+            if freed:
                 ended = rows[~alive]
                 finish(ended, tokens[ended], log_probs[ended])
-                if len(kept) == 0:
-                    return
-                batch.keep(kept)
-                rows, alive, latest = rows[kept], alive[kept], latest[kept]
-        if step + 1 < steps:
+                rows, drawn, alive, latest = rows[kept], drawn[kept], alive[kept], latest[kept]
+                if len(rows):
+                    batch.keep(kept)
+        if len(rows):
             logits = batch.step(latest)
-    finish(rows, tokens[rows], log_probs[rows])
-
-
-def _tell(on_finished: OnFinished, rows: Sequence[tuple[int, int]], row: int, completion: Completion) -> None:
-    on_finished(*rows[row], completion)
 
 
 def _compact(alive: Tensor) -> Tensor:
@@ -320,8 +328,8 @@ def probe(decoder: Decoder, model: PreTrainedModel) -> float:
     whole = [model(input_ids=torch.cat((prompt, response))[None], use_cache=False).logits[0] for prompt in prompts]
     expected = torch.stack([logits[-len(response) - 1 :] for logits in whole]).float()
 
-    batch = decoder.start(prompts, 2, len(response) + 1)
-    got, of_prompt = [batch.logits], torch.tensor([0, 0, 1, 1], device=device)
+    batch = decoder.start(len(response) + 1)
+    got, of_prompt = [batch.add(prompts, 2)], torch.tensor([0, 0, 1, 1], device=device)
     for step, token in enumerate(response):
         if step == 2:
             kept = torch.tensor([3, 0], device=device)

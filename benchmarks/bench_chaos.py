@@ -97,10 +97,10 @@ class Run:
         if self.record.exists():
             lines = self.record.read_text("utf-8").splitlines(keepends=True)
             self.record.write_text("".join(lines[:done]), "utf-8")
-        path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
+        modules = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, str(ROOT / "sota" / "grpo" / SCRIPTS[self.kind]), "--config-name", "grpo_arithmetic"]
         command += [*OVERRIDES, *(ASYNC if self.kind == "async" else []), f"hydra.run.dir={self.run}"]
-        variables = {"PYTHONPATH": path, MOOD: str(self.mood), GROUPS: str(self.record), "HF_HUB_OFFLINE": "1"}
+        variables = {"PYTHONPATH": modules, MOOD: str(self.mood), GROUPS: str(self.record), "HF_HUB_OFFLINE": "1"}
         with self.printed.open("ab") as file:
             self.process = subprocess.Popen(
                 command, env=os.environ | variables, stdout=file, stderr=file, stdin=subprocess.DEVNULL, cwd=ROOT

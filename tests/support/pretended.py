@@ -1,0 +1,105 @@
+"""Accelerators that are not there: tensors that say they are on ``meta:N``, with their values on the CPU.
+
+``torch``'s ``FakeTensorMode`` has no values, and what is packed, sampled or skipped here depends on them. This mode has
+both: each operation runs on the CPU, and raises where a GPU would, because its tensors are on different devices.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from pytest import MonkeyPatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+aten = torch.ops.aten
+_COPIES = (aten._to_copy, aten.copy_, aten.copy, aten.to)
+_INDICES_MAY_BE_ON_THE_CPU = (aten.index, aten.index_put_, aten.index_put, aten._index_put_impl_)
+_CPU = torch.device("cpu")
+
+
+class OnDevice(torch.Tensor):
+    """A tensor on the CPU that says it is elsewhere."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, real: torch.Tensor, device: torch.device) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, real.shape, strides=real.stride(), storage_offset=real.storage_offset(), dtype=real.dtype,
+            device=device, requires_grad=real.requires_grad,
+        )  # fmt: skip
+        made.held = real.detach()
+        return made
+
+    def __repr__(self, **_: Any) -> str:
+        return f"OnDevice({self.held!r}, {self.device})"
+
+    def tolist(self) -> Any:
+        return self.held.tolist()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _indexed(device: Any) -> torch.device:
+    device = torch.device(device)
+    return torch.device("meta", 0) if device.type == "meta" and device.index is None else device
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    flat = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+    packet = func.overloadpacket
+    if packet in _INDICES_MAY_BE_ON_THE_CPU:
+        flat = [value for value in flat if value.device == flat[0].device or value.device != _CPU]
+    # A number on the CPU goes with every device.
+    devices = {value.device for value in flat if value.device != _CPU or value.dim() > 0}
+    if len(devices) > 1 and packet not in _COPIES:
+        raise RuntimeError(
+            f"{func}: expected all tensors to be on the same device, but found {sorted(map(str, devices))}"
+        )
+    device = next(iter(devices), flat[0].device if flat else _CPU)
+    if packet in _COPIES and flat:
+        device = flat[0].device
+    if kwargs.get("device") is not None:
+        device = _indexed(kwargs["device"])
+        kwargs = kwargs | {"device": _CPU}
+    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+
+    def unwrapped(value: Any) -> Any:
+        return value.held if isinstance(value, OnDevice) else value
+
+    result = func(*tree_map(unwrapped, args), **tree_map(unwrapped, kwargs))
+    own = {id(value.held): value for value in flat if isinstance(value, OnDevice)}
+
+    def wrapped(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or device == _CPU:
+            return value
+        return own[id(value)] if id(value) in own else OnDevice(value, device)
+
+    return tree_map(wrapped, result)
+
+
+class PretendedCuda(TorchDispatchMode):
+    """While it is entered, ``meta:N`` are devices that tensors can be on."""
+
+    def __enter__(self) -> Any:
+        # Autocast does not know the type.
+        self._patches, enabled, autocast = MonkeyPatch(), torch.is_autocast_enabled, torch.autocast
+        self._patches.setattr(torch, "is_autocast_enabled", lambda kind=None: kind != "meta" and enabled(kind))
+        self._patches.setattr(
+            torch, "autocast", lambda kind, *a, **k: nullcontext() if kind == "meta" else autocast(kind, *a, **k)
+        )
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._patches.undo()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})

@@ -1,0 +1,110 @@
+"""What a GPU would refuse, without one: parts on pretended devices, and CUDA's calls replaced at the border."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from tensordict import lazy_stack
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+from tests.support.models import make_tiny_model
+from tests.support.pretended import OnDevice, PretendedCuda
+from tests.support.training import make_batch, make_trainer
+from torchrl_grpo import keys
+from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.transforms.kl_scoring import KLScoring
+from torchrl_grpo.weights import CudaIpcSender, cuda_ipc, named_weights
+from torchrl_grpo.weights.handle import Reader
+
+FIRST, SECOND = "meta:0", "meta:1"
+METRICS = ("train/loss", "train/grad_norm", "train/kl_k3_to_ref", "train/entropy")
+
+
+def on(device: str, packs: bool) -> Any:
+    """The tiny model on a device, which packs its sequences or pads them."""
+    model = make_tiny_model()
+    TokenScorer(model)  # looks whether it can be packed
+    model = model.to(device)
+    model.tie_weights()  # a real device keeps them tied
+    if not packs:
+        model.unpacked_because = "it is to be padded"
+    return model
+
+
+def test_tensors_on_two_devices_are_refused_as_on_gpus() -> None:
+    with PretendedCuda():
+        one, two = torch.ones(3, device=FIRST), torch.ones(3, device=SECOND)
+        with pytest.raises(RuntimeError, match="to be on the same device, but found"):
+            one + two
+        with pytest.raises(RuntimeError, match="to be on the same device, but found"):
+            one * torch.ones(3)
+        assert (one * torch.tensor(2.0)).tolist() == [2.0] * 3
+        assert (one + two.to(FIRST)).device == one.device
+        assert one[torch.tensor([0, 1])].sum().item() == 2
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_a_training_step_keeps_to_its_device(packs: bool) -> None:
+    expected = make_trainer().train_batch(make_batch(repeats=4))
+    with PretendedCuda():
+        model = on(FIRST, packs)
+        got = make_trainer(model).train_batch(make_batch(repeats=4))  # the batch comes from the CPU
+        assert all(isinstance(parameter.data, OnDevice) for parameter in model.parameters())
+    for name in METRICS:
+        assert got[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+
+def test_reference_and_trainer_work_on_devices_of_their_own() -> None:
+    expected = KLScoring(TokenScorer(make_tiny_model()), max_tokens=10_000)(make_batch().exclude(keys.REF_LOG_PROBS))
+    with PretendedCuda():
+        scored = KLScoring(TokenScorer(on(SECOND, packs=True)), max_tokens=10_000)(
+            make_batch().exclude(keys.REF_LOG_PROBS)
+        )
+        for row, want in zip(scored.unbind(0), expected.unbind(0), strict=True):
+            got = row[keys.REF_LOG_PROBS]
+            assert got.device.type == "cpu"
+            torch.testing.assert_close(got, want[keys.REF_LOG_PROBS], rtol=0, atol=1e-5)
+        metrics = make_trainer(on(FIRST, packs=True)).train_batch(lazy_stack(list(scored.unbind(0))))
+    assert abs(metrics["train/kl_k3_to_ref"]) < 1e-5  # of a model to itself
+
+
+def test_cuda_ipc_hands_on_what_torch_asks_for_and_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = list(inspect.signature(rebuild_cuda_tensor).parameters)
+    assert names == [
+        "tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype", "storage_device",
+        "storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad", "ref_counter_handle",
+        "ref_counter_offset", "event_handle", "event_sync_required",
+    ]  # fmt: skip
+    memory: dict[bytes, torch.Tensor] = {}
+    released: list[tuple[bytes, int]] = []
+
+    def reduce(flat: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+        handle = f"handle {len(memory)}".encode()
+        memory[handle] = flat
+        own = (torch.Tensor, flat.size(), flat.stride(), 0, torch.storage.TypedStorage, flat.dtype, 0)
+        return rebuild_cuda_tensor, (*own, handle, flat.nbytes, 0, False, b"counter", len(memory), b"event", True)
+
+    def rebuild(*arguments: Any) -> torch.Tensor:
+        given = inspect.signature(rebuild_cuda_tensor).bind(*arguments).arguments
+        flat = memory[given["storage_handle"]]
+        assert (given["tensor_size"], given["dtype"], given["storage_device"]) == (flat.size(), flat.dtype, 0)
+        return flat
+
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    monkeypatch.setattr(cuda_ipc, "reduce_tensor", reduce)
+    monkeypatch.setattr(cuda_ipc, "rebuild_cuda_tensor", rebuild)
+    release = staticmethod(lambda *counter: released.append(counter))
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", release, raising=False)
+    model, sender = make_tiny_model(), CudaIpcSender(torch.bfloat16)
+    handle = sender.pack(named_weights(model), 3)
+    got = dict(handle.weights(Reader("engine")))
+    assert all(torch.equal(got[name], weight.bfloat16()) for name, weight in named_weights(model))
+    sender.release(3)
+    assert released == [(b"counter", number + 1) for number in range(len(memory))]
+    sender.close()
+    assert len(released) == len(memory)

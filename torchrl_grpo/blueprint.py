@@ -92,8 +92,8 @@ def as_config_errors() -> Iterator[None]:
         raise ConfigError(str(error)) from error
     except TemplateError as error:
         raise ConfigError(
-            f"model.chat_template must be able to write the prompts, and it says {str(error)!r:.200}: mend it, or leave "
-            "it out for the tokenizer's own."
+            f"model.chat_template must be able to write the prompts, and it says {str(error)!r:.200}: mend it, or "
+            "leave it out for the tokenizer's own."
         ) from error
 
 

@@ -265,6 +265,9 @@ class TrainConfig:
     starts from the model."""
     checkpoint_frequency: int = limited(0, ge=0)
     """Steps between two checkpoints; one is always written at the end, and 0 writes no other."""
+    export_frequency: int = limited(0, ge=0)
+    """Steps between two models that are written beside the checkpoints as from_pretrained reads them, into model_000100
+    and so on; with LoRA the adapters alone. 0 writes the model at the end only."""
     keep_checkpoints: str | None = "last:3"
     """Checkpoints that stay when a newer one is written: last:3 is the newest three, last:3,best:1 also the best one by
     eval/pass@1, of those that were evaluated at their step. null keeps all."""

@@ -30,7 +30,7 @@ from torchrl_grpo.config import GRPOConfig, check_one_process, plain, staleness_
 from torchrl_grpo.config.resumed import check_unused
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
-from torchrl_grpo.learner.resume import check_tasks, find_resume
+from torchrl_grpo.learner.resume import Resume, check_tasks, find_resume
 from torchrl_grpo.loop.fit import Schedule, fit
 from torchrl_grpo.parts import make_learner, make_reference, make_sampler
 from torchrl_grpo.records import METRICS_FILE, is_full
@@ -64,7 +64,8 @@ class Run:
         learner, blueprint = self.learner, self.blueprint
         checkpointer = self._checkpointer()
         try:
-            fit(learner, self.source, checkpointer, self.logger, self.console, self._schedule())
+            export = partial(learner.export, checkpointer, blueprint.tokenizer, ended=False)
+            fit(learner, self.source, checkpointer, self.logger, self.console, self._schedule(), export)
             trained = not blueprint.config.only_evaluates
             written = {"checkpoints": checkpointer.directory} if trained else {}
             if learner.version < blueprint.config.num_batches:
@@ -96,7 +97,12 @@ class Run:
         made = Checkpointer(self.directory / "checkpoints", plain(config), config.train.keep_checkpoints)
         if not config.only_evaluates:
             left = max(0, config.num_batches - self.learner.version)
-            made.check_room(-(-left // (config.train.checkpoint_frequency or left or 1)), *self.learner.sizes())
+            models, every = 1, config.train.export_frequency
+            if every and not config.train_model.lora.enabled:  # adapters alone are small
+                models += left // every
+            checkpoint_bytes, model_bytes = self.learner.sizes()
+            checkpoints = -(-left // (config.train.checkpoint_frequency or left or 1))
+            made.check_room(checkpoints, checkpoint_bytes, models, model_bytes)
         return made
 
     def _report(self) -> Path:
@@ -118,6 +124,7 @@ class Run:
             sequences_per_batch=config.dialog_turns_per_batch,
             evaluation_frequency=config.evaluation.frequency,
             checkpoint_frequency=config.train.checkpoint_frequency,
+            export_frequency=config.train.export_frequency,
             sample_frequency=config.logging.sample_frequency,
             sample_rows=None if config.logging.sample_rows == "all" else config.logging.sample_rows,
             refresh_every=config.ref_model.refresh_every,
@@ -168,7 +175,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         train, test = blueprint.train_env, blueprint.greedy_env
         [prompt] = train.prompts.first(1)
         console.problems(train.num_problems, 0 if test is None else test.batch_size[0], train.tokenizer.decode(prompt))
-        logger = resources.enter_context(_logger(config, directory))
+        logger = resources.enter_context(_logger(config, directory, resume))
         if resume is not None:
             console.resume(resume.step, resume.path)
             if resume.differences:
@@ -200,7 +207,7 @@ def _check_distributed(blueprint: Blueprint) -> str:
     return transfer_kind(asked, trainer=plan.train[0], engines=plan.inference, colocated=plan.colocated)
 
 
-def _logger(config: GRPOConfig, directory: Path) -> MetricsLogger:
+def _logger(config: GRPOConfig, directory: Path, resume: Resume | None) -> MetricsLogger:
     logging = config.logging
     return MetricsLogger(
         directory,
@@ -209,6 +216,7 @@ def _logger(config: GRPOConfig, directory: Path) -> MetricsLogger:
         project=logging.wandb.project,
         name=logging.wandb.name,
         config=plain(config),
+        goes_on_from=None if resume is None or config.only_evaluates else resume.path.parent.parent,
     )
 
 

@@ -8,12 +8,17 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
+import yaml
 from omegaconf import OmegaConf
 
-from torchrl_grpo.config import ConfigError, from_hydra
-from torchrl_grpo.config.schema import FIELDS, GRPOConfig
+from tests.support.configs import compose_config
+from torchrl_grpo.blueprint import prepare
+from torchrl_grpo.config import ConfigError, check_command_line, from_hydra
+from torchrl_grpo.config.schema import COMPONENTS, FIELDS, GRPOConfig
 
 HUGE = int("9" * 400)
 NUMBERS = {int, float}
@@ -74,3 +79,104 @@ def test_every_key_refuses_what_it_cannot_have_and_says_so() -> None:
         except Exception as error:
             failed.append((name, kind, f"{type(error).__name__}: {error}"[:200]))
     assert failed == []
+
+
+def said_to(*settings: tuple[str, Any]) -> str:
+    with pytest.raises(ConfigError) as refused:
+        from_hydra(tree(*settings))
+    return str(refused.value)
+
+
+MISSPELT = [name[:-1] + ("x" if name[-1] != "x" else "y") for name in FIELDS if name not in COMPONENTS]
+
+
+def test_every_misspelt_key_is_named_with_the_one_that_is_meant() -> None:
+    said = {name: said_to((name, 1)) for name in MISSPELT}
+    assert [name for name in MISSPELT if "names a config key that does not exist: " not in said[name]] == []
+    # The few that are left have no other key with letters like theirs.
+    assert sum("did you mean " in text for text in said.values()) / len(said) > 0.97
+
+
+# Keys that contradict each other, and what is said.
+PAIRS = {
+    "policy.gae_lambda=0.9": "policy.gae_lambda=0.9 must be left out with policy.advantage_level=sequence",
+    "policy.behaviour_cap=3.0": "policy.behaviour_cap=3.0 must be left out with policy.behaviour_weight=none",
+    "policy.max_sampling_rounds=3": "must be left out with policy.dynamic_sampling=false",
+    "policy.constant_length=9": "must be left out with policy.aggregation=sequence_mean",
+    "evaluation.k=0 evaluation.temperature=0.5": "must be left out with evaluation.k=0",
+    "env.reward_timeout_s=5": "must be left out with env.reward_workers=0",
+    "train_model.lora.r=8": "must be left out with train_model.lora.enabled=false",
+    "train_model.lora.enabled=true train_model.lora.target_modules=[lm_head]": "must leave out lm_head",
+    "train_model.num_devices=2 train_model.devices=[0,1]": "exclude each other",
+    "inference_model.num_devices=2 inference_model.devices=[0,1]": "exclude each other",
+    "ref_model.num_devices=2 ref_model.devices=[0,1]": "exclude each other",
+    "train_model.devices=[0,0]": "must be different indices",
+    "train_model.devices=[]": "must be different indices",
+    "env.num_envs=30": "env.num_envs=30 must be a multiple of env.repeats=8: use 24 or 32",
+    "env.num_envs=64 train.dialog_turns_per_batch=96": "must be a multiple of env.num_envs=64",
+    "train.optim_batch_size=48": "must divide train.dialog_turns_per_batch=64: use 32 or 64",
+    "env.repeats=1": "env.repeats",
+    "ref_model.refresh_every=5": "needs a reference model apart from the trained one",
+    "train_model.dtype=bfloat16": "must be float32 without LoRA",
+    "inference_model.in_flight=keep": "must be wait with inference_model.backend=transformers",
+    "inference_model.tensor_parallel_size=2": "must be 1 with inference_model.backend=transformers",
+    "train.keep_checkpoints=last:3,best:1 evaluation.num_prompts=0 evaluation.k=0": "needs evaluations",
+    "train.total_dialog_turns=0 evaluation.num_prompts=0": "must have evaluation.num_prompts above 0",
+    "evaluation.k=1": "evaluation.k=1 must be 0 or at least 2",
+    "env.tools=[a.py:b]": "must have env.max_turns of at least 2",
+    "env.retry_prompt=again": "must have env.max_turns of at least 2",
+    "env.tool_parser=a.py:b": "needs env.tools",
+    "env.test_split=test": "must be left out with env.dataset=arithmetic",
+    "env.dataset=gsm8k env.difficulty=3": "env.difficulty=3 must be left out with env.dataset=gsm8k",
+    "env.dataset=a.jsonl env.dataset_path=b": "env.dataset_path=b must be left out with env.dataset=a.jsonl",
+    "env.dataset=a.jsonl env.test_split=x env.test_fraction=0.5": "exclude each other",
+    "env.task._target_=a.B env.test_fraction=0.5": "must be left out with env.task._target_=a.B",
+    "env.datasets=[]": "must have a data set",
+    "env.reward_combination=gdpo policy.dynamic_sampling=true": "must have neither policy.dynamic_sampling",
+    "policy.behaviour_weight=mask": "policy.behaviour_weight=mask",
+    "policy.advantage_level=token policy.advantage_mean=leave_one_out": "policy.advantage_mean",
+    "policy.reward_clip=[1,0]": "policy.reward_clip",
+    "policy.clip_epsilon=[2,0.1]": "policy.clip_epsilon",
+    "env.difficulty_filter=[0.9,0.1]": "must be [low, high] with low below high",
+    "train.keep_checkpoints=first:2": "must be last:N or last:N,best:M",
+    "logging.sample_rows=-1": "must be all, or a whole number",
+    "env.chat_template_kwargs=3": "must be arguments by name",
+}
+
+
+@pytest.mark.parametrize("keys", PAIRS)
+def test_keys_that_contradict_each_other_are_refused(keys: str) -> None:
+    settings = [text.partition("=")[::2] for text in keys.split()]
+    assert PAIRS[keys] in said_to(*[(name, yaml.safe_load(value)) for name, value in settings])
+
+
+# What hung for more than 75 s or ended in a traceback. It is said by the config alone, or by the command line's check.
+LARGE = {
+    "env.num_envs": 10_000_000,
+    "evaluation.k": 1_000_000_000,
+    "train_model.lora.r": 100_000_000,
+    "train.dialog_turns_per_batch": 2**31 - 1,
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_numbers_that_no_machine_can_do_are_refused(name: str) -> None:
+    assert said_to((name, LARGE[name])).startswith(f"{name}={LARGE[name]} must be at least")
+    assert "at most" in said_to((name, LARGE[name]))
+
+
+@pytest.mark.parametrize("under", ["", "/deeper"])
+def test_a_run_folder_that_is_a_file_is_refused_before_hydra(under: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=rf"hydra\.run\.dir=.*file{under} must be a folder .*, but .*file is a file"):
+        check_command_line([f"hydra.run.dir={tmp_path}/file{under}"])
+    check_command_line([f"hydra.run.dir={tmp_path}/new/{under}"])
+
+
+def test_a_broken_chat_template_is_one_message() -> None:
+    with pytest.raises(ConfigError, match=r"model\.chat_template must be able to write the prompts, .*Expected an"):
+        prepare(compose_config("model.chat_template='{% for %}'"))
+
+
+def test_over_800_bad_inputs_are_tried() -> None:
+    assert len(VALUES) + len(MISSPELT) + len(PAIRS) + len(LARGE) > 800

@@ -6,7 +6,9 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from torchrl._utils import logger as torchrl_logger
 
 from tests.support.configs import compose_config
 from tests.support.runs import SMALL, at, changed, run, steps
-from torchrl_grpo.checkpoint_files import SealedFile, check_whole, read_manifest
+from torchrl_grpo.checkpoint_files import SealedFile, check_whole, checkpoints_in, read_manifest, step_of
 from torchrl_grpo.config import ConfigError, plain
 from torchrl_grpo.errors import DiskFullError, NonFiniteError
 from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
@@ -160,8 +162,8 @@ def test_a_save_that_fails_leaves_the_one_before_and_no_staging_file(
 def test_the_room_that_a_run_needs_is_known_before_it_starts(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     with pytest.raises(ConfigError, match=r"room for 3 checkpoints of .* train\.keep_checkpoints=last:1"):
-        checkpointer(tmp_path, "last:2").check_room(9, free // 2, 0)
-    checkpointer(tmp_path, "last:2").check_room(9, free // 4, 0)
+        checkpointer(tmp_path, "last:2").check_room(9, free // 2, 1, 0)
+    checkpointer(tmp_path, "last:2").check_room(9, free // 4, 1, 0)
 
 
 @pytest.mark.parametrize("value", ["3", "last:0", "best:1", "last:1,last:2", "last:x", "first:1"])
@@ -215,3 +217,27 @@ def test_a_full_disk_leaves_the_run_alive_and_the_one_before_valid(
     assert sum("metrics.jsonl: its lines wait" in line for line in said) == 1
     assert steps_in(run_folder / "checkpoints") == [4]
     assert not list(run_folder.rglob("*.tmp"))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")
+def test_20_kills_in_a_save_leave_only_whole_checkpoints(tmp_path: Path) -> None:
+    """Each child saves until it is killed; what it leaves is read by the next one's start."""
+    draw, trainer = random.Random(0), {"model": {"weight": torch.zeros(200_000)}, "optimizer": {}}
+    newest, parts = [0], 0
+    for _ in range(20):
+        checkpointer = Checkpointer(tmp_path, {}, "last:2")
+        checkpointer.begin(newest[-1])
+        assert not list(tmp_path.glob("*.tmp"))
+        pid = os.fork()
+        if pid == 0:
+            for step in range(newest[-1] + 1, 10_000):
+                checkpointer.save(step, trainer, {})
+        time.sleep(0.02 + draw.random() / 20)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        for path in checkpoints_in(tmp_path):
+            check_whole(path)
+        newest.append(max((step_of(path) or 0 for path in checkpoints_in(tmp_path)), default=0))
+        parts += len(list(tmp_path.glob("*.tmp")))
+    assert newest == sorted(newest) and newest[-1] > 0
+    assert parts > 0  # some were killed in the middle of a file

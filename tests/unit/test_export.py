@@ -52,6 +52,19 @@ def test_adapters_are_merged_or_written_alone(lora_run: Path, tmp_path: Path) ->
     assert_same(merged.state_dict(), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("overrides", [(), LORA])
+def test_models_are_written_beside_checkpoints(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    run(tmp_path, *overrides, *TESTED, steps(4), "train.checkpoint_frequency=2", "train.export_frequency=2",
+        "evaluation.frequency=2")  # fmt: skip
+    models = sorted(path for path in (tmp_path / "checkpoints").iterdir() if path.is_dir())
+    assert [path.name for path in models] == ["model", "model_000002"]  # the last step's is the run's own
+    main([str(at(tmp_path, 2)), "--output", str(tmp_path / "made"), *(["--adapters"] if overrides else [])])
+    names = {path.name for path in (tmp_path / "made").iterdir()}
+    assert names == {path.name for path in models[1].iterdir()}
+    for file in names - {"tokenizer.json"}:
+        assert (models[1] / file).read_bytes() == (tmp_path / "made" / file).read_bytes(), file
+
+
 def test_the_card_names_base_data_accuracy_and_config(lora_run: Path, tmp_path: Path) -> None:
     main([str(lora_run), "--output", str(tmp_path / "made")])
     card = (tmp_path / "made" / "README.md").read_text()

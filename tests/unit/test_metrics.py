@@ -172,7 +172,10 @@ def test_wandb_offline_writes_a_run_and_goes_on_with_its_id(
     run_id = (tmp_path / "wandb" / "run_id").read_text().strip()
     with make_logger(tmp_path, wandb_mode="offline") as logger:
         logger.log(2, {"train/loss": 0.125})
-    runs = sorted(tmp_path.glob("wandb/offline-run-*"))
-    assert runs and all(run.name.endswith(run_id) for run in runs)
+    with make_logger(tmp_path / "elsewhere", wandb_mode="offline", goes_on_from=tmp_path) as logger:
+        logger.log(3, {"train/loss": 0.0625})
+    runs = sorted(tmp_path.rglob("wandb/offline-run-*"))
+    assert {run.parents[1] for run in runs} == {tmp_path, tmp_path / "elsewhere"}
+    assert all(run.name.endswith(run_id) for run in runs)
     assert any(b"train/loss" in file.read_bytes() for file in tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert "WANDB_MODE" not in os.environ

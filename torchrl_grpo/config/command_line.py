@@ -20,7 +20,13 @@ from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+    ValidationError,
+)
 
 from torchrl_grpo import interrupts
 from torchrl_grpo.config.data import ColumnsConfig, DatasetConfig
@@ -112,6 +118,8 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
             f"train.total_dialog_turns={turns} and train.total_epochs={epochs} exclude each other: use one of them "
             "alone."
         )
+    if "hydra.run.dir" in given and "$" not in given["hydra.run.dir"]:
+        _check_folder(Path(given["hydra.run.dir"].strip("'\"")))
     for text in arguments:
         name, _, values = text.lstrip("+").partition("=")
         for number in re.findall(r"-?\d{19,}", values):
@@ -124,10 +132,21 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
     return ["hydra.output_subdir=null", "hydra/job_logging=stdout"] if given.get("dry_run") in ("true", "True") else []
 
 
+def _check_folder(folder: Path) -> None:
+    """Refuses a folder that cannot be made: Hydra makes it before our code runs."""
+    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        what = "cannot be written to" if there.is_dir() else "is a file"
+        raise ConfigError(f"hydra.run.dir={folder} must be a folder that can be made, but {there} {what}: use another.")
+
+
 def _explained(error: Exception, arguments: Sequence[str]) -> str:
     """What Hydra found wrong with the config, in plainer words where there are any."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     key = str(getattr(cause, "full_key", None) or "")
+    if isinstance(cause, InterpolationResolutionError):
+        why = str(cause).splitlines()[0].rpartition(": ")[2].strip('"')
+        return f"{key} must be a value that can be found, and {why}: give the value itself, or define what it names."
     name = key.partition("[")[0]
     if not name or name.rpartition(".")[0] in COMPONENTS:
         return str(error)  # an argument of a component is that component's

@@ -19,8 +19,8 @@ class EvaluationConfig:
     """Steps between two greedy evaluations; 0 evaluates before and after the run only."""
     num_prompts: int = limited(200, ge=0)
     """Test problems to use, the same ones in each evaluation and run; 0 switches evaluation off."""
-    k: int = limited(8, ge=0)
-    """Samples a problem for pass@k before and after the run, at least 2; 0 leaves it out."""
+    k: int = limited(8, ge=0, le=1024)
+    """Samples a problem for pass@k before and after the run, from 2 to 1,024; 0 leaves it out."""
     temperature: float | None = limited(None, ge=MIN_TEMPERATURE)
     """Temperature of the samples for pass@k, at least 0.01; null is inference_model.temperature."""
     datasets: list[DatasetConfig] | None = None

@@ -302,6 +302,11 @@ def _validate_models(config: GRPOConfig) -> None:
             f"model.revision={config.model.revision} is for a model on the hub, and model.name={config.model.name} is "
             "on this machine: leave model.revision out."
         )
+    if config.train_model.lora.enabled and "lm_head" in (targets := list(config.train_model.lora.target_modules)):
+        raise ConfigError(
+            f"train_model.lora.target_modules=[{','.join(targets)}] must leave out lm_head, whose logits are never "
+            "computed whole: use [all-linear], say, which is all but the head."
+        )
     for role in ("train_model", "inference_model", "ref_model"):
         number, devices = getattr(config, role).num_devices, getattr(config, role).devices
         if number is not None and devices is not None:

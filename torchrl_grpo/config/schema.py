@@ -42,8 +42,8 @@ class LoraConfig:
 
     enabled: bool = False
     """Whether only adapters are trained. The reference model is then the trained model with its adapters off."""
-    r: int = limited(16, ge=1)
-    """Rank, at least 1."""
+    r: int = limited(16, ge=1, le=8192)
+    """Rank, from 1 to 8,192."""
     alpha: int = limited(32, ge=1)
     """Scale: the adapters' output is multiplied by alpha / r."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
@@ -133,8 +133,8 @@ class EnvConfig(DataConfig):
     arguments."""
     chat_template_kwargs: Any = None
     """Arguments of the chat template, such as {enable_thinking: false}; null is none."""
-    num_envs: int = limited(64, ge=2)
-    """Trajectories sampled in parallel, a multiple of repeats."""
+    num_envs: int = limited(64, ge=2, le=2**16)
+    """Trajectories sampled in parallel, a multiple of repeats, at most 65,536."""
     repeats: int = limited(8, ge=1)
     """Group size G: responses to each prompt; at least 2 where the advantage compares them with their group."""
     max_prompt_tokens: int | None = limited(None, ge=1)
@@ -244,8 +244,9 @@ class TrainConfig:
     total_epochs: int | None = limited(None, ge=1)
     """Passes over the training problems, in place of total_dialog_turns: env.repeats trajectories of each problem that
     the data has and that is not too long, rounded up to whole batches. What difficulty_filter skips counts too."""
-    dialog_turns_per_batch: int | None = limited(None, ge=2)
-    """Trajectories collected between two weight syncs, a multiple of env.num_envs; by default env.num_envs."""
+    dialog_turns_per_batch: int | None = limited(None, ge=2, le=2**20)
+    """Trajectories collected between two weight syncs, a multiple of env.num_envs, which is also the default; at most
+    1,048,576."""
     optim_batch_size: int | None = limited(None, ge=1)
     """Trajectories in one optimizer step; it divides dialog_turns_per_batch, which is also the default."""
     epochs: int = limited(1, ge=1)
@@ -264,6 +265,9 @@ class TrainConfig:
     starts from the model."""
     checkpoint_frequency: int = limited(0, ge=0)
     """Steps between two checkpoints; one is always written at the end, and 0 writes no other."""
+    export_frequency: int = limited(0, ge=0)
+    """Steps between two models that are written beside the checkpoints as from_pretrained reads them, into model_000100
+    and so on; with LoRA the adapters alone. 0 writes the model at the end only."""
     keep_checkpoints: str | None = "last:3"
     """Checkpoints that stay when a newer one is written: last:3 is the newest three, last:3,best:1 also the best one by
     eval/pass@1, of those that were evaluated at their step. null keeps all."""

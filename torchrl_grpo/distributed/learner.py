@@ -126,9 +126,13 @@ class RayLearner:
         """See ``Learner.sizes``."""
         return self._ask("measure the model", [self._ranks[0].call.remote("sizes")])[0]
 
-    def export(self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase) -> Path:
+    def export(self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase, ended: bool = True) -> Path:
         """See ``Learner.export``; rank 0 writes the files."""
-        return self._ask_all("export", "export", checkpointer, tokenizer)
+        try:
+            return self._ask_all("export", "export", checkpointer, tokenizer, ended)
+        except DiskFullError:
+            self.resumable = True  # the weights are those between two batches all the same
+            raise
 
     def samples(self, most: int | None) -> list[dict[str, Any]]:
         """See ``Learner.samples``."""

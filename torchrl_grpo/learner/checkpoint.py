@@ -104,36 +104,40 @@ class Checkpointer:
             if path not in stay:
                 path.unlink()
 
-    def check_room(self, checkpoints: int, checkpoint_bytes: int, model_bytes: int) -> None:
+    def check_room(self, checkpoints: int, checkpoint_bytes: int, models: int, model_bytes: int) -> None:
         """Checks that there is room for what a run will write.
 
         Args:
             checkpoints: that the run will write.
             checkpoint_bytes: of each.
-            model_bytes: of the model that is written at the end.
+            models: that the run will write.
+            model_bytes: of each.
 
         Raises:
             ConfigError: there is not.
         """
         kept = self._kept
         most = checkpoints if kept is None else min(checkpoints, sum(kept.values()) + 1)  # the newest before one goes
-        needed = most * checkpoint_bytes + model_bytes
+        needed = most * checkpoint_bytes + models * model_bytes
         self.directory.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.directory).free
         if free < needed:
             raise ConfigError(
-                f"hydra.run.dir must have room for {most} checkpoints of {size(checkpoint_bytes)} and the model of "
-                f"{size(model_bytes)}, {size(needed)} in all, but {self.directory} has {size(free)}: use another "
-                "folder, train.keep_checkpoints=last:1 or a larger train.checkpoint_frequency."
+                f"hydra.run.dir must have room for {most} checkpoints of {size(checkpoint_bytes)} and for {models} "
+                f"model{'s' * (models > 1)} of {size(model_bytes)}, {size(needed)} in all, but {self.directory} has "
+                f"{size(free)}: use another folder, train.keep_checkpoints=last:1 or larger frequencies."
             )
 
     def latest(self) -> Path | None:
         """The checkpoint with the most steps, None when there is none."""
         return next(iter(checkpoints_in(self.directory)), None)
 
-    def export(self, model: Any, tokenizer: PreTrainedTokenizerBase, step: int) -> Path:
-        """Writes the model, its tokenizer and its card into ``model/``; see ``export_model``."""
-        return export_model(model, tokenizer, self.directory / "model", model_card(self.config, step, self.metrics))
+    def export(self, model: Any, tokenizer: PreTrainedTokenizerBase, step: int, *, ended: bool = True) -> Path:
+        """Writes the model, its tokenizer and its card into ``model/``, and before the run has ended into
+        ``model_{step}/``, of LoRA then the adapters alone; see ``export_model``."""
+        target, adapters = self.directory / ("model" if ended else f"model_{step:06d}"), hasattr(model, "peft_config")
+        card = model_card(self.config, step, self.metrics)
+        return export_model(model, tokenizer, target, card, adapters=adapters and not ended)
 
 
 def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:

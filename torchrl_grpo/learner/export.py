@@ -14,7 +14,7 @@ from torchrl_grpo.errors import DiskFullError
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.sharding import is_writer
 from torchrl_grpo.records import is_full, percent, size
-from torchrl_grpo.weights import named_weights
+from torchrl_grpo.weights import named_adapter_weights, named_weights
 
 ACCURACY = "eval/pass@1"
 """The metric that says how good a checkpoint is."""
@@ -39,7 +39,8 @@ def export_model(
         DiskFullError: there is no room for it; what was there stays.
     """
     writes = is_writer(model)
-    state = {} if adapters else {name: w.cpu().contiguous() for name, w in named_weights(model) if writes}
+    named = named_adapter_weights(model) if adapters else named_weights(model)
+    state = {name: weight.cpu().contiguous() for name, weight in named if writes}
     if not writes:
         return target
     staging, old = (target.with_name(f"{target.name}.{end}") for end in ("tmp", "old"))
@@ -49,7 +50,7 @@ def export_model(
     try:
         check_room(staging, sum(tensor.numel() * tensor.element_size() for tensor in state.values()), "the model")
         if adapters:
-            model.save_pretrained(staging)
+            model.save_pretrained(staging, state_dict=state)
         else:  # the names are those of the checkpoint already
             base_model_of(model).save_pretrained(staging, state_dict=state, save_original_format=False)
         tokenizer.save_pretrained(staging)

@@ -143,9 +143,9 @@ class Learner:
                 f"a lower optimizer.lr than {self.trainer.optimizer.param_groups[0]['lr']:g}."
             )
 
-    def export(self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase) -> Path:
-        """Writes the model as ``from_pretrained`` reads it; returns the folder."""
-        return checkpointer.export(self.trainer.model, tokenizer, self.version)
+    def export(self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase, ended: bool = True) -> Path:
+        """Writes the model as ``from_pretrained`` reads it; returns the folder. See ``Checkpointer.export``."""
+        return checkpointer.export(self.trainer.model, tokenizer, self.version, ended=ended)
 
     def close(self) -> None:
         """Frees all weights that were sent. May be called again."""

@@ -9,6 +9,7 @@ the loop is the source: a batch is ready, or a deadline has passed.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,7 @@ class Schedule:
         sequences_per_batch: for the progress bar.
         evaluation_frequency: between evaluations; 0 is before and after the run alone.
         checkpoint_frequency: between checkpoints; 0 is at the end alone.
+        export_frequency: between models that are written beside them; 0 is none.
         sample_frequency: between tables of samples.
         sample_rows: samples that are written then, None is all.
         refresh_every: between updates of the reference model with the trained weights; None is never.
@@ -80,6 +82,7 @@ class Schedule:
     sequences_per_batch: int
     evaluation_frequency: int = 0
     checkpoint_frequency: int = 0
+    export_frequency: int = 0
     sample_frequency: int = 50
     sample_rows: int | None = 4
     refresh_every: int | None = None
@@ -107,8 +110,10 @@ class _Saver:
 
     reference_version = 0
 
-    def __init__(self, learner: LearnerLike, source: RolloutSource, checkpointer: Checkpointer) -> None:
-        self._learner, self._source, self._checkpointer = learner, source, checkpointer
+    def __init__(
+        self, learner: LearnerLike, source: RolloutSource, checkpointer: Checkpointer, export: Callable[[], Any]
+    ) -> None:
+        self._learner, self._source, self._checkpointer, self._export = learner, source, checkpointer, export
         self._first = self._saved = learner.version
         self._evaluated: dict[int, dict[str, float]] = {}
         self._states = {learner.version: source.state_dict()}  # by the version of the learner that it goes with
@@ -142,6 +147,14 @@ class _Saver:
             last = self._checkpointer.latest()
             before = "there is none before it" if last is None else f"the one before it is {last.name}"
             torchrl_logger.warning(f"Step {self._learner.version} is not saved, {before}: {error}.")
+
+    def export_or_say_why(self) -> None:
+        """Writes the model of this step, or says in one line why it is not there."""
+        self._checkpointer.metrics = self._evaluated.get(self._learner.version, {})
+        try:
+            self._export()
+        except DiskFullError as error:
+            torchrl_logger.warning(f"The model of step {self._learner.version} is not written: {error}.")
 
 
 class _Steps:
@@ -208,6 +221,8 @@ class _Steps:
             self._console.step(step, metrics, step * schedule.sequences_per_batch, self._total)
             if schedule.checkpoint_frequency and step % schedule.checkpoint_frequency == 0:
                 self._saver.save_or_say_why(DiskFullError)
+            if schedule.export_frequency and step % schedule.export_frequency == 0 and not last:
+                self._saver.export_or_say_why()
         self._longest_s = max(self._longest_s, time.perf_counter() - start)
         limit, without = schedule.max_steps_without_signal, self._alarms.steps_without_signal
         if limit is not None and without >= limit and not last:
@@ -269,6 +284,7 @@ def fit(
     logger: MetricsLogger,
     console: Console,
     schedule: Schedule,
+    export: Callable[[], Any] = lambda: None,
 ) -> None:
     """Trains until ``learner.version`` is ``schedule.num_batches`` or time is over; with no batches it only evaluates.
 
@@ -283,13 +299,14 @@ def fit(
         logger: gets the metrics and samples.
         console: shows them.
         schedule: how long, and how often.
+        export: writes the model of the current step.
 
     Raises:
         RuntimeError: engine and trainer differ by more than rounding.
         NonFiniteError: training has diverged.
         DiskFullError: there is no room for the last checkpoint.
     """
-    saver = _Saver(learner, source, checkpointer)
+    saver = _Saver(learner, source, checkpointer, export)
     steps = _Steps(learner, source, saver, logger, console, schedule)
     steps.begin()
     try:

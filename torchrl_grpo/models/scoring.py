@@ -192,8 +192,8 @@ class TokenScorer(TensorDictModuleBase):
         base: Any = base_model_of(model)
         if not isinstance(base.get_output_embeddings(), nn.Linear):
             raise ValueError(
-                f"the LM head must be a plain nn.Linear, got {type(base.get_output_embeddings()).__name__}: "
-                "leave lm_head out of the LoRA target modules."
+                f"the LM head must be torch's own Linear, got {type(base.get_output_embeddings())}: leave it out of "
+                "train_model.lora.target_modules."
             )
         if not MIN_TEMPERATURE <= temperature < math.inf:
             raise ValueError(f"temperature must be at least {MIN_TEMPERATURE}, got {temperature}: use 1.0.")

@@ -54,6 +54,7 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         wandb_mode: ``"online"`` sends to Weights & Biases, ``"offline"`` writes its files into ``directory/wandb``.
         project: the Weights & Biases project.
         name: the run's name there; the directory's name by default.
+        goes_on_from: the directory of the run that this one goes on from: in Weights & Biases they are one.
         config: the run's config, sent along with the metrics (TensorBoard: as text).
 
     Raises:
@@ -76,6 +77,7 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         project: str = "torchrl-grpo",
         name: str | None = None,
         config: Mapping[str, Any],
+        goes_on_from: Path | None = None,
     ) -> None:
         check_logging(tensorboard=tensorboard, wandb_mode=wandb_mode)
         self.directory = Path(directory)
@@ -87,7 +89,8 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
             self._tensorboard = TensorboardLogger(exp_name="tensorboard", log_dir=str(self.directory))
             self._tensorboard.experiment.add_text("config", f"```\n{config_text}\n```")
         if wandb_mode != "disabled":
-            self._wandb = _start_wandb(self.directory, wandb_mode, project, name or self.directory.resolve().name)
+            folders = [self.directory, *([] if goes_on_from is None else [goes_on_from])]
+            self._wandb = _start_wandb(folders, wandb_mode, project, name or self.directory.resolve().name)
             self._wandb.log_hparams(json.loads(config_text))
         self._logged = False
         self.last_row: dict[str, Any] = {}
@@ -271,12 +274,13 @@ def _has_wandb_key() -> bool:
     return get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")) is not None
 
 
-def _start_wandb(directory: Path, mode: WandbMode, project: str, name: str) -> WandbLogger:
-    """Starts Weights & Biases; a run that is resumed in the same directory goes on under its first id."""
+def _start_wandb(folders: Sequence[Path], mode: WandbMode, project: str, name: str) -> WandbLogger:
+    """Starts Weights & Biases in the first folder; a run goes on under the first id that one of the folders has."""
     import wandb
 
-    id_file = directory / "wandb" / "run_id"
-    run_id = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None
+    directory, id_files = folders[0], [folder / "wandb" / "run_id" for folder in folders]
+    id_file = id_files[0]
+    run_id = next((file.read_text(encoding="utf-8").strip() for file in id_files if file.exists()), None)
     # Not TorchRL's `offline=True`: it sets an environment variable that outlives the run. And no console capture: it
     # would record every redraw of the progress bar.
     timeouts = dict.fromkeys(("init_timeout", "login_timeout", "finish_timeout"), _WANDB_TIMEOUT_S)

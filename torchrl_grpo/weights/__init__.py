@@ -14,7 +14,13 @@ from torchrl_grpo.weights.check import check_weights, load_weights
 from torchrl_grpo.weights.cuda_ipc import CudaIpcSender
 from torchrl_grpo.weights.handle import DirectSender, PlainHandle, Sender, WeightHandle
 from torchrl_grpo.weights.kinds import make_sender, transfer_kind
-from torchrl_grpo.weights.named import LoraDelta, expected_weights, named_adapters, named_weights
+from torchrl_grpo.weights.named import (
+    LoraDelta,
+    expected_weights,
+    named_adapter_weights,
+    named_adapters,
+    named_weights,
+)
 from torchrl_grpo.weights.object_store import ObjectSender
 
 __all__ = [
@@ -30,6 +36,7 @@ __all__ = [
     "expected_weights",
     "load_weights",
     "make_sender",
+    "named_adapter_weights",
     "named_adapters",
     "named_weights",
     "transfer_kind",

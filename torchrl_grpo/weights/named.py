@@ -85,6 +85,12 @@ def named_adapters(model: nn.Module) -> Iterator[tuple[str, LoraDelta]]:
             yield name, LoraDelta(_whole(delta.a), _whole(delta.b), delta.scaling)
 
 
+def named_adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a LoRA model's adapters under their names in the model. Those of a sharded one are gathered,
+    which all ranks must do."""
+    return ((name, _whole(weight).detach()) for name, weight in model.named_parameters() if ".lora_" in name)
+
+
 def expected_weights(model: nn.Module) -> tuple[dict[str, torch.Size], set[str]]:
     """Name to shape of each weight of a model's checkpoint, and the names that may be left out.
 

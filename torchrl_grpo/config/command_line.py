@@ -217,7 +217,7 @@ def starting(config: GRPOConfig, *, asynchronous: bool = False) -> AbstractConte
         ConfigError: the script, ``grpo.py`` or the asynchronous one, cannot do what the config asks for.
     """
     check_script(config, asynchronous)
-    # OpenMP's threads wait for one another by spinning, which costs a thread that waits for a busy core most of its time.
+    # OpenMP's threads would wait for one another by spinning, on cores that others need.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     begin()
     say("importing PyTorch, TorchRL and transformers")

@@ -29,9 +29,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-import bench_train_step as train_step
 import psutil
-from bench_growth import LAYERS, make_batch
 from machine import report, surroundings
 
 from torchrl_grpo.plan.simulation import Costs, Loop, Simulation
@@ -100,7 +98,7 @@ def run(overrides: list[str], steps: int) -> dict[str, Any]:
             )
             while process.poll() is None:
                 done = len([row for row in read_jsonl(metrics) if "time/step_s" in row])
-                if WARM_UP <= done < steps + WARM_UP:
+                if WARM_UP <= done < steps + WARM_UP and done not in spent:
                     spent[done] = cpu_seconds(psutil.Process(process.pid))
                 time.sleep(0.2)
         if process.returncode:
@@ -120,7 +118,9 @@ def run(overrides: list[str], steps: int) -> dict[str, Any]:
 
 def work(barrier: Barrier, count: Any, seconds: float) -> None:
     """Training steps of a model of the starter's shape, for some seconds."""
+    import bench_train_step as train_step  # here, because it sets what the runs would inherit
     import torch
+    from bench_growth import LAYERS, make_batch
 
     torch.set_num_threads(1)
     train_step.MODELS["starter"] = LAYERS | {"vocab_size": 261}
@@ -184,6 +184,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")
     args = parser.parse_args()
+    load = os.getloadavg()[0]
+    if load > 0.5:
+        print(f"The machine is not idle, its load is {load:.1f}: the comparison will say little.", file=sys.stderr)
     cases = {name: case for name, case in CASES.items() if args.only in name}
     speeds = speed_together(os.cpu_count() or 1)
     seeds: dict[str, Any] = {}
@@ -206,7 +209,7 @@ def main() -> None:
             f"{name:25} measured {real['step_s']:.3f} s a step, simulated {simulated['step_s']:.3f}: {ratio - 1:+.0%}"
         )
         print(line, file=sys.stderr, flush=True)
-    setting = {"steps": args.steps, "reward_latency_s": LATENCY_S, "load_before": os.getloadavg()}
+    setting = {"steps": args.steps, "reward_latency_s": LATENCY_S, "load_before": load}
     report(surroundings(PACKAGES) | {"setting": setting, "speeds": speeds, "seeds": seeds, "cases": results}, args.out)
 
 

@@ -47,8 +47,9 @@ def watched(*command: str, folder: Path) -> tuple[str, float, int]:
         while process.poll() is None:
             for each in [root, *root.children(recursive=True)]:
                 try:
-                    line = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{each.pid}/status").read_text())
-                    peaks[each.pid, each.create_time()] = 1024 * int(line.group(1)) if line else 0
+                    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{each.pid}/status").read_text())
+                    if found:  # else it has ended, and nobody has asked for its status
+                        peaks[each.pid, each.create_time()] = 1024 * int(found.group(1))
                 except (OSError, psutil.Error):  # it has ended
                     continue
             time.sleep(0.25)

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from torchrl_grpo.collectors.sampler import RolloutTask, Sampler
 from torchrl_grpo.distributed.cluster import interface_of
+from torchrl_grpo.distributed.groups import Travelling
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.models.sharding import init_mesh
 from torchrl_grpo.placement import own_device
@@ -56,7 +57,7 @@ class SamplerActor:
         """Plays a task; returns its report and one lazy stack a group."""
         report, batch = self._sampler.rollout(task)
         groups = batch.split(len(batch) // len(report.groups))
-        return (report, *(lazy_stack(list(group.unbind(0))) for group in groups))
+        return (report, *(Travelling(lazy_stack(list(group.unbind(0)))) for group in groups))
 
     def evaluate(self, sampled: bool) -> tuple[int, dict[str, float], list[dict[str, Any]]]:
         """The version of the engine's weights, and what ``Sampler.evaluate`` gives."""
@@ -91,7 +92,7 @@ class ReferenceActor:
         """Scores the groups of a task in one batch; returns the seconds and the groups."""
         start = time.perf_counter()
         rows = list(self._scoring(_joined(groups)).unbind(0))
-        scored = [lazy_stack([rows.pop(0) for _ in range(len(group))]) for group in groups]
+        scored = [Travelling(lazy_stack([rows.pop(0) for _ in range(len(group))])) for group in groups]
         return (time.perf_counter() - start, *scored)
 
 

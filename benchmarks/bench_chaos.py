@@ -3,11 +3,12 @@
     python benchmarks/bench_chaos.py
     python benchmarks/bench_chaos.py --only async --minutes 3 --every 10 --seed 1
 
-The arithmetic task is trained with reward workers. Every ``--every`` seconds one thing happens, drawn from the seed: a
-process of the run is killed (SIGKILL), or stopped for five seconds; the reward is slow, or hangs; the disk is full (a
-small tmpfs, which needs root); a byte of the newest checkpoint is flipped, and the script killed, so that it has to go
-on from the one before; the script is killed. A script that has ended is started again with the same line, which has
-``train.resume=auto``. After ``--minutes`` it is told to end (SIGTERM).
+The arithmetic task is trained with reward workers. Every ``--every`` seconds, but not before the script has done a step
+since it was started, one thing happens, drawn from the seed: a process of the run is killed (SIGKILL), or stopped for
+five seconds; the reward is slow, or hangs; the disk is full (a small tmpfs, which needs root); a byte of the newest
+checkpoint is flipped, and the script killed, so that it has to go on from the one before; the script is killed. A
+script that has ended is started again with the same line, which has ``train.resume=auto``. After ``--minutes`` it is
+told to end (SIGTERM).
 
 Reported are the steps, the accuracy before and after, groups that are missing or were trained twice in what the last
 checkpoint has, how the script ended each time, processes that were left, and for each life of the script of a minute or
@@ -48,12 +49,14 @@ MOOD = "CHAOS_MOOD"
 DISK_BYTES = 400_000_000
 GROUPS_A_STEP = 8
 SETTLED_S = 30
+LONGEST_START_S = 180
 SCRIPTS = {"sync": "grpo.py", "async": "grpo-async.py"}
 OVERRIDES = [
     "env.task._target_=bench_chaos.MoodyTask", "policy.advantage._target_=bench_faults.RecordedAdvantage",
     "env.num_envs=64", "env.repeats=8", "env.reward_workers=2", "env.reward_timeout_s=8",
-    "train.total_dialog_turns=100_000_000", "train.checkpoint_frequency=10", "train.keep_checkpoints=last:3",
-    "train.resume=auto", "evaluation.frequency=25", "evaluation.num_prompts=200", "logging.tensorboard=false",
+    "train.total_dialog_turns=100_000_000", "train.checkpoint_frequency=5", "train.keep_checkpoints=last:3",
+    "train.resume=auto", "evaluation.frequency=25", "evaluation.num_prompts=200", "evaluation.k=0",
+    "logging.tensorboard=false",
 ]  # fmt: skip
 ASYNC = ["ray.actor_timeout_s=120", "ray.recovery_timeout_s=120"]
 
@@ -105,7 +108,13 @@ class Run:
             self.process = subprocess.Popen(
                 command, env=os.environ | variables, stdout=file, stderr=file, stdin=subprocess.DEVNULL, cwd=ROOT
             )
-        self.lives.append({"from_step": done, "started": time.monotonic(), "seen": []})
+        self.lives.append({"from_step": done, "started": time.monotonic(), "since": time.time(), "seen": []})
+
+    def at_work(self) -> bool:
+        """Whether this life has done a step, or is so old that it should have."""
+        metrics = self.run / "metrics.jsonl"
+        worked = len(read_jsonl(metrics)) > 1 and metrics.stat().st_mtime > self.lives[-1]["since"] + 1
+        return worked or time.monotonic() > self.lives[-1]["started"] + LONGEST_START_S
 
     def look(self) -> None:
         """Measures the script, and starts it again if it has ended."""
@@ -125,6 +134,8 @@ class Run:
         if status != -signal.SIGKILL:
             lines = [line for line in self.printed.read_text("utf-8", "replace").splitlines() if line.strip()]
             said = next((line for line in reversed(lines) if line.startswith("error:")), "")
+            if status == 2:
+                raise RuntimeError(f"the script was refused: {said}")
             self.ends.append(f"{status}: {said[:300] or ' / '.join(lines[-3:])[:300]}")
 
     def finish(self) -> list[str]:
@@ -272,10 +283,10 @@ def _make_trouble(
     """What was done, and the processes that were left at the end."""
     run.start()
     start, done = time.monotonic(), list[str]()
-    next_at = start + max(every, SETTLED_S)
+    next_at = start + every
     while time.monotonic() < start + 60 * minutes:
         run.look()
-        if time.monotonic() > next_at:
+        if time.monotonic() > next_at and run.at_work():
             with suppress(psutil.Error):
                 done.append(f"{time.monotonic() - start:.0f} s {chance.choice(events)(run, chance)}")
                 print(f"[{run.kind}] {done[-1]}", flush=True)
@@ -345,6 +356,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="a folder for all files of the runs")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "chaos.json")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is ended and unmounted
     result: dict[str, Any] = json.loads(args.output.read_text("utf-8")) if args.output.exists() else {}
     for kind in args.only:
         figures = chaos(kind, args.minutes, args.every, args.seed, args.keep)

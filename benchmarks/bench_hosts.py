@@ -19,6 +19,7 @@ import argparse
 import json
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -223,6 +224,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="a folder for all files of the runs")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "hosts.json")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is ended and removed
     if reason := why_not():
         sys.exit(f"bench_hosts.py {reason}.")
     result: dict[str, Any] = json.loads(args.output.read_text("utf-8")) if args.output.exists() else {}

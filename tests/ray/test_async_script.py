@@ -147,6 +147,25 @@ def test_dynamic_sampling_replaces_groups_without_signal(tmp_path: Path) -> None
     assert sum(row["rollout/zero_variance_groups"] * 4 for row in rows[1:]) == filled
 
 
+def test_a_sampler_that_hangs_is_shown_with_its_groups(tmp_path: Path) -> None:
+    counted = "import time\ncalls = 0\ndef score(response):\n    global calls\n    calls += 1\n"
+    (tmp_path / "slow.py").write_text(counted + "    if calls > 90:\n        time.sleep(1000)\n    return 1.0\n")
+    with Script(
+        ASYNC, tmp_path, "train.total_dialog_turns=160", "evaluation.num_prompts=0", "train.stall_timeout_s=20",
+        f"env.reward={tmp_path / 'slow.py'}:score",
+    ) as running:  # fmt: skip
+        running.wait()
+    assert running.process.returncode == 75, running.printed()
+    stacks = (tmp_path / "stacks.txt").read_text()
+    assert "0 of the 4 groups of a batch wait, sampler 0 has 1 tasks" in stacks.splitlines()[0]
+    _, _, actor = stacks.partition("ray::SamplerActor.play")
+    assert 'slow.py", line 7 in score' in actor
+    assert "ray::LearnerActor" in stacks
+    [newest, *_] = checkpoints_in(tmp_path / "checkpoints")
+    assert step_of(newest) == rows_of(tmp_path)[-1]["step"] >= 4
+    assert running.left() == []
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_run_with_a_checkpoint_and_no_process_left(
     number: signal.Signals, status: int, tmp_path: Path

@@ -114,6 +114,7 @@ MISTAKES = {
     "inference_model.backend=null": r"backend=null must be one of transformers, vllm: use .*=transformers, say",
     "-m inference_model.in_flight=wait,kep": r"in_flight=kep must be one of wait, keep, abort: did you mean keep\?",
     "optimiser.lr=1e-4": r"optimiser\.lr=1e-4 names a config key that does not exist: did you mean optimizer\.lr\?",
+    "inference_model.top_p=0.9": r"top_p=0\.9 names a .* what is cut off changes the distribution .*temperature alone",
     "env.num_env=8": r"did you mean env\.num_envs\?",
     "++optimizer.lrr=2": r"optimizer\.lrr=2 names a config key that does not exist: did you mean optimizer\.lr\?",
     "ray.patience=1": r"ray\.patience=1 names a config key that does not exist: did you mean ray\.actor_timeout_s\?",

@@ -98,6 +98,15 @@ def test_state_of_another_dataset_is_refused(tokenizer):
         LLMEnv(EchoTask(9), tokenizer, num_envs=2, repeats=2).load_state_dict(state)
 
 
+def test_state_of_as_many_other_problems_is_refused(tokenizer, monkeypatch):
+    state = LLMEnv(EchoTask(10), tokenizer, num_envs=2, repeats=2).state_dict()
+    env = LLMEnv(EchoTask(10), tokenizer, num_envs=2, repeats=2)
+    env.load_state_dict(state)
+    monkeypatch.setattr(EchoTask, "problems", lambda self, split: [Problem("z", "z")] * 10)
+    with pytest.raises(ValueError, match="has other problems, although both have num_problems=10"):
+        LLMEnv(EchoTask(10), tokenizer, num_envs=2, repeats=2).load_state_dict(state)
+
+
 def test_step_scores_and_records_why_the_dialog_ended(tokenizer, encode):
     env = LLMEnv(EchoTask(), tokenizer, num_envs=4, repeats=2)
     data = env.reset()

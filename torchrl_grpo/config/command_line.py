@@ -39,6 +39,7 @@ from torchrl_grpo.errors import STALLED_STATUS, ConfigError, RunLostError
 from torchrl_grpo.startup import begin, end, quick_imports, say
 
 _log = logging.getLogger(__name__)
+_CUT = ("top_p", "top_k", "min_p")
 
 
 def register() -> None:
@@ -185,6 +186,11 @@ def _type_of(node: Any, name: str) -> str:
 
 def _unknown(name: str, text: str) -> str:
     """That a dotted name does not exist; ``text`` is what was typed."""
+    if name.rpartition(".")[2] in _CUT:
+        return (
+            f"{text} names a config key that does not exist: what is cut off changes the distribution that is sampled "
+            "from, and the trainer's log-probs would be of another one; use inference_model.temperature alone."
+        )
     groups = {leaf.rsplit(".", depth)[0] for leaf in FIELDS for depth in range(1, leaf.count(".") + 1)}
     same_leaf = [leaf for leaf in FIELDS if "." in name and leaf.rpartition(".")[2] == name.rpartition(".")[2]]
     close = difflib.get_close_matches(name, same_leaf or [*FIELDS, *groups], 1, cutoff=0.4)

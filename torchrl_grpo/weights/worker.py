@@ -162,7 +162,7 @@ class WeightSyncExtension:
 def unname_queues() -> None:
     """Removes the files of the message queues that vLLM made in this process, once their other sides have opened them.
 
-    Who has a queue open keeps it, and its memory (``/dev/shm/psm_*``, 24 MiB or more) is gone with the last of these
+    Who has a queue open keeps it, and its memory (``/dev/shm/psm_*``, 160 and 240 MiB) is gone with the last of these
     processes, however they end. Python's resource tracker would remove it too, but Ray kills it with the actor.
     """
     frozen = gc.get_freeze_count()  # by vLLM; what is frozen is not found

@@ -57,7 +57,7 @@ TOKEN_S = {"vllm": 0.002, "transformers": 0.02}
 STORE_RATE = 5e9
 """Bytes a second into Ray's object store, and out of it: measured here (benchmarks/bench_weight_sync.py)."""
 HOP_S = 0.005
-"""Seconds from one actor to the next: measured here."""
+"""Seconds from one actor to the next: assumed."""
 MEMORY_SHARE = 0.9
 """Of an accelerator's memory that a role may fill."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

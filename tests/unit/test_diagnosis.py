@@ -24,7 +24,7 @@ def reason(trainer: Any, batch: Any) -> str:
     return str(raised.value)
 
 
-def test_an_entry_of_a_batch_that_is_not_finite_is_named_with_its_samples() -> None:
+def test_an_entry_that_is_not_finite_is_named_with_its_samples() -> None:
     batch = make_batch()
     for index, row in enumerate(batch.unbind(0)):
         row.set_non_tensor(keys.QUERY, f"problem \x1b{index}")

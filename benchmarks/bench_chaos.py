@@ -91,12 +91,7 @@ class Run:
 
     def start(self) -> None:
         """Starts the script, after dropping the groups of batches that no checkpoint has."""
-        done, whole = 0, []
-        for path in checkpoints_in(self.run / "checkpoints"):
-            with suppress(ValueError):
-                check_whole(path)
-                whole.append(step_of(path) or 0)
-        done = max(whole, default=0)
+        done = self.last_step()
         if self.record.exists():
             lines = self.record.read_text("utf-8").splitlines(keepends=True)
             self.record.write_text("".join(lines[:done]), "utf-8")
@@ -115,6 +110,14 @@ class Run:
         metrics = self.run / "metrics.jsonl"
         worked = len(read_jsonl(metrics)) > 1 and metrics.stat().st_mtime > self.lives[-1]["since"] + 1
         return worked or time.monotonic() > self.lives[-1]["started"] + LONGEST_START_S
+
+    def last_step(self) -> int:
+        """Of the newest whole checkpoint."""
+        for path in checkpoints_in(self.run / "checkpoints"):
+            with suppress(ValueError, OSError):
+                check_whole(path)
+                return step_of(path) or 0
+        return 0
 
     def look(self) -> None:
         """Measures the script, and starts it again if it has ended."""
@@ -300,7 +303,7 @@ def _make_trouble(
 
 def _figures(run: Run) -> dict[str, Any]:
     rows = read_jsonl(run.run / "metrics.jsonl")
-    steps = max((step_of(path) or 0 for path in checkpoints_in(run.run / "checkpoints")), default=0)
+    steps = run.last_step()
     lines = run.record.read_text("utf-8").splitlines()[:steps] if run.record.exists() else []
     trained = Counter(group for line in lines for group in set(json.loads(line)))
     accuracy = [row["eval/pass@1"] for row in rows if "eval/pass@1" in row]

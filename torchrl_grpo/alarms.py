@@ -23,7 +23,7 @@ _FEW, _SOME, _MANY = 5, 10, 20
 _QUIET = 20
 """Steps after which an alarm that is on no more may come again."""
 
-_ZERO_VARIANCE, _SOLVED = 0.9, 0.9
+_ZERO_VARIANCE, _SOLVED, _HALF_SOLVED = 0.9, 0.9, 0.5
 _INVALID, _TRUNCATED, _REPEATED, _CLIPPED = 0.1, 0.5, 0.8, 0.4
 _ESS, _RATIO, _KL_TO_INFERENCE, _MISMATCH = 0.5, 0.1, 0.05, 0.02
 _KL_TO_REF = 1.0
@@ -289,7 +289,7 @@ def _kl(rows: Sequence[Row], first: Sequence[Row]) -> Found:
 
 def _repeated(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     repeated, accuracy = (_mean(rows, f"rollout/{name}", _FEW) for name in ("repeated", "accuracy"))
-    if repeated is not None and repeated > _REPEATED and (accuracy or 0.0) < _SOLVED:
+    if repeated is not None and repeated > _REPEATED and (accuracy or 0.0) < _HALF_SOLVED:
         yield (
             "repeated",
             f"{_share(repeated)} of the responses equal another one of their group over {_FEW} steps: raise "

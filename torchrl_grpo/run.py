@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torchrl._utils import logger as torchrl_logger
 from transformers.utils import logging as transformers_logging
 
@@ -39,6 +40,10 @@ from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.staleness import GroupBuffer
 from torchrl_grpo.startup import say
 from torchrl_grpo.weights import transfer_kind
+
+_ONE_THREAD = 1_000_000
+"""Parameters below which a CPU computes on one thread: more of them gain little, and wait for one another by spinning,
+which makes a step ten times as long as soon as something else needs a core."""
 
 if TYPE_CHECKING:
     from torchrl_grpo.distributed.cluster import Cluster
@@ -226,6 +231,10 @@ def _local(blueprint: Blueprint, resources: ExitStack) -> tuple[Learner, LocalSo
     say(f"loading {config.model.name} to train")
     learner = make_learner(blueprint, "direct", device=plan.train[0])
     resources.callback(learner.close)
+    small = sum(parameter.numel() for parameter in learner.trainer.model.parameters()) < _ONE_THREAD
+    if small and plan.train[0].type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        resources.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
     say(f"starting the engine: {config.inference_model.backend}")
     sampler = make_sampler(blueprint, device=plan.inference[0][0])
     resources.callback(sampler.close)

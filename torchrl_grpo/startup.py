@@ -19,7 +19,7 @@ from typing import Any
 
 _SILENCE_S = 5.0
 """Longest time without a line."""
-_WRAPPED = ("vllm", "ray")
+_UNUSED = ("vllm", "ray", "torchao")
 _QUICK = "TORCHRL_GRPO_QUICK_IMPORTS"
 
 _started_at = time.monotonic()
@@ -88,9 +88,10 @@ def end() -> None:
 def quick_imports(*, whole_torchrl: bool = False) -> Iterator[None]:
     """Imports what a run uses of TorchRL, and more in its body, in about half of the usual time.
 
-    TorchRL imports vLLM and Ray wherever they are installed, for wrappers of its own that a run does not use: here it
-    is told that they are not, so those wrappers do not work in this process. And collecting garbage is put off: imports
-    make a million objects and hardly any garbage. What they made is never looked at again.
+    TorchRL imports vLLM and Ray wherever they are installed, for wrappers of its own that a run does not use, and
+    transformers torchao: here they are told that these are not, so what needs them does not work in this process. And
+    collecting garbage is put off: imports make a million objects and hardly any garbage. What they made is never looked
+    at again.
 
     Args:
         whole_torchrl: whether its wrappers are to work all the same, for parts of it that the user names.
@@ -99,10 +100,11 @@ def quick_imports(*, whole_torchrl: bool = False) -> Iterator[None]:
     _hides = not whole_torchrl and (_hides or "torchrl.collectors" not in sys.modules)
     collects = gc.isenabled()
     gc.disable()
-    hidden: dict[str, Any] = {name: None for name in _WRAPPED if _hides and name not in sys.modules}
+    hidden: dict[str, Any] = {name: None for name in _UNUSED if _hides and name not in sys.modules}
     sys.modules.update(hidden)
     try:
         import_module("torchrl.collectors")
+        import_module("transformers.quantizers")
     finally:
         for name in hidden:
             del sys.modules[name]

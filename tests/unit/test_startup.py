@@ -31,7 +31,7 @@ finally:
     show()
 """
 HEAVY = {"torch", "torchrl", "tensordict", "transformers", "numpy", "datasets", "ray", "vllm"}
-UNUSED = {"vllm", "ray", "matplotlib", "datasets", "peft", "pyarrow", "pandas", "sglang", "wandb", "trl"}
+UNUSED = {"vllm", "ray", "matplotlib", "datasets", "peft", "pyarrow", "pandas", "sglang", "wandb", "trl", "torchao"}
 
 
 def imported(folder: Path, *arguments: str) -> set[str]:
@@ -93,7 +93,7 @@ def test_what_goes_on_is_said_and_repeated_after_a_silence(
 
 
 def test_quick_imports_put_everything_back() -> None:
-    modules = {name: sys.modules.get(name) for name in ("vllm", "ray")}
+    modules = {name: sys.modules.get(name) for name in ("vllm", "ray", "torchao")}
     with startup.quick_imports():
         assert not gc.isenabled()
         assert "torchrl.collectors" in sys.modules

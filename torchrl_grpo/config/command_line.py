@@ -223,8 +223,6 @@ def starting(config: GRPOConfig, *, asynchronous: bool = False) -> AbstractConte
         ConfigError: the script, ``grpo.py`` or the asynchronous one, cannot do what the config asks for.
     """
     check_script(config, asynchronous)
-    # OpenMP's threads would wait for one another by spinning, on cores that others need.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     begin()
     say("importing PyTorch, TorchRL and transformers")
     return quick_imports(whole_torchrl=bool(config.env.transforms))

@@ -19,18 +19,9 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
+from torchrl_grpo import keys
 from torchrl_grpo.checks import check_multiple
 from torchrl_grpo.conversation import TurnTemplate
-from torchrl_grpo.keys import (
-    DATASET,
-    GROUP_ID,
-    LENGTH_STOPPED,
-    PROMPT,
-    QUERY,
-    RESPONSE,
-    REWARD_PARTS,
-    REWARD_VALID,
-)
 from torchrl_grpo.prompts import Prompts
 from torchrl_grpo.reward_pool import Failure, RewardPool, advance
 from torchrl_grpo.specs import transition_specs
@@ -207,15 +198,15 @@ class LLMEnv(EnvBase):
         self._received = {}
         blank = [_Row(row.problem) for row in self._rows]
         columns: dict[str, Any] = self._outcome_columns(blank, ("correct", "valid"))
-        columns[QUERY] = NonTensorStack(*[NonTensorData(row.problem.query) for row in blank])
+        columns[keys.QUERY] = NonTensorStack(*[NonTensorData(row.problem.query) for row in blank])
         if self._has_datasets:
-            columns[DATASET] = NonTensorStack(*[NonTensorData(row.problem.dataset) for row in blank])
+            columns[keys.DATASET] = NonTensorStack(*[NonTensorData(row.problem.dataset) for row in blank])
         if self.task.has_parts:
-            columns[REWARD_PARTS[-1]] = NonTensorStack(*[NonTensorData(row.parts) for row in blank])
+            columns[keys.REWARD_PARTS[-1]] = NonTensorStack(*[NonTensorData(row.parts) for row in blank])
         return TensorDict(
             {
                 "tokens": lazy_stack([TensorDict({"prompt": self.prompts.tokens(index)}) for index, _ in self._drawn]),
-                GROUP_ID: torch.tensor([group for _, group in self._drawn]).unsqueeze(-1),
+                keys.GROUP_ID: torch.tensor([group for _, group in self._drawn]).unsqueeze(-1),
                 "text": TensorDict({"response": NonTensorStack(*[NonTensorData("")] * len(blank))}, self.batch_size),
                 **columns,
             },
@@ -244,11 +235,11 @@ class LLMEnv(EnvBase):
             for row, state in enumerate(self._rows)
             if not state.done and (stepping is None or bool(stepping[row].any()))
         ]
-        responses = {row: rows[row].get(RESPONSE[-1]) for row in active}
-        length_stopped = tensordict.get(LENGTH_STOPPED).reshape(-1).tolist()
+        responses = {row: rows[row].get(keys.RESPONSE[-1]) for row in active}
+        length_stopped = tensordict.get(keys.LENGTH_STOPPED).reshape(-1).tolist()
         dialogs = {row: self._dialog(row, responses[row].tolist(), length_stopped[row]) for row in active}
         self.latest = dialogs
-        prompts = [row.get(PROMPT[-1]) for row in rows]
+        prompts = [row.get(keys.PROMPT[-1]) for row in rows]
         again: dict[int, Dialog] = {}
         for row, turn in zip(active, self._advance(dialogs), strict=True):
             prompts[row] = torch.cat([prompts[row], responses[row]])
@@ -266,7 +257,7 @@ class LLMEnv(EnvBase):
         text_column = [row.responses[-1] if row.responses else "" for row in self._rows]
         columns: dict[str, Any] = self._outcome_columns(self._rows, _OUTCOME)
         if self.task.has_parts:
-            columns[REWARD_PARTS[-1]] = NonTensorStack(*[NonTensorData(row.parts) for row in self._rows])
+            columns[keys.REWARD_PARTS[-1]] = NonTensorStack(*[NonTensorData(row.parts) for row in self._rows])
         return TensorDict(
             {
                 "tokens": lazy_stack([TensorDict({"prompt": prompt}) for prompt in prompts]),
@@ -404,5 +395,5 @@ class LLMEnv(EnvBase):
     def _outcome_columns(rows: Sequence[_Row], names: Sequence[str]) -> dict[str, Tensor]:
         """[B, 1] columns of the rows' attributes."""
         columns = {name: torch.tensor([getattr(row, name) for row in rows]).unsqueeze(-1) for name in names}
-        columns[REWARD_VALID] = columns.pop("valid")
+        columns[keys.REWARD_VALID] = columns.pop("valid")
         return columns

@@ -136,10 +136,11 @@ class GRPOTrainer:
             NoSignalError: too many steps in a row without a token that counts.
             MemoryShortError: the device has no more memory.
         """
-        if self.loss.proximal == "recomputed":
-            batch = self._with_proximal_log_probs(batch)
+        parts: Sequence[TensorDictBase] = batch.split(self.optim_batch_size)
+        if self.loss.proximal == "recomputed":  # part by part: in the passes of the step, for the same rounding
+            parts = [self._with_proximal_log_probs(part) for part in parts]
         try:
-            steps = [self.train_step(part) for _ in range(self.epochs) for part in batch.split(self.optim_batch_size)]
+            steps = [self.train_step(part) for _ in range(self.epochs) for part in parts]
         except torch.OutOfMemoryError as error:
             raise self._memory_short(error) from error
         self.version += 1

@@ -1,0 +1,110 @@
+"""Data and rewards: what a peer's names of them are here."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Any
+
+from torchrl_grpo.migrate.sizes import Note, Quantities
+
+_BUILT_IN = {
+    "gsm8k": "gsm8k",
+    "openai/gsm8k": "gsm8k",
+    "math": "math",
+    "ifeval": "ifeval",
+    "countdown": "countdown",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "EleutherAI/hendrycks_math": "math",
+    "hendrycks/competition_math": "math",
+}
+_VERL_REWARD = "verl.utils.reward_score:default_compute_score"
+_UNKNOWN_DATA, _UNKNOWN_REWARD = "data.jsonl", "my_rewards.py:reward"
+
+
+def problems(asked: Quantities, source: str, differs: Note, lacks: Note) -> dict[str, Any]:
+    """``env.dataset`` and ``env.reward``, and no evaluation where nothing tells the test problems.
+
+    Args:
+        asked: the quantities.
+        source: the file that was read, for functions that are defined in it.
+        differs: called with what means something else here.
+        lacks: called with what has no counterpart.
+    """
+    if "train_files" in asked:
+        return _files(asked, differs, lacks)
+    name = str(asked.get("dataset", ""))
+    if "environments" in asked:
+        name = next((found for found in map(_task, asked["environments"]) if found in _BUILT_IN), "")
+    known = _BUILT_IN.get(name)
+    ours: dict[str, Any] = {"env.dataset": known or name or _UNKNOWN_DATA}
+    if known:
+        ours |= {"env.dataset_config": None, "env.train_split": None, "env.test_split": None}
+    if not name or name.startswith("$"):
+        ours |= {"env.dataset": _UNKNOWN_DATA, "evaluation.num_prompts": 0}
+        lacks("env.dataset", f"the data is not in the file: put it in the place of {_UNKNOWN_DATA} (docs/data.md)")
+    if "rewards" in asked:
+        ours["env.reward"] = _rewards(asked, source)
+    elif known:
+        differs(
+            "env.reward", f"our reward of {known} is taken, which may score otherwise than theirs (docs/rewards.md)"
+        )
+    else:
+        ours["env.reward"] = _UNKNOWN_REWARD
+        lacks(
+            "env.reward", f"the reward is not in the file: put it in the place of {_UNKNOWN_REWARD} (docs/rewards.md)"
+        )
+    return ours
+
+
+def _task(environment: Any) -> str:
+    """The name of a verifiers environment's task set."""
+    if not isinstance(environment, dict):
+        return ""
+    inner = environment.get("env", environment)
+    inner = inner if isinstance(inner, dict) else {}
+    task = inner.get("taskset", {})
+    return str(task.get("id", "") if isinstance(task, dict) else "") or str(environment.get("id", ""))
+
+
+def _rewards(asked: Quantities, source: str) -> Any:
+    """TRL's functions by name: a name alone is one of the script's, or one of TRL's where a yaml gives it."""
+    given = asked["rewards"]
+    several = given if isinstance(given, list) else [given]
+    weights = asked.get("reward_weights") or [1.0] * len(several)
+    named = [_function(str(one), source) for one in several]
+    entries = [
+        {"fn": name, "weight": weight} if weight != 1 else name for name, weight in zip(named, weights, strict=False)
+    ]
+    return entries if len(entries) > 1 or not isinstance(entries[0], str) else entries[0]
+
+
+def _function(name: str, source: str) -> str:
+    if ":" in name:
+        return name
+    if source.endswith(".py"):
+        return f"{source}:{name}"
+    return f"trl.rewards:{name}" if "." not in name else ":".join(name.rsplit(".", 1))
+
+
+def _files(asked: Quantities, differs: Note, lacks: Note) -> dict[str, Any]:
+    """verl's files: a folder where train and test lie side by side."""
+    train, test = (
+        [PurePosixPath(str(one)) for one in (value if isinstance(value, list) else [value])]
+        for value in (asked["train_files"], asked.get("test_files") or [])
+    )
+    folders = {path.parent for path in test if path.stem == "test"}
+    whole = [path.stem == "train" and path.parent in folders for path in train]
+    names = [str(path.parent if both else path) for path, both in zip(train, whole, strict=True)]
+    ours: dict[str, Any] = {"env.dataset": names[0]}
+    if len(names) > 1:
+        ours = {"env.dataset": None, "env.datasets": [{"dataset": name} for name in names]}
+    if not all(whole):
+        ours["evaluation.num_prompts"] = 0
+        listed = ", ".join(f"{{dataset: {path}}}" for path in test)
+        lacks("data.val_files", f"give env.test_fraction, and evaluation.datasets=[{listed}] beside it")
+    if path := asked.get("reward_path"):
+        ours["env.reward"] = f"{path}:{asked['reward_name']}"
+    else:
+        ours["env.reward"] = _VERL_REWARD
+        differs("env.reward", "verl's own choice by data_source, which needs verl to be installed (docs/rewards.md)")
+    return ours

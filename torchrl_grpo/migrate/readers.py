@@ -1,0 +1,94 @@
+"""From a file to flat settings: ``{"actor.optimizer.lr": 1e-6}``. Nothing of a file is run."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchrl_grpo.migrate.scripts import read_python, read_shell
+from torchrl_grpo.migrate.tables import NAMES, Table, read_table
+
+_NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a file of a peer says.
+
+    Attributes:
+        table: of the peer.
+        values: by its dotted keys.
+    """
+
+    table: Table
+    values: Mapping[str, Any]
+
+
+def read(path: Path) -> Settings:
+    """What a file says, and whose it is.
+
+    Raises:
+        ValueError: there is no such file, it is broken, or it is none of the five peers'.
+    """
+    if not path.is_file():
+        raise ValueError(f"FILE={path} must be a file, and there is none: give the path of a config.")
+    try:
+        data = _parse(path.suffix.lower(), path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, SyntaxError, RecursionError) as error:
+        why = " ".join(str(error).split())
+        raise ValueError(f"FILE={path} must be whole {path.suffix or 'yaml'}, and it is not: {why}.") from error
+    values = dict(_flat(data, "")) if isinstance(data, Mapping) else {}
+    values = {key: _number(_resolved(value, values)) for key, value in values.items()}
+    for name in NAMES:
+        if (table := read_table(name)).is_of(values):
+            return Settings(table, values)
+    looked = "; ".join(f"{table.title}: {', '.join(table.marks)}" for table in map(read_table, NAMES))
+    raise ValueError(f"FILE={path} must be a config of one of five libraries, and has none of their keys ({looked}).")
+
+
+def _parse(suffix: str, text: str) -> Any:
+    if suffix == ".json":
+        return json.loads(text)
+    if suffix == ".toml":
+        return tomllib.loads(text)
+    if suffix == ".py":
+        return read_python(text)
+    if suffix in (".sh", ".bash", ".txt"):
+        return read_shell(text)
+    return yaml.safe_load(text)
+
+
+def _flat(node: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """The leaves of nested tables by their dotted names; an empty table is true, what must be given still is None."""
+    for name, value in node.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and not key.endswith("_kwargs"):
+            yield from _flat(value, f"{key}.")
+        else:
+            yield key, True if value == {} else None if value == "???" else value
+
+
+def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
+    """A value with what ``${other.key}`` in it stands for, where the file says that."""
+    for _ in range(4):
+        if not isinstance(value, str) or not (found := _REFERENCE.search(value)) or found[1] not in values:
+            break
+        other = values[found[1]]
+        value = other if found[0] == value else value.replace(found[0], str(other))
+    return value
+
+
+def _number(value: Any) -> Any:
+    """The number that a text is: yaml takes ``1e-6`` for a text."""
+    if not isinstance(value, str) or not _NUMBER.fullmatch(value.strip()):
+        return value
+    text = value.strip().replace("_", "")
+    return float(text) if re.search(r"[.eE]", text) else int(text)

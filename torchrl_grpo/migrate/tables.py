@@ -1,0 +1,191 @@
+"""The tables of the five peers, and the values that our own config starts from."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+NAMES = ("verl", "areal", "torchrl", "prime_rl", "trl")
+"""The tables, in the order in which a file is compared with them."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one of their keys is here.
+
+    Attributes:
+        ours: our key, or ``@name`` for a quantity that ``sizes`` and ``problems`` turn into ours.
+        none: there is no such key of ours; what to do instead.
+        differs: what means something else.
+        default: what the peer does where a file does not say; "null" is None.
+        values: for their values ours, or several of our keys.
+        same: values with which nothing has to be said here.
+        when: the row counts where this other key of theirs is set, or has the value after ``=``.
+        also_when: a further one.
+        said_when: ``differs`` counts where this is so, likewise.
+        said_for: values for which ``differs`` counts; by default all but 0 and false.
+        list: a single value is a list of one here.
+        table: the value is whether the table is there.
+    """
+
+    ours: str | None = None
+    none: str | None = None
+    differs: str | None = None
+    default: Any = None
+    values: Mapping[str, Any] | None = None
+    same: tuple[Any, ...] = ()
+    when: str | None = None
+    also_when: str | None = None
+    said_when: str | None = None
+    said_for: tuple[Any, ...] = ()
+    list: bool = False
+    table: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """What the keys of one peer are here.
+
+    Attributes:
+        title: its name.
+        what: the files that are read.
+        marks: keys, or the beginnings of dotted keys, that tell its files.
+        differs: differences that no single key makes.
+        ignored: patterns of keys about its machinery.
+        always: what it does whatever the file says, as our keys.
+        rows: by their key.
+    """
+
+    title: str
+    what: str
+    marks: tuple[str, ...]
+    differs: tuple[str, ...]
+    ignored: tuple[str, ...]
+    always: Mapping[str, Any]
+    rows: Mapping[str, Row] = field(repr=False)
+
+    def ignores(self, key: str) -> bool:
+        """Whether a key concerns nothing that our config has."""
+        return any(fnmatchcase(key, pattern) for pattern in self.ignored)
+
+    def is_of(self, settings: Mapping[str, Any]) -> bool:
+        """Whether flat settings are this peer's."""
+        return any(key == mark or key.startswith(f"{mark}.") for mark in self.marks for key in settings)
+
+
+@cache
+def read_table(name: str) -> Table:
+    """The table of one of ``NAMES``."""
+    data = tomllib.loads((Path(__file__).parent / f"{name}.toml").read_text(encoding="utf-8"))
+    rows = {
+        key: Row(**{**row, **{name: tuple(row.get(name, ())) for name in ("same", "said_for")}})
+        for key, row in data["keys"].items()
+    }
+    lists = {key: tuple(data[key]) for key in ("marks", "differs", "ignored")}
+    return Table(title=data["title"], what=data["what"], always=data["always"], rows=rows, **lists)
+
+
+BASE: dict[str, Any] = {
+    "seed": 0,
+    "model.name": "Qwen/Qwen2.5-0.5B-Instruct",
+    "model.revision": None,
+    "model.chat_template": None,
+    "model.trust_remote_code": False,
+    "model.attn_implementation": "sdpa",
+    "env.dataset": "gsm8k",
+    "env.datasets": None,
+    "env.dataset_config": None,
+    "env.train_split": None,
+    "env.test_split": None,
+    "env.columns.prompt": None,
+    "env.reward": None,
+    "env.reward_combination": "sum",
+    "env.chat_template_kwargs": None,
+    "env.num_envs": 64,
+    "env.repeats": 8,
+    "env.max_prompt_tokens": 512,
+    "env.reasoning": False,
+    "env.max_turns": 1,
+    "inference_model.backend": "vllm",
+    "inference_model.max_new_tokens": 512,
+    "inference_model.temperature": 1.0,
+    "inference_model.dtype": "bfloat16",
+    "inference_model.max_model_len": None,
+    "inference_model.gpu_memory_utilization": None,
+    "inference_model.enforce_eager": False,
+    "inference_model.num_devices": None,
+    "inference_model.tensor_parallel_size": 1,
+    "train_model.num_devices": None,
+    "train_model.dtype": "float32",
+    "train_model.gradient_checkpointing": False,
+    "train_model.cpu_offload": False,
+    "train_model.lora.enabled": False,
+    "train_model.lora.r": 16,
+    "train_model.lora.alpha": 32,
+    "train_model.lora.target_modules": ["all-linear"],
+    "ref_model.num_devices": None,
+    "ref_model.dtype": "bfloat16",
+    "ref_model.refresh_every": None,
+    "policy.loss._target_": "torchrl_grpo.objectives.GRPOLoss",
+    "+policy.loss.tau_positive": None,
+    "+policy.loss.tau_negative": None,
+    "policy.advantage_mean": "group",
+    "policy.advantage_std": "group",
+    "policy.advantage_level": "sequence",
+    "policy.gae_gamma": 1.0,
+    "policy.gae_lambda": 1.0,
+    "policy.reward_scale": 1.0,
+    "policy.reward_bias": 0.0,
+    "policy.reward_clip": None,
+    "policy.overlong_buffer": None,
+    "policy.dynamic_sampling": False,
+    "policy.max_sampling_rounds": 10,
+    "policy.clip_epsilon": 0.2,
+    "policy.dual_clip": None,
+    "policy.proximal": "behaviour",
+    "policy.behaviour_weight": "none",
+    "policy.behaviour_level": "token",
+    "policy.behaviour_cap": 5.0,
+    "policy.mask_truncated": False,
+    "policy.ratio_level": "token",
+    "policy.aggregation": "sequence_mean",
+    "policy.constant_length": None,
+    "policy.kl_coef": 0.001,
+    "policy.kl_in_reward": False,
+    "policy.kl_estimator": None,
+    "policy.kl_to_behaviour_coef": 0.0,
+    "policy.entropy_coef": 0.0,
+    "train.total_dialog_turns": 64_000,
+    "train.total_epochs": None,
+    "train.dialog_turns_per_batch": None,
+    "train.optim_batch_size": None,
+    "train.epochs": 1,
+    "train.micro_batch_tokens": 16_384,
+    "train.max_staleness": None,
+    "train.mixed_precision": "bf16",
+    "train.checkpoint_frequency": 100,
+    "train.keep_checkpoints": "last:3",
+    "optimizer.name": "adamw",
+    "optimizer.lr": 1e-6,
+    "optimizer.weight_decay": 0.0,
+    "optimizer.beta1": 0.9,
+    "optimizer.beta2": 0.999,
+    "optimizer.eps": 1e-8,
+    "optimizer.clip_grad_norm": 1.0,
+    "optimizer.warmup_steps": 10,
+    "optimizer.schedule": "constant",
+    "optimizer.lr_floor": 0.0,
+    "evaluation.num_prompts": 200,
+    "evaluation.frequency": 50,
+    "evaluation.k": 8,
+    "evaluation.temperature": None,
+    "logging.wandb.mode": "disabled",
+    "logging.wandb.project": "torchrl-grpo",
+    "logging.wandb.name": None,
+}
+"""What ``config/grpo_gsm8k.yaml`` makes of each key that may be printed: what is so anyway need not be said."""

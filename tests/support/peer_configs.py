@@ -1,4 +1,5 @@
-"""Configs of other libraries with the keys and values of published ones, written anew: ``docs/migrate.md`` names them."""
+"""Configs of other libraries, written anew with the keys and values of published ones,
+which docs/migrate.md names."""
 
 from __future__ import annotations
 
@@ -24,9 +25,11 @@ main()
     "nemo_gym.yaml": """
 {model_name: Qwen/Qwen2.5-1.5B-Instruct, dataset_path: train.jsonl, eval_dataset_path: validation.jsonl,
 gym_configs: [a.yaml, b.yaml], output_dir: outputs/nemo_gym, task: workplace, report_to: none,
-project_name: trl-nemo-gym, log_completions: true, num_completions_to_print: 2, learning_rate: 1.0e-5, max_steps: 1000,
+project_name: trl-nemo-gym, log_completions: true, num_completions_to_print: 2, learning_rate: 1.0e-5,
+  max_steps: 1000,
 num_generations: 16, per_device_train_batch_size: 1, per_device_eval_batch_size: 1, gradient_accumulation_steps: 256,
-max_completion_length: 10000, warmup_steps: 3, lr_scheduler_type: linear, optim: adamw_torch_fused, weight_decay: 0.01,
+max_completion_length: 10000, warmup_steps: 3, lr_scheduler_type: linear, optim: adamw_torch_fused,
+  weight_decay: 0.01,
 vllm_importance_sampling_correction: true, temperature: 1.0, top_p: 0.999, save_steps: 10, eval_strategy: steps,
 eval_steps: 10}
 """,
@@ -37,15 +40,18 @@ bf16: true, use_vllm: true, vllm_device: auto, vllm_gpu_memory_utilization: 0.7,
 eval_steps: 100, gradient_accumulation_steps: 16, gradient_checkpointing: true,
 gradient_checkpointing_kwargs: {use_reentrant: false}, hub_strategy: every_save, learning_rate: 2.0e-05,
 log_completions: true, lr_scheduler_type: cosine, max_prompt_length: 512, max_completion_length: 1024, max_steps: -1,
-num_generations: 7, num_train_epochs: 1, output_dir: data/out, overwrite_output_dir: true, per_device_eval_batch_size: 32,
-per_device_train_batch_size: 16, push_to_hub: true, report_to: [wandb], save_strategy: epoch, save_total_limit: 1,
-seed: 42, warmup_ratio: 0.1}
+num_generations: 7, num_train_epochs: 1, output_dir: data/out, overwrite_output_dir: true,
+per_device_eval_batch_size: 32, per_device_train_batch_size: 16, push_to_hub: true, report_to: [wandb],
+  save_strategy: epoch,
+save_total_limit: 1, seed: 42, warmup_ratio: 0.1}
 """,
     "gspo.json": """
 {"model_name_or_path": "Qwen/Qwen3-0.6B", "output_dir": "gspo", "learning_rate": 1e-5, "torch_dtype": "bfloat16",
-"max_prompt_length": 2048, "max_completion_length": 1024, "use_peft": true, "lora_target_modules": ["q_proj", "v_proj"],
-"log_completions": true, "per_device_train_batch_size": 8, "num_generations": 8, "importance_sampling_level": "sequence",
-"epsilon": 3e-4, "epsilon_high": 4e-4, "beta": 0.0, "loss_type": "grpo", "gradient_accumulation_steps": 2,
+"max_prompt_length": 2048, "max_completion_length": 1024, "use_peft": true,
+"lora_target_modules": ["q_proj", "v_proj"], "log_completions": true, "per_device_train_batch_size": 8,
+  "num_generations": 8,
+"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4, "beta": 0.0, "loss_type": "grpo",
+  "gradient_accumulation_steps": 2,
 "steps_per_generation": 8}
 """,
 }
@@ -163,14 +169,16 @@ tokenizer_path: "${{actor.path}}", allocation_mode: "{allocation}", cluster: {{n
 scheduler: {{type: null}}, rollout: {{experiment_name: "${{experiment_name}}", max_concurrent_rollouts: 256,
 queue_size: null, consumer_batch_size: "${{train_dataset.batch_size}}", max_head_offpolicyness: 2{lora}}},
 gconfig: {{n_samples: 4, min_new_tokens: 0, max_new_tokens: {tokens}, greedy: false, temperature: 1.0}},
-actor: {{path: {model}, init_from_scratch: false, disable_dropout: true, gradient_checkpointing: true, dtype: bfloat16,
-  mb_spec: {{max_tokens_per_mb: 10240}}, optimizer: {{type: adam, lr: {lr}, weight_decay: 0.017, beta1: 0.9, beta2: 0.999,
-  eps: 1e-8, lr_scheduler_type: constant, gradient_clipping: 1.0, warmup_steps_proportion: 0.001}},
+actor: {{path: {model}, init_from_scratch: false, disable_dropout: true, gradient_checkpointing: true,
+  dtype: bfloat16, mb_spec: {{max_tokens_per_mb: 10240}}, optimizer: {{type: adam, lr: {lr}, weight_decay: 0.017,
+  beta1: 0.9,
+  beta2: 0.999, eps: 1e-8, lr_scheduler_type: constant, gradient_clipping: 1.0, warmup_steps_proportion: 0.001}},
   {clip}, reward_scaling: 10.0, reward_bias: -0.5, kl_ctl: 0.0, ppo_n_minibatches: 1, recompute_logprob: true,
   use_decoupled_loss: true, behav_imp_weight_cap: 5.0,
   reward_norm: {{mean_level: group, std_level: {std}, group_size: "${{gconfig.n_samples}}"}},
   adv_norm: {{mean_level: batch, std_level: batch}}, weight_update_mode: xccl{adapters}}},
-ref: {{path: "${{actor.path}}", dtype: "${{actor.dtype}}"}}, sglang: {{context_length: 32768, mem_fraction_static: 0.8}},
+ref: {{path: "${{actor.path}}", dtype: "${{actor.dtype}}"}},
+sglang: {{context_length: 32768, mem_fraction_static: 0.8}},
 vllm: {{model: "${{actor.path}}", max_model_len: 32768, gpu_memory_utilization: 0.8{eager}}},
 train_dataset: {{batch_size: 256, shuffle: true, num_workers: 4, path: openai/gsm8k, type: rl, max_length: 1024}},
 valid_dataset: {{batch_size: 256, path: openai/gsm8k, type: rl}}, saver: {{freq_epochs: 1, freq_steps: null}},
@@ -283,19 +291,27 @@ env.taskset = { id = "i3_math_v1" }
 }
 
 _TORCHRL = """
-{{defaults: [{{mode: "{mode}"}}, _self_], env: {{dataset: {data}, num_envs: {rows}, repeats: 16, reasoning: false, max_steps: 2}},
-model: {{name: {model}, compile: false}}, train: {{exp_name: grpo, mixed_precision: true, total_dialog_turns: {total},
+{{defaults: [{{mode: "{mode}"}}, _self_], env: {{dataset: {data}, num_envs: {rows}, repeats: 16,
+  reasoning: false, max_steps: 2}}, model: {{name: {model}, compile: false}}, train: {{exp_name: grpo,
+  mixed_precision: true, total_dialog_turns: {total},
   packing: false, dialog_turns_per_batch: {batch}, gradient_accumulation_steps: 8, checkpoint_frequency: 100,
   optim_batch_size: {step}, {kl}, logging_frequency: 10, empty_replay_buffer: true}},
-train_model: {{gradient_checkpointing: true, num_devices: {devices}, lora: {{enabled: {lora}, r: 8, alpha: 16, dropout: 0.1}},
-  quantization: {{enabled: false}}, attn_implementation: sdpa, torch_dtype: bfloat16}},
-inference_model: {{num_devices: {engines}, quantization: {{enabled: false}}, attn_implementation: sdpa, torch_dtype: bfloat16,
-  gpu_memory_utilization: 0.9, temperature: 1.0, top_p: {top_p}, max_tokens: {tokens}, include_stop_str_in_output: true,
-  enforce_eager: false}}, ref_model: {{gradient_checkpointing: false, num_devices: {engines}, torch_dtype: bfloat16}},
-optimizer: {{name: AdamW, lr: {lr}, clip_grad_norm: {clip}, weight_decay: {decay}}}, ray: {{init_config: {{num_cpus: 96}}}},
-logging: {{experiment_name: null, checkpoint_frequency: 10}}, hydra: {{run: {{dir: "outputs/${{now:%Y-%m-%d}}"}}}}}}
+train_model: {{gradient_checkpointing: true, num_devices: {devices},
+  lora: {{enabled: {lora}, r: 8, alpha: 16, dropout: 0.1}}, quantization: {{enabled: false}},
+  attn_implementation: sdpa, torch_dtype: bfloat16}},
+inference_model: {{num_devices: {engines}, quantization: {{enabled: false}}, attn_implementation: sdpa,
+  torch_dtype: bfloat16, gpu_memory_utilization: 0.9, temperature: 1.0, top_p: {top_p}, max_tokens: {tokens},
+  include_stop_str_in_output: true, enforce_eager: false}}, ref_model: {{gradient_checkpointing: false,
+  num_devices: {engines},
+  torch_dtype: bfloat16}},
+optimizer: {{name: AdamW, lr: {lr}, clip_grad_norm: {clip}, weight_decay: {decay}}},
+ray: {{init_config: {{num_cpus: 96}}}}, logging: {{experiment_name: null, checkpoint_frequency: 10}},
+  hydra: {{run: {{dir: "outputs/${{now:%Y-%m-%d}}"}}}}}}
 """
-_TO_ENGINE = "kl_coef_in_loss: true, use_kl_to_ref: false, kl_to_ref_coeff: 0.0, kl_to_inference_coeff: 1e-2, entropy_coeff: 1e-4"
+_TO_ENGINE = (
+    "kl_coef_in_loss: true, use_kl_to_ref: false, kl_to_ref_coeff: 0.0, kl_to_inference_coeff: 1e-2, "
+    "entropy_coeff: 1e-4"
+)
 
 
 def _torchrl(**changes: str) -> str:
@@ -311,9 +327,9 @@ TORCHRL = {
     "grpo_gsm8k.yaml": _torchrl(),
     "grpo_countdown.yaml": _torchrl(data="countdown", tokens="512"),
     "grpo_ifeval.yaml": _torchrl(
-        data="ifeval", rows="16", model="Qwen/Qwen2.5-7b", batch="64", step="16", devices="4", engines="2", top_p="0.95",
-        tokens="2048", clip="10.0", kl="kl_coef_in_loss: false, use_kl_to_ref: true, kl_to_ref_coeff: 1.0, "
-        "kl_to_inference_coeff: 0.0, entropy_coeff: 0.001",
+        data="ifeval", rows="16", model="Qwen/Qwen2.5-7b", batch="64", step="16", devices="4", engines="2",
+        top_p="0.95", tokens="2048", clip="10.0", kl="kl_coef_in_loss: false, use_kl_to_ref: true, "
+        "kl_to_ref_coeff: 1.0, kl_to_inference_coeff: 0.0, entropy_coeff: 0.001",
     ),
     "grpo_math_7b_sync.yaml": _torchrl(
         mode="sync", data="math", model="Qwen/Qwen2.5-7B", total="200_000", step="64", devices="2", lora="false",

@@ -24,6 +24,7 @@ from torchrl_grpo.migrate.tables import NAMES, read_table
 from torchrl_grpo.migrate.translation import Translation, translate
 
 _PLAIN = re.compile(r"[\w./:+\-$@~]+")
+_NO_TEXT = re.compile(r"true|false|null|none|nan|inf|[-+.\d][\d.e+\-_]*", re.IGNORECASE)
 
 
 def main(arguments: Sequence[str] | None = None, file: IO[str] | None = None, width: int | None = None) -> None:
@@ -84,17 +85,17 @@ def _quoted(word: str) -> str:
     return shlex.quote(word) if "$" not in word else '"' + re.sub(r'(["`\\])', r"\\\1", word) + '"'
 
 
-def _text(value: Any, inside: bool = False) -> str:
+def _text(value: Any) -> str:
     """A value as Hydra reads it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_text(one, True)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_text(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(_text(one, True) for one in value) + "]"
+        return "[" + ",".join(_text(one) for one in value) + "]"
     text = str(value)
-    plain = re.fullmatch(r"[\w./+\-$@~%:]+" if not inside else r"[\w./+\-$@~%:]+", text)
-    return text if plain or isinstance(value, int | float) else '"' + text.replace('"', r"\"") + '"'
+    plain = isinstance(value, int | float) or (re.fullmatch(r"[\w./+\-$@~%:]+", text) and not _NO_TEXT.fullmatch(text))
+    return text if plain else '"' + text.replace('"', r"\"") + '"'
 
 
 def _section(title: str, notes: Mapping[str, str], width: int) -> Iterable[str]:

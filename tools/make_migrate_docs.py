@@ -1,0 +1,131 @@
+"""Makes the tables of ``docs/migrate.md`` from those of ``torchrl_grpo/migrate``.
+
+python tools/make_migrate_docs.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchrl_grpo.migrate.tables import Row, Table, read_table
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "migrate.md"
+MARK = "<!-- tables: made by tools/make_migrate_docs.py from torchrl_grpo/migrate/*.toml, change them there -->\n"
+ORDER = ("trl", "verl", "areal", "prime_rl", "torchrl")
+QUANTITIES = {
+    "accumulation": "part of `train.optim_batch_size`",
+    "advantage_mean": "`policy.advantage_mean`, without `reward_norm`",
+    "advantage_std": "`policy.advantage_std`, without `reward_norm`",
+    "allocation": "`inference_model.num_devices`, `inference_model.tensor_parallel_size`, `train_model.num_devices`",
+    "batch_prompts": "`env.num_envs`",
+    "batch_sequences": "`env.num_envs`",
+    "batches": "`train.total_dialog_turns`",
+    "clip_high": "`policy.clip_epsilon`, the second of two",
+    "clip_low": "`policy.clip_epsilon`",
+    "context": "`env.max_prompt_tokens` + `inference_model.max_new_tokens`",
+    "dataset": "`env.dataset`",
+    "devices": "`train_model.num_devices` + `inference_model.num_devices`",
+    "engine_allocation": "`inference_model.num_devices`, `inference_model.tensor_parallel_size`",
+    "engine_devices": "`inference_model.num_devices`",
+    "engine_nodes": "`inference_model.num_devices`",
+    "engine_tensor_parallel": "`inference_model.tensor_parallel_size`",
+    "environments": "`env.dataset`, `env.reward`",
+    "epochs": "`train.total_epochs`",
+    "epochs_per_batch": "`train.epochs`",
+    "eval_batches": "`evaluation.frequency`",
+    "eval_optimizer_steps": "`evaluation.frequency`",
+    "group": "`env.repeats`",
+    "keep": "`train.keep_checkpoints=last:N`",
+    "kl_in_reward": "`policy.kl_coef`, `policy.kl_in_reward=true`",
+    "leave_one_out": "`policy.advantage_mean=leave_one_out`",
+    "loggers": "`logging.wandb.mode=online`, if it names wandb",
+    "lora_rank": "`train_model.lora.enabled`, `train_model.lora.r`",
+    "lowest_lr": "`optimizer.lr_floor`, as a share of `optimizer.lr`",
+    "minibatches": "`train.optim_batch_size`",
+    "nodes": "as `n_gpus_per_node`",
+    "optimizer_steps": "`train.total_dialog_turns`",
+    "overlong": "`policy.overlong_buffer`",
+    "overlong_tokens": "`policy.overlong_buffer`, as a share of `inference_model.max_new_tokens`",
+    "pass_at_k": "`evaluation.k`",
+    "per_device": "part of `train.optim_batch_size`",
+    "refresh_optimizer_steps": "`ref_model.refresh_every`, in batches",
+    "response": "`inference_model.max_new_tokens`",
+    "reward_bias": "`policy.reward_bias`",
+    "reward_clip": "`policy.reward_clip=[-X,X]`",
+    "reward_mean": "`policy.advantage_mean`",
+    "reward_name": "`env.reward=PATH:NAME`",
+    "reward_path": "`env.reward=PATH:NAME`",
+    "reward_std": "`policy.advantage_std`",
+    "reward_weights": "`weight` in `env.reward`",
+    "rewards": "`env.reward`",
+    "rows": "`env.num_envs`",
+    "save_batches": "`train.checkpoint_frequency`",
+    "save_optimizer_steps": "`train.checkpoint_frequency`",
+    "save_strategy": "`train.checkpoint_frequency`",
+    "squared_log_ratio": "`policy.kl_to_behaviour_coef`, `policy.kl_estimator=k2`",
+    "staleness": "`train.max_staleness` of `grpo-async.py`; 0 is `grpo.py`",
+    "step_prompts": "`train.optim_batch_size`",
+    "step_sequences": "`train.optim_batch_size`",
+    "steps_per_generation": "part of `env.num_envs`",
+    "synchronous": "`grpo.py` or `grpo-async.py`",
+    "test_files": "the split `test` of `env.dataset`, or `evaluation.datasets`",
+    "train_allocation": "`train_model.num_devices`",
+    "train_files": "`env.dataset`, or `env.datasets`",
+    "train_nodes": "`train_model.num_devices`",
+    "warmup_batches": "`optimizer.warmup_steps`",
+    "warmup_optimizer_steps": "`optimizer.warmup_steps`",
+    "warmup_share": "`optimizer.warmup_steps`",
+}
+"""What the quantities of the tables become, which take more than a copy."""
+
+
+def page() -> str:
+    """The text of ``docs/migrate.md``: what stands above the tables stays."""
+    head = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
+    return "\n".join([head + MARK, *(part for name in ORDER for part in _section(read_table(name)))])
+
+
+def _section(table: Table) -> Iterator[str]:
+    yield f"## {table.title}\n"
+    always = ", ".join(f"`{key}={_word(value)}`" for key, value in table.always.items())
+    yield f"Read is {table.what}. Always set: {always}.\n"
+    yield from (f"- {_prose(line)}" for line in table.differs)
+    yield ""
+    yield f"| {table.title} (default) | here | what differs, or what to do instead |\n|---|---|---|"
+    for key, row in table.rows.items():
+        default = "" if row.default is None else f" ({_word(row.default)})"
+        yield f"| `{key}`{default} | {_ours(row)} | {_prose(row.differs or row.none or '')} |"
+    yield ""
+
+
+def _ours(row: Row) -> str:
+    if row.values is not None:
+        return "; ".join(f"{name}: {_value(row, value)}" for name, value in row.values.items())
+    if row.ours is None:
+        return "-"
+    return QUANTITIES[row.ours[1:]] if row.ours.startswith("@") else f"`{row.ours}`"
+
+
+def _value(row: Row, value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"`{key}={_word(one)}`" for key, one in value.items()) or "nothing to set"
+    return f"`{row.ours}={_word(value)}`"
+
+
+def _word(value: object) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text.lower() if isinstance(value, bool) else text.replace("'", "").replace(", ", ",")
+
+
+def _prose(text: str) -> str:
+    """A line of a table; words that are keys or code are set as code."""
+    parts = text.split("`")
+    pattern = r"(?<![\w/])[\w.]*(?:\w[_=]\w|\w\.[a-z]{2})[\w.=\-\[\]:]*\w\]?"
+    parts[::2] = [re.sub(pattern, r"`\g<0>`", part) for part in parts[::2]]
+    return "`".join(parts).replace("|", r"\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

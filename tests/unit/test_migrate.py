@@ -1,0 +1,303 @@
+"""Configs of five other libraries as command lines of ours: each passes our own checks, and says what it cannot say."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.support import peer_configs
+from tests.support.configs import ROOT, compose_config
+from torchrl_grpo.config import GRPOConfig, check_command_line, leaves
+from torchrl_grpo.config.rules import check_script
+from torchrl_grpo.migrate.__main__ import main
+from torchrl_grpo.migrate.readers import read
+from torchrl_grpo.migrate.scripts import read_python, read_shell
+from torchrl_grpo.migrate.tables import BASE, NAMES, read_table
+from torchrl_grpo.migrate.translation import Translation, translate
+
+
+def shown(folder: Path, name: str, text: str, *options: str) -> str:
+    """What the command prints about a file."""
+    (folder / name).write_text(text)
+    out = io.StringIO()
+    main([str(folder / name), *options], out, 100)
+    return out.getvalue()
+
+
+def words_of(printed: str) -> list[str]:
+    """The words of the printed command line, after ``python``."""
+    return shlex.split(printed.partition("\n\n")[0])[1:]
+
+
+def composed(printed: str) -> GRPOConfig:
+    """The config of a printed command line, as its script checks it."""
+    script, *overrides = words_of(printed)
+    check_command_line(overrides)
+    config = compose_config(*overrides, name="grpo_gsm8k")
+    check_script(config, script.endswith("grpo-async.py"))
+    return config
+
+
+def translated(folder: Path, name: str, text: str, devices: int | None = None) -> Translation:
+    (folder / name).write_text(text)
+    return translate(read(folder / name), name, devices)
+
+
+def trl(folder: Path, *lines: str, devices: int | None = None) -> dict[str, Any]:
+    text = "\n".join(("num_generations: 8", "per_device_train_batch_size: 8", *lines))
+    return translated(folder, "trl.yaml", text, devices).overrides
+
+
+def verl(folder: Path, *words: str) -> Translation:
+    text = " ".join(("python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4 data.train_batch_size=8", *words))
+    return translated(folder, "verl.sh", f"{text} actor_rollout_ref.actor.ppo_mini_batch_size=8")
+
+
+@pytest.mark.parametrize("name", peer_configs.PUBLISHED)
+def test_a_published_config_becomes_a_command_line_that_passes(name: str, tmp_path: Path) -> None:
+    printed = shown(tmp_path, name, peer_configs.PUBLISHED[name])
+    config = composed(printed)
+    wanted = translated(tmp_path, name, peer_configs.PUBLISHED[name]).overrides
+    values = {key: value for key, _, value in leaves(config)}
+    assert {key: values[key] for key in wanted if key in values and key not in ("env.datasets", "env.reward")} == {
+        key: value for key, value in wanted.items() if key in values and key not in ("env.datasets", "env.reward")
+    }
+
+
+EXPECTED = {
+    # sequences in a batch, in an optimizer step, in a group; script; some of the keys
+    "grpo_2048.py": (8, 8, 8, "grpo.py", {"train.total_epochs": 3, "train_model.lora.r": 8}),
+    "nemo_gym.yaml": (256, 256, 16, "grpo.py", {"train.total_dialog_turns": 256_000, "optimizer.warmup_steps": 3}),
+    "open_r1_demo.yaml": (1792, 1792, 7, "grpo.py", {"policy.behaviour_cap": 3.0, "optimizer.schedule": "cosine"}),
+    "gspo.json": (64, 16, 8, "grpo.py", {"policy.clip_epsilon": [3e-4, 4e-4], "policy.ratio_level": "sequence"}),
+    "run_qwen2-7b_math.sh": (5120, 1280, 5, "grpo.py", {"policy.dual_clip": 3.0, "train.total_epochs": 15}),
+    "run_qwen2_5-3b_gsm8k_grpo_lora.sh": (80, 80, 5, "grpo.py", {"train_model.lora.r": 64, "optimizer.lr": 3e-6}),
+    "run_dapo_qwen2.5_32b.sh": (
+        8192,
+        512,
+        16,
+        "grpo.py",
+        {"policy.clip_epsilon": [0.2, 0.28], "policy.overlong_buffer": 0.2, "optimizer.warmup_steps": 160},
+    ),
+    "run_qwen3_4b_fsdp.sh": (2560, 1280, 5, "grpo.py", {"train.total_dialog_turns": 256_000}),
+    "gsm8k_grpo.yaml": (1024, 1024, 4, "grpo-async.py", {"policy.reward_bias": -5.0, "policy.reward_scale": 10.0}),
+    "gsm8k_drgrpo.yaml": (1024, 1024, 4, "grpo-async.py", {"policy.advantage_std": "none", "train.max_staleness": 2}),
+    "gsm8k_dapo_dynamic_bs.yaml": (1024, 1024, 4, "grpo-async.py", {"policy.overlong_buffer": 0.125}),
+    "gsm8k_grpo_lora_vllm.yaml": (1024, 1024, 4, "grpo-async.py", {"optimizer.lr": 1.7e-4}),
+    "reverse_text.toml": (128, 128, 16, "grpo-async.py", {"train.total_dialog_turns": 2560}),
+    "alphabet_sort.toml": (256, 256, 16, "grpo-async.py", {"train_model.lora.alpha": 64}),
+    "hendrycks_sanity.toml": (512, 512, 8, "grpo-async.py", {"inference_model.max_new_tokens": 8192 - 1024}),
+    "qwen3_30b_math.toml": (512, 512, 16, "grpo-async.py", {"inference_model.num_devices": 16}),
+    "grpo_gsm8k.yaml": (32, 32, 16, "grpo-async.py", {"policy.kl_to_behaviour_coef": 0.01}),
+    "grpo_countdown.yaml": (32, 32, 16, "grpo-async.py", {"train.checkpoint_frequency": 100}),
+    "grpo_ifeval.yaml": (64, 16, 16, "grpo-async.py", {"policy.kl_coef": 1.0, "policy.kl_in_reward": True}),
+    "grpo_math_7b_sync.yaml": (64, 64, 16, "grpo.py", {"optimizer.weight_decay": 0.01}),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_batches_count_sequences_whatever_the_file_counts(name: str, tmp_path: Path) -> None:
+    table = next(part for part in vars(peer_configs).values() if isinstance(part, dict) and name in part)
+    printed = shown(tmp_path, name, table[name])
+    config, (batch, step, group, script, some) = composed(printed), EXPECTED[name]
+    values = {key: value for key, _, value in leaves(config)}
+    assert (config.dialog_turns_per_batch, config.optim_batch_size, config.env.repeats) == (batch, step, group)
+    assert words_of(printed)[0] == f"sota/grpo/{script}"
+    assert {key: values[key] for key in some} == pytest.approx(some)
+
+
+def test_what_is_so_anyway_is_what_our_config_says() -> None:
+    values = {key: value for key, _, value in leaves(compose_config(name="grpo_gsm8k"))}
+    values |= {"policy.loss._target_": values["policy.loss"]["_target_"]}
+    assert {key: value for key, value in BASE.items() if not key.startswith("+")} == {
+        key: values[key] for key in BASE if not key.startswith("+")
+    }
+
+
+def test_each_key_of_ours_in_a_table_is_one_that_can_be_printed() -> None:
+    for name in NAMES:
+        table = read_table(name)
+        named = {row.ours for row in table.rows.values() if row.ours} | set(table.always)
+        for row in table.rows.values():
+            for value in (row.values or {}).values():
+                named |= set(value) if isinstance(value, dict) else set()
+        assert {key for key in named if not key.startswith("@")} <= set(BASE), name
+        conditions = {
+            text.partition("=")[0] for row in table.rows.values() for text in (row.when, row.also_when) if text
+        }
+        assert conditions <= set(table.rows), name
+
+
+def test_a_batch_of_trl_is_per_device_times_accumulation_times_devices(tmp_path: Path) -> None:
+    ours = trl(tmp_path, "gradient_accumulation_steps: 4", "max_steps: 100", "save_steps: 20", devices=2)
+    assert (ours["env.num_envs"], ours["train.total_dialog_turns"]) == (8 * 4 * 2, 100 * 8 * 4 * 2)
+    assert ours["train.checkpoint_frequency"] == 20
+    ours = trl(tmp_path, "steps_per_generation: 4", "num_iterations: 2", "max_steps: 80", "save_steps: 20")
+    assert (ours["env.num_envs"], ours["train.optim_batch_size"], ours["train.epochs"]) == (32, 8, 2)
+    # 8 optimizer steps a batch: 80 steps are 10 batches, a checkpoint after each 20 is one after each 2 or 3
+    assert (ours["train.total_dialog_turns"], ours["train.checkpoint_frequency"]) == (320, 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "keys"),
+    [
+        ("grpo", {}),
+        ("dapo", {"policy.aggregation": "token_mean"}),
+        ("dr_grpo", {"policy.aggregation": "constant"}),
+        ("sapo", {"policy.loss._target_": "torchrl_grpo.objectives.SAPOLoss"}),
+    ],
+)
+def test_a_loss_of_trl_has_our_aggregation(loss: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    ours = trl(tmp_path, f"loss_type: {loss}", "beta: 0.04")
+    found = {key: ours[key] for key in ours if key in ("policy.aggregation", "policy.loss._target_")}
+    assert (found, ours["policy.kl_coef"]) == (keys, 0.04)
+
+
+def test_the_bound_of_cispo_is_that_of_the_ratio(tmp_path: Path) -> None:
+    ours = trl(tmp_path, "loss_type: cispo", "epsilon_high: 5.0")
+    assert ours["policy.clip_epsilon"] == [1.0, 4.0]
+    assert ours["policy.loss._target_"].endswith("CISPOLoss")
+
+
+def test_a_loss_without_counterpart_is_named(tmp_path: Path) -> None:
+    made = translated(tmp_path, "trl.yaml", "num_generations: 8\nloss_type: vespo\ntop_k: 20\nmystery: 1\n")
+    assert made.lacks["loss_type"].startswith("vespo has no counterpart; there are grpo, dapo")
+    assert (set(made.lacks) >= {"top_k"}, made.unknown) == (True, ["mystery"])
+
+
+def test_the_kl_of_trl_is_told_apart_from_ours_only_where_there_is_one(tmp_path: Path) -> None:
+    notes = [translated(tmp_path, "trl.yaml", f"num_generations: 8\nbeta: {beta}\n").lacks for beta in (0.0, 0.1)]
+    assert ["use_bias_correction_kl" in lacks for lacks in notes] == [False, True]
+
+
+@pytest.mark.parametrize(("type_", "estimator"), [("low_var_kl", "k3"), ("kl", "k1"), ("mse", "k2")])
+def test_estimators_of_verl_have_our_names(type_: str, estimator: str, tmp_path: Path) -> None:
+    actor = "actor_rollout_ref.actor."
+    made = verl(tmp_path, f"{actor}use_kl_loss=True {actor}kl_loss_coef=0.01 {actor}kl_loss_type={type_}")
+    config = compose_config(*(f"{k}={v}" for k, v in made.overrides.items() if k.startswith("policy.")))
+    assert (config.policy.kl_coef, config.kl_estimator, config.policy.kl_in_reward) == (0.01, estimator, False)
+
+
+def test_verls_kl_in_the_reward_is_ours_in_the_reward(tmp_path: Path) -> None:
+    made = verl(tmp_path, "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.02")
+    assert (made.overrides["policy.kl_coef"], made.overrides["policy.kl_in_reward"]) == (0.02, True)
+
+
+def test_shell_variables_sums_arrays_and_branches_are_read() -> None:
+    text = r"""
+    n=$((2 * 3)) # not 7
+    size=${SIZE:-$((n * 4))}
+    A=(a.b=${size} c.d="$HOME/$n")
+    if [ x ]; then n=9; fi
+    run "${A[@]}" +e.f=[1,$n] g.h='text'
+    """
+    assert read_shell(text) == {"a.b": 24, "c.d": "$HOME/6", "e.f": [1, 6], "g.h": "text"}
+
+
+def test_python_is_read_and_not_run(tmp_path: Path) -> None:
+    text = "import os\nG = 4\nos._exit(3)\nc = trl.GRPOConfig(num_generations=G * 2, beta=float('1'), **more)\n"
+    assert read_python(text) == {"num_generations": 8, "beta": "$?"}
+    made = translated(tmp_path, "train.py", text)
+    assert made.lacks["beta"].startswith("its value is not in the file")
+    assert made.overrides["policy.kl_coef"] == 0.0
+
+
+def test_rewards_of_a_script_are_named_with_their_weights(tmp_path: Path) -> None:
+    text = (
+        "from trl.rewards import think_format_reward\nfrom datasets import load_dataset\ndef right(completions): ...\n"
+        "data = load_dataset('openai/gsm8k', 'main', split='train')\n"
+        "GRPOTrainer(model='m', reward_funcs=[right, think_format_reward], train_dataset=data,\n"
+        "    args=GRPOConfig(num_generations=8, reward_weights=[1.0, 0.5]))\n"
+    )
+    made = translated(tmp_path, "train.py", text)
+    assert made.overrides["env.reward"] == [
+        "train.py:right",
+        {"fn": "trl.rewards:think_format_reward", "weight": 0.5},
+    ]
+    assert "env.dataset" not in made.overrides and made.overrides["model.name"] == "m"
+    assert composed(shown(tmp_path, "train.py", text)).env.reward[1]["weight"] == 0.5
+
+
+def test_a_squared_log_ratio_is_twice_our_k2(tmp_path: Path) -> None:
+    made = translated(tmp_path, "rl.toml", "[orchestrator]\ngroup_size = 4\n[trainer.loss]\nkl_tau = 0.25\n")
+    assert made.overrides["policy.kl_to_behaviour_coef"] == 0.5
+    assert made.overrides["policy.kl_estimator"] == "k2"
+
+
+def test_staleness_decides_the_script(tmp_path: Path) -> None:
+    for bound, asynchronous in ((0, False), (4, True)):
+        text = f"[orchestrator]\ngroup_size = 4\nmax_off_policy_steps = {bound}\n"
+        made = translated(tmp_path, "rl.toml", text)
+        assert (made.asynchronous, made.overrides.get("train.max_staleness")) == (asynchronous, bound or None)
+
+
+def test_devices_of_an_allocation_are_those_of_the_roles(tmp_path: Path) -> None:
+    text = "{gconfig: {n_samples: 4}, actor: {backend: 'fsdp:d8'}, rollout: {backend: 'vllm:d2p1t2'}}"
+    ours = translated(tmp_path, "areal.yaml", text).overrides
+    names = ("train_model.num_devices", "inference_model.num_devices", "inference_model.tensor_parallel_size")
+    assert [ours[name] for name in names] == [8, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "a: [1", "must be whole .yaml, and it is not: while parsing"),
+        ("a.toml", "a = ", "must be whole .toml, and it is not: Invalid value"),
+        ("a.py", "GRPOConfig(", "must be whole .py, and it is not: '(' was never closed"),
+        ("a.json", "{", "must be whole .json, and it is not: Expecting property name"),
+        ("a.sh", "echo 'x", "must be whole .sh, and it is not: No closing quotation"),
+        ("a.yaml", "a: 1", "has none of their keys (verl: actor_rollout_ref; AReaL: gconfig"),
+        ("b.py", "print(1)", "has none of their keys"),
+        ("b.yaml", "- 1", "has none of their keys"),
+        ("c.yaml", "num_generations: 8\nper_device_train_batch_size: 0", "per device=0 must be at least 1"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused_in_one_line(
+    name: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        shown(tmp_path, name, text)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and message in error
+
+
+def test_a_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["nowhere.yaml"])
+    assert (ended.value.code, capsys.readouterr().err) == (
+        2,
+        "error: FILE=nowhere.yaml must be a file, and there is none: give the path of a config.\n",
+    )
+
+
+def test_the_command_needs_neither_torch_nor_hydra(tmp_path: Path) -> None:
+    (tmp_path / "rl.toml").write_text(peer_configs.PRIME_RL["reverse_text.toml"])
+    script = (
+        "import sys; from torchrl_grpo.migrate.__main__ import main; main([sys.argv[1]]); "
+        "assert not {'torch', 'hydra', 'omegaconf'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, tmp_path / "rl.toml"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("python sota/grpo/grpo-async.py \\\n    model.name=PrimeIntellect/")
+
+
+def test_the_page_has_the_tables_as_they_are() -> None:
+    tool = _load(ROOT / "tools" / "make_migrate_docs.py")
+    is_current = tool.page() == tool.PAGE.read_text(encoding="utf-8")
+    assert is_current, "docs/migrate.md is not that of the tables: run `python tools/make_migrate_docs.py`"
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -69,7 +69,9 @@ bench-quick: $(VENV)/.stamp-bench  ## measure start, training step, rollout and 
 
 bench: $(VENV)/.stamp-bench $(VENV)/.stamp-ray $(TEST_ENGINE)  ## the same in all settings, with vLLM and Ray
 	$(PY) benchmarks/bench_start.py --out $(BENCH_OUT)/start.json
-	$(PY) benchmarks/bench_train_step.py --output $(TRAIN_STEP_OUT)
+	$(PY) benchmarks/bench_train_step.py --models tiny --output $(TRAIN_STEP_OUT)
+	$(PY) benchmarks/bench_train_step.py --models small --prompts 64 --repeats 3 --output $(TRAIN_STEP_OUT)
+	$(PY) benchmarks/bench_train_step.py --models small --dtypes bfloat16 --prompts 512 --repeats 2 --output $(TRAIN_STEP_OUT)
 	set -e; for model in tiny small; do for dtype in float32 bfloat16; do \
 	  $(PY) benchmarks/bench_rollout.py --model $$model --dtype $$dtype --vllm --out $(BENCH_OUT)/rollout_$${model}_$$dtype.json; \
 	done; done

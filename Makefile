@@ -58,7 +58,7 @@ lint: $(VENV)/.stamp-dev  ## ruff, mypy and the import rules
 	$(VENV)/bin/lint-imports
 
 docs: $(VENV)/.stamp-docs  ## build the documentation site into site/; a warning is an error
-	$(PY) -m mkdocs build --clean --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
 # Short runs of what is compared most often. Neither target has bench_algorithms.py (hours), bench_faults.py, bench_growth.py
 # (about 8 minutes) and bench_plan.py (6, on a machine that does nothing else).

@@ -1,4 +1,4 @@
-"""The tutorials: every command and code block in them runs, and the files that they show are those of the repository."""
+"""The tutorials: every command and code block in them runs, and the files that they show are ours."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one .venv get in each other's way
-.PHONY: help install install-dev install-vllm install-ray train test test-fast lint bench-quick bench mutation clean
+.PHONY: help install install-dev install-vllm install-ray train test test-fast lint docs bench-quick bench mutation clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -56,6 +56,9 @@ lint: $(VENV)/.stamp-dev  ## ruff, mypy and the import rules
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
+
+docs: $(VENV)/.stamp-docs  ## build the documentation site into site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
 # Short runs of what is compared most often. Neither target has bench_algorithms.py (hours), bench_faults.py, bench_growth.py
 # (about 8 minutes) and bench_plan.py (6, on a machine that does nothing else).
@@ -88,7 +91,7 @@ mutation: $(VENV)/.stamp-mutation  ## change the algorithms' maths in every smal
 	$(VENV)/bin/mutmut results | cut -d: -f1 | xargs -n1 $(VENV)/bin/mutmut show
 
 clean:  ## remove .venv, caches and build files; outputs/ stays
-	rm -rf $(VENV) build dist mutants *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site mutants *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than what it was made from when that is installed, so a second `make` installs nothing.
@@ -120,6 +123,10 @@ $(VENV)/.stamp-mutation: $(VENV)/.stamp-dev
 
 $(VENV)/.stamp-ray: requirements-ray.txt $(VENV)/.stamp-core
 	$(PIP) -r requirements-ray.txt
+	touch $@
+
+$(VENV)/.stamp-docs: requirements-docs.txt constraints.txt | $(VENV)/.stamp-venv
+	$(PIP) -r requirements-docs.txt
 	touch $@
 
 $(VENV)/.stamp-bench: requirements-bench.txt $(VENV)/.stamp-core

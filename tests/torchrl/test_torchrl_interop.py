@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +22,8 @@ from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 from torchrl.objectives.llm import MCAdvantage
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from tests.support.configs import ROOT
+from tests.support.documentation import blocks
 from tests.support.losses import SETTINGS, Table, make_batch
 from tests.support.models import make_tiny_model
 from torchrl_grpo import keys
@@ -38,7 +38,6 @@ from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.arithmetic import INSTRUCTION, ArithmeticTask
 from torchrl_grpo.transforms import GroupAdvantage, KLScoring
 
-README = Path(__file__).resolve().parents[2] / "README.md"
 G = 4
 
 
@@ -431,15 +430,13 @@ def test_the_compiled_loss_has_the_same_value_and_gradient() -> None:
 
 
 @pytest.mark.slow
-def test_the_loop_of_the_readme_has_at_most_40_lines_and_learns() -> None:
+def test_the_loop_of_the_tutorial_has_at_most_40_lines_and_learns() -> None:
     """In a process of its own, as a user runs it; the reward rises by at least 0.15 in 20 steps."""
-    found = re.search(r"<!-- loop:start -->\n```python\n(.*?)```\n<!-- loop:end -->", README.read_text("utf-8"), re.S)
-    assert found is not None
-    source = found[1]
+    source = "".join(block.text for block in blocks("loop"))
     assert len(source.splitlines()) <= 40
     source += "\nprint('REWARDS', *rewards)\n"
     done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=600, cwd=README.parent, check=False
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=600, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
     rewards = [float(value) for value in done.stdout.rpartition("REWARDS")[2].split()]

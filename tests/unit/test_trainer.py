@@ -111,25 +111,6 @@ def test_mask_truncated_treats_truncated_sequences_as_invalid() -> None:
     assert all(torch.equal(weights(masking)[name], value) for name, value in weights(plain).items())
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [20, 45, 10_000])
-@pytest.mark.parametrize("autocast_dtype", [None, torch.bfloat16])
-def test_the_ratio_to_the_recomputed_policy_is_1_to_the_last_bit(
-    micro_batch_tokens: int, autocast_dtype: torch.dtype | None
-) -> None:
-    model = make_tiny_model()
-    trainer = make_trainer(
-        model, optim_batch_size=4, micro_batch_tokens=micro_batch_tokens, autocast_dtype=autocast_dtype
-    )
-    trainer.loss = GRPOLoss(TokenScorer(model), proximal="recomputed")
-    trainer.optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # so that each step is a first one
-    seen: list[torch.Tensor] = []
-    ratio = trainer.loss.ratio
-    trainer.loss.ratio = lambda *given: (seen.append(ratio(*given)), seen[-1])[1]  # type: ignore[method-assign]
-    trainer.train_batch(make_batch())
-    assert sum(len(values) for values in seen) == 8
-    assert all((values == 1).all() for values in seen)
-
-
 def test_staleness_is_counted_from_the_version_that_sampled_each_token() -> None:
     batch, trainer = make_batch(), make_trainer()
     trainer.version, trainer.loss.proximal = 3, "interpolated"

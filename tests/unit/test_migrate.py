@@ -34,7 +34,7 @@ def shown(folder: Path, name: str, text: str, *options: str) -> str:
 
 def words_of(printed: str) -> list[str]:
     """The words of the printed command line, after ``python``."""
-    return shlex.split(printed.partition("\n\n")[0])[1:]
+    return shlex.split(printed.partition("\n\n")[0].replace("\\\n", ""))[1:]
 
 
 def composed(printed: str) -> GRPOConfig:

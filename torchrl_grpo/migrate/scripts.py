@@ -113,10 +113,13 @@ def read_shell(text: str) -> dict[str, Any]:
     """
     text = re.sub(r"^\s*#.*$", "", text, flags=re.MULTILINE).replace("\\\n", " ")
     text = _SUM.sub(lambda found: f"$(({found[1].replace(' ', '')}))", text)
+    text = re.sub(r"(?<!\S)(\w+=\()", r"\1 ", text)  # an array
     variables: dict[str, str] = {}
     found: dict[str, Any] = {}
     depth = 0
     for word in shlex.split(text, comments=True):
+        word = word.removesuffix(";")
+        word = word.removesuffix(")") if word.count(")") > word.count("(") else word
         depth = max(0, depth + _BLOCKS.get(word, 0))
         if override := _OVERRIDE.fullmatch(word):
             found[override[1]] = _yaml(_expanded(override[2].strip("\"'"), variables))

@@ -189,6 +189,13 @@ def test_estimators_of_verl_have_our_names(type_: str, estimator: str, tmp_path:
 def test_verls_kl_in_the_reward_is_ours_in_the_reward(tmp_path: Path) -> None:
     made = verl(tmp_path, "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.02")
     assert (made.overrides["policy.kl_coef"], made.overrides["policy.kl_in_reward"]) == (0.02, True)
+    assert "one KL" not in str(made.differs)
+    both = verl(tmp_path, "algorithm.use_kl_in_reward=True actor_rollout_ref.actor.use_kl_loss=True")
+    assert "one KL" in both.differs["algorithm.use_kl_in_reward"]
+
+
+def test_no_kl_of_verl_is_none_of_ours(tmp_path: Path) -> None:
+    assert verl(tmp_path, "actor_rollout_ref.actor.use_kl_loss=False").overrides["policy.kl_coef"] == 0.0
 
 
 def test_shell_variables_sums_arrays_and_branches_are_read() -> None:

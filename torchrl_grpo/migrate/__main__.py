@@ -15,7 +15,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -59,16 +59,15 @@ def _count(text: str) -> int:
 def report(made: Translation, width: int) -> str:
     """What is printed about a translation."""
     parts = [" \\\n    ".join(command(made)) + "\n"]
-    parts += _section(f"Means something else in {made.title}", made.differs, width)
-    always = read_table(next(name for name in NAMES if read_table(name).title == made.title)).differs
-    parts += [_wrapped("", line, width) for line in always]
-    parts += _section("Has no counterpart", made.lacks, width)
-    for title, names in (
-        ("Left out, because it concerns nothing here", made.ignored),
-        ("Not in our table of their keys: look at these yourself", made.unknown),
-    ):
-        if names:
-            parts += [f"\n{title}\n", _wrapped("", ", ".join(names), width)]
+    lines = {
+        f"Means something else in {made.table.title}": [*_lines(made.differs), *made.table.differs],
+        "Has no counterpart": _lines(made.lacks),
+        "Left out, because it concerns nothing here": [", ".join(made.ignored)],
+        "Not in our table of their keys: look at these yourself": [", ".join(made.unknown)],
+    }
+    for title, texts in lines.items():
+        if any(texts):
+            parts += [f"\n{title}\n", *(_wrapped(text, width) for text in texts)]
     return "".join(parts)
 
 
@@ -98,13 +97,12 @@ def _text(value: Any) -> str:
     return text if plain else '"' + text.replace('"', r"\"") + '"'
 
 
-def _section(title: str, notes: Mapping[str, str], width: int) -> Iterable[str]:
-    return [f"\n{title}\n", *(_wrapped(key, text, width) for key, text in notes.items())] if notes else []
+def _lines(notes: Mapping[str, str]) -> list[str]:
+    return [f"{key}: {text}" for key, text in notes.items()]
 
 
-def _wrapped(key: str, text: str, width: int) -> str:
-    whole = f"{key}: {text}" if key else text
-    return textwrap.fill(whole, max(width, 40), initial_indent="  ", subsequent_indent="    ") + "\n"
+def _wrapped(text: str, width: int) -> str:
+    return textwrap.fill(text, max(width, 40), initial_indent="  ", subsequent_indent="    ") + "\n"
 
 
 if __name__ == "__main__":

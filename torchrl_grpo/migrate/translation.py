@@ -17,7 +17,7 @@ class Translation:
     """What a file says, in our words.
 
     Attributes:
-        title: whose file it is.
+        table: of the peer whose file it is.
         asynchronous: whether it is a run of ``grpo-async.py``.
         overrides: our keys with their values, those that are so anyway left out.
         differs: what means something else, by key.
@@ -26,7 +26,7 @@ class Translation:
         unknown: keys that the table has not.
     """
 
-    title: str
+    table: Table
     asynchronous: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)
     differs: dict[str, str] = field(default_factory=dict)
@@ -44,15 +44,15 @@ def translate(settings: Settings, source: str, devices: int | None = None) -> Tr
         devices: processes of the peer's run, where its file does not say how many.
     """
     table, values = settings.table, settings.values
-    made = Translation(table.title)
+    made = Translation(table)
     ours: dict[str, Any] = {key: _plain(value) for key, value in table.always.items()}
     asked: dict[str, Any] = {} if devices is None else {"devices": devices}
-    rows = dict(table.rows)
+    rows = table.rows
     for key, row in rows.items():
         if not _given(key, row, values) and row.default is not None and _counts(row, table, values):
             _apply(key, row, _plain(row.default), ours, asked, made)
     for key in values:
-        if key not in rows and not any(_under(key, name) for name, row in rows.items() if row.table):
+        if key not in rows:
             (made.ignored if table.ignores(key) else made.unknown).append(key)
     for key, row in rows.items():
         if _given(key, row, values):
@@ -65,8 +65,7 @@ def translate(settings: Settings, source: str, devices: int | None = None) -> Tr
                 made.ignored.append(key)
     differs, lacks = made.differs.setdefault, made.lacks.setdefault
     ours |= sizes(asked, {**BASE, **ours}, differs, lacks)
-    found = problems(asked, source, differs, lacks)
-    ours |= found
+    ours |= problems(asked, source, differs, lacks)
     made.asynchronous = bool(ours.get("train.max_staleness"))
     if table.title == "TorchRL" and not _is_synchronous(asked, values):
         made.asynchronous = True
@@ -74,10 +73,6 @@ def translate(settings: Settings, source: str, devices: int | None = None) -> Tr
     _tidy(ours)
     made.overrides = {key: ours[key] for key in BASE if key in ours and ours[key] != BASE[key]}
     return made
-
-
-def _under(key: str, table: str) -> bool:
-    return key.startswith(f"{table}.") and not key[len(table) + 1 :].count(".") > 8
 
 
 def _given(key: str, row: Row, values: Mapping[str, Any]) -> bool:

@@ -194,6 +194,30 @@ def test_verls_kl_in_the_reward_is_ours_in_the_reward(tmp_path: Path) -> None:
     assert "one KL" in both.differs["algorithm.use_kl_in_reward"]
 
 
+def test_what_cannot_be_read_is_said_and_taken_as_by_default(tmp_path: Path) -> None:
+    text = """
+actor_rollout_ref:
+  actor: {loss_agg_mode: odd, use_fused_kernels: "${oc.select:a.b,false}"}
+  rollout:
+    name: ???
+    n: 5
+    temperature: hot
+    tensor_model_parallel_size: "${tp}"
+  model: {path: ~/models/mine}
+data: {train_files: ~/data/gsm8k/train.parquet, val_files: ~/data/gsm8k/test.parquet}
+custom_reward_function: {path: my rewards.py, name: score}
+trainer: {n_gpus_per_node: 1}
+"""
+    made = translated(tmp_path, "verl.yaml", text)
+    ending = ("loss_agg_mode", "rollout.temperature", "tensor_model_parallel_size")
+    assert [key for key in made.lacks if key.endswith(ending)] == list(made.lacks)
+    config = composed(shown(tmp_path, "verl.yaml", text))
+    assert (config.policy.aggregation, config.inference_model.temperature) == ("token_mean", 1.0)
+    assert (config.inference_model.backend, config.inference_model.tensor_parallel_size) == ("vllm", 1)
+    assert (config.model.name, config.env.dataset) == ("$HOME/models/mine", "$HOME/data/gsm8k")
+    assert config.env.reward == "my rewards.py:score"
+
+
 def test_no_kl_of_verl_is_none_of_ours(tmp_path: Path) -> None:
     assert verl(tmp_path, "actor_rollout_ref.actor.use_kl_loss=False").overrides["policy.kl_coef"] == 0.0
 
@@ -210,8 +234,8 @@ def test_shell_variables_sums_arrays_and_branches_are_read() -> None:
 
 
 def test_python_is_read_and_not_run(tmp_path: Path) -> None:
-    text = "import os\nG = 4\nos._exit(3)\nc = trl.GRPOConfig(num_generations=G * 2, beta=float('1'), **more)\n"
-    assert read_python(text) == {"num_generations": 8, "beta": "$?"}
+    text = "import os\nG = 4\nos._exit(3)\nc = trl.GRPOConfig(num_iterations=G * 2, beta=float('1'), **more)\n"
+    assert read_python(text) == {"num_iterations": 8, "beta": "$?"}
     made = translated(tmp_path, "train.py", text)
     assert made.lacks["beta"].startswith("its value is not in the file")
     assert made.overrides["policy.kl_coef"] == 0.0
@@ -262,7 +286,7 @@ def test_devices_of_an_allocation_are_those_of_the_roles(tmp_path: Path) -> None
         ("a.json", "{", "must be whole .json, and it is not: Expecting property name"),
         ("a.sh", "echo 'x", "must be whole .sh, and it is not: No closing quotation"),
         ("a.yaml", "a: 1", "has none of their keys (verl: actor_rollout_ref; AReaL: gconfig"),
-        ("b.py", "print(1)", "has none of their keys"),
+        ("b.py", "load_dataset('x')", "has none of their keys"),
         ("b.yaml", "- 1", "has none of their keys"),
         ("c.yaml", "num_generations: 8\nper_device_train_batch_size: 0", "per device=0 must be at least 1"),
     ],

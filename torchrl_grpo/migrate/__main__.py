@@ -23,7 +23,7 @@ from torchrl_grpo.migrate.readers import read
 from torchrl_grpo.migrate.tables import NAMES, read_table
 from torchrl_grpo.migrate.translation import Translation, translate
 
-_PLAIN = re.compile(r"[\w./:+\-$@~]+")
+_PLAIN = re.compile(r"[\w./:+\-$@]+")
 _NO_TEXT = re.compile(r"true|false|null|none|nan|inf|[-+.\d][\d.e+\-_]*", re.IGNORECASE)
 
 
@@ -92,8 +92,8 @@ def _text(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {_text(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(_text(one) for one in value) + "]"
-    text = str(value)
-    plain = isinstance(value, int | float) or (re.fullmatch(r"[\w./+\-$@~%:]+", text) and not _NO_TEXT.fullmatch(text))
+    text = re.sub(r"^~(?=/)", "$HOME", str(value))
+    plain = isinstance(value, int | float) or (re.fullmatch(r"[\w./+\-$@%:]+", text) and not _NO_TEXT.fullmatch(text))
     return text if plain else '"' + text.replace('"', r"\"") + '"'
 
 

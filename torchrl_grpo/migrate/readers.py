@@ -47,10 +47,13 @@ def read(path: Path) -> Settings:
         raise ValueError(f"FILE={path} must be whole {path.suffix or 'yaml'}, and it is not: {why}.") from error
     values = dict(_flat(data, "")) if isinstance(data, Mapping) else {}
     values = {key: _number(_resolved(value, values)) for key, value in values.items()}
+    if values and path.suffix == ".py":
+        return Settings(read_table("trl"), values)
     for name in NAMES:
         if (table := read_table(name)).is_of(values):
             return Settings(table, values)
     looked = "; ".join(f"{table.title}: {', '.join(table.marks)}" for table in map(read_table, NAMES))
+    looked += ", or GRPOConfig(...) in a .py"
     raise ValueError(f"FILE={path} must be a config of one of five libraries, and has none of their keys ({looked}).")
 
 

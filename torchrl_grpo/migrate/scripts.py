@@ -31,7 +31,7 @@ UNKNOWN = "$?"
 
 
 def read_python(text: str) -> dict[str, Any]:
-    """TRL's keys, of the calls of ``GRPOConfig`` and of what goes with it.
+    """TRL's keys, of the calls of ``GRPOConfig`` and of what goes with it; none where it is not called.
 
     Raises:
         SyntaxError: it is no Python.
@@ -39,6 +39,7 @@ def read_python(text: str) -> dict[str, Any]:
     tree = ast.parse(text)
     known = _constants(tree)
     found: dict[str, Any] = {}
+    has_config = False
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -47,6 +48,7 @@ def read_python(text: str) -> dict[str, Any]:
             continue
         given = {item.arg: _value(item.value, known) for item in node.keywords if item.arg}
         if name == "GRPOConfig":
+            has_config = True
             found |= given
         elif name == "LoraConfig":
             defaults = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
@@ -58,7 +60,7 @@ def read_python(text: str) -> dict[str, Any]:
             places = {key: _value(item, known) for key, item in zip(names, node.args, strict=False)}
             split = {"dataset_train_split": given["split"]} if isinstance(given.get("split"), str) else {}
             found = {**places, **split, **found}
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in found.items() if value is not None} if has_config else {}
 
 
 def _trainer(node: ast.Call, given: Mapping[str, Any], tree: ast.Module) -> dict[str, Any]:

@@ -165,9 +165,10 @@ def _devices(asked: Quantities, ours: dict[str, Any], differs: Note) -> None:
                 (asked["train_nodes"] * _NODE, engine) if role == "train" else (train, asked["engine_nodes"] * _NODE)
             )
     shared = asked.get("devices", 1) * asked.get("nodes", 1)
-    if shared > 1 and train is None and engine is None:
+    if "devices" in asked:
         while parallel > max(1, shared // 2):
             parallel //= 2
+    if shared > 1:
         engine = max(parallel, shared // 2 // parallel * parallel)
         train = shared - engine
         differs(

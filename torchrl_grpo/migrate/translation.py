@@ -117,7 +117,7 @@ def _apply(key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str
         name = str(value).lower() if isinstance(value, bool) else str(value)
         if name not in row.values:
             made.lacks[key] = f"{name} has no counterpart; there are {', '.join(row.values)}"
-            return False
+            return value != row.default and row.default is not None and _apply(key, row, row.default, ours, asked, made)
         value = row.values[name]
         ours |= value if isinstance(value, Mapping) else {str(row.ours): value}
     elif row.ours is None:

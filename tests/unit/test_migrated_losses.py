@@ -98,7 +98,8 @@ def test_the_first_loss_is_that_of_trl(settings: dict[str, Any], tmp_path: Path)
     model = make_tiny_model()
     loss = total(translated_loss(tmp_path / "trl.json", model)(ours(batch)))
 
-    other = make_tiny_model()
+    make_tiny_model().save_pretrained(tmp_path / "model")  # it loads the reference model by the name of the trained one
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     config = trl.GRPOConfig(str(tmp_path), use_cpu=True, report_to=[], **settings)
     data = datasets.Dataset.from_dict({"prompt": ["a"] * SIZE})
     tokenizer = transformers.AutoTokenizer.from_pretrained(starter_path())
@@ -128,6 +129,6 @@ def test_the_first_objective_is_that_of_torchrl(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
     actor = TransformersWrapper(other, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_model_input=True)
     theirs = TorchRLGRPOLoss(actor, kl_to_inference_coeff=1e-2, entropy_coeff=1e-4, masking_strategy="rlhf")
-    objective = theirs(ours(batch, (1, 1)))["loss_objective"]
+    objective = theirs(ours(batch, (1, 1))).loss_objective
     torch.testing.assert_close(loss, objective, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradient(loss, model), gradient(objective, other), rtol=1e-4, atol=1e-6)

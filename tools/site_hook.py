@@ -12,12 +12,13 @@ import griffe
 DOCS = Path(__file__).parents[1] / "docs"
 _FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
 _PAGE = re.compile(r"(?<![\w/`])(?<!\]\()(`?)docs/(\w+)\.md\1(?![\w`])")
+_PAPER = re.compile(r"(?<![\w/.])(\d\d[01]\d\.\d{5})(?![\w.]\w)")
 _CODE = re.compile(r"`[^`\n]*`")
 _FETCHED = re.compile(r"""<(?:script|img|iframe|link rel="?stylesheet"?)[^>]+(?:src|href)="?((?:https?:)?//[^"\s>]+)""")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links where a text names another page, and bars in the code of tables as GitHub reads them."""
+    """Links where a text names a page or a paper, and bars in the code of tables as GitHub reads them."""
     parts = _FENCE.split(markdown)
     up = "../" * page.file.src_uri.count("/")
     return "".join(part if index % 2 else _linked(_bars(part), up) for index, part in enumerate(parts))
@@ -30,14 +31,14 @@ def on_post_page(output: str, page: Any, **_: Any) -> None:
 
 
 def _linked(text: str, up: str) -> str:
-    """`docs/metrics.md` becomes a link with that page's title."""
+    """`docs/metrics.md` becomes a link with that page's title, and an arXiv number one to the paper."""
 
     def link(match: re.Match[str]) -> str:
         name = match[2]
         title = (DOCS / f"{name}.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
         return f"[{title}]({up}{name}.md)"
 
-    return _PAGE.sub(link, text)
+    return _PAPER.sub(r"[\1](https://arxiv.org/abs/\1)", _PAGE.sub(link, text))
 
 
 def _bars(text: str) -> str:

@@ -33,4 +33,4 @@ class Block(NamedTuple):
 
 def blocks(tutorial: str) -> list[Block]:
     text = (TUTORIALS / f"{tutorial}.md").read_text(encoding="utf-8")
-    return [Block(*found) for found in re.findall(r'^```(\w*)(?: title="(.+)")?\n(.*?)^```$', text, re.M | re.S)]
+    return [Block(*found) for found in re.findall(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', text, re.M | re.S)]

@@ -32,6 +32,12 @@ def test_the_name_of_a_page_becomes_a_link_but_not_in_code(hook: ModuleType) -> 
     assert "[Data](data.md)" in hook.on_page_markdown(text, page("x.md"))
 
 
+def test_the_number_of_a_paper_becomes_a_link(hook: ModuleType) -> None:
+    text = "arXiv:2402.03300, 12.0123, 3.1402.03300, [x](https://arxiv.org/abs/2402.03300)."
+    linked = text.replace("arXiv:2402.03300,", "arXiv:[2402.03300](https://arxiv.org/abs/2402.03300),")
+    assert hook.on_page_markdown(text, page("x.md")) == linked
+
+
 def test_escaped_bars_are_plain_in_the_code_of_tables_alone(hook: ModuleType) -> None:
     text = "| `a\\|b` \\| c |\n`a\\|b`"
     assert hook.on_page_markdown(text, page("x.md")) == "| `a|b` \\| c |\n`a\\|b`"

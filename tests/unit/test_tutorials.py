@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +40,12 @@ def commands(block: Block) -> Iterator[tuple[dict[str, str], list[str]]]:
             yield variables, words[len(variables) :]
 
 
-def run_block(block: Block, variables: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def run_block(block: Block, variables: dict[str, Any]) -> None:
     """Runs Python and compares what it prints with the comments behind ``print(...)``."""
-    capsys.readouterr()
-    exec(block.text, variables)
+    with redirect_stdout(io.StringIO()) as printed:
+        exec(block.text, variables)
     if expected := re.findall(r"^print\(.*\)  # (.*)$", block.text, re.MULTILINE):
-        assert capsys.readouterr().out.splitlines() == expected
+        assert printed.getvalue().splitlines() == expected
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -66,11 +68,7 @@ def test_the_commands_of_a_tutorial_exist(name: str) -> None:
     "name", [pytest.param(n, marks=pytest.mark.ray if n in ON_RAY else ()) for n in NAMES if n not in ELSEWHERE]
 )
 def test_a_tutorial_runs_as_it_is_written(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    run_here: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_here: Callable[..., int]
 ) -> None:
     if name in ON_RAY:
         pytest.importorskip("ray")
@@ -80,7 +78,7 @@ def test_a_tutorial_runs_as_it_is_written(
     variables: dict[str, Any] = {}
     for block in blocks(name):
         if block.language == "python" and not block.title:
-            run_block(block, variables, capsys)
+            run_block(block, variables)
         for environment, words in commands(block) if block.language == "bash" else ():
             if words[0] != "python":
                 continue

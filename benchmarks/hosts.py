@@ -41,6 +41,8 @@ def why_not() -> str:
         return "needs root on Linux"
     if missing := [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]:
         return f"needs {', '.join(missing)}"
+    if Path(__file__).resolve().is_relative_to("/tmp"):
+        return "needs a checkout outside of /tmp, which is another one in each host"
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         return "needs /dev/net/tun"
     done = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False)

@@ -230,11 +230,11 @@ def test_a_replica_plays_on_while_a_unit_is_scored(
             time.sleep(0.01)
         assert not first.done()
         through_report, group = actor.play(RolloutTask(state | {"position": 1, "next_group": 1}, (1,)))
-        assert group["next", "reward"].reshape(-1).tolist() == [3.0, 3.0]
+        assert pickle.loads(pickle.dumps(group))["next", "reward"].reshape(-1).tolist() == [3.0, 3.0]
         assert not first.done()
         through.touch()
         report, group = first.result(timeout=30)
-    assert group["next", "reward"].reshape(-1).tolist() == [1.0, 1.0]
+    assert pickle.loads(pickle.dumps(group))["next", "reward"].reshape(-1).tolist() == [1.0, 1.0]
     assert (report.groups, through_report.groups) == ((0,), (1,))
     assert report.rewards == {RESTARTS: 0, TIMED_OUT: 0}
     actor.close()

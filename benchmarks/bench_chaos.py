@@ -238,8 +238,8 @@ def fill_disk(run: Run, chance: random.Random) -> str:
 def corrupt(run: Run, chance: random.Random) -> str:
     """Another byte in the newest checkpoint, and an end of the script."""
     found = checkpoints_in(run.run / "checkpoints")
-    if not found or run.process is None:
-        return "corrupt: no checkpoint"
+    if len(found) < 2 or run.process is None:  # resume=auto refuses a folder that has nothing but a damaged one
+        return "corrupt: no checkpoint before the newest"
     place = chance.randrange(found[0].stat().st_size)
     run.process.kill()
     run.process.wait()

@@ -416,3 +416,22 @@ def test_every_config_key_is_read_by_something_that_uses_it(
             run.close()
     assert expected - recorded == set()
     assert len(list(leaves(GRPOConfig()))) > 40
+
+
+@pytest.mark.parametrize(("setting", "expected"), [(None, 1), ("2", 2)])
+def test_a_small_model_is_computed_on_one_thread_until_the_run_is_closed(
+    setting: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", setting)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        run = build(compose_config(*SMALL, "evaluation.num_prompts=0"), tmp_path)
+        assert torch.get_num_threads() == expected
+        assert json.loads((tmp_path / "environment.json").read_text())["threads"] == expected
+        run.close()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -36,7 +36,7 @@ from typing import Any
 
 import psutil
 from bench_faults import GROUPS, ROOT
-from machine import surroundings
+from machine import merge
 
 from torchrl_grpo.checkpoint_files import check_whole, checkpoints_in, step_of
 from torchrl_grpo.records import read_jsonl
@@ -360,14 +360,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "chaos.json")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is ended and unmounted
-    result: dict[str, Any] = json.loads(args.output.read_text("utf-8")) if args.output.exists() else {}
     for kind in args.only:
         figures = chaos(kind, args.minutes, args.every, args.seed, args.keep)
         figures |= {"minutes": args.minutes, "every": args.every, "seed": args.seed}
         print(_table(kind, figures), flush=True)
-        result |= surroundings(PACKAGES) | {kind: figures}
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        merge({kind: figures}, PACKAGES, args.output)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from machine import surroundings
+from machine import merge
 from tensordict import TensorDictBase
 from torch import Tensor
 from torch import distributed as dist
@@ -182,13 +182,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of each run; by default 30 with a slow trainer, else 80")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "faults.json")
     args = parser.parse_args()
-    result: dict[str, Any] = json.loads(args.output.read_text("utf-8")) if args.output.exists() else {}
     for name in args.only:
         figures = slow(args.steps or 30) if name == "slow" else kill(args.steps or 80)
         print(json.dumps({name: figures}, indent=2), flush=True)
-        result |= surroundings(PACKAGES) | {name: figures}
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        merge({name: figures}, PACKAGES, args.output)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from typing import Any
 
 from bench_faults import GROUPS, ROOT
 from hosts import Host, Network, why_not
-from machine import surroundings
+from machine import merge
 
 from torchrl_grpo.reporting.metrics import read_jsonl
 
@@ -227,13 +227,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is ended and removed
     if reason := why_not():
         sys.exit(f"bench_hosts.py {reason}.")
-    result: dict[str, Any] = json.loads(args.output.read_text("utf-8")) if args.output.exists() else {}
     for name in args.only:
         figures = measure(name, args.steps, args.keep)
         print(json.dumps({name: figures}, indent=2), flush=True)
-        result |= surroundings(PACKAGES) | {name: figures}
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        merge({name: figures}, PACKAGES, args.output)
 
 
 if __name__ == "__main__":

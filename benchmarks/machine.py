@@ -34,3 +34,10 @@ def report(result: dict[str, Any], out: Path | None) -> None:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
+
+
+def merge(figures: dict[str, Any], packages: Sequence[str], out: Path) -> None:
+    """Adds figures by name to those that a file has from earlier runs."""
+    result: dict[str, Any] = json.loads(out.read_text("utf-8")) if out.exists() else {}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result | surroundings(packages) | figures, indent=2) + "\n", encoding="utf-8")

@@ -29,8 +29,8 @@ from torchrl_grpo.models.sharding import call_gathered, compute_device, mesh_of
 if TYPE_CHECKING:
     from torchrl.modules.llm import LLMWrapperBase
 
-MAX_CHUNK_ELEMENTS = {"cpu": 2**23, "other": 2**25}
-"""Logits held at once: in float32 32 MiB, near the size of a CPU's caches, and 128 MiB to keep an accelerator busy."""
+MAX_CHUNK_ELEMENTS = {"cpu": 2**21, "other": 2**25}
+"""Logits held at once: in float32 8 MiB, what a CPU's caches hold, and 128 MiB to keep an accelerator busy."""
 
 
 WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "local_attention")
@@ -40,7 +40,8 @@ WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "l
 def _chunk_logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, scale: float) -> Tensor:
     """Logits of a part of the vocabulary in float32 (or wider), divided by the temperature."""
     logits = nn.functional.linear(hidden_ND, weight_VD, bias_V)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).mul_(scale)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits if scale == 1.0 else logits.mul_(scale)
 
 
 class _ChunkedLogProb(torch.autograd.Function):

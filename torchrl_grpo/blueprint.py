@@ -30,7 +30,7 @@ from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.learner.resume import Resume, check_length
 from torchrl_grpo.models import loading
 from torchrl_grpo.placement import DevicePlan, RoleRequest, available_accelerators, plan_devices
-from torchrl_grpo.reporting.metrics import check_logging
+from torchrl_grpo.reporting.trackers import check_logging
 from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.tasks.base import Task
 from torchrl_grpo.tasks.make import dataset_names, make_task
@@ -114,7 +114,7 @@ def prepare(
         plan = _plan(config, available_accelerators() if accelerators is None else accelerators)
         make_loss(config, TensorDictModule(torch.nn.Identity(), [keys.FULL], [("cur_log_probs", "full")]))
         batch_transforms(config)
-        check_logging(tensorboard=config.logging.tensorboard, wandb_mode=config.logging.wandb.mode)  # type: ignore[arg-type]
+        check_logging(tensorboard=config.logging.tensorboard, services=config.logging.services)
         task = make_task(config.env, tests=config.evaluation.datasets or ())
         name, remote_code = config.model.source, config.model.trust_remote_code
         model_config = loading.load_config(name, trust_remote_code=remote_code)

@@ -46,5 +46,7 @@ Optimizer = Literal["adamw", "adamw_8bit"]
 LearningRate = Literal["constant", "linear", "cosine"]
 """How the learning rate falls after its warm-up."""
 
-WandbMode = Literal["disabled", "offline", "online"]
-"""What Weights & Biases does."""
+ServiceMode = Literal["disabled", "offline", "online"]
+"""What Weights & Biases or MLflow does."""
+TrackioMode = Literal["disabled", "offline"]
+"""What Trackio does."""

@@ -28,9 +28,9 @@ from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.config.resumed import AUTO, newest
 from torchrl_grpo.forecast import Forecast, Measured, accelerators, forecast, memory_now
 from torchrl_grpo.models import loading
-from torchrl_grpo.records import printable, size
+from torchrl_grpo.records import one_of_each, printable, size
 from torchrl_grpo.reporting.console import Console
-from torchrl_grpo.reporting.metrics import check_logging
+from torchrl_grpo.reporting.trackers import check_logging
 from torchrl_grpo.run import Run, build
 from torchrl_grpo.tasks.make import make_task
 
@@ -168,7 +168,7 @@ def _devices(check: Check) -> None:
 
 
 def _logging(config: GRPOConfig) -> dict[str, Any]:
-    return {"tensorboard": config.logging.tensorboard, "wandb_mode": config.logging.wandb.mode}
+    return {"tensorboard": config.logging.tensorboard, "services": config.logging.services}
 
 
 def _model(config: GRPOConfig, check: Check) -> None:
@@ -217,8 +217,7 @@ def _parts(
     if resume == AUTO:
         found = newest(AUTO, directory, read_manifest)
         resume = None if found is None else str(found[0])
-    logging = replace(config.logging, tensorboard=False, wandb=replace(config.logging.wandb, mode="disabled"))
-    optimizer = replace(config.optimizer, lr=_NOTHING)
+    logging, optimizer = config.logging.files_alone, replace(config.optimizer, lr=_NOTHING)
     trial = replace(config, logging=logging, optimizer=optimizer, train=replace(config.train, resume=resume))
     run = build(trial, folder, asynchronous=asynchronous)
     made.append(run)
@@ -308,7 +307,9 @@ class _Rehearsal:
     def _reward(self, check: Check) -> None:
         """What the batch earned; a scorer that always fails is a failure, a batch without a signal only shown."""
         metrics = {"step": 1, **self._metrics, **self.source.metrics()}
-        self.console.samples(1, self.learner.samples(2))
+        rows = self.learner.samples(2)
+        self.measured.sample_bytes = sum(len(str(row)) for row in rows) / len(rows)
+        self.console.samples(1, one_of_each(rows)[:2])
         check.found = f"mean {metrics['rollout/reward_mean']:.3g}, {100 * metrics['rollout/accuracy']:.0f}% right"
         alarms = Alarms()
         found = alarms.take(metrics) + alarms.end()

@@ -16,8 +16,8 @@ from torchrl_grpo.records import duration, size
 
 _DISK_BYTES_PER_S = 2e8
 """At which a checkpoint is hashed and written."""
-_ROW_BYTES, _TENSORBOARD_BYTES, _REPORT_BYTES = 1_500, 2_300, 450_000
-"""Of a step in metrics.jsonl, of a step in TensorBoard's files, and of report.html and curves.png."""
+_ROW_BYTES, _TENSORBOARD_BYTES, _REPORT_BYTES = 2_300, 2_300, 450_000
+"""Of a step in metrics.jsonl and timeline.jsonl, of one in TensorBoard's files, and of report.html and curves.png."""
 
 
 @dataclass
@@ -107,10 +107,9 @@ def forecast(config: GRPOConfig, measured: Measured) -> Forecast:
     }
     kept = check_keep(train.keep_checkpoints)
     most = checkpoints if kept is None else min(checkpoints, sum(kept.values()))
-    everything = logging.sample_rows == "all"
-    rows = steps // logging.sample_frequency * (config.dialog_turns_per_batch if everything else logging.sample_rows)
-    tested = evaluation.num_prompts if everything else min(evaluation.num_prompts, max(20, logging.sample_rows))
-    rows += (between + evaluations) * tested
+    batch, group = config.dialog_turns_per_batch, config.env.repeats
+    rows = steps // logging.sample_frequency * min(batch, -(-(logging.train_rows or batch) // group) * group)
+    rows += (between + evaluations) * min(evaluation.num_prompts, logging.test_rows or evaluation.num_prompts)
     disk = most * measured.checkpoint_bytes + bool(steps) * measured.model_bytes + rows * measured.sample_bytes
     disk += steps * (_ROW_BYTES + logging.tensorboard * _TENSORBOARD_BYTES) + _REPORT_BYTES
     return Forecast(seconds, int(disk), dict(measured.memory))

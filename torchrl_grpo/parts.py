@@ -70,7 +70,7 @@ def make_learner(
         backend="nccl" if device.type == "cuda" else "gloo",
         host=_own_address() if transfer == "broadcast" else "",
     )
-    learner = Learner(trainer, transforms, sender)
+    learner = Learner(trainer, transforms, sender, blueprint.tokenizer)
     if blueprint.resume is not None:
         restore(learner, blueprint.resume)
     return learner
@@ -168,6 +168,7 @@ def make_sampler(
             transformed(config, blueprint.sampled_env),
             params=replace(blueprint.params, temperature=evaluation.temperature or blueprint.params.temperature),
             further=dataset_names(evaluation.datasets or (), "evaluation.datasets"),
+            rows=config.logging.test_rows,
         )
     prompts = blueprint.train_env.prompts.first(4)
     return Sampler(engine, collectors, evaluator, blueprint.params, prompts, blueprint.reward_pool)

@@ -6,12 +6,14 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+TIMELINE_FILE = "timeline.jsonl"
 ENVIRONMENT_FILE = "environment.json"
 MISSING = "-"
 
@@ -36,6 +38,20 @@ def whole_lines(path: Path) -> list[str]:
 def is_full(error: BaseException) -> bool:
     """Whether an error says that there is no more room on a disk, or none that may be used."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def one_of_each(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Rows of ``samples.jsonl`` with the first of each group first, then the second ones, and so on.
+
+    >>> [row["n"] for row in one_of_each([{"group": 4, "n": 1}, {"group": 4, "n": 2}, {"group": 5, "n": 3}])]
+    [1, 3, 2]
+    """
+    seen, order = Counter[Any](), []
+    for position, row in enumerate(rows):
+        group = row.get("group", f"row {position}")  # older runs have none
+        order.append((seen[group], position))
+        seen[group] += 1
+    return [rows[position] for _, position in sorted(order)]
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:

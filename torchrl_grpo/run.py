@@ -132,7 +132,7 @@ class Run:
             checkpoint_frequency=config.train.checkpoint_frequency,
             export_frequency=config.train.export_frequency,
             sample_frequency=config.logging.sample_frequency,
-            sample_rows=None if config.logging.sample_rows == "all" else config.logging.sample_rows,
+            sample_rows=config.logging.train_rows,
             refresh_every=config.ref_model.refresh_every,
             reference_version=resume.reference_version if resume and config.has_own_reference else 0,
             mismatch_tolerance=config.inference_model.check_sync_tolerance if check else None,
@@ -232,9 +232,7 @@ def _logger(config: GRPOConfig, directory: Path, resume: Resume | None) -> Metri
     return MetricsLogger(
         directory,
         tensorboard=logging.tensorboard,
-        wandb_mode=logging.wandb.mode,  # type: ignore[arg-type]
-        project=logging.wandb.project,
-        name=logging.wandb.name,
+        services=logging.services,
         config=plain(config),
         goes_on_from=None if resume is None or config.only_evaluates else resume.path.parent.parent,
     )

@@ -4,6 +4,7 @@ Text that a model wrote is never trusted: it is not read as markup, and what can
 
     python -m torchrl_grpo.samples outputs/DATE/TIME --split test --max-reward 0 --limit 5
     python -m torchrl_grpo.samples outputs/DATE/TIME --text "####" --sort length
+    python -m torchrl_grpo.samples outputs/DATE/TIME --group 784
     python -m torchrl_grpo.samples outputs/DATE/TIME --compare --step 0 500 --sort change
 """
 
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--step", type=int, nargs="+", metavar="N", help="of these steps")
     parser.add_argument("--split", choices=("train", "test"), help="of this split")
     parser.add_argument("--dataset", metavar="NAME", help="of this data set")
+    parser.add_argument("--group", type=int, metavar="N", help="of this group: the responses to one prompt")
     parser.add_argument("--min-reward", type=float, metavar="X", help="with at least this reward")
     parser.add_argument("--max-reward", type=float, metavar="X", help="with at most this reward")
     parser.add_argument("--text", help="with this text in prompt or response, in capitals or not")
@@ -108,11 +110,12 @@ def _count(text: str) -> int:
 
 
 def _belongs(row: Row, asked: argparse.Namespace) -> bool:
-    """Whether it is of the steps, the split and the data set that were asked for."""
+    """Whether it is of the steps, the split, the data set and the group that were asked for."""
     return (
         (asked.step is None or row.get("step") in asked.step)
         and asked.split in (None, row.get("split"))
         and asked.dataset in (None, row.get("dataset"))
+        and asked.group in (None, row.get("group"))
     )
 
 
@@ -151,7 +154,8 @@ def _first(items: Sequence[Any], asked: argparse.Namespace, key: Callable[[Any, 
 
 
 def _show(row: Row, console: Console) -> None:
-    where = [f"step {row.get('step')}", row.get("split"), row.get("dataset")]
+    group = f"group {row['group']}" if "group" in row else None
+    where = [f"step {row.get('step')}", row.get("split"), row.get("dataset"), group]
     console.print(_outcome(row, console, " | ".join(str(item) for item in where if item)))
     for name in ("query", "response"):
         console.print(Padding(_text(str(row.get(name)), console, "dim" if name == "query" else ""), (0, 0, 1, 2)))

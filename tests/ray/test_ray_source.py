@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -351,6 +352,11 @@ def test_killed_actors_are_replaced_and_every_group_is_trained_once(source_of: C
     metrics = source.metrics()
     assert (metrics["workers/restarts_rollout"], metrics["workers/restarts_reference"]) == (1, 1)
     assert metrics["workers/groups_resampled"] in (0, TASK)  # it may have been killed between two units
+    kinds = Counter((span["actor"], span["kind"]) for span in source.spans())
+    names = ("sampler 0", "sampler 1", "reference model 0")
+    assert [[kinds[name, kind] for name in names] for kind in ("start", "restart")] == [[1, 1, 1], [1, 0, 1]]
+    plays = kinds["sampler 0", "sample"] + kinds["sampler 1", "sample"]
+    assert plays - steps * BATCH // TASK in (0, 1) and source.spans() == []
     served = [metrics[f"workers/responses_rollout_{index}"] for index in range(2)]
     assert sum(served) == steps * BATCH * REPEATS and min(served) > 0
     pids = source.pids()

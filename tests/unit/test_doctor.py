@@ -130,8 +130,8 @@ def test_a_forecast_equals_the_sums_by_hand() -> None:
     assert found.seconds == pytest.approx(
         {"start": 5, "steps": 60, "evaluations": 2 * 7 + 9 * 2, "checkpoints": 2.55, "report": 3}
     )
-    samples = 2 * 4 + 11 * 20  # at steps 50 and 100; and the evaluations
-    assert found.disk_bytes == 2 * 10**8 + 10**7 + 100 * 1500 + 450_000 + samples * 500
+    samples = 2 * 16 + 11 * 20  # at steps 50 and 100; and the evaluations
+    assert found.disk_bytes == 2 * 10**8 + 10**7 + 100 * 2300 + 450_000 + samples * 500
     assert found.rows()[0]["takes"] == "0.0285 hours (103 s)" and found.memory == {"cpu": 10**9}
 
 

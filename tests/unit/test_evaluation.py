@@ -80,6 +80,8 @@ def test_pass_at_1_and_pass_at_k_by_hand(tokenizer: PreTrainedTokenizerFast) -> 
         "eval/invalid": 0.0,
     }  # fmt: skip
     assert {(row["query"], row["correct"]) for row in rows} == {(str(d), d < 3) for d in range(5)}
+    few = Evaluator(engine, greedy, None, params=SamplingParams(4, stop_token_ids=(1,)), rows=2)
+    assert few.evaluate(sampled=False)[1] == rows[:2]
     assert engine.draws == 0  # its random state was put back
     assert pass_at_k(4, 1, 4) == 1.0
     assert "eval/pass@4" not in evaluator.evaluate(sampled=False)[0]
@@ -144,10 +146,9 @@ def test_rollout_metrics_leave_invalid_rewards_out() -> None:
     assert metrics["rollout/sequences"] == 4
 
 
-def test_sample_rows_take_one_of_each_group_first() -> None:
-    rows = sample_rows(make_batch(), "train", most=3)
-    assert [row["response"] for row in rows] == ["r02", "r13", "r04"]
-    assert rows[0] == {
+def test_a_sample_row_says_what_came_out() -> None:
+    [row, *_] = sample_rows(make_batch(), "train")
+    assert row == {
         "split": "train", "query": "q0", "response": "r02", "reward": 1.0, "correct": True, "valid": True,
-        "advantage": pytest.approx(0.7),
+        "advantage": pytest.approx(0.7), "length": 2, "finish_reason": "stop", "group": 0,
     }  # fmt: skip

@@ -1,17 +1,15 @@
-"""What a run writes down: strict JSON, exact after a resume, and one clear line where Weights & Biases cannot start."""
+"""What a run writes down: strict JSON, and exact after a resume."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchrl_grpo.reporting import metrics
-from torchrl_grpo.reporting.metrics import MetricsLogger, check_logging, read_jsonl
+from torchrl_grpo.reporting.metrics import MetricsLogger, read_jsonl
 
 
 def make_logger(directory: Path, **kwargs: object) -> MetricsLogger:
@@ -23,15 +21,6 @@ def strict(line: str) -> dict:
         raise AssertionError(f"{name} is not JSON")
 
     return json.loads(line, parse_constant=refuse)
-
-
-@pytest.fixture
-def no_wandb_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """No key in the environment, and a netrc file, at the path returned, that is not there yet."""
-    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    return tmp_path / "netrc"
 
 
 def test_a_step_is_one_line_of_strict_json_with_null_for_non_finite(tmp_path: Path) -> None:
@@ -126,56 +115,3 @@ def test_environment_names_the_versions_that_ran(tmp_path: Path) -> None:
     facts = json.loads((tmp_path / "environment.json").read_text())
     assert facts["packages"]["torch"] == torch.__version__
     assert facts["threads"] == torch.get_num_threads()
-
-
-def test_online_without_a_key_fails_before_anything_is_written(tmp_path: Path, no_wandb_key: Path) -> None:
-    with pytest.raises(ValueError) as error:
-        make_logger(tmp_path / "run", wandb_mode="online")
-    message = str(error.value)
-    assert message.startswith("logging.wandb.mode=online needs a Weights & Biases key")
-    assert "WANDB_API_KEY" in message and "wandb login" in message and "\n" not in message
-    assert not (tmp_path / "run").exists()
-
-
-def test_key_is_found_in_the_environment_and_in_netrc(monkeypatch: pytest.MonkeyPatch, no_wandb_key: Path) -> None:
-    no_wandb_key.write_text("machine example.org login user password nothing\n")
-    with pytest.raises(ValueError, match="needs a Weights & Biases key"):
-        check_logging(tensorboard=False, wandb_mode="online")
-    no_wandb_key.write_text("machine api.wandb.ai login user password nothing\n")
-    check_logging(tensorboard=False, wandb_mode="online")
-    no_wandb_key.write_text("this is not a netrc file")
-    monkeypatch.setenv("WANDB_API_KEY", "nothing")
-    check_logging(tensorboard=False, wandb_mode="online")
-
-
-@pytest.mark.parametrize(
-    ("flag", "mode", "message"),
-    [
-        ("_has_wandb", "offline", "logging.wandb.mode=offline needs the package wandb"),
-        ("_has_tensorboard", "disabled", "logging.tensorboard=true needs the package tensorboard"),
-    ],
-)
-def test_missing_package_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, flag: str, mode: str, message: str) -> None:
-    monkeypatch.setattr(metrics, flag, False)
-    with pytest.raises(ValueError, match=message):
-        check_logging(tensorboard=True, wandb_mode=mode)
-
-
-@pytest.mark.slow
-def test_wandb_offline_writes_a_run_and_goes_on_with_its_id(
-    tmp_path: Path, no_wandb_key: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    with make_logger(tmp_path, wandb_mode="offline", config={"lr": 0.5}) as logger:
-        logger.log(1, {"train/loss": 0.25})
-    run_id = (tmp_path / "wandb" / "run_id").read_text().strip()
-    with make_logger(tmp_path, wandb_mode="offline") as logger:
-        logger.log(2, {"train/loss": 0.125})
-    with make_logger(tmp_path / "elsewhere", wandb_mode="offline", goes_on_from=tmp_path) as logger:
-        logger.log(3, {"train/loss": 0.0625})
-    runs = sorted(tmp_path.rglob("wandb/offline-run-*"))
-    assert {run.parents[1] for run in runs} == {tmp_path, tmp_path / "elsewhere"}
-    assert all(run.name.endswith(run_id) for run in runs)
-    assert any(b"train/loss" in file.read_bytes() for file in tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    assert "WANDB_MODE" not in os.environ

@@ -24,7 +24,9 @@ ROWS = [
     sample(0, "1+1=", "three!", 0.0, dataset="sums"),
     sample(0, "2+2=", "4", 1.0, dataset="sums"),
     sample(0, "say", "no", None, dataset="words"),
-    sample(1, "1+1=", "THREE\nor two", 0.5, split="train", advantage=-0.25, parts={"number": 1.0, "short": None}),
+    sample(
+        1, "1+1=", "THREE\nor two", 0.5, split="train", advantage=-0.25, parts={"number": 1.0, "short": None}, group=7
+    ),
     sample(9, "1+1=", "two", 1.0, dataset="sums"),
     sample(9, "2+2=", "5", 0.5, dataset="sums"),
     sample(9, "say", "yes", 1.0, dataset="words"),
@@ -54,6 +56,7 @@ def heads(text: str) -> list[str]:
         (["--step", "0", "1"], range(4)),
         (["--split", "train"], [3]),
         (["--dataset", "words"], [2, 6]),
+        (["--group", "7"], [3]),
         (["--min-reward", "0.5"], [1, 3, 4, 5, 6]),
         (["--max-reward", "0.5"], [0, 3, 5]),  # an invalid reward is neither high nor low
         (["--min-reward", "0.5", "--max-reward", "0.5", "--split", "test"], [5]),
@@ -74,7 +77,7 @@ def test_filters_sorting_and_limit(arguments: list[str], found: list[int], folde
 
 def test_a_sample_is_shown_with_what_it_earned(folder: Path) -> None:
     text = printed(folder, "--split", "train")
-    assert heads(text) == ["step 1 | train | reward 0.5 (number 1, short -) | advantage -0.25"]
+    assert heads(text) == ["step 1 | train | group 7 | reward 0.5 (number 1, short -) | advantage -0.25"]
     assert "  THREE\n  or two" in "\n".join(line.rstrip() for line in text.splitlines())
     assert "1 of 1 samples that match, of 7" in text
     assert heads(printed(folder, "--text", "no")) == ["step 0 | test | words | reward invalid"]

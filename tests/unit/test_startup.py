@@ -31,7 +31,8 @@ finally:
     show()
 """
 HEAVY = {"torch", "torchrl", "tensordict", "transformers", "numpy", "datasets", "ray", "vllm"}
-UNUSED = {"vllm", "ray", "matplotlib", "datasets", "peft", "pyarrow", "pandas", "sglang", "wandb", "trl", "torchao"}
+UNUSED = {"vllm", "ray", "matplotlib", "datasets", "peft", "pyarrow", "pandas", "sglang", "trl", "torchao"}
+UNUSED |= {"wandb", "mlflow", "trackio"}
 
 
 def imported(folder: Path, *arguments: str) -> set[str]:

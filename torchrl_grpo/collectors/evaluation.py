@@ -33,6 +33,7 @@ class Evaluator:
     Keyword Args:
         params: how responses are sampled for pass@k; greedy takes the same but for the temperature.
         further: data sets that are test sets of their own: what is said of the test split leaves them out.
+        rows: the first problems of which there are sample rows; None is all.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class Evaluator:
         *,
         params: SamplingParams,
         further: Sequence[str] = (),
+        rows: int | None = None,
     ) -> None:
         greedy = SamplingParams(params.max_new_tokens, temperature=0, stop_token_ids=params.stop_token_ids)
         self.engine = engine
         self.greedy_env = greedy_env
         self.sampled_env = sampled_env
         self._further = frozenset(further)
+        self._rows = rows
         self._greedy_policy = GenerationPolicy(engine, greedy)
         self._sampling_policy = GenerationPolicy(engine, params)
 
@@ -61,14 +64,14 @@ class Evaluator:
         Returns:
             ``eval/pass@1`` in [0, 1] over the valid rewards, ``eval/invalid``, ``eval/response_length`` in tokens,
             ``eval/truncated`` in [0, 1] and, if asked for, ``eval/pass@k``; the same with ``/name`` for each data set
-            by name; and one row a problem (greedy): split, query, response, reward, correct.
+            by name; and a sample row (greedy) of each of the first problems.
         """
         with preserve_rng(self.engine):
             batch = self._play(self.greedy_env, self._greedy_policy)
             metrics = self._greedy_metrics(batch)
             if sampled and self.sampled_env is not None:
                 metrics |= self._pass_at_k(self.sampled_env)
-        return metrics, sample_rows(batch, "test")
+        return metrics, sample_rows(batch, "test", self._rows, tokenizer=self.greedy_env.tokenizer)
 
     def _play(self, env: LLMEnv, policy: GenerationPolicy) -> TensorDictBase:
         env.set_seed(0)

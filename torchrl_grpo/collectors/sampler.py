@@ -69,6 +69,16 @@ class RolloutReport:
     rewards: dict[str, float] = field(default_factory=dict)
     outcomes: Outcomes = ()
 
+    def spans(self, actor: str, start: float) -> list[dict[str, Any]]:
+        """The rollout as spans of ``timeline.jsonl``: sampling, and then the rewards, as if all of them came after it.
+
+        Args:
+            actor: that made it.
+            start: of it, in Unix seconds.
+        """
+        scored = {"actor": actor, "kind": "score", "start": start + self.generate_s, "seconds": self.env_s}
+        return [{"actor": actor, "kind": "sample", "start": start, "seconds": self.generate_s}, scored]
+
 
 class Sampler:
     """Plays rollouts, evaluates, and takes new weights.

@@ -42,6 +42,9 @@ class RolloutSource(Protocol):
     def metrics(self) -> dict[str, float]:
         """What is known here of the latest batch, named ``section/name``: seconds, staleness, counts."""
 
+    def spans(self) -> list[dict[str, Any]]:
+        """What the actors did since this was last called, as spans of ``timeline.jsonl`` (``RolloutReport.spans``)."""
+
     def state_dict(self) -> dict[str, Any]:
         """What the next batches depend on, apart from the weights.
 
@@ -76,6 +79,7 @@ class LocalSource:
         self._version = sampler.engine.policy_version
         self._rewards: Counter[str] = Counter()
         self._metrics: dict[str, float] = {}
+        self._spans: list[dict[str, Any]] = []
 
     def next_batch(self) -> TensorDictBase:
         """Collects one batch [N], with reference log-probs where a reference was given.
@@ -84,6 +88,7 @@ class LocalSource:
             MemoryShortError: the engine's device has no more memory.
             RuntimeError: a sequence was sampled by weights that are older than the latest published ones.
         """
+        began_at = time.time()
         try:
             report, batch = self.sampler.rollout()
         except torch.OutOfMemoryError as error:
@@ -99,15 +104,18 @@ class LocalSource:
                 f"a sequence of version {min(report.versions)} was about to be trained at version {self._version}, "
                 f"which is more than max_staleness={self.max_staleness} behind."
             )
+        self._spans = report.spans("sampler 0", began_at)
         self._rewards.update(report.rewards)
         self._metrics = {"time/generate_s": report.generate_s, "time/reward_s": report.env_s}
         self._metrics |= {"staleness/max": float(staleness), **self._rewards}
         self._metrics |= self.sampler.collectors[0].base_env.prompts.metrics()
         self._metrics |= {f"rollout/groups_{name}": float(count) for name, count in report.dynamic.items()}
         if self.reference is not None:
-            start = time.perf_counter()
+            start, began_at = time.perf_counter(), time.time()
             batch = self.reference(batch)
-            self._metrics["time/reference_s"] = time.perf_counter() - start
+            self._metrics["time/reference_s"] = seconds = time.perf_counter() - start
+            scored = {"actor": "reference model 0", "kind": "score", "start": began_at, "seconds": seconds}
+            self._spans.append(scored)
         return batch
 
     def publish(self, handle: WeightHandle, version: int) -> None:
@@ -135,6 +143,11 @@ class LocalSource:
     def metrics(self) -> dict[str, float]:
         """See ``RolloutSource``."""
         return dict(self._metrics)
+
+    def spans(self) -> list[dict[str, Any]]:
+        """See ``RolloutSource``."""
+        spans, self._spans = self._spans, []
+        return spans
 
     def state_dict(self) -> dict[str, Any]:
         """See ``RolloutSource``. Nothing is drawn ahead here."""

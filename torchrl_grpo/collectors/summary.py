@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo import keys
 from torchrl_grpo.functional import masked_mean
 from torchrl_grpo.models.packing import pad
 from torchrl_grpo.transforms.parts import reward_parts
+
+_LONGEST_CHARACTER = 4
+"""Tokens that one character may be made of: bytes."""
 
 
 def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
@@ -81,31 +87,96 @@ def _by_part(batch: TensorDictBase) -> dict[str, float]:
     return metrics
 
 
-def sample_rows(batch: TensorDictBase, split: str, most: int | None = None) -> list[dict[str, Any]]:
+def sample_rows(
+    batch: TensorDictBase,
+    split: str,
+    most: int | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    version: int | None = None,
+    scores: Callable[[int], dict[str, Tensor]] = lambda row: {},
+) -> list[dict[str, Any]]:
     """The sequences of a batch as rows of ``samples.jsonl``.
 
     Args:
         batch: flat, as a collector gives it.
         split: ``"train"`` or ``"test"``.
-        most: take so many rows, the first of each group first.
+        most: take so many rows, rounded up to whole groups: the first ones of the batch of which there are scores.
+        tokenizer: makes the text of each token; None leaves the tokens out.
+        version: of the weights that trained the batch, for its staleness.
+        scores: further numbers of the tokens of the sequence at a position of the batch, by name, [T] each.
     """
-    rows = list(batch.unbind(0))
-    if most is not None:
-        seen: dict[int, int] = {}
-        order = []
-        for position, group in enumerate(batch.get(keys.GROUP_ID).reshape(-1).tolist()):
-            seen[group] = seen.get(group, -1) + 1
-            order.append((seen[group], position))
-        rows = [rows[position] for _, position in sorted(order)[:most]]
-    names = {"reward": keys.REWARD, "correct": keys.CORRECT, "valid": keys.REWARD_VALID, "advantage": keys.ADVANTAGE}
+    groups = batch.get(keys.GROUP_ID).reshape(-1).tolist()
+    order = sorted(range(len(groups)), key=lambda row: not scores(row))
+    wanted = _first_groups([groups[row] for row in order], len(groups) if most is None else most)
     out = []
-    for row in rows:
-        entry = {"split": split, "query": row[keys.QUERY], "response": row[keys.RESPONSE_TEXT]}
-        present = {name: row.get(key, None) for name, key in names.items()}
-        advantage = present["advantage"]
-        if advantage is not None and advantage.numel() > 1:  # one for each token
-            present["advantage"] = masked_mean(advantage, row[keys.ASSISTANT_MASK])
-        entry |= {name: value.item() for name, value in present.items() if value is not None}
-        other = {"parts": row.get(keys.REWARD_PARTS, None), "dataset": row.get(keys.DATASET, None)}
-        out.append(entry | {name: value.data for name, value in other.items() if value is not None and value.data})
+    for position, row in enumerate(batch.unbind(0)):
+        if groups[position] not in wanted:
+            continue
+        entry = _sample(row, split)
+        if split == "train":
+            entry["group"] = groups[position]
+            if version is not None:
+                sampled_by = row.get(keys.POLICY_VERSION).item()
+                entry |= {"version": sampled_by, "staleness": version - sampled_by}
+        if tokenizer is not None:
+            entry["tokens"] = _tokens(row, tokenizer, scores(position))
+        out.append(entry)
     return out
+
+
+def _first_groups(groups: Sequence[int], most: int) -> set[int]:
+    """The first groups that have so many sequences together, or more."""
+    wanted, count = set[int](), 0
+    for group, size in Counter(groups).items():
+        if count < most:
+            wanted.add(group)
+            count += size
+    return wanted
+
+
+def _sample(row: TensorDictBase, split: str) -> dict[str, Any]:
+    """What is told of a whole sequence."""
+    names = {"reward": keys.REWARD, "correct": keys.CORRECT, "valid": keys.REWARD_VALID, "advantage": keys.ADVANTAGE}
+    entry = {"split": split, "query": row[keys.QUERY], "response": row[keys.RESPONSE_TEXT]}
+    present = {name: row.get(key, None) for name, key in names.items()}
+    advantage = present["advantage"]
+    if advantage is not None and advantage.numel() > 1:  # one for each token
+        present["advantage"] = masked_mean(advantage, row[keys.ASSISTANT_MASK])
+    entry |= {name: value.item() for name, value in present.items() if value is not None}
+    other = {"parts": row.get(keys.REWARD_PARTS, None), "dataset": row.get(keys.DATASET, None)}
+    entry |= {name: value.data for name, value in other.items() if value is not None and value.data}
+    length = int(row[keys.ASSISTANT_MASK].sum())
+    return entry | {"length": length, "finish_reason": "length" if row[keys.TRUNCATED].item() else "stop"}
+
+
+def _tokens(row: TensorDictBase, tokenizer: PreTrainedTokenizerBase, scores: dict[str, Tensor]) -> dict[str, list[Any]]:
+    """The response token by token: its text, and numbers with four digits, None where the policy did not sample."""
+    tokens, prompt = row[keys.RESPONSE].tolist(), len(row[keys.FULL]) - len(row[keys.RESPONSE])
+    numbers = {"log_prob": row[keys.LOG_PROBS], "reference": row.get(keys.REF_LOG_PROBS, None), **scores}
+    advantage = row.get(keys.ADVANTAGE, None)
+    numbers["advantage"] = None if advantage is None or advantage.numel() == 1 else advantage
+    sampled = row[keys.ASSISTANT_MASK][prompt:].tolist()
+    columns: dict[str, list[Any]] = {"text": token_texts(tokenizer, tokens)}
+    for name, values in numbers.items():
+        if values is not None:
+            of_response = values[prompt : prompt + len(tokens)].tolist()
+            columns[name] = [round(x, 4) if own else None for x, own in zip(of_response, sampled, strict=True)]
+    return columns
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
+    """The text of each token, as it stands among those before it; together they are the text of all.
+
+    Of tokens that are a part of a character, the last one has it and the others have none.
+    """
+    texts, start, told = [], 0, 0
+    for end in range(1, len(tokens) + 1):
+        before = tokenizer.decode(tokens[start:told])
+        after = tokenizer.decode(tokens[start:end])
+        if after.endswith("\ufffd") and end < min(len(tokens), told + _LONGEST_CHARACTER):
+            texts.append("")
+        else:
+            texts.append(after[len(before) :])
+            start, told = told, end
+    return texts

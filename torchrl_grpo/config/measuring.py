@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torchrl_grpo import choices
@@ -33,12 +33,46 @@ class EvaluationConfig:
 class WandbConfig:
     """Weights & Biases."""
 
-    mode: str = choice(choices.WandbMode, "disabled")
-    """disabled, offline or online."""
+    mode: str = choice(choices.ServiceMode, "disabled")
+    """disabled, offline (files in the run's folder) or online."""
     project: str = "torchrl-grpo"
     """Project name."""
     name: str | None = None
     """Run name; by default the run folder's."""
+    group: str | None = None
+    """What runs that belong together have in common, such as the seeds of a setting."""
+    entity: str | None = None
+    """The user or team that the project is of; null is the key's own."""
+    tags: list[str] = field(default_factory=list)
+    """Words to find the run by."""
+
+
+@dataclass
+class MLflowConfig:
+    """MLflow."""
+
+    mode: str = choice(choices.ServiceMode, "disabled")
+    """disabled, offline (a database in the run's folder) or online (at the address in MLFLOW_TRACKING_URI)."""
+    project: str = "torchrl-grpo"
+    """Experiment name."""
+    name: str | None = None
+    """Run name; by default the run folder's."""
+    group: str | None = None
+    """What runs that belong together have in common: the run's tag group."""
+
+
+@dataclass
+class TrackioConfig:
+    """Trackio."""
+
+    mode: str = choice(choices.TrackioMode, "disabled")
+    """disabled, or offline: into the folder on this machine that trackio show reads (TRACKIO_DIR)."""
+    project: str = "torchrl-grpo"
+    """Project name."""
+    name: str | None = None
+    """Run name, to which a few letters are added; by default the run folder's."""
+    group: str | None = None
+    """What runs that belong together have in common."""
 
 
 @dataclass
@@ -49,7 +83,31 @@ class LoggingConfig:
     """Whether TensorBoard files are written."""
     sample_frequency: int = limited(50, ge=1)
     """Steps between two tables of samples, at least 1."""
-    sample_rows: Any = 4
-    """Rows that such a step adds to samples.jsonl, one of each group first; all is the whole batch, and in evaluations
-    all test problems in place of 20."""
+    sample_rows: Any = 32
+    """Rows that such a step adds to samples.jsonl, rounded up to whole groups; all is the whole batch, and in
+    evaluations all test problems in place of 20."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    mlflow: MLflowConfig = field(default_factory=MLflowConfig)
+    trackio: TrackioConfig = field(default_factory=TrackioConfig)
+
+    @property
+    def services(self) -> dict[str, dict[str, Any]]:
+        """Of those that are on, the settings by name."""
+        nodes = {"wandb": self.wandb, "mlflow": self.mlflow, "trackio": self.trackio}
+        return {name: asdict(node) for name, node in nodes.items() if node.mode != "disabled"}
+
+    @property
+    def files_alone(self) -> LoggingConfig:
+        """The same, with nothing but the run's own files."""
+        off = {"wandb": WandbConfig(), "mlflow": MLflowConfig(), "trackio": TrackioConfig()}
+        return replace(self, tensorboard=False, **off)
+
+    @property
+    def train_rows(self) -> int | None:
+        """Responses of a batch that become rows of samples.jsonl; None is all."""
+        return None if self.sample_rows == "all" else self.sample_rows
+
+    @property
+    def test_rows(self) -> int | None:
+        """Test problems of which an evaluation adds a row; None is all."""
+        return None if self.sample_rows == "all" else 20

@@ -105,6 +105,10 @@ class RaySource:
         """See ``RolloutSource``."""
         return dict(self._metrics)
 
+    def spans(self) -> list[dict[str, Any]]:
+        """See ``RolloutSource``."""
+        return [worker.spans.popleft() for worker in self.manager.workers for _ in range(len(worker.spans))]
+
     def pids(self) -> dict[str, int]:
         """The process of each actor that is ready, by its name."""
         return {worker.name: worker.pid for worker in self.manager.workers if worker.ready}

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_grpo.collectors.sampler import RolloutReport
 from torchrl_grpo.generation.base import EngineDeadError
 
 _LONGEST_PAUSE_S = 30.0
+_KINDS = {"setup": "start", "play": "sample", "score": "score", "update": "update", "evaluate": "evaluate"}
+"""Of what an actor is asked, what the timeline shows, and as what."""
+_MOST_SPANS = 10_000
 
 
 class ActorLostError(Exception):
@@ -31,6 +36,7 @@ class Worker:
         alive_at: when the last of its actors was lost that had done something, or had nothing to do; at first when it
             was made itself (``time.monotonic``).
         error: why the latest actor was lost.
+        spans: what the actors did, for the timeline; the driver's thread takes them.
         timeout_s: longest wait for an answer.
 
     Args:
@@ -48,6 +54,7 @@ class Worker:
         self.tasks: list[Any] = []
         self.alive_at = time.monotonic()
         self.error: BaseException | None = None
+        self.spans: deque[dict[str, Any]] = deque(maxlen=_MOST_SPANS)
         self.timeout_s = timeout_s
         self._make = make
         self._start_timeout_s = timeout_s
@@ -87,7 +94,7 @@ class Worker:
             raise ActorLostError(lost.result())
         given = getattr(actor, method).options(num_returns=returns).remote(*arguments)
         first, *others = [given] if returns == 1 else given
-        answer = asyncio.wrap_future(first.future())
+        answer, began_at = asyncio.wrap_future(first.future()), time.time()
         self._asked += 1
         try:
             await asyncio.wait({answer, lost}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -96,6 +103,7 @@ class Worker:
             if not answered:  # nobody waits any more; its error, if one comes, is not news
                 answer.add_done_callback(lambda future: future.cancelled() or future.exception())
         error = answer.exception() if answered else None
+        self._note(method, began_at, answer.result() if answered and error is None else None)
         if lost.done():
             raise ActorLostError(lost.result())
         if answered and error is None:
@@ -107,6 +115,15 @@ class Worker:
             raise cause_of(error)
         self.lose(error)
         raise ActorLostError(error)
+
+    def _note(self, method: str, began_at: float, result: Any) -> None:
+        """Adds to the timeline what the actor was asked for until now."""
+        if isinstance(result, RolloutReport):
+            self.spans.extend(result.spans(self.name, began_at))
+        elif method in _KINDS:
+            kind = "restart" if method == "setup" and self.restarts else _KINDS[method]
+            seconds = time.time() - began_at
+            self.spans.append({"actor": self.name, "kind": kind, "start": began_at, "seconds": seconds})
 
     async def until_lost(self) -> None:
         """Raises ``ActorLostError`` when the actor is lost."""

@@ -37,12 +37,20 @@ class Learner:
         transforms: what is applied to the whole batch first, by name: reference scoring (LoRA), reward shaping,
             advantage. The name appears in ``time/{name}_s``.
         sender: gives the weights to the engines.
+        tokenizer: makes the text of the tokens in ``samples``; None leaves them out.
     """
 
-    def __init__(self, trainer: GRPOTrainer, transforms: Sequence[tuple[str, Transform]], sender: Sender) -> None:
+    def __init__(
+        self,
+        trainer: GRPOTrainer,
+        transforms: Sequence[tuple[str, Transform]],
+        sender: Sender,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
         self.trainer = trainer
         self.transforms = list(transforms)
         self.sender = sender
+        self.tokenizer = tokenizer
         self._batch: TensorDictBase | None = None
         self._trained_steps = trainer.optim_steps
 
@@ -80,8 +88,11 @@ class Learner:
         return metrics | rollout_metrics(batch) | seconds
 
     def samples(self, most: int | None) -> list[dict[str, Any]]:
-        """At most so many sequences of the latest batch, None is all, as rows of ``samples.jsonl``."""
-        return [] if self._batch is None else sample_rows(self._batch, "train", most)
+        """So many sequences of the latest batch, in whole groups, as rows of ``samples.jsonl``; None is all."""
+        if self._batch is None:
+            return []
+        shown = {"tokenizer": self.tokenizer, "version": self.version - 1, "scores": self.trainer.scores.of}
+        return sample_rows(self._batch, "train", most, **shown)
 
     def weights(self) -> WeightHandle | None:
         """Where the engines find the current weights; None on a rank other than 0."""

@@ -22,6 +22,7 @@ from torchrl_grpo.functional import effective_sample_size
 from torchrl_grpo.learner.diagnosis import queries_of, where_not_finite
 from torchrl_grpo.learner.measures import StepMeasures
 from torchrl_grpo.learner.memory import memory_short, savings, step_memory
+from torchrl_grpo.learner.scores import PassScores
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import has, pad, pad_batch, pass_tokens, rank_micro_batches, slice_tokens
 from torchrl_grpo.models.prefix import Prompt, shared_prompts
@@ -45,7 +46,8 @@ class GRPOTrainer:
     ``train_step`` makes one optimizer step of each: micro-batches -> ``forward_backward`` -> ``optim_step``. The loss
     is normalised over the whole optimisation batch, so the split into micro-batches changes nothing but memory.
 
-    ``version`` counts trained batches. It is what engines call ``policy_version``.
+    ``version`` counts trained batches. It is what engines call ``policy_version``. ``scores`` has what the passes over
+    the latest batch computed of its tokens.
 
     With a model that ``shard_model`` spread over several ranks, every rank has a trainer and is given the same whole
     batch, of which it computes its share. Losses, metrics and weights are those of one process. ``train_batch``,
@@ -98,6 +100,7 @@ class GRPOTrainer:
         self.mesh = mesh_of(model)
         self.rank, self.world_size = (0, 1) if self.mesh is None else (self.mesh.get_local_rank(), self.mesh.size())
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=autocast_dtype == torch.float16)
+        self.scores = PassScores(loss.actor_network)
         self.version = 0
         self.optim_steps = 0
         self.skipped_steps = 0
@@ -137,6 +140,7 @@ class GRPOTrainer:
             MemoryShortError: the device has no more memory.
         """
         parts: Sequence[TensorDictBase] = batch.split(self.optim_batch_size)
+        self.scores.begin_batch(len(batch))
         if self.loss.proximal == "recomputed":  # part by part: in the passes of the step, for the same rounding
             parts = [self._with_proximal_log_probs(part) for part in parts]
         try:
@@ -190,8 +194,10 @@ class GRPOTrainer:
         lengths, prompts = data.get("length"), self._prompts(data)
         parts = rank_micro_batches(lengths, self.micro_batch_tokens, self.rank, self.world_size, prompts)
         totals: dict[str, Tensor] = {}
+        self.scores.begin_step(len(batch))
         for index in parts:
             out = self.forward_backward(self._micro_batch(data, index))
+            self.scores.note(index)
             for name, value in out.items():
                 totals[name] = totals[name] + value if name in totals else value
         computed = [pass_tokens(lengths[part].tolist(), prompts and [prompts[row] for row in part]) for part in parts]

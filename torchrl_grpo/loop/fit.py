@@ -23,11 +23,11 @@ from torchrl_grpo.collectors.source import RolloutSource
 from torchrl_grpo.errors import DiskFullError, NonFiniteError, NoSignalError, RunLostError
 from torchrl_grpo.interrupts import shielded
 from torchrl_grpo.learner.checkpoint import Checkpointer
-from torchrl_grpo.records import METRICS_FILE, read_jsonl
+from torchrl_grpo.records import METRICS_FILE, one_of_each, read_jsonl
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
 
-_SHOWN, _TEST_SAMPLES = 4, 20
+_SHOWN = 4
 _LONGEST_SHIELD_S = 20.0
 """Seconds for which a training step may go on after the signal that ends the run."""
 _LARGEST_ON_POLICY_KL = 0.1
@@ -67,7 +67,7 @@ class Schedule:
         checkpoint_frequency: between checkpoints; 0 is at the end alone.
         export_frequency: between models that are written beside them; 0 is none.
         sample_frequency: between tables of samples.
-        sample_rows: samples that are written then, None is all.
+        sample_rows: samples that are written then, rounded up to whole groups; None is all.
         refresh_every: between updates of the reference model with the trained weights; None is never.
         reference_version: of the weights that the reference model of a resumed run had; 0 is the base model.
         mismatch_tolerance: largest mean difference of the log-probs of engine and trainer after a weight sync, in nats;
@@ -84,7 +84,7 @@ class Schedule:
     checkpoint_frequency: int = 0
     export_frequency: int = 0
     sample_frequency: int = 50
-    sample_rows: int | None = 4
+    sample_rows: int | None = 32
     refresh_every: int | None = None
     reference_version: int = 0
     mismatch_tolerance: float | None = None
@@ -179,6 +179,7 @@ class _Steps:
         self._unlogged: dict[str, float] | None = None  # of a step that is trained and not written down
         self._longest_s = 0.0
         self._total = schedule.num_batches * schedule.sequences_per_batch
+        self._spans: list[dict[str, Any]] = []  # of the timeline, the last one without its end
         self._alarms = Alarms()
         for row in read_jsonl(logger.directory / METRICS_FILE):  # of a run that goes on in its own folder
             self._alarms.take(row)
@@ -194,15 +195,25 @@ class _Steps:
         if not (logged and evaluated):
             self._logger.log(step, metrics | self._evaluate(step, sampled=not logged or step == 0))
 
+    def _now(self, kind: str, step: int, what: str) -> None:
+        """Says what begins now: ``"train step 7"``, in the timeline of ``"train"``."""
+        self._end_span()
+        self._spans.append({"step": step, "actor": "learner", "kind": kind, "start": time.time()})
+        stalls.note(what)
+
+    def _end_span(self) -> None:
+        if self._spans and "seconds" not in self._spans[-1]:
+            self._spans[-1]["seconds"] = time.time() - self._spans[-1]["start"]
+
     def step(self) -> None:
         """Makes a step."""
         schedule, start = self._schedule, time.perf_counter()
         step = self._learner.version + 1
-        stalls.note(f"sample and score the batch of step {step}")
+        self._now("wait", step, f"sample and score the batch of step {step}")
         batch = self._source.next_batch()
         self._saver.batch_taken()
         metrics = {"time/wait_s": time.perf_counter() - start} | self._source.metrics()
-        stalls.note(f"train step {step}")
+        self._now("train", step, f"train step {step}")
         with shielded(_LONGEST_SHIELD_S):
             metrics |= self._learner.train_batch(batch)
             self._unlogged = metrics
@@ -215,7 +226,7 @@ class _Steps:
         metrics["throughput/trained_tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/step_s"]
         if last or schedule.evaluates(step):
             metrics |= self._evaluate(step, sampled=last)
-        stalls.note(f"write what step {step} gave")
+        self._now("save", step, f"write what step {step} gave")
         with shielded():
             self._record(metrics)
             self._console.step(step, metrics, step * schedule.sequences_per_batch, self._total)
@@ -252,15 +263,31 @@ class _Steps:
         if step in (1, schedule.num_batches) or step % schedule.sample_frequency == 0:
             rows = self._learner.samples(schedule.sample_rows)
             self._logger.log_samples(step, rows)
-            self._console.samples(step, rows[:_SHOWN])
+            self._console.samples(step, one_of_each(rows)[:_SHOWN])
+        self._log_spans(step)
+
+    def _log_spans(self, step: int) -> None:
+        """Writes the timeline up to what is being done now."""
+        *ended, current = self._spans
+        self._logger.log_spans([*ended, *({"step": step, **span} for span in self._source.spans())])
+        self._spans = [current]
+
+    def save(self) -> None:
+        """Saves at the end of the run."""
+        step = self._learner.version
+        self._now("save", step, "save")
+        with shielded():
+            self._saver.save()
+            self._end_span()
+            self._logger.log_spans(self._spans)
 
     def _evaluate(self, step: int, sampled: bool) -> dict[str, float]:
-        stalls.note(f"evaluate the weights of step {step}")
-        start, most = time.perf_counter(), self._schedule.sample_rows
+        self._now("evaluate", step, f"evaluate the weights of step {step}")
+        start = time.perf_counter()
         metrics, rows = self._source.evaluate(sampled=sampled)
         if metrics:
             metrics["time/eval_s"] = time.perf_counter() - start
-            self._logger.log_samples(step, rows[: most and max(_TEST_SAMPLES, most)])
+            self._logger.log_samples(step, rows)
             self._console.evaluation(step, metrics)
             self._saver.evaluated(metrics)
         return metrics
@@ -269,7 +296,7 @@ class _Steps:
         if refresh:  # before anything is sampled with the new weights
             self._source.update_reference(self._learner.reference_weights())
             self._saver.reference_version = version
-        stalls.note(f"give the engine the weights of step {version}")
+        self._now("publish", version, f"give the engine the weights of step {version}")
         start = time.perf_counter()
         self._source.publish(self._learner.weights(), version)
         metrics = {"time/sync_s": time.perf_counter() - start}
@@ -315,9 +342,7 @@ def fit(
     except BaseException:
         steps.end_early()
         raise
-    stalls.note("save")
-    with shielded():
-        saver.save()
+    steps.save()
 
 
 def _mismatch(learner: LearnerLike, source: RolloutSource, tolerance: float) -> dict[str, float]:

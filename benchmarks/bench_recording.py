@@ -1,0 +1,106 @@
+"""What it costs the default job (`make train`) to write samples.jsonl and timeline.jsonl: CPU seconds, in one process.
+
+    python benchmarks/bench_recording.py
+    python benchmarks/bench_recording.py --steps 100
+
+Prints JSON. Of what is done in each step (the timeline, and keeping the numbers of the training passes), steps with it
+and without it take turns. What is done in a step that logs samples, and in an evaluation, is measured by itself and
+counted as often as the default job of 80 steps does it. `share` is all of it over the CPU time of that job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from hydra import compose, initialize_config_dir
+from machine import report, surroundings
+
+from torchrl_grpo.collectors import evaluation
+from torchrl_grpo.config import from_hydra, register
+from torchrl_grpo.learner.learner import Learner
+from torchrl_grpo.learner.scores import PassScores
+from torchrl_grpo.loop import fit
+from torchrl_grpo.reporting.metrics import MetricsLogger
+from torchrl_grpo.run import build
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS, TABLES = 80, 3  # of the default job: steps, and those that log samples, or evaluate
+WARM_UP = 5  # steps that are not counted
+IN_EACH_STEP = ((MetricsLogger, "log_spans"), (PassScores, "_keep"), (PassScores, "note"))
+OF_SAMPLES = ((Learner, "samples"), (MetricsLogger, "log_samples"), (evaluation, "sample_rows"))
+
+
+def main() -> None:
+    """Runs the job with the parts switched and timed, and writes the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")
+    args = parser.parse_args()
+    register()
+    seconds: dict[str, list[float]] = {"with": [], "without": []}
+    spent: dict[str, list[float]] = {name: [] for _, name in OF_SAMPLES}
+    off = False
+
+    def switched(function: Callable[..., Any]) -> Callable[..., Any]:
+        return wraps(function)(lambda *given, **named: None if off else function(*given, **named))
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            start = time.process_time()
+            result = function(*given, **named)
+            spent[name].append(time.process_time() - start)
+            return result
+
+        return call
+
+    step = fit._Steps.step
+
+    def make_step(steps: Any) -> None:
+        nonlocal off
+        off = not off
+        start = time.process_time()
+        step(steps)
+        seconds["without" if off else "with"].append(time.process_time() - start)
+
+    turns, rare = f"train.total_dialog_turns={128 * args.steps}", f"logging.sample_frequency={10 * args.steps}"
+    overrides = [turns, rare, "evaluation.frequency=0", "logging.tensorboard=false"]
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "config")):
+        config = from_hydra(compose("grpo_arithmetic", overrides=overrides))
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(fit._Steps, "step", make_step):
+        for owner, name in IN_EACH_STEP:
+            mock.patch.object(owner, name, switched(getattr(owner, name))).start()
+        for owner, name in OF_SAMPLES:
+            mock.patch.object(owner, name, timed(name, getattr(owner, name))).start()
+        run = build(config, folder)
+        try:
+            run.fit()
+        finally:
+            run.close()
+            mock.patch.stopall()
+    medians = {side: statistics.median(times[WARM_UP:-1]) for side, times in seconds.items()}
+    written = spent["log_samples"]  # before the run, of its first step, after the run, of its last step
+    of_table = statistics.mean(spent["samples"]) + statistics.mean(written[1::2])
+    of_evaluation = statistics.mean(spent["sample_rows"]) + statistics.mean(written[0::2])
+    each = max(0.0, medians["with"] - medians["without"])
+    total = STEPS * each + TABLES * (of_table + of_evaluation)
+    result = surroundings(("torch", "torchrl", "transformers")) | {
+        "setting": {"steps": args.steps},
+        "median_step_cpu_s": medians,
+        "table_of_samples_cpu_s": of_table,
+        "samples_of_an_evaluation_cpu_s": of_evaluation,
+        "share": total / (STEPS * medians["without"]),
+        "step_cpu_s": seconds,
+    }
+    report(result, args.out)
+
+
+if __name__ == "__main__":
+    main()

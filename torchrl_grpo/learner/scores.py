@@ -1,0 +1,50 @@
+"""What the passes of the training step computed of each token, for the sequences that are logged: it costs nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from torchrl_grpo import keys
+
+_NAMES = {"trainer": keys.CUR_LOG_PROBS, "entropy": keys.ENTROPY}
+
+
+class PassScores:
+    """Log-probs and entropies of a batch, of the first pass over each sequence.
+
+    Args:
+        scorer: the actor network of a loss, which writes them.
+    """
+
+    def __init__(self, scorer: nn.Module) -> None:
+        self._size = self._first = self._next = 0
+        self._latest: dict[str, Tensor] = {}
+        self._passes: list[tuple[Tensor, dict[str, Tensor]]] = []
+        scorer.register_forward_hook(self._keep)
+
+    def _keep(self, scorer: nn.Module, inputs: Any, out: TensorDictBase) -> None:
+        found = {name: out.get(key, None) for name, key in _NAMES.items()}
+        self._latest = {name: value.detach() for name, value in found.items() if value is not None}
+
+    def begin_batch(self, size: int) -> None:
+        """Forgets the batch before; the optimisation batches of the new one come in its order."""
+        self._size, self._first, self._next, self._passes = size, 0, 0, []
+
+    def begin_step(self, size: int) -> None:
+        """Begins the next optimisation batch."""
+        self._first, self._next = self._next, self._next + size
+
+    def note(self, index: Tensor) -> None:
+        """Notes that the latest pass was over these rows of the optimisation batch, [n] int64."""
+        if self._first < self._size:
+            self._passes.append((self._first + index, self._latest))
+
+    def of(self, row: int) -> dict[str, Tensor]:
+        """By name, [T] each, what was computed of a row of the batch; nothing where another rank did."""
+        for rows, found in self._passes:
+            if len(place := (rows == row).nonzero()):
+                return {name: value[int(place[0])] for name, value in found.items()}
+        return {}

@@ -1,0 +1,308 @@
+"""Where else a run's numbers and samples go, through TorchRL's loggers: TensorBoard, Weights & Biases, MLflow, Trackio.
+
+They are views of what the run's own files have. A run that goes on from another one goes on in the same run of a
+service, whose id lies in the run's folder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchrl._utils import logger as torchrl_logger
+from torchrl.record.loggers.mlflow import MLFlowLogger
+from torchrl.record.loggers.tensorboard import TensorboardLogger
+from torchrl.record.loggers.trackio import TrackioLogger
+from torchrl.record.loggers.wandb import WandbLogger
+
+from torchrl_grpo.records import is_full
+
+Row = Mapping[str, Any]
+
+# A run must end even when the server does not answer: seconds for the start and for the last upload.
+_WANDB_TIMEOUT_S = 60.0
+_SERVER = "MLFLOW_TRACKING_URI"
+_COLUMNS = ("dataset", "group", "query", "response", "reward", "advantage", "correct", "valid", "length")
+"""Of the tables of samples."""
+
+
+class Tracker:
+    """A place that gets a run's numbers and samples. It keeps what it was given when it is closed."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Gets the metrics of a step by name; not all are finite."""
+        raise NotImplementedError
+
+    def log_samples(self, step: int, rows: Sequence[Row]) -> None:
+        """Gets rows of ``samples.jsonl``, of one split."""
+
+    def truncate(self, step: int) -> None:
+        """Forgets, if it can, that step and later ones: they are made again."""
+
+    def close(self) -> None:
+        """Writes what it still holds."""
+
+
+class TensorBoard(Tracker):
+    """TensorBoard's files in ``folder/tensorboard``."""
+
+    def __init__(self, folder: Path, config: str) -> None:
+        self._folder = folder
+        self._logger: TensorboardLogger | None = TensorboardLogger(exp_name="tensorboard", log_dir=str(folder))
+        self._logger.experiment.add_text("config", f"```\n{config}\n```")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if self._logger is None:
+            return
+        try:
+            self._logger.log_metrics(dict(values), step=step)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            torchrl_logger.warning(f"There is no room for TensorBoard's files in {self._folder}: they end here.")
+            self._logger = None
+
+    def truncate(self, step: int) -> None:
+        if self._logger is not None:
+            # A new event file that opens with a session start makes TensorBoard hide the later steps of the older ones.
+            writer = self._logger.experiment
+            writer.close()
+            writer.purge_step = step
+            writer._get_file_writer()
+
+    def close(self) -> None:
+        if self._logger is not None:
+            self._logger.experiment.close()
+
+
+class Wandb(Tracker):
+    """Weights & Biases; offline into ``folder/wandb``, for ``wandb sync``.
+
+    Raises:
+        ValueError: wandb cannot start.
+    """
+
+    def __init__(self, folders: Sequence[Path], settings: Mapping[str, Any], name: str, config: str) -> None:
+        import wandb
+
+        # Not TorchRL's `offline=True`: it sets an environment variable that outlives the run. And no console capture:
+        # it would record every redraw of the progress bar.
+        timeouts = dict.fromkeys(("init_timeout", "login_timeout", "finish_timeout"), _WANDB_TIMEOUT_S)
+        given = {key: settings[key] or None for key in ("mode", "project", "entity", "group", "tags")}
+        try:
+            self._logger = WandbLogger(
+                name, save_dir=folders[0], id=_known(folders, "wandb"), settings={"console": "off", **timeouts}, **given
+            )
+        except (wandb.Error, ValueError) as error:
+            raise ValueError(
+                f"logging.wandb.mode={settings['mode']} must be able to start a run, and wandb says "
+                f"{' '.join(str(error).split())!r}: check WANDB_API_KEY and the network, or set "
+                "logging.wandb.mode=offline."
+            ) from error
+        _keep(folders[0], "wandb", self._logger.experiment.id)
+        self._logger.log_hparams(json.loads(config))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._logger.log_metrics(dict(values), step=step)
+
+    def log_samples(self, step: int, rows: Sequence[Row]) -> None:
+        import wandb
+
+        columns = _columns(rows)
+        table = wandb.Table(list(columns), [list(row) for row in zip(*columns.values(), strict=True)])
+        self._logger.log_metrics({f"samples/{rows[0]['split']}": table}, step=step)
+
+    def close(self) -> None:
+        self._logger.experiment.finish()
+
+
+class MLflow(Tracker):
+    """MLflow; offline into a database in the folder in which the run began, online at ``MLFLOW_TRACKING_URI``.
+
+    Raises:
+        ValueError: MLflow cannot start.
+    """
+
+    def __init__(self, folders: Sequence[Path], settings: Mapping[str, Any], name: str, config: str) -> None:
+        import mlflow
+
+        online, home = settings["mode"] == "online", folders[0].resolve() / "mlflow"
+        known, _, store = (_known(folders, "mlflow") or "").partition("\n")
+        if store and not Path(store).exists():  # the folder in which it began is gone
+            known = store = ""
+        home.mkdir(parents=True, exist_ok=True)
+        store = "" if online else store or str(home / "mlflow.db")
+        address = os.environ[_SERVER] if online else f"sqlite:///{store}"
+        artifacts = None if online else (Path(store).parent / "artifacts").as_uri()
+        if known:
+            os.environ["MLFLOW_RUN_ID"] = known  # which the start of a run takes out of the environment
+        try:
+            self._logger = MLFlowLogger(settings["project"], address, artifact_location=artifacts)
+        except mlflow.MlflowException as error:
+            raise ValueError(
+                f"logging.mlflow.mode={settings['mode']} must be able to start a run, and mlflow says "
+                f"{' '.join(str(error).split())!r:.500}: check {_SERVER} and the network, or set "
+                "logging.mlflow.mode=offline."
+            ) from error
+        _keep(folders[0], "mlflow", f"{self._logger.experiment.info.run_id}\n{store}")
+        if not known:  # what is known of a run cannot be changed
+            self._logger.log_hparams(_flat(json.loads(config)))
+            mlflow.set_tags({"mlflow.runName": name} | ({"group": settings["group"]} if settings["group"] else {}))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        finite = {_mlflow_name(name): value for name, value in values.items() if math.isfinite(value)}
+        self._logger.log_metrics(finite, step=step)
+
+    def log_samples(self, step: int, rows: Sequence[Row]) -> None:
+        import mlflow
+
+        mlflow.log_table(_columns(rows), f"samples/{rows[0]['split']}_{step:06d}.json")
+
+    def close(self) -> None:
+        import mlflow
+
+        mlflow.end_run()
+
+
+class Trackio(Tracker):
+    """Trackio on this machine, in the folder of its own that ``trackio show`` reads (``TRACKIO_DIR``)."""
+
+    def __init__(self, folders: Sequence[Path], settings: Mapping[str, Any], name: str, config: str) -> None:
+        known = _known(folders, "trackio")
+        # Trackio tells runs apart by their names alone.
+        name = known or f"{name}-{secrets.token_hex(2)}"
+        self._logger = TrackioLogger(
+            name,
+            settings["project"],
+            group=settings["group"],
+            config=json.loads(config),
+            resume="must" if known else "never",
+            embed=False,
+        )
+        _keep(folders[0], "trackio", name)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._logger.experiment.log(dict(values), step=step)
+
+    def log_samples(self, step: int, rows: Sequence[Row]) -> None:
+        import trackio
+
+        columns = _columns(rows)
+        table = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        self._logger.experiment.log({f"samples/{rows[0]['split']}": trackio.Table(data=table)}, step=step)
+
+    def close(self) -> None:
+        self._logger.experiment.finish()
+
+
+_SERVICES = {"wandb": Wandb, "mlflow": MLflow, "trackio": Trackio}
+
+
+def check_logging(*, tensorboard: bool, services: Mapping[str, Mapping[str, Any]]) -> None:
+    """Checks, without network and in no time, that the loggers asked for can start.
+
+    Args:
+        tensorboard: whether there is to be TensorBoard.
+        services: of those that are on, their settings by name: ``mode`` and so on.
+
+    Raises:
+        ValueError: a package, a key or an address is missing.
+    """
+    if tensorboard and not _installed("tensorboard"):
+        raise ValueError(
+            "logging.tensorboard=true needs the package tensorboard, which is not installed: "
+            "`pip install tensorboard`, or set logging.tensorboard=false."
+        )
+    for name, settings in services.items():
+        field = f"logging.{name}.mode"
+        if not _installed(name):
+            raise ValueError(
+                f"{field}={settings['mode']} needs the package {name}, which is not installed: `pip install {name}`, "
+                f"or set {field}=disabled."
+            )
+        if name == "wandb" and settings["mode"] == "online" and not _has_wandb_key():
+            raise ValueError(
+                "logging.wandb.mode=online needs a Weights & Biases key, and neither WANDB_API_KEY nor the netrc file "
+                "has one: run `wandb login`, or set logging.wandb.mode=offline."
+            )
+        if name == "mlflow" and settings["mode"] == "online" and not os.environ.get(_SERVER):
+            raise ValueError(
+                f"logging.mlflow.mode=online needs the address of a server in the environment variable {_SERVER}, "
+                "which is not set: set it, or set logging.mlflow.mode=offline."
+            )
+
+
+def start_trackers(
+    folders: Sequence[Path], *, tensorboard: bool, services: Mapping[str, Mapping[str, Any]], config: str
+) -> list[Tracker]:
+    """Starts the loggers that are asked for.
+
+    Args:
+        folders: the run's own, and that of the run that it goes on from.
+        tensorboard: whether there is to be TensorBoard.
+        services: as in ``check_logging``.
+        config: of the run, as JSON.
+
+    Raises:
+        ValueError: one cannot start.
+    """
+    trackers: list[Tracker] = [TensorBoard(folders[0], config)] if tensorboard else []
+    try:
+        for name, settings in services.items():
+            run = settings["name"] or folders[0].resolve().name
+            trackers.append(_SERVICES[name](folders, settings, run, config))
+    except BaseException:
+        for tracker in trackers:
+            tracker.close()
+        raise
+    return trackers
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _has_wandb_key() -> bool:
+    """Whether wandb would find a credential where its own documentation says that it looks."""
+    from requests.utils import get_netrc_auth  # wandb needs it too
+
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    return get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")) is not None
+
+
+def _known(folders: Sequence[Path], service: str) -> str | None:
+    """The run of a service that one of the folders is of."""
+    files = (folder / service / "run_id" for folder in folders)
+    return next((file.read_text(encoding="utf-8").strip() for file in files if file.exists()), None)
+
+
+def _keep(folder: Path, service: str, run: str) -> None:
+    path = folder / service / "run_id"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{run}\n", encoding="utf-8")
+
+
+def _columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    """A table of samples, column by column."""
+    return {name: [row.get(name) for row in rows] for name in _COLUMNS if any(name in row for row in rows)}
+
+
+def _flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of a config by their dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in node.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _mlflow_name(name: str) -> str:
+    """A metric's name in the letters that MLflow takes: ``eval/pass_at_1``."""
+    return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))

@@ -40,6 +40,10 @@ from torchrl_grpo.startup import begin, end, quick_imports, say
 
 _log = logging.getLogger(__name__)
 _CUT = ("top_p", "top_k", "min_p")
+_PACKAGE = Path(__file__).resolve().parents[1]
+_IN_WHEEL = _PACKAGE / "config_files"
+CONFIG_FILES = str(_IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent / "config")
+"""The folder of ``grpo_*.yaml`` and ``algo/``: ``config/`` in a checkout, inside the package where a wheel brought it."""
 
 
 def register() -> None:
@@ -82,17 +86,14 @@ def _schema() -> Any:
 
 
 def compose(name: str, overrides: Sequence[str]) -> GRPOConfig:
-    """The typed, validated config of a file in the repository's ``config/``, for commands that make no run.
+    """The typed, validated config of a file in ``CONFIG_FILES``, for commands that make no run.
 
     Raises:
-        ConfigError: a rule is broken, or there is no such folder.
+        ConfigError: a rule is broken.
     """
-    folder = Path(__file__).resolve().parents[2] / "config"
-    if not folder.is_dir():
-        raise ConfigError(f"--config-name={name} must be in the repository's config/, and there is none: use a clone.")
     register()
     check_command_line(overrides)
-    with hydra.initialize_config_dir(str(folder), version_base="1.3"):
+    with hydra.initialize_config_dir(CONFIG_FILES, version_base="1.3"):
         return from_hydra(hydra.compose(name, list(overrides)))
 
 

@@ -167,9 +167,8 @@ def test_the_installed_version_is_pyprojects() -> None:
         (("ray",), ["requirements-ray.txt"]),
         (("bench",), ["requirements-bench.txt"]),
         (("docs",), ["requirements-docs.txt"]),
-        (("sweep",), ["requirements-sweep.txt"]),
     ],
-    ids=["core", "dev", "ray", "bench", "docs", "sweep"],
+    ids=["core", "dev", "ray", "bench", "docs"],
 )
 def test_pins_lie_within_the_declared_ranges(extras: tuple[str, ...], files: list[str]) -> None:
     pinned = {name: version for file in files for name, version in pins(file).items()}
@@ -179,7 +178,7 @@ def test_pins_lie_within_the_declared_ranges(extras: tuple[str, ...], files: lis
         assert pinned[name] in requirement.specifier, f"{requirement} against {pinned[name]}"
 
 
-@pytest.mark.parametrize("file", [f"requirements{suffix}.txt" for suffix in ("", "-dev", "-ray", "-bench", "-docs", "-sweep")])
+@pytest.mark.parametrize("file", [f"requirements{suffix}.txt" for suffix in ("", "-dev", "-ray", "-bench", "-docs")])
 def test_constraints_repeat_the_pins(file: str) -> None:
     constraints = pins("constraints.txt")
     assert {name: constraints.get(name) for name in pins(file)} == pins(file)

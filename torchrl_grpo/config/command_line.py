@@ -43,7 +43,7 @@ _CUT = ("top_p", "top_k", "min_p")
 _PACKAGE = Path(__file__).resolve().parents[1]
 _IN_WHEEL = _PACKAGE / "config_files"
 CONFIG_FILES = str(_IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent / "config")
-"""The folder of ``grpo_*.yaml`` and ``algo/``: ``config/`` in a checkout, inside the package where a wheel brought it."""
+"""The folder of ``grpo_*.yaml`` and ``algo/``: in a checkout ``config/``; a wheel has it inside the package."""
 
 
 def register() -> None:

@@ -105,7 +105,7 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
         arguments: the command line after the script's name.
 
     Returns:
-        arguments that go with them: those with which Hydra writes nothing in a dry run.
+        arguments that go with them: in a dry run those with which Hydra writes nothing, and that Optuna maximizes.
 
     Raises:
         ConfigError: a value looks like a secret or is not one of the key's choices, or both keys that say how long a
@@ -120,8 +120,9 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
             f"train.total_dialog_turns={turns} and train.total_epochs={epochs} exclude each other: use one of them "
             "alone."
         )
-    if "hydra.run.dir" in given and "$" not in given["hydra.run.dir"]:
-        _check_folder(Path(given["hydra.run.dir"].strip("'\"")))
+    for name in ("hydra.run.dir", "hydra.sweep.dir"):
+        if name in given and "$" not in given[name]:
+            _check_folder(name, Path(given[name].strip("'\"")))
     for text in arguments:
         name, _, values = text.lstrip("+").partition("=")
         for number in re.findall(r"-?\d{19,}", values):
@@ -131,15 +132,19 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
             also = ["null"] if item.default is None else []
             for value in re.findall(r"[^,'\"\s]+", values):
                 check_choice(name, value, item.metadata["choices"], also=[*item.metadata["removed"], *also])
-    return ["hydra.output_subdir=null", "hydra/job_logging=stdout"] if given.get("dry_run") in ("true", "True") else []
+    dry = given.get("dry_run") in ("true", "True")
+    added = ["hydra.output_subdir=null", "hydra/job_logging=stdout"] if dry else []
+    if given.get("hydra/sweeper") == "optuna" and "hydra.sweeper.direction" not in given:
+        added.append("hydra.sweeper.direction=maximize")
+    return added
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(name: str, folder: Path) -> None:
     """Refuses a folder that cannot be made: Hydra makes it before our code runs."""
     there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         what = "cannot be written to" if there.is_dir() else "is a file"
-        raise ConfigError(f"hydra.run.dir={folder} must be a folder that can be made, but {there} {what}: use another.")
+        raise ConfigError(f"{name}={folder} must be a folder that can be made, but {there} {what}: use another.")
 
 
 def _explained(error: Exception, arguments: Sequence[str]) -> str:

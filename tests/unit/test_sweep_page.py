@@ -77,7 +77,7 @@ def test_the_page_has_the_best_setting_and_each_run(sweep: Path) -> None:
     assert "Best test accuracy, greedy 85.0% optimizer.lr=1e-4" in text
     assert "Runs 4 2 settings Time of all runs 1:30" in text
     assert "optimizer.lr=1e-4 85.0% 80.0% to 90.0% in 2 runs" in text
-    assert "optimizer.lr 93.4% 50.0% 1e-5: 30.0% 1 run 1e-4: 85.0% 2 runs" in text
+    assert "optimizer.lr 97.6% 50.0% 1e-5: 30.0% 1 run 1e-4: 85.0% 2 runs" in text
     assert re.findall(r" (\d) (1e-\d) (\d) (25.0%) (\S+) (0.5) (\d) (\S+) none", text) == [
         ("1", "1e-4", "1", "25.0%", "90.0%", "0.5", "1", "0:30"),
         ("0", "1e-4", "0", "25.0%", "80.0%", "0.5", "1", "0:30"),

@@ -151,19 +151,17 @@ def influence(jobs: Sequence[Job], key: str) -> Influence:
     """What a key by itself explains of the outcomes (eta squared of a one-way analysis of variance)."""
     pairs = [(job.values.get(key, "-"), job.outcome) for job in jobs]
     scored = [(value, outcome) for value, outcome in pairs if outcome is not None and math.isfinite(outcome)]
-    levels: dict[str, list[float]] = {}
-    for label, outcome in _levels(scored):
-        levels.setdefault(label, []).append(outcome)
+    levels = _levels(scored)
     outcomes = [outcome for _, outcome in scored]
     count, mean = len(outcomes), fmean(outcomes) if outcomes else 0.0
-    between = sum(len(of) * (fmean(of) - mean) ** 2 for of in levels.values())
+    between = sum(len(of) * (fmean(of) - mean) ** 2 for _, of in levels)
     whole = sum((outcome - mean) ** 2 for outcome in outcomes)
     says = whole > 0 and len(levels) < count
     return Influence(
         key,
         between / whole if says else None,
         (len(levels) - 1) / (count - 1) if count > 1 else 0.0,
-        [(label, len(of), fmean(of)) for label, of in levels.items()],
+        [(label, len(of), fmean(of)) for label, of in levels],
     )
 
 
@@ -193,17 +191,14 @@ def _settings(jobs: Sequence[Job], keys: Sequence[str]) -> list[_Setting]:
     return sorted(made, key=lambda setting: -setting.outcomes[1] if setting.outcomes else math.inf)
 
 
-def _levels(scored: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
-    """Values and outcomes; where a key has many numbers, as Optuna tries them, three ranges of them in their stead."""
-    values = {value for value, _ in scored}
-    if len(values) <= _MOST_LEVELS or not all(math.isfinite(_number(value)) for value in values):
-        return [
-            (shown(value), outcome) for value, outcome in sorted(scored, key=lambda pair: (_number(pair[0]), pair[0]))
-        ]
+def _levels(scored: Sequence[tuple[str, float]]) -> list[tuple[str, list[float]]]:
+    """The values of a key with their outcomes; of many numbers, as Optuna tries them, three ranges in their stead."""
+    values = sorted({value for value, _ in scored}, key=lambda value: (_number(value), value))
+    if len(values) <= _MOST_LEVELS or not math.isfinite(_number(values[-1])):
+        return [(shown(value), [outcome for other, outcome in scored if other == value]) for value in values]
     ordered = sorted(scored, key=lambda pair: _number(pair[0]))
-    cuts = [len(ordered) * part // 3 for part in range(4)]
-    ranges = [ordered[low:high] for low, high in pairwise(cuts)]
-    return [(f"{shown(part[0][0])} to {shown(part[-1][0])}", outcome) for part in ranges for _, outcome in part]
+    parts = [ordered[low:high] for low, high in pairwise(len(ordered) * part // 3 for part in range(4))]
+    return [(f"{shown(part[0][0])} to {shown(part[-1][0])}", [outcome for _, outcome in part]) for part in parts]
 
 
 def _number(value: str) -> float:

@@ -84,7 +84,7 @@ def test_the_page_has_the_best_setting_and_each_run(sweep: Path) -> None:
         ("2", "1e-5", "0", "25.0%", "30.0%", "0.5", "1", "0:30"),
     ]
     assert "3 1e-5 1 - - - 0 0:00 no step" in text
-    assert re.findall('href="([^"]*)"', (sweep / "sweep.html").read_text(encoding="utf-8")) == ["0/report.html"]
+    assert re.findall('<a href="([^"]*)"', (sweep / "sweep.html").read_text(encoding="utf-8")) == ["0/report.html"]
 
 
 def test_seeds_make_one_curve_with_a_band(sweep: Path) -> None:

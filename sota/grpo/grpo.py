@@ -11,40 +11,7 @@ Launch lines:
 
 from __future__ import annotations
 
-import signal
-import sys
-from contextlib import closing
-
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a run to save, Ctrl-C just ends the process
-
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
-
-from torchrl_grpo.config import check_command_line, from_hydra, orderly_exit, register, starting
-
-register()
-
-
-@hydra.main(version_base="1.3", config_path="../../config", config_name="grpo_gsm8k")
-def main(cfg: DictConfig) -> None:
-    """Builds the run that the config describes, trains, and closes it whatever happens."""
-    with orderly_exit():
-        hydra_config = HydraConfig.get()
-        config = from_hydra(cfg, hydra_config)
-        with starting(config):  # takes seconds; --help and mistakes are answered before
-            from torchrl_grpo.doctor import examine
-            from torchrl_grpo.run import build
-
-        if config.dry_run:
-            if not examine(config, hydra_config.runtime.output_dir):
-                sys.exit(1)
-            return
-        with closing(build(config, hydra_config.runtime.output_dir)) as run:
-            run.fit()
-
+from torchrl_grpo.scripts import start_grpo
 
 if __name__ == "__main__":
-    with orderly_exit():
-        sys.argv += check_command_line(sys.argv[1:])
-        main()
+    start_grpo()  # torchrl_grpo/scripts/grpo.py; the command `grpo` does the same

@@ -22,8 +22,8 @@ MODULES = [".".join(("torchrl_grpo", *p.with_suffix("").parts)).removesuffix("._
 RESTRICTED = {
     "vllm": (("generation/vllm.py", "generation/vllm_async.py"), True),
     "ray": (("distributed/",), False),
-    "hydra": (("config/",), False),
-    "omegaconf": (("config/",), False),
+    "hydra": (("config/", "scripts/"), False),
+    "omegaconf": (("config/", "scripts/"), False),
 }
 
 

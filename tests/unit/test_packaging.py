@@ -52,22 +52,50 @@ def declared(*extras: str) -> list[Requirement]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+def wheel_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy, so that the checkout stays as it is, without the network."""
     folder = tmp_path_factory.mktemp("wheel")
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
-    shutil.copytree(ROOT / "torchrl_grpo", folder / "source" / "torchrl_grpo", ignore=ignore)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("torchrl_grpo", "config"):
+        shutil.copytree(ROOT / name, folder / "source" / name, ignore=ignore)
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "source")
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(folder), "."]
-    subprocess.run(command, cwd=folder / "source", check=True, timeout=600, stdin=subprocess.DEVNULL)
+    pip("wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), ".", cwd=folder / "source")
     (path,) = folder.glob("*.whl")
-    return zipfile.ZipFile(path)
+    return path
 
 
-def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+@pytest.fixture(scope="module")
+def wheel(wheel_path: Path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(wheel_path)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel_path: Path) -> Path:
+    """The folder that a user's pip put the wheel into. What it depends on is here already."""
+    folder = wheel_path.parent / "installed"
+    pip("install", "--no-deps", "--no-index", "--target", str(folder), str(wheel_path), cwd=wheel_path.parent)
+    return folder
+
+
+def pip(*arguments: str, cwd: Path) -> None:
+    command = [sys.executable, "-m", "pip", *arguments, "-q"]
+    subprocess.run(command, cwd=cwd, check=True, timeout=600, stdin=subprocess.DEVNULL)
+
+
+def use(installed: Path, *command: str, cwd: Path) -> str:
+    """What a command of the installed package prints in a folder of the user's."""
+    environment = os.environ | {"PYTHONPATH": str(installed), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_wheel_holds_the_files_of_package_and_config_only(wheel: zipfile.ZipFile) -> None:
     files = [p for p in (ROOT / "torchrl_grpo").rglob("*") if p.is_file() and not p.name.startswith(".")]
     expected = {p.relative_to(ROOT).as_posix() for p in files if p.parent.name != "__pycache__"}
+    configs = [p.relative_to(ROOT / "config").as_posix() for p in (ROOT / "config").rglob("*.yaml")]
+    expected |= {f"torchrl_grpo/config_files/{name}" for name in configs}
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert packed == expected
     assert "torchrl_grpo/py.typed" in packed
@@ -87,7 +115,41 @@ def test_the_wheel_carries_version_licence_and_extras(wheel: zipfile.ZipFile) ->
     assert "\nLicense-Expression: MIT\n" in metadata
     extras = set(re.findall(r"^Provides-Extra: (\S+)$", metadata, re.MULTILINE))
     services = {"wandb", "mlflow", "trackio"}
-    assert extras == {"vllm", "vllm-cpu", "ray", "rewards", "adamw-8bit", "dev", "bench", "docs"} | services
+    assert extras == {"vllm", "vllm-cpu", "ray", "rewards", "adamw-8bit", "dev", "bench", "docs", "sweep"} | services
+
+
+def test_an_installed_wheel_lists_its_commands_and_has_them(installed: Path, tmp_path: Path) -> None:
+    listed = use(installed, sys.executable, "-m", "torchrl_grpo", "--help", cwd=tmp_path)
+    assert listed == use(installed, sys.executable, "-m", "torchrl_grpo", cwd=tmp_path)
+    names = {line.split("  ")[1] for line in listed.splitlines() if line.startswith("  ")}
+    package = installed / "torchrl_grpo"
+    modules = {path.parent.name for path in package.glob("*/__main__.py")}
+    modules |= {path.stem for path in package.glob("[a-z]*.py") if '__name__ == "__main__"' in path.read_text("utf-8")}
+    assert names >= set(PROJECT["scripts"]) | {f"python -m torchrl_grpo.{name}" for name in modules}
+    assert "num_envs" in use(installed, f"{installed}/bin/grpo", "--help", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_trains_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    sizes = ("env.num_envs=16", "env.repeats=4", "train.total_dialog_turns=32", "evaluation.num_prompts=0")
+    command = (f"{installed}/bin/grpo", "--config-name", "grpo_arithmetic", *sizes)
+    printed = use(installed, *command, "hydra.run.dir=run", cwd=tmp_path)
+    assert "step 2: 32/32 sequences" in printed
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_sweeps_over_a_users_config(installed: Path, tmp_path: Path) -> None:
+    text = "defaults: [grpo_arithmetic, _self_, override algo: dapo]\nenv: {num_envs: 16, repeats: 4}\n"
+    (tmp_path / "mine.yaml").write_text(text + "train: {total_dialog_turns: 16}\nevaluation: {num_prompts: 0}\n")
+    use(
+        installed, f"{installed}/bin/grpo", "--config-dir", ".", "--config-name", "mine", "--multirun", "seed=1,2",
+        "hydra.sweep.dir=sweep", cwd=tmp_path,
+    )  # fmt: skip
+    configs = [(tmp_path / "sweep" / job / ".hydra" / "config.yaml").read_text("utf-8") for job in "01"]
+    assert all("num_envs: 16" in config and "aggregation: token_mean" in config for config in configs)
+    assert ["seed: 1\n" in configs[0], "seed: 2\n" in configs[1]] == [True, True]
 
 
 def test_the_installed_version_is_pyprojects() -> None:

@@ -5,7 +5,15 @@ before that), choices, ranges and combinations by ``validate``. Defaults live in
 nowhere else.
 """
 
-from torchrl_grpo.config.command_line import check_command_line, compose, from_hydra, orderly_exit, register, starting
+from torchrl_grpo.config.command_line import (
+    CONFIG_FILES,
+    check_command_line,
+    compose,
+    from_hydra,
+    orderly_exit,
+    register,
+    starting,
+)
 from torchrl_grpo.config.fields import leaves
 from torchrl_grpo.config.renamed import plain, renamed
 from torchrl_grpo.config.rules import check_one_process, staleness_bound, validate
@@ -13,6 +21,7 @@ from torchrl_grpo.config.schema import GRPOConfig
 from torchrl_grpo.errors import ConfigError
 
 __all__ = [
+    "CONFIG_FILES",
     "ConfigError",
     "GRPOConfig",
     "check_command_line",

@@ -40,6 +40,10 @@ from torchrl_grpo.startup import begin, end, quick_imports, say
 
 _log = logging.getLogger(__name__)
 _CUT = ("top_p", "top_k", "min_p")
+_PACKAGE = Path(__file__).resolve().parents[1]
+_IN_WHEEL = _PACKAGE / "config_files"
+CONFIG_FILES = str(_IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent / "config")
+"""The folder of ``grpo_*.yaml`` and ``algo/``: in a checkout ``config/``; a wheel has it inside the package."""
 
 
 def register() -> None:
@@ -82,17 +86,14 @@ def _schema() -> Any:
 
 
 def compose(name: str, overrides: Sequence[str]) -> GRPOConfig:
-    """The typed, validated config of a file in the repository's ``config/``, for commands that make no run.
+    """The typed, validated config of a file in ``CONFIG_FILES``, for commands that make no run.
 
     Raises:
-        ConfigError: a rule is broken, or there is no such folder.
+        ConfigError: a rule is broken.
     """
-    folder = Path(__file__).resolve().parents[2] / "config"
-    if not folder.is_dir():
-        raise ConfigError(f"--config-name={name} must be in the repository's config/, and there is none: use a clone.")
     register()
     check_command_line(overrides)
-    with hydra.initialize_config_dir(str(folder), version_base="1.3"):
+    with hydra.initialize_config_dir(CONFIG_FILES, version_base="1.3"):
         return from_hydra(hydra.compose(name, list(overrides)))
 
 
@@ -104,7 +105,7 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
         arguments: the command line after the script's name.
 
     Returns:
-        arguments that go with them: those with which Hydra writes nothing in a dry run.
+        arguments that go with them: in a dry run those with which Hydra writes nothing, and that Optuna maximizes.
 
     Raises:
         ConfigError: a value looks like a secret or is not one of the key's choices, or both keys that say how long a
@@ -119,8 +120,9 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
             f"train.total_dialog_turns={turns} and train.total_epochs={epochs} exclude each other: use one of them "
             "alone."
         )
-    if "hydra.run.dir" in given and "$" not in given["hydra.run.dir"]:
-        _check_folder(Path(given["hydra.run.dir"].strip("'\"")))
+    for name in ("hydra.run.dir", "hydra.sweep.dir"):
+        if name in given and "$" not in given[name]:
+            _check_folder(name, Path(given[name].strip("'\"")))
     for text in arguments:
         name, _, values = text.lstrip("+").partition("=")
         for number in re.findall(r"-?\d{19,}", values):
@@ -130,15 +132,19 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
             also = ["null"] if item.default is None else []
             for value in re.findall(r"[^,'\"\s]+", values):
                 check_choice(name, value, item.metadata["choices"], also=[*item.metadata["removed"], *also])
-    return ["hydra.output_subdir=null", "hydra/job_logging=stdout"] if given.get("dry_run") in ("true", "True") else []
+    dry = given.get("dry_run") in ("true", "True")
+    added = ["hydra.output_subdir=null", "hydra/job_logging=stdout"] if dry else []
+    if given.get("hydra/sweeper") == "optuna" and "hydra.sweeper.direction" not in given:
+        added.append("hydra.sweeper.direction=maximize")
+    return added
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(name: str, folder: Path) -> None:
     """Refuses a folder that cannot be made: Hydra makes it before our code runs."""
     there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         what = "cannot be written to" if there.is_dir() else "is a file"
-        raise ConfigError(f"hydra.run.dir={folder} must be a folder that can be made, but {there} {what}: use another.")
+        raise ConfigError(f"{name}={folder} must be a folder that can be made, but {there} {what}: use another.")
 
 
 def _explained(error: Exception, arguments: Sequence[str]) -> str:

@@ -1,5 +1,18 @@
 """What a run shows and writes: terminal output, metrics, samples, curves and the report."""
 
-from torchrl_grpo.reporting.metrics import MetricsLogger
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchrl_grpo.reporting.metrics import MetricsLogger
 
 __all__ = ["MetricsLogger"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torchrl_grpo.reporting import metrics  # imports torch, which the pages do without
+
+    return getattr(metrics, name)

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -86,19 +87,60 @@ def save_png(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
 
 def panel_svg(panel: Panel, records: Sequence[Record]) -> str:
     """One panel as an ``<svg>`` element, its text and lines in the CSS colors ``--ink`` and ``--line``."""
-    buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.title}):
-        panel_figure(panel, records).savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    svg = buffer.getvalue()
-    return svg[svg.index("<svg") :].replace(_INK, "var(--ink)").replace(_LINE, "var(--line)")
+    return _svg(panel_figure(panel, records), panel)
 
 
 def panel_figure(panel: Panel, records: Sequence[Record]) -> Figure:
     """One panel without its title and note."""
-    figure = Figure(figsize=(3.5, 2.3))
-    figure.subplots_adjust(left=0.175, right=0.98, bottom=0.17, top=0.98)
+    figure = _small_figure()
     _draw(figure.subplots(), panel, records)
     return figure
+
+
+def compared_svg(panel: Panel, settings: Sequence[tuple[str, Sequence[Sequence[Record]]]]) -> str:
+    """One panel with a curve for each setting, as an ``<svg>`` element like those of ``panel_svg``.
+
+    Args:
+        panel: of one metric.
+        settings: color and runs of each. Several runs are one curve, their mean, in a band from the lowest to the
+            highest of them. The first one is drawn on top.
+    """
+    figure = _small_figure()
+    axes = figure.subplots()
+    axes.margins(y=0.12)
+    for color, runs in reversed(settings):
+        _draw_runs(axes, panel, runs, color)
+    _style(axes, panel)
+    return _svg(figure, panel)
+
+
+def _draw_runs(axes: Axes, panel: Panel, runs: Sequence[Sequence[Record]], color: str) -> None:
+    curves = [dict(zip(*points, strict=True)) for run in runs for points in series(panel, run).values()]
+    steps = sorted({step for curve in curves for step in curve})
+    if not steps:
+        return
+    rows = [[curve[step] for curve in curves if step in curve] for step in steps]
+    lowest, mean, highest = (thin(steps, [take(row) for row in rows])[1] for take in (min, fmean, max))
+    steps, is_test = thin(steps, steps)[0], panel.metrics[0].startswith("eval/")
+    if not is_test and len(steps) >= _SMOOTH_FROM:
+        lowest, mean, highest = smooth(lowest), smooth(mean), smooth(highest)
+    if len(curves) > 1:
+        axes.fill_between(steps, lowest, highest, color=color, alpha=0.18, linewidth=0)
+    axes.plot(steps, mean, color=color, linewidth=1.8, marker="o" if is_test else None, markersize=3.2)
+
+
+def _small_figure() -> Figure:
+    figure = Figure(figsize=(3.5, 2.3))
+    figure.subplots_adjust(left=0.175, right=0.98, bottom=0.17, top=0.98)
+    return figure
+
+
+def _svg(figure: Figure, panel: Panel) -> str:
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.title}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    svg = buffer.getvalue()
+    return svg[svg.index("<svg") :].replace(_INK, "var(--ink)").replace(_LINE, "var(--line)")
 
 
 def series(panel: Panel, records: Sequence[Record]) -> dict[str, tuple[list[int], list[float]]]:

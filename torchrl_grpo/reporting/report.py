@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import jinja2
@@ -22,6 +23,7 @@ from torchrl_grpo.records import (
     SAMPLES_FILE,
     clip,
     duration,
+    number,
     one_of_each,
     percent,
     printable,
@@ -55,8 +57,8 @@ def write_report(directory: str | os.PathLike[str]) -> Path:
     environment = json.loads(_read(directory / ENVIRONMENT_FILE) or "{}")
     if environment:
         environment["packages"] = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
-    page = _template().render(
-        title=_title(config, _read(directory / ".hydra" / "hydra.yaml")),
+    page = page_template("report.html.j2").render(
+        title=title_of(directory),
         name="/".join(directory.resolve().parts[-2:]),  # a date and a time in the usual layout
         logged=bool(records),
         summary=_summary(records),
@@ -71,6 +73,11 @@ def write_report(directory: str | os.PathLike[str]) -> Path:
     # A model can write half a surrogate pair, which has no UTF-8.
     path.write_text(page, encoding="utf-8", errors="replace")
     return path
+
+
+def title_of(directory: Path) -> str:
+    """Model, data and algorithm of a run, where Hydra's files name them."""
+    return _title(_read(directory / ".hydra" / "config.yaml"), _read(directory / ".hydra" / "hydra.yaml"))
 
 
 def merge_steps(rows: Iterable[Row]) -> list[dict[str, Any]]:
@@ -88,7 +95,8 @@ def summarize(directory: str | os.PathLike[str]) -> dict[str, Any]:
         ``steps``; ``sequences`` and ``tokens`` (sums of ``rollout/sequences`` and ``rollout/tokens``); ``wall_s`` (the
         steps and the evaluations); ``trained_tokens_per_s`` (as the metric of that name: without the evaluations);
         ``accuracy_before`` and ``accuracy_after`` (first and last ``eval/pass@1``) and the steps that they were
-        measured after, ``before_step`` and ``after_step``; ``restarts`` of actors and ``groups_resampled`` after them;
+        measured after, ``before_step`` and ``after_step``; ``reward``, its mean over the last tenth of the steps;
+        ``restarts`` of actors and ``groups_resampled`` after them;
         ``invalid`` rewards by cause; ``alarms``, all that came.
         What the run has no numbers for is None, or 0 where it is a count.
     """
@@ -112,11 +120,23 @@ def _summary(records: Sequence[Row]) -> dict[str, Any]:
         "before_step": before_step,
         "accuracy_after": after,
         "after_step": after_step,
+        "reward": _last_reward(records),
         "restarts": sum(_latest_sum(records, f"workers/restarts_{role}") for role in ("rollout", "reference")),
         "groups_resampled": _latest_sum(records, "workers/groups_resampled"),
         "invalid": _invalid(records),
         "alarms": alarms_of(records),
     }
+
+
+def objective(summary: Mapping[str, Any]) -> float | None:
+    """What a sweep is to raise: the last greedy test accuracy or, where nothing was evaluated, ``reward``."""
+    found = (summary[name] for name in ("accuracy_after", "accuracy_before", "reward"))
+    return next((value for value in found if value is not None), None)
+
+
+def _last_reward(records: Sequence[Row]) -> float | None:
+    rewards = [r["rollout/reward_mean"] for r in records if r.get("rollout/reward_mean") is not None]
+    return fmean(rewards[len(rewards) * 9 // 10 :]) if rewards else None
 
 
 def _sum(records: Sequence[Row], name: str) -> float:
@@ -184,8 +204,10 @@ def _text(value: Any, longest: int | None = _LONGEST_TEXT) -> str:
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
-def _template() -> jinja2.Template:
+def page_template(name: str) -> jinja2.Template:
+    """A page of this folder, with what its texts and numbers are shown by."""
     loader = jinja2.PackageLoader("torchrl_grpo.reporting", "")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"text": _text, "percent": percent, "duration": duration, "reward": reward_text}
-    return environment.get_template("report.html.j2")
+    environment.filters |= {"text": _text, "percent": percent, "number": number}
+    environment.filters |= {"duration": duration, "reward": reward_text}
+    return environment.get_template(name)

@@ -1,0 +1,216 @@
+"""The page over a sweep: ``sweep.html`` in the folder of a multirun, one file that needs nothing else.
+
+Like the report of a run it is read back from files, so that it can be made while a sweep goes on, or after it failed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+from torchrl_grpo.records import METRICS_FILE, read_jsonl
+from torchrl_grpo.reporting.curves import COLORS, Panel, compared_svg, series
+from torchrl_grpo.reporting.report import merge_steps, objective, page_template, summarize, title_of
+
+_PANELS = (
+    Panel("Test accuracy, greedy", ("eval/pass@1",), percent=True),
+    Panel("Reward", ("rollout/reward_mean",)),
+    Panel("KL to the reference (nats per token)", ("train/kl_k3_to_ref",)),
+    Panel("Entropy (nats per token)", ("train/entropy",)),
+    Panel("Response length (tokens)", ("rollout/response_length",)),
+    Panel("Time per step (s)", ("time/step_s",), "Evaluation left out."),
+)
+_GREY = COLORS[6]
+_BRIGHT = [color for color in COLORS if color != _GREY]
+_MOST_LEVELS = 5
+"""Values of a key, if they are numbers; more are taken together in three ranges."""
+_OVERRIDES = ".hydra/overrides.yaml"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job of a sweep.
+
+    Attributes:
+        name: of its folder.
+        values: of the keys on its command line.
+        records: its metrics, one mapping a step.
+        summary: what ``summarize`` gives.
+    """
+
+    name: str
+    values: Mapping[str, str]
+    records: Sequence[Mapping[str, Any]]
+    summary: Mapping[str, Any]
+
+    @property
+    def outcome(self) -> float | None:
+        return objective(self.summary)
+
+    @property
+    def seconds(self) -> float:
+        return self.summary["wall_s"] or 0.0
+
+
+@dataclass(frozen=True)
+class Influence:
+    """What a key explains of the differences between the jobs' outcomes.
+
+    Attributes:
+        key: its name.
+        share: of the variance of all outcomes, that of the means of the key's values; None where each value has one
+            job.
+        by_chance: the share that is expected of a key that has no influence.
+        levels: values, how many jobs each has, and the mean of their outcomes.
+    """
+
+    key: str
+    share: float | None
+    by_chance: float
+    levels: Sequence[tuple[str, int, float]]
+
+
+def write_sweep(directory: str | os.PathLike[str]) -> Path:
+    """Writes ``sweep.html`` into the folder of a multirun.
+
+    Returns:
+        its path.
+
+    Raises:
+        ValueError: no job in the folder has logged a step.
+    """
+    directory = Path(directory)
+    jobs = read_jobs(directory)
+    if not any(job.records for job in jobs):
+        raise ValueError(
+            f"{directory} must be the folder of a multirun in which a job has logged a step, and there is no such job: "
+            "name a folder such as multirun/2026-01-31/12-00-00."
+        )
+    keys = varied(jobs)
+    tested = any(job.summary["accuracy_before"] is not None for job in jobs)
+    settings = _settings(jobs, [key for key in keys if key != "seed"])
+    colors = [*_BRIGHT, *[_GREY] * len(settings)][: len(settings)]
+    drawn = [(color, [job.records for job in setting.jobs]) for color, setting in zip(colors, settings, strict=True)]
+    panels = [panel for panel in _PANELS if any(series(panel, job.records) for job in jobs)]
+    titles = {title_of(directory / job.name) for job in jobs}
+    page = page_template("sweep.html.j2").render(
+        title=titles.pop() if len(titles) == 1 else "GRPO sweep",
+        name="/".join(directory.resolve().parts[-2:]),
+        jobs=sorted(jobs, key=_rank),
+        reports={job.name for job in jobs if (directory / job.name / "report.html").exists()},
+        keys=keys,
+        shown=shown,
+        tested=tested,
+        settings=settings,
+        legend=list(zip(_BRIGHT, settings, strict=False)),
+        influences=sorted((influence(jobs, key) for key in keys), key=lambda i: i.by_chance - (i.share or 0.0)),
+        panels=[(panel, compared_svg(panel, drawn)) for panel in panels],
+    )
+    path = directory / "sweep.html"
+    path.write_text(page, encoding="utf-8", errors="replace")
+    return path
+
+
+def read_jobs(directory: Path) -> list[Job]:
+    """The jobs of a multirun, in the order of their numbers, those that failed before their first step too."""
+    found = sorted((path.parents[1] for path in directory.rglob(_OVERRIDES)), key=_natural)
+    jobs = []
+    for folder in found:
+        overrides = yaml.safe_load((folder / _OVERRIDES).read_text(encoding="utf-8")) or []
+        values = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
+        records = merge_steps(read_jsonl(folder / METRICS_FILE))
+        jobs.append(Job(folder.relative_to(directory).as_posix(), values, records, summarize(folder)))
+    return jobs
+
+
+def varied(jobs: Sequence[Job]) -> list[str]:
+    """The keys that are not the same in all jobs."""
+    keys = dict.fromkeys(key for job in jobs for key in job.values)
+    return [key for key in keys if len({job.values.get(key) for job in jobs}) > 1]
+
+
+def shown(value: str) -> str:
+    """A value of an override; a fraction of many digits in three.
+
+    >>> shown("0.00012345678"), shown("10240000"), shown("dapo")
+    ('0.000123', '10240000', 'dapo')
+    """
+    return f"{_number(value):.3g}" if "." in value and len(value) > 7 and math.isfinite(_number(value)) else value
+
+
+def influence(jobs: Sequence[Job], key: str) -> Influence:
+    """What a key by itself explains of the outcomes (eta squared of a one-way analysis of variance)."""
+    pairs = [(job.values.get(key, "-"), job.outcome) for job in jobs]
+    scored = [(value, outcome) for value, outcome in pairs if outcome is not None and math.isfinite(outcome)]
+    levels = _levels(scored)
+    outcomes = [outcome for _, outcome in scored]
+    count, mean = len(outcomes), fmean(outcomes) if outcomes else 0.0
+    between = sum(len(of) * (fmean(of) - mean) ** 2 for _, of in levels)
+    whole = sum((outcome - mean) ** 2 for outcome in outcomes)
+    says = whole > 0 and len(levels) < count
+    return Influence(
+        key,
+        between / whole if says else None,
+        (len(levels) - 1) / (count - 1) if count > 1 else 0.0,
+        [(label, len(of), fmean(of)) for label, of in levels],
+    )
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """Jobs that differ in nothing but their seeds, and the lowest, mean and highest outcome."""
+
+    values: Mapping[str, str]
+    jobs: Sequence[Job]
+
+    @property
+    def label(self) -> str:
+        return " ".join(f"{key}={shown(value)}" for key, value in self.values.items()) or "all runs"
+
+    @property
+    def outcomes(self) -> tuple[float, float, float] | None:
+        found = [job.outcome for job in self.jobs if job.outcome is not None]
+        return (min(found), fmean(found), max(found)) if found else None
+
+
+def _settings(jobs: Sequence[Job], keys: Sequence[str]) -> list[_Setting]:
+    """The settings, that with the best mean outcome first."""
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(json.dumps([job.values.get(key) for key in keys]), []).append(job)
+    made = [_Setting({key: of[0].values.get(key, "-") for key in keys}, of) for of in groups.values()]
+    return sorted(made, key=lambda setting: -setting.outcomes[1] if setting.outcomes else math.inf)
+
+
+def _levels(scored: Sequence[tuple[str, float]]) -> list[tuple[str, list[float]]]:
+    """The values of a key with their outcomes; of many numbers, as Optuna tries them, three ranges in their stead."""
+    values = sorted({value for value, _ in scored}, key=lambda value: (_number(value), value))
+    if len(values) <= _MOST_LEVELS or not math.isfinite(_number(values[-1])):
+        return [(shown(value), [outcome for other, outcome in scored if other == value]) for value in values]
+    ordered = sorted(scored, key=lambda pair: _number(pair[0]))
+    parts = [ordered[low:high] for low, high in pairwise(len(ordered) * part // 3 for part in range(4))]
+    return [(f"{shown(part[0][0])} to {shown(part[-1][0])}", [outcome for _, outcome in part]) for part in parts]
+
+
+def _number(value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        return math.inf
+
+
+def _rank(job: Job) -> float:
+    return math.inf if job.outcome is None else -job.outcome
+
+
+def _natural(path: Path) -> tuple[tuple[int, str], ...]:
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in path.parts)

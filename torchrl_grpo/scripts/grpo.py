@@ -1,0 +1,15 @@
+"""Synchronous GRPO: collect a batch, train on it, send the weights to the engine, repeat."""
+
+from __future__ import annotations
+
+import hydra
+from omegaconf import DictConfig
+
+from torchrl_grpo.config import CONFIG_FILES
+from torchrl_grpo.scripts.job import train
+
+
+@hydra.main(version_base="1.3", config_path=CONFIG_FILES, config_name="grpo_gsm8k")
+def main(cfg: DictConfig) -> float | None:
+    """The run that the config describes; gives what a sweep is to raise."""
+    return train(cfg)

@@ -1,0 +1,121 @@
+"""What both scripts do: a job, from its config to its outcome, and the page over the jobs of a sweep."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from hydra.conf import HydraConf
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from torchrl_grpo import interrupts, startup
+from torchrl_grpo.config import check_command_line, from_hydra, orderly_exit, register, starting
+
+_log = logging.getLogger(__name__)
+
+register()
+
+
+class Sweep(Callback):
+    """Knows the folder of a multirun.
+
+    Attributes:
+        folder: of the one that this process started; None in a single run, and in a process that a launcher made.
+    """
+
+    folder: Path | None = None
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        Sweep.folder = Path(config.hydra.sweep.dir)
+
+
+def command(main: Callable[[], object]) -> None:
+    """Has ``main`` answer the command line, and writes the page over a sweep."""
+    Sweep.folder = None
+    with orderly_exit():
+        sys.argv += [*check_command_line(sys.argv[1:]), f"+hydra.callbacks.sweep._target_={__name__}.Sweep"]
+        try:
+            main()
+        finally:
+            if Sweep.folder is not None:
+                _report(Sweep.folder)
+
+
+def train(cfg: DictConfig, *, asynchronous: bool = False) -> float | None:
+    """Does the job that a config describes.
+
+    Returns:
+        what a sweep is to raise (``reporting.report.objective``); None of a dry run.
+    """
+    hydra_config = HydraConfig.get()
+    if hydra_config.mode == RunMode.MULTIRUN:
+        return _train_in_sweep(cfg, hydra_config, asynchronous)
+    with orderly_exit():
+        return _train(cfg, hydra_config, asynchronous)
+
+
+def _train_in_sweep(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> float | None:
+    """A job among others: its error is Hydra's to raise, when those beside it have ended."""
+    directory = Path(hydra_config.runtime.output_dir)
+    beside_others = Sweep.folder is None
+    try:
+        with interrupts.watched(), _printing_to(directory / "output.txt") if beside_others else nullcontext():
+            outcome = _train(cfg, hydra_config, asynchronous)
+    except Exception as error:
+        _log.error(f"{directory} failed: {error}")
+        raise
+    finally:
+        startup.end()
+    if beside_others:
+        _log.info(f"{directory} ended" + ("" if outcome is None else f" with {outcome:.3g}"))
+    return outcome
+
+
+def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> float | None:
+    """Builds the run that the config describes, trains, and closes it whatever happens."""
+    config, directory = from_hydra(cfg, hydra_config), hydra_config.runtime.output_dir
+    with starting(config, asynchronous=asynchronous):  # takes seconds; --help and mistakes are answered before
+        from torchrl_grpo.doctor import examine
+        from torchrl_grpo.run import build
+
+    if config.dry_run:
+        if not examine(config, directory, asynchronous=asynchronous):
+            sys.exit(1)
+        return None
+    with closing(build(config, directory, asynchronous=asynchronous)) as run:
+        summary = run.fit()
+    from torchrl_grpo.reporting.report import objective  # imports matplotlib, which a run needs at its end only
+
+    return objective(summary)
+
+
+@contextmanager
+def _printing_to(path: Path) -> Iterator[None]:
+    """Has all that this process prints go to a file: jobs side by side have one terminal."""
+    sys.stdout.flush()
+    terminal = os.dup(1)
+    with path.open("a") as file:
+        os.dup2(file.fileno(), 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(terminal, 1)
+        os.close(terminal)
+
+
+def _report(folder: Path) -> None:
+    from torchrl_grpo.reporting.sweep_report import write_sweep
+
+    try:
+        sys.stdout.write(f"The sweep's page: {write_sweep(folder)}\n")
+    except ValueError:
+        return  # no job came to a step

@@ -1,0 +1,31 @@
+"""Writes one page over the runs of a sweep: which key mattered, their curves on top of each other, a table.
+
+    python -m torchrl_grpo.sweep multirun/DATE/TIME
+
+The scripts write it by themselves when a multirun ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchrl_grpo.reporting.sweep_report import write_sweep
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Answers a command line."""
+    parser = argparse.ArgumentParser("python -m torchrl_grpo.sweep", description="Writes one page over a sweep's runs.")
+    parser.add_argument("folder", type=Path, help="of the sweep: the page is sweep.html in it")
+    asked = parser.parse_args(arguments)
+    try:
+        path = write_sweep(asked.folder)
+    except ValueError as error:
+        parser.exit(2, f"error: {error}\n")
+    sys.stdout.write(f"{path}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -23,6 +23,9 @@ from torchrl_grpo.config import check_command_line, from_hydra, register
 from torchrl_grpo.config.schema import COMPONENTS, FIELDS
 
 ELSEWHERE = {
+    "cd": "the shell's",
+    "git": "there is no network",
+    "pip": "test_packaging.py compares the versions",
     "docker": "there is no Docker here; make lint checks the files",
     "export": "sets a variable",
     "ray": "tests/ray/test_jobs.py and tests/ray/test_hosts.py run symmetric-run, job submit and start",
@@ -39,7 +42,8 @@ OF_TORCHRL = {
     "test_failure_missing_entries", "test_grpo_token_mean_expands_token_mask", "test_kl_mask_threshold",
     "test_ray_mc_advantage",
 }  # fmt: skip
-OURS = [page for page in PAGES if page != "migrate"]
+README = "../README"
+OURS = [README, *(page for page in PAGES if page != "migrate")]
 """The pages whose names are ours; the tables of the other one are checked in ``test_migrate.py``."""
 OPTION = re.compile(r"--[a-z][a-z-]*")
 
@@ -48,9 +52,10 @@ def composed(words: list[str]) -> None:
     """Composes and checks the config of a script's command line, of each job where it is a sweep."""
     folder, name = ROOT / "config", "grpo_gsm8k"
     rest = [word for word in words if not word.startswith("hydra.")]
-    while rest and rest[0] in ("--config-dir", "--config-name"):
+    while rest and rest[0] in ("--config-dir", "--config-name", "--cfg"):
         option, value, *rest = rest
-        folder, name = (ROOT / value, name) if option == "--config-dir" else (folder, value)
+        folder = ROOT / value if option == "--config-dir" else folder
+        name = value if option == "--config-name" else name
     if rest and rest[0] == "--multirun":
         parsed = OverridesParser.create().parse_overrides(rest[1:])
         (jobs,) = BasicSweeper.split_arguments(parsed, None)
@@ -91,12 +96,12 @@ def check(words: list[str]) -> None:
             compose_config(*overrides, name=name)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [README, *PAGES])
 def test_every_block_is_of_a_kind_that_is_checked(page: str) -> None:
     assert {block.language for block in blocks(page)} <= {"bash", "python", "text", "yaml"}
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [README, *PAGES])
 def test_the_commands_of_a_page_are_ones_that_are_taken(page: str) -> None:
     for block in blocks(page):
         for _, words in commands(block) if block.language == "bash" else ():
@@ -121,7 +126,7 @@ def test_the_files_that_a_page_shows_are_those_that_there_are(page: str) -> None
             assert block.text in (ROOT / block.title).read_text(encoding="utf-8"), block.title
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in TUTORIALS])
+@pytest.mark.parametrize("page", [README, *(page for page in PAGES if page not in TUTORIALS)])
 def test_the_python_of_a_page_runs(page: str, tokenizer: Any) -> None:
     from torchrl.envs import TransformedEnv
     from torchrl.envs.llm.transforms import PythonInterpreter
@@ -179,7 +184,7 @@ def test_every_config_key_that_a_page_names_is_there() -> None:
 
 def test_links_to_other_places_are_well_made_and_to_known_hosts() -> None:
     """They are not followed: there may be no network."""
-    for page in PAGES:
+    for page in (README, *PAGES):
         text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
         for link in re.findall(r"\bhttps?://[^\s)\"'`>]+", text):
             host, _, _ = urlsplit(link).netloc.partition(":")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -180,6 +181,18 @@ def test_every_config_key_that_a_page_names_is_there() -> None:
             inside = name.startswith(tuple(f"{node}." for node in COMPONENTS))
             if not inside and name not in NOT_KEYS:
                 assert any(f"{key}.".startswith(f"{name}.") for key in FIELDS), (page, name)
+
+
+def test_every_override_that_a_page_names_is_one_that_hydra_reads() -> None:
+    """As a shell hands it on, with all its quotes."""
+    parser = OverridesParser.create()
+    for page in OURS:
+        text = re.sub(r"^```.*?^```", "", (DOCS / f"{page}.md").read_text(encoding="utf-8"), flags=re.M | re.S)
+        for code in re.findall(r"`('?[a-z_]+\.[^`\n]+)`", text):
+            for word in shlex.split(code) if "=" in code and "|" not in code else ():
+                if word.partition("=")[0] in FIELDS:
+                    check_command_line([word])
+                    assert not parser.parse_override(word).is_sweep_override(), (page, word)
 
 
 def test_links_to_other_places_are_well_made_and_to_known_hosts() -> None:

@@ -11,10 +11,10 @@ ENV PATH=/app/.venv/bin:$PATH PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1 \
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ make && rm -rf /var/lib/apt/lists/*
 
-RUN useradd --create-home grpo && install --directory --owner grpo /app
-USER grpo
+RUN useradd --create-home --uid 1000 grpo && install --directory --owner grpo /app
+USER 1000
 WORKDIR /app
-COPY --chown=grpo . .
+COPY --chown=1000 . .
 RUN make install && pip install --requirement sota/grpo/requirements_gsm8k.txt
 
 CMD ["python", "sota/grpo/grpo.py", "--config-name", "grpo_arithmetic"]

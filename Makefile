@@ -51,11 +51,13 @@ test: $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(TEST_ENGINE)  ## run the whole tes
 test-fast: $(VENV)/.stamp-dev  ## run the tests that need neither vLLM nor Ray nor much time, in 4 minutes
 	$(PY) -m pytest $(PYTEST_WORKERS) tests/unit tests/torchrl -m "not slow" $(PYTEST_ARGS)
 
-lint: $(VENV)/.stamp-dev  ## ruff, mypy and the import rules
+lint: $(VENV)/.stamp-dev  ## ruff, mypy, the import rules, shell scripts and Dockerfiles
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/shellcheck sota/grpo/slurm/*.sbatch .ci/run
+	$(VENV)/bin/hadolint Dockerfile Dockerfile.cpu
 
 docs: $(VENV)/.stamp-docs  ## build the documentation site into site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build

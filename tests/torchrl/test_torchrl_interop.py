@@ -432,7 +432,7 @@ def test_the_compiled_loss_has_the_same_value_and_gradient() -> None:
 @pytest.mark.slow
 def test_the_loop_of_the_tutorial_has_at_most_40_lines_and_learns() -> None:
     """In a process of its own, as a user runs it; the reward rises by at least 0.15 in 20 steps."""
-    source = "".join(block.text for block in blocks("loop"))
+    source = "".join(block.text for block in blocks("tutorials/loop"))
     assert len(source.splitlines()) <= 40
     source += "\nprint('REWARDS', *rewards)\n"
     done = subprocess.run(

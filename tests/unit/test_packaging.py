@@ -285,7 +285,7 @@ def test_a_second_make_installs_nothing(tmp_path: Path) -> None:
         (tmp_path / f".stamp-{stamp}").touch()
     [line] = make("-n", "test", f"VENV={tmp_path}")
     assert line.startswith(f"{tmp_path}/bin/python -m pytest ")
-    assert len(make("-n", "lint", f"VENV={tmp_path}")) == 4
+    assert len(make("-n", "lint", f"VENV={tmp_path}")) == 6
 
 
 def test_make_help_lists_every_target() -> None:
@@ -313,6 +313,18 @@ def test_ci_runs_lint_docs_and_tests() -> None:
     assert lines[0] == "#!/usr/bin/env bash"
     assert "set -euo pipefail" in lines
     assert lines[-3:] == ["make lint", "make docs", "make test"]
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
+def test_an_image_has_what_its_targets_of_make_read(name: str) -> None:
+    image = (ROOT / name).read_text(encoding="utf-8")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (targets,) = re.findall(r"^RUN make ((?:install[a-z-]* ?)+)", image, re.MULTILINE)
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets.split())
+    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line[:1] == "!"]
+    read = {*re.findall(r"[a-z-]+\.txt", makefile), "pyproject.toml", "setup.py", PROJECT["readme"]}
+    read |= {"config", "sota", "torchrl_grpo", *PROJECT["license-files"]}
+    assert {path.name for pattern in kept for path in ROOT.glob(pattern)} >= read
 
 
 @pytest.mark.parametrize("task", ["gsm8k", "ifeval"])

@@ -270,7 +270,8 @@ class TrainConfig:
     and so on; with LoRA the adapters alone. 0 writes the model at the end only."""
     keep_checkpoints: str | None = "last:3"
     """Checkpoints that stay when a newer one is written: last:3 is the newest three, last:3,best:1 also the best one by
-    eval/pass@1, of those that were evaluated at their step. null keeps all."""
+    eval/pass@1, of those evaluated at their step (typed with quotes: 'train.keep_checkpoints="last:3,best:1"').
+    null keeps all."""
     time_limit: float | None = limited(None, gt=0)
     """Seconds after which the run saves, writes the model and ends with exit status 0, before a step that would not end
     in time. null is none."""

@@ -1,0 +1,89 @@
+"""Jobs of Ray, and the scripts for Slurm, run without Slurm: ``srun`` is a stand-in, all else is real."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.configs import ROOT
+from tests.support.slurm import SCRIPTS, environment
+from torchrl_grpo.records import read_jsonl
+
+pytest.importorskip("ray")
+sys.path.insert(0, str(ROOT / "benchmarks"))
+hosts = pytest.importorskip("hosts")
+
+SMALL = (
+    "train_model.num_devices=1", "inference_model.num_devices=1", "ref_model.num_devices=1", "env.num_envs=16",
+    "env.repeats=4", "train.total_dialog_turns=32", "evaluation.num_prompts=0", "logging.tensorboard=false",
+)  # fmt: skip
+pytestmark = pytest.mark.skipif(not (Path(sys.prefix) / "bin" / "activate").exists(), reason="not in a venv")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """One that all hosts see: each has a /tmp of its own."""
+    path = Path(tempfile.mkdtemp(prefix="slurm-", dir="/var/tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.slow
+def test_a_job_on_one_node_trains_and_a_restarted_one_has_nothing_to_do(folder: Path) -> None:
+    job = ["bash", str(SCRIPTS / "one_node.sbatch"), *SMALL]
+    for _ in range(2):
+        subprocess.run(job, cwd=ROOT, env=environment(folder, 1, 8), check=True, timeout=600)
+        assert [row["step"] for row in read_jsonl(folder / "run" / "metrics.jsonl")] == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.root
+@pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "there can be hosts")
+def test_a_job_on_two_nodes_trains_over_ray_symmetric_run(folder: Path) -> None:
+    job = environment(folder, 2, 0) | {"RAY_raylet_start_wait_time_s": "120"}
+    command = folder / "command.sh"
+    with hosts.Network("first", "second") as network, (folder / "printed.txt").open("w") as printed:
+        first, second = network.hosts
+        script = ["bash", str(SCRIPTS / "two_nodes.sbatch"), *SMALL]
+        nodes = [first.popen(*script, cwd=ROOT, env=job, stdout=printed, stderr=printed)]
+        while not command.exists() and nodes[0].poll() is None:
+            time.sleep(0.1)
+        nodes.append(second.popen("bash", str(command), cwd=ROOT, env=job, stdout=printed, stderr=printed))
+        seen = set[str]()
+        while nodes[0].poll() is None:
+            seen |= set(second.actors())
+            time.sleep(0.5)
+        assert nodes[0].wait() == 0, (folder / "printed.txt").read_text()
+        assert nodes[1].wait(60) == 0
+        assert seen  # a part of the run was on the other node
+        assert [host.actors() for host in network.hosts] == [[], []]
+    assert [row["step"] for row in read_jsonl(folder / "run" / "metrics.jsonl")] == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.root
+@pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "there can be hosts")
+def test_a_job_of_ray_trains_on_a_cluster_that_runs(folder: Path) -> None:
+    pytest.importorskip("aiohttp_cors", reason="needs ray[default]")
+    for name in ("sota", "config"):
+        shutil.copytree(ROOT / name, folder / "work" / name)
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_raylet_start_wait_time_s": "120"}
+    env = environment(folder, 1, 0) | token
+    with hosts.Network("head") as network, (folder / "printed.txt").open("w") as printed:
+        (head,) = network.hosts
+        script = f"python sota/grpo/grpo-async.py --config-name grpo_arithmetic hydra.run.dir={folder}/run"
+        for command in (
+            f"ray start --head --node-ip-address={head.address} --num-cpus=1 --object-store-memory=200000000",
+            " ".join([f"ray job submit --working-dir={folder}/work -- {script} ray.address=auto", *SMALL]),
+        ):
+            process = head.popen(*command.split(), cwd=folder, env=env, stdout=printed, stderr=printed)
+            assert process.wait(600) == 0, (folder / "printed.txt").read_text()
+    assert [row["step"] for row in read_jsonl(folder / "run" / "metrics.jsonl")] == [0, 1, 2]

@@ -1,0 +1,41 @@
+"""The notebook of the first run, executed by a Jupyter kernel."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.configs import ROOT
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+
+NOTEBOOK = ROOT / "docs" / "tutorials" / "first_run.ipynb"
+
+
+def test_the_notebook_is_kept_without_outputs() -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [(cell.outputs, cell.execution_count) for cell in cells] == [([], None)] * len(cells)
+
+
+@pytest.mark.slow
+def test_the_notebook_of_the_first_run_learns(tmp_path: Path) -> None:
+    folder = tmp_path / "docs" / "tutorials"
+    folder.mkdir(parents=True)
+    for name in ("sota", "config"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    notebook = nbformat.read(shutil.copy(NOTEBOOK, folder), as_version=4)
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}}).execute()
+    train, curves, responses, used = (
+        cell.outputs for cell in notebook.cells if cell.cell_type == "code" and cell.outputs
+    )
+    printed = "".join(output.get("text", "") for output in train)
+    assert "report.html" in printed, printed
+    assert ["image/png" in output.get("data", {}) for output in curves] == [True]
+    assert len(responses[0].text.splitlines()) == 5
+    assert "#### 85" in used[-1].text

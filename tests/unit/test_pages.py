@@ -1,0 +1,205 @@
+"""All pages of the site: blocks of code are run or checked, tests that are named are there, links are well made.
+
+The tutorials' blocks run in ``test_tutorials.py``.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from tests.support.configs import ROOT, compose_config
+from tests.support.documentation import DOCS, PAGES, TUTORIALS, blocks, commands
+from torchrl_grpo.config import check_command_line, from_hydra, register
+from torchrl_grpo.config.schema import COMPONENTS, FIELDS
+
+ELSEWHERE = {
+    "cd": "the shell's",
+    "git": "there is no network",
+    "pip": "test_packaging.py compares the versions",
+    "docker": "there is no Docker here; make lint checks the files",
+    "export": "sets a variable",
+    "ray": "tests/ray/test_jobs.py and tests/ray/test_hosts.py run symmetric-run, job submit and start",
+    "sbatch": "tests/ray/test_jobs.py runs the scripts",
+    "source": "the environment that make install made",
+    "vllm": "tests/vllm/test_judge.py",
+}
+"""Commands that are not ours, by their first word, and what is known of them."""
+HOSTS = {"arxiv.org", "download.pytorch.org", "github.com"}
+OF_OTHERS = {"localhost", "FIRST_MACHINE"}
+NOT_KEYS = {"inference_model.top_p", "train.jsonl"}
+"""A key that a page names because it is refused, and a file."""
+OF_TORCHRL = {
+    "test_failure_missing_entries", "test_grpo_token_mean_expands_token_mask", "test_kl_mask_threshold",
+    "test_ray_mc_advantage",
+}  # fmt: skip
+README = "../README"
+OURS = [README, *(page for page in PAGES if page != "migrate")]
+"""The pages whose names are ours; the tables of the other one are checked in ``test_migrate.py``."""
+OPTION = re.compile(r"--[a-z][a-z-]*")
+
+
+def composed(words: list[str]) -> None:
+    """Composes and checks the config of a script's command line, of each job where it is a sweep."""
+    folder, name = ROOT / "config", "grpo_gsm8k"
+    rest = [word for word in words if not word.startswith("hydra.")]
+    while rest and rest[0] in ("--config-dir", "--config-name", "--cfg"):
+        option, value, *rest = rest
+        folder = ROOT / value if option == "--config-dir" else folder
+        name = value if option == "--config-name" else name
+    if rest and rest[0] == "--multirun":
+        parsed = OverridesParser.create().parse_overrides(rest[1:])
+        (jobs,) = BasicSweeper.split_arguments(parsed, None)
+    else:
+        jobs = [rest]
+    for job in jobs:
+        check_command_line(job)
+        register()
+        with initialize_config_dir(version_base="1.3", config_dir=str(folder)):
+            from_hydra(compose(name, [*job, f"hydra.searchpath=[file://{ROOT / 'config'}]"]))
+
+
+def source(script: str) -> str:
+    """The text of a script of ours, or of all files of a module of ours."""
+    path = ROOT / script.replace("torchrl_grpo.", "torchrl_grpo/")
+    files = path.rglob("*.py") if path.is_dir() else [path if path.suffix else path.with_suffix(".py")]
+    return "".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def check(words: list[str]) -> None:
+    """That a command is one that there is, with options and overrides that it takes."""
+    if words[0] == "make":
+        makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+        for word in words[1:]:
+            pattern = rf"^{word.partition('=')[0]} \?=" if "=" in word else rf"^{word}:"
+            assert re.search(pattern, makefile, re.MULTILINE), words
+    elif words[0] != "python":
+        assert words[0] in ELSEWHERE, words
+    elif words[1].startswith("sota/"):
+        assert (ROOT / words[1]).is_file()
+        composed(words[2:])
+    else:
+        script, *rest = words[1 + (words[1] == "-m") :]
+        text = source(script)
+        assert {word for word in rest if OPTION.fullmatch(word)} <= set(OPTION.findall(text)), words
+        if overrides := [word for word in rest if "=" in word]:
+            name = rest[rest.index("--config-name") + 1] if "--config-name" in rest else "grpo_gsm8k"
+            compose_config(*overrides, name=name)
+
+
+@pytest.mark.parametrize("page", [README, *PAGES])
+def test_every_block_is_of_a_kind_that_is_checked(page: str) -> None:
+    assert {block.language for block in blocks(page)} <= {"bash", "python", "text", "yaml"}
+
+
+@pytest.mark.parametrize("page", [README, *PAGES])
+def test_the_commands_of_a_page_are_ones_that_are_taken(page: str) -> None:
+    for block in blocks(page):
+        for _, words in commands(block) if block.language == "bash" else ():
+            check(words)
+
+
+def test_what_no_script_takes_is_found() -> None:
+    for line in (
+        "python sota/grpo/grpo.py optimizer.lrr=1",
+        "python -m torchrl_grpo.samples x --nope",
+        "make nothing",
+        "rm x",
+    ):
+        with pytest.raises(Exception, match=r"lrr|--nope|nothing|rm"):
+            check(line.split())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_files_that_a_page_shows_are_those_that_there_are(page: str) -> None:
+    for block in blocks(page):
+        if block.title and "GPU" not in block.title:
+            assert block.text in (ROOT / block.title).read_text(encoding="utf-8"), block.title
+
+
+@pytest.mark.parametrize("page", [README, *(page for page in PAGES if page not in TUTORIALS)])
+def test_the_python_of_a_page_runs(page: str, tokenizer: Any) -> None:
+    from torchrl.envs import TransformedEnv
+    from torchrl.envs.llm.transforms import PythonInterpreter
+
+    from torchrl_grpo.envs import LLMEnv
+    from torchrl_grpo.tasks import ArithmeticTask
+    from torchrl_grpo.transforms import HistoryTransforms
+
+    there = (TransformedEnv, PythonInterpreter, LLMEnv, HistoryTransforms)
+    variables: dict[str, Any] = {thing.__name__: thing for thing in there}
+    variables |= {"task": ArithmeticTask(), "tokenizer": tokenizer}
+    for block in blocks(page):
+        if block.language == "python":
+            exec(block.text, variables)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_yaml_of_a_page_is_a_config(page: str, tmp_path: Path) -> None:
+    register()
+    for block in blocks(page):
+        if block.language == "yaml":
+            assert "defaults" in yaml.safe_load(block.text)
+            (tmp_path / "mine.yaml").write_text(block.text)
+            with initialize_config_dir(version_base="1.3", config_dir=str(tmp_path)):
+                from_hydra(compose("mine", [f"hydra.searchpath=[file://{ROOT / 'config'}]"]))
+
+
+def test_every_test_that_a_page_names_is_there() -> None:
+    """With its module where it is given, and so is each file of the checkout."""
+    there: dict[str, set[str]] = {}
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        names = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+        there[file.relative_to(ROOT / "tests").as_posix()] = names
+    everywhere = set().union(*there.values())
+    for page in OURS:
+        text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+        for module, name in re.findall(r"`(\w+/test_\w+\.py)::(\w+)`", text):
+            assert name in there[module], (page, name)
+        for name in re.findall(r"`(test_\w+_\w+_\w+)`", text):
+            assert name in everywhere or name in OF_TORCHRL, (page, name)
+        for path in re.findall(r"`((?:tests|benchmarks|tools|examples|torchrl_grpo|sota)/[\w./-]+\.\w+)`", text):
+            assert (ROOT / path).exists(), (page, path)
+
+
+def test_every_config_key_that_a_page_names_is_there() -> None:
+    groups = "|".join({name.partition(".")[0] for name in FIELDS if "." in name} - {"ray"})  # ray.init is Ray's
+    for page in OURS:
+        text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+        for name in re.findall(rf"`\+?((?:{groups})\.[a-z_][a-z_.0-9]*)", text):
+            inside = name.startswith(tuple(f"{node}." for node in COMPONENTS))
+            if not inside and name not in NOT_KEYS:
+                assert any(f"{key}.".startswith(f"{name}.") for key in FIELDS), (page, name)
+
+
+def test_every_override_that_a_page_names_is_one_that_hydra_reads() -> None:
+    """As a shell hands it on, with all its quotes."""
+    parser = OverridesParser.create()
+    for page in OURS:
+        text = re.sub(r"^```.*?^```", "", (DOCS / f"{page}.md").read_text(encoding="utf-8"), flags=re.M | re.S)
+        for code in re.findall(r"`('?[a-z_]+\.[^`\n]+)`", text):
+            for word in shlex.split(code) if "=" in code and "|" not in code else ():
+                if word.partition("=")[0] in FIELDS:
+                    check_command_line([word])
+                    assert not parser.parse_override(word).is_sweep_override(), (page, word)
+
+
+def test_links_to_other_places_are_well_made_and_to_known_hosts() -> None:
+    """They are not followed: there may be no network."""
+    for page in (README, *PAGES):
+        text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+        for link in re.findall(r"\bhttps?://[^\s)\"'`>]+", text):
+            host, _, _ = urlsplit(link).netloc.partition(":")
+            assert host in OF_OTHERS or (host in HOSTS and link.startswith("https:")), (page, link)
+            assert not link.endswith((".", ",")), (page, link)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from tests.support.configs import ROOT
+from tests.support.scripts import SYNC, Script
 from tests.support.view_runs import make_run, served
 from torchrl_grpo.view.start import page_beside
 
@@ -254,6 +256,18 @@ def test_a_page_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     run.kill()
     run.wait()
     until(lambda: not page.is_running() or page.status() == psutil.STATUS_ZOMBIE)
+
+
+@pytest.mark.slow
+def test_a_run_serves_its_page_until_it_ends(tmp_path: Path) -> None:
+    with Script(SYNC, tmp_path, "logging.page=true", "train.total_dialog_turns=160") as script:
+        script.wait(lambda: "a page on this run: " in script.printed())
+        [address] = re.findall(r"http://\S+", script.printed())
+        assert api(address, "status")[0]["ended"] is False
+        script.wait()
+        assert script.process.returncode == 0
+        assert script.left() == []
+        assert address not in (tmp_path / "grpo.log").read_text()
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

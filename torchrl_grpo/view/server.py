@@ -161,7 +161,7 @@ class Asked:
         raise ValueError(f"{name}={text!r} must be {what}: change it or leave it out.")
 
     def run(self, runs: Sequence[RunView]) -> RunView:
-        """The run that is meant, the first by default; with what it wrote until now."""
+        """The run that is meant, the first by default."""
         number = self.whole("run") or 0
         if not 0 <= number < len(runs):
             raise ValueError(f"run={number} must be one of the {len(runs)} runs, from 0 on.")

@@ -16,7 +16,11 @@ export function curves(box) {
     el("form", { submit: (event) => event.preventDefault() }, choices, field("from step", from), field("to step", to)),
     grid);
   let charts = [];
-  const point = (step) => charts.forEach((chart) => chart.point(step));
+  let pointed = null;
+  const point = (step) => {
+    pointed = step;
+    charts.forEach((chart) => chart.point(step));
+  };
   let width = 0;
   new ResizeObserver(() => {
     if (grid.clientWidth === width) return;
@@ -38,6 +42,7 @@ export function curves(box) {
       }
       const steps = d3.extent(panels.flatMap((panel) => panel.curves.flatMap((curve) => d3.extent(curve.steps))));
       charts.forEach((chart, at) => chart.set(panels[at], steps, runs));
+      point(pointed);
       if (!panels.length) grid.replaceChildren(el("p", {}, "No step was logged yet."));
     };
   };

@@ -62,8 +62,8 @@ export async function get(name, params = {}) {
   } catch {
     throw new Error("The server of this page has ended. For a run that has ended: python -m torchrl_grpo.view RUN");
   }
-  const answer = await response.json();
-  if (!response.ok) throw new Error(answer.error ?? `The server answered ${response.status}.`);
+  const answer = await response.json().catch(() => ({ error: `The server answered ${response.status}.` }));
+  if (!response.ok) throw new Error(answer.error);
   return answer;
 }
 
@@ -71,9 +71,9 @@ export function field(label, input) {
   return el("label", {}, label, input);
 }
 
-// A select; options are [value, text].
-export function choice(name, options, chosen) {
-  const chooser = el("select", { name, change: (event) => change({ [name]: event.target.value, page: "", row: "" }) });
+// A select; options are [value, text]. With another choice some of the state begins anew.
+export function choice(name, options, chosen, anew = {}) {
+  const chooser = el("select", { name, change: (event) => change({ [name]: event.target.value, ...anew }) });
   chooser.append(...options.map(([value, text]) => el("option", { value, selected: String(value) === chosen }, text)));
   return chooser;
 }
@@ -81,7 +81,8 @@ export function choice(name, options, chosen) {
 // Which of several runs a view is about; nothing where there is one.
 export function runChoice(runs, params) {
   if (runs.length < 2) return null;
-  return field("run", choice("run", runs.map((run, at) => [at, run.name]), params.get("run") ?? "0"));
+  const anew = { page: "", from: "", to: "" };
+  return field("run", choice("run", runs.map((run, at) => [at, run.name]), params.get("run") ?? "0", anew));
 }
 
 // A box that scrolls sideways, also by keyboard.

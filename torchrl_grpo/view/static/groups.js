@@ -31,6 +31,9 @@ export function groups(box) {
       count = found.found;
       notice.textContent = `${number(found.found)} of ${number(found.all)} groups, ${number(found.rows)} responses in all`;
       list.replaceChildren(...found.groups.map((rows) => section(rows, asked)));
+      for (const text of list.querySelectorAll(".prompt, .response")) {
+        if (text.scrollHeight > text.clientHeight) text.tabIndex = 0; // to be scrolled by keyboard
+      }
       pager.replaceChildren(...pages(page, Math.ceil(found.found / PAGE)));
     };
   };
@@ -63,8 +66,8 @@ function fill(form, runs, run, params) {
   form.replaceChildren(
     ...[
       runChoice(runs, params),
-      field("split", choice("split", options(run?.splits), params.get("split"))),
-      run?.datasets.length ? field("task", choice("dataset", options(run.datasets), params.get("dataset"))) : null,
+      field("split", choice("split", options(run?.splits), params.get("split"), { page: "" })),
+      run?.datasets.length ? field("task", choice("dataset", options(run.datasets), params.get("dataset"), { page: "" })) : null,
       ...RANGES.map(([name, label]) => field(label, typed(name, "number", { step: "any" }))),
       field("text in prompt or response", typed("text", "search")),
     ].filter(Boolean));
@@ -87,13 +90,13 @@ function section(rows, asked) {
     el("th", { scope: "col" }, el("a", { href: link("tokens", { run: asked.run ?? "", row: row.row }) }, `response ${at + 1}`)));
   return el("section", { "aria-label": about },
     el("h3", {}, about),
-    el("div", { class: "prompt", tabindex: 0, role: "group", "aria-label": "Prompt" }, first.query),
+    el("div", { class: "prompt", role: "group", "aria-label": "Prompt" }, first.query),
     scroll(`Responses, ${about}`, el("table", { class: "group" },
       el("thead", {}, el("tr", {}, el("td", {}, el("span", { class: "hidden" }, "what")), head)),
       el("tbody", {},
         line("reward", (row) => el("em", { class: row.good ? "good" : "bad" }, row.reward)),
         facts.map(([label, make]) => line(label, make)),
-        line("text", (row) => el("div", { class: "response", tabindex: 0, role: "group", "aria-label": "Response" }, row.response))))));
+        line("text", (row) => el("div", { class: "response", role: "group", "aria-label": "Response" }, row.response))))));
 }
 
 function pages(page, count) {

@@ -11,7 +11,6 @@ export function timeline(box) {
   const form = el("form", { submit: (event) => event.preventDefault() });
   box.append(el("h2", { class: "hidden" }, "Timeline"), form, body);
   let last = null;
-  let offered = "";
   new ResizeObserver(() => last && body.clientWidth !== last.width && draw()).observe(body);
 
   function draw() {
@@ -23,8 +22,7 @@ export function timeline(box) {
     const asked = Object.fromEntries(["run", "from", "to"].map((key) => [key, params.get(key) ?? ""]));
     const found = await get("timeline", asked);
     return () => {
-      if (offered !== (params.get("run") ?? "0")) form.replaceChildren(...[runChoice(runs, params), ...buttons(() => last.found)].filter(Boolean));
-      offered = params.get("run") ?? "0";
+      if (!form.childElementCount) form.append(...[runChoice(runs, params), ...buttons(() => last.found)].filter(Boolean));
       last = { found, width: 0 };
       if (body.querySelector(":focus-visible")) return; // somebody reads its spans
       draw();

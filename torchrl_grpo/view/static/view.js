@@ -80,18 +80,21 @@ function where(run) {
 }
 
 function alarms(box) {
+  const form = el("form");
+  const body = el("div");
+  box.append(el("h2", {}, "Alarms"), form, body);
   return async (params, runs) => {
     const found = await get("alarms", { run: params.get("run") ?? "" });
     const rows = found.map((one) =>
       el("tr", {}, el("td", { class: "number" }, `${one.first} to ${one.last}`), el("td", { class: "bad" }, one.text)));
-    return () => box.replaceChildren(
-      el("h2", {}, "Alarms"),
-      el("form", {}, runChoice(runs, params)),
-      found.length
+    return () => {
+      if (!form.childElementCount) form.append(...[runChoice(runs, params)].filter(Boolean));
+      body.replaceChildren(found.length
         ? scroll("Alarms", el("table", { class: "facts" },
           el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "steps"), el("th", { scope: "col" }, "alarm"))),
           el("tbody", {}, rows)))
         : el("p", { class: "good" }, "No alarms."));
+    };
   };
 }
 
@@ -114,7 +117,7 @@ function config(box) {
           el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "key"), head)), body)));
     }
     const asked = (params.get("text") ?? "").toLowerCase();
-    if (text !== document.activeElement) text.value = asked;
+    if (text !== document.activeElement) text.value = params.get("text") ?? "";
     alone.checked = runs.length > 1 && !params.get("all");
     const keys = [...new Set(configs.flatMap((one) => Object.keys(one)))];
     const rows = keys.map((key) => [key, configs.map((one) => one[key] ?? "-")]).filter(([key, values]) =>

@@ -86,7 +86,7 @@ class Index:
         self._heads.append(len(before))
         self._lengths.append(len(line))
         self._steps.append(row["step"])
-        self._rewards.append(math.nan if reward is None else reward)
+        self._rewards.append(reward if isinstance(reward, int | float) else math.nan)
         self._split.append(self.splits.setdefault(split, len(self.splits)))
         self._dataset.append(self.datasets.setdefault(dataset, len(self.datasets)))
         self._group.append(group)

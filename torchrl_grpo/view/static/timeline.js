@@ -2,7 +2,7 @@
 
 import { COLORS, change, duration, el, get, number, percent, runChoice, scroll, walk } from "./dom.js";
 
-const KINDS = ["sample", "score", "train", "publish", "update", "reference", "wait", "evaluate"];
+const KINDS = ["sample", "score", "train", "restart", "publish", "update", "wait", "evaluate"];
 const LANE = 24;
 const ROW = 46;
 

@@ -15,7 +15,7 @@ def open_inside(folder: Path, name: str) -> BinaryIO | None:
         path = (folder / name).resolve(strict=True)
         if path.is_relative_to(folder.resolve()) and path.is_file():
             return path.open("rb")
-    except OSError:  # not there, not ours to read, or a link to itself
+    except (OSError, RuntimeError):  # not there, not ours to read, or a link to itself
         pass
     return None
 

@@ -7,9 +7,11 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -61,12 +63,40 @@ def printable(text: str, encoding: str = "utf-8") -> str:
     return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
+def printable_lines(text: str, encoding: str = "utf-8") -> str:
+    """The text with its newlines; what else cannot be printed becomes its escape."""
+    return "\n".join(printable(line, encoding) for line in text.split("\n"))
+
+
 def clip(text: str, longest: int) -> str:
     """The text, with its middle left out where it is too long: the answer stands at the end."""
     if len(text) <= longest:
         return text
     tail = (longest - 5) // 2
     return f"{text[: longest - 5 - tail]} ... {text[len(text) - tail :]}"
+
+
+def earned(row: Mapping[str, Any]) -> Any:
+    """A sample's reward, none where it is not valid."""
+    return None if row.get("valid") is False else row.get("reward")
+
+
+def passes(
+    row: Mapping[str, Any], least: float | None = None, most: float | None = None, text: str | None = None
+) -> bool:
+    """Whether a sample's reward lies within these bounds and its prompt or response has the text, in capitals or not.
+
+    A reward that is not valid is neither high nor low.
+    """
+    reward = earned(row)
+    if (least, most) != (None, None) and reward is None:
+        return False
+    texts = f"{row.get('query')}\0{row.get('response')}".casefold()
+    return (
+        (least is None or reward >= least)
+        and (most is None or reward <= most)
+        and (text is None or text.casefold() in texts)
+    )
 
 
 def reward_text(row: Mapping[str, Any]) -> str:
@@ -97,3 +127,23 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def merge_steps(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One mapping a step, in the order of the steps: a step's later lines add to its earlier ones."""
+    records: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        records.setdefault(row["step"], {}).update(row)
+    return [records[step] for step in sorted(records)]
+
+
+def run_title(config: str, hydra: str) -> str:
+    """Model, data and algorithm, where the texts of Hydra's ``config.yaml`` and ``hydra.yaml`` name them."""
+    try:
+        settings, choices = yaml.safe_load(config), yaml.safe_load(hydra)["hydra"]["runtime"]["choices"]
+        env = settings["env"]
+        data = " and ".join(str(entry["dataset"]) for entry in env.get("datasets") or [env])
+        data = (env.get("task") or {}).get("_target_") or data
+        return f"{settings['model']['name']} on {data} with {choices['algo']}"
+    except (yaml.YAMLError, KeyError, TypeError):
+        return "GRPO run"

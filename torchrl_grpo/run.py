@@ -40,6 +40,7 @@ from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.staleness import GroupBuffer
 from torchrl_grpo.startup import say
+from torchrl_grpo.view.start import page_beside
 from torchrl_grpo.weights import transfer_kind
 
 if TYPE_CHECKING:
@@ -183,6 +184,8 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         [prompt] = train.prompts.first(1)
         console.problems(train.num_problems, 0 if test is None else test.batch_size[0], train.tokenizer.decode(prompt))
         logger = resources.enter_context(_logger(config, directory, resume))
+        if config.logging.page:
+            resources.enter_context(page_beside(directory, console.page, torchrl_logger.warning))
         if resume is not None:
             console.resume(resume.step, resume.path)
             if resume.differences:

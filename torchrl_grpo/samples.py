@@ -22,7 +22,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from torchrl_grpo.records import SAMPLES_FILE, number, percent, printable, read_jsonl, reward_text
+from torchrl_grpo.records import SAMPLES_FILE, earned, number, passes, percent, printable_lines, read_jsonl, reward_text
 
 Row = Mapping[str, Any]
 Pair = tuple[Row, Row]
@@ -120,30 +120,17 @@ def _belongs(row: Row, asked: argparse.Namespace) -> bool:
 
 
 def _passes(row: Row, asked: argparse.Namespace) -> bool:
-    """Whether its reward and its text are as asked for; an invalid reward is neither high nor low."""
-    reward = _reward(row)
-    if (asked.min_reward, asked.max_reward) != (None, None) and reward is None:
-        return False
-    texts = f"{row.get('query')}\0{row.get('response')}".casefold()
-    return (
-        (asked.min_reward is None or reward >= asked.min_reward)
-        and (asked.max_reward is None or reward <= asked.max_reward)
-        and (asked.text is None or asked.text.casefold() in texts)
-    )
-
-
-def _reward(row: Row) -> Any:
-    return None if row.get("valid") is False else row.get("reward")
+    return passes(row, asked.min_reward, asked.max_reward, asked.text)
 
 
 def _key(row: Row, by: str) -> Any:
     if by == "reward":
-        return float("-inf") if _reward(row) is None else _reward(row)
+        return float("-inf") if earned(row) is None else earned(row)
     return len(str(row.get("response"))) if by == "length" else row["step"]
 
 
 def _change(pair: Pair) -> float:
-    before, after = map(_reward, pair)
+    before, after = map(earned, pair)
     return 0.0 if before is None or after is None else after - before
 
 
@@ -182,11 +169,11 @@ def _show_pairs(pairs: Sequence[Pair], console: Console) -> None:
 
 def _compared(pairs: Sequence[Pair]) -> str:
     """What all the pairs are like."""
-    valid = [pair for pair in pairs if None not in map(_reward, pair)]
+    valid = [pair for pair in pairs if None not in map(earned, pair)]
     changes = [_change(pair) for pair in valid]
     better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
     text = f"{len(pairs):,} problems: {better:,} better, {worse:,} worse, {len(valid) - better - worse:,} the same"
-    for name, value, shown in (("reward", _reward, number), ("correct", lambda row: bool(row.get("correct")), percent)):
+    for name, value, shown in (("reward", earned, number), ("correct", lambda row: bool(row.get("correct")), percent)):
         if valid:
             before, after = (fmean(value(pair[i]) for pair in valid) for i in (0, 1))
             text += f"; {name} {shown(before)} -> {shown(after)}"
@@ -199,7 +186,7 @@ def _line(text: str, console: Console) -> None:
 
 def _text(text: str, console: Console, style: str = "") -> Text:
     """Text whose newlines stay and whose other control characters become escapes."""
-    return Text("\n".join(printable(line, console.encoding) for line in text.split("\n")), style=style)
+    return Text(printable_lines(text, console.encoding), style=style)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.hostile import HOSTILE, SHOWN
-from torchrl_grpo.reporting.curves import PANELS, TIME_PARTS, panel_figure, panel_svg, series, smooth, thin, time_parts
+from torchrl_grpo.panels import PANELS, TIME_PARTS, series, smooth, thin, time_parts
+from torchrl_grpo.records import merge_steps
+from torchrl_grpo.reporting.curves import panel_figure, panel_svg
 from torchrl_grpo.reporting.metrics import MetricsLogger
-from torchrl_grpo.reporting.report import merge_steps, summarize, write_report
+from torchrl_grpo.reporting.report import summarize, write_report
 
 VOID = {"meta", "br"}
 

@@ -79,6 +79,9 @@ class TrackioConfig:
 class LoggingConfig:
     """What is written beside metrics.jsonl."""
 
+    page: bool = False
+    """Whether a page on the run is served while it goes on; its address is printed. For a run that has ended:
+    python -m torchrl_grpo.view DIR."""
     tensorboard: bool = True
     """Whether TensorBoard files are written."""
     sample_frequency: int = limited(50, ge=1)

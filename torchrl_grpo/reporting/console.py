@@ -96,6 +96,10 @@ class Console(AbstractContextManager["Console"]):
         """Says where a resumed run goes on from."""
         self._line(f"goes on after step {step:,}, from {os.fspath(path)}")
 
+    def page(self, address: str) -> None:
+        """Says where the page on the run is."""
+        self._line(f"a page on this run: {address}", "bold")
+
     def start(self, sequences_done: int, sequences_total: int) -> None:
         """Opens the progress bar. ``sequences_done`` is above 0 in a resumed run."""
         self._started_at = time.monotonic()

@@ -6,65 +6,31 @@ import io
 import math
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
 from statistics import fmean
-from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-Record = Mapping[str, Any]
+from torchrl_grpo.panels import (
+    COLORS,
+    PANELS,
+    SMOOTH_FROM,
+    TIME_PARTS,
+    Panel,
+    Record,
+    label_of,
+    series,
+    smooth,
+    thin,
+    times,
+)
 
-# Readable on white and on near-black.
-COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#ec4899", "#8b5cf6", "#14b8a6", "#94a3b8", "#eab308")
-TIME_PARTS = ("generate", "reward", "reference", "train", "sync", "eval", "other", "wait")
 # In an SVG these two become CSS variables, so that one picture suits a light and a dark page.
 _INK, _LINE = "#333a45", "#c9ced6"
-_MOST_POINTS = 400
-_SMOOTH_FROM = 20
 _NOTE_WIDTH = 54  # characters
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One picture: a title, the metrics that it shows (patterns allowed), and a note on what may puzzle the reader."""
-
-    title: str
-    metrics: tuple[str, ...]
-    note: str = ""
-    percent: bool = False
-
-
-PANELS = (
-    Panel("Reward", ("rollout/reward_mean",)),
-    Panel(
-        "Accuracy",
-        ("eval/pass@*", "rollout/accuracy"),
-        "Sampled responses, which training needs, err more often than greedy ones.",
-        percent=True,
-    ),
-    Panel(
-        "KL (nats per token)", ("train/kl_k3*",), "To inference: 0 where the weights that train on a batch sampled it."
-    ),
-    Panel("Entropy (nats per token)", ("train/entropy",)),
-    Panel("Response length (tokens)", ("rollout/response_length",)),
-    Panel(
-        "Clip fraction",
-        ("train/clip_fraction*",),
-        "Tokens that lose their gradient: none with one on-policy optimizer step a batch.",
-        percent=True,
-    ),
-    Panel(
-        "Throughput (trained tokens/s)",
-        ("throughput/trained_tokens_per_s",),
-        "Response tokens of a batch by the time of its step, evaluation left out.",
-    ),
-    Panel("Time per step (s)", ("time/*_s",), "Evaluation left out."),
-)
 
 
 def save_png(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
@@ -122,7 +88,7 @@ def _draw_runs(axes: Axes, panel: Panel, runs: Sequence[Sequence[Record]], color
     rows = [[curve[step] for curve in curves if step in curve] for step in steps]
     lowest, mean, highest = (thin(steps, [take(row) for row in rows])[1] for take in (min, fmean, max))
     steps, is_test = thin(steps, steps)[0], panel.metrics[0].startswith("eval/")
-    if not is_test and len(steps) >= _SMOOTH_FROM:
+    if not is_test and len(steps) >= SMOOTH_FROM:
         lowest, mean, highest = smooth(lowest), smooth(mean), smooth(highest)
     if len(curves) > 1:
         axes.fill_between(steps, lowest, highest, color=color, alpha=0.18, linewidth=0)
@@ -143,50 +109,6 @@ def _svg(figure: Figure, panel: Panel) -> str:
     return svg[svg.index("<svg") :].replace(_INK, "var(--ink)").replace(_LINE, "var(--line)")
 
 
-def series(panel: Panel, records: Sequence[Record]) -> dict[str, tuple[list[int], list[float]]]:
-    """What a panel shows: metric name to steps and values; steps without a value are left out."""
-    names = sorted({name for record in records for name in record})
-    curves = {}
-    for name in [name for pattern in panel.metrics for name in names if fnmatchcase(name, pattern)]:
-        points = [(record["step"], float(record[name])) for record in records if record.get(name) is not None]
-        if points:
-            curves[name] = ([step for step, _ in points], [value for _, value in points])
-    return curves
-
-
-def time_parts(record: Record) -> dict[str, float]:
-    """Where the wall time of a step went, in seconds.
-
-    Args:
-        record: ``time/<part>_s`` for the parts that were timed, and ``time/step_s`` for the step without its
-            evaluation.
-
-    Returns:
-        every part of ``TIME_PARTS``. ``other`` is what the step spent outside of the timed parts. ``wait`` is 0 where
-        the parts that made the batch are timed, because it is their sum.
-    """
-    parts = {part: float(record.get(f"time/{part}_s") or 0) for part in TIME_PARTS}
-    if record.get("time/generate_s") is not None:
-        parts["wait"] = 0.0
-    timed = sum(parts.values()) - parts["eval"]
-    parts["other"] += max(0.0, float(record.get("time/step_s") or 0) - timed)
-    return parts
-
-
-def smooth(values: Sequence[float]) -> list[float]:
-    """A mean over a tenth of the values around each, so that the curve does not lag; over fewer at the two ends."""
-    half = len(values) // 20
-    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
-
-
-def thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """At most 400 points: means over neighbours, so that the report of a long run stays small."""
-    size = math.ceil(len(steps) / _MOST_POINTS) or 1
-    chunks = [slice(start, start + size) for start in range(0, len(steps), size)]
-    return [sum(steps[c]) / len(steps[c]) for c in chunks], [sum(values[c]) / len(values[c]) for c in chunks]
-
-
 def _draw(axes: Axes, panel: Panel, records: Sequence[Record]) -> None:
     curves = series(panel, records)
     if not curves:
@@ -204,14 +126,10 @@ def _draw(axes: Axes, panel: Panel, records: Sequence[Record]) -> None:
 
 
 def _draw_curve(axes: Axes, name: str, steps: Sequence[float], values: Sequence[float], color: str) -> None:
-    """The values, smoothed when they are many. The legend says how responses were decoded where both ways are shown."""
-    section, _, label = name.partition("/")
-    if section == "eval":
-        label = f"test {label} ({'greedy' if label == 'pass@1' else 'sampled'})"
-    elif section == "rollout":
-        label = f"train {label} (sampled)"
+    """The values, smoothed when they are many."""
+    label = label_of(name)
     axes.margins(y=0.12)
-    if section == "eval" or len(values) < _SMOOTH_FROM:
+    if name.startswith("eval/") or len(values) < SMOOTH_FROM:
         axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=3.2, label=label)
     else:
         axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.35)
@@ -219,16 +137,14 @@ def _draw_curve(axes: Axes, name: str, steps: Sequence[float], values: Sequence[
 
 
 def _draw_times(axes: Axes, records: Sequence[Record]) -> None:
-    # Evaluations are rare: as peaks they would hide the rest.
-    rows = [(record["step"], time_parts(record)) for record in records if record.get("time/train_s") is not None]
-    shown = [part for part in TIME_PARTS if part != "eval" and any(parts[part] > 0 for _, parts in rows)]
+    shown = times(records)
     if not shown:
         return
-    if len(rows) == 1:  # an area needs a width
-        rows = [(rows[0][0] - 0.5, rows[0][1]), (rows[0][0] + 0.5, rows[0][1])]
-    thinned = [thin([step for step, _ in rows], smooth([parts[part] for _, parts in rows])) for part in shown]
+    [steps, *_] = [steps for steps, _ in shown.values()]
+    if len(steps) == 1:  # an area needs a width
+        steps, shown = [steps[0] - 0.5, steps[0] + 0.5], {part: (_, 2 * values) for part, (_, values) in shown.items()}
     colors = [COLORS[TIME_PARTS.index(part)] for part in shown]
-    axes.stackplot(thinned[0][0], *(values for _, values in thinned), labels=shown, colors=colors, linewidth=0)
+    axes.stackplot(steps, *(values for _, values in shown.values()), labels=shown, colors=colors, linewidth=0)
     axes.set_ylim(0, 1.05 * axes.dataLim.y1)
 
 

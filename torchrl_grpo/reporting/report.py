@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import jinja2
-import yaml
 
 from torchrl_grpo.alarms import alarms_of
+from torchrl_grpo.panels import COLORS, PANELS, TIME_PARTS, series, time_parts
 from torchrl_grpo.records import (
     ENVIRONMENT_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
     clip,
     duration,
+    merge_steps,
     number,
     one_of_each,
     percent,
-    printable,
+    printable_lines,
     read_jsonl,
     reward_text,
+    run_title,
 )
-from torchrl_grpo.reporting.curves import COLORS, PANELS, TIME_PARTS, panel_svg, save_png, series, time_parts
+from torchrl_grpo.reporting.curves import panel_svg, save_png
 
 _MOST_SAMPLES = 12
 _INVALID = "rewards/invalid_"
@@ -77,15 +79,7 @@ def write_report(directory: str | os.PathLike[str]) -> Path:
 
 def title_of(directory: Path) -> str:
     """Model, data and algorithm of a run, where Hydra's files name them."""
-    return _title(_read(directory / ".hydra" / "config.yaml"), _read(directory / ".hydra" / "hydra.yaml"))
-
-
-def merge_steps(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """One mapping a step, in the order of the steps: a step's later lines add to its earlier ones."""
-    records: dict[int, dict[str, Any]] = {}
-    for row in rows:
-        records.setdefault(row["step"], {}).update(row)
-    return [records[step] for step in sorted(records)]
+    return run_title(_read(directory / ".hydra" / "config.yaml"), _read(directory / ".hydra" / "hydra.yaml"))
 
 
 def summarize(directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -155,18 +149,6 @@ def _invalid(records: Sequence[Row]) -> dict[str, int]:
     return {name.removeprefix(_INVALID).replace("_", " "): count for name, count in latest.items() if count}
 
 
-def _title(config: str, hydra: str) -> str:
-    """Model, data and algorithm, where Hydra's files name them."""
-    try:
-        settings, choices = yaml.safe_load(config), yaml.safe_load(hydra)["hydra"]["runtime"]["choices"]
-        env = settings["env"]
-        data = " and ".join(str(entry["dataset"]) for entry in env.get("datasets") or [env])
-        data = (env.get("task") or {}).get("_target_") or data
-        return f"{settings['model']['name']} on {data} with {choices['algo']}"
-    except (yaml.YAMLError, KeyError, TypeError):
-        return "GRPO run"
-
-
 def _times(records: Sequence[Row]) -> list[dict[str, Any]]:
     """The parts of the whole run's wall time that are not 0, in seconds."""
     parts = [time_parts(record) for record in records]
@@ -199,9 +181,8 @@ def _read(path: Path) -> str:
 
 
 def _text(value: Any, longest: int | None = _LONGEST_TEXT) -> str:
-    """Text to show: newlines stay, other characters that cannot be printed become escapes. Jinja escapes its HTML."""
-    text = str(value) if longest is None else clip(str(value), longest)
-    return "\n".join(printable(line) for line in text.split("\n"))
+    """Text to show; Jinja escapes its HTML."""
+    return printable_lines(str(value) if longest is None else clip(str(value), longest))
 
 
 def page_template(name: str) -> jinja2.Template:

@@ -1,0 +1,92 @@
+"""Folders of runs as a run writes them, small and made by hand, and the page's server on them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support.configs import ROOT
+
+CONFIG = """\
+model: {name: starter}
+env: {dataset: sums, repeats: 2}
+optimizer: {lr: LR}
+"""
+HYDRA = "hydra: {runtime: {choices: {algo: grpo}}}\n"
+
+
+def append(folder: Path, name: str, rows: Sequence[dict[str, Any]]) -> None:
+    with (folder / name).open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def metrics(step: int, reward: float = 0.5) -> dict[str, Any]:
+    """The row of a step."""
+    times = {"time/step_s": 0.5, "time/train_s": 0.3, "time/generate_s": 0.1}
+    rollout = {"rollout/sequences": 4, "rollout/reward_mean": reward, "rollout/accuracy": reward}
+    return {"step": step, **rollout, "train/entropy": 1.0 / step, **times}
+
+
+def tokens(text: str) -> dict[str, list[Any]]:
+    """A token for each character, of which the policy did not sample those in brackets."""
+    given, inside = [], False
+    for letter in text:
+        inside = inside or letter == "["
+        given.append(inside)
+        inside = inside and letter != "]"
+    log_probs = [None if one else -0.25 for one in given]
+    trainer = [None if one else -0.25 + 0.01 * at for at, one in enumerate(given)]
+    return {"text": list(text), "log_prob": log_probs, "trainer": trainer, "reference": log_probs, "entropy": log_probs}
+
+
+def group(step: int, query: str, responses: Sequence[str], **others: Any) -> list[dict[str, Any]]:
+    """The rows of a group, whose rewards are 0, 1, 0, 1, ..."""
+    return [
+        {"step": step, "split": "train", "query": query, "response": response, "reward": float(at % 2)}
+        | {"correct": at % 2 == 1, "valid": True, "advantage": 2.0 * (at % 2) - 1, "parts": {"right": float(at % 2)}}
+        | {"dataset": "sums", "group": step, "length": len(response), "finish_reason": "stop", "version": step - 1}
+        | {"staleness": 0, **others, "tokens": tokens(response)}
+        for at, response in enumerate(responses)
+    ]
+
+
+def make_run(folder: Path, steps: int = 3, rate: str = "1e-4") -> Path:
+    """A run that goes on: a group a step, and one test problem."""
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "config.yaml").write_text(CONFIG.replace("LR", rate))
+    (folder / ".hydra" / "hydra.yaml").write_text(HYDRA)
+    (folder / "environment.json").write_text(json.dumps({"python": "3.11", "packages": {"torch": "2.13"}}))
+    append(
+        folder, "metrics.jsonl", [{"step": 0, "eval/pass@1": 0.25}, *(metrics(step) for step in range(1, steps + 1))]
+    )
+    test = {"step": 0, "split": "test", "query": "1+1=", "response": "three", "reward": 0.0, "correct": False}
+    append(folder, "samples.jsonl", [test])
+    for step in range(1, steps + 1):
+        append(folder, "samples.jsonl", group(step, f"{step}+{step}=", [f"no {step}", f"#### {2 * step}"]))
+        spans = [("sampler 0", "sample", 0.0, 1.0), ("trainer", "train", 1.0, 0.5), ("sampler 0", "restart", 1.2, 0.0)]
+        rows = [
+            {"actor": a, "kind": k, "start": 1e9 + 2 * step + at, "seconds": s, "step": step} for a, k, at, s in spans
+        ]
+        append(folder, "timeline.jsonl", rows)
+    return folder
+
+
+@contextmanager
+def served(*folders: Path) -> Iterator[str]:
+    """The address of the page on these runs, as the command serves it."""
+    command = [sys.executable, "-m", "torchrl_grpo.view", *map(str, folders)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        found = re.fullmatch(r"The page: (http://127\.0\.0\.1:\d+/[\w-]{43}/)\n", process.stdout.readline())
+        assert found is not None
+        yield found[1]
+    finally:
+        process.terminate()
+        process.wait(timeout=30)

@@ -1,0 +1,283 @@
+"""``python -m torchrl_grpo.view``: what its server answers, and what it does not. In a browser: test_view_page.py."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from tests.support.configs import ROOT
+from tests.support.scripts import SYNC, Script
+from tests.support.view_runs import make_run, served
+from torchrl_grpo.view.start import page_beside
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The page on two ended runs, the second with another learning rate."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "secret.txt").write_text("secret")
+    with served(make_run(folder / "one"), make_run(folder / "two", steps=2, rate="1e-3")) as address:
+        yield address
+
+
+def ask(address: str, path: str = "", method: str = "GET", **headers: str) -> tuple[int, str, dict[str, str]]:
+    """Status, text and headers; the path goes out as it is."""
+    parts = urlsplit(address)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=30)
+    connection.request(method, path if path.startswith("/") else parts.path + path, headers=headers)
+    response = connection.getresponse()
+    return response.status, response.read().decode(), dict(response.getheaders())
+
+
+def api(address: str, path: str) -> Any:
+    status, text, _ = ask(address, f"api/{path}")
+    assert status == 200, text
+    return json.loads(text)
+
+
+def responses(answer: Any) -> list[list[str]]:
+    return [[row["response"] for row in rows] for rows in answer["groups"]]
+
+
+def test_nothing_is_answered_without_the_token(address: str) -> None:
+    token = urlsplit(address).path
+    for path in ("/", "/static/view.js", "/api/status", token[:-2] + "/", f"/x{token[2:]}", token[:-1], f"/{token}"):
+        assert ask(address, path)[0] == 404, path
+
+
+def test_another_host_name_is_refused(address: str) -> None:
+    assert [ask(address, Host=host)[0] for host in ("evil.example", "127.0.0.1.evil.example")] == [400, 400]
+    assert [ask(address, Host=host)[0] for host in ("localhost:8000", "127.0.0.1")] == [200, 200]
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
+def test_the_page_only_reads(address: str, method: str) -> None:
+    assert ask(address, "api/status", method)[0] == 405
+
+
+def test_it_listens_on_loopback_alone(address: str) -> None:
+    port = urlsplit(address).port
+    found = [one.laddr.ip for one in psutil.net_connections("tcp") if one.laddr.port == port and one.status == "LISTEN"]
+    assert found == ["127.0.0.1"]
+
+
+def test_a_page_runs_no_script_but_its_own(address: str) -> None:
+    for path in ("", "static/view.js", "api/status", "nothing"):
+        _, _, headers = ask(address, path)
+        assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+        assert "unsafe" not in headers["content-security-policy"]
+        assert headers["referrer-policy"] == "no-referrer"
+    assert "<script>" not in ask(address)[1]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "static/../secret.txt",
+        "static/..%2fsecret.txt",
+        "static/%2e%2e/%2e%2e/secret.txt",
+        "static/..%2f..%2f..%2f..%2f..%2f..%2fetc%2fpasswd",
+        "static/..%5csecret.txt",
+        "static//etc/passwd",
+        "static/%00",
+        "metrics.jsonl",
+        "api/../secret.txt",
+        "api/groups/../../secret.txt",
+    ],
+)
+def test_no_path_leads_to_a_file(address: str, path: str) -> None:
+    status, text, _ = ask(address, path)
+    assert status == 404
+    assert "secret" not in text and "root:" not in text
+
+
+def test_status_tells_where_each_run_is(address: str) -> None:
+    one, two = api(address, "status")
+    assert (one["title"], one["step"], two["step"], one["ended"]) == ("starter on sums with grpo", 3, 2, False)
+    assert one["name"].endswith("/one") and two["name"].endswith("/two")
+    assert (one["splits"], one["datasets"]) == (["test", "train"], ["sums"])
+    assert one["versions"] == {"metrics": 1, "samples": 7, "timeline": 9}
+
+
+def test_curves_of_several_runs_are_in_one_panel(address: str) -> None:
+    panels = {panel["title"]: panel for panel in api(address, "curves")}
+    assert [(curve["run"], curve["steps"], curve["values"]) for curve in panels["Reward"]["curves"]] == [
+        (0, [1.0, 2.0, 3.0], [0.5, 0.5, 0.5]),
+        (1, [1.0, 2.0], [0.5, 0.5]),
+    ]
+    labels = ["test pass@1 (greedy)", "train accuracy (sampled)"]
+    assert [curve["label"] for curve in panels["Accuracy"]["curves"]] == 2 * labels
+    assert [curve["label"] for curve in panels["Time per step (s)"]["curves"]] == 2 * ["step_s"]
+
+
+def test_the_times_of_one_run_are_stacked(address: str) -> None:
+    [panel] = [panel for panel in api(address, "curves?hide=1") if panel["stacked"]]
+    assert {curve["label"]: curve["values"] for curve in panel["curves"]} == {
+        "generate": [0.1] * 3,
+        "train": [0.3] * 3,
+        "other": [pytest.approx(0.1)] * 3,
+    }
+
+
+def test_curves_of_a_part_of_the_steps(address: str) -> None:
+    [reward, *_] = api(address, "curves?from=2&to=2")
+    assert [curve["steps"] for curve in reward["curves"]] == [[2.0], [2.0]]
+
+
+def test_a_group_has_its_responses_side_by_side(address: str) -> None:
+    answer = api(address, "groups?split=train")
+    assert (answer["found"], answer["all"], answer["rows"], answer["steps"]) == (3, 4, 7, [0, 3])
+    assert responses(answer) == [["no 3", "#### 6"], ["no 2", "#### 4"], ["no 1", "#### 2"]]
+    cell = answer["groups"][0][1]
+    assert {key: cell[key] for key in ("query", "reward", "advantage", "parts", "length", "finish_reason")} == {
+        "query": "3+3=",
+        "reward": "1",
+        "advantage": 1.0,
+        "parts": {"right": 1.0},
+        "length": 6,
+        "finish_reason": "stop",
+    }
+    assert (cell["version"], cell["staleness"], cell["good"]) == (2, 0, True)
+
+
+@pytest.mark.parametrize(
+    ("query", "queries"),
+    [
+        ("split=test", ["1+1="]),
+        ("from=2&to=2", ["2+2="]),
+        ("least=0.5&to=1", ["1+1="]),
+        ("most=0&from=3", ["3+3="]),
+        ("text=%23%23%23%23%204", ["2+2="]),
+        ("text=3%2B3", ["3+3="]),
+        ("text=THREE", ["1+1="]),
+        ("text=response", []),
+        ("dataset=words", []),
+        ("run=1&dataset=sums", ["2+2=", "1+1="]),
+        ("page=9", []),
+    ],
+)
+def test_groups_are_filtered(address: str, query: str, queries: list[str]) -> None:
+    assert [rows[0]["query"] for rows in api(address, f"groups?{query}")["groups"]] == queries
+
+
+def test_the_wanted_responses_of_a_group_are_marked(address: str) -> None:
+    [rows] = api(address, "groups?least=1&from=3")["groups"]
+    assert [row["wanted"] for row in rows] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        ("groups?run=2", "run=2 must be one of the 2 runs, from 0 on."),
+        ("groups?run=-1", "run=-1 must be one of the 2 runs, from 0 on."),
+        ("groups?from=x", "from='x' must be a whole number: change it or leave it out."),
+        ("groups?least=nan", "least='nan' must be a number: change it or leave it out."),
+        ("response?row=99", "There is no such response: the run may have been resumed and have written it anew."),
+    ],
+)
+def test_what_cannot_be_answered_is_told(address: str, path: str, error: str) -> None:
+    status, text, _ = ask(address, f"api/{path}")
+    assert (status, json.loads(text)) == (400, {"error": error})
+
+
+def test_a_response_has_its_tokens_and_its_group(address: str) -> None:
+    found = api(address, "response?row=2")
+    assert (found["response"], found["group"]) == ("#### 2", [1, 2])
+    assert found["tokens"]["values"]["ratio"] == [pytest.approx(math.exp(0.01 * at)) for at in range(6)]
+    assert found["tokens"]["values"]["advantage"] == [1.0] * 6
+    assert api(address, "response?row=0")["tokens"] is None
+
+
+def test_config_and_timeline_of_each_run(address: str) -> None:
+    one, two = api(address, "config")
+    assert {key for key in one if one[key] != two[key]} == {"optimizer.lr"}
+    assert [actor["name"] for actor in api(address, "timeline?run=1")["actors"]] == ["sampler 0", "trainer"]
+
+
+def until(holds: Callable[[], object], timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_beside_a_run_it_has_lowest_priority_and_ends_with_it(tmp_path: Path) -> None:
+    told: list[str] = []
+    warnings: list[str] = []
+    with page_beside(make_run(tmp_path / "run"), told.append, warnings.append):
+        [address] = told
+        assert api(address, "status")[0]["step"] == 3
+        [page] = [one for one in psutil.Process().children() if "serve_beside" in " ".join(one.cmdline())]
+        assert page.nice() == 19
+        assert urlsplit(address).path.strip("/") not in " ".join(page.cmdline())
+    assert not page.is_running()
+    assert warnings == []
+
+
+def test_a_page_that_dies_is_a_warning(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    with page_beside(make_run(tmp_path / "run"), lambda address: None, warnings.append):
+        [page] = [one for one in psutil.Process().children() if "serve_beside" in " ".join(one.cmdline())]
+        page.kill()
+        until(lambda: warnings)
+    assert warnings == ["The page ended (status -9); the run goes on without it."]
+
+
+def test_a_page_that_cannot_start_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    warnings: list[str] = []
+    with page_beside(tmp_path, lambda address: None, warnings.append):
+        pass
+    assert len(warnings) == 1 and warnings[0].startswith("The page could not be started (")
+
+
+def test_a_page_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from torchrl_grpo.view.start import page_beside\n"
+        f"with page_beside(Path({str(make_run(tmp_path / 'run'))!r}), print, print): sys.stdout.flush(); time.sleep(60)"
+    )
+    run = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    address = run.stdout.readline().strip()
+    assert api(address, "status")[0]["step"] == 3
+    [page] = psutil.Process(run.pid).children()
+    run.kill()
+    run.wait()
+    until(lambda: not page.is_running() or page.status() == psutil.STATUS_ZOMBIE)
+
+
+@pytest.mark.slow
+def test_a_run_serves_its_page_until_it_ends(tmp_path: Path) -> None:
+    with Script(SYNC, tmp_path, "logging.page=true", "train.total_dialog_turns=160") as script:
+        script.wait(lambda: "a page on this run: " in script.printed())
+        [address] = re.findall(r"http://\S+", script.printed())
+        assert api(address, "status")[0]["ended"] is False
+        script.wait()
+        assert script.process.returncode == 0
+        assert script.left() == []
+        assert address not in (tmp_path / "grpo.log").read_text()
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torchrl_grpo.view", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"RUN={tmp_path} must be a run's folder, and has no metrics.jsonl: give such a path." in done.stderr
+
+
+def test_nothing_that_trains_is_imported() -> None:
+    code = "import sys, torchrl_grpo.view.server; print({'torch', 'matplotlib', 'numpy'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "set()\n"

@@ -1,0 +1,269 @@
+"""The page on runs in a real Chromium: it loads, filters, compares, grows with a run, and works by keyboard alone."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.browsers import MISSING, chromium
+from tests.support.hostile import HOSTILE, SHOWN
+from tests.support.view_runs import append, group, make_run, metrics, served
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Page
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
+VIEWS = ("curves", "groups", "tokens?row=1", "timeline", "alarms", "config")
+FIRST_PAINT_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    first = make_run(folder / "one", steps=30)
+    append(
+        first, "samples.jsonl", group(30, "add", ['<tool_call>{"name": "add"}</tool_call>[5]so 5', "x\n\ny"], group=99)
+    )
+    append(first, "samples.jsonl", group(30, HOSTILE, [HOSTILE], group=100))
+    append(first, "metrics.jsonl", [metrics(step) | {"rollout/truncated": 0.9} for step in range(31, 40)])
+    return [first, make_run(folder / "two", steps=20, rate="1e-3")]
+
+
+@pytest.fixture(scope="module")
+def address(runs: list[Path]) -> Iterator[str]:
+    with served(*runs) as address:
+        yield address
+
+
+@pytest.fixture
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    with browser.new_context(viewport={"width": 1280, "height": 900}) as context:
+        yield context
+
+
+@pytest.fixture
+def page(context: BrowserContext, address: str) -> Iterator[Page]:
+    """A page on which no script may fail, and nothing may be asked of another place."""
+    page = context.new_page()
+    page.set_default_timeout(15_000)
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda message: message.type == "error" and wrong.append(message.text))
+    page.on("request", lambda request: request.url.startswith(address) or wrong.append(request.url))
+    yield page
+    assert wrong == []
+
+
+def show(page: Page, address: str, view: str) -> None:
+    page.goto("about:blank")
+    page.goto(f"{address}#{view}")
+    marks = {"curves": "figure", "groups": "section", "tokens": ".token", "timeline": ".lanes", "config": "tbody tr"}
+    page.wait_for_selector(marks.get(view.partition("?")[0], "main h2"))
+
+
+def queries(page: Page) -> list[str]:
+    return page.locator("section > .prompt").all_inner_texts()
+
+
+def test_curves_of_two_runs_lie_on_top_of_each_other(page: Page, address: str) -> None:
+    show(page, address, "curves")
+    reward = page.locator("figure", has_text="Reward").first
+    colors = reward.locator("path").evaluate_all("paths => paths.map(one => one.getAttribute('stroke'))")
+    assert set(colors) == {"#3b82f6", "#f59e0b"}
+    page.get_by_label("two").uncheck()
+    page.wait_for_function("document.querySelectorAll('figure:first-child .legend li').length === 1")
+    assert page.url.endswith("#curves?hide=1")
+    page.go_back()
+    page.wait_for_function("document.querySelectorAll('figure:first-child .legend li').length === 2")
+
+
+def test_a_cursor_tells_the_values_of_a_step_in_all_panels(page: Page, address: str) -> None:
+    show(page, address, "curves?hide=1")
+    page.wait_for_function("document.querySelectorAll('figure:first-child .legend li').length === 1")
+    entropy = page.get_by_role("slider", name="Entropy")
+    page.get_by_role("slider", name="Reward").focus()
+    page.keyboard.press("Home")
+    for _ in range(4):
+        page.keyboard.press("ArrowRight")
+    assert entropy.get_attribute("aria-valuetext") == "step 4: entropy 0.25"
+    entropy.hover(position={"x": 60, "y": 60})
+    assert page.locator("line.cursor[visibility=visible]").count() == page.locator("figure").count()
+
+
+def test_groups_are_filtered_and_the_link_keeps_it(page: Page, address: str) -> None:
+    show(page, address, "groups")
+    assert len(queries(page)) == 10
+    page.get_by_label("from step").fill("5")
+    page.get_by_label("to step").fill("6")
+    page.wait_for_function("document.querySelectorAll('section').length === 2")
+    assert queries(page) == ["6+6=", "5+5="]
+    page.get_by_label("text in prompt").fill("5+5")
+    page.wait_for_function("document.querySelectorAll('section').length === 1")
+    assert page.evaluate("document.activeElement.name") == "text"
+    page.get_by_label("run", exact=True).select_option("1")
+    page.wait_for_function("location.hash.includes('run=1')")
+    show(page, address, page.url.partition("#")[2])
+    assert queries(page) == ["5+5="]
+    page.get_by_label("reward from").fill("2")
+    page.wait_for_selector("text=0 of 21 groups")
+
+
+def test_a_response_leads_to_its_tokens_and_back(page: Page, address: str) -> None:
+    show(page, address, "groups?split=train&from=7&to=7")
+    page.get_by_role("link", name="response 2").click()
+    page.wait_for_selector(".token")
+    assert "".join(page.locator(".token").all_inner_texts()) == "#### 14"
+    assert "reward 1 · right 1 · advantage 1" in page.locator("main").inner_text()
+    page.get_by_role("link", name="Previous response").click()
+    page.wait_for_function("document.querySelector('.strip').textContent.includes('no 7')")
+    page.go_back()
+    page.go_back()
+    page.wait_for_selector("section")
+
+
+def test_tokens_are_coloured_by_what_is_chosen(page: Page, address: str) -> None:
+    show(page, address, "tokens?row=60")
+    classes = {}
+    for by in ("log_prob", "ratio", "kl", "entropy", "advantage", "mask"):
+        page.get_by_label("colour by").select_option(by)
+        page.wait_for_function(f"location.hash.includes('by={by}') || '{by}' === 'log_prob'")
+        page.wait_for_timeout(100)
+        classes[by] = page.locator(".token").first.get_attribute("class")
+        assert page.locator(".scale li").count() >= 2
+    assert classes["log_prob"] == "token q1"
+    assert (classes["ratio"], classes["advantage"], classes["mask"]) == ("token d3", "token d6", "token q2")
+
+
+def test_turns_and_tool_calls_are_told_apart(page: Page, address: str) -> None:
+    show(page, address, "tokens?row=61")
+    assert page.locator(".turn .name").all_inner_texts() == [
+        "turn 1, 38 tokens, calls add",
+        "not sampled (a tool's answer, another's turn or the template), 3 tokens",
+        "turn 2, 4 tokens",
+    ]
+    assert page.locator(".given .token").first.get_attribute("class") == "token "
+
+
+def test_tokens_are_walked_through_by_keyboard(page: Page, address: str) -> None:
+    show(page, address, "tokens?row=2")
+    page.get_by_role("listbox").focus()
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowLeft")
+    told = page.locator(".readout").inner_text()
+    assert re.fullmatch(r'" " token 5 of 6: log-prob -0\.25 \(77\.9%\), ratio to the trainer 1\.04, .*', told)
+    page.locator(".token").first.hover()
+    assert page.locator(".readout").inner_text().startswith('"#" token 1 of 6')
+
+
+def test_the_whole_page_works_by_keyboard(page: Page, address: str) -> None:
+    page.goto(address)
+    page.wait_for_selector("figure")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "To the content"
+    for view in ("Curves", "Groups", "Timeline"):
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.textContent") == view
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".lanes")
+    page.get_by_role("listbox").focus()
+    page.keyboard.press("Home")
+    assert page.locator(".readout").inner_text() == "sampler 0: sample, step 1, 1 s from 0 s on"
+
+
+def test_a_part_of_the_timeline_is_seen_closer(page: Page, address: str) -> None:
+    show(page, address, "timeline?run=1")
+    assert page.locator(".lanes .restart").count() == 20
+    page.get_by_role("button", name="Closer").click()
+    page.wait_for_function("document.querySelectorAll('.lanes .restart').length < 20")
+    assert "from=" in page.url
+    page.get_by_role("button", name="Whole run").click()
+    page.wait_for_function("document.querySelectorAll('.lanes .restart').length === 20")
+
+
+def test_alarms_and_what_differs_between_configs(page: Page, address: str) -> None:
+    show(page, address, "alarms")
+    page.wait_for_selector("td.bad")
+    assert "90% of the responses were cut off" in page.locator("td.bad").inner_text()
+    assert page.locator("#to-alarms").inner_text() == "Alarms (1)"
+    show(page, address, "config")
+    assert page.locator("tbody tr").all_inner_texts() == ["optimizer.lr\t1e-4\t1e-3"]
+    page.get_by_label("only what differs").uncheck()
+    page.get_by_label("key or value").fill("repeats")
+    page.wait_for_function("document.querySelector('tbody').textContent.startsWith('env.repeats')")
+
+
+def test_what_a_model_wrote_runs_nothing(page: Page, address: str) -> None:
+    page.on("dialog", lambda dialog: pytest.fail(dialog.message))
+    show(page, address, "groups?text=alert(1)")
+    assert queries(page) == [SHOWN]
+    assert page.locator("main script").count() == 0
+
+
+def test_it_grows_with_a_run(page: Page, browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with served(run) as address, browser.new_page() as page:
+        show(page, address, "curves")
+        slider = page.get_by_role("slider", name="Reward")
+        assert slider.get_attribute("aria-valuemax") == "3"
+        append(run, "metrics.jsonl", [metrics(4, reward=0.875)])
+        page.wait_for_selector("text=0.875", timeout=10_000)
+        assert slider.get_attribute("aria-valuemax") == "4"
+        assert "step 4" in page.locator("#status").inner_text()
+        show(page, address, "groups")
+        append(run, "samples.jsonl", group(4, "4+4=", ["8"]))
+        page.get_by_role("button", name="Show 1 newer group").click()
+        page.wait_for_function("document.querySelectorAll('section').length === 5")
+        assert queries(page)[0] == "4+4="
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_it_fits_a_phone(browser: Browser, address: str, view: str) -> None:
+    with browser.new_page(viewport={"width": 360, "height": 740}) as page:
+        show(page, address, view)
+        page.wait_for_timeout(100)
+        assert page.evaluate("document.documentElement.scrollWidth") == 360
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_axe_finds_nothing(browser: Browser, address: str, view: str, scheme: Any) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    # Axe is a script of its own, which the page's policy keeps out.
+    with browser.new_page(color_scheme=scheme, bypass_csp=True, viewport={"width": 1000, "height": 900}) as page:
+        show(page, address, view)
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert background == {"light": "rgb(246, 247, 249)", "dark": "rgb(18, 21, 26)"}[scheme]
+        results = Axe().run(page)
+        assert results.violations_count == 0, results.generate_report()
+
+
+def test_100000_responses_are_painted_within_a_second(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    rows = [row for step in range(4, 14) for row in group(step, f"{step}", 10 * ["a short answer of 29 characters"])]
+    for _ in range(1000):
+        append(run, "samples.jsonl", rows)
+    append(run, "metrics.jsonl", [metrics(step) for step in range(4, 1001)])
+    with served(run) as address, browser.new_page() as page:
+        page.goto(f"{address}#groups")
+        page.wait_for_selector("section")
+        painted = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime") / 1000
+        assert painted < FIRST_PAINT_S
+        page.wait_for_function(
+            "document.getElementById('main').innerText.includes('100,007 responses')", timeout=60_000
+        )
+        start = time.monotonic()
+        page.get_by_label("text in prompt").fill("nobody wrote this")
+        page.wait_for_selector("text=0 of")
+        assert time.monotonic() - start < 5

@@ -1,0 +1,87 @@
+"""Files of a run that may still grow. What lies outside of the run's folder is never opened."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+def open_inside(folder: Path, name: str) -> BinaryIO | None:
+    """Opens a file of a run's folder; none where there is none, or where a link leads to something outside of it."""
+    try:
+        path = (folder / name).resolve(strict=True)
+        if path.is_relative_to(folder.resolve()) and path.is_file():
+            return path.open("rb")
+    except (OSError, RuntimeError):  # not there, not ours to read, or a link to itself
+        pass
+    return None
+
+
+def read_inside(folder: Path, name: str) -> str:
+    """The text of a file of a run's folder, nothing where there is none."""
+    file = open_inside(folder, name)
+    if file is None:
+        return ""
+    with file:
+        return file.read().decode(errors="replace")
+
+
+def changed_at(folder: Path, name: str) -> float:
+    """When a file of a run was last written, in seconds since 1970; 0 where there is none."""
+    file = open_inside(folder, name)
+    if file is None:
+        return 0.0
+    with file:
+        return os.fstat(file.fileno()).st_mtime
+
+
+class Tail:
+    """A jsonl file of a run, of which each line is read once.
+
+    A run that is resumed writes the file anew, without the steps that it does again: then ``reopen`` says so, and all
+    is read again. Until then the file that was opened stays open, so that a place in it keeps its meaning.
+
+    Args:
+        folder: of the run.
+        name: of the file, which need not be there yet.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._end = 0
+        self.file: BinaryIO | None = None
+
+    def reopen(self) -> bool:
+        """Whether the file is another one than before; to be asked before ``rows``."""
+        found = open_inside(self._folder, self._name)
+        if found is None:
+            return False
+        now = os.fstat(found.fileno())
+        if self.file is not None and os.path.samestat(now, os.fstat(self.file.fileno())) and now.st_size >= self._end:
+            found.close()
+            return False
+        self.file, self._end = found, 0
+        return True
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """The lines that are new, and where each begins; a line without an end is left for later."""
+        if self.file is None:
+            return
+        self.file.seek(self._end)
+        for line in self.file:
+            if not line.endswith(b"\n"):
+                return
+            start, self._end = self._end, self._end + len(line)
+            yield start, line
+
+
+def read_row(line: bytes) -> dict[str, Any]:
+    """A line as a mapping; an empty one where it is none: a page shows what there is."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) else {}

@@ -1,0 +1,111 @@
+// The groups: a prompt and its responses side by side, the newest first, filtered by what the address says.
+
+import { change, choice, el, field, get, link, number, runChoice, scroll } from "./dom.js";
+
+const PAGE = 10;
+const FACTS = [["advantage", "advantage"], ["length", "tokens"], ["finish_reason", "finish"], ["version", "version"], ["staleness", "staleness"]];
+const RANGES = [["from", "from step"], ["to", "to step"], ["least", "reward from"], ["most", "reward to"]];
+
+export function groups(box) {
+  const form = el("form", { role: "search", "aria-label": "Filter", submit: (event) => event.preventDefault() });
+  const notice = el("p", { class: "notice", role: "status" });
+  const list = el("div");
+  const pager = el("nav", { class: "pager", "aria-label": "Pages" });
+  box.append(el("h2", { class: "hidden" }, "Groups"), form, notice, list, pager);
+  let offered = "";
+  let count = -1;
+
+  return async (params, runs, grown) => {
+    const asked = Object.fromEntries(params);
+    const found = await get("groups", asked);
+    return () => {
+      const run = runs[Number(params.get("run") ?? 0)];
+      const offers = [runs.length, params.get("run"), run?.splits, run?.datasets].join("|");
+      if (offers !== offered) fill(form, runs, run, params);
+      offered = offers;
+      for (const input of form.querySelectorAll("input, select")) {
+        if (input !== document.activeElement) input.value = params.get(input.name) ?? input.dataset.first ?? "";
+      }
+      const page = Number(params.get("page") ?? 0);
+      if (grown && list.childElementCount && found.found > count) return offer(found.found - count);
+      count = found.found;
+      notice.textContent = `${number(found.found)} of ${number(found.all)} groups, ${number(found.rows)} responses in all`;
+      list.replaceChildren(...found.groups.map((rows) => section(rows, asked)));
+      for (const text of list.querySelectorAll(".prompt, .response")) {
+        if (text.scrollHeight > text.clientHeight) text.tabIndex = 0; // to be scrolled by keyboard
+      }
+      pager.replaceChildren(...pages(page, Math.ceil(found.found / PAGE)));
+    };
+  };
+
+  // What is being read stays where it is until the reader asks for what is new.
+  function offer(more) {
+    const show = () => {
+      count = -1;
+      list.replaceChildren();
+      notice.replaceChildren();
+      change({ page: "" });
+      window.dispatchEvent(new HashChangeEvent("hashchange"));
+    };
+    const text = `Show ${number(more)} newer group${more > 1 ? "s" : ""}`;
+    if (notice.textContent !== text) notice.replaceChildren(el("button", { type: "button", click: show }, text));
+  }
+}
+
+function fill(form, runs, run, params) {
+  const any = [["", "any"]];
+  const options = (names) => any.concat((names ?? []).map((name) => [name, name]));
+  const typed = (name, type, more) => {
+    let waiting = 0;
+    const input = el("input", { name, type, ...more, input: () => {
+      clearTimeout(waiting);
+      waiting = setTimeout(() => change({ [name]: input.value, page: "" }, true), 250);
+    } });
+    return input;
+  };
+  form.replaceChildren(
+    ...[
+      runChoice(runs, params),
+      field("split", choice("split", options(run?.splits), params.get("split"), { page: "" })),
+      run?.datasets.length ? field("task", choice("dataset", options(run.datasets), params.get("dataset"), { page: "" })) : null,
+      ...RANGES.map(([name, label]) => field(label, typed(name, "number", { step: "any" }))),
+      field("text in prompt or response", typed("text", "search")),
+    ].filter(Boolean));
+  const chooser = form.querySelector("[name=run]");
+  if (chooser) chooser.dataset.first = "0";
+}
+
+function section(rows, asked) {
+  const [first] = rows;
+  const about = [`Step ${number(first.step)}`, first.split, first.dataset].filter(Boolean).join(", ");
+  const parts = [...new Set(rows.flatMap((row) => Object.keys(row.parts ?? {})))];
+  const facts = [
+    ...parts.map((name) => [name, (row) => number(row.parts?.[name])]),
+    ...FACTS.filter(([key]) => rows.some((row) => row[key] !== undefined))
+      .map(([key, label]) => [label, (row) => (typeof row[key] === "string" ? row[key] : number(row[key]))]),
+  ];
+  const cells = (make) => rows.map((row) => el("td", { class: row.wanted ? null : "other" }, make(row)));
+  const line = (label, make) => el("tr", {}, el("th", { scope: "row" }, label), cells(make));
+  const head = rows.map((row, at) =>
+    el("th", { scope: "col" }, el("a", { href: link("tokens", { run: asked.run ?? "", row: row.row }) }, `response ${at + 1}`)));
+  return el("section", { "aria-label": about },
+    el("h3", {}, about),
+    el("div", { class: "prompt", role: "group", "aria-label": "Prompt" }, first.query),
+    scroll(`Responses, ${about}`, el("table", { class: "group" },
+      el("thead", {}, el("tr", {}, el("td", {}, el("span", { class: "hidden" }, "what")), head)),
+      el("tbody", {},
+        line("reward", (row) => el("em", { class: row.good ? "good" : "bad" }, row.reward)),
+        facts.map(([label, make]) => line(label, make)),
+        line("text", (row) => el("div", { class: "response", role: "group", "aria-label": "Response" }, row.response))))));
+}
+
+function pages(page, count) {
+  const to = (label, target) =>
+    el("button", { type: "button", disabled: target < 0 || target >= count, click: () => {
+      change({ page: target || "" });
+      document.getElementById("main").focus();
+      window.scrollTo(0, 0);
+    } }, label);
+  if (count < 2) return [];
+  return [to("Newer", page - 1), el("span", {}, `page ${number(page + 1)} of ${number(count)}`), to("Older", page + 1), to("Oldest", count - 1)];
+}

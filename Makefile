@@ -74,11 +74,11 @@ bench-quick: $(VENV)/.stamp-bench  ## measure start, training step, rollout and 
 
 bench: $(VENV)/.stamp-bench $(VENV)/.stamp-ray $(TEST_ENGINE)  ## the same in all settings, with vLLM and Ray
 	$(PY) benchmarks/bench_start.py --out $(BENCH_OUT)/start.json
-	$(PY) benchmarks/bench_train_step.py --models tiny --output $(TRAIN_STEP_OUT)
+	$(PY) benchmarks/bench_train_step.py --models tiny --repeats 15 --output $(TRAIN_STEP_OUT)
 	$(PY) benchmarks/bench_train_step.py --models small --prompts 64 --repeats 3 --output $(TRAIN_STEP_OUT)
 	$(PY) benchmarks/bench_train_step.py --models small --dtypes bfloat16 --prompts 512 --repeats 2 --output $(TRAIN_STEP_OUT)
 	set -e; for model in tiny small; do for dtype in float32 bfloat16; do \
-	  $(PY) benchmarks/bench_rollout.py --model $$model --dtype $$dtype --vllm --out $(BENCH_OUT)/rollout_$${model}_$$dtype.json; \
+	  $(PY) benchmarks/bench_rollout.py --model $$model --dtype $$dtype --vllm --repeats 3 --out $(BENCH_OUT)/rollout_$${model}_$$dtype.json; \
 	done; done
 	$(PY) benchmarks/bench_rollout.py --model small --lengths --new-tokens 512 --repeats 2 --vllm --out $(BENCH_OUT)/rollout_lengths.json
 	$(PY) benchmarks/bench_vllm.py --out $(BENCH_OUT)/vllm.json

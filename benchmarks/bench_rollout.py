@@ -209,6 +209,7 @@ def main() -> None:
     setting = {name: value for name, value in vars(args).items() if name != "out"} | MODELS[args.model]
     result = surroundings(packages) | {
         "setting": setting | {"parameters": model.num_parameters(), "threads": torch.get_num_threads()},
+        "tokens": tokens,
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
         "median_tokens_per_second": {name: round(rate, 1) for name, rate in rates.items()},

@@ -51,7 +51,8 @@ def rollout(results: Sequence[dict[str, Any]]) -> list[str]:
     for result in results:
         setting, rates, seconds = result["setting"], result["median_tokens_per_second"], result["seconds"]
         ours = "transformers engine"
-        others = [ratio(seconds[side], seconds[ours]) if side in seconds else "-" for side in ("generate", "vllm")]
+        times = {side: list(map(truediv, seconds[side], result["tokens"][side])) for side in seconds}
+        others = [ratio(times[side], times[ours]) if side in times else "-" for side in ("generate", "vllm")]
         count = setting["prompts"] * setting["responses"]
         name = f"{SIZES[setting['model']]} {setting['dtype']}, {count}" + (" of 1 to 512" if setting["lengths"] else "")
         cells = [f"{rates[side]:,.0f}" if side in rates else "-" for side in (ours, "generate", "vllm")]

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from tensordict.nn import TensorDictModule
 from torchrl._utils import logger as torchrl_logger
 from torchrl.envs import Transform, TransformedEnv
@@ -90,11 +89,6 @@ def as_config_errors() -> Iterator[None]:
     except ValueError as error:
         torchrl_logger.debug("refused while building", exc_info=True)
         raise ConfigError(str(error)) from error
-    except TemplateError as error:
-        raise ConfigError(
-            f"model.chat_template must be able to write the prompts, and it says {str(error)!r:.200}: mend it, or "
-            "leave it out for the tokenizer's own."
-        ) from error
 
 
 def prepare(

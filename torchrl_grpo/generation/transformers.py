@@ -19,10 +19,12 @@ from torch import Tensor
 from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedModel
 
+from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.generation.base import Completion, Engine, OnFinished, SamplingParams
 from torchrl_grpo.generation.decoder import Decoder, GenericDecoder, context_length
 from torchrl_grpo.generation.fused_decoder import FusedDecoder, can_fuse
 from torchrl_grpo.generation.sampling import sample
+from torchrl_grpo.memory import memory_short
 from torchrl_grpo.weights import load_weights
 
 _CHECK_EVERY = 4
@@ -98,8 +100,11 @@ class TransformersEngine(Engine):
             if on_finished is not None:
                 on_finished(i, number, completion)
 
-        if prompts:
-            self._generate([prompts[i] for i in order], n, params, uniform[order].flatten(0, 1), finish)
+        try:
+            if prompts:
+                self._generate([prompts[i] for i in order], n, params, uniform[order].flatten(0, 1), finish)
+        except torch.OutOfMemoryError as error:
+            raise self._memory_short(error, len(prompts[order[0]]), len(prompts), n, params) from error
         return groups
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -125,6 +130,26 @@ class TransformersEngine(Engine):
         self._closed = True
         self.__dict__.pop("decoder", None)
         self.__dict__.pop("_model", None)
+
+    def _memory_short(
+        self, error: BaseException, longest: int, prompts: int, n: int, params: SamplingParams
+    ) -> MemoryShortError:
+        """What to say where memory ran out, with what each knob would save here."""
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in self._model.parameters())
+
+        def batch(prompts: int, max_new_tokens: int) -> int:
+            cache = prompts * self.decoder.cache_bytes(longest, n, max_new_tokens)
+            return min(cache, self._kv_cache_bytes) + prompts * n * self._vocab_size * 4
+
+        whole, half = batch(prompts, params.max_new_tokens), -(-params.max_new_tokens // 2)
+        knobs = {
+            "half of env.num_envs": whole - batch(-(-prompts // 2), params.max_new_tokens),
+            f"inference_model.max_new_tokens={half}": whole - batch(prompts, half),
+        }
+        if self._model.dtype == torch.float32:
+            knobs["inference_model.dtype=bfloat16"] = weights // 2
+        holds = {"weights": weights, f"keys, values and logits of {prompts * n} responses": whole}
+        return memory_short(error, "Sampling", holds, knobs)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -26,6 +26,7 @@ from torchrl_grpo.config.components import make_component
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.learner.resume import Resume, check_length
 from torchrl_grpo.models import loading
 from torchrl_grpo.placement import DevicePlan, RoleRequest, available_accelerators, plan_devices
@@ -125,6 +126,7 @@ def prepare(
             inference.max_new_tokens,
             temperature=inference.temperature,
             stop_token_ids=loading.stop_token_ids(tokenizer, loading.load_generation_config(name)),
+            stop=StopStrings(inference.stop, tokenizer) if inference.stop else None,
         )
         max_prompt_tokens, max_dialog_tokens = _max_prompt_tokens(config, model_config)
         workers = env.reward_workers or (1 if env.tools else 0)

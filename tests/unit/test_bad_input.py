@@ -140,6 +140,8 @@ PAIRS = {
     "env.difficulty_filter=[0.9,0.1]": "must be [low, high] with low below high",
     "train.keep_checkpoints=first:2": "must be last:N or last:N,best:M",
     "logging.sample_rows=-1": "must be all, or a whole number",
+    "inference_model.stop=['']": "inference_model.stop=[''] must be texts that are not empty, of at most 256 bytes",
+    f"inference_model.stop=[{'x' * 257}]": "must be texts that are not empty, of at most 256 bytes together",
     "env.chat_template_kwargs=3": "must be arguments by name",
 }
 

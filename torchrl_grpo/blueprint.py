@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from tensordict.nn import TensorDictModule
 from torchrl._utils import logger as torchrl_logger
 from torchrl.envs import Transform, TransformedEnv
@@ -27,6 +26,7 @@ from torchrl_grpo.config.components import make_component
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.learner.resume import Resume, check_length
 from torchrl_grpo.models import loading
 from torchrl_grpo.placement import DevicePlan, RoleRequest, available_accelerators, plan_devices
@@ -90,11 +90,6 @@ def as_config_errors() -> Iterator[None]:
     except ValueError as error:
         torchrl_logger.debug("refused while building", exc_info=True)
         raise ConfigError(str(error)) from error
-    except TemplateError as error:
-        raise ConfigError(
-            f"model.chat_template must be able to write the prompts, and it says {str(error)!r:.200}: mend it, or "
-            "leave it out for the tokenizer's own."
-        ) from error
 
 
 def prepare(
@@ -131,6 +126,7 @@ def prepare(
             inference.max_new_tokens,
             temperature=inference.temperature,
             stop_token_ids=loading.stop_token_ids(tokenizer, loading.load_generation_config(name)),
+            stop=StopStrings(inference.stop, tokenizer) if inference.stop else None,
         )
         max_prompt_tokens, max_dialog_tokens = _max_prompt_tokens(config, model_config)
         workers = env.reward_workers or (1 if env.tools else 0)

@@ -10,7 +10,26 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from torchrl_grpo.records import printable
 from torchrl_grpo.tasks.base import Message
+
+
+def render_chat(tokenizer: PreTrainedTokenizerBase, chat: Sequence[Message], **arguments: Any) -> str:
+    """A chat as the chat template writes it.
+
+    Raises:
+        ValueError: the template raises, whatever it is.
+    """
+    try:
+        return str(tokenizer.apply_chat_template(list(chat), tokenize=False, **arguments))
+    except Exception as error:
+        template, said = printable(str(tokenizer.chat_template)), printable(f"{type(error).__name__}: {error}")
+        roles = list(dict.fromkeys(str(message.get("role")) for message in chat))
+        raise ValueError(
+            f"model.chat_template={template!r:.80} must write a chat of the roles {roles}, "
+            f"and it says {said!r:.200}: mend it, or leave it out, if it is not the tokenizer's own."
+        ) from error
+
 
 _PLACEHOLDER = "@@assistant-turn@@"
 _MOST_KNOWN = 1000
@@ -54,16 +73,7 @@ class TurnTemplate:
             {"role": "assistant", "content": _PLACEHOLDER},
             *messages,
         ]
-        try:
-            text = self.tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=True, **self.arguments
-            )
-        except Exception as error:  # whatever a template may raise
-            roles = sorted({str(message.get("role")) for message in messages})
-            raise ValueError(
-                f"the tokenizer's chat template must take messages of the roles {roles} after an assistant's turn, it "
-                f"says {str(error)!r:.200}: use another template (model.chat_template)."
-            ) from error
+        text = render_chat(self.tokenizer, chat, add_generation_prompt=True, **self.arguments)
         _, found, between = text.partition(_PLACEHOLDER)
         if not found:
             raise ValueError(

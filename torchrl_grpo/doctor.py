@@ -179,7 +179,7 @@ def _model(config: GRPOConfig, check: Check) -> None:
     loading.check_vocabulary(found, tokenizer, name)
     count = loading.count_parameters(found, config.model.attn_implementation, trust_remote_code=remote)
     stops = loading.stop_token_ids(tokenizer, loading.load_generation_config(name))
-    ends = " or ".join(repr(tokenizer.decode([token])) for token in stops)
+    ends = " or ".join(map(repr, [*map(tokenizer.decode, stops), *config.inference_model.stop]))
     check.found = f"{found.model_type} of {count:,} parameters, {len(tokenizer):,} tokens, a response ends at {ends}"
     if tokenizer.chat_template == loading.FALLBACK_CHAT_TEMPLATE:
         check.look("no chat template: set model.chat_template, unless it is a base model")

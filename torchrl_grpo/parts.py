@@ -32,6 +32,7 @@ from torchrl_grpo.learner.optimizer import make_optimizer
 from torchrl_grpo.learner.resume import restore
 from torchrl_grpo.learner.schedule import learning_rate_factor
 from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.memory import memory_short
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
 from torchrl_grpo.models.sharding import loading_device, shard_model
@@ -121,7 +122,7 @@ def make_trainer(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | 
 
 def make_model(config: GRPOConfig, device: torch.device) -> nn.Module:
     """The model that is trained, as it is before the first step, with its adapters."""
-    model: nn.Module = _load(config, config.train_model.dtype, device)
+    model: nn.Module = _load(config, "train_model", device)
     lora = config.train_model.lora
     if not lora.enabled:
         return model
@@ -178,7 +179,7 @@ def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool 
     """The generation engine with its model; ``concurrent`` is one that many threads may call at a time, if vLLM's."""
     config, inference = blueprint.config, blueprint.config.inference_model
     if inference.backend == "transformers":
-        return TransformersEngine(_load(config, inference.dtype, device), copy=False)
+        return TransformersEngine(_load(config, "inference_model", device), copy=False)
     colocated = blueprint.plan.colocated
     settings: VLLMSettings = {
         "dtype": inference.dtype,
@@ -199,7 +200,7 @@ def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool 
 def make_reference(blueprint: Blueprint, device: torch.device | None = None) -> KLScoring:
     """A reference model of its own, which scores in passes as large and as precise as the trainer's."""
     config = blueprint.config
-    model = _load(config, config.ref_model.dtype, device or own_device()).requires_grad_(False)
+    model = _load(config, "ref_model", device or own_device()).requires_grad_(False)
     return _kl_scoring(config, TokenScorer(model, temperature=config.inference_model.temperature))
 
 
@@ -224,12 +225,27 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _load(config: GRPOConfig, dtype: str, device: torch.device) -> Any:
-    model = config.model
-    return loading.load_model(
-        model.source,
-        dtype=_dtype(dtype),
-        device=device,
-        attn_implementation=model.attn_implementation,
-        trust_remote_code=model.trust_remote_code,
-    )
+def _load(config: GRPOConfig, role: str, device: torch.device) -> Any:
+    """The model of a role, on its device.
+
+    Raises:
+        MemoryShortError: the device has no room for it.
+    """
+    model, dtype = config.model, getattr(config, role).dtype
+    try:
+        return loading.load_model(
+            model.source,
+            dtype=_dtype(dtype),
+            device=device,
+            attn_implementation=model.attn_implementation,
+            trust_remote_code=model.trust_remote_code,
+        )
+    except torch.OutOfMemoryError as error:
+        count = loading.count_parameters(
+            loading.load_config(model.source, trust_remote_code=model.trust_remote_code),
+            trust_remote_code=model.trust_remote_code,
+        )
+        weights = count * _dtype(dtype).itemsize
+        knobs = {f"{role}.dtype=bfloat16": weights // 2} if dtype == "float32" and role != "train_model" else {}
+        knobs |= {"train_model.num_devices=2": weights // 2} if role == "train_model" else {}
+        raise memory_short(error, f"Loading {model.name} for {role}", {"weights": weights}, knobs) from error

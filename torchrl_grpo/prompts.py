@@ -15,6 +15,7 @@ from torch import Tensor
 from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
+from torchrl_grpo.conversation import render_chat
 from torchrl_grpo.tasks.base import Problem, Split, Task
 
 Outcomes = Iterable[Sequence[int]]
@@ -90,10 +91,10 @@ class Prompts:
         return [i for i in everything if len(encoded[i]) <= most]
 
     def _render(self, problem: Problem) -> str:
-        return self.tokenizer.apply_chat_template(
+        return render_chat(
+            self.tokenizer,
             self.task.messages(problem),
             tools=list(self.task.tools) or None,
-            tokenize=False,
             add_generation_prompt=True,
             **self.template_arguments,
         )

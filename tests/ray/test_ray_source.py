@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.models import make_tiny_model
 from torchrl_grpo import keys
 from torchrl_grpo.collectors import RolloutCollector, Sampler
 from torchrl_grpo.collectors.evaluation import Evaluator
@@ -33,13 +34,16 @@ from torchrl_grpo.distributed import cluster
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.loop.fit import Schedule, fit
+from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger, read_jsonl
 from torchrl_grpo.staleness import GroupBuffer
 from torchrl_grpo.tasks import ArithmeticTask
+from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 pytest.importorskip("ray")
 
@@ -49,7 +53,7 @@ from torchrl_grpo.distributed.rollout_manager import RolloutManager
 from torchrl_grpo.distributed.source import RayBatch, RaySource
 from torchrl_grpo.distributed.tasks import TaskQueue
 from torchrl_grpo.distributed.workers import ActorLostError, Worker
-from torchrl_grpo.errors import LearnerLostError, WaitedTooLongError, WorkersLostError
+from torchrl_grpo.errors import LearnerLostError, MemoryShortError, WaitedTooLongError, WorkersLostError
 from torchrl_grpo.weights import ObjectSender, WeightHandle
 
 REPEATS, TASK, BATCH = 2, 2, 4  # rows in a group, groups in a task, groups in a batch
@@ -63,7 +67,9 @@ class CountingEngine(Engine):
         self.calls = 0
         self.weight = torch.zeros(1)
 
-    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Tensor], n: int, params: SamplingParams, on_finished: object = None
+    ) -> list[list[Completion]]:
         self.calls += 1
         time.sleep(self.pause_s)
         token = torch.tensor([5 + int(self.weight)])
@@ -183,6 +189,25 @@ class UpdatedInFlight(CountingEngine):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         time.sleep(0.5)
         self.policy_version = state["policy_version"]
+
+
+def no_memory(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+class FullEngine(CountingEngine):
+    """Samples with a real engine whose device is full."""
+
+    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+        engine = TransformersEngine(make_tiny_model())
+        engine.decoder.start = no_memory  # type: ignore[method-assign]
+        return engine.generate(prompts, n, params)
+
+
+def make_full_scoring() -> KLScoring:
+    scoring = KLScoring(TokenScorer(make_tiny_model()))
+    scoring.scorer.score = no_memory  # type: ignore[method-assign]
+    return scoring
 
 
 def hang_once(marker: Path) -> None:
@@ -592,6 +617,30 @@ def test_a_unit_that_every_reference_actor_dies_of_ends_the_run(source_of: Calla
     source.publish(weights_of(0), 0)
     with pytest.raises(WorkersLostError, match=r"groups \d to \d ended reference model 0 or others like it 3 times"):
         source.next_batch()
+
+
+@pytest.mark.parametrize(
+    ("full", "said"),
+    [
+        (
+            {"engine": FullEngine},
+            r"Sampling ran out of memory \(CUDA out of memory\)\. .* half of env\.num_envs",
+        ),
+        (
+            {"references": 1, "reference": make_full_scoring},
+            r"Scoring with the .* train\.micro_batch_tokens=8192",
+        ),
+    ],
+)
+def test_an_actor_without_memory_ends_the_run_with_what_would_save_some(
+    source_of: Callable[..., RaySource], full: dict[str, Any], said: str
+) -> None:
+    source = source_of(total_groups=BATCH, **full)
+    source.publish(weights_of(0), 0)
+    with pytest.raises(MemoryShortError, match=said) as raised:
+        source.next_batch()
+    assert "\n" not in str(raised.value)
+    assert [worker.restarts for worker in source.manager.workers] == [0] * len(source.manager.workers)
 
 
 def test_engines_on_a_shared_accelerator_start_after_the_reference(

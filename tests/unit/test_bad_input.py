@@ -140,6 +140,8 @@ PAIRS = {
     "env.difficulty_filter=[0.9,0.1]": "must be [low, high] with low below high",
     "train.keep_checkpoints=first:2": "must be last:N or last:N,best:M",
     "logging.sample_rows=-1": "must be all, or a whole number",
+    "inference_model.stop=['']": "inference_model.stop=[''] must be texts that are not empty, of at most 256 bytes",
+    f"inference_model.stop=[{'x' * 257}]": "must be texts that are not empty, of at most 256 bytes together",
     "env.chat_template_kwargs=3": "must be arguments by name",
 }
 
@@ -173,9 +175,28 @@ def test_a_run_folder_that_is_a_file_is_refused_before_hydra(under: str, tmp_pat
     check_command_line([f"hydra.run.dir={tmp_path}/new/{under}"])
 
 
-def test_a_broken_chat_template_is_one_message() -> None:
-    with pytest.raises(ConfigError, match=r"model\.chat_template must be able to write the prompts, .*Expected an"):
-        prepare(compose_config("model.chat_template='{% for %}'"))
+BROKEN_TEMPLATES = {
+    "{% for %}": "TemplateSyntaxError: Expected an",
+    "{{ 1 / 0 }}": "ZeroDivisionError: division by zero",
+    "{{ messages[9].content }}": "UndefinedError: ",
+    "{{ messages + 1 }}": "TypeError: ",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError: ",
+    "{% include 'other' %}": "TypeError: ",
+    "{% for i in range(10 ** 9) %}{% endfor %}": "OverflowError: Range too big",
+    "{{ raise_exception('no\x1b') }}": r"TemplateError: no\\x1b",
+}
+
+
+@pytest.mark.parametrize("template", BROKEN_TEMPLATES)
+def test_a_broken_chat_template_is_one_message(template: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config = compose_config()
+        config.model.chat_template = template
+        prepare(config)
+    said = str(refused.value)
+    assert said.startswith("model.chat_template=") and "must write a chat of the roles ['user', 'assistant']" in said
+    assert BROKEN_TEMPLATES[template] in said and "\n" not in said and "\x1b" not in said
+    assert said.endswith("mend it, or leave it out, if it is not the tokenizer's own.")
 
 
 def test_over_800_bad_inputs_are_tried() -> None:

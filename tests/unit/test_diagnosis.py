@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import Qwen2Config
 
+from tests.support.configs import compose_config
 from tests.support.models import make_tiny_model
 from tests.support.training import make_batch, make_trainer
-from torchrl_grpo import keys
+from torchrl_grpo import keys, parts
 from torchrl_grpo.errors import MemoryShortError, NonFiniteError
+from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.learner.measures import StepMeasures
-from torchrl_grpo.learner.memory import savings, step_memory
 from torchrl_grpo.models import loading
+from torchrl_grpo.models.memory import savings, step_memory
+from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.records import size
+from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 
 def reason(trainer: Any, batch: Any) -> str:
@@ -77,17 +83,59 @@ def test_only_the_first_bad_step_in_a_row_is_looked_into(monkeypatch: pytest.Mon
 
 
 def test_running_out_of_memory_is_one_message_with_what_each_knob_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
-
     trainer = make_trainer(micro_batch_tokens=1000)
     monkeypatch.setattr(trainer, "forward_backward", full)
     with pytest.raises(MemoryShortError) as raised:
         trainer.train_batch(make_batch())
     text = str(raised.value)
-    assert text.startswith("The training step ran out of memory (CUDA out of memory). A step here holds about")
+    assert text.startswith("The training step ran out of memory (CUDA out of memory). On each device it holds about ")
     order = ("train_model.gradient_checkpointing=true", "train.micro_batch_tokens=500", "train.mixed_precision=bf16")
     assert all(f"{name} (about " in text for name in order) and "\n" not in text
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
+
+
+def test_sampling_without_memory_says_what_each_knob_saves() -> None:
+    model = make_tiny_model()
+    engine = TransformersEngine(model, copy=False)
+    engine.decoder.start = full
+    with pytest.raises(MemoryShortError) as raised:
+        engine.generate([torch.arange(5), torch.arange(20)], 4, SamplingParams(100))
+    weights = sum(parameter.numel() for parameter in model.parameters()) * 4
+    token = 2 * 2 * 2 * 8 * 4  # keys and values of 2 layers with 2 heads of 8 numbers
+    logits = 8 * 261 * 4
+    whole, shorter = 2 * (20 + 4 * 100) * token + logits, 2 * (20 + 4 * 50) * token + logits
+    assert str(raised.value) == (
+        f"Sampling ran out of memory (CUDA out of memory). On each device it holds about {size(weights)} of weights "
+        f"and {size(whole)} of keys, values and logits of 8 responses, beside what else is there. What would be saved: "
+        f"half of env.num_envs (about {size(whole / 2)}), inference_model.max_new_tokens=50 (about "
+        f"{size(whole - shorter)}), inference_model.dtype=bfloat16 (about {size(weights // 2)})."
+    )
+
+
+def test_scoring_without_memory_says_what_each_knob_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    scoring = KLScoring(TokenScorer(make_tiny_model()), max_tokens=1000)
+    monkeypatch.setattr(scoring.scorer, "score", full)
+    with pytest.raises(MemoryShortError) as raised:
+        scoring.log_probs(torch.ones(2, 4, dtype=torch.int64), torch.ones(2, 4, dtype=torch.bool), torch.tensor([4, 4]))
+    weights = sum(parameter.numel() for parameter in scoring.scorer.model.parameters()) * 4
+    layer = (8 * 32 + 2 * 16 + 4 * 64) * 4 * 1000
+    assert str(raised.value) == (
+        f"Scoring with the reference model ran out of memory (CUDA out of memory). On each device it holds about "
+        f"{size(weights)} of weights and {size(layer)} of activations, beside what else is there. What would be saved: "
+        f"train.micro_batch_tokens=500 (about {size(layer // 2)}), train.mixed_precision=bf16 (about "
+        f"{size(layer // 2)}), train_model.lora.enabled=true (about {size(weights)}), ref_model.dtype=bfloat16 (about "
+        f"{size(weights // 2)})."
+    )
+
+
+def test_a_model_that_finds_no_room_is_named_with_its_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "load_model", full)
+    config = compose_config()
+    with pytest.raises(MemoryShortError, match=r"Loading starter for ref_model ran .* 1\.\d+ MB of weights"):
+        parts.make_reference(SimpleNamespace(config=config), torch.device("cpu"))
 
 
 def test_savings_equal_the_counts_by_hand_and_leave_out_what_is_on() -> None:
@@ -102,14 +150,14 @@ def test_savings_equal_the_counts_by_hand_and_leave_out_what_is_on() -> None:
     layer = (8 * 64 + 2 * 32 + 4 * 128) * 2 * 1000
     assert (memory.weights, memory.gradients, memory.optimizer) == (2 * count, 2 * count, 4 * count)
     assert (memory.activations, memory.checkpointed) == (3 * layer, 3 * 64 * 2 * 1000 + layer)
-    found = dict(savings(memory, 1000, checkpoints=True, lora=False, full_precision=False, small_states=False, ranks=2))
+    found = savings(memory, 1000, checkpoints=True, lora=False, full_precision=False, small_states=False, ranks=2)
     assert found == {
         "train.micro_batch_tokens=500": memory.checkpointed // 2,
         "train_model.lora.enabled=true": int(0.94 * 6 * count),
         "train_model.num_devices=4": 4 * count,
         "train_model.cpu_offload=true": 8 * count,
     }
-    tuned = dict(savings(memory, 1000, checkpoints=True, lora=True, full_precision=False, small_states=False, ranks=1))
+    tuned = savings(memory, 1000, checkpoints=True, lora=True, full_precision=False, small_states=False, ranks=1)
     assert set(tuned) == {"train.micro_batch_tokens=500", "train_model.num_devices=2", "optimizer.name=adamw_8bit"}
     small = step_memory(model, list(model.parameters()), 1000, 2, small_states=True)
     assert small.optimizer == memory.optimizer // 2  # a quarter of it, of twice the weights

@@ -10,12 +10,16 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from torchrl_grpo import keys
+from tests.support.models import make_tiny_model
+from torchrl_grpo import keys, stalls
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.functional import pass_at_k
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
+from torchrl_grpo.generation.transformers import TransformersEngine
+from torchrl_grpo.reward_pool import RewardPool
+from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Problem, Score, Split, Task
 from torchrl_grpo.tasks.with_tests import WithTests
 
@@ -42,7 +46,9 @@ class Scripted(Engine):
     def __init__(self) -> None:
         self.draws = 0
 
-    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Tensor], n: int, params: SamplingParams, on_finished: object = None
+    ) -> list[list[Completion]]:
         self.draws += 1
         out = []
         for prompt in prompts:
@@ -65,6 +71,20 @@ class Scripted(Engine):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.draws = state["draws"]
+
+
+def test_each_response_of_an_evaluation_is_a_sign_of_progress(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[str] = []
+    monkeypatch.setattr(stalls, "note", noted.append)
+    for pool in (None, RewardPool(ArithmeticTask(), 1, timeout_s=30)):
+        greedy = LLMEnv(ArithmeticTask(), tokenizer, num_envs=3, repeats=1, split="test", reward_pool=pool)
+        engine = TransformersEngine(make_tiny_model())
+        Evaluator(engine, greedy, None, params=SamplingParams(4)).evaluate(sampled=True)
+        if pool is not None:
+            pool.close()
+    assert noted == [f"evaluate 3 problems, {count} responses are there" for count in (1, 2, 3)] * 2
 
 
 def test_pass_at_1_and_pass_at_k_by_hand(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from tests.support.configs import ROOT
 from tests.support.runs import at, differences, run, state_of, steps
-from torchrl_grpo.checkpoint_files import read_manifest
+from torchrl_grpo.checkpoint_files import checkpoints_in, read_manifest
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.records import read_jsonl
 
@@ -69,6 +70,27 @@ def test_auto_starts_afresh_in_an_empty_folder_and_after_no_checkpoint(whole: Pa
     run(tmp_path, *TESTED, *SAVED, steps(1), "train.resume=auto")
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1]
     assert rows_of(tmp_path, "metrics.jsonl")[0] == rows_of(whole, "metrics.jsonl")[0]
+
+
+def test_auto_refuses_to_start_afresh_over_damaged_checkpoints(
+    whole: Path, tmp_path: Path, run_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    for path in checkpoints_in(folder / "checkpoints"):
+        path.write_bytes(path.read_bytes()[:-1])
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert run_here(SYNC, "train.resume=auto", f"hydra.run.dir={folder}", "hydra.output_subdir=null") == 2
+    said = capfd.readouterr().err
+    assert (
+        f"error: train.resume=auto must find a checkpoint that is whole, but of those in {folder}/checkpoints" in said
+    )
+    assert "checkpoint_000008.pt has no checksum: it is cut short" in said and "wrote it. Nothing is thrown" in said
+    assert "to start afresh use another hydra.run.dir, or move that folder away." in said
+    assert {path: path.read_bytes() for path in before} == before
+    (folder / "checkpoints").rename(folder / "damaged")
+    run(folder, *TESTED, *SAVED, steps(1), "train.resume=auto")
+    assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [0, 1]
 
 
 def test_auto_writes_the_model_that_a_finished_run_lacks(tmp_path: Path) -> None:

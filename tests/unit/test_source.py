@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 from torchrl_grpo.collectors import LocalSource, RolloutCollector, Sampler
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.tasks import ArithmeticTask
@@ -110,17 +109,3 @@ def test_a_restored_source_goes_on_with_the_same_problems(tokenizer: PreTrainedT
     got = other.next_batch()
     assert got["query"] == expected["query"]
     assert got["group_id"].tolist() == expected["group_id"].tolist()
-
-
-def test_sampling_without_memory_says_what_would_save_some(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    engine = Recorder()
-    monkeypatch.setattr(engine, "generate", full)
-    with pytest.raises(
-        MemoryShortError, match=r"sampling ran out of memory \(CUDA out of memory\): lower env.num_envs"
-    ):
-        make_source(tokenizer, engine).next_batch()

@@ -25,6 +25,7 @@ from tests.support.finished import assert_each_response_is_told_when_it_ends
 from tests.support.models import make_llama, make_tiny_model, response_log_probs
 from tests.support.processes import shared_memory, socket_files, worker_processes
 from tests.support.prompts import LONG_PROMPTS
+from tests.support.stops import assert_stop_strings_end_responses
 from tests.support.weights import mismatch
 from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.envs import LLMEnv
@@ -87,6 +88,9 @@ class TestEngine:
     def test_each_response_is_told_when_it_ends(self, engine):
         engine.seed(0)
         assert_each_response_is_told_when_it_ends(engine, LONG_PROMPTS, tuple(range(2, 30)))
+
+    def test_stop_strings_end_responses(self, engine):
+        assert_stop_strings_end_responses(engine, LONG_PROMPTS)
 
     def test_log_probs_of_dialogs_with_tools_are_of_one_forward_pass(self, engine, tokenizer):
         """Three turns; after each a tool or the user speaks, and the engine has the earlier ones in its cache."""

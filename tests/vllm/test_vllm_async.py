@@ -27,6 +27,7 @@ from tests.support.finished import assert_each_response_is_told_when_it_ends
 from tests.support.models import response_log_probs
 from tests.support.processes import shared_memory, socket_files, worker_processes
 from tests.support.prompts import PROMPTS
+from tests.support.stops import assert_stop_strings_end_responses
 from tests.support.weights import Trained, mismatch
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.sampler import Sampler
@@ -121,6 +122,10 @@ def test_calls_from_four_threads_have_the_trainers_log_probs(engine, pool):
 
 def test_each_response_is_told_when_it_ends(engine):
     assert_each_response_is_told_when_it_ends(engine, PROMPTS, tuple(range(2, 30)), in_order=False)
+
+
+def test_stop_strings_end_responses(engine):
+    assert_stop_strings_end_responses(engine, PROMPTS[:2])
 
 
 def test_wait_lets_running_calls_end_and_holds_new_ones_back(engine, pool):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_grpo import keys
+from torchrl_grpo import keys, stalls
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.summary import sample_rows
 from torchrl_grpo.envs import LLMEnv
@@ -46,7 +47,7 @@ class Evaluator:
         further: Sequence[str] = (),
         rows: int | None = None,
     ) -> None:
-        greedy = SamplingParams(params.max_new_tokens, temperature=0, stop_token_ids=params.stop_token_ids)
+        greedy = replace(params, temperature=0)
         self.engine = engine
         self.greedy_env = greedy_env
         self.sampled_env = sampled_env
@@ -77,6 +78,14 @@ class Evaluator:
         env.set_seed(0)
         if not self.engine.concurrent:
             self.engine.seed(0)
+        sampled, dialogs = 0, env.batch_size[0]
+
+        def note(*_: Any) -> None:
+            nonlocal sampled
+            sampled += 1
+            stalls.note(f"evaluate {dialogs} problems, {sampled} responses are there")
+
+        policy.on_response = note
         return RolloutCollector(env, policy).rollout()
 
     def _greedy_metrics(self, batch: TensorDictBase) -> dict[str, float]:

@@ -22,6 +22,7 @@ from torchrl_grpo.checks import check_sampling_rounds
 from torchrl_grpo.collectors.dialogs import trajectories
 from torchrl_grpo.collectors.dynamic import GroupCounts, collect_dynamically
 from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.generation.base import Completion
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.torchrl_names import refuse_arguments
 from torchrl_grpo.weights import named_weights
@@ -255,8 +256,14 @@ class RolloutCollector(BaseCollector):
         env = self.base_env
         if env.reward_pool is None:
             return self.policy(data)
-        policy = copy(self.policy)  # others may share it at the same time
-        policy.on_response = lambda row, done: env.receive(row, done.tokens, done.finish_reason == "length")
+        policy, told = copy(self.policy), self.policy.on_response  # others may share it at the same time
+
+        def receive(row: int, done: Completion) -> None:
+            env.receive(row, done.tokens, done.finish_reason == "length")
+            if told is not None:
+                told(row, done)
+
+        policy.on_response = receive
         return policy(data)
 
     def take_counts(self) -> dict[str, float]:

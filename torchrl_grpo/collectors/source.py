@@ -10,7 +10,6 @@ import torch
 from tensordict import TensorDictBase
 
 from torchrl_grpo.collectors.sampler import Sampler
-from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weights import WeightHandle
 from torchrl_grpo.weights.mismatch import Probe
@@ -85,17 +84,11 @@ class LocalSource:
         """Collects one batch [N], with reference log-probs where a reference was given.
 
         Raises:
-            MemoryShortError: the engine's device has no more memory.
+            MemoryShortError: a device has no more memory.
             RuntimeError: a sequence was sampled by weights that are older than the latest published ones.
         """
         began_at = time.time()
-        try:
-            report, batch = self.sampler.rollout()
-        except torch.OutOfMemoryError as error:
-            raise MemoryShortError(
-                f"sampling ran out of memory ({str(error).split('. ')[0]}): lower env.num_envs or inference_model."
-                "max_new_tokens, use inference_model.dtype=bfloat16, or give the engine a device of its own."
-            ) from error
+        report, batch = self.sampler.rollout()
         if self.colocated:
             self.sampler.engine.sleep()
         staleness = self._version - min(report.versions)

@@ -25,6 +25,9 @@ from torchrl_grpo.records import METRICS_FILE, read_jsonl
 AUTO = "auto"
 """``train.resume=auto``: the newest checkpoint in the run's own folder, or a fresh start."""
 
+_MOST = 3
+"""Damaged checkpoints that are named."""
+
 _AS_BEFORE = (
     "seed",
     "model.name",
@@ -138,6 +141,13 @@ def newest(given: str, directory: Path, read: Callable[[Path], _Read]) -> tuple[
             reasons.append(str(error))
     if given == AUTO and not reasons:
         return None
+    if given == AUTO:
+        more = f" and {len(reasons) - _MOST} more" if len(reasons) > _MOST else ""
+        raise ConfigError(
+            f"train.resume=auto must find a checkpoint that is whole, but of those in {path / 'checkpoints'} none is: "
+            f"{'; '.join(reasons[:_MOST])}{more}. Nothing is thrown away: to start afresh use another hydra.run.dir, "
+            "or move that folder away."
+        )
     found = ("has none" if path.is_dir() else "does not exist") if not reasons else f"has none: {'; '.join(reasons)}"
     raise ConfigError(
         f"train.resume={given} must be a checkpoint_*.pt, or a run's folder that has one, but it {found}: give such a "

@@ -28,6 +28,9 @@ from torchrl_grpo.config.schema import EnvConfig, GRPOConfig
 from torchrl_grpo.config.security import check_no_secrets
 from torchrl_grpo.errors import ConfigError
 
+MOST_STOP_BYTES = 256
+"""In ``inference_model.stop``: an engine has a table with a row of the vocabulary for each."""
+
 _COMPARISONS = {
     "ge": (lambda value, limit: value >= limit, "at least"),
     "gt": (lambda value, limit: value > limit, "above"),
@@ -319,6 +322,12 @@ def _validate_models(config: GRPOConfig) -> None:
                 f"{role}.devices={list(devices)} must be different indices of accelerators, from 0: use [0], say."
             )
     engine = config.inference_model
+    stop = list(engine.stop)
+    if "" in stop or sum(len(text.encode()) for text in stop) > MOST_STOP_BYTES:
+        raise ConfigError(
+            f"inference_model.stop={stop!s:.200} must be texts that are not empty, of at most {MOST_STOP_BYTES} "
+            "bytes together: use inference_model.stop=['</answer>'], say."
+        )
     for name, only in (("in_flight", "wait"), ("tensor_parallel_size", 1)):
         if getattr(engine, name) != only and engine.backend != "vllm":
             raise ConfigError(

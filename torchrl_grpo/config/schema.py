@@ -87,6 +87,9 @@ class InferenceModelConfig:
     """Sampling temperature, at least 0.01. The trainer scores with the same one."""
     max_new_tokens: int = limited(256, ge=1)
     """Most tokens in one response, at least 1."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end a response, beside the end of the model's turn. The tokens that hold one stay in the response,
+    as they were sampled. At most 256 bytes together."""
     max_model_len: int | None = limited(None, ge=2)
     """vllm: tokens in prompt and response together; by default just what max_prompt_tokens and max_new_tokens need."""
     gpu_memory_utilization: float | None = limited(None, gt=0, le=1)
@@ -276,8 +279,8 @@ class TrainConfig:
     """Seconds after which the run saves, writes the model and ends with exit status 0, before a step that would not end
     in time. null is none."""
     stall_timeout_s: float | None = limited(3600.0, gt=0)
-    """Seconds without progress (a batch, a step, an evaluation), after which the run writes where its processes are
-    into stacks.txt, saves, and ends with exit status 75. null waits for ever."""
+    """Seconds without progress (a batch, a step, a response of an evaluation), after which the run writes where its
+    processes are into stacks.txt, saves, and ends with exit status 75. null waits for ever."""
     max_nonfinite_steps: int = limited(5, ge=1)
     """Optimizer steps in a row with a non-finite loss or gradient, or without a token that counts (no reward is valid),
     after which the run ends, at least 1."""

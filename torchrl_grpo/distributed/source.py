@@ -13,6 +13,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from torchrl_grpo import stalls
 from torchrl_grpo.distributed.rollout_manager import RolloutManager
 from torchrl_grpo.errors import WaitedTooLongError
 
@@ -92,7 +93,9 @@ class RaySource:
         """Evaluates the published weights on one sampler, as ``Evaluator.evaluate`` does."""
         if not self._evaluates:
             return {}, []
-        version, metrics, rows = self._ask(self.manager.ask_any("evaluate the test split", "evaluate", sampled))
+        what = "evaluate the test split"
+        # A sampler has ray.actor_timeout_s for it: that, and not the run's own limit, ends an evaluation.
+        version, metrics, rows = self._ask(self.manager.ask_any(what, "evaluate", sampled), what)
         if version != self.manager.published:
             raise RuntimeError(f"weights of version {version} were evaluated instead of {self.manager.published}.")
         return metrics, rows
@@ -129,7 +132,7 @@ class RaySource:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
 
-    def _ask(self, question: Coroutine[Any, Any, T]) -> T:
+    def _ask(self, question: Coroutine[Any, Any, T], noted: str = "") -> T:
         """The answer of the manager; it has to come while some actor shows signs of life.
 
         An actor that is late and then replaced is silent for twice its time-out: only a longer silence ends the wait.
@@ -146,6 +149,8 @@ class RaySource:
                 except TimeoutError:
                     if answer.done():
                         raise
+                if noted:
+                    stalls.note(noted)
                 if time.monotonic() - max(start, self.manager.heard_at) > longest_s:
                     raise WaitedTooLongError(
                         f"heard nothing from any actor for {longest_s:g} s, twice ray.actor_timeout_s: "

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchrl_grpo.checks import MIN_TEMPERATURE
 from torchrl_grpo.errors import RunLostError
+from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.weights import WeightHandle
 
 
@@ -31,6 +32,7 @@ class SamplingParams:
         top_p: nucleus mass in (0, 1]; 1 keeps all tokens.
         top_k: number of most likely tokens to keep; 0 keeps all.
         stop_token_ids: a response ends with the first of these that is sampled; it is part of the response.
+        stop: a response also ends with the token that completes one of these strings; None is none.
 
     Raises:
         ValueError: a value is out of its range.
@@ -41,6 +43,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop: StopStrings | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -60,9 +63,10 @@ class Completion:
     """One response to one prompt.
 
     Attributes:
-        tokens: [T] int64, T >= 1, the stop token included when there is one.
+        tokens: [T] int64, T >= 1, with the stop token, or the tokens that hold the stop string, when there is one.
         log_probs: [T] float32, of the distribution that each token was sampled from.
-        finish_reason: ``"stop"`` after a stop token, ``"length"`` when ``max_new_tokens`` or the context ended it.
+        finish_reason: ``"stop"`` after a stop token or string, ``"length"`` when ``max_new_tokens`` or the context
+            ended it.
         versions: [T] int64, the ``policy_version`` of the weights that sampled each token; None where the engine's
             version cannot change during ``generate``.
     """

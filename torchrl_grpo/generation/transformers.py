@@ -19,10 +19,13 @@ from torch import Tensor
 from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedModel
 
+from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.generation.base import Completion, Engine, OnFinished, SamplingParams
 from torchrl_grpo.generation.decoder import Decoder, GenericDecoder, context_length
 from torchrl_grpo.generation.fused_decoder import FusedDecoder, can_fuse
 from torchrl_grpo.generation.sampling import sample
+from torchrl_grpo.generation.stops import ending
+from torchrl_grpo.memory import memory_short
 from torchrl_grpo.weights import load_weights
 
 _CHECK_EVERY = 4
@@ -98,8 +101,11 @@ class TransformersEngine(Engine):
             if on_finished is not None:
                 on_finished(i, number, completion)
 
-        if prompts:
-            self._generate([prompts[i] for i in order], n, params, uniform[order].flatten(0, 1), finish)
+        try:
+            if prompts:
+                self._generate([prompts[i] for i in order], n, params, uniform[order].flatten(0, 1), finish)
+        except torch.OutOfMemoryError as error:
+            raise self._memory_short(error, len(prompts[order[0]]), len(prompts), n, params) from error
         return groups
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -125,6 +131,26 @@ class TransformersEngine(Engine):
         self._closed = True
         self.__dict__.pop("decoder", None)
         self.__dict__.pop("_model", None)
+
+    def _memory_short(
+        self, error: BaseException, longest: int, prompts: int, n: int, params: SamplingParams
+    ) -> MemoryShortError:
+        """What to say where memory ran out, with what each knob would save here."""
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in self._model.parameters())
+
+        def batch(prompts: int, max_new_tokens: int) -> int:
+            cache = prompts * self.decoder.cache_bytes(longest, n, max_new_tokens)
+            return min(cache, self._kv_cache_bytes) + prompts * n * self._vocab_size * 4
+
+        whole, half = batch(prompts, params.max_new_tokens), -(-params.max_new_tokens // 2)
+        knobs = {
+            "half of env.num_envs": whole - batch(-(-prompts // 2), params.max_new_tokens),
+            f"inference_model.max_new_tokens={half}": whole - batch(prompts, half),
+        }
+        if self._model.dtype == torch.float32:
+            knobs["inference_model.dtype=bfloat16"] = weights // 2
+        holds = {"weights": weights, f"keys, values and logits of {prompts * n} responses": whole}
+        return memory_short(error, "Sampling", holds, knobs)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -156,18 +182,18 @@ class TransformersEngine(Engine):
         device = self._model.device
         limits = torch.tensor([min(params.max_new_tokens, self._context - len(p)) for p in prompts])
         limits = limits.repeat_interleave(n)
-        is_stop = torch.zeros(self._vocab_size, dtype=torch.bool)
-        is_stop[[i for i in params.stop_token_ids if 0 <= i < self._vocab_size]] = True
+        after = ending(params.stop, params.stop_token_ids, self._vocab_size)
         if device.type == "mps":  # It has no float64.
             uniform = uniform.float().clamp_(max=1 - 2**-24)
 
-        def finish(rows: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
+        def finish(rows: Tensor, tokens: Tensor, log_probs: Tensor, lengths: Tensor, stopped: Tensor) -> None:
             # Copies made outside of inference mode: autograd must be able to save them.
             with torch.inference_mode(False):
-                tokens, log_probs, rows = (x.cpu().clone() for x in (tokens, log_probs, rows))
-                ended = _cut(tokens, log_probs, limits[rows], is_stop)
-            for row, completion in zip(rows.tolist(), ended, strict=True):
-                tell(row, completion)
+                tokens, log_probs = tokens.cpu(), log_probs.cpu()
+                for row, t, p, length, stop in zip(
+                    rows.tolist(), tokens, log_probs, lengths.tolist(), stopped.tolist(), strict=True
+                ):
+                    tell(row, Completion(t[:length].clone(), p[:length].clone(), "stop" if stop else "length"))
 
         def admit(waiting: int, rows: Sequence[int]) -> int:
             """How many of the prompts that wait fit beside these rows, when all rows become as long as they may."""
@@ -183,7 +209,7 @@ class TransformersEngine(Engine):
                 params,
                 uniform.to(device),
                 limits.to(device),
-                is_stop.to(device),
+                after.to(device),
                 admit,
                 finish,
             )
@@ -196,11 +222,11 @@ def _decode(
     params: SamplingParams,
     uniform: Tensor,
     limits: Tensor,
-    is_stop: Tensor,
+    after: Tensor,
     admit: Callable[[int, Sequence[int]], int],
-    finish: Callable[[Tensor, Tensor, Tensor], None],
+    finish: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None],
 ) -> None:
-    """Draws tokens until every row has a stop token or its limit; what follows either is arbitrary.
+    """Draws tokens until every row has ended or is at its limit.
 
     Row ``r`` is response ``r % n`` to prompt ``r // n``. Prompts that found no room take the place of finished rows.
 
@@ -211,14 +237,16 @@ def _decode(
         params: how to sample.
         uniform: [R, max_new_tokens] in [0, 1).
         limits: [R] int64, most tokens of each row.
-        is_stop: [V] bool.
+        after: [S, V] int32, as ``ending`` makes it: the state of a response after a token; the last state is its end.
         admit: how many of so many prompts that wait fit beside the given rows; at least one beside none.
-        finish: told rows that have ended: [F] int64 indices, [F, T] int64 tokens and [F, T] float32 log-probs.
+        finish: told rows that are done: [F] int64 indices, [F, T] int64 tokens, [F, T] float32 log-probs, [F] int64
+            lengths, what follows is arbitrary, and [F] bool whether they ended before their limit.
     """
     steps = int(limits.max())
     tokens = torch.zeros(len(limits), steps, dtype=torch.int64, device=limits.device)
     log_probs = torch.zeros(len(limits), steps, dtype=torch.float32, device=limits.device)
-    rows = drawn = limits.new_empty(0)  # the rows in the batch, and how many tokens each has
+    rows = drawn = limits.new_empty(0)  # the rows in the batch, how many tokens each has, and what they are up to
+    state, end = after.new_empty(0), len(after) - 1
     waiting, step, freed = list(prompts), 0, True
     ends = set()  # the steps after which no row of an addition goes on
     while waiting or len(rows):
@@ -231,21 +259,24 @@ def _decode(
                 of_prompts = batch.add(waiting[:count], n).repeat_interleave(n, dim=0)
                 logits = torch.cat((logits, of_prompts)) if len(rows) else of_prompts
                 rows, drawn = torch.cat((rows, more)), torch.cat((drawn, torch.zeros_like(more)))
+                state = torch.cat((state, state.new_zeros(len(more))))
                 ends.add(step + int(limits[more].max()))
                 alive = torch.ones_like(rows, dtype=torch.bool)
                 del waiting[:count]
         latest, latest_log_probs = sample(logits, params, uniform[rows, drawn])
         tokens[rows, drawn] = latest
         log_probs[rows, drawn] = latest_log_probs
-        drawn, step, freed = drawn + 1, step + 1, False
-        alive = alive & ~is_stop[latest] & (limits[rows] > drawn)
+        # A row that is done stays where it is, and goes on overwriting what comes after its end.
+        drawn, step, freed = drawn + alive, step + 1, False
+        state = torch.where(alive, after[state, latest], state)
+        alive = alive & (state != end) & (limits[rows] > drawn)
         if step % _CHECK_EVERY == 0 or step in ends:
             kept = _compact(alive)
             freed = len(kept) < len(rows)
             if freed:
-                ended = rows[~alive]
-                finish(ended, tokens[ended], log_probs[ended])
-                rows, drawn, alive, latest = rows[kept], drawn[kept], alive[kept], latest[kept]
+                done = rows[~alive]
+                finish(done, tokens[done], log_probs[done], drawn[~alive], state[~alive] == end)
+                rows, drawn, alive, latest, state = (x[kept] for x in (rows, drawn, alive, latest, state))
                 if len(rows):
                     batch.keep(kept)
         if len(rows):
@@ -266,25 +297,6 @@ def _compact(alive: Tensor) -> Tensor:
     gaps = (~alive[: len(survivors)]).nonzero().squeeze(-1)
     order[gaps] = survivors[len(survivors) - len(gaps) :]
     return order
-
-
-def _cut(tokens: Tensor, log_probs: Tensor, limits: Tensor, is_stop: Tensor) -> list[Completion]:
-    """Rows up to their stop token or limit.
-
-    Args:
-        tokens: [R, T] int64.
-        log_probs: [R, T] float32.
-        limits: [R] int64, in 1 to T.
-        is_stop: [V] bool.
-    """
-    within = torch.arange(tokens.shape[1]) < limits.unsqueeze(-1)
-    stops = is_stop[tokens] & within
-    stopped = stops.any(-1)
-    lengths = torch.where(stopped, stops.int().argmax(-1) + 1, limits)
-    return [
-        Completion(t[:length].clone(), p[:length].clone(), "stop" if stop else "length")
-        for t, p, length, stop in zip(tokens, log_probs, lengths.tolist(), stopped.tolist(), strict=True)
-    ]
 
 
 def _choose_decoder(model: PreTrainedModel) -> Decoder:

@@ -20,7 +20,6 @@ import tempfile
 import uuid
 import warnings
 from abc import abstractmethod
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -31,6 +30,8 @@ import torch
 from torch import Tensor
 
 from torchrl_grpo.generation.base import Completion, Engine, EngineDeadError, OnFinished, SamplingParams, greedy
+from torchrl_grpo.generation.stops import StopStrings
+from torchrl_grpo.generation.vllm_answers import STOP, Answer, watch_for_stops
 from torchrl_grpo.weights import PlainHandle, WeightHandle, check_weights, expected_weights
 from torchrl_grpo.weights.worker import SharedWeights, unname_queues
 
@@ -168,6 +169,7 @@ class VLLMBase(Engine):
         self._dtype: torch.dtype = model_config.dtype
         self._hf_config, self._trust_remote_code = config, model_config.trust_remote_code
         self._name = uuid.uuid4().hex
+        self._stops: dict[tuple[str, ...], StopStrings] = {}
 
     @cached_property
     def _expected_weights(self) -> tuple[str, dict[str, torch.Size], set[str]]:
@@ -222,6 +224,8 @@ class VLLMBase(Engine):
                 f"a prompt must leave room for one token in the context of {self.max_model_len} tokens, this one has "
                 f"{prompt_len}: drop it, or raise inference_model.max_model_len."
             )
+        if params.stop is not None:
+            self._stops[params.stop.strings] = params.stop
         return VLLMSamplingParams(
             n=1 if greedy(params) else n,  # vLLM refuses n > 1 for greedy, where all n are the same
             temperature=params.temperature,
@@ -229,6 +233,7 @@ class VLLMBase(Engine):
             top_k=params.top_k,
             max_tokens=min(params.max_new_tokens, self.max_model_len - prompt_len),
             stop_token_ids=list(params.stop_token_ids),
+            extra_args={STOP: list(params.stop.strings)} if params.stop is not None else None,
             ignore_eos=True,  # stop_token_ids alone decide
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,
@@ -289,6 +294,7 @@ class VLLMEngine(VLLMBase):
             self._enable_sleep = enable_sleep and not current_platform.is_cpu()
             self._llm = LLM(**arguments, enable_sleep_mode=self._enable_sleep)
         super().__init__(config, self._llm.model_config)
+        watch_for_stops(self._llm.llm_engine.output_processor, self._stops)
         self._rpc("settle")
         unname_queues()
 
@@ -344,53 +350,3 @@ class VLLMEngine(VLLMBase):
             llm.llm_engine.engine_core.shutdown()
             del llm
             gc.collect()  # its message queues hold shared memory until they are collected
-
-
-class Answer:
-    """vLLM's answer to a request as completions; it comes at once, or in parts of any of its samples.
-
-    Args:
-        request: its number, for ``on_finished``.
-        n: responses asked for.
-        samples: of vLLM; a greedy request has one for all responses.
-        on_finished: as in ``Engine.generate``.
-    """
-
-    def __init__(self, request: int, n: int, samples: int, on_finished: OnFinished | None) -> None:
-        self._request, self._n, self._samples, self._on_finished = request, n, samples, on_finished
-        self._parts: dict[int, list[Any]] = defaultdict(list)
-        self._done: dict[int, Completion] = {}
-
-    def add(self, samples: Iterable[Any]) -> None:
-        """Takes what vLLM has of some samples; where it is their end, ``on_finished`` is told."""
-        for sample in samples:
-            self._parts[sample.index].append(sample)
-            if sample.finish_reason in ("stop", "length"):
-                for number in range(sample.index, self._n, self._samples):
-                    completion = self._done[number] = _completion(self._parts[sample.index])
-                    if self._on_finished is not None:
-                        self._on_finished(self._request, number, completion)
-
-    def restart(self) -> None:
-        """Forgets what came: the request is made again."""
-        self._parts.clear()
-        self._done.clear()
-
-    def completions(self) -> list[Completion]:
-        """All, once they have ended."""
-        return [self._done[number] for number in range(self._n)]
-
-
-def _completion(parts: Sequence[Any]) -> Completion:
-    tokens = torch.tensor([token for part in parts for token in part.token_ids], dtype=torch.int64)
-    versions = None
-    for span in parts[-1].weight_versions or ():
-        if span.version.isdecimal():  # the scheduler was told one; before that it is "default"
-            versions = torch.full_like(tokens, -1) if versions is None else versions
-            versions[span.start : span.end] = int(span.version)
-    return Completion(
-        tokens=tokens,
-        log_probs=torch.tensor([x for part in parts for x in part.logprobs.logprobs], dtype=torch.float32),
-        finish_reason="stop" if parts[-1].finish_reason == "stop" else "length",
-        versions=versions,
-    )

@@ -26,13 +26,13 @@ from torchrl_grpo.choices import InFlight
 from torchrl_grpo.generation.base import Completion, EngineDeadError, OnFinished, SamplingParams
 from torchrl_grpo.generation.vllm import (
     RPC_TIMEOUT_S,
-    Answer,
     VLLMBase,
     VLLMSettings,
     engine_arguments,
     require_vllm,
     starting_vllm,
 )
+from torchrl_grpo.generation.vllm_answers import Answer, watch_for_stops
 from torchrl_grpo.processes import die_with_parent, show_stack_when_asked
 from torchrl_grpo.weights import PlainHandle
 from torchrl_grpo.weights.worker import unname_queues
@@ -111,6 +111,7 @@ class AsyncVLLMEngine(VLLMBase):
                 # truth, with the thread that started it, and this one lasts until the end.
                 model_config = asyncio.run_coroutine_threadsafe(self._start(arguments), self._loop).result()
                 super().__init__(config, model_config)
+                watch_for_stops(self._llm.output_processor, self._stops)
                 # The scheduler says that it is ready before it has connected the socket on which it answers: only an
                 # answer shows that the files of the sockets are not needed any more.
                 self._workers = [os.pidfd_open(pid) for pid in self._rpc("die_with_parent")]

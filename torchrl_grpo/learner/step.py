@@ -21,9 +21,10 @@ from torchrl_grpo.errors import MemoryShortError, NonFiniteError, NoSignalError
 from torchrl_grpo.functional import effective_sample_size
 from torchrl_grpo.learner.diagnosis import queries_of, where_not_finite
 from torchrl_grpo.learner.measures import StepMeasures
-from torchrl_grpo.learner.memory import memory_short, savings, step_memory
 from torchrl_grpo.learner.scores import PassScores
+from torchrl_grpo.memory import memory_short
 from torchrl_grpo.models.loading import base_model_of
+from torchrl_grpo.models.memory import savings, step_memory
 from torchrl_grpo.models.packing import has, pad, pad_batch, pass_tokens, rank_micro_batches, slice_tokens
 from torchrl_grpo.models.prefix import Prompt, shared_prompts
 from torchrl_grpo.models.scoring import TokenScorer, autocast
@@ -141,9 +142,9 @@ class GRPOTrainer:
         """
         parts: Sequence[TensorDictBase] = batch.split(self.optim_batch_size)
         self.scores.begin_batch(len(batch))
-        if self.loss.proximal == "recomputed":  # part by part: in the passes of the step, for the same rounding
-            parts = [self._with_proximal_log_probs(part) for part in parts]
         try:
+            if self.loss.proximal == "recomputed":  # part by part: in the passes of the step, for the same rounding
+                parts = [self._with_proximal_log_probs(part) for part in parts]
             steps = [self.train_step(part) for _ in range(self.epochs) for part in parts]
         except torch.OutOfMemoryError as error:
             raise self._memory_short(error) from error
@@ -166,7 +167,9 @@ class GRPOTrainer:
             small_states=small,
             ranks=ranks,
         )
-        return memory_short(error, "The training step", memory, knobs)
+        states = memory.gradients + memory.optimizer
+        holds = {"weights": memory.weights, "gradients and optimizer state": states, "activations": memory.activations}
+        return memory_short(error, "The training step", holds, knobs)
 
     def _with_proximal_log_probs(self, batch: TensorDictBase) -> TensorDictBase:
         """The batch with the log-probs that the policy has now, before the first step that it takes on it."""

@@ -116,6 +116,7 @@ BASE: dict[str, Any] = {
     "inference_model.temperature": 1.0,
     "inference_model.dtype": "bfloat16",
     "inference_model.max_model_len": None,
+    "inference_model.stop": [],
     "inference_model.gpu_memory_utilization": None,
     "inference_model.enforce_eager": False,
     "inference_model.num_devices": None,

@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from torchrl_grpo.conversation import render_chat
 from torchrl_grpo.starter import starter_path
 
 STARTER = "starter"
@@ -179,7 +180,7 @@ _MARKER = "0"
 def _chat_text(tokenizer: PreTrainedTokenizerBase) -> str:
     """A short chat as the template renders it; both turns are ``_MARKER``."""
     chat = [{"role": role, "content": _MARKER} for role in ("user", "assistant")]
-    return str(tokenizer.apply_chat_template(chat, tokenize=False))
+    return render_chat(tokenizer, chat)
 
 
 def stop_token_ids(

@@ -11,7 +11,10 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs.transforms import Transform
 
 from torchrl_grpo import keys
+from torchrl_grpo.errors import MemoryShortError
+from torchrl_grpo.memory import memory_short
 from torchrl_grpo.models.loading import base_model_of
+from torchrl_grpo.models.memory import step_memory
 from torchrl_grpo.models.packing import has, micro_batches, pad
 from torchrl_grpo.models.prefix import shared_prompts
 from torchrl_grpo.models.scoring import TokenScorer, autocast
@@ -87,16 +90,37 @@ class KLScoring(Transform):
 
         Returns:
             [B, T] float32 on the device of ``tokens``, 0 outside the mask.
+
+        Raises:
+            MemoryShortError: the model's device has no more memory.
         """
         device = compute_device(self.scorer.model)
         out = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         packs = self.scorer.packs(tokens.shape[1])
         for index in micro_batches(lengths, self.max_tokens, shared_prompts(tokens, mask) if packs else None):
             width = int(lengths[index].max())
-            with autocast(device, self.autocast_dtype):
-                scores, _ = self.scorer.score(tokens[index, :width].to(device), mask[index, :width].to(device))
+            try:
+                with autocast(device, self.autocast_dtype):
+                    scores, _ = self.scorer.score(tokens[index, :width].to(device), mask[index, :width].to(device))
+            except torch.OutOfMemoryError as error:
+                raise self._memory_short(error) from error
             out[index, :width] = scores.to(tokens.device, torch.float32)
         return out
+
+    def _memory_short(self, error: BaseException) -> MemoryShortError:
+        """What to say where memory ran out, with what each knob would save here."""
+        model, tokens = self.scorer.model, self.max_tokens
+        of_weights = next(model.parameters()).element_size()
+        of_pass = of_weights if self.autocast_dtype is None else 2
+        memory = step_memory(model, [], tokens, of_pass)
+        knobs = {f"train.micro_batch_tokens={tokens // 2}": memory.layer // 2}
+        if of_pass == 4:
+            knobs["train.mixed_precision=bf16"] = memory.layer // 2
+        if not hasattr(model, "peft_config"):  # else it is the trained model
+            knobs["train_model.lora.enabled=true"] = memory.weights
+            knobs["ref_model.dtype=bfloat16"] = memory.weights // 2 if of_weights == 4 else 0
+        holds = {"weights": memory.weights, "activations": memory.layer}
+        return memory_short(error, "Scoring with the reference model", holds, knobs)
 
     def _score(self, batch: TensorDictBase) -> list[Tensor]:
         """Log-probs of each sequence of a flat batch, each as wide as its tokens."""

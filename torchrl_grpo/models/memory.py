@@ -8,9 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.models.loading import base_model_of
-from torchrl_grpo.records import size
 
 _LORA_SHARE = 0.02
 """Of a model's weights that adapters of rank 16 add, about."""
@@ -26,6 +24,7 @@ class StepMemory:
         optimizer: AdamW's two moments.
         activations: that the backward pass needs, of a micro-batch.
         checkpointed: the same with gradient checkpointing.
+        layer: of one layer, which is what a pass without a backward one needs.
     """
 
     weights: int
@@ -33,11 +32,7 @@ class StepMemory:
     optimizer: int
     activations: int
     checkpointed: int
-
-    @property
-    def total(self) -> int:
-        """All of it, with activations in full."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+    layer: int
 
 
 def step_memory(
@@ -70,7 +65,7 @@ def step_memory(
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) // ranks
     inputs = layers * wide * bytes_per_number * tokens
     states = trained_bytes // 2 if small_states else 2 * trained_bytes
-    return StepMemory(weights, trained_bytes, states, layers * layer, inputs + layer)
+    return StepMemory(weights, trained_bytes, states, layers * layer, inputs + layer, layer)
 
 
 def savings(
@@ -82,8 +77,8 @@ def savings(
     full_precision: bool,
     small_states: bool,
     ranks: int,
-) -> list[tuple[str, int]]:
-    """What each knob that is not turned yet would save of a rank's memory, in bytes, the largest first.
+) -> dict[str, int]:
+    """What each knob that is not turned yet would save of a rank's memory, in bytes.
 
     Args:
         memory: as ``step_memory`` counts it.
@@ -108,18 +103,4 @@ def savings(
         found["optimizer.name=adamw_8bit"] = memory.optimizer * 3 // 4
     if ranks > 1:
         found["train_model.cpu_offload=true"] = memory.weights + states
-    return sorted(found.items(), key=lambda item: -item[1])
-
-
-def memory_short(
-    error: BaseException, what: str, memory: StepMemory, knobs: Sequence[tuple[str, int]]
-) -> MemoryShortError:
-    """The error that ends a run whose device has no more memory: what is held, and what each knob would save."""
-    saved = ", ".join(f"{name} (about {size(count)})" for name, count in knobs if count > 0.01 * memory.total)
-    first = str(error).split(". ")[0].strip() or "out of memory"
-    states = memory.gradients + memory.optimizer
-    return MemoryShortError(
-        f"{what} ran out of memory ({first}). A step here holds about {size(memory.weights)} of weights, "
-        f"{size(states)} of gradients and optimizer state and {size(memory.activations)} of activations on each "
-        f"device. What would be saved: {saved}."
-    )
+    return found

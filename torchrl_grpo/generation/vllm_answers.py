@@ -1,0 +1,109 @@
+"""What vLLM answers to a request, as completions, and how stop strings end one. vLLM itself is not imported here."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchrl_grpo.generation.base import Completion, OnFinished
+from torchrl_grpo.generation.stops import StopStrings
+
+STOP = "stop_strings"
+"""In the ``extra_args`` of a request's sampling parameters: its stop strings."""
+
+
+class Answer:
+    """vLLM's answer to a request as completions; it comes at once, or in parts of any of its samples.
+
+    Args:
+        request: its number, for ``on_finished``.
+        n: responses asked for.
+        samples: of vLLM; a greedy request has one for all responses.
+        on_finished: as in ``Engine.generate``.
+    """
+
+    def __init__(self, request: int, n: int, samples: int, on_finished: OnFinished | None) -> None:
+        self._request, self._n, self._samples, self._on_finished = request, n, samples, on_finished
+        self._parts: dict[int, list[Any]] = defaultdict(list)
+        self._done: dict[int, Completion] = {}
+
+    def add(self, samples: Iterable[Any]) -> None:
+        """Takes what vLLM has of some samples; where it is their end, ``on_finished`` is told."""
+        for sample in samples:
+            self._parts[sample.index].append(sample)
+            if sample.finish_reason in ("stop", "length"):
+                for number in range(sample.index, self._n, self._samples):
+                    completion = self._done[number] = _completion(self._parts[sample.index])
+                    if self._on_finished is not None:
+                        self._on_finished(self._request, number, completion)
+
+    def restart(self) -> None:
+        """Forgets what came: the request is made again."""
+        self._parts.clear()
+        self._done.clear()
+
+    def completions(self) -> list[Completion]:
+        """All, once they have ended."""
+        return [self._done[number] for number in range(self._n)]
+
+
+def _completion(parts: Sequence[Any]) -> Completion:
+    tokens = torch.tensor([token for part in parts for token in part.token_ids], dtype=torch.int64)
+    versions = None
+    for span in parts[-1].weight_versions or ():
+        if span.version.isdecimal():  # the scheduler was told one; before that it is "default"
+            versions = torch.full_like(tokens, -1) if versions is None else versions
+            versions[span.start : span.end] = int(span.version)
+    return Completion(
+        tokens=tokens,
+        log_probs=torch.tensor([x for part in parts for x in part.logprobs.logprobs], dtype=torch.float32),
+        finish_reason="stop" if parts[-1].finish_reason == "stop" else "length",
+        versions=versions,
+    )
+
+
+def watch_for_stops(processor: Any, known: Mapping[tuple[str, ...], StopStrings]) -> None:
+    """Has vLLM end each sample with the token that completes a stop string.
+
+    vLLM looks for its own in text, and is given no tokenizer here. Its ``OutputProcessor`` asks an object for each
+    sample whether new tokens end it, and takes what it says to the scheduler: that question is answered here.
+
+    Args:
+        processor: vLLM's ``OutputProcessor``.
+        known: the stop strings by what requests have under ``STOP``; it may grow.
+    """
+    add = processor.add_request
+
+    def add_request(request: Any, *args: Any, **kwargs: Any) -> None:
+        add(request, *args, **kwargs)
+        strings = (request.sampling_params.extra_args or {}).get(STOP)
+        if strings:
+            reader = processor.request_states[request.request_id].detokenizer
+            reader.update = _Reader(reader.token_ids, known[tuple(strings)]).update
+
+    processor.add_request = add_request
+
+
+class _Reader:
+    """Reads the tokens of one sample.
+
+    Args:
+        token_ids: vLLM's list of those that count.
+        stop: ends it.
+    """
+
+    def __init__(self, token_ids: list[int], stop: StopStrings) -> None:
+        self._token_ids, self._after, self._end, self._state = token_ids, stop.table.numpy(), stop.end, 0
+
+    def update(self, new_token_ids: Sequence[int], stop_terminated: bool) -> str | None:
+        """Takes new tokens up to the one that ends the sample; None where it goes on."""
+        for token in new_token_ids:
+            self._token_ids.append(token)
+            if token < self._after.shape[1]:  # the model may have more than the tokenizer
+                self._state = self._after[self._state, token]
+            if self._state == self._end:
+                return STOP
+        return None

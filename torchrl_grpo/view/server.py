@@ -18,7 +18,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -180,10 +180,17 @@ def make_app(folders: Sequence[Path], token: str) -> ASGIApp:
     loader = jinja2.PackageLoader("torchrl_grpo.view", "")
     template = jinja2.Environment(loader=loader, autoescape=True).get_template("page.html.j2")
     page = template.render(title=api.runs[0].title(), names=names, colors=COLORS)
-    files = {path.name: path for path in [*_STATIC.iterdir(), _STYLE]} | {"d3.js": _d3()}
+    files = {path.name: _file(path) for path in [*_STATIC.iterdir(), _STYLE]} | {"d3.js": _file(_d3())}
+
+    async def shell(request: Request) -> Response:
+        return HTMLResponse(page)
+
+    async def static(request: Request) -> Response:
+        return files.get(request.path_params["name"]) or PlainTextResponse("Not found", 404)
+
     routes = [
-        Route("/", lambda request: HTMLResponse(page)),
-        Route("/static/{name}", lambda request: _static(files, request.path_params["name"])),
+        Route("/", shell),
+        Route("/static/{name}", static),
         *(
             Route(f"/api/{part.__name__}", _answer(part))
             for part in (api.status, api.curves, api.groups, api.response, api.timeline, api.alarms, api.config)
@@ -212,8 +219,9 @@ def _d3() -> Path:
     return Path(str(distribution("mpld3").locate_file("mpld3/js/d3.v5.min.js")))
 
 
-def _static(files: dict[str, Path], name: str) -> Response:
-    return FileResponse(files[name]) if name in files else PlainTextResponse("Not found", 404)
+def _file(path: Path) -> Response:
+    """A file in memory: what paints the page must not wait for what reads the runs."""
+    return Response(path.read_bytes(), media_type="text/css" if path.suffix == ".css" else "text/javascript")
 
 
 def _answer(part: Callable[[Asked], Any]) -> Callable[[Request], Response]:

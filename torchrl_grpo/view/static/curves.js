@@ -41,7 +41,8 @@ export function curves(box) {
         grid.replaceChildren(...charts.map((chart) => chart.figure));
       }
       const steps = d3.extent(panels.flatMap((panel) => panel.curves.flatMap((curve) => d3.extent(curve.steps))));
-      charts.forEach((chart, at) => chart.set(panels[at], steps, runs));
+      const several = new Set(panels.flatMap((panel) => panel.curves.map((curve) => curve.run))).size > 1;
+      charts.forEach((chart, at) => chart.set(panels[at], steps, several ? runs : null));
       point(pointed);
       if (!panels.length) grid.replaceChildren(el("p", {}, "No step was logged yet."));
     };
@@ -151,19 +152,18 @@ function makeChart(title, note, point) {
   };
 }
 
-// Colors tell runs apart where there are several, and metrics where there is one; dashes are for the other.
+// Colors tell runs apart where several are shown, and then dashes the metrics; else colors tell the metrics apart.
 function linesOf(panel, runs) {
-  const several = runs.length > 1;
   const labels = [...new Set(panel.curves.map((curve) => curve.label))];
   let floor = null;
   return panel.curves.map((curve) => {
     const place = labels.indexOf(curve.label);
     const points = d3.zip(curve.steps, curve.values);
-    const name = several ? [runs[curve.run].name, labels.length > 1 ? curve.label : ""].filter(Boolean).join(", ") : curve.label;
+    const name = runs ? [runs[curve.run].name, labels.length > 1 ? curve.label : ""].filter(Boolean).join(", ") : curve.label;
     const line = {
       label: name,
-      color: curve.color ?? COLORS[(several ? curve.run : place) % COLORS.length],
-      dash: several ? DASHES[place % DASHES.length] : "",
+      color: curve.color ?? COLORS[(runs ? curve.run : place) % COLORS.length],
+      dash: runs ? DASHES[place % DASHES.length] : "",
       points,
       smooth: curve.smooth ? d3.zip(curve.steps, curve.smooth) : null,
       value: el("b"),

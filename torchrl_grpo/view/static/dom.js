@@ -87,7 +87,7 @@ export function runChoice(runs, params) {
 
 // A box that scrolls sideways, also by keyboard.
 export function scroll(label, ...children) {
-  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, ...children);
+  return el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": label }, ...children);
 }
 
 // Lets options be walked through by arrow keys, pointed at and clicked; `show` is told which one is meant.

@@ -88,7 +88,7 @@ function section(rows, asked) {
   const line = (label, make) => el("tr", {}, el("th", { scope: "row" }, label), cells(make));
   const head = rows.map((row, at) =>
     el("th", { scope: "col" }, el("a", { href: link("tokens", { run: asked.run ?? "", row: row.row }) }, `response ${at + 1}`)));
-  return el("section", { "aria-label": about },
+  return el("section", {},
     el("h3", {}, about),
     el("div", { class: "prompt", role: "group", "aria-label": "Prompt" }, first.query),
     scroll(`Responses, ${about}`, el("table", { class: "group" },

@@ -72,7 +72,9 @@ function stripOf(strip, by) {
 
 function token(strip, by, at) {
   const text = strip.text[at] === "" ? "·" : strip.text[at].replaceAll("\n", "⏎\n");
-  return el("span", { class: `token ${colour(strip, by, at)}`, role: "option", id: `token-${at}`, "data-at": at }, text);
+  const name = text.trim() === "" ? JSON.stringify(strip.text[at]) : null; // of spaces nothing would be read out
+  const attributes = { role: "option", id: `token-${at}`, "data-at": at, "aria-label": name };
+  return el("span", { class: `token ${colour(strip, by, at)}`, ...attributes }, text);
 }
 
 function colour(strip, by, at) {

@@ -3,9 +3,9 @@
     python benchmarks/bench_view.py
     python benchmarks/bench_view.py --steps 80 --block 4
 
-Prints JSON. Seconds a step of the default job with the page open in Chromium, and with both stopped: every few steps the
-page's server and the browser are stopped (SIGSTOP) or go on, and the step in which that happens is not counted. And the
-seconds until a run of 100,000 responses is painted. Needs Debian's Chromium and playwright (`make install-dev`).
+Prints JSON. Seconds a step of the default job with the page open in Chromium, and with both stopped: every few steps
+the page's server and the browser are stopped (SIGSTOP) or go on, and the step in which that happens is not counted. And
+the seconds until a run of 100,000 responses is painted. Needs Debian's Chromium and playwright (`make install-dev`).
 """
 
 from __future__ import annotations

@@ -32,14 +32,17 @@ _PAGE_SIZE = 10
 _STATIC = Path(__file__).parent / "static"
 _STYLE = Path(__file__).parents[1] / "reporting" / "style.css"
 """The report's."""
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-store",
-}
+_HEADERS = [
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+        b"form-action 'none'; frame-ancestors 'none'",
+    ),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"cache-control", b"no-store"),
+]
 
 
 class Guard:
@@ -64,7 +67,7 @@ class Guard:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] += [(name.lower().encode(), text.encode()) for name, text in _HEADERS.items()]
+                message["headers"] = [*message["headers"], *_HEADERS]
             await send(message)
 
         await refusal(scope, receive, send_with_headers)
@@ -180,13 +183,17 @@ def make_app(folders: Sequence[Path], token: str) -> ASGIApp:
     loader = jinja2.PackageLoader("torchrl_grpo.view", "")
     template = jinja2.Environment(loader=loader, autoescape=True).get_template("page.html.j2")
     page = template.render(title=api.runs[0].title(), names=names, colors=COLORS)
-    files = {path.name: _file(path) for path in [*_STATIC.iterdir(), _STYLE]} | {"d3.js": _file(_d3())}
+    # In memory: what paints the page must not wait for the threads that read the runs.
+    files = {path.name: path.read_bytes() for path in [*_STATIC.iterdir(), _STYLE]} | {"d3.js": _d3().read_bytes()}
 
     async def shell(request: Request) -> Response:
         return HTMLResponse(page)
 
     async def static(request: Request) -> Response:
-        return files.get(request.path_params["name"]) or PlainTextResponse("Not found", 404)
+        name = request.path_params["name"]
+        if name not in files:
+            return PlainTextResponse("Not found", 404)
+        return Response(files[name], media_type="text/css" if name.endswith(".css") else "text/javascript")
 
     routes = [
         Route("/", shell),
@@ -217,11 +224,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _d3() -> Path:
     """D3, which mpld3's wheel carries."""
     return Path(str(distribution("mpld3").locate_file("mpld3/js/d3.v5.min.js")))
-
-
-def _file(path: Path) -> Response:
-    """A file in memory: what paints the page must not wait for what reads the runs."""
-    return Response(path.read_bytes(), media_type="text/css" if path.suffix == ".css" else "text/javascript")
 
 
 def _answer(part: Callable[[Asked], Any]) -> Callable[[Request], Response]:

@@ -63,7 +63,7 @@ class Guard:
         elif scope["method"] not in ("GET", "HEAD"):
             refusal = PlainTextResponse("The page only reads", 405, {"Allow": "GET, HEAD"})
         else:
-            scope, refusal = scope | {"path": f"/{path}"}, self._app
+            scope, refusal = {**scope, "path": f"/{path}"}, self._app
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -1,10 +1,11 @@
-"""What the page costs a run: seconds a step of the default job with a page open in Chromium, and with both stopped.
+"""What the page costs a run, and how soon a large run is seen.
 
     python benchmarks/bench_view.py
     python benchmarks/bench_view.py --steps 80 --block 4
 
-Prints JSON. One run; every few steps the page's server and the browser are stopped (SIGSTOP) or go on, and the step in
-which that happens is not counted. Needs Debian's Chromium and playwright (`make install-dev`).
+Prints JSON. Seconds a step of the default job with the page open in Chromium, and with both stopped: every few steps
+the page's server and the browser are stopped (SIGSTOP) or go on, and the step in which that happens is not counted. And
+the seconds until a run of 100,000 responses is painted. Needs Debian's Chromium and playwright (`make install-dev`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from urllib.request import urlopen
 
 import psutil
 from machine import report, surroundings
@@ -28,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.support.browsers import chromium  # noqa: E402
+from tests.support.view_runs import make_large, served  # noqa: E402
 from torchrl_grpo.records import read_jsonl  # noqa: E402
 
 WARM_UP = 8
@@ -107,16 +111,39 @@ def measure(folder: Path, steps: int, block: int) -> dict[str, object]:
     }
 
 
+def first_paint(folder: Path, groups: int) -> dict[str, float]:
+    """Seconds from the start of the server until it answers, and from an address to what is seen of a large run."""
+    run, start = make_large(folder / "large", groups), time.perf_counter()
+    with served(run) as address, chromium() as browser, browser.new_page() as page:
+        while True:
+            with suppress(OSError), urlopen(address):
+                break
+        answered = time.perf_counter() - start
+        page.goto(f"{address}#groups")
+        page.wait_for_selector("section")
+        entry = "performance.getEntriesByName('first-contentful-paint')[0].startTime / 1000"
+        painted, groups_s = page.evaluate(f"[{entry}, performance.now() / 1000]")
+        page.wait_for_selector(f"text={8 * groups + 7:,} responses", timeout=120_000)
+        start = time.perf_counter()
+        page.get_by_label("text in prompt").fill("nobody wrote this")
+        page.wait_for_selector("text=0 of")
+        searched = time.perf_counter() - start
+    found = {"answered_s": answered, "first_paint_s": painted, "groups_shown_s": groups_s, "text_searched_s": searched}
+    return {name: round(seconds, 3) for name, seconds in found.items()}
+
+
 def main() -> None:
     """Measures and writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=160, help=f"the first {WARM_UP} are not counted")
     parser.add_argument("--block", type=int, default=5, help="steps between two changes")
+    parser.add_argument("--responses", type=int, default=100_000, help="of the run whose first paint is timed")
     parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder), args.steps, args.block)
-    setting = {"setting": {"steps": args.steps, "block": args.block}}
+        large = first_paint(Path(folder), args.responses // 8)
+        found = measure(Path(folder), args.steps, args.block) | {"large_run": large}
+    setting = {"setting": {"steps": args.steps, "block": args.block, "responses": args.responses}}
     report(surroundings(("torch", "starlette", "uvicorn", "playwright")) | setting | found, args.out)
 
 

@@ -27,7 +27,7 @@ SAMPLES = ("logging.sample_frequency=10", "logging.sample_rows=32")
 RUNS = {
     "first": ("grpo.py", "train.total_dialog_turns=10240"),
     "faster": ("grpo.py", "train.total_dialog_turns=10240", "optimizer.lr=2e-4"),
-    "async": ("grpo-async.py", "train.total_dialog_turns=3840"),
+    "async": ("grpo-async.py", "train.total_dialog_turns=2560"),
 }
 DESK = {"width": 1280, "height": 800}
 MARKS = {"curves": "figure", "groups": "section", "tokens": ".token", "timeline": ".lanes"}

@@ -77,6 +77,19 @@ def make_run(folder: Path, steps: int = 3, rate: str = "1e-4") -> Path:
     return folder
 
 
+def make_large(folder: Path, groups: int, steps: int = 1000) -> Path:
+    """A run of so many groups of 8, with 32 tokens a response."""
+    run = make_run(folder)
+    rows = group(4, "QUERY", 8 * ["a response that is 32 characters"], group=-1)
+    text = "".join(json.dumps(row) + "\n" for row in rows).replace('"step": 4', '"step": STEP')
+    with (run / "samples.jsonl").open("a", encoding="utf-8") as file:
+        for at in range(groups):
+            step = str(4 + at * steps // groups)
+            file.write(text.replace("STEP", step).replace("-1", str(at)).replace("QUERY", f"{at}+{at}="))
+    append(run, "metrics.jsonl", [metrics(step) for step in range(4, 4 + steps)])
+    return run
+
+
 @contextmanager
 def served(*folders: Path) -> Iterator[str]:
     """The address of the page on these runs, as the command serves it."""

@@ -103,7 +103,7 @@ class LoggingConfig:
     def files_alone(self) -> LoggingConfig:
         """The same, with nothing but the run's own files."""
         off = {"wandb": WandbConfig(), "mlflow": MLflowConfig(), "trackio": TrackioConfig()}
-        return replace(self, tensorboard=False, **off)
+        return replace(self, page=False, tensorboard=False, **off)
 
     @property
     def train_rows(self) -> int | None:

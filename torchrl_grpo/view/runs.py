@@ -6,13 +6,26 @@ import copy
 import json
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from torchrl_grpo.alarms import Alarm, Alarms
-from torchrl_grpo.panels import COLORS, PANELS, SMOOTH_FROM, TIME_PARTS, Record, label_of, series, smooth, thin, times
+from torchrl_grpo.panels import (
+    COLORS,
+    PANELS,
+    SMOOTH_FROM,
+    TIME_PARTS,
+    Panel,
+    Record,
+    label_of,
+    series,
+    smooth,
+    thin,
+    times,
+)
 from torchrl_grpo.records import ENVIRONMENT_FILE, METRICS_FILE, clip, printable_lines, reward_text, run_title
 from torchrl_grpo.view.files import Tail, changed_at, read_inside, read_row
 from torchrl_grpo.view.index import Samples, Wanted
@@ -193,7 +206,7 @@ def panels(runs: dict[int, RunView], first: int | None, last: int | None) -> lis
     return [panel for panel in out if panel["curves"]]
 
 
-def _curves(run: int, panel: Any, records: list[Record]) -> list[dict[str, Any]]:
+def _curves(run: int, panel: Panel, records: Sequence[Record]) -> list[dict[str, Any]]:
     found = series(panel, records)
     if panel.metrics == ("time/*_s",):
         found = {name: points for name, points in found.items() if name == "time/step_s"}

@@ -18,7 +18,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -32,14 +32,17 @@ _PAGE_SIZE = 10
 _STATIC = Path(__file__).parent / "static"
 _STYLE = Path(__file__).parents[1] / "reporting" / "style.css"
 """The report's."""
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-store",
-}
+_HEADERS = [
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+        b"form-action 'none'; frame-ancestors 'none'",
+    ),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"cache-control", b"no-store"),
+]
 
 
 class Guard:
@@ -60,11 +63,11 @@ class Guard:
         elif scope["method"] not in ("GET", "HEAD"):
             refusal = PlainTextResponse("The page only reads", 405, {"Allow": "GET, HEAD"})
         else:
-            scope, refusal = scope | {"path": f"/{path}"}, self._app
+            scope, refusal = {**scope, "path": f"/{path}"}, self._app
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] += [(name.lower().encode(), text.encode()) for name, text in _HEADERS.items()]
+                message["headers"] = [*message["headers"], *_HEADERS]
             await send(message)
 
         await refusal(scope, receive, send_with_headers)
@@ -180,10 +183,21 @@ def make_app(folders: Sequence[Path], token: str) -> ASGIApp:
     loader = jinja2.PackageLoader("torchrl_grpo.view", "")
     template = jinja2.Environment(loader=loader, autoescape=True).get_template("page.html.j2")
     page = template.render(title=api.runs[0].title(), names=names, colors=COLORS)
-    files = {path.name: path for path in [*_STATIC.iterdir(), _STYLE]} | {"d3.js": _d3()}
+    # In memory: what paints the page must not wait for the threads that read the runs.
+    files = {path.name: path.read_bytes() for path in [*_STATIC.iterdir(), _STYLE]} | {"d3.js": _d3().read_bytes()}
+
+    async def shell(request: Request) -> Response:
+        return HTMLResponse(page)
+
+    async def static(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in files:
+            return PlainTextResponse("Not found", 404)
+        return Response(files[name], media_type="text/css" if name.endswith(".css") else "text/javascript")
+
     routes = [
-        Route("/", lambda request: HTMLResponse(page)),
-        Route("/static/{name}", lambda request: _static(files, request.path_params["name"])),
+        Route("/", shell),
+        Route("/static/{name}", static),
         *(
             Route(f"/api/{part.__name__}", _answer(part))
             for part in (api.status, api.curves, api.groups, api.response, api.timeline, api.alarms, api.config)
@@ -210,10 +224,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _d3() -> Path:
     """D3, which mpld3's wheel carries."""
     return Path(str(distribution("mpld3").locate_file("mpld3/js/d3.v5.min.js")))
-
-
-def _static(files: dict[str, Path], name: str) -> Response:
-    return FileResponse(files[name]) if name in files else PlainTextResponse("Not found", 404)
 
 
 def _answer(part: Callable[[Asked], Any]) -> Callable[[Request], Response]:

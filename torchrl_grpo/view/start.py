@@ -51,6 +51,7 @@ def serve(folders: Sequence[Path], listening: socket.socket, token: str) -> None
         proxy_headers=False,
         timeout_graceful_shutdown=1,
     )
+    sys.setswitchinterval(0.0005)  # a thread that reads a large file lets the others answer
     with suppress(KeyboardInterrupt):
         uvicorn.Server(config).run([listening])
 

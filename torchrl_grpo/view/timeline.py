@@ -62,9 +62,10 @@ class Timeline:
             last: seconds at which it ends, None is the end of the last span.
 
         Returns:
-            ``begin``, seconds since 1970; ``end``, ``first`` and ``last`` in seconds after it; ``actors``, each with
-            its ``name``, its ``seconds`` by kind, the times of its ``restarts``, and ``spans``: lists of kind, first
-            and last second, step, and the share of the lane that it takes from and to.
+            ``begin``, seconds since 1970; ``end``, ``first`` and ``last`` in seconds after it; whether the spans are
+            ``shares`` of columns, because there are too many to be drawn one by one; ``actors``, each with its
+            ``name``, its ``seconds`` by kind, the times of its ``restarts``, and ``spans``: lists of kind, first and
+            last second, step, and the share of the lane that it takes from and to.
         """
         spans = list(self._spans)
         if not spans:
@@ -89,7 +90,8 @@ class Timeline:
                     "spans": _one_by_one(cut) if one_by_one else _columns(cut, first, last),
                 }
             )
-        return {"begin": begin, "end": end - begin, "first": first, "last": last, "actors": drawn}
+        part = {"begin": begin, "end": end - begin, "first": first, "last": last}
+        return part | {"shares": not one_by_one, "actors": drawn}
 
 
 def _cut(span: Span, begin: float, first: float, last: float) -> Span:

@@ -30,9 +30,12 @@ export function curves(box) {
 
   return async (params, runs) => {
     const hidden = (params.get("hide") ?? "").split(",").filter(Boolean);
-    const panels = await get("curves", Object.fromEntries(["hide", "from", "to"].map((key) => [key, params.get(key) ?? ""])));
+    const asked = ["hide", "from", "to"].map((key) => [key, params.get(key) ?? ""]);
+    const panels = await get("curves", Object.fromEntries(asked));
     return () => {
-      for (const input of [from, to]) if (input !== document.activeElement) input.value = params.get(input === from ? "from" : "to") ?? "";
+      for (const [name, input] of Object.entries({ from, to })) {
+        if (input !== document.activeElement) input.value = params.get(name) ?? "";
+      }
       if (runs.length > 1 && choices.childElementCount === 0) choices.append(...runChoices(runs));
       choices.querySelectorAll("input").forEach((input) => (input.checked = !hidden.includes(input.value)));
       const titles = panels.map((panel) => panel.title).join();
@@ -41,7 +44,8 @@ export function curves(box) {
         grid.replaceChildren(...charts.map((chart) => chart.figure));
       }
       const steps = d3.extent(panels.flatMap((panel) => panel.curves.flatMap((curve) => d3.extent(curve.steps))));
-      charts.forEach((chart, at) => chart.set(panels[at], steps, runs));
+      const several = new Set(panels.flatMap((panel) => panel.curves.map((curve) => curve.run))).size > 1;
+      charts.forEach((chart, at) => chart.set(panels[at], steps, several ? runs : null));
       point(pointed);
       if (!panels.length) grid.replaceChildren(el("p", {}, "No step was logged yet."));
     };
@@ -59,7 +63,7 @@ function runChoices(runs) {
 }
 
 function swatch(color, dash) {
-  const svg = d3.create("svg").attr("viewBox", "0 0 20 8").attr("width", 20).attr("height", 8).attr("aria-hidden", "true");
+  const svg = d3.create("svg").attr("viewBox", "0 0 20 8").attr("aria-hidden", "true");
   svg.append("line").attr("x2", 20).attr("y1", 4).attr("y2", 4).attr("stroke", color).attr("stroke-width", 3)
     .attr("stroke-dasharray", dash);
   return svg.node();
@@ -68,7 +72,8 @@ function swatch(color, dash) {
 function makeChart(title, note, point) {
   const svg = d3.create("svg").attr("tabindex", 0).attr("role", "slider").attr("aria-label", `${title}, at a step`);
   const legend = el("ul", { class: "legend" });
-  const figure = el("figure", {}, el("figcaption", {}, title), note ? el("p", { class: "dim" }, note) : null, legend, svg.node());
+  const about = note ? el("p", { class: "dim" }, note) : null;
+  const figure = el("figure", {}, el("figcaption", {}, title), about, legend, svg.node());
   let panel = null;
   let steps = [0, 1];
   let lines = [];
@@ -89,7 +94,8 @@ function makeChart(title, note, point) {
     const path = d3.line().x((d) => x(d[0])).y((d) => y(d[1]));
     for (const line of lines) {
       if (line.area) {
-        svg.append("path").attr("fill", line.color).attr("d", d3.area().x((d) => x(d[0])).y0((d) => y(d[1])).y1((d) => y(d[2]))(line.area));
+        const area = d3.area().x((d) => x(d[0])).y0((d) => y(d[1])).y1((d) => y(d[2]));
+        svg.append("path").attr("fill", line.color).attr("d", area(line.area));
         continue;
       }
       if (line.smooth) stroke(svg, line, path(line.points), 0.8).attr("opacity", 0.4);
@@ -131,7 +137,8 @@ function makeChart(title, note, point) {
   svg.on("keydown", () => {
     const event = d3.event;
     const stride = event.shiftKey ? 10 : 1;
-    const moves = { ArrowLeft: (now ?? steps[1]) - stride, ArrowRight: (now ?? steps[1]) + stride, Home: steps[0], End: steps[1], Escape: null };
+    const at = now ?? steps[1];
+    const moves = { ArrowLeft: at - stride, ArrowRight: at + stride, Home: steps[0], End: steps[1], Escape: null };
     if (!(event.key in moves) || event.ctrlKey || event.altKey || event.metaKey) return;
     event.preventDefault();
     move(moves[event.key]);
@@ -145,25 +152,25 @@ function makeChart(title, note, point) {
     set(found, range, runs) {
       [panel, steps] = [found, range];
       lines = linesOf(panel, runs);
-      legend.replaceChildren(...lines.map((line) => el("li", {}, swatch(line.color, line.dash), line.label, line.value)));
+      const entry = (line) => el("li", {}, swatch(line.color, line.dash), line.label, line.value);
+      legend.replaceChildren(...lines.map(entry));
       draw();
     },
   };
 }
 
-// Colors tell runs apart where there are several, and metrics where there is one; dashes are for the other.
+// Colors tell runs apart where several are shown, and then dashes the metrics; else colors tell the metrics apart.
 function linesOf(panel, runs) {
-  const several = runs.length > 1;
   const labels = [...new Set(panel.curves.map((curve) => curve.label))];
   let floor = null;
   return panel.curves.map((curve) => {
     const place = labels.indexOf(curve.label);
     const points = d3.zip(curve.steps, curve.values);
-    const name = several ? [runs[curve.run].name, labels.length > 1 ? curve.label : ""].filter(Boolean).join(", ") : curve.label;
+    const parts = runs ? [runs[curve.run].name, labels.length > 1 ? curve.label : ""] : [curve.label];
     const line = {
-      label: name,
-      color: curve.color ?? COLORS[(several ? curve.run : place) % COLORS.length],
-      dash: several ? DASHES[place % DASHES.length] : "",
+      label: parts.filter(Boolean).join(", "),
+      color: curve.color ?? COLORS[(runs ? curve.run : place) % COLORS.length],
+      dash: runs ? DASHES[place % DASHES.length] : "",
       points,
       smooth: curve.smooth ? d3.zip(curve.steps, curve.smooth) : null,
       value: el("b"),
@@ -190,7 +197,8 @@ function heights(panel, lines) {
 
 function axes(svg, x, y, width, panel) {
   for (const tick of y.ticks(4)) {
-    svg.append("line").attr("class", "grid").attr("x1", MARGIN.left).attr("x2", width - MARGIN.right).attr("y1", y(tick)).attr("y2", y(tick));
+    svg.append("line").attr("class", "grid").attr("x1", MARGIN.left).attr("x2", width - MARGIN.right)
+      .attr("y1", y(tick)).attr("y2", y(tick));
     const text = panel.percent ? `${number(100 * tick)}%` : number(tick);
     svg.append("text").attr("x", MARGIN.left - 6).attr("y", y(tick) + 4).attr("text-anchor", "end").text(text);
   }

@@ -25,9 +25,10 @@ export function percent(value) {
 }
 
 export function duration(seconds) {
-  if (seconds < 100) return `${number(seconds < 10 ? Math.round(seconds * 1000) / 1000 : Math.round(seconds * 10) / 10)} s`;
+  if (seconds < 100) return `${Number(seconds.toFixed(seconds < 10 ? 3 : 1))} s`;
   const minutes = Math.floor(seconds / 60);
-  return minutes < 100 ? `${minutes} min` : minutes < 6000 ? `${Math.floor(minutes / 60)} h` : `${Math.floor(minutes / 1440)} d`;
+  if (minutes < 100) return `${minutes} min`;
+  return minutes < 6000 ? `${Math.floor(minutes / 60)} h` : `${Math.floor(minutes / 1440)} d`;
 }
 
 // The address holds the whole state: "#groups?run=1&split=test".
@@ -87,7 +88,7 @@ export function runChoice(runs, params) {
 
 // A box that scrolls sideways, also by keyboard.
 export function scroll(label, ...children) {
-  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, ...children);
+  return el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": label }, ...children);
 }
 
 // Lets options be walked through by arrow keys, pointed at and clicked; `show` is told which one is meant.

@@ -3,7 +3,9 @@
 import { change, choice, el, field, get, link, number, runChoice, scroll } from "./dom.js";
 
 const PAGE = 10;
-const FACTS = [["advantage", "advantage"], ["length", "tokens"], ["finish_reason", "finish"], ["version", "version"], ["staleness", "staleness"]];
+const FACTS = {
+  advantage: "advantage", length: "tokens", finish_reason: "finish", version: "version", staleness: "staleness",
+};
 const RANGES = [["from", "from step"], ["to", "to step"], ["least", "reward from"], ["most", "reward to"]];
 
 export function groups(box) {
@@ -29,7 +31,8 @@ export function groups(box) {
       const page = Number(params.get("page") ?? 0);
       if (grown && list.childElementCount && found.found > count) return offer(found.found - count);
       count = found.found;
-      notice.textContent = `${number(found.found)} of ${number(found.all)} groups, ${number(found.rows)} responses in all`;
+      const counts = [found.found, found.all, found.rows].map(number);
+      notice.textContent = `${counts[0]} of ${counts[1]} groups, ${counts[2]} responses in all`;
       list.replaceChildren(...found.groups.map((rows) => section(rows, asked)));
       for (const text of list.querySelectorAll(".prompt, .response")) {
         if (text.scrollHeight > text.clientHeight) text.tabIndex = 0; // to be scrolled by keyboard
@@ -67,7 +70,9 @@ function fill(form, runs, run, params) {
     ...[
       runChoice(runs, params),
       field("split", choice("split", options(run?.splits), params.get("split"), { page: "" })),
-      run?.datasets.length ? field("task", choice("dataset", options(run.datasets), params.get("dataset"), { page: "" })) : null,
+      run?.datasets.length
+        ? field("task", choice("dataset", options(run.datasets), params.get("dataset"), { page: "" }))
+        : null,
       ...RANGES.map(([name, label]) => field(label, typed(name, "number", { step: "any" }))),
       field("text in prompt or response", typed("text", "search")),
     ].filter(Boolean));
@@ -81,14 +86,17 @@ function section(rows, asked) {
   const parts = [...new Set(rows.flatMap((row) => Object.keys(row.parts ?? {})))];
   const facts = [
     ...parts.map((name) => [name, (row) => number(row.parts?.[name])]),
-    ...FACTS.filter(([key]) => rows.some((row) => row[key] !== undefined))
+    ...Object.entries(FACTS).filter(([key]) => rows.some((row) => row[key] !== undefined))
       .map(([key, label]) => [label, (row) => (typeof row[key] === "string" ? row[key] : number(row[key]))]),
   ];
   const cells = (make) => rows.map((row) => el("td", { class: row.wanted ? null : "other" }, make(row)));
   const line = (label, make) => el("tr", {}, el("th", { scope: "row" }, label), cells(make));
-  const head = rows.map((row, at) =>
-    el("th", { scope: "col" }, el("a", { href: link("tokens", { run: asked.run ?? "", row: row.row }) }, `response ${at + 1}`)));
-  return el("section", { "aria-label": about },
+  const head = rows.map((row, at) => {
+    const href = link("tokens", { run: asked.run ?? "", row: row.row });
+    return el("th", { scope: "col" }, el("a", { href }, `response ${at + 1}`));
+  });
+  const text = (row) => el("div", { class: "response", role: "group", "aria-label": "Response" }, row.response);
+  return el("section", {},
     el("h3", {}, about),
     el("div", { class: "prompt", role: "group", "aria-label": "Prompt" }, first.query),
     scroll(`Responses, ${about}`, el("table", { class: "group" },
@@ -96,7 +104,7 @@ function section(rows, asked) {
       el("tbody", {},
         line("reward", (row) => el("em", { class: row.good ? "good" : "bad" }, row.reward)),
         facts.map(([label, make]) => line(label, make)),
-        line("text", (row) => el("div", { class: "response", role: "group", "aria-label": "Response" }, row.response))))));
+        line("text", text)))));
 }
 
 function pages(page, count) {
@@ -107,5 +115,6 @@ function pages(page, count) {
       window.scrollTo(0, 0);
     } }, label);
   if (count < 2) return [];
-  return [to("Newer", page - 1), el("span", {}, `page ${number(page + 1)} of ${number(count)}`), to("Older", page + 1), to("Oldest", count - 1)];
+  const where = el("span", {}, `page ${number(page + 1)} of ${number(count)}`);
+  return [to("Newer", page - 1), where, to("Older", page + 1), to("Oldest", count - 1)];
 }

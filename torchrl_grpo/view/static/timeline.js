@@ -15,14 +15,16 @@ export function timeline(box) {
 
   function draw() {
     last.width = body.clientWidth;
-    body.replaceChildren(...(last.found.actors.length ? drawn(last.found, body.clientWidth) : [el("p", {}, "This run logged no timeline.")]));
+    const none = [el("p", {}, "This run logged no timeline.")];
+    body.replaceChildren(...(last.found.actors.length ? drawn(last.found, body.clientWidth) : none));
   }
 
   return async (params, runs) => {
     const asked = Object.fromEntries(["run", "from", "to"].map((key) => [key, params.get(key) ?? ""]));
     const found = await get("timeline", asked);
     return () => {
-      if (!form.childElementCount) form.append(...[runChoice(runs, params), ...buttons(() => last.found)].filter(Boolean));
+      const controls = form.childElementCount ? [] : [runChoice(runs, params), ...buttons(() => last.found)];
+      form.append(...controls.filter(Boolean));
       last = { found, width: 0 };
       if (body.querySelector(":focus-visible")) return; // somebody reads its spans
       draw();
@@ -41,7 +43,8 @@ function buttons(found) {
   };
   const button = (text, left, right) => el("button", { type: "button", click: () => move(left, right) }, text);
   return [
-    button("Closer", 0.25, -0.25), button("Farther", -0.5, 0.5), button("Earlier", -0.5, -0.5), button("Later", 0.5, 0.5),
+    button("Closer", 0.25, -0.25), button("Farther", -0.5, 0.5),
+    button("Earlier", -0.5, -0.5), button("Later", 0.5, 0.5),
     el("button", { type: "button", click: () => change({ from: "", to: "" }) }, "Whole run"),
   ];
 }
@@ -53,22 +56,25 @@ function color(kind) {
 }
 
 function drawn(found, width) {
-  const readout = el("p", { class: "readout", role: "status" }, "Point at a span, or walk through them with the arrow keys.");
+  const hint = "Point at a span, or walk through them with the arrow keys.";
+  const readout = el("p", { class: "readout", role: "status" }, hint);
   const { actors, first, last } = found;
   const inner = Math.max(width - 30, 100);
   const x = d3.scaleLinear().domain([first, last]).range([0, inner]);
   const height = actors.length * ROW + 24;
-  const svg = d3.create("svg").attr("viewBox", `0 0 ${inner} ${height}`).attr("tabindex", 0).attr("role", "listbox").attr("aria-label", "Spans");
+  const svg = d3.create("svg").attr("viewBox", `0 0 ${inner} ${height}`).attr("tabindex", 0)
+    .attr("role", "listbox").attr("aria-label", "Spans");
   const spans = [];
   actors.forEach((actor, row) => {
     const top = row * ROW + 16;
     svg.append("text").attr("y", top - 4).attr("aria-hidden", "true").text(actor.name);
     svg.append("rect").attr("class", "lane").attr("y", top).attr("width", inner).attr("height", LANE);
     for (const [kind, start, end, step, low, high] of actor.spans) {
+      const share = found.shares ? `${percent(high - low)} of ` : "";
       const text = `${actor.name}: ${kind}${step === null ? "" : `, step ${number(step)}`}, `
-        + (step === null && actor.spans.length > 1 && high - low < 1 ? `${percent(high - low)} of ${duration(end - start)}` : duration(end - start))
-        + ` from ${duration(start)} on`;
-      svg.append("rect").attr("x", x(start)).attr("width", Math.max(x(end) - x(start), 0.5)).attr("y", top + low * LANE)
+        + `${share}${duration(end - start)} from ${duration(start)} on`;
+      svg.append("rect").attr("x", x(start)).attr("width", Math.max(x(end) - x(start), 0.5))
+        .attr("y", top + low * LANE)
         .attr("height", (high - low) * LANE).attr("fill", color(kind))
         .attr("role", "option").attr("id", `span-${spans.length}`).attr("data-at", spans.length).attr("aria-label", text);
       spans.push(text);
@@ -100,7 +106,7 @@ function legend(kinds) {
 function table(actors, kinds, whole) {
   const share = (seconds) => (seconds ? `${percent(seconds / whole)}` : "-");
   return el("div", {}, el("h2", {}, "Where the time went"), scroll("Where the time went", el("table", { class: "facts" },
-    el("thead", {}, el("tr", {}, ["actor", ...kinds, "restarts"].map((name) => el("th", { scope: "col" }, name)))),
+    el("thead", {}, el("tr", {}, ["actor", ...kinds, "restarts"].map((one) => el("th", { scope: "col" }, one)))),
     el("tbody", {}, actors.map((actor) => el("tr", {}, el("th", { scope: "row" }, actor.name),
       kinds.map((kind) => el("td", { class: "number" }, share(actor.seconds[kind]))),
       el("td", { class: "number" }, number(actor.restarts.length))))))));

@@ -1,14 +1,14 @@
 // A response as a strip of tokens, coloured by one of the numbers that are known of them.
 
-import { choice, el, field, get, link, number, percent, walk } from "./dom.js";
+import { address, choice, el, field, get, link, number, percent, walk } from "./dom.js";
 
 // `cuts` part the values into classes: q0 to q5 from nothing to much, d0 to d6 from low to high around d3.
 const COLOURINGS = {
-  log_prob: { label: "log-prob", cuts: [0.1, 0.5, 1, 2, 4], of: (value) => -value, say: (cut) => number(-cut), falls: true },
+  log_prob: { label: "log-prob", cuts: [0.1, 0.5, 1, 2, 4], falls: true },
   ratio: { label: "ratio to the trainer", cuts: [0.5, 0.8, 0.95, 1.05, 1.25, 2] },
   kl: { label: "KL to the reference", cuts: [0.001, 0.01, 0.1, 0.5, 1] },
   entropy: { label: "entropy", cuts: [0.1, 0.5, 1, 2, 3] },
-  advantage: { label: "advantage", cuts: [-1, -0.3, -1e-9, 1e-9, 0.3, 1], say: (cut) => (Math.abs(cut) < 1e-6 ? "0" : number(cut)) },
+  advantage: { label: "advantage", cuts: [-1, -0.3, -1e-9, 1e-9, 0.3, 1] },
   mask: { label: "mask", cuts: [] },
 };
 
@@ -32,8 +32,9 @@ export function tokens(box) {
 
 function heading(found, asked) {
   const at = found.group.indexOf(found.row);
+  const by = address().params.get("by") ?? "";
   const near = (place, text) => place >= 0 && place < found.group.length
-    ? el("a", { href: link("tokens", { ...asked, row: found.group[place], by: new URLSearchParams(location.hash.split("?")[1]).get("by") ?? "" }) }, text)
+    ? el("a", { href: link("tokens", { ...asked, row: found.group[place], by }) }, text)
     : el("span", { class: "dim" }, text);
   const parts = Object.entries(found.parts ?? {}).map(([name, value]) => `${name} ${number(value)}`);
   const facts = [
@@ -45,7 +46,8 @@ function heading(found, asked) {
   return [
     el("h2", {}, `Step ${number(found.step)}, response ${at + 1} of ${found.group.length}`),
     el("p", { class: "pager" }, near(at - 1, "Previous response"), near(at + 1, "Next response"),
-      el("a", { href: link("groups", { run: asked.run, split: found.split, from: found.step, to: found.step }) }, `Groups of step ${number(found.step)}`)),
+      el("a", { href: link("groups", { run: asked.run, split: found.split, from: found.step, to: found.step }) },
+        `Groups of step ${number(found.step)}`)),
     el("p", {}, facts.join(" · ")),
     el("div", { class: "prompt", tabindex: 0, role: "group", "aria-label": "Prompt" }, found.query),
   ];
@@ -53,14 +55,16 @@ function heading(found, asked) {
 
 function stripOf(strip, by) {
   const names = Object.keys(COLOURINGS).filter((name) => name in strip.values || name === "mask");
-  const readout = el("p", { class: "readout", role: "status" }, "Point at a token, or walk through them with the arrow keys.");
+  const hint = "Point at a token, or walk through them with the arrow keys.";
+  const readout = el("p", { class: "readout", role: "status" }, hint);
   const turns = strip.turns.map((turn, at) => {
     const own = [];
     for (let place = turn.start; place < turn.end; place += 1) own.push(token(strip, by, place));
     return el("span", { class: turn.sampled ? "turn" : "turn given", role: "group", "aria-labelledby": `turn-${at}` },
       el("span", { class: "name", id: `turn-${at}`, role: "presentation" }, turn.label), own);
   });
-  const list = el("div", { class: "strip", role: "listbox", tabindex: 0, "aria-label": `Tokens, coloured by ${COLOURINGS[by].label}` }, turns);
+  const name = `Tokens, coloured by ${COLOURINGS[by].label}`;
+  const list = el("div", { class: "strip", role: "listbox", tabindex: 0, "aria-label": name }, turns);
   walk(list, strip.text.length, (at) => readout.replaceChildren(...told(strip, at)));
   return [
     el("form", {}, field("colour by", choice("by", names.map((name) => [name, COLOURINGS[name].label]), by))),
@@ -72,33 +76,39 @@ function stripOf(strip, by) {
 
 function token(strip, by, at) {
   const text = strip.text[at] === "" ? "·" : strip.text[at].replaceAll("\n", "⏎\n");
-  return el("span", { class: `token ${colour(strip, by, at)}`, role: "option", id: `token-${at}`, "data-at": at }, text);
+  const name = text.trim() === "" ? JSON.stringify(strip.text[at]) : null; // of spaces nothing would be read out
+  const attributes = { role: "option", id: `token-${at}`, "data-at": at, "aria-label": name };
+  return el("span", { class: `token ${colour(strip, by, at)}`, ...attributes }, text);
 }
 
 function colour(strip, by, at) {
   if (by === "mask") return strip.sampled[at] ? "q2" : "";
   const value = strip.values[by]?.[at];
   if (value === null || value === undefined) return "";
-  const { cuts, of = (one) => one } = COLOURINGS[by];
-  return `${cuts.length === 6 ? "d" : "q"}${cuts.filter((cut) => of(value) >= cut).length}`;
+  const { cuts, falls } = COLOURINGS[by];
+  return `${cuts.length === 6 ? "d" : "q"}${cuts.filter((cut) => (falls ? -value : value) >= cut).length}`;
 }
 
 function legend(by) {
-  const { cuts, say = number, falls } = COLOURINGS[by];
-  if (by === "mask") return [el("li", { class: "q2" }, "sampled by the policy, trained on"), el("li", {}, "not sampled")];
+  const { cuts, falls } = COLOURINGS[by];
+  const say = (cut) => (Math.abs(cut) < 1e-6 ? "0" : number(falls ? -cut : cut));
+  if (by === "mask") return [el("li", { class: "q2" }, "sampled, trained on"), el("li", {}, "not sampled")];
   const letter = cuts.length === 6 ? "d" : "q";
   return d3.range(cuts.length + 1).map((at) => {
     const [low, high] = [cuts[at - 1], cuts[at]];
-    let text = low === undefined ? `below ${say(high)}` : high === undefined ? `${say(low)} and above` : `${say(low)} to ${say(high)}`;
-    if (falls) text = low === undefined ? `above ${say(high)}` : high === undefined ? `${say(low)} and below` : `${say(low)} to ${say(high)}`;
-    if (say(low ?? NaN) === "0" && say(high ?? NaN) === "0") text = "0";
+    let text = `${say(low)} to ${say(high)}`;
+    if (low === undefined) text = `${falls ? "above" : "below"} ${say(high)}`;
+    else if (high === undefined) text = `${say(low)} and ${falls ? "below" : "above"}`;
+    else if (say(low) === say(high)) text = say(low);
     return el("li", { class: `${letter}${at}` }, text);
   });
 }
 
 function told(strip, at) {
-  const values = Object.entries(strip.values).filter(([, column]) => column[at] !== null)
-    .map(([name, column]) => `${COLOURINGS[name].label} ${number(column[at])}${name === "log_prob" ? ` (${percent(Math.exp(column[at]))})` : ""}`);
-  const text = JSON.stringify(strip.text[at]);
-  return [el("b", {}, text), ` token ${at + 1} of ${number(strip.text.length)}: ${strip.sampled[at] ? values.join(", ") : "not sampled"}`];
+  const values = Object.entries(strip.values).filter(([, column]) => column[at] !== null).map(([name, column]) => {
+    const chance = name === "log_prob" ? ` (${percent(Math.exp(column[at]))})` : "";
+    return `${COLOURINGS[name].label} ${number(column[at])}${chance}`;
+  });
+  const what = strip.sampled[at] ? values.join(", ") : "not sampled";
+  return [el("b", {}, JSON.stringify(strip.text[at])), ` token ${at + 1} of ${number(strip.text.length)}: ${what}`];
 }

@@ -120,13 +120,15 @@ function config(box) {
     if (text !== document.activeElement) text.value = params.get("text") ?? "";
     alone.checked = runs.length > 1 && !params.get("all");
     const keys = [...new Set(configs.flatMap((one) => Object.keys(one)))];
-    const rows = keys.map((key) => [key, configs.map((one) => one[key] ?? "-")]).filter(([key, values]) =>
-      (!alone.checked || new Set(values).size > 1) && [key, ...values].some((one) => one.toLowerCase().includes(asked)));
+    const has = (texts) => texts.some((one) => one.toLowerCase().includes(asked));
+    const rows = keys.map((key) => [key, configs.map((one) => one[key] ?? "-")])
+      .filter(([key, values]) => (!alone.checked || new Set(values).size > 1) && has([key, ...values]));
     return () => {
       found.textContent = `${rows.length} of ${keys.length} keys`;
       body.replaceChildren(...rows.map(([key, values]) => {
         const differs = new Set(values).size > 1;
-        return el("tr", {}, el("th", { scope: "row" }, key), values.map((value) => el("td", {}, differs ? el("mark", {}, value) : value)));
+        const cell = (value) => el("td", {}, differs ? el("mark", {}, value) : value);
+        return el("tr", {}, el("th", { scope: "row" }, key), values.map(cell));
       }));
     };
   };

@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,8 +17,8 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 
 from tests.support.configs import ROOT, compose_config
 from tests.support.documentation import DOCS, PAGES, TUTORIALS, blocks, commands
@@ -49,19 +51,26 @@ OURS = [README, *(page for page in PAGES if page != "migrate")]
 OPTION = re.compile(r"--[a-z][a-z-]*")
 
 
+def values(override: Override) -> list[str]:
+    """The overrides that a sweep makes of one: of an interval its lower end."""
+    if override.is_interval_sweep():
+        return [f"{override.key_or_group}={override.value().start}"]
+    if not override.is_sweep_override():
+        return [override.input_line or ""]
+    return [f"{override.key_or_group}={text}" for text in override.sweep_string_iterator()]
+
+
 def composed(words: list[str]) -> None:
     """Composes and checks the config of a script's command line, of each job where it is a sweep."""
     folder, name = ROOT / "config", "grpo_gsm8k"
-    rest = [word for word in words if not word.startswith("hydra.")]
+    rest = [word for word in words if not word.startswith(("hydra.", "hydra/"))]
     while rest and rest[0] in ("--config-dir", "--config-name", "--cfg"):
         option, value, *rest = rest
         folder = ROOT / value if option == "--config-dir" else folder
         name = value if option == "--config-name" else name
+    jobs: Iterable[Sequence[str]] = [rest]
     if rest and rest[0] == "--multirun":
-        parsed = OverridesParser.create().parse_overrides(rest[1:])
-        (jobs,) = BasicSweeper.split_arguments(parsed, None)
-    else:
-        jobs = [rest]
+        jobs = product(*map(values, OverridesParser.create().parse_overrides(rest[1:])))
     for job in jobs:
         check_command_line(job)
         register()

@@ -87,12 +87,12 @@ def _draw_runs(axes: Axes, panel: Panel, runs: Sequence[Sequence[Record]], color
         return
     rows = [[curve[step] for curve in curves if step in curve] for step in steps]
     lowest, mean, highest = (thin(steps, [take(row) for row in rows])[1] for take in (min, fmean, max))
-    steps, is_test = thin(steps, steps)[0], panel.metrics[0].startswith("eval/")
-    if not is_test and len(steps) >= SMOOTH_FROM:
+    shown, is_test = thin(steps, steps)[0], panel.metrics[0].startswith("eval/")
+    if not is_test and len(shown) >= SMOOTH_FROM:
         lowest, mean, highest = smooth(lowest), smooth(mean), smooth(highest)
     if len(curves) > 1:
-        axes.fill_between(steps, lowest, highest, color=color, alpha=0.18, linewidth=0)
-    axes.plot(steps, mean, color=color, linewidth=1.8, marker="o" if is_test else None, markersize=3.2)
+        axes.fill_between(shown, lowest, highest, color=color, alpha=0.18, linewidth=0)
+    axes.plot(shown, mean, color=color, linewidth=1.8, marker="o" if is_test else None, markersize=3.2)
 
 
 def _small_figure() -> Figure:

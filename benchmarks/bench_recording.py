@@ -27,15 +27,19 @@ from torchrl_grpo.collectors import evaluation
 from torchrl_grpo.config import from_hydra, register
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.scores import PassScores
-from torchrl_grpo.loop import fit
+from torchrl_grpo.loop.fit import _Steps
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.run import build
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, TABLES = 80, 3  # of the default job: steps, and those that log samples, or evaluate
 WARM_UP = 5  # steps that are not counted
-IN_EACH_STEP = ((MetricsLogger, "log_spans"), (PassScores, "_keep"), (PassScores, "note"))
-OF_SAMPLES = ((Learner, "samples"), (MetricsLogger, "log_samples"), (evaluation, "sample_rows"))
+IN_EACH_STEP: tuple[tuple[Any, str], ...] = ((MetricsLogger, "log_spans"), (PassScores, "_keep"), (PassScores, "note"))
+OF_SAMPLES: tuple[tuple[Any, str], ...] = (
+    (Learner, "samples"),
+    (MetricsLogger, "log_samples"),
+    (evaluation, "sample_rows"),
+)
 
 
 def main() -> None:
@@ -61,7 +65,7 @@ def main() -> None:
 
         return call
 
-    step = fit._Steps.step
+    step = _Steps.step
 
     def make_step(steps: Any) -> None:
         nonlocal off
@@ -74,7 +78,7 @@ def main() -> None:
     overrides = [turns, rare, "evaluation.frequency=0", "logging.tensorboard=false"]
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "config")):
         config = from_hydra(compose("grpo_arithmetic", overrides=overrides))
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(fit._Steps, "step", make_step):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(_Steps, "step", make_step):
         for owner, name in IN_EACH_STEP:
             mock.patch.object(owner, name, switched(getattr(owner, name))).start()
         for owner, name in OF_SAMPLES:

@@ -91,8 +91,8 @@ class Learner:
         """So many sequences of the latest batch, in whole groups, as rows of ``samples.jsonl``; None is all."""
         if self._batch is None:
             return []
-        shown = {"tokenizer": self.tokenizer, "version": self.version - 1, "scores": self.trainer.scores.of}
-        return sample_rows(self._batch, "train", most, **shown)
+        version, scores = self.version - 1, self.trainer.scores.of
+        return sample_rows(self._batch, "train", most, tokenizer=self.tokenizer, version=version, scores=scores)
 
     def weights(self) -> WeightHandle | None:
         """Where the engines find the current weights; None on a rank other than 0."""

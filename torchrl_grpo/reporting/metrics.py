@@ -135,7 +135,7 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
             RuntimeError: the logger is closed.
         """
         for span in spans:
-            self._append(TIMELINE_FILE, span | {name: round(span[name], 4) for name in ("start", "seconds")})
+            self._append(TIMELINE_FILE, {**span, **{name: round(span[name], 4) for name in ("start", "seconds")}})
 
     def truncate(self, step: int) -> None:
         """Drops all that was logged for ``step`` and later: a resumed run calls it with the first step it will do."""

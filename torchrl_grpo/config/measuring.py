@@ -96,13 +96,13 @@ class LoggingConfig:
     @property
     def services(self) -> dict[str, dict[str, Any]]:
         """Of those that are on, the settings by name."""
-        nodes = {"wandb": self.wandb, "mlflow": self.mlflow, "trackio": self.trackio}
+        nodes: dict[str, Any] = {"wandb": self.wandb, "mlflow": self.mlflow, "trackio": self.trackio}
         return {name: asdict(node) for name, node in nodes.items() if node.mode != "disabled"}
 
     @property
     def files_alone(self) -> LoggingConfig:
         """The same, with nothing but the run's own files."""
-        off = {"wandb": WandbConfig(), "mlflow": MLflowConfig(), "trackio": TrackioConfig()}
+        off: dict[str, Any] = {"wandb": WandbConfig(), "mlflow": MLflowConfig(), "trackio": TrackioConfig()}
         return replace(self, page=False, tensorboard=False, **off)
 
     @property

@@ -41,8 +41,8 @@ def command(folder: Path, name: str) -> list[str]:
 
 
 def save(picture: bytes, path: Path) -> None:
-    """As a PNG of 128 colors, which is small."""
-    Image.open(io.BytesIO(picture)).convert("RGB").quantize(128).save(path, optimize=True)
+    """As a PNG of 256 colors, which is small."""
+    Image.open(io.BytesIO(picture)).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def shoot(browser: Any, address: str, name: str, view: str, size: Any, scheme: str = "light") -> None:
@@ -83,14 +83,22 @@ def main() -> None:
             if not (folder / name).exists():
                 subprocess.run(command(folder, name), cwd=ROOT, check=True)
         rows = read_jsonl(folder / "first" / "samples.jsonl")
-        at = next(
-            at for at, row in enumerate(rows) if row["step"] >= 20 and row["split"] == "train" and not row["reward"]
-        )
+        wrong = [at for at, row in enumerate(rows) if row.get("staleness") == 0 and not row["reward"]]
+        at = next(at for at in wrong if rows[at]["length"] > 24)
+        spans = read_jsonl(folder / "async" / "timeline.jsonl")
+        end = max(span["start"] + span["seconds"] for span in spans) - min(span["start"] for span in spans)
         with served(*(folder / name for name in RUNS)) as address:
             shoot(browser, address, "compare", "curves?hide=2", DESK)
             shoot(browser, address, "groups", "groups?split=train&to=20", DESK)
             shoot(browser, address, "tokens", f"tokens?row={at}", {"width": 1280, "height": 600})
-            shoot(browser, address, "timeline", "timeline?run=2&from=10&to=20", {"width": 1280, "height": 640}, "dark")
+            shoot(
+                browser,
+                address,
+                "timeline",
+                f"timeline?run=2&from={end - 14:.0f}&to={end - 6:.0f}",
+                {"width": 1280, "height": 640},
+                "dark",
+            )
             shoot(browser, address, "phone", "groups?split=train&to=20", {"width": 360, "height": 740}, "dark")
 
 

@@ -134,14 +134,14 @@ def test_a_response_leads_to_its_tokens_and_back(page: Page, address: str) -> No
     page.wait_for_selector("section")
 
 
-def test_tokens_are_coloured_by_what_is_chosen(page: Page, address: str) -> None:
+def test_tokens_are_colored_by_what_is_chosen(page: Page, address: str) -> None:
     show(page, address, "tokens?row=60")
     classes = {}
     names = {"kl": "KL to the reference", "ratio": "ratio to the trainer", "log_prob": "log-prob"}
     for by in ("kl", "ratio", "log_prob", "entropy", "advantage", "mask"):
         name = names.get(by, by)
-        page.get_by_label("colour by").select_option(by)
-        expect(page.get_by_role("listbox")).to_have_attribute("aria-label", f"Tokens, coloured by {name}")
+        page.get_by_label("color by").select_option(by)
+        expect(page.get_by_role("listbox")).to_have_attribute("aria-label", f"Tokens, colored by {name}")
         classes[by] = page.locator(".token").first.get_attribute("class")
         assert page.locator(".scale li").count() >= 2
     assert classes["log_prob"] == "token q1"

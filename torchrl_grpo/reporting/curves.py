@@ -141,10 +141,11 @@ def _draw_times(axes: Axes, records: Sequence[Record]) -> None:
     if not shown:
         return
     [steps, *_] = [steps for steps, _ in shown.values()]
+    heights = [values for _, values in shown.values()]
     if len(steps) == 1:  # an area needs a width
-        steps, shown = [steps[0] - 0.5, steps[0] + 0.5], {part: (_, 2 * values) for part, (_, values) in shown.items()}
+        steps, heights = [steps[0] - 0.5, steps[0] + 0.5], [2 * values for values in heights]
     colors = [COLORS[TIME_PARTS.index(part)] for part in shown]
-    axes.stackplot(steps, *(values for _, values in shown.values()), labels=shown, colors=colors, linewidth=0)
+    axes.stackplot(steps, *heights, labels=shown, colors=colors, linewidth=0)
     axes.set_ylim(0, 1.05 * axes.dataLim.y1)
 
 

@@ -212,9 +212,9 @@ def make_app(folders: Sequence[Path], token: str) -> ASGIApp:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Names that tell the runs apart: the last parts of their paths, as many as it takes, at least two."""
+    """Of one run the last two parts of its path, of several as many as tell them apart."""
     parts = [folder.resolve().parts for folder in folders]
-    for count in range(2, max(map(len, parts)) + 1):
+    for count in range(2 if len(folders) == 1 else 1, max(map(len, parts)) + 1):
         names = ["/".join(one[-count:]) for one in parts]
         if len(set(names)) == len(set(parts)):
             break

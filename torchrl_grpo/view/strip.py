@@ -1,4 +1,4 @@
-"""A response as a strip of tokens: the numbers that its tokens can be coloured by, and the turns that it is made of."""
+"""A response as a strip of tokens: the numbers that its tokens can be colored by, and the turns that it is made of."""
 
 from __future__ import annotations
 

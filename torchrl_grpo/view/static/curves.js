@@ -88,8 +88,7 @@ function makeChart(title, note, point) {
     svg.attr("viewBox", `0 0 ${width} ${HEIGHT}`).selectAll("*").remove();
     const pad = steps[0] === steps[1] ? 1 : 0;
     x = d3.scaleLinear().domain([steps[0] - pad, steps[1] + pad]).range([MARGIN.left, width - MARGIN.right]);
-    y = d3.scaleLinear().domain(heights(panel, lines)).range([HEIGHT - MARGIN.bottom, MARGIN.top]).nice(4);
-    if (panel.percent) y.domain(heights(panel, lines));
+    y = d3.scaleLinear().domain(heights(panel, lines)).range([HEIGHT - MARGIN.bottom, MARGIN.top]);
     axes(svg, x, y, width, panel);
     const path = d3.line().x((d) => x(d[0])).y((d) => y(d[1]));
     for (const line of lines) {
@@ -192,7 +191,7 @@ function heights(panel, lines) {
   if (panel.stacked) return [0, highest];
   const [low, high] = d3.extent(values);
   const room = 0.08 * (high - low) || Math.abs(high) * 0.1 || 0.1;
-  return [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
+  return [low > -room ? Math.max(0, low - room) : low - room, high + room];
 }
 
 function axes(svg, x, y, width, panel) {

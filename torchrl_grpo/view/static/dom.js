@@ -16,7 +16,7 @@ export function el(name, attributes = {}, ...children) {
 
 export function number(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "-";
-  if (Number.isInteger(value) || Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en");
+  if (Number.isInteger(value) || Math.abs(value) >= 1000) return (Math.round(value) + 0).toLocaleString("en"); // no -0
   return String(Number(value.toPrecision(3)));
 }
 

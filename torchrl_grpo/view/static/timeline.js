@@ -87,7 +87,8 @@ function drawn(found, width) {
     }
   });
   for (const tick of x.ticks(Math.max(2, Math.floor(inner / 120)))) {
-    svg.append("text").attr("x", x(tick)).attr("y", height - 4).attr("text-anchor", tick === first ? "start" : "middle")
+    svg.append("text").attr("x", x(tick)).attr("y", height - 4)
+      .attr("text-anchor", x(tick) < 20 ? "start" : x(tick) > inner - 20 ? "end" : "middle")
       .attr("aria-hidden", "true").text(duration(tick));
   }
   walk(svg.node(), spans.length, (at) => (readout.textContent = spans[at]));

@@ -1,9 +1,9 @@
-// A response as a strip of tokens, coloured by one of the numbers that are known of them.
+// A response as a strip of tokens, colored by one of the numbers that are known of them.
 
 import { address, choice, el, field, get, link, number, percent, walk } from "./dom.js";
 
 // `cuts` part the values into classes: q0 to q5 from nothing to much, d0 to d6 from low to high around d3.
-const COLOURINGS = {
+const COLORINGS = {
   log_prob: { label: "log-prob", cuts: [0.1, 0.5, 1, 2, 4], falls: true },
   ratio: { label: "ratio to the trainer", cuts: [0.5, 0.8, 0.95, 1.05, 1.25, 2] },
   kl: { label: "KL to the reference", cuts: [0.001, 0.01, 0.1, 0.5, 1] },
@@ -54,7 +54,7 @@ function heading(found, asked) {
 }
 
 function stripOf(strip, by) {
-  const names = Object.keys(COLOURINGS).filter((name) => name in strip.values || name === "mask");
+  const names = Object.keys(COLORINGS).filter((name) => name in strip.values || name === "mask");
   const hint = "Point at a token, or walk through them with the arrow keys.";
   const readout = el("p", { class: "readout", role: "status" }, hint);
   const turns = strip.turns.map((turn, at) => {
@@ -63,12 +63,12 @@ function stripOf(strip, by) {
     return el("span", { class: turn.sampled ? "turn" : "turn given", role: "group", "aria-labelledby": `turn-${at}` },
       el("span", { class: "name", id: `turn-${at}`, role: "presentation" }, turn.label), own);
   });
-  const name = `Tokens, coloured by ${COLOURINGS[by].label}`;
+  const name = `Tokens, colored by ${COLORINGS[by].label}`;
   const list = el("div", { class: "strip", role: "listbox", tabindex: 0, "aria-label": name }, turns);
   walk(list, strip.text.length, (at) => readout.replaceChildren(...told(strip, at)));
   return [
-    el("form", {}, field("colour by", choice("by", names.map((name) => [name, COLOURINGS[name].label]), by))),
-    el("ul", { class: "scale", "aria-label": "Colours" }, legend(by)),
+    el("form", {}, field("color by", choice("by", names.map((name) => [name, COLORINGS[name].label]), by))),
+    el("ul", { class: "scale", "aria-label": "Colors" }, legend(by)),
     readout,
     list,
   ];
@@ -78,19 +78,19 @@ function token(strip, by, at) {
   const text = strip.text[at] === "" ? "·" : strip.text[at].replaceAll("\n", "⏎\n");
   const name = text.trim() === "" ? JSON.stringify(strip.text[at]) : null; // of spaces nothing would be read out
   const attributes = { role: "option", id: `token-${at}`, "data-at": at, "aria-label": name };
-  return el("span", { class: `token ${colour(strip, by, at)}`, ...attributes }, text);
+  return el("span", { class: `token ${color(strip, by, at)}`, ...attributes }, text);
 }
 
-function colour(strip, by, at) {
+function color(strip, by, at) {
   if (by === "mask") return strip.sampled[at] ? "q2" : "";
   const value = strip.values[by]?.[at];
   if (value === null || value === undefined) return "";
-  const { cuts, falls } = COLOURINGS[by];
+  const { cuts, falls } = COLORINGS[by];
   return `${cuts.length === 6 ? "d" : "q"}${cuts.filter((cut) => (falls ? -value : value) >= cut).length}`;
 }
 
 function legend(by) {
-  const { cuts, falls } = COLOURINGS[by];
+  const { cuts, falls } = COLORINGS[by];
   const say = (cut) => (Math.abs(cut) < 1e-6 ? "0" : number(falls ? -cut : cut));
   if (by === "mask") return [el("li", { class: "q2" }, "sampled, trained on"), el("li", {}, "not sampled")];
   const letter = cuts.length === 6 ? "d" : "q";
@@ -107,7 +107,7 @@ function legend(by) {
 function told(strip, at) {
   const values = Object.entries(strip.values).filter(([, column]) => column[at] !== null).map(([name, column]) => {
     const chance = name === "log_prob" ? ` (${percent(Math.exp(column[at]))})` : "";
-    return `${COLOURINGS[name].label} ${number(column[at])}${chance}`;
+    return `${COLORINGS[name].label} ${number(column[at])}${chance}`;
   });
   const what = strip.sampled[at] ? values.join(", ") : "not sampled";
   return [el("b", {}, JSON.stringify(strip.text[at])), ` token ${at + 1} of ${number(strip.text.length)}: ${what}`];

@@ -96,30 +96,14 @@ class LoggingConfig:
     @property
     def services(self) -> dict[str, dict[str, Any]]:
         """Of those that are on, the settings by name."""
-<<<<<<< HEAD
         nodes = {"wandb": asdict(self.wandb), "mlflow": asdict(self.mlflow), "trackio": asdict(self.trackio)}
         return {name: node for name, node in nodes.items() if node["mode"] != "disabled"}
-=======
-        nodes: dict[str, Any] = {"wandb": self.wandb, "mlflow": self.mlflow, "trackio": self.trackio}
-        return {name: asdict(node) for name, node in nodes.items() if node.mode != "disabled"}
->>>>>>> h-view
 
     @property
     def files_alone(self) -> LoggingConfig:
         """The same, with nothing but the run's own files."""
-<<<<<<< HEAD
-        return replace(
-            self,
-            page=False,
-            tensorboard=False,
-            wandb=WandbConfig(),
-            mlflow=MLflowConfig(),
-            trackio=TrackioConfig(),
-        )
-=======
         off: dict[str, Any] = {"wandb": WandbConfig(), "mlflow": MLflowConfig(), "trackio": TrackioConfig()}
         return replace(self, page=False, tensorboard=False, **off)
->>>>>>> h-view
 
     @property
     def train_rows(self) -> int | None:

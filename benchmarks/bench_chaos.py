@@ -107,9 +107,10 @@ class Run:
 
     def at_work(self) -> bool:
         """Whether this life has done a step, or is so old that it should have."""
-        metrics = self.run / "metrics.jsonl"
-        worked = len(read_jsonl(metrics)) > 1 and metrics.stat().st_mtime > self.lives[-1]["since"] + 1
-        return worked or time.monotonic() > self.lives[-1]["started"] + LONGEST_START_S
+        metrics, life = self.run / "metrics.jsonl", self.lives[-1]
+        last = max((row["step"] for row in read_jsonl(metrics)), default=0)  # a resumed run drops rows before it works
+        worked = last > life["from_step"] and metrics.stat().st_mtime > life["since"] + 1
+        return worked or time.monotonic() > life["started"] + LONGEST_START_S
 
     def last_step(self) -> int:
         """Of the newest whole checkpoint."""

@@ -125,7 +125,7 @@ def test_an_installed_wheel_lists_its_commands_and_has_them(installed: Path, tmp
     package = installed / "torchrl_grpo"
     modules = {path.parent.name for path in package.glob("*/__main__.py")}
     modules |= {path.stem for path in package.glob("[a-z]*.py") if '__name__ == "__main__"' in path.read_text("utf-8")}
-    assert names >= set(PROJECT["scripts"]) | {f"python -m torchrl_grpo.{name}" for name in modules}
+    assert names == set(PROJECT["scripts"]) | {f"python -m torchrl_grpo.{name}" for name in modules}
     assert "num_envs" in use(installed, f"{installed}/bin/grpo", "--help", cwd=tmp_path)
 
 

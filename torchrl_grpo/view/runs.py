@@ -73,6 +73,7 @@ class RunView:
             "name": self.name,
             "title": self.title(),
             "ended": ended,
+            "reading": self._reading.locked(),
             "age": max(0.0, time.time() - written) if written else None,
             "step": record[0]["step"] if record else None,
             "alarms": len(self.alarms(ended)),

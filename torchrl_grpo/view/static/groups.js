@@ -16,6 +16,7 @@ export function groups(box) {
   box.append(el("h2", { class: "hidden" }, "Groups"), form, notice, list, pager);
   let offered = "";
   let count = -1;
+  let reading = true; // what the run wrote before: nothing of it is new
 
   return async (params, runs, grown) => {
     const asked = Object.fromEntries(params);
@@ -29,8 +30,8 @@ export function groups(box) {
         if (input !== document.activeElement) input.value = params.get(input.name) ?? input.dataset.first ?? "";
       }
       const page = Number(params.get("page") ?? 0);
-      if (grown && list.childElementCount && found.found > count) return offer(found.found - count);
-      count = found.found;
+      if (grown && !reading && list.childElementCount && found.found > count) return offer(found.found - count);
+      [count, reading] = [found.found, run?.reading];
       const counts = [found.found, found.all, found.rows].map(number);
       notice.textContent = `${counts[0]} of ${counts[1]} groups, ${counts[2]} responses in all`;
       list.replaceChildren(...found.groups.map((rows) => section(rows, asked)));

@@ -58,6 +58,13 @@ def test_a_killed_run_goes_on_in_its_folder_as_if_nothing_had_been(whole: Path, 
     }
 
 
+def test_a_run_without_evaluations_goes_on_with_one_row_a_step(tmp_path: Path) -> None:
+    untested = ("evaluation.num_prompts=0", "evaluation.frequency=2", *SAVED)
+    run(tmp_path, *untested, steps(4))
+    run(tmp_path, *untested, steps(6), "train.resume=auto")
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(7))
+
+
 def test_a_used_folder_is_refused_unless_the_run_goes_on(whole: Path) -> None:
     before = (whole / "metrics.jsonl").read_bytes()
     with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.* must be a folder without a run, but it has checkpoint_"):

@@ -192,8 +192,9 @@ class _Steps:
         row = self._logger.last_row  # a run that goes on in its own folder has done what it did before
         logged = row.get("step") == step and schedule.num_batches > 0
         evaluated = any(name.startswith("eval/") for name in row) or not (step == 0 or schedule.evaluates(step))
-        if not (logged and evaluated):
-            self._logger.log(step, metrics | self._evaluate(step, sampled=not logged or step == 0))
+        found = {} if logged and evaluated else self._evaluate(step, sampled=not logged or step == 0)
+        if found or not logged:
+            self._logger.log(step, metrics | found)
 
     def _now(self, kind: str, step: int, what: str) -> None:
         """Says what begins now: ``"train step 7"``, in the timeline of ``"train"``."""

@@ -42,6 +42,7 @@ from torchrl_grpo.config import from_hydra, register
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.generation.fused_decoder import FusedDecoder
 from torchrl_grpo.models import scoring
+from torchrl_grpo.models.head import chunked_log_probs
 from torchrl_grpo.models.scoring import TokenScorer, autocast
 from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.run import build
@@ -221,7 +222,7 @@ def scored_by(product: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Ten
 
 TRAINERS = {
     "16 bits": scored_by(rounded),
-    "16 bits, the target's in float32": scoring.chunked_log_probs,
+    "16 bits, the target's in float32": chunked_log_probs,
     "float32": scored_by(wide),
 }
 

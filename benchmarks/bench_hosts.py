@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,12 +118,14 @@ class Session:
             GROUPS: str(self.record),
         }
         self._start_ray(self.head, "--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false")
-        for host in self.others:
-            self._start_ray(host, f"--address={self.head.address}:6379", "--num-cpus=1")
+        joining = (f"--address={self.head.address}:6379", "--num-cpus=1")
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda host: self._start_ray(host, *joining), self.others))
 
     def _start_ray(self, host: Host, *options: str) -> None:
         ray = str(Path(sys.executable).with_name("ray"))
         common = [f"--node-ip-address={host.address}", f"--object-store-memory={STORE}", "--disable-usage-stats"]
+        common += ["--include-log-monitor=false"]  # a process on each host, and what actors print is in files anyway
         printed = self.folder / f"ray_{host.name}.txt"
         with printed.open("w") as file:
             command = [ray, "start", *options, *common]

@@ -19,6 +19,32 @@ MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this magnitude, so that an absurd ratio stays finite (e^20 = 4.9e8)."""
 
 
+def head_logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
+    """The product of an LM head in float32 or wider.
+
+    Of factors in 16 bits CUDA's product comes out in float32. A CPU's comes out in 16 bits and is widened: its product
+    of wider factors takes twice as long (docs/algorithms.md). No gradients flow.
+
+    Args:
+        hidden_ND: [N, D].
+        weight_VD: [V, D], of the same dtype.
+        bias_V: [V] or None.
+
+    Returns:
+        [N, V].
+    """
+    dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
+    if dtype == hidden_ND.dtype or rounds_logits(hidden_ND):
+        return torch.nn.functional.linear(hidden_ND, weight_VD, bias_V).to(dtype)
+    logits = torch.mm(hidden_ND, weight_VD.t(), out_dtype=dtype)
+    return logits if bias_V is None else logits.add_(bias_V)
+
+
+def rounds_logits(hidden: Tensor) -> bool:
+    """Whether ``head_logits`` of such hidden states are rounded to 16 bits before they are widened."""
+    return hidden.dtype in (torch.bfloat16, torch.float16) and hidden.device.type not in ("cuda", "meta")
+
+
 def masked_mean(values: Tensor, mask: Tensor, count: Tensor | float | None = None) -> Tensor:
     """Mean of ``values`` where ``mask`` is True; 0 when the mask is empty.
 

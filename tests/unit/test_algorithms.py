@@ -822,6 +822,24 @@ def test_the_gradient_of_each_preset_equals_its_formula_by_loop(name: str, seed:
     assert gradient.abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("backend", ["transformers", "vllm"])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_by_default_tokens_are_weighed_by_their_ratio_to_the_engine(backend: str, steps: int) -> None:
+    """The log-probs of the batch are the engine's: importance sampling from it, bounded by the clip."""
+    logits, rows = make_batch(5)
+    for row in rows:
+        row["staleness"], row["prox_log_probs"] = torch.zeros(1, dtype=torch.int64), row["log_probs"].clone()
+    sizes = ("env.num_envs=8", "env.repeats=4", f"train.optim_batch_size={8 // steps}")
+    config = compose_config(f"inference_model.backend={backend}", "policy.kl_coef=0", *sizes)
+    assert (config.policy.proximal, config.policy.behaviour_weight) == ("behaviour", "none")
+    loss = make_loss(config, Table(logits.clone()))
+    out = total(loss(lazy_stack([row.clone() for row in rows])))
+    out.backward()
+    value, gradient = plain_loop(logits, rows, clip(0.2, 0.2))
+    torch.testing.assert_close(out.detach(), value, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(loss.actor_network.logits.grad, gradient, rtol=1e-9, atol=1e-12)
+
+
 def test_specifications_are_there_for_every_preset() -> None:
     assert set(SPECIFICATIONS) == set(PRESETS)
 

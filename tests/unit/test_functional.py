@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrl_grpo import functional as F
 
@@ -229,3 +230,30 @@ def test_absurd_log_ratios_are_clamped_on_both_sides() -> None:
 def test_a_weight_at_the_cap_is_kept() -> None:
     one = F.behaviour_weight(torch.zeros(1, 1), torch.ones(1, 1) > 0, "mask", "token", 1.0)
     assert one.tolist() == [[1.0]]
+
+
+def test_a_head_of_16_bits_gives_float32_as_wide_as_its_device_can():
+    hidden, weight, bias = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((3, 8), (5, 8), (5,)))
+    got = F.head_logits(hidden, weight, bias)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, torch.nn.functional.linear(hidden, weight, bias).float())  # a CPU rounds to 16 bits
+    assert F.head_logits(hidden.double(), weight.double()).dtype == torch.float64
+    hidden, weight, bias = hidden.to("meta"), weight.to("meta"), bias.to("meta")  # for a GPU; it has shapes and types
+    with _Products() as products:
+        got = F.head_logits(hidden, weight, bias)
+    assert (got.dtype, got.shape) == (torch.float32, (3, 5))
+    assert products.dtypes == [torch.float32]  # it is not rounded and then widened
+
+
+class _Products(TorchDispatchMode):
+    """Notes the dtypes that products of matrices come out in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.dtypes.append(out.dtype)
+        return out

@@ -31,7 +31,8 @@ from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
-from torchrl_grpo.generation.vllm import VLLMEngine
+from torchrl_grpo.generation.vllm import VLLMEngine, engine_arguments
+from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.conversations import WithRetry, WithTools
 from torchrl_grpo.tools import Toolbox, ToolCall
 from torchrl_grpo.weights import named_weights
@@ -230,6 +231,16 @@ class TestEngine:
             engine.generate(LONG_PROMPTS, 1, SamplingParams(max_new_tokens=1))
         with pytest.raises(RuntimeError, match="closed"):
             engine.update_weights([], 9)
+
+
+@needs_vllm
+def test_on_an_accelerator_a_head_of_16_bits_gives_float32(monkeypatch):
+    from vllm.platforms import current_platform
+
+    for on_cpu, dtype, expected in ((True, "bfloat16", None), (False, "float32", None), (False, "bfloat16", "float32")):
+        monkeypatch.setattr(type(current_platform), "is_cpu", lambda self, on_cpu=on_cpu: on_cpu)
+        _, arguments = engine_arguments(str(starter_path()), {"dtype": dtype})
+        assert arguments.get("hf_overrides", {}).get("head_dtype") == expected
 
 
 @needs_vllm

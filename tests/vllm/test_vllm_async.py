@@ -125,7 +125,7 @@ def test_each_response_is_told_when_it_ends(engine):
 
 
 def test_stop_strings_end_responses(engine):
-    assert_stop_strings_end_responses(engine, PROMPTS[:2])
+    assert_stop_strings_end_responses(engine, PROMPTS[:2], repeats=False)
 
 
 def test_wait_lets_running_calls_end_and_holds_new_ones_back(engine, pool):

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from torchrl_grpo.functional import head_logits
 from torchrl_grpo.generation.decoder import Batch, Decoder
 from torchrl_grpo.generation.packed import PackedLinear
 
@@ -151,6 +152,8 @@ class FusedDecoder(Decoder):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden size] to [N, V]."""
+        if hidden.is_cuda:
+            return head_logits(hidden, self._lm_head.weight, self._lm_head.bias)
         return self._head(hidden)
 
 

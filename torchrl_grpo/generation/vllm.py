@@ -132,6 +132,8 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
     trust_remote_code = arguments.get("trust_remote_code", False)
     config = get_config(model_path, trust_remote_code=trust_remote_code).get_text_config()
     on_cpu = current_platform.is_cpu()
+    if not on_cpu and arguments["dtype"] != "float32":
+        arguments["hf_overrides"] = {"head_dtype": "float32"}  # as the trainer's head; on a CPU it would be too slow
     if on_cpu:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 

@@ -1,9 +1,9 @@
 """Log-probs and entropy of given tokens under a model: one scorer for trainer, reference and proximal policy.
 
-The LM head runs over the scored tokens only, in chunks of the vocabulary, and is computed again in backward, so the
-logits of a batch never exist at once: the peak is one chunk (``MAX_CHUNK_ELEMENTS``) instead of [B, T, V].
+The LM head runs over the scored tokens only, in chunks of the vocabulary (``head``), so that there are never logits of
+[B, T, V].
 
-Shape suffixes: B sequences, T tokens, N scored tokens, D hidden size, V vocabulary.
+Shape suffixes: B sequences, T tokens, N scored tokens.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo import keys
 from torchrl_grpo.checks import MIN_TEMPERATURE
+from torchrl_grpo.models.head import chunked_log_probs
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import pad, sequences_of
 from torchrl_grpo.models.prefix import Layout, packed, padded
@@ -29,135 +30,8 @@ from torchrl_grpo.models.sharding import call_gathered, compute_device, mesh_of
 if TYPE_CHECKING:
     from torchrl.modules.llm import LLMWrapperBase
 
-MAX_CHUNK_ELEMENTS = {"cpu": 2**21, "other": 2**25}
-"""Logits held at once: in float32 8 MiB, what a CPU's caches hold, and 128 MiB to keep an accelerator busy."""
-
-
 WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "local_attention")
 """Fields of a config that say how many tokens some of its layers look at."""
-
-
-def _chunk_logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, scale: float) -> Tensor:
-    """Logits of a part of the vocabulary in float32 (or wider), divided by the temperature."""
-    logits = nn.functional.linear(hidden_ND, weight_VD, bias_V)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits if scale == 1.0 else logits.mul_(scale)
-
-
-class _ChunkedLogProb(torch.autograd.Function):
-    """``log_softmax(hidden @ weight.T / temperature)`` at the targets, and its entropy.
-
-    It goes through the vocabulary in chunks, so that each part of the head and of its gradient is touched once. The
-    normaliser is that of the chunks so far.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        targets_N: Tensor,
-        scale: float,
-        width: int,
-    ) -> tuple[Tensor, Tensor]:
-        dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
-        most_N = torch.full(targets_N.shape, -math.inf, dtype=dtype, device=hidden_ND.device)
-        total_N, weighted_N, logit_N = (torch.zeros_like(most_N) for _ in range(3))
-        for start in range(0, len(weight_VD), width):
-            part = slice(start, start + width)
-            logits = _chunk_logits(hidden_ND, weight_VD[part], None if bias_V is None else bias_V[part], scale)
-            index, inside = _place(targets_N, start, logits.shape[1])
-            logit_N += logits.gather(-1, index).squeeze(-1) * inside
-            new_N = torch.maximum(most_N, logits.amax(-1))
-            exps, shrink_N = (logits - new_N[:, None]).exp_(), (most_N - new_N).exp_()
-            total_N = total_N * shrink_N + exps.sum(-1)
-            weighted_N = weighted_N * shrink_N + exps.mul_(logits).sum(-1)
-            most_N = new_N
-        lse_N = most_N + total_N.log()
-        log_prob_N, entropy_N = logit_N - lse_N, lse_N - weighted_N / total_N
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, lse_N, entropy_N)
-        ctx.scale, ctx.width = scale, width
-        ctx.set_materialize_grads(False)
-        return log_prob_N, entropy_N
-
-    @staticmethod
-    def backward(ctx: Any, grad_log_prob_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V, targets_N, lse_N, entropy_N = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        if grad_log_prob_N is None:
-            if grad_entropy_N is None:
-                return (None,) * 6
-            grad_log_prob_N = torch.zeros_like(grad_entropy_N)
-        grad_hidden = torch.zeros_like(hidden_ND, dtype=lse_N.dtype) if needs_hidden else None
-        grad_weight = torch.empty_like(weight_VD) if needs_weight else None
-        grad_bias = torch.empty_like(bias_V) if needs_bias else None
-        slope = grad_log_prob_N[:, None] * -ctx.scale
-        for start in range(0, len(weight_VD), ctx.width):
-            part = slice(start, start + ctx.width)
-            bias = None if bias_V is None else bias_V[part]
-            log_p = _chunk_logits(hidden_ND, weight_VD[part], bias, ctx.scale).sub_(lse_N[:, None])
-            # Times the temperature: dlogp(y)/dlogit = onehot(y) - p;  dH/dlogit = -p (log p + H)
-            if grad_entropy_N is None:
-                grad = log_p.exp_().mul_(slope)
-            else:
-                prob = log_p.exp()
-                log_p.add_(entropy_N[:, None]).mul_(grad_entropy_N[:, None] * -ctx.scale).add_(slope)
-                grad = prob.mul_(log_p)
-            index, inside = _place(targets_N, start, grad.shape[1])
-            grad = grad.scatter_add_(-1, index, -slope * inside[:, None])
-            if grad_bias is not None:
-                grad_bias[part] = grad.sum(0)
-            grad = grad.to(hidden_ND.dtype)
-            if grad_weight is not None:
-                torch.mm(grad.T, hidden_ND, out=grad_weight[part])
-            if grad_hidden is not None and grad_hidden.dtype == grad.dtype:
-                grad_hidden.addmm_(grad, weight_VD[part])
-            elif grad_hidden is not None:
-                grad_hidden += grad @ weight_VD[part]
-        if grad_hidden is not None:
-            grad_hidden = grad_hidden.to(hidden_ND.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
-
-
-def _place(targets_N: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Where the targets are in a chunk of the vocabulary, [N, 1], and which of them are there, [N] bool."""
-    place = targets_N - start
-    return place.clamp(0, width - 1)[:, None], (place >= 0) & (place < width)
-
-
-def chunked_log_probs(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    targets_N: Tensor,
-    *,
-    bias_V: Tensor | None = None,
-    temperature: float = 1.0,
-    max_chunk_elements: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Log-probs of the targets and entropy of their distributions, from hidden states and the LM head.
-
-    Args:
-        hidden_ND: [N, D], the state from which each target is predicted.
-        weight_VD: [V, D], the LM head; under autocast both are cast to its dtype.
-        targets_N: [N] int64.
-        bias_V: [V] or None.
-        temperature: the logits are divided by it; more than 0.
-        max_chunk_elements: bound on the logits held at once; by default ``MAX_CHUNK_ELEMENTS`` of the device.
-
-    Returns:
-        log-probs [N] and entropies [N] in nats, float32 (float64 for float64 input), differentiable.
-    """
-    device_type = hidden_ND.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        hidden_ND, weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
-        bias_V = None if bias_V is None else bias_V.to(dtype)
-    limit = max_chunk_elements or MAX_CHUNK_ELEMENTS.get(device_type, MAX_CHUNK_ELEMENTS["other"])
-    chunks = -(-weight_VD.shape[0] // max(1, limit // max(1, len(targets_N))))
-    width = -(-weight_VD.shape[0] // chunks)  # chunks of equal size
-    with torch.autocast(device_type, enabled=False):
-        return _ChunkedLogProb.apply(hidden_ND, weight_VD, bias_V, targets_N, 1.0 / temperature, width)
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:

@@ -222,6 +222,13 @@ def test_no_kl_of_verl_is_none_of_ours(tmp_path: Path) -> None:
     assert verl(tmp_path, "actor_rollout_ref.actor.use_kl_loss=False").overrides["policy.kl_coef"] == 0.0
 
 
+def test_the_names_that_a_run_has_in_wandb_are_kept(tmp_path: Path) -> None:
+    text = 'max_steps = 2\n[wandb]\nname = "one"\nentity = "us"\ngroup = "seeds"\ntags = ["a", "b"]\n'
+    ours = translated(tmp_path, "rl.toml", text).overrides
+    kept = {"mode": "online", "name": "one", "entity": "us", "group": "seeds", "tags": ["a", "b"]}
+    assert {name: ours[f"logging.wandb.{name}"] for name in kept} == kept
+
+
 def test_shell_variables_sums_arrays_and_branches_are_read() -> None:
     text = r"""
     n=$((2 * 3)) # not 7

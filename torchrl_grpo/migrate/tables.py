@@ -188,5 +188,8 @@ BASE: dict[str, Any] = {
     "logging.wandb.mode": "disabled",
     "logging.wandb.project": "torchrl-grpo",
     "logging.wandb.name": None,
+    "logging.wandb.entity": None,
+    "logging.wandb.group": None,
+    "logging.wandb.tags": [],
 }
 """What ``config/grpo_gsm8k.yaml`` makes of each key that may be printed: what is so anyway need not be said."""

@@ -179,8 +179,8 @@ def _tidy(ours: dict[str, Any]) -> None:
     if not ours.get("policy.kl_coef", BASE["policy.kl_coef"]) or ours.get("train_model.lora.enabled"):
         ours.pop("ref_model.num_devices", None)
     if "logging.wandb.mode" not in ours:
-        ours.pop("logging.wandb.project", None)
-        ours.pop("logging.wandb.name", None)
+        for name in ("project", "name", "entity", "group", "tags"):
+            ours.pop(f"logging.wandb.{name}", None)
     if ours.get("inference_model.backend", "vllm") != "vllm":
         ours.pop("inference_model.tensor_parallel_size", None)
     rows = ours.get("env.num_envs", 1) * ours.get("policy.max_sampling_rounds", 10)

@@ -3,6 +3,7 @@
 import { COLORS, change, duration, el, get, number, percent, runChoice, scroll, walk } from "./dom.js";
 
 const KINDS = ["sample", "score", "train", "restart", "publish", "update", "wait", "evaluate"];
+const FURTHER = { save: "#a16207", start: "#64748b" }; // there are as many colors as kinds before these
 const LANE = 24;
 const ROW = 46;
 
@@ -52,7 +53,7 @@ function buttons(found) {
 function color(kind) {
   const at = KINDS.indexOf(kind);
   const own = at >= 0 ? at : [...kind].reduce((sum, letter) => sum + letter.codePointAt(0), 0);
-  return COLORS[own % COLORS.length];
+  return FURTHER[kind] ?? COLORS[own % COLORS.length];
 }
 
 function drawn(found, width) {

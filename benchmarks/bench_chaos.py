@@ -155,9 +155,10 @@ class Run:
 
     def leftovers(self) -> list[str]:
         """What lives on of the processes below the script, a while after its end."""
-        _, left = psutil.wait_procs(self.family, timeout=60)
-        lines = []
-        for process in left:
+        end, lines = time.monotonic() + 60, list[str]()
+        while time.monotonic() < end and any(process.is_running() for process in self.family):
+            time.sleep(0.5)
+        for process in filter(psutil.Process.is_running, self.family):
             with suppress(psutil.Error):
                 if process.status() != psutil.STATUS_ZOMBIE:
                     lines.append(" ".join(process.cmdline())[:100])

@@ -249,6 +249,8 @@ def start(address: str | None = None) -> Cluster:
         _check_reachable(address)
     import ray
 
+    # Whoever waits for a call gets its error. What is still under way when a run ends may fail: Ray would print that.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Ray would replace the handler by its own, and a run that is told to end would not be saved.
     on_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)

@@ -1,7 +1,9 @@
 # All that a run needs on CUDA: torch, vLLM and Ray. The host needs NVIDIA's driver and its container toolkit.
 #
 #     docker build --tag torchrl_grpo .
-#     docker run --gpus all --ipc host --volume "$PWD/outputs:/app/outputs" torchrl_grpo python sota/grpo/grpo.py
+#     mkdir -p outputs
+#     docker run --gpus all --ipc host --user "$(id -u):$(id -g)" --env HOME=/tmp \
+#         --volume "$PWD/outputs:/app/outputs" torchrl_grpo python sota/grpo/grpo.py
 FROM python:3.11-slim-bookworm
 
 ENV PATH=/app/.venv/bin:$PATH PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1 \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchrl_grpo.reporting.metrics import MetricsLogger, read_jsonl
+from torchrl_grpo.reporting.trackers import Tracker
 
 
 def make_logger(directory: Path, **kwargs: object) -> MetricsLogger:
@@ -115,3 +117,25 @@ def test_environment_names_the_versions_that_ran(tmp_path: Path) -> None:
     facts = json.loads((tmp_path / "environment.json").read_text())
     assert facts["packages"]["torch"] == torch.__version__
     assert facts["threads"] == torch.get_num_threads()
+
+
+def test_a_service_that_fails_gets_nothing_more_and_the_run_goes_on(tmp_path: Path) -> None:
+    class Broken(Tracker):
+        def __init__(self) -> None:
+            self.told: list[int] = []
+
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            self.told.append(step)
+            if step == 2:
+                raise ConnectionError("nobody there")
+
+        def close(self) -> None:
+            raise AssertionError("it failed before")
+
+    broken = Broken()
+    with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
+        logger._trackers.append(broken)
+        for step in (1, 2, 3):
+            logger.log(step, {"train/loss": 1.0 / step})
+    assert broken.told == [1, 2]
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]

@@ -23,6 +23,7 @@ class PassScores:
         self._size = self._first = self._next = 0
         self._latest: dict[str, Tensor] = {}
         self._passes: list[tuple[Tensor, dict[str, Tensor]]] = []
+        self._places: dict[int, tuple[int, int]] = {}
         scorer.register_forward_hook(self._keep)
 
     def _keep(self, scorer: nn.Module, inputs: Any, out: TensorDictBase) -> None:
@@ -31,7 +32,7 @@ class PassScores:
 
     def begin_batch(self, size: int) -> None:
         """Forgets the batch before; the optimisation batches of the new one come in its order."""
-        self._size, self._first, self._next, self._passes = size, 0, 0, []
+        self._size, self._first, self._next, self._passes, self._places = size, 0, 0, [], {}
 
     def begin_step(self, size: int) -> None:
         """Begins the next optimisation batch."""
@@ -44,7 +45,11 @@ class PassScores:
 
     def of(self, row: int) -> dict[str, Tensor]:
         """By name, [T] each, what was computed of a row of the batch; nothing where another rank did."""
-        for rows, found in self._passes:
-            if len(place := (rows == row).nonzero()):
-                return {name: value[int(place[0])] for name, value in found.items()}
-        return {}
+        if not self._places:
+            for number, (rows, _) in enumerate(self._passes):
+                for place, one in enumerate(rows.tolist()):
+                    self._places.setdefault(one, (number, place))
+        if row not in self._places:
+            return {}
+        number, place = self._places[row]
+        return {name: value[place] for name, value in self._passes[number][1].items()}

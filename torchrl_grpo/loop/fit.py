@@ -250,10 +250,15 @@ class _Steps:
 
     def end_early(self) -> None:
         """Writes down a step that was trained, and saves."""
-        if self._unlogged is not None and self._learner.resumable:
-            with suppress(RunLostError):
-                self._record(self._unlogged)
-        self._saver.save_or_say_why((DiskFullError, NonFiniteError))
+        try:
+            if self._unlogged is not None and self._learner.resumable:
+                with suppress(RunLostError):
+                    self._record(self._unlogged)
+        finally:
+            self._saver.save_or_say_why((DiskFullError, NonFiniteError))
+        with suppress(Exception):  # of actors that may be gone
+            self._end_span()
+            self._logger.log_spans(self._spans)
 
     def _record(self, metrics: dict[str, float]) -> None:
         schedule, step = self._schedule, self._learner.version

@@ -105,8 +105,7 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         values = {name: _number(value) for name, value in metrics.items()}
         self.last_row = {"step": step, **values}
         self._append(METRICS_FILE, self.last_row)
-        for tracker in self._trackers:
-            tracker.log(step, values)
+        self._tell("log", step, values)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Writes one line a sample.
@@ -122,8 +121,8 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         """
         for row in rows:
             self._append(SAMPLES_FILE, {"step": step, **row})
-        for tracker in self._trackers if rows else ():
-            tracker.log_samples(step, rows)
+        if rows:
+            self._tell("log_samples", step, rows)
 
     def log_spans(self, spans: Sequence[Mapping[str, Any]]) -> None:
         """Writes one line a span of time in which an actor did one thing.
@@ -140,8 +139,7 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
     def truncate(self, step: int) -> None:
         """Drops all that was logged for ``step`` and later: a resumed run calls it with the first step it will do."""
         self._open(below=step)
-        for tracker in self._trackers:
-            tracker.truncate(step)
+        self._tell("truncate", step)
 
     def close(self) -> None:
         """Writes what is still held and closes all. May be called again."""
@@ -150,8 +148,19 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         for file in self._files.values():
             file.close()
         self._files = {}
-        for tracker in self._trackers:
-            tracker.close()
+        self._tell("close")
+
+    def _tell(self, method: str, *given: Any) -> None:
+        """Calls a method of all trackers; one that fails is left out from then on: a run does not end for it."""
+        for tracker in list(self._trackers):
+            try:
+                getattr(tracker, method)(*given)
+            except Exception as error:  # whatever a service may raise
+                self._trackers.remove(tracker)
+                torchrl_logger.warning(
+                    f"{type(tracker).__name__} failed ({type(error).__name__}: {' '.join(str(error).split()):.300}) and "
+                    f"gets nothing more. All is in {self.directory / METRICS_FILE}."
+                )
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -135,7 +135,8 @@ class MLflow(Tracker):
 
         online, home = settings["mode"] == "online", folders[0].resolve() / "mlflow"
         known, _, store = (_known(folders, "mlflow") or "").partition("\n")
-        if store and not Path(store).exists():  # the folder in which it began is gone
+        # The folder in which it began is gone, or it began on a server and goes on here, or the other way round.
+        if bool(store) == online or (store and not Path(store).exists()):
             known = store = ""
         home.mkdir(parents=True, exist_ok=True)
         store = "" if online else store or str(home / "mlflow.db")
@@ -163,7 +164,10 @@ class MLflow(Tracker):
     def log_samples(self, step: int, rows: Sequence[Row]) -> None:
         import mlflow
 
-        mlflow.log_table(_columns(rows), f"samples/{rows[0]['split']}_{step:06d}.json")
+        # What log_table writes, but for a tag in which it keeps all names: that is cut after 8,000 characters.
+        columns = _columns(rows)
+        table = {"columns": list(columns), "data": [list(row) for row in zip(*columns.values(), strict=True)]}
+        mlflow.log_dict(table, f"samples/{rows[0]['split']}_{step:06d}.json")
 
     def close(self) -> None:
         import mlflow

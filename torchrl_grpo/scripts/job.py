@@ -119,3 +119,5 @@ def _report(folder: Path) -> None:
         sys.stdout.write(f"The sweep's page: {write_sweep(folder)}\n")
     except ValueError:
         return  # no job came to a step
+    except Exception as error:  # how the jobs ended is what counts
+        sys.stderr.write(f"warning: the sweep's page could not be made: {type(error).__name__}: {error}\n")

@@ -146,6 +146,7 @@ class Metrics:
 
     def __init__(self, folder: Path) -> None:
         self._tail = Tail(folder, METRICS_FILE)
+        self._watching = threading.Lock()  # of the alarms: one thread adds to them while others copy
         self._begin()
         self.version = 0
 
@@ -167,11 +168,13 @@ class Metrics:
             for record in self.records[:-1]:  # the last one may still get more lines
                 if record["step"] > self._watched:
                     self._watched = record["step"]
-                    self._alarms.take(record)
+                    with self._watching:
+                        self._alarms.take(record)
 
     def alarms(self, ended: bool) -> list[Alarm]:
         """The alarms of all records."""
-        alarms = copy.deepcopy(self._alarms)
+        with self._watching:
+            alarms = copy.deepcopy(self._alarms)
         for record in self.records[-1:]:
             alarms.take(record)
         if ended:

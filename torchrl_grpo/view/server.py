@@ -159,7 +159,7 @@ class Asked:
             value = kind(text) if text else None
             if value is None or math.isfinite(value):
                 return value
-        except ValueError:
+        except (ValueError, OverflowError):
             pass
         raise ValueError(f"{name}={text!r} must be {what}: change it or leave it out.")
 

@@ -32,9 +32,13 @@ async function show(grown = false) {
   shown.seen = seen;
   try {
     const finish = await shown.view(params, runs, grown);
-    if (turn === shown.turn) finish?.();
+    if (turn !== shown.turn) return;
+    hush("of-view");
+    finish?.();
   } catch (error) {
-    if (turn === shown.turn) say(error);
+    if (turn !== shown.turn) return;
+    shown.seen = null; // it is asked for again
+    say(error, "of-view");
   }
 }
 
@@ -43,9 +47,15 @@ function versions(name, params) {
   return of.map((run) => run?.versions[FILES[name]]).join();
 }
 
-function say(error) {
-  main.querySelector(".error")?.remove();
-  main.prepend(el("p", { class: "bad error", role: "alert" }, error.message));
+function say(error, of) {
+  const before = main.querySelector(`.error.${of}`);
+  if (before?.textContent === error.message) return;
+  hush(of);
+  main.prepend(el("p", { class: `bad error ${of}`, role: "alert" }, error.message));
+}
+
+function hush(of) {
+  main.querySelector(`.error.${of}`)?.remove();
 }
 
 // Asks where the runs are; while nobody looks at the page, it asks nothing.
@@ -53,11 +63,11 @@ async function poll() {
   if (!document.hidden) {
     try {
       runs = await get("status");
-      main.querySelector(".error")?.remove();
+      hush("of-server");
       tell();
       await show(true);
     } catch (error) {
-      say(error);
+      say(error, "of-server");
     }
   }
   setTimeout(poll, POLL_MS);

@@ -158,8 +158,8 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
             except Exception as error:  # whatever a service may raise
                 self._trackers.remove(tracker)
                 torchrl_logger.warning(
-                    f"{type(tracker).__name__} failed ({type(error).__name__}: {' '.join(str(error).split()):.300}) and "
-                    f"gets nothing more. All is in {self.directory / METRICS_FILE}."
+                    f"{type(tracker).__name__} failed ({type(error).__name__}: {' '.join(str(error).split()):.300}) "
+                    f"and gets nothing more. All is in {self.directory / METRICS_FILE}."
                 )
 
     def __exit__(self, *exc: object) -> None:

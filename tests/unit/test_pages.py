@@ -27,6 +27,7 @@ from torchrl_grpo.config.schema import COMPONENTS, FIELDS
 
 ELSEWHERE = {
     "cd": "the shell's",
+    "mkdir": "the shell's",
     "git": "there is no network",
     "pip": "test_packaging.py compares the versions",
     "docker": "there is no Docker here; make lint checks the files",

@@ -41,7 +41,8 @@ def training(results: Sequence[dict[str, Any]]) -> list[str]:
         ]
         ours = f"{result['median_seconds']['ours']:.3f} / {result['peak_growth_mib']['ours']:.0f}"
         name = f"{SIZES[setting['model']]} {setting['dtype']}, {setting['prompt']}"
-        lines.append(row(name, ours, *cells, f"{result['seconds_over_ours']['products']:.0%}"))
+        products = result["seconds_over_ours"].get("products")
+        lines.append(row(name, ours, *cells, "-" if products is None else f"{products:.0%}"))
     return lines
 
 

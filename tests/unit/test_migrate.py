@@ -223,7 +223,8 @@ def test_no_kl_of_verl_is_none_of_ours(tmp_path: Path) -> None:
 
 
 def test_the_names_that_a_run_has_in_wandb_are_kept(tmp_path: Path) -> None:
-    text = 'max_steps = 2\n[orchestrator]\nbatch_size = 64\n[wandb]\nname = "one"\nentity = "us"\ngroup = "seeds"\ntags = ["a", "b"]\n'
+    text = 'max_steps = 2\n[orchestrator]\nbatch_size = 64\n[wandb]\nname = "one"\n'
+    text += 'entity = "us"\ngroup = "seeds"\ntags = ["a", "b"]\n'
     ours = translated(tmp_path, "rl.toml", text).overrides
     kept = {"mode": "online", "name": "one", "entity": "us", "group": "seeds", "tags": ["a", "b"]}
     assert {name: ours[f"logging.wandb.{name}"] for name in kept} == kept

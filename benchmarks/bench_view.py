@@ -97,7 +97,7 @@ def measure(folder: Path, steps: int, block: int) -> dict[str, object]:
         for one in family(parts["browser"]):
             one.send_signal(signal.SIGCONT)
         process.wait()
-    taken = {row["step"]: row["time/step_s"] for row in read_jsonl(folder / "metrics.jsonl")}
+    taken = {row["step"]: row["time/step_s"] for row in read_jsonl(folder / "metrics.jsonl") if row["step"]}
     counted = [step for step in taken if step > WARM_UP and step not in switched]
     with_page = [taken[step] for step in counted if step in steps_on]
     without = [taken[step] for step in counted if step not in steps_on]

@@ -20,7 +20,7 @@ from torchrl_grpo.config import GRPOConfig
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 HEAD = """# The config's keys
 
-Made by `python tools/make_config_docs.py` from the docstrings in `torchrl_grpo/config/schema.py`; change it there. On
+Made by `python tools/make_config_docs.py` from the docstrings in `torchrl_grpo/config/`; change it there. On
 the command line a key is `NODE.KEY=VALUE`, as in `optimizer.lr=1e-5`. The defaults are those of the code: the files in
 `config/` set others for their tasks, and those in `config/algo/` for the algorithms (`docs/algorithms.md`). `--cfg job`
 prints the values of a run.

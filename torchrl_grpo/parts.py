@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchrl_grpo.algorithm import batch_transforms, make_loss
@@ -113,7 +114,7 @@ def make_trainer(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | 
         scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
         optim_batch_size=config.optim_batch_size,
         epochs=config.train.epochs,
-        micro_batch_tokens=config.train.micro_batch_tokens,
+        micro_batch_tokens=1 if config.inference_model.exact else config.train.micro_batch_tokens,
         autocast_dtype=_autocast_dtype(config),
         clip_grad_norm=settings.clip_grad_norm,
         max_nonfinite_steps=config.train.max_nonfinite_steps,
@@ -150,7 +151,7 @@ def make_sampler(
     engine = make_engine(blueprint, device or own_device(), concurrent=task_env is not None)
     collector = partial(
         RolloutCollector,
-        policy=GenerationPolicy(engine, blueprint.params),
+        policy=GenerationPolicy(engine, blueprint.params, rescore=_rescorer(config, engine)),
         dynamic_sampling=config.policy.dynamic_sampling,
         max_sampling_rounds=config.policy.max_sampling_rounds,
     )
@@ -195,6 +196,14 @@ def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool 
     if concurrent:
         return AsyncVLLMEngine(path, in_flight=inference.in_flight, **settings)  # type: ignore[arg-type]
     return VLLMEngine(path, device=device, enable_sleep=colocated, **settings)
+
+
+def _rescorer(config: GRPOConfig, engine: Engine) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """What scores each response alone, as the trainer does with ``inference_model.exact``."""
+    if not isinstance(engine, TransformersEngine) or not config.inference_model.exact:
+        return None
+    scorer = TokenScorer(engine.model, temperature=config.inference_model.temperature)
+    return KLScoring(scorer, autocast_dtype=_autocast_dtype(config)).log_probs
 
 
 def make_reference(blueprint: Blueprint, device: torch.device | None = None) -> KLScoring:

@@ -64,7 +64,7 @@ class ShownActor(SamplerActor):
 
     def weights(self) -> dict[str, Tensor]:
         engine: Any = self._sampler.engine
-        return dict(engine._model.named_parameters())
+        return dict(engine.model.named_parameters())
 
 
 def make_learner(mesh: DeviceMesh | None) -> Learner:

@@ -82,7 +82,7 @@ def test_a_string_that_the_tokenizer_cannot_write_is_refused():
 def test_the_engine_ends_responses_at_stop_strings(generic):
     engine = TransformersEngine(make_tiny_model(initializer_range=0.05))
     if generic:
-        engine.decoder = GenericDecoder(engine._model)
+        engine.decoder = GenericDecoder(engine.model)
     assert_stop_strings_end_responses(engine, [torch.arange(20, 30), torch.arange(40, 47), torch.arange(5, 25)])
 
 

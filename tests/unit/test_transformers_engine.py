@@ -265,7 +265,7 @@ def test_both_decoders_draw_the_same_tokens(make):
     prompts = make_prompts(3, 12, 7, 7)
     params = SamplingParams(24, top_p=0.95, stop_token_ids=tuple(range(9)))
     engines = TransformersEngine(model), TransformersEngine(model)
-    engines[1].decoder = GenericDecoder(engines[1]._model)
+    engines[1].decoder = GenericDecoder(engines[1].model)
     results = []
     for engine in engines:
         engine.seed(3)
@@ -440,7 +440,7 @@ def test_the_generic_decoder_computes_the_prompt_once_for_its_group():
     model = build(make_gpt2)
     engine = TransformersEngine(model)
     computed = []
-    engine._model.register_forward_pre_hook(
+    engine.model.register_forward_pre_hook(
         lambda module, args, kwargs: computed.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     engine.generate(make_prompts(10, 10), 8, SamplingParams(4))

@@ -58,6 +58,7 @@ def validate(config: GRPOConfig) -> None:
         _validate_numbers(config)
         _validate_policy(config)
         _validate_models(config)
+        _validate_exact(config)
         _validate_unread(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -333,6 +334,24 @@ def _validate_models(config: GRPOConfig) -> None:
             raise ConfigError(
                 f"inference_model.{name}={getattr(engine, name)} must be {only} with inference_model.backend="
                 f"{engine.backend}: use {only}, or inference_model.backend=vllm."
+            )
+
+
+def _validate_exact(config: GRPOConfig) -> None:
+    """That the engine can compute just what the trainer computes."""
+    needed = (
+        ("inference_model.backend", config.inference_model.backend, "transformers"),
+        ("inference_model.dtype", config.inference_model.dtype, config.train_model.dtype),
+        ("env.max_turns", config.env.max_turns, 1),
+        ("train_model.lora.enabled", config.train_model.lora.enabled, False),
+        ("train_model.num_devices", config.train_model.num_devices or len(config.train_model.devices or [0]), 1),
+        ("train_model.tensor_parallel_size", config.train_model.tensor_parallel_size, 1),
+    )
+    for name, value, only in needed if config.inference_model.exact else ():
+        if value != only:
+            raise ConfigError(
+                f"inference_model.exact=true needs {name}={_written(only)}, it is {_written(value)}: use that, or "
+                "policy.proximal=recomputed, which works with all of them."
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -42,6 +43,9 @@ class GenerationPolicy(TensorDictModuleBase):
     Args:
         engine: samples the tokens.
         params: how.
+        rescore: gives the log-probs of a finished response in place of the engine's: of tokens [1, T] int64, a mask
+            [1, T] bool of the sampled ones and the length [1] int64, [1, T] float32 (``KLScoring.log_probs``). It may
+            compute with the engine's model, whose weights stay while it does.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -54,8 +58,15 @@ class GenerationPolicy(TensorDictModuleBase):
         (torch.Size([4]), tensor([True]))
     """
 
-    def __init__(self, engine: Engine, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        params: SamplingParams,
+        *,
+        rescore: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
         super().__init__()
+        self.rescore = rescore
         self.on_response: Callable[[int, Completion], None] | None = None
         self.engine = engine
         self.params = params
@@ -92,6 +103,7 @@ class GenerationPolicy(TensorDictModuleBase):
         with self.engine.exclusive:
             version = int(self.engine.policy_version)
             completions = self._generate(prompts, self._group_ids(tensordict, size), self._active(tensordict, size))
+            completions = [self._rescored(*both) for both in zip(prompts, completions, strict=True)]
         _check_finite(completions, version)
 
         masks, log_probs, versions, oldest = [], [], [], []
@@ -141,6 +153,15 @@ class GenerationPolicy(TensorDictModuleBase):
                 for row, completion in zip(rows, answer, strict=True):
                     completions[row] = completion
         return completions
+
+    def _rescored(self, prompt: Tensor, completion: Completion | None) -> Completion | None:
+        """The completion with the log-probs of ``rescore``, if there is one."""
+        if completion is None or self.rescore is None:
+            return completion
+        full = torch.cat([prompt, completion.tokens])[None]
+        length = torch.tensor([full.shape[1]])
+        log_probs = self.rescore(full, torch.arange(full.shape[1])[None] >= len(prompt), length)
+        return replace(completion, log_probs=log_probs[0, len(prompt) :])
 
     def _tell(self, members: Sequence[Sequence[int]], request: int, number: int, completion: Completion) -> None:
         """Tells ``on_response`` the row of a request's response."""

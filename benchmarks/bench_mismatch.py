@@ -8,8 +8,9 @@ engine in bfloat16 sampled them with, where the product of the LM head comes out
 side. The models are the starter, and a random one of 30M parameters whose logits are spread as a trained model's.
 
 ``learning``: the default job with each of ``CORRECTIONS`` and with engines that are further and further away from the
-trainer in float32: in bfloat16, with matrices rounded to 8 bits (``float8_e4m3fn``, a scale for each), and with
-matrices of roots of two, which no one would sample with.
+trainer in float32: in bfloat16, with matrices rounded to 8 bits (``float8_e4m3fn``, a scale for each), to 4 bits (a
+scale for each row), and with matrices of roots of two, which no one would sample with. The accuracy is that of the
+weights that were trained, unrounded, as ``from_pretrained`` loads them; and of the rounded ones that sampled.
 Each run is a process of its own; after each one the JSON is written, so that ``--resume`` goes on.
 
 Nothing is timed, so other work on the machine does no harm.
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,7 +40,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from torchrl_grpo import parts
-from torchrl_grpo.config import from_hydra, register
+from torchrl_grpo.config import GRPOConfig, from_hydra, register
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.generation.fused_decoder import FusedDecoder
 from torchrl_grpo.models import scoring
@@ -59,7 +61,7 @@ CORRECTIONS: dict[str, dict[str, str]] = {
     "none": {"behaviour_weight": "none"},
 }
 """Of ``policy``, with ``proximal=recomputed``."""
-ENGINES = ("float32", "bfloat16", "float8", "roots of two")
+ENGINES = ("float32", "bfloat16", "float8", "4 bits", "roots of two")
 
 
 def in_8_bits(weight: Tensor) -> Tensor:
@@ -68,12 +70,18 @@ def in_8_bits(weight: Tensor) -> Tensor:
     return (weight * scale).to(torch.float8_e4m3fn).to(weight.dtype) / scale
 
 
+def in_4_bits(weight: Tensor) -> Tensor:
+    """A matrix of 15 levels, with a scale for each row."""
+    scale = weight.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 7
+    return (weight / scale).round() * scale
+
+
 def in_roots_of_two(weight: Tensor) -> Tensor:
     """A matrix of the nearest roots of two and of the roots of these."""
     return weight.sign() * (weight.abs().clamp(min=1e-30).log2() * 2).round().div(2).exp2()
 
 
-ROUNDED = {"float8": in_8_bits, "roots of two": in_roots_of_two}
+ROUNDED = {"float8": in_8_bits, "4 bits": in_4_bits, "roots of two": in_roots_of_two}
 
 
 class RoundedEngine(TransformersEngine):
@@ -99,16 +107,20 @@ def train(engine: str, correction: str, seed: int, overrides: list[str]) -> dict
     made: Any = TransformersEngine
     if engine in ROUNDED:
         made = type("Engine", (RoundedEngine,), {"rounding": staticmethod(ROUNDED[engine])})
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(parts, "TransformersEngine", made):
-        run = build(config, folder)
-        try:
-            run.fit()
-        finally:
-            run.close()
-        rows = read_jsonl(Path(folder) / "metrics.jsonl")
+    with tempfile.TemporaryDirectory() as folder:
+        with mock.patch.object(parts, "TransformersEngine", made):
+            rows = rows_of(config, Path(folder))
+        plain = replace(
+            config,
+            model=replace(config.model, name=f"{folder}/checkpoints/model"),
+            inference_model=replace(config.inference_model, dtype="float32"),
+            train=replace(config.train, total_dialog_turns=0),
+        )
+        [tested] = rows_of(plain, Path(folder) / "plain")
     accuracy = [row["eval/pass@1"] for row in rows if row.get("eval/pass@1") is not None]
     steps = [row for row in rows if row.get("train/kl_k3_to_inference") is not None]
     return {
+        "accuracy_of_trained": tested["eval/pass@1"],
         "accuracy_after": accuracy[-1],
         "accuracy_mean": statistics.fmean(accuracy),
         "reward_after": statistics.fmean(row["rollout/reward_mean"] for row in steps[-10:]),
@@ -116,6 +128,16 @@ def train(engine: str, correction: str, seed: int, overrides: list[str]) -> dict
         "capped": statistics.fmean(row.get("train/behaviour_capped") or 0.0 for row in steps),
         "clipped": statistics.fmean(row["train/clip_fraction_low"] + row["train/clip_fraction_high"] for row in steps),
     }
+
+
+def rows_of(config: GRPOConfig, folder: Path) -> list[dict[str, Any]]:
+    """The metrics of a whole run."""
+    run = build(config, folder)
+    try:
+        run.fit()
+    finally:
+        run.close()
+    return read_jsonl(folder / "metrics.jsonl")
 
 
 def learning(args: argparse.Namespace, result: dict[str, Any], write: Callable[[], None]) -> None:
@@ -141,18 +163,22 @@ def learning(args: argparse.Namespace, result: dict[str, Any], write: Callable[[
 def table(found: dict[str, dict[str, float]]) -> str:
     """The comparison as a Markdown table."""
     lines = [
-        "| engine | correction | test accuracy after: mean (range) | mean over the run | KL to the engine | bounded |",
+        "| engine | correction | test accuracy: mean (range) | of the rounded weights | KL to the engine | bounded |",
         "|---|---|---|---|---|---|",
     ]
     for engine in ENGINES:
         for correction in CORRECTIONS:
             runs = [one for name, one in found.items() if name.startswith(f"{engine}/{correction}/")]
             if runs:
-                after = [one["accuracy_after"] for one in runs]
+                after = [one["accuracy_of_trained"] for one in runs]
                 mean = {name: statistics.fmean(one[name] for one in runs) for name in runs[0]}
                 bounded = f"{mean['capped'] + mean['clipped']:.2%}"
-                cells = [engine, correction, f"{mean['accuracy_after']:.1%} ({min(after):.1%} to {max(after):.1%})"]
-                cells += [f"{mean['accuracy_mean']:.1%}", f"{mean['kl_to_engine']:.1e}", bounded]
+                cells = [
+                    engine,
+                    correction,
+                    f"{mean['accuracy_of_trained']:.1%} ({min(after):.1%} to {max(after):.1%})",
+                ]
+                cells += [f"{mean['accuracy_after']:.1%}", f"{mean['kl_to_engine']:.1e}", bounded]
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -8,19 +8,33 @@ from textwrap import indent
 from typing import Any
 
 import griffe
+from mkdocs.structure.files import File, Files
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 _FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
 _PAGE = re.compile(r"(?<![\w/`])(?<!\]\()(`?)docs/(\w+)\.md\1(?![\w`])")
+_EXAMPLE = re.compile(r"`(examples/\w+\.\w+)`")
+_SHOWN = re.compile(r'^```\w+ title="(examples/\w+\.\w+)"')
 _PAPER = re.compile(r"(?<![\w/.])(\d\d[01]\d\.\d{5})(?![\w.]\w)")
 _CODE = re.compile(r"`[^`\n]*`")
 _FETCHED = re.compile(r"""<(?:script|img|iframe|link rel="?stylesheet"?)[^>]+(?:src|href)="?((?:https?:)?//[^"\s>]+)""")
 
 
+def on_files(files: Files, config: Any, **_: Any) -> Files:
+    """Adds the examples, for readers who have the wheel and no clone."""
+    for path in sorted((ROOT / "examples").glob("*.*")):
+        files.append(File(f"examples/{path.name}", str(ROOT), config.site_dir, config.use_directory_urls))
+    return files
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links where a text names a page or a paper, and bars in the code of tables as GitHub reads them."""
+    """Links where a text names a page, an example or a paper, and bars in the code of tables as GitHub reads them."""
     parts = _FENCE.split(markdown)
     up = "../" * page.file.src_uri.count("/")
+    for index in range(1, len(parts), 2):
+        if shown := _SHOWN.match(parts[index]):
+            parts[index] += f"\n\nThe whole file: [{shown[1]}]({up}{shown[1]})"
     return "".join(part if index % 2 else _linked(_bars(part), up) for index, part in enumerate(parts))
 
 
@@ -31,14 +45,15 @@ def on_post_page(output: str, page: Any, **_: Any) -> None:
 
 
 def _linked(text: str, up: str) -> str:
-    """`docs/metrics.md` becomes a link with that page's title, and an arXiv number one to the paper."""
+    """`docs/metrics.md` becomes a link with that page's title; an example and an arXiv number, to file and paper."""
 
     def link(match: re.Match[str]) -> str:
         name = match[2]
         title = (DOCS / f"{name}.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
         return f"[{title}]({up}{name}.md)"
 
-    return _PAPER.sub(r"[\1](https://arxiv.org/abs/\1)", _PAGE.sub(link, text))
+    text = _EXAMPLE.sub(rf"[`\1`]({up}\1)", _PAGE.sub(link, text))
+    return _PAPER.sub(r"[\1](https://arxiv.org/abs/\1)", text)
 
 
 def _bars(text: str) -> str:

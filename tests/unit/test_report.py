@@ -79,6 +79,7 @@ def test_summary_equals_the_sums_by_hand(tmp_path: Path) -> None:
     assert isinstance(summary["sequences"], int) and isinstance(summary["tokens"], int)
     assert summary == {
         "steps": 10,
+        "first_step": 1,
         "reward": 0.5,
         "sequences": 80,
         "tokens": 1000,

@@ -32,6 +32,15 @@ def test_the_name_of_a_page_becomes_a_link_but_not_in_code(hook: ModuleType) -> 
     assert "[Data](data.md)" in hook.on_page_markdown(text, page("x.md"))
 
 
+def test_examples_are_on_the_site_and_linked_where_they_are_named(hook: ModuleType) -> None:
+    text = 'See `examples/my_data.py`.\n```python title="examples/my_tools.py"\nx\n```\n'
+    linked = hook.on_page_markdown(text, page("tutorials/x.md"))
+    assert linked.startswith("See [`examples/my_data.py`](../examples/my_data.py).")
+    assert linked.endswith("\n```\n\nThe whole file: [examples/my_tools.py](../examples/my_tools.py)\n")
+    files = hook.on_files([], config=SimpleNamespace(site_dir="site", use_directory_urls=False))
+    assert {file.url for file in files} == {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.*")}
+
+
 def test_the_number_of_a_paper_becomes_a_link(hook: ModuleType) -> None:
     text = "arXiv:2402.03300, 12.0123, 3.1402.03300, [x](https://arxiv.org/abs/2402.03300)."
     linked = text.replace("arXiv:2402.03300,", "arXiv:[2402.03300](https://arxiv.org/abs/2402.03300),")

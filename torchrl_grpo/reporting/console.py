@@ -184,6 +184,8 @@ class Console(AbstractContextManager["Console"]):
             change = f"{percent(before)} -> {percent(after)} ({100 * (after - before):+.1f} points)"
             self._line(f"test accuracy (greedy) {change}", style="bold green" if after > before else "bold")
         parts = [f"{summary[key]:,} {key}" for key in ("steps", "sequences", "tokens") if summary.get(key)]
+        if (first := summary.get("first_step", 1)) > 1:
+            parts[0] = f"steps {first:,} to {summary['steps']:,}"
         if wall_s := summary.get("wall_s"):
             parts.append(f"{duration(wall_s)} wall time")
         if speed := summary.get("trained_tokens_per_s"):

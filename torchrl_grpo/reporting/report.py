@@ -86,8 +86,9 @@ def summarize(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """The run in a few numbers, from ``metrics.jsonl``.
 
     Returns:
-        ``steps``; ``sequences`` and ``tokens`` (sums of ``rollout/sequences`` and ``rollout/tokens``); ``wall_s`` (the
-        steps and the evaluations); ``trained_tokens_per_s`` (as the metric of that name: without the evaluations);
+        ``steps``; ``first_step``, 1 but in a resumed run's new folder; ``sequences`` and ``tokens`` (sums of
+        ``rollout/sequences`` and ``rollout/tokens``); ``wall_s`` (the steps and the evaluations);
+        ``trained_tokens_per_s`` (as the metric of that name: without the evaluations);
         ``accuracy_before`` and ``accuracy_after`` (first and last ``eval/pass@1``) and the steps that they were
         measured after, ``before_step`` and ``after_step``; ``reward``, its mean over the last tenth of the steps;
         ``restarts`` of actors and ``groups_resampled`` after them;
@@ -106,6 +107,7 @@ def _summary(records: Sequence[Row]) -> dict[str, Any]:
     wall_s, steps_s = sum(sum(time_parts(r).values()) for r in records), _sum(records, "time/step_s")
     return {
         "steps": records[-1]["step"] if records else 0,
+        "first_step": next((r["step"] for r in records if "rollout/sequences" in r), 1),
         "sequences": int(_sum(records, "rollout/sequences")),
         "tokens": tokens,
         "wall_s": wall_s or None,

@@ -83,7 +83,8 @@ def main() -> None:
             if not (folder / name).exists():
                 subprocess.run(command(folder, name), cwd=ROOT, check=True)
         rows = read_jsonl(folder / "first" / "samples.jsonl")
-        wrong = [at for at, row in enumerate(rows) if row.get("staleness") == 0 and not row["reward"]]
+        # A wrong response whose group has right ones, so that its advantage is not 0.
+        wrong = [at for at, row in enumerate(rows) if row.get("advantage") and not row["reward"]]
         at = next(at for at in wrong if rows[at]["length"] > 24)
         spans = read_jsonl(folder / "async" / "timeline.jsonl")
         end = max(span["start"] + span["seconds"] for span in spans) - min(span["start"] for span in spans)

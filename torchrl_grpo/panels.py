@@ -67,6 +67,15 @@ def series(panel: Panel, records: Sequence[Record]) -> dict[str, tuple[list[int]
     return curves
 
 
+def curve_of(
+    name: str, points: tuple[Sequence[float], Sequence[float]]
+) -> tuple[list[float], list[float], list[float] | None]:
+    """A metric of ``series`` as it is drawn: steps, values and, where these are many, the same smoothed."""
+    steps, values = thin(*points)
+    many = len(values) >= SMOOTH_FROM and not name.startswith("eval/")
+    return steps, values, smooth(values) if many else None
+
+
 def label_of(name: str) -> str:
     """A metric in a legend, with how responses were decoded where both ways are shown.
 

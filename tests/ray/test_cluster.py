@@ -11,8 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ import pytest
 from tests.support.clusters import facts
 from tests.support.configs import ROOT, compose_config
 from tests.support.devices import SPREAD, TWO, gpus
+from tests.support.processes import alive, below, listening
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.distributed.cluster import start
 from torchrl_grpo.placement import DevicePlan
@@ -30,34 +30,6 @@ from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.run import build
 
 ray = pytest.importorskip("ray")
-psutil = pytest.importorskip("psutil")
-
-
-def alive(pids: Iterable[int]) -> list[str]:
-    """Command lines of those processes that do not end soon."""
-    processes = []
-    for pid in pids:
-        with suppress(psutil.NoSuchProcess):
-            processes.append(psutil.Process(pid))
-    _, remaining = psutil.wait_procs(processes, timeout=120)
-    lines = []
-    for process in remaining:
-        with suppress(psutil.NoSuchProcess):
-            lines.append(" ".join(process.cmdline()) or process.name())
-    return lines
-
-
-def below(pid: int | None = None) -> list[int]:
-    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-
-
-def listening(pids: Iterable[int]) -> set[str]:
-    """The addresses on which processes listen."""
-    there = set()
-    for pid in pids:
-        with suppress(psutil.NoSuchProcess):
-            there |= {c.laddr.ip for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-    return there
 
 
 def ended() -> None:
@@ -87,7 +59,7 @@ def test_a_cluster_has_a_place_for_each_process_and_leaves_nothing(monkeypatch: 
             assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in fact["environ"]
         started = set(below()) - before
         assert {fact["child"] for fact in got["train"]} <= started
-        assert {address.removeprefix("::ffff:") for address in listening(started)} == {"127.0.0.1"}
+        assert listening(started) == {"127.0.0.1"}
         folder = Path(cluster._folder_lock.name).parent
         assert folder is not None and folder.is_dir()
     finally:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from tests.support.configs import ROOT
+from tests.support.processes import alive, below, listening
 from tests.support.slurm import SCRIPTS, environment
 from torchrl_grpo.records import read_jsonl
 
@@ -68,22 +71,51 @@ def test_a_job_on_two_nodes_trains_over_ray_symmetric_run(folder: Path) -> None:
     assert [row["step"] for row in read_jsonl(folder / "run" / "metrics.jsonl")] == [0, 1, 2]
 
 
+@contextmanager
+def cluster(folder: Path, env: dict[str, str]) -> Iterator[tuple[str, int]]:
+    """The address for jobs, and the process, of a cluster with ports and a folder of its own."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    names = ("port", "ray-client-server-port", "dashboard-agent-listen-port", "dashboard-port")
+    own = [f"--{name}={port}" for name, port in zip(names, ports, strict=True)]
+    size = ["--num-cpus=1", "--object-store-memory=200000000", f"--temp-dir={folder}/ray", "--disable-usage-stats"]
+    address = f"http://127.0.0.1:{ports[-1]}"
+    with (folder / "cluster.txt").open("w") as printed:
+        started = subprocess.Popen(
+            ["ray", "start", "--head", "--block", *own, *size], cwd=folder, env=env, stdout=printed, stderr=printed
+        )
+        try:
+            for _ in range(600):
+                with suppress(ConnectionError):
+                    socket.create_connection(("127.0.0.1", ports[-1])).close()
+                    break
+                assert started.poll() is None, (folder / "cluster.txt").read_text()
+                time.sleep(0.2)
+            yield address, started.pid
+        finally:
+            started.terminate()
+            started.wait(60)
+
+
 @pytest.mark.slow
-@pytest.mark.root
-@pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "there can be hosts")
-def test_a_job_of_ray_trains_on_a_cluster_that_runs(folder: Path) -> None:
+def test_a_job_of_ray_trains_on_a_cluster_that_runs_and_leaves_nothing(folder: Path) -> None:
     pytest.importorskip("aiohttp_cors", reason="needs ray[default]")
     for name in ("sota", "config"):
         shutil.copytree(ROOT / name, folder / "work" / name)
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_raylet_start_wait_time_s": "120"}
-    env = environment(folder, 1, 0) | token
-    with hosts.Network("head") as network, (folder / "printed.txt").open("w") as printed:
-        (head,) = network.hosts
-        script = f"python sota/grpo/grpo-async.py --config-name grpo_arithmetic hydra.run.dir={folder}/run"
-        for command in (
-            f"ray start --head --node-ip-address={head.address} --num-cpus=1 --object-store-memory=200000000",
-            " ".join([f"ray job submit --working-dir={folder}/work -- {script} ray.address=auto", *SMALL]),
-        ):
-            process = head.popen(*command.split(), cwd=folder, env=env, stdout=printed, stderr=printed)
-            assert process.wait(600) == 0, (folder / "printed.txt").read_text()
+    env = environment(folder, 1, 0) | {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # it listens on loopback alone
+        "RAY_raylet_start_wait_time_s": "120",
+    }
+    script = f"python sota/grpo/grpo-async.py --config-name grpo_arithmetic hydra.run.dir={folder}/run ray.address=auto"
+    with cluster(folder, env) as (address, pid):
+        job = ["ray", "job", "submit", f"--address={address}", f"--working-dir={folder}/work", "--", *script.split()]
+        done = subprocess.run([*job, *SMALL], cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+        started = below(pid)
+        assert listening(started) == {"127.0.0.1"}
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert alive(started) == []
     assert [row["step"] for row in read_jsonl(folder / "run" / "metrics.jsonl")] == [0, 1, 2]

@@ -229,6 +229,32 @@ def test_it_grows_with_a_run(page: Page, browser: Browser, tmp_path: Path) -> No
         assert queries(page)[0] == "4+4="
 
 
+def test_a_first_test_row_leaves_what_is_being_typed(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "samples.jsonl").unlink()
+    append(run, "samples.jsonl", group(1, "1+1=", ["2"]))
+    with served(run) as address, browser.new_page() as page:
+        show(page, address, "groups")
+        text = page.get_by_label("text in prompt")
+        text.focus()
+        text.evaluate("input => { input.value = '1+' }")  # as if typed a moment ago: not sent yet
+        append(run, "samples.jsonl", group(1, "2+2=", ["4"], split="test", group=2))
+        expect(page.locator("select[name=split] option")).to_have_text(["any", "train", "test"])
+        page.keyboard.press("End")
+        page.keyboard.type("1")
+        expect(page).to_have_url(re.compile(r"#groups\?text=1%2B1$"))
+        expect(page.locator(".notice")).to_contain_text("1 of 2 groups")
+
+
+def test_another_run_is_chosen_without_losing_the_keyboard(page: Page, address: str) -> None:
+    show(page, address, "groups")
+    page.locator("select[name=run]").focus()
+    page.keyboard.press("ArrowDown")
+    expect(page).to_have_url(re.compile("run=1"))
+    expect(page.locator(".notice")).to_contain_text("of 21 groups")
+    assert page.evaluate("document.activeElement.name") == "run"
+
+
 @pytest.mark.parametrize("view", VIEWS)
 def test_it_fits_a_phone(browser: Browser, address: str, view: str) -> None:
     with browser.new_page(viewport={"width": 360, "height": 740}) as page:

@@ -30,8 +30,8 @@ class EvaluationConfig:
 
 
 @dataclass
-class WandbConfig:
-    """Weights & Biases."""
+class ServiceConfig:
+    """What the loggers that are services have in common."""
 
     mode: str = choice(choices.ServiceMode, "disabled")
     """disabled, offline (files in the run's folder) or online."""
@@ -41,6 +41,12 @@ class WandbConfig:
     """Run name; by default the run folder's."""
     group: str | None = None
     """What runs that belong together have in common, such as the seeds of a setting."""
+
+
+@dataclass
+class WandbConfig(ServiceConfig):
+    """Weights & Biases."""
+
     entity: str | None = None
     """The user or team that the project is of; null is the key's own."""
     tags: list[str] = field(default_factory=list)
@@ -48,31 +54,19 @@ class WandbConfig:
 
 
 @dataclass
-class MLflowConfig:
-    """MLflow."""
+class MLflowConfig(ServiceConfig):
+    """MLflow: the project is an experiment, and the group a tag of the run."""
 
     mode: str = choice(choices.ServiceMode, "disabled")
     """disabled, offline (a database in the run's folder) or online (at the address in MLFLOW_TRACKING_URI)."""
-    project: str = "torchrl-grpo"
-    """Experiment name."""
-    name: str | None = None
-    """Run name; by default the run folder's."""
-    group: str | None = None
-    """What runs that belong together have in common: the run's tag group."""
 
 
 @dataclass
-class TrackioConfig:
-    """Trackio."""
+class TrackioConfig(ServiceConfig):
+    """Trackio: a few letters are added to the name of a run."""
 
     mode: str = choice(choices.TrackioMode, "disabled")
     """disabled, or offline: into the folder on this machine that trackio show reads (TRACKIO_DIR)."""
-    project: str = "torchrl-grpo"
-    """Project name."""
-    name: str | None = None
-    """Run name, to which a few letters are added; by default the run folder's."""
-    group: str | None = None
-    """What runs that belong together have in common."""
 
 
 @dataclass

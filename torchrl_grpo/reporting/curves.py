@@ -21,6 +21,7 @@ from torchrl_grpo.panels import (
     TIME_PARTS,
     Panel,
     Record,
+    curve_of,
     label_of,
     series,
     smooth,
@@ -118,22 +119,22 @@ def _draw(axes: Axes, panel: Panel, records: Sequence[Record]) -> None:
         _draw_times(axes, records)
     else:
         for (name, points), color in zip(curves.items(), COLORS, strict=False):
-            _draw_curve(axes, name, *thin(*points), color)
+            _draw_curve(axes, label_of(name), *curve_of(name, points), color)
     if panel.percent:
         highest = max((max(values) for _, values in curves.values()), default=1.0)
         axes.set_ylim(0, 1.02 if panel.title == "Accuracy" else max(1.1 * highest, 0.01))
     _style(axes, panel)
 
 
-def _draw_curve(axes: Axes, name: str, steps: Sequence[float], values: Sequence[float], color: str) -> None:
-    """The values, smoothed when they are many."""
-    label = label_of(name)
+def _draw_curve(
+    axes: Axes, label: str, steps: list[float], values: list[float], smoothed: list[float] | None, color: str
+) -> None:
     axes.margins(y=0.12)
-    if name.startswith("eval/") or len(values) < SMOOTH_FROM:
+    if smoothed is None:
         axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=3.2, label=label)
     else:
         axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.35)
-        axes.plot(steps, smooth(values), color=color, linewidth=1.8, label=label)
+        axes.plot(steps, smoothed, color=color, linewidth=1.8, label=label)
 
 
 def _draw_times(axes: Axes, records: Sequence[Record]) -> None:

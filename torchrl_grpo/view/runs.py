@@ -13,19 +13,7 @@ from typing import Any
 import yaml
 
 from torchrl_grpo.alarms import Alarm, Alarms
-from torchrl_grpo.panels import (
-    COLORS,
-    PANELS,
-    SMOOTH_FROM,
-    TIME_PARTS,
-    Panel,
-    Record,
-    label_of,
-    series,
-    smooth,
-    thin,
-    times,
-)
+from torchrl_grpo.panels import COLORS, PANELS, TIME_PARTS, Panel, Record, curve_of, label_of, series, times
 from torchrl_grpo.records import ENVIRONMENT_FILE, METRICS_FILE, clip, printable_lines, reward_text, run_title
 from torchrl_grpo.view.files import Tail, changed_at, read_inside, read_row
 from torchrl_grpo.view.index import Samples, Wanted
@@ -216,10 +204,9 @@ def _curves(run: int, panel: Panel, records: Sequence[Record]) -> list[dict[str,
         found = {name: points for name, points in found.items() if name == "time/step_s"}
     curves = []
     for name, points in found.items():
-        steps, values = thin(*points)
+        steps, values, smoothed = curve_of(name, points)
         curve = {"run": run, "label": label_of(name), "steps": steps, "values": values}
-        many = len(values) >= SMOOTH_FROM and not name.startswith("eval/")
-        curves.append(curve | ({"smooth": smooth(values)} if many else {}))
+        curves.append(curve | ({"smooth": smoothed} if smoothed else {}))
     return curves
 
 

@@ -14,6 +14,9 @@ export function groups(box) {
   const list = el("div");
   const pager = el("nav", { class: "pager", "aria-label": "Pages" });
   box.append(el("h2", { class: "hidden" }, "Groups"), form, notice, list, pager);
+  form.append(...RANGES.map(([name, label]) => field(label, typed(name, "number", { step: "any" }))),
+    field("text in prompt or response", typed("text", "search")));
+  let choices = [];
   let offered = "";
   let count = -1;
   let reading = true; // what the run wrote before: nothing of it is new
@@ -24,7 +27,7 @@ export function groups(box) {
     return () => {
       const run = runs[Number(params.get("run") ?? 0)];
       const offers = [runs.length, params.get("run"), run?.splits, run?.datasets].join("|");
-      if (offers !== offered) fill(form, runs, run, params);
+      if (offers !== offered) choices = renew(form, choices, runs, run, params);
       offered = offers;
       for (const input of form.querySelectorAll("input, select")) {
         if (input !== document.activeElement) input.value = params.get(input.name) ?? input.dataset.first ?? "";
@@ -56,29 +59,33 @@ export function groups(box) {
   }
 }
 
-function fill(form, runs, run, params) {
-  const any = [["", "any"]];
-  const options = (names) => any.concat((names ?? []).map((name) => [name, name]));
-  const typed = (name, type, more) => {
-    let waiting = 0;
-    const input = el("input", { name, type, ...more, input: () => {
-      clearTimeout(waiting);
-      waiting = setTimeout(() => change({ [name]: input.value, page: "" }, true), 250);
-    } });
-    return input;
-  };
-  form.replaceChildren(
-    ...[
-      runChoice(runs, params),
-      field("split", choice("split", options(run?.splits), params.get("split"), { page: "" })),
-      run?.datasets.length
-        ? field("task", choice("dataset", options(run.datasets), params.get("dataset"), { page: "" }))
-        : null,
-      ...RANGES.map(([name, label]) => field(label, typed(name, "number", { step: "any" }))),
-      field("text in prompt or response", typed("text", "search")),
-    ].filter(Boolean));
-  const chooser = form.querySelector("[name=run]");
+// An input whose text is sent when nothing was typed for a moment.
+function typed(name, type, more) {
+  let waiting = 0;
+  const input = el("input", { name, type, ...more, input: () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(() => change({ [name]: input.value, page: "" }, true), 250);
+  } });
+  return input;
+}
+
+// What can be chosen comes with the rows. The rest of the form stays, with what is being typed in it.
+function renew(form, old, runs, run, params) {
+  const options = (names) => [["", "any"], ...(names ?? []).map((name) => [name, name])];
+  const focused = old.find((one) => one.contains(document.activeElement)) && document.activeElement.name;
+  const choices = [
+    runChoice(runs, params),
+    field("split", choice("split", options(run?.splits), params.get("split"), { page: "" })),
+    run?.datasets.length
+      ? field("task", choice("dataset", options(run.datasets), params.get("dataset"), { page: "" }))
+      : null,
+  ].filter(Boolean);
+  old.forEach((one) => one.remove());
+  form.prepend(...choices);
+  form.elements[focused]?.focus();
+  const chooser = form.elements.run;
   if (chooser) chooser.dataset.first = "0";
+  return choices;
 }
 
 function section(rows, asked) {

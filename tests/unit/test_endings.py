@@ -43,6 +43,21 @@ def score(response):
 """
 
 
+def test_a_run_whose_stacks_cannot_be_written_ends_all_the_same(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "slow.py").write_text(HANG)
+    (tmp_path / "run" / "stacks.txt").mkdir(parents=True)
+    slow = f"env.reward={tmp_path}/slow.py:score"
+    with pytest.raises(SystemExit) as ended, orderly_exit():
+        run(tmp_path / "run", slow, steps(5), "train.stall_timeout_s=3")
+    assert ended.value.code == STALLED_STATUS
+    said = capfd.readouterr().err
+    assert "error: no progress for 3 s (train.stall_timeout_s); it was to sample and score the batch of step 3" in said
+    assert "Its stacks could not be written (IsADirectoryError" in said
+    check_whole(at(tmp_path / "run", 2))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_run_that_stands_still_shows_where_and_saves(
     workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]

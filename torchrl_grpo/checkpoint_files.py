@@ -16,6 +16,8 @@ _END = struct.Struct("<Q32s8s")
 """The manifest's length, the SHA-256, and what shows that they are there."""
 _MARK = b"grpo-ck1"
 _PART = 1 << 24
+_CHECK = "sha256"
+"""In a manifest, the checksum of the rest of it: it is read, and believed, before the whole file is."""
 
 
 class SealedFile:
@@ -43,7 +45,7 @@ class SealedFile:
 
     def seal(self, manifest: dict[str, Any]) -> None:
         """Writes the manifest and the checksum behind all that was written; nothing may be written after it."""
-        text = json.dumps(manifest).encode()
+        text = json.dumps(manifest | {_CHECK: _digest(manifest)}).encode()
         self.write(text)
         self._hash.update(struct.pack("<Q", len(text)))
         self._file.write(_END.pack(len(text), self._hash.digest(), _MARK))
@@ -51,7 +53,8 @@ class SealedFile:
 
 def checkpoints_in(directory: Path) -> list[Path]:
     """The files of a folder that are named like checkpoints, the one with the most steps first."""
-    return sorted((path for path in directory.glob("checkpoint_*.pt") if step_of(path) is not None), reverse=True)
+    found = ((step, path) for path in directory.glob("checkpoint_*.pt") if (step := step_of(path)) is not None)
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def step_of(path: Path) -> int | None:
@@ -66,12 +69,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file has none.
     """
-    with path.open("rb") as file:
+    with _opened(path) as file:
         start, length, _ = _end_of(path, file)
         file.seek(start)
         try:
-            manifest: dict[str, Any] = json.loads(file.read(length))
-        except ValueError as error:
+            manifest = dict(json.loads(file.read(length)))
+            if manifest.pop(_CHECK, None) not in (None, _digest(manifest)):  # None: an earlier version wrote it
+                raise ValueError
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path.name} has a manifest that cannot be read") from error
     return manifest
 
@@ -83,7 +88,7 @@ def check_whole(path: Path) -> None:
         ValueError: it has none, or a byte of the file is another than the one that was written.
     """
     hashed = hashlib.sha256()
-    with path.open("rb") as file:
+    with _opened(path) as file:
         start, length, digest = _end_of(path, file)
         left = start + length + 8
         file.seek(0)
@@ -92,6 +97,17 @@ def check_whole(path: Path) -> None:
             left -= len(part)
     if hashed.digest() != digest:
         raise ValueError(f"{path.name} is damaged: its contents do not have the checksum that they were written with")
+
+
+def _opened(path: Path) -> IO[bytes]:
+    try:
+        return path.open("rb")
+    except OSError as error:  # a folder, a link to nothing, or not ours to read
+        raise ValueError(f"{path.name} cannot be opened ({error.strerror})") from error
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
 
 
 def _end_of(path: Path, file: IO[bytes]) -> tuple[int, int, bytes]:

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -81,10 +81,11 @@ def _handle(number: int, _: Any) -> None:
     _told = number
     if _depth == 0:
         _raise(number)
-    sys.stderr.write("\nending after this step; the same signal again ends at once\n")
     if _longest_s is not None:
         signal.signal(signal.SIGALRM, lambda *_: _raise(number))
         signal.setitimer(signal.ITIMER_REAL, _longest_s)
+    with suppress(OSError):  # not sys.stderr, which raises where the signal comes while it is being written to
+        os.write(2, b"\nending after this step; the same signal again ends at once\n")
 
 
 def _raise(number: int) -> None:

@@ -88,10 +88,9 @@ class Run:
             torchrl_logger.warning(f"The run ended early. What it did lies in {self.directory}.{go_on}")
             raise
         finally:
-            # Not before: it imports matplotlib, which takes time.
-            from torchrl_grpo.reporting.report import summarize
-
             report = self._report()
+        from torchrl_grpo.reporting.report import summarize  # not before: it imports matplotlib, which takes time
+
         summary = summarize(self.directory)
         files = ("curves.png", "metrics.jsonl", "samples.jsonl")
         paths = {"report": report} | {name.partition(".")[0]: self.directory / name for name in files}
@@ -113,14 +112,14 @@ class Run:
         return made
 
     def _report(self) -> Path:
-        from torchrl_grpo.reporting.report import write_report
-
+        """Where the report is or, without one, the numbers: how the run ended is what counts."""
         try:
+            from torchrl_grpo.reporting.report import write_report
+
             return write_report(self.directory)
-        except OSError as error:
-            if not is_full(error):
-                raise
-            torchrl_logger.warning(f"There is no room for the report in {self.directory}.")
+        except Exception as error:
+            why = "there is no room for it" if is_full(error) else f"{type(error).__name__}: {error}"
+            torchrl_logger.warning(f"No report could be written in {self.directory} ({why}).")
             return self.directory / METRICS_FILE
 
     def _schedule(self) -> Schedule:

@@ -67,9 +67,23 @@ class Watch:
                 return
 
     def _stop(self) -> None:
-        where, path = self.where(), self._folder / STACKS_FILE
         why = f"no progress for {self._timeout_s:g} s (train.stall_timeout_s); it was to {self._doing}"
-        why += f": {where}" if where else ""
+        try:
+            where, path = self.where(), self._folder / STACKS_FILE
+            why += f": {where}" if where else ""
+            self._write_stacks(path, why)
+            said = f"{why}. Where each process is lies in {path}."
+        except Exception as error:  # no room on the disk, say: the run is to end all the same
+            said = f"{why}. Its stacks could not be written ({type(error).__name__}: {error})."
+        sys.stderr.write(f"\nerror: {said}\n")
+        sys.stderr.flush()
+        main = threading.main_thread().ident
+        if main is not None:
+            signal.pthread_kill(main, signal.SIGUSR1)
+        if not self._ended.wait(_LONGEST_END_S):
+            os._exit(STALLED_STATUS)
+
+    def _write_stacks(self, path: Path, why: str) -> None:
         own, others = os.getpid(), sorted({*descendants(os.getpid()), *self.pids()})
         with path.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {why}\n\nprocess {own}, the run itself\n")
@@ -77,13 +91,6 @@ class Watch:
             faulthandler.dump_traceback(file)
             for pid, stack in ((pid, stack_of(pid)) for pid in others):
                 file.write(f"\nprocess {pid}, {stack}\n" if stack else "")
-        sys.stderr.write(f"\nerror: {why}. Where each process is lies in {path}.\n")
-        sys.stderr.flush()
-        main = threading.main_thread().ident
-        if main is not None:
-            signal.pthread_kill(main, signal.SIGUSR1)
-        if not self._ended.wait(_LONGEST_END_S):
-            os._exit(STALLED_STATUS)
 
 
 @contextmanager

@@ -10,17 +10,20 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torchrl._utils import logger as torchrl_logger
 
 from tests.support.configs import compose_config
 from tests.support.runs import SMALL, at, changed, run, steps
 from torchrl_grpo.checkpoint_files import SealedFile, check_whole, checkpoints_in, read_manifest, step_of
 from torchrl_grpo.config import ConfigError, plain
+from torchrl_grpo.config.resumed import on_saved_config
 from torchrl_grpo.errors import DiskFullError, NonFiniteError
 from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
 from torchrl_grpo.learner.resume import Resume, find_resume
@@ -55,6 +58,44 @@ def test_each_of_200_flipped_bits_and_4_kib_of_zeros_is_found(saved: Path, tmp_p
     assert accepted + _is_accepted(path) == 0
     path.write_bytes(whole)
     check_whole(path)
+
+
+def test_each_flipped_bit_of_a_manifest_is_found_before_the_file_is_read(saved: Path, tmp_path: Path) -> None:
+    """The config of a run that goes on comes from there: a digit of a learning rate is a whole manifest too."""
+    whole, draw, manifest = bytearray(at(saved, 2).read_bytes()), random.Random(0), read_manifest(at(saved, 2))
+    path, end = tmp_path / "checkpoint_000002.pt", len(whole) - 48
+    start, accepted = whole.rindex(b'{"step"'), 0
+    for place in [whole.rindex(b'"lr": ') + 6, *draw.sample(range(start, end), 100)]:
+        whole[place] ^= 1
+        path.write_bytes(whole)
+        whole[place] ^= 1
+        with suppress(ValueError):
+            accepted += read_manifest(path) is not None
+    assert accepted == 0
+    path.write_bytes(whole)
+    assert read_manifest(path) == manifest
+
+
+def test_what_is_only_named_like_a_checkpoint_is_passed_over(saved: Path, tmp_path: Path) -> None:
+    changed(at(saved, 1), at(tmp_path, 1))
+    at(tmp_path, 7).mkdir()
+    at(tmp_path, 8).symlink_to("nowhere")
+    for step, manifest in enumerate(([1], {}, {"config": 3}, {"config": {"train": 3}}), start=9):
+        with at(tmp_path, step).open("wb") as file:
+            sealed = SealedFile(file)
+            sealed.seal(manifest)  # type: ignore[arg-type]
+    assert found(tmp_path).step == 1
+    given = OmegaConf.structured(compose_config(*SMALL, f"train.resume={tmp_path}"))
+    hydra = OmegaConf.create({"runtime": {"output_dir": str(tmp_path / "new")}, "overrides": {"task": []}})
+    assert on_saved_config(given, hydra).train.total_dialog_turns == 32
+
+
+def test_the_checkpoint_with_the_most_steps_is_the_newest(tmp_path: Path) -> None:
+    for step in (999_999, 1_000_000, 20):
+        save(checkpointer(tmp_path), step)
+    assert [step_of(path) for path in checkpoints_in(tmp_path)] == [1_000_000, 999_999, 20]
+    checkpointer(tmp_path).begin(999_999)
+    assert steps_in(tmp_path) == [20, 999_999]
 
 
 def _is_accepted(path: Path) -> bool:

@@ -16,7 +16,8 @@ from datasets import Dataset
 
 from tests.support.datasets import ROWS, error_of, write
 from torchrl_grpo.tasks.base import Problem
-from torchrl_grpo.tasks.dataset import DatasetTask, fill_template
+from torchrl_grpo.tasks.dataset import DatasetTask
+from torchrl_grpo.tasks.fields import fill_template
 from torchrl_grpo.tasks.ifeval import IFEvalTask
 from torchrl_grpo.tasks.math import MathTask, last_boxed
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torchrl._utils import logger as torchrl_logger
 
-from tests.support.runs import at, run, steps
+from tests.support.configs import compose_config
+from tests.support.runs import SMALL, at, run, steps
 from torchrl_grpo.checkpoint_files import check_whole
 from torchrl_grpo.config import orderly_exit
 from torchrl_grpo.errors import STALLED_STATUS, NoSignalError
 from torchrl_grpo.records import read_jsonl
+from torchrl_grpo.run import Run, build
 
 
 def test_a_scorer_that_always_fails_ends_the_run(tmp_path: Path) -> None:
@@ -35,6 +43,21 @@ def score(response):
 """
 
 
+def test_a_run_whose_stacks_cannot_be_written_ends_all_the_same(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "slow.py").write_text(HANG)
+    (tmp_path / "run" / "stacks.txt").mkdir(parents=True)
+    slow = f"env.reward={tmp_path}/slow.py:score"
+    with pytest.raises(SystemExit) as ended, orderly_exit():
+        run(tmp_path / "run", slow, steps(5), "train.stall_timeout_s=3")
+    assert ended.value.code == STALLED_STATUS
+    said = capfd.readouterr().err
+    assert "error: no progress for 3 s (train.stall_timeout_s); it was to sample and score the batch of step 3" in said
+    assert "Its stacks could not be written (IsADirectoryError" in said
+    check_whole(at(tmp_path / "run", 2))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_run_that_stands_still_shows_where_and_saves(
     workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -56,3 +79,63 @@ def test_a_run_that_stands_still_shows_where_and_saves(
     assert "error: no progress for 6 s (train.stall_timeout_s)" in capfd.readouterr().err
     check_whole(at(tmp_path / "run", 2))
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == 2
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("ended_by", [signal.SIGTERM, None])
+def test_what_cannot_be_written_at_the_end_costs_no_checkpoint(
+    ended_by: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torchrl_logger, "warning", said.append)
+
+    def at_third_sync(run_: Run) -> None:
+        """There, what ends the run comes, and its files cannot be written to from then on."""
+        publish: Callable[..., None] = run_.source.publish
+
+        def with_end(*args: Any) -> None:
+            publish(*args)
+            if run_.learner.version == 3:
+                monkeypatch.setattr(run_.logger, "log", fail)
+                if ended_by is not None:
+                    os.kill(os.getpid(), ended_by)
+
+        monkeypatch.setattr(run_.source, "publish", with_end)
+
+    (tmp_path / "report.html").mkdir()  # no more can the report be
+    expected = pytest.raises(OSError, match="Input/output") if ended_by is None else pytest.raises(SystemExit)
+    with expected as ended, orderly_exit(), closing(build(compose_config(*SMALL, steps(5)), tmp_path)) as made:
+        at_third_sync(made)
+        made.fit()
+    assert ended_by is None or ended.value.args == (128 + ended_by,)
+    check_whole(at(tmp_path, 3))
+    assert said.count("Step 3 is not all written down (OSError: [Errno 5] Input/output error).") == 1
+    assert sum(line.startswith(f"No report could be written in {tmp_path} (IsADirectoryError") for line in said) == 1
+
+
+def test_a_report_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "report.html").mkdir()
+    with closing(build(compose_config(*SMALL, steps(2)), tmp_path)) as made:
+        assert made.fit()["steps"] == 2
+    check_whole(at(tmp_path, 2))
+
+
+def test_a_signal_in_the_save_of_a_run_that_failed_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fsync
+
+    def with_signal(file: int) -> None:
+        monkeypatch.setattr(os, "fsync", real)
+        os.kill(os.getpid(), signal.SIGTERM)
+        real(file)
+
+    failed = pytest.raises(SystemExit, match="143")
+    with failed, orderly_exit(), closing(build(compose_config(*SMALL, steps(5)), tmp_path)) as made:
+        monkeypatch.setattr(made.logger, "log_samples", fail)
+        monkeypatch.setattr(os, "fsync", with_signal)
+        made.fit()
+    check_whole(at(tmp_path, 1))

@@ -122,6 +122,27 @@ def test_a_shield_ends_after_its_time() -> None:
     assert interrupts.status() is None
 
 
+def test_a_signal_while_the_terminal_is_written_to_is_no_error() -> None:
+    """In Python's own stream that was a ``RuntimeError`` of a reentrant call."""
+    code = """
+import sys
+from torchrl_grpo.interrupts import shielded, watched
+with watched(), shielded():
+    sys.stdout.write("now")
+    sys.stdout.flush()
+    sys.stderr.write(1_000_000 * "x")
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.read(3) == b"now"
+        time.sleep(0.5)  # the pipe is full, and nobody reads
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        _, shown = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert shown.count(b"ending after this step") == 1 and shown.count(b"x") == 1_000_000
+    assert b"reentrant" not in shown
+
+
 def test_a_signal_inside_torchs_writer_is_not_taken_for_an_error(tmp_path: Path) -> None:
     """Without a shield, as in the save of a run that ends already."""
     with pytest.raises(KeyboardInterrupt), watched():

@@ -78,10 +78,10 @@ def on_saved_config(given: Any, hydra: HydraConf) -> Any:
     if resume is None:
         check_unused(directory)
         return given
-    found = newest(resume, directory, read_manifest)
+    found = newest(resume, directory, _read_config)
     if found is None:
         return given
-    path, saved = found[0], renamed(found[1]["config"])
+    path, saved = found
     base: Any = OmegaConf.merge(OmegaConf.structured(GRPOConfig), saved)
     names = {text.lstrip("+~").partition("=")[0] for text in hydra.overrides.task} | {"train.resume"}
     if "train.total_dialog_turns" in names:
@@ -93,6 +93,14 @@ def on_saved_config(given: Any, hydra: HydraConf) -> Any:
     check_options(saved, OmegaConf.to_container(base), path)  # type: ignore[arg-type]
     _check_code(OmegaConf.to_container(base), OmegaConf.to_container(given), path)  # type: ignore[arg-type]
     return base
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """The config in a checkpoint's manifest, with today's names; a ``ValueError`` where there is none."""
+    try:
+        return renamed(read_manifest(path)["config"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path.name} has no config that can be read") from error
 
 
 def _check_code(base: Mapping[str, Any], given: Mapping[str, Any], path: Path) -> None:

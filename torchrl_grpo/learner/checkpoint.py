@@ -13,7 +13,7 @@ import torch
 from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_grpo.checkpoint_files import SealedFile, check_whole, checkpoints_in, read_manifest
+from torchrl_grpo.checkpoint_files import SealedFile, check_whole, checkpoints_in, read_manifest, step_of
 from torchrl_grpo.checks import check_keep
 from torchrl_grpo.errors import ConfigError, DiskFullError, NonFiniteError
 from torchrl_grpo.learner.export import ACCURACY, check_room, export_model, model_card
@@ -52,7 +52,7 @@ class Checkpointer:
         """Makes the folder that of a run which goes on after ``step``: later checkpoints are set aside (``.old``), and
         what an interrupted save left is removed."""
         for path in checkpoints_in(self.directory):
-            if path.name > self.path(step).name:
+            if (step_of(path) or 0) > step:
                 path.rename(path.with_suffix(".old"))
                 torchrl_logger.warning(f"{path} is of a later step than {step}: it is now {path.stem}.old.")
         for path in self.directory.glob("checkpoint_*.tmp"):

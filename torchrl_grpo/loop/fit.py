@@ -249,13 +249,18 @@ class _Steps:
         return limit is None or time.monotonic() + self._longest_s <= limit
 
     def end_early(self) -> None:
-        """Writes down a step that was trained, and saves."""
+        """Writes down a step that was trained, and saves. What ends the run is what the caller raises."""
         try:
             if self._unlogged is not None and self._learner.resumable:
-                with suppress(RunLostError):
-                    self._record(self._unlogged)
+                self._record(self._unlogged)
+        except RunLostError:
+            pass
+        except Exception as error:  # it must not cost the checkpoint
+            why = f"{type(error).__name__}: {error}"
+            torchrl_logger.warning(f"Step {self._learner.version} is not all written down ({why}).")
         finally:
-            self._saver.save_or_say_why((DiskFullError, NonFiniteError))
+            with shielded():
+                self._saver.save_or_say_why((DiskFullError, NonFiniteError, OSError))
         with suppress(Exception):  # of actors that may be gone
             self._end_span()
             self._logger.log_spans(self._spans)

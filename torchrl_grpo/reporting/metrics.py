@@ -13,7 +13,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -145,10 +145,11 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         """Writes what is still held and closes all. May be called again."""
         if not self._files:
             return
-        for file in self._files.values():
-            file.close()
-        self._files = {}
-        self._tell("close")
+        with ExitStack() as all_of_them:
+            all_of_them.callback(self._tell, "close")
+            for file in self._files.values():
+                all_of_them.callback(file.close)
+            self._files = {}
 
     def _tell(self, method: str, *given: Any) -> None:
         """Calls a method of all trackers; one that fails is left out from then on: a run does not end for it."""

@@ -9,78 +9,20 @@ import difflib
 import hashlib
 import json
 import logging
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, overload
 
 from torchrl_grpo.tasks.base import Message, Problem, Split, Task
+from torchrl_grpo.tasks.fields import checked_chat, checked_text, fill_template
 from torchrl_grpo.tasks.sources import Files, Hub, Row, Source, Table, UnknownSplitError, data_name, find_source
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "instruction")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "target")
 """The columns that are taken when none is named, if exactly one of them is there."""
 
-_FIELD = re.compile(r"\{\{([^\W\d]\w*)\}\}|\{([^{}]+)\}")
 _log = logging.getLogger(__name__)
-
-
-def fill_template(template: str, row: Mapping[str, Any]) -> str:
-    r"""A template with its fields replaced by a row's columns.
-
-    ``{name}`` is the column, with a format if there is one (``{name:.2f}``), and ``{{name}}`` the text ``{name}``.
-    Other braces stay as they are.
-
-    Raises:
-        ValueError: a field names no column.
-
-    >>> fill_template(r"{question} Write {{n}} as \boxed{} or {1}.", {"question": "1+1?"})
-    '1+1? Write {n} as \\boxed{} or {1}.'
-    """
-
-    def fill(match: re.Match[str]) -> str:
-        literal, name = match.groups()
-        if literal is not None:
-            return f"{{{literal}}}"
-        column = name if name in row else re.split(r"[.:!\[]", name, maxsplit=1)[0]
-        if column in row:
-            if row[column] is None:
-                raise ValueError(
-                    f"must have a value in the column {column!r}, which prompt_template uses: give it one."
-                )
-            return str(row[name]) if name in row else _formatted(match[0], row)
-        if name.isidentifier():
-            close = difflib.get_close_matches(name, list(row), 1)
-            hint = f"did you mean {{{close[0]}}}?" if close else f"write {{{{{name}}}}} for the text {match[0]}."
-            raise ValueError(f"must have the column {match[0]} of prompt_template, it has {sorted(row)}: {hint}")
-        return match[0]
-
-    return _FIELD.sub(fill, template)
-
-
-def _formatted(field: str, row: Mapping[str, Any]) -> str:
-    try:
-        return field.format_map(row)
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
-        raise ValueError(
-            f"must fit the format of {field} in prompt_template ({error}): use the column alone."
-        ) from error
-
-
-def checked_text(row: Row, column: str) -> str:
-    """The text in a column.
-
-    Raises:
-        ValueError: there is none.
-    """
-    value = row[column]
-    if isinstance(value, str) and value.strip():
-        return value
-    found = f"has {value!r:.80}"
-    if value is None:
-        found = f"has none (the row has {sorted(name for name, value in row.items() if value is not None)})"
-    raise ValueError(f"must have text in the column {column!r}, it {found}: write text there, or remove the row.")
 
 
 class Rows(Sequence[Problem]):
@@ -238,7 +180,7 @@ class DatasetTask(Task):
         if prompts is None:
             query = fill_template(self.prompt_template or "", row)
         elif isinstance(row[prompts], list):
-            query = _check_chat(row[prompts], prompts, self.prompt_template)[-1]["content"]
+            query = checked_chat(row[prompts], prompts, self.prompt_template)[-1]["content"]
         else:
             query = checked_text(row, prompts)
         return Problem(query, self.read_answer(row, answers) if answers else None, extra=row)
@@ -385,23 +327,3 @@ class PresetTask(DatasetTask):
             return Files(Path(self.dataset_path).expanduser(), self._what, f"a folder with {self.files}")
         fix = f"set {self.field}.dataset_path to a folder with {self.title}'s {self.files}"
         return Hub(self.hub_name, self.dataset_config or self.hub_config, self.revision, self._what, fix)
-
-
-def _check_chat(chat: Sequence[Any], column: str, template: str | None) -> Sequence[Message]:
-    if template is not None:
-        raise ValueError(
-            f"must have text in the column {column!r} with prompt_template, it has a list of messages: leave the "
-            "template out."
-        )
-    for message in chat:
-        if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
-            raise ValueError(
-                f"must have chat messages in the column {column!r}, each with role and content as text, it has "
-                f"{message!r:.80}: fix the row, or give a text column."
-            )
-    if not chat or chat[-1]["role"] == "assistant":
-        raise ValueError(
-            f"must have chat messages in the column {column!r} that end before the assistant's, it has "
-            f"{list(chat[-1:])!r:.80}: remove the last message, which the policy is to write."
-        )
-    return chat

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 from torchrl_grpo.rewards import marked_number
 from torchrl_grpo.tasks.base import Problem, Score
-from torchrl_grpo.tasks.dataset import PresetTask, checked_text
+from torchrl_grpo.tasks.dataset import PresetTask
+from torchrl_grpo.tasks.fields import checked_text
 from torchrl_grpo.tasks.sources import Row
 
 INSTRUCTION = "Reason step by step, then finish with a line that holds only the answer: #### <number>"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torchrl_grpo.tasks.dataset import PresetTask, checked_text
+from torchrl_grpo.tasks.dataset import PresetTask
+from torchrl_grpo.tasks.fields import checked_text
 from torchrl_grpo.tasks.sources import Row
 
 INSTRUCTION = r"Reason step by step, and put your final answer within \boxed{}."

@@ -1,0 +1,95 @@
+"""What a row of a data set must have, and what is made of it: a text, a chat, a template with the columns filled in."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchrl_grpo.tasks.base import Message
+from torchrl_grpo.tasks.sources import Row
+
+_FIELD = re.compile(r"\{\{([^\W\d]\w*)\}\}|\{([^{}]+)\}")
+
+
+def fill_template(template: str, row: Mapping[str, Any]) -> str:
+    r"""A template with its fields replaced by a row's columns.
+
+    ``{name}`` is the column, with a format if there is one (``{name:.2f}``), and ``{{name}}`` the text ``{name}``.
+    Other braces stay as they are.
+
+    Raises:
+        ValueError: a field names no column.
+
+    >>> fill_template(r"{question} Write {{n}} as \boxed{} or {1}.", {"question": "1+1?"})
+    '1+1? Write {n} as \\boxed{} or {1}.'
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        literal, name = match.groups()
+        if literal is not None:
+            return f"{{{literal}}}"
+        column = name if name in row else re.split(r"[.:!\[]", name, maxsplit=1)[0]
+        if column in row:
+            if row[column] is None:
+                raise ValueError(
+                    f"must have a value in the column {column!r}, which prompt_template uses: give it one."
+                )
+            return str(row[name]) if name in row else _formatted(match[0], row)
+        if name.isidentifier():
+            close = difflib.get_close_matches(name, list(row), 1)
+            hint = f"did you mean {{{close[0]}}}?" if close else f"write {{{{{name}}}}} for the text {match[0]}."
+            raise ValueError(f"must have the column {match[0]} of prompt_template, it has {sorted(row)}: {hint}")
+        return match[0]
+
+    return _FIELD.sub(fill, template)
+
+
+def _formatted(field: str, row: Mapping[str, Any]) -> str:
+    try:
+        return field.format_map(row)
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ValueError(
+            f"must fit the format of {field} in prompt_template ({error}): use the column alone."
+        ) from error
+
+
+def checked_text(row: Row, column: str) -> str:
+    """The text in a column.
+
+    Raises:
+        ValueError: there is none.
+    """
+    value = row[column]
+    if isinstance(value, str) and value.strip():
+        return value
+    found = f"has {value!r:.80}"
+    if value is None:
+        found = f"has none (the row has {sorted(name for name, value in row.items() if value is not None)})"
+    raise ValueError(f"must have text in the column {column!r}, it {found}: write text there, or remove the row.")
+
+
+def checked_chat(chat: Sequence[Any], column: str, template: str | None) -> Sequence[Message]:
+    """The chat in a column, which ends before the policy's turn.
+
+    Raises:
+        ValueError: it is none, or there is a template, which it cannot be filled in.
+    """
+    if template is not None:
+        raise ValueError(
+            f"must have text in the column {column!r} with prompt_template, it has a list of messages: leave the "
+            "template out."
+        )
+    for message in chat:
+        if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
+            raise ValueError(
+                f"must have chat messages in the column {column!r}, each with role and content as text, it has "
+                f"{message!r:.80}: fix the row, or give a text column."
+            )
+    if not chat or chat[-1]["role"] == "assistant":
+        raise ValueError(
+            f"must have chat messages in the column {column!r} that end before the assistant's, it has "
+            f"{list(chat[-1:])!r:.80}: remove the last message, which the policy is to write."
+        )
+    return chat

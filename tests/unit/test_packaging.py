@@ -179,10 +179,17 @@ def test_pins_lie_within_the_declared_ranges(extras: tuple[str, ...], files: lis
         assert pinned[name] in requirement.specifier, f"{requirement} against {pinned[name]}"
 
 
-@pytest.mark.parametrize("file", [f"requirements{suffix}.txt" for suffix in ("", "-dev", "-ray", "-bench", "-docs")])
+@pytest.mark.parametrize("file", [f"requirements{suffix}.txt" for suffix in ("", "-dev", "-ray", "-bench", "-docs", "-loggers")])
 def test_constraints_repeat_the_pins(file: str) -> None:
     constraints = pins("constraints.txt")
     assert {name: constraints.get(name) for name in pins(file)} == pins(file)
+
+
+def test_the_loggers_of_the_tests_lie_within_the_declared_ranges() -> None:
+    pinned = pins("requirements-loggers.txt")
+    for extra, name in (("mlflow", "mlflow-skinny"), ("trackio", "trackio")):
+        (asked,) = declared(extra)
+        assert pinned[name] in asked.specifier
 
 
 def test_constraints_name_no_local_build() -> None:

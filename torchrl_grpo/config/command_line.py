@@ -40,6 +40,8 @@ from torchrl_grpo.startup import begin, end, quick_imports, say
 
 _log = logging.getLogger(__name__)
 _CUT = ("top_p", "top_k", "min_p")
+_ENTRY = re.compile(r"([\w.-]+)['\"]?\s*:\s*([^,{}\[\]]+)")
+"""A key and its value, in a node on the command line."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _IN_WHEEL = _PACKAGE / "config_files"
 CONFIG_FILES = str(_IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent / "config")
@@ -114,6 +116,8 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
     given = dict(text.lstrip("+").partition("=")[::2] for text in arguments)
     for name, value in given.items():
         check_not_secret(name, value)
+        for key, inner in _ENTRY.findall(value) if value.startswith(("{", "[")) else ():
+            check_not_secret(f"{name}.{key}", None if inner.strip() == "null" else inner)
     turns, epochs = (given.get(f"train.total_{name}", "null") for name in ("dialog_turns", "epochs"))
     if "null" not in (turns, epochs):
         raise ConfigError(

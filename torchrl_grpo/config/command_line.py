@@ -115,6 +115,8 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
     """
     given = dict(text.lstrip("+").partition("=")[::2] for text in arguments)
     for name, value in given.items():
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            raise ConfigError(f"{name}={value!a:.80} must be text in UTF-8: use a terminal and files in that encoding.")
         check_not_secret(name, value)
         for key, inner in _ENTRY.findall(value) if value.startswith(("{", "[")) else ():
             check_not_secret(f"{name}.{key}", None if inner.strip() == "null" else inner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -9,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from omegaconf import OmegaConf
 from torchrl._utils import logger as torchrl_logger
 
-from tests.support.configs import compose_config
+from tests.support.configs import ROOT, compose_config
 from tests.support.runs import SMALL, at, changed, run, steps
 from torchrl_grpo.checkpoint_files import SealedFile, check_whole, checkpoints_in, read_manifest, step_of
 from torchrl_grpo.config import ConfigError, plain
@@ -27,7 +28,7 @@ from torchrl_grpo.config.resumed import on_saved_config
 from torchrl_grpo.errors import DiskFullError, NonFiniteError
 from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
 from torchrl_grpo.learner.resume import Resume, find_resume
-from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.reporting.metrics import MetricsLogger, read_jsonl
 from torchrl_grpo.run import build
 
 
@@ -258,6 +259,26 @@ def test_a_full_disk_leaves_the_run_alive_and_the_one_before_valid(
     assert sum("metrics.jsonl: its lines wait" in line for line in said) == 1
     assert steps_in(run_folder / "checkpoints") == [4]
     assert not list(run_folder.rglob("*.tmp"))
+
+
+def test_a_run_on_a_full_disk_is_one_line(
+    small_disk: Path, run_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    assert run_here(ROOT / "sota/grpo/grpo.py", "--config-name", "grpo_arithmetic", f"hydra.run.dir={small_disk}") == 1
+    said = capfd.readouterr().err
+    assert "error: the disk has no room for a file of the run: make some, or use another hydra.run.dir." in said
+    assert "Traceback" not in said
+
+
+def test_lines_that_are_dropped_from_a_full_disk_stay_whole(small_disk: Path) -> None:
+    rows = [{"step": step, "text": 200 * "a"} for step in range(40_000)]
+    path = small_disk / "metrics.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with pytest.raises(OSError, match="No space left"), MetricsLogger(small_disk, tensorboard=False, config={}) as made:
+        made.truncate(39_999)
+    assert not list(small_disk.glob("*.tmp"))
+    assert read_jsonl(path) == rows
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")

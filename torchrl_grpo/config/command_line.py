@@ -36,6 +36,7 @@ from torchrl_grpo.config.rules import check_choice, check_integers, check_script
 from torchrl_grpo.config.schema import COMPONENTS, ENTRY_FIELDS, FIELDS, RETRY_PROMPT, GRPOConfig
 from torchrl_grpo.config.security import check_not_secret
 from torchrl_grpo.errors import STALLED_STATUS, ConfigError, RunLostError
+from torchrl_grpo.records import is_full
 from torchrl_grpo.startup import begin, end, quick_imports, say
 
 _log = logging.getLogger(__name__)
@@ -246,9 +247,9 @@ def _stalled() -> bool:
 
 @contextmanager
 def orderly_exit() -> Iterator[None]:
-    """Turns a mistake in the config and a ``RunLostError`` into a message on stderr, without a traceback, and the exit
-    statuses 2 and 1; and SIGTERM and Ctrl-C into an ordinary exit (143, 130), for which the run is saved, as it is
-    where it stands still (75)."""
+    """Turns a mistake in the config, and a ``RunLostError`` or a full disk, into a message on stderr, without a
+    traceback, and the exit statuses 2 and 1; and SIGTERM and Ctrl-C into an ordinary exit (143, 130), for which the run
+    is saved, as it is where it stands still (75)."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else ``hydra.main`` prints its errors itself
     with interrupts.watched():
         try:
@@ -269,6 +270,12 @@ def orderly_exit() -> Iterator[None]:
                 sys.exit(130)
             # Ray makes a status of its own of an exit that comes while it waits.
             sys.exit(error.code if status is None else status)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            file = error.filename or "a file of the run"
+            sys.stderr.write(f"\nerror: the disk has no room for {file}: make some, or use another hydra.run.dir.\n")
+            sys.exit(1)
         except BaseException:
             if _stalled():  # which has been said; Ray makes an error of its own of one that comes while it waits
                 sys.exit(STALLED_STATUS)

@@ -27,9 +27,11 @@ from torchrl_grpo.config import ConfigError, plain
 from torchrl_grpo.config.resumed import on_saved_config
 from torchrl_grpo.errors import DiskFullError, NonFiniteError
 from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
+from torchrl_grpo.learner.export import export_model
 from torchrl_grpo.learner.resume import Resume, find_resume
 from torchrl_grpo.reporting.metrics import MetricsLogger, read_jsonl
 from torchrl_grpo.run import build
+from torchrl_grpo.weights import named_weights
 
 
 @pytest.fixture(scope="module")
@@ -279,6 +281,18 @@ def test_lines_that_are_dropped_from_a_full_disk_stay_whole(small_disk: Path) ->
         made.truncate(39_999)
     assert not list(small_disk.glob("*.tmp"))
     assert read_jsonl(path) == rows
+
+
+@pytest.mark.parametrize("beside_weights", [4096, 3 * 4096])
+def test_a_model_that_finds_no_room_is_one_line(
+    beside_weights: int, small_disk: Path, tiny_model: Any, tokenizer: Any
+) -> None:
+    """There is room for the weights, and not for what is written beside them."""
+    weights = sum(weight.nbytes for _, weight in named_weights(tiny_model))
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - weights - beside_weights))
+    with pytest.raises(DiskFullError, match=f"^there is no room for the model in {small_disk}$"):
+        export_model(tiny_model, tokenizer, small_disk / "model", "card")
+    assert [path.name for path in small_disk.iterdir()] == ["filler"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")

@@ -66,8 +66,8 @@ def test_each_of_200_flipped_bits_and_4_kib_of_zeros_is_found(saved: Path, tmp_p
 def test_each_flipped_bit_of_a_manifest_is_found_before_the_file_is_read(saved: Path, tmp_path: Path) -> None:
     """The config of a run that goes on comes from there: a digit of a learning rate is a whole manifest too."""
     whole, draw, manifest = bytearray(at(saved, 2).read_bytes()), random.Random(0), read_manifest(at(saved, 2))
-    path, end = tmp_path / "checkpoint_000002.pt", len(whole) - 48
-    start, accepted = whole.rindex(b'{"step"'), 0
+    path, accepted = tmp_path / "checkpoint_000002.pt", 0
+    start, end = whole.rindex(b'{"step"'), whole.rindex(b', "sha256"')
     for place in [whole.rindex(b'"lr": ') + 6, *draw.sample(range(start, end), 100)]:
         whole[place] ^= 1
         path.write_bytes(whole)

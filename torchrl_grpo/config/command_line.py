@@ -73,6 +73,7 @@ def from_hydra(cfg: DictConfig, hydra: HydraConf | None = None) -> GRPOConfig:
             _log.warning(line)
         if hydra is not None:
             merged = on_saved_config(merged, hydra)
+            check_integers("", OmegaConf.to_container(merged))
         if merged.env.reasoning:
             merged.env.retry_prompt = merged.env.retry_prompt or RETRY_PROMPT
             merged.env.max_turns = max(merged.env.max_turns, 2)

@@ -39,7 +39,9 @@ def whole_lines(path: Path) -> list[str]:
 
 def is_full(error: BaseException) -> bool:
     """Whether an error says that there is no more room on a disk, or none that may be used."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = (errno.ENOSPC, errno.EDQUOT)
+    by_number = isinstance(error, OSError) and error.errno in full
+    return by_number or any(f"(os error {number})" in str(error) for number in full)  # as Rust says it: safetensors
 
 
 def one_of_each(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

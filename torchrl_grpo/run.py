@@ -78,13 +78,11 @@ class Run:
             if learner.version < blueprint.config.num_batches:
                 torchrl_logger.warning(
                     f"train.time_limit={blueprint.config.train.time_limit:g} ended the run after step "
-                    f"{learner.version}. It goes on with train.resume={checkpointer.latest()}"
+                    f"{learner.version}.{self._goes_on(checkpointer)}"
                 )
             written |= {"model": learner.export(checkpointer, blueprint.tokenizer)} if trained else {}
         except BaseException:
-            # How the run goes on from its last checkpoint.
-            path = checkpointer.latest() or (blueprint.resume.path if blueprint.resume is not None else None)
-            go_on = f" It goes on with train.resume={path}" if path is not None else ""
+            go_on = self._goes_on(checkpointer)
             torchrl_logger.warning(f"The run ended early. What it did lies in {self.directory}.{go_on}")
             raise
         finally:
@@ -96,6 +94,12 @@ class Run:
         paths = {"report": report} | {name.partition(".")[0]: self.directory / name for name in files}
         self.console.finish(summary, paths | written)
         return summary
+
+    def _goes_on(self, checkpointer: Checkpointer) -> str:
+        """How the run goes on from its last checkpoint, if there is one."""
+        resume = self.blueprint.resume
+        path = checkpointer.latest() or (None if resume is None else resume.path)
+        return "" if path is None else f" It goes on with train.resume={path}"
 
     def _checkpointer(self) -> Checkpointer:
         """What writes the run's checkpoints; there is room for them."""

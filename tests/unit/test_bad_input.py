@@ -206,7 +206,7 @@ def test_a_broken_chat_template_is_one_message(template: str) -> None:
     "template",
     [
         3 * "{% for i in range(99999) %}" + 3 * "{% endfor %}",
-        "{{ 10 ** 10 ** 10 }}",  # computed before anything is rendered, in one step of Python
+        "{{ 10 ** (10 ** 9) }}",  # computed before anything is rendered, in one step of Python
     ],
 )
 def test_a_chat_template_without_an_end_is_one_message(template: str, monkeypatch: pytest.MonkeyPatch) -> None:

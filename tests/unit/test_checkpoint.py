@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -9,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,18 @@ import torch
 from omegaconf import OmegaConf
 from torchrl._utils import logger as torchrl_logger
 
-from tests.support.configs import compose_config
+from tests.support.configs import ROOT, compose_config
 from tests.support.runs import SMALL, at, changed, run, steps
 from torchrl_grpo.checkpoint_files import SealedFile, check_whole, checkpoints_in, read_manifest, step_of
 from torchrl_grpo.config import ConfigError, plain
 from torchrl_grpo.config.resumed import on_saved_config
 from torchrl_grpo.errors import DiskFullError, NonFiniteError
 from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
+from torchrl_grpo.learner.export import export_model
 from torchrl_grpo.learner.resume import Resume, find_resume
-from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.reporting.metrics import MetricsLogger, read_jsonl
 from torchrl_grpo.run import build
+from torchrl_grpo.weights import named_weights
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +66,8 @@ def test_each_of_200_flipped_bits_and_4_kib_of_zeros_is_found(saved: Path, tmp_p
 def test_each_flipped_bit_of_a_manifest_is_found_before_the_file_is_read(saved: Path, tmp_path: Path) -> None:
     """The config of a run that goes on comes from there: a digit of a learning rate is a whole manifest too."""
     whole, draw, manifest = bytearray(at(saved, 2).read_bytes()), random.Random(0), read_manifest(at(saved, 2))
-    path, end = tmp_path / "checkpoint_000002.pt", len(whole) - 48
-    start, accepted = whole.rindex(b'{"step"'), 0
+    path, accepted = tmp_path / "checkpoint_000002.pt", 0
+    start, end = whole.rindex(b'{"step"'), whole.rindex(b', "sha256"')
     for place in [whole.rindex(b'"lr": ') + 6, *draw.sample(range(start, end), 100)]:
         whole[place] ^= 1
         path.write_bytes(whole)
@@ -80,10 +83,10 @@ def test_what_is_only_named_like_a_checkpoint_is_passed_over(saved: Path, tmp_pa
     changed(at(saved, 1), at(tmp_path, 1))
     at(tmp_path, 7).mkdir()
     at(tmp_path, 8).symlink_to("nowhere")
-    for step, manifest in enumerate(([1], {}, {"config": 3}, {"config": {"train": 3}}), start=9):
+    for step, manifest in enumerate(({}, {"config": 3}), start=9):
         with at(tmp_path, step).open("wb") as file:
             sealed = SealedFile(file)
-            sealed.seal(manifest)  # type: ignore[arg-type]
+            sealed.seal(manifest)
     assert found(tmp_path).step == 1
     given = OmegaConf.structured(compose_config(*SMALL, f"train.resume={tmp_path}"))
     hydra = OmegaConf.create({"runtime": {"output_dir": str(tmp_path / "new")}, "overrides": {"task": []}})
@@ -258,6 +261,38 @@ def test_a_full_disk_leaves_the_run_alive_and_the_one_before_valid(
     assert sum("metrics.jsonl: its lines wait" in line for line in said) == 1
     assert steps_in(run_folder / "checkpoints") == [4]
     assert not list(run_folder.rglob("*.tmp"))
+
+
+def test_a_run_on_a_full_disk_is_one_line(
+    small_disk: Path, run_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    assert run_here(ROOT / "sota/grpo/grpo.py", "--config-name", "grpo_arithmetic", f"hydra.run.dir={small_disk}") == 1
+    said = capfd.readouterr().err
+    assert "error: the disk has no room for a file of the run: make some, or use another hydra.run.dir." in said
+    assert "Traceback" not in said
+
+
+def test_lines_that_are_dropped_from_a_full_disk_stay_whole(small_disk: Path) -> None:
+    rows = [{"step": step, "text": 200 * "a"} for step in range(40_000)]
+    path = small_disk / "metrics.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with pytest.raises(OSError, match="No space left"), MetricsLogger(small_disk, tensorboard=False, config={}) as made:
+        made.truncate(39_999)
+    assert not list(small_disk.glob("*.tmp"))
+    assert read_jsonl(path) == rows
+
+
+@pytest.mark.parametrize("beside_weights", [4096, 3 * 4096])
+def test_a_model_that_finds_no_room_is_one_line(
+    beside_weights: int, small_disk: Path, tiny_model: Any, tokenizer: Any
+) -> None:
+    """There is room for the weights, and not for what is written beside them."""
+    weights = sum(weight.nbytes for _, weight in named_weights(tiny_model))
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - weights - beside_weights))
+    with pytest.raises(DiskFullError, match=f"^there is no room for the model in {small_disk}$"):
+        export_model(tiny_model, tokenizer, small_disk / "model", "card")
+    assert [path.name for path in small_disk.iterdir()] == ["filler"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")

@@ -135,6 +135,7 @@ MISTAKES = {
     "hydra.run.dir=/dev/null/run": r"run\.dir=/dev/null/run must be a folder that can be made, but /dev/null is a file",
     f"env.num_envs={'9' * 400}": r"env\.num_envs=9{20}\.\.\. must be a number within 64 bits, it has 400 digits",
     f"optimizer.lr={'9' * 400}": r"optimizer\.lr=9{20}\.\.\. must be a number within 64 bits",
+    "env.system_prompt=\udcff": r"env\.system_prompt='\\udcff' must be text in UTF-8",
     "algo=dapp": r"Could not find 'algo/dapp'",
     "optimizer.lr=[1": r"no viable alternative at input '\[1'",
     "~optimizer.lr": r"Error merging override ~optimizer\.lr\. .*does not support deletion",

@@ -116,6 +116,19 @@ def test_what_cannot_be_written_at_the_end_costs_no_checkpoint(
     assert sum(line.startswith(f"No report could be written in {tmp_path} (IsADirectoryError") for line in said) == 1
 
 
+def test_time_that_is_over_before_the_first_step_names_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torchrl_logger, "warning", said.append)
+    run(tmp_path / "a", steps(2), "train.time_limit=0.001")
+    assert said == ["train.time_limit=0.001 ended the run after step 0."]
+    run(tmp_path / "b", steps(2))
+    run(tmp_path / "c", steps(4), f"train.resume={tmp_path / 'b'}", "train.time_limit=0.001")
+    newest = at(tmp_path / "b", 2)
+    assert said[-1] == f"train.time_limit=0.001 ended the run after step 2. It goes on with train.resume={newest}"
+
+
 def test_a_report_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     with closing(build(compose_config(*SMALL, steps(2)), tmp_path)) as made:

@@ -132,7 +132,9 @@ with watched(), shielded():
     sys.stdout.flush()
     sys.stderr.write(1_000_000 * "x")
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as process:
         assert process.stdout is not None and process.stdout.read(3) == b"now"
         time.sleep(0.5)  # the pipe is full, and nobody reads
         process.send_signal(signal.SIGTERM)

@@ -67,6 +67,8 @@ def starter_copy(folder: Path, *without: str) -> Path:
         (f"env.system_prompt='my key is {KEY}'", KEY),
         (f"env.reward={{fn: judge, url: 'http://localhost/v1', model: m, api_key: {KEY}}}", KEY),
         ("env.reward={fn: judge, url: 'https://me:secretword@host/v1', model: m}", "secretword"),
+        ("env.reward={fn: judge, url: 'http://localhost/v1', model: m, api_key: secretword}", "secretword"),
+        ("+env.task={_target_: my.Task, options: {'hf_token': 'secretword'}}", "secretword"),
     ],
 )
 def test_a_secret_in_an_override_is_refused_and_not_repeated(override: str, secret: str) -> None:
@@ -91,6 +93,8 @@ def test_a_secret_in_a_nested_option_or_a_variable_is_refused(key: str, monkeypa
         f"env.revision={'0123456789abcdef' * 2}01234567",
         "env.reward={fn: judge, url: 'http://localhost:8000/v1', model: m, api_key_env: MY_KEY}",
         "policy.advantage_level=token",
+        "env.reward={fn: judge, url: 'http://localhost:8000/v1', model: m, password: null}",
+        "env.prompt_template='{question} The password: it is the answer.'",
         "env.system_prompt='the password is the sum of all digits'",
     ],
 )

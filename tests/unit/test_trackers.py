@@ -94,6 +94,19 @@ def test_mlflow_online_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow
+def test_an_mlflow_server_that_does_not_answer_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.setattr(trackers, "_MLFLOW_WAITS", {})
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # where nothing listens
+    message = (
+        r"logging\.mlflow\.mode=online must be able to start a run, and mlflow says .* or set logging\.mlflow\.mode"
+    )
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, services("logging.mlflow.mode=online"), [1])
+
+
+@pytest.mark.slow
 def test_wandb_gets_numbers_tables_and_names_and_goes_on_with_its_id(tmp_path: Path, no_wandb_key: Path) -> None:
     pytest.importorskip("wandb")
     asked = services(

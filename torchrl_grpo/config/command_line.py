@@ -36,10 +36,13 @@ from torchrl_grpo.config.rules import check_choice, check_integers, check_script
 from torchrl_grpo.config.schema import COMPONENTS, ENTRY_FIELDS, FIELDS, RETRY_PROMPT, GRPOConfig
 from torchrl_grpo.config.security import check_not_secret
 from torchrl_grpo.errors import STALLED_STATUS, ConfigError, RunLostError
+from torchrl_grpo.records import is_full
 from torchrl_grpo.startup import begin, end, quick_imports, say
 
 _log = logging.getLogger(__name__)
 _CUT = ("top_p", "top_k", "min_p")
+_ENTRY = re.compile(r"([\w.-]+)['\"]?\s*:\s*([^,{}\[\]]+)")
+"""A key and its value, in a node on the command line."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _IN_WHEEL = _PACKAGE / "config_files"
 CONFIG_FILES = str(_IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent / "config")
@@ -70,6 +73,7 @@ def from_hydra(cfg: DictConfig, hydra: HydraConf | None = None) -> GRPOConfig:
             _log.warning(line)
         if hydra is not None:
             merged = on_saved_config(merged, hydra)
+            check_integers("", OmegaConf.to_container(merged))
         if merged.env.reasoning:
             merged.env.retry_prompt = merged.env.retry_prompt or RETRY_PROMPT
             merged.env.max_turns = max(merged.env.max_turns, 2)
@@ -113,7 +117,11 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
     """
     given = dict(text.lstrip("+").partition("=")[::2] for text in arguments)
     for name, value in given.items():
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            raise ConfigError(f"{name}={value!a:.80} must be text in UTF-8: use a terminal and files in that encoding.")
         check_not_secret(name, value)
+        for key, inner in _ENTRY.findall(value) if value.startswith(("{", "[")) else ():
+            check_not_secret(f"{name}.{key}", None if inner.strip() == "null" else inner)
     turns, epochs = (given.get(f"train.total_{name}", "null") for name in ("dialog_turns", "epochs"))
     if "null" not in (turns, epochs):
         raise ConfigError(
@@ -240,9 +248,9 @@ def _stalled() -> bool:
 
 @contextmanager
 def orderly_exit() -> Iterator[None]:
-    """Turns a mistake in the config and a ``RunLostError`` into a message on stderr, without a traceback, and the exit
-    statuses 2 and 1; and SIGTERM and Ctrl-C into an ordinary exit (143, 130), for which the run is saved, as it is
-    where it stands still (75)."""
+    """Turns a mistake in the config, and a ``RunLostError`` or a full disk, into a message on stderr, without a
+    traceback, and the exit statuses 2 and 1; and SIGTERM and Ctrl-C into an ordinary exit (143, 130), for which the run
+    is saved, as it is where it stands still (75)."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else ``hydra.main`` prints its errors itself
     with interrupts.watched():
         try:
@@ -263,6 +271,12 @@ def orderly_exit() -> Iterator[None]:
                 sys.exit(130)
             # Ray makes a status of its own of an exit that comes while it waits.
             sys.exit(error.code if status is None else status)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            file = error.filename or "a file of the run"
+            sys.stderr.write(f"\nerror: the disk has no room for {file}: make some, or use another hydra.run.dir.\n")
+            sys.exit(1)
         except BaseException:
             if _stalled():  # which has been said; Ray makes an error of its own of one that comes while it waits
                 sys.exit(STALLED_STATUS)

@@ -99,7 +99,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     """The config in a checkpoint's manifest, with today's names; a ``ValueError`` where there is none."""
     try:
         return renamed(read_manifest(path)["config"])
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path.name} has no config that can be read") from error
 
 

@@ -269,10 +269,16 @@ def _keep_lines(path: Path, below: int | None = None) -> list[str]:
     if not path.exists():
         return []
     lines = [line for line in whole_lines(path) if below is None or json.loads(line)["step"] < below]
-    staging = path.with_suffix(".tmp")
-    with staging.open("w", encoding="utf-8") as file:
-        file.write("".join(f"{line}\n" for line in lines))
-        file.flush()
-        os.fsync(file.fileno())
-    staging.replace(path)
+    kept, staging = "".join(f"{line}\n" for line in lines).encode(), path.with_suffix(".tmp")
+    if kept == path.read_bytes():
+        return lines
+    try:
+        with staging.open("wb") as file:
+            file.write(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        staging.replace(path)
+    except BaseException:
+        staging.unlink(missing_ok=True)
+        raise
     return lines

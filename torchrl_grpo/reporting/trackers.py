@@ -29,6 +29,8 @@ Row = Mapping[str, Any]
 # A run must end even when the server does not answer: seconds for the start and for the last upload.
 _WANDB_TIMEOUT_S = 60.0
 _SERVER = "MLFLOW_TRACKING_URI"
+_MLFLOW_WAITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5"}
+"""Seconds of a request, and how often it is made again; between them lies a minute. MLflow itself waits 20 minutes."""
 _COLUMNS = ("dataset", "group", "query", "response", "reward", "advantage", "correct", "valid", "length")
 """Of the tables of samples."""
 
@@ -144,6 +146,8 @@ class MLflow(Tracker):
         artifacts = None if online else (Path(store).parent / "artifacts").as_uri()
         if known:
             os.environ["MLFLOW_RUN_ID"] = known  # which the start of a run takes out of the environment
+        for variable, value in _MLFLOW_WAITS.items():
+            os.environ.setdefault(variable, value)
         try:
             self._logger = MLFlowLogger(settings["project"], address, artifact_location=artifacts)
         except mlflow.MlflowException as error:

@@ -18,7 +18,7 @@ from typing import Any
 import hydra
 from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
@@ -157,6 +157,8 @@ def _check_folder(name: str, folder: Path) -> None:
 
 def _explained(error: Exception, arguments: Sequence[str]) -> str:
     """What Hydra found wrong with the config, in plainer words where there are any."""
+    if isinstance(error, MissingConfigException) and "primary config" in str(error):
+        return _unknown_config(str(error.missing_cfg_file))
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     key = str(getattr(cause, "full_key", None) or "")
     if isinstance(cause, InterpolationResolutionError):
@@ -206,11 +208,22 @@ def _unknown(name: str, text: str) -> str:
             "from, and the trainer's log-probs would be of another one; use inference_model.temperature alone."
         )
     groups = {leaf.rsplit(".", depth)[0] for leaf in FIELDS for depth in range(1, leaf.count(".") + 1)}
-    same_leaf = [leaf for leaf in FIELDS if "." in name and leaf.rpartition(".")[2] == name.rpartition(".")[2]]
-    close = difflib.get_close_matches(name, same_leaf or [*FIELDS, *groups], 1, cutoff=0.4)
+    last = name.rpartition(".")[2]
+    also = (last, "".join(word[:1] for word in last.split("_")))  # learning_rate is lr
+    same_leaf = [leaf for leaf in FIELDS if re.search("[._]", name) and leaf.rpartition(".")[2] in also]
+    cutoff = 0.0 if same_leaf else 0.4
+    close = difflib.get_close_matches(name, same_leaf or [*FIELDS, *groups], 1, cutoff)
     close = [FIELDS[found].metadata.get("now", found) if found in FIELDS else found for found in close]
     hint = f"did you mean {close[0]}?" if close else "run with --cfg job to see all keys."
     return f"{text} names a config key that does not exist: {hint}"
+
+
+def _unknown_config(name: str) -> str:
+    """That there is no file of a name that was given by ``--config-name``."""
+    names = sorted(path.stem for path in Path(CONFIG_FILES).glob("*.yaml"))
+    close = [known for known in names if known.startswith(name)] or difflib.get_close_matches(name, names, 1)
+    hint = f"did you mean {close[0]}?" if close else "give the folder of your own by --config-dir."
+    return f"--config-name={name} must be one of {', '.join(names)}, or a file in --config-dir: {hint}"
 
 
 def _mistyped(name: str, value: Any) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -37,6 +39,8 @@ _PACKAGE = os.path.dirname(__file__) + os.sep
 _LARGEST = 3.4e38  # of float32
 _START_S = 600.0  # a machine that is busy, or a slow file system: only something stuck takes longer
 _LONGEST_END_S = 10.0
+_LONGEST_TRANSFER_S = 30
+"""Seconds for which a pipe may be full, or a message incomplete: then the process at its other end is stopped."""
 _START = "import sys; sys.path[:] = {path!r}; from torchrl_grpo.reward_pool import serve; serve({fd}, {parent})"
 
 
@@ -119,9 +123,17 @@ class _Worker:
             if refused is not None:
                 raise RuntimeError(f"env.reward_workers needs processes that can load the task; one says: {refused}")
             self._task = None
+            self._limit_transfers()
         self.connection.send((dialogs, timeout_s))
         # One of several that are judged at a time is given up by the process itself.
         return self.connection.recv() if self.connection.poll(timeout_s + (len(dialogs) > 1)) else None
+
+    def _limit_transfers(self) -> None:
+        limit = struct.pack("@ll", _LONGEST_TRANSFER_S, 0)
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as pipe:
+            pipe.setblocking(True)
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                pipe.setsockopt(socket.SOL_SOCKET, option, limit)
 
     def kill(self) -> None:
         """Ends the process and what it started; ``close`` waits for that."""

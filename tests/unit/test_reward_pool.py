@@ -23,6 +23,7 @@ from tests.support.configs import ROOT
 from tests.support.envs import END, ScriptedEngine, column, respond
 from tests.support.reward_runs import assert_killed_reward_workers_change_no_number
 from tests.support.reward_tasks import ObedientTask, UnloadableTask
+from torchrl_grpo import reward_pool
 from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.collectors.sampler import RolloutTask, Sampler
 from torchrl_grpo.distributed.actors import SamplerActor
@@ -75,6 +76,19 @@ def test_a_worker_killed_while_it_waits_costs_only_a_restart(pool: RewardPool) -
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # a signal takes a moment to arrive; the pool still has to notice
     assert score(pool, "exit", "2", "3")[1:] == [Score(2.0, True), Score(3.0, True)]
     assert pool.take_counts()[RESTARTS] == 3
+
+
+def test_a_worker_that_stopped_while_it_waits_holds_up_no_dialog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fit into the pipe was sent without end."""
+    monkeypatch.setattr(reward_pool, "_LONGEST_TRANSFER_S", 1)
+    with RewardPool(ObedientTask(), 1, timeout_s=30) as pool:
+        score(pool, "1")
+        [worker] = psutil.Process(pool.pids()[0]).children() or [psutil.Process(pool.pids()[0])]
+        worker.suspend()
+        start = time.monotonic()
+        assert score(pool, "5 " + 2_000_000 * "x") == [Score(5.0, True)]
+        assert time.monotonic() - start < 20
+        assert pool.take_counts() == {RESTARTS: 1, TIMED_OUT: 0}
 
 
 def test_dialogs_are_scored_at_once_without_torch_in_the_workers(pool: RewardPool, tmp_path: Path) -> None:

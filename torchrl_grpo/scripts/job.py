@@ -90,11 +90,27 @@ def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> floa
         if not examine(config, directory, asynchronous=asynchronous):
             sys.exit(1)
         return None
-    with closing(build(config, directory, asynchronous=asynchronous)) as run:
+    with _writing_log(), closing(build(config, directory, asynchronous=asynchronous)) as run:
         summary = run.fit()
     from torchrl_grpo.reporting.report import objective  # imports matplotlib, which a run needs at its end only
 
     return objective(summary)
+
+
+@contextmanager
+def _writing_log() -> Iterator[None]:
+    """Has what TorchRL's logger prints go into Hydra's log file too: it hands nothing on to other loggers."""
+    from torchrl._utils import logger
+
+    files = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
+    for file in files:
+        file.handleError = lambda _: None  # type: ignore[method-assign]  # of a full disk, say: the line is on the terminal
+        logger.addHandler(file)
+    try:
+        yield
+    finally:
+        for file in files:
+            logger.removeHandler(file)
 
 
 @contextmanager

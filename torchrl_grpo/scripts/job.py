@@ -90,11 +90,25 @@ def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> floa
         if not examine(config, directory, asynchronous=asynchronous):
             sys.exit(1)
         return None
-    with closing(build(config, directory, asynchronous=asynchronous)) as run:
+    with _torchrl_in_the_log(), closing(build(config, directory, asynchronous=asynchronous)) as run:
         summary = run.fit()
     from torchrl_grpo.reporting.report import objective  # imports matplotlib, which a run needs at its end only
 
     return objective(summary)
+
+
+@contextmanager
+def _torchrl_in_the_log() -> Iterator[None]:
+    """Has what TorchRL's logger prints stand in the run's log too: Hydra's file gets what the root logger is told."""
+    logger = logging.getLogger("torchrl")
+    files = [handler for handler in logging.root.handlers if isinstance(handler, logging.FileHandler)]
+    for handler in files:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in files:
+            logger.removeHandler(handler)
 
 
 @contextmanager

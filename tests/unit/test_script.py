@@ -146,7 +146,8 @@ def test_sigterm_ends_a_run_in_order_and_its_resume_line_works(
     [folder] = (tmp_path / "outputs").glob("*/*")
     [checkpoint] = (folder / "checkpoints").glob("checkpoint_*.pt")
     assert (folder / "report.html").exists()
-    assert f"It goes on with train.resume={checkpoint}" in (tmp_path / "printed").read_text()
+    for log in (tmp_path / "printed", folder / "grpo.log"):
+        assert f"It goes on with train.resume={checkpoint}" in log.read_text()
 
     step = int(checkpoint.stem.removeprefix("checkpoint_"))
     status = run_here(

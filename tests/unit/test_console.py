@@ -141,7 +141,7 @@ def test_finish_prints_before_and_after_and_every_path_in_one_piece() -> None:
     ]
 
 
-def test_finish_counts_from_the_step_after_which_a_run_went_on() -> None:
+def test_finish_counts_from_where_a_run_in_a_new_folder_went_on() -> None:
     file = io.StringIO()
     Console(file=file).finish({"steps": 90, "first_step": 81, "sequences": 1280}, {})
     assert file.getvalue().splitlines()[-1] == "steps 81 to 90, 1,280 sequences"

@@ -104,13 +104,17 @@ def _writing_log() -> Iterator[None]:
 
     files = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
     for file in files:
-        file.handleError = lambda _: None  # type: ignore[method-assign]  # of a full disk, say: the line is on the terminal
+        file.handleError = _say_nothing  # type: ignore[method-assign]
         logger.addHandler(file)
     try:
         yield
     finally:
         for file in files:
             logger.removeHandler(file)
+
+
+def _say_nothing(record: logging.LogRecord) -> None:
+    """For a line that a full disk has no room for, say: it is on the terminal."""
 
 
 @contextmanager

@@ -170,7 +170,7 @@ def table(found: dict[str, dict[str, float]]) -> str:
         for correction in CORRECTIONS:
             runs = [one for name, one in found.items() if name.startswith(f"{engine}/{correction}/")]
             if runs:
-                after = [one["accuracy_of_trained"] for one in runs]
+                after = [one.get("accuracy_of_trained", one["accuracy_after"]) for one in runs]
                 mean = {name: statistics.fmean(one[name] for one in runs) for name in runs[0]}
                 bounded = f"{mean['capped'] + mean['clipped']:.2%}"
                 cells = [

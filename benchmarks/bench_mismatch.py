@@ -173,11 +173,7 @@ def table(found: dict[str, dict[str, float]]) -> str:
                 after = [one.get("accuracy_of_trained", one["accuracy_after"]) for one in runs]
                 mean = {name: statistics.fmean(one[name] for one in runs) for name in runs[0]}
                 bounded = f"{mean['capped'] + mean['clipped']:.2%}"
-                cells = [
-                    engine,
-                    correction,
-                    f"{mean['accuracy_of_trained']:.1%} ({min(after):.1%} to {max(after):.1%})",
-                ]
+                cells = [engine, correction, f"{statistics.fmean(after):.1%} ({min(after):.1%} to {max(after):.1%})"]
                 cells += [f"{mean['accuracy_after']:.1%}", f"{mean['kl_to_engine']:.1e}", bounded]
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -164,11 +164,18 @@ def make_sampler(
     evaluator = None
     if blueprint.greedy_env is not None:
         evaluation = config.evaluation
+        sampled = replace(
+            blueprint.params,
+            temperature=evaluation.temperature or blueprint.params.temperature,
+            top_p=evaluation.top_p,
+            top_k=evaluation.top_k,
+            min_p=evaluation.min_p,
+        )
         evaluator = Evaluator(
             engine,
             transformed(config, blueprint.greedy_env),
             transformed(config, blueprint.sampled_env),
-            params=replace(blueprint.params, temperature=evaluation.temperature or blueprint.params.temperature),
+            params=sampled,
             further=dataset_names(evaluation.datasets or (), "evaluation.datasets"),
             rows=config.logging.test_rows,
         )

@@ -187,6 +187,13 @@ def test_the_newest_and_the_best_checkpoints_are_kept(
     assert steps_in(tmp_path) == (expected or [1, 2, 3, 4, 5])
 
 
+def test_by_default_the_newest_three_checkpoints_stay(tmp_path: Path) -> None:
+    made = checkpointer(tmp_path, compose_config().train.keep_checkpoints)
+    for step in range(1, 6):
+        save(made, step)
+    assert steps_in(tmp_path) == [3, 4, 5]
+
+
 def test_a_save_that_fails_leaves_the_one_before_and_no_staging_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,10 @@ import cloudpickle
 import pytest
 from datasets import Dataset
 
+from tests.support.configs import compose_config
 from tests.support.datasets import ROWS, error_of, write
+from torchrl_grpo.blueprint import prepare
+from torchrl_grpo.config import ConfigError
 from torchrl_grpo.tasks.base import Problem
 from torchrl_grpo.tasks.dataset import DatasetTask
 from torchrl_grpo.tasks.fields import fill_template
@@ -221,6 +224,15 @@ def test_without_a_test_split_the_error_says_what_to_set(tmp_path: Path) -> None
         "test.jsonl is missing (found: ['data.jsonl']): set env.test_split=NAME or env.test_fraction=0.1, or "
         "evaluation.num_prompts=0 for no evaluation."
     )
+
+
+def test_a_run_that_evaluates_nothing_needs_no_test_split(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", ROWS)
+    given = (f"env.dataset={path}", "env.reward=math", "evaluation.k=0")
+    made = prepare(compose_config(*given, "evaluation.num_prompts=0"))
+    assert made.greedy_env is None and made.train_env.num_problems == len(ROWS)
+    with pytest.raises(ConfigError, match=r"set env\.test_split=NAME .* or evaluation\.num_prompts=0"):
+        prepare(compose_config(*given))
 
 
 def test_an_unknown_split_lists_those_there(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.configs import compose_config
 from tests.support.models import make_tiny_model
+from tests.support.runs import SMALL, steps
 from torchrl_grpo import keys, stalls
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
@@ -18,7 +22,9 @@ from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.functional import pass_at_k
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.generation.transformers import TransformersEngine
+from torchrl_grpo.records import read_jsonl
 from torchrl_grpo.reward_pool import RewardPool
+from torchrl_grpo.run import build
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Problem, Score, Split, Task
 from torchrl_grpo.tasks.with_tests import WithTests
@@ -172,3 +178,19 @@ def test_a_sample_row_says_what_came_out() -> None:
         "split": "train", "query": "q0", "response": "r02", "reward": 1.0, "correct": True, "valid": True,
         "advantage": pytest.approx(0.7), "length": 2, "finish_reason": "stop", "group": 0,
     }  # fmt: skip
+
+
+def test_what_pass_at_k_leaves_out_is_not_left_out_in_training(tmp_path: Path) -> None:
+    cut = (
+        "evaluation.num_prompts=4",
+        "evaluation.k=2",
+        "evaluation.top_p=0.9",
+        "evaluation.top_k=5",
+        "evaluation.min_p=0.1",
+    )
+    with closing(build(compose_config(*SMALL, *cut, steps(1)), tmp_path)) as made:
+        sampler = made.source.sampler
+        drawn = [sampler.evaluator._sampling_policy.params, sampler.collectors[0].policy.params]
+        assert [(params.top_p, params.top_k, params.min_p) for params in drawn] == [(0.9, 5, 0.1), (1.0, 0, 0.0)]
+        made.fit()
+    assert {"eval/pass@1", "eval/pass@2"} <= read_jsonl(tmp_path / "metrics.jsonl")[-1].keys()

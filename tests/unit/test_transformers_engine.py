@@ -570,12 +570,16 @@ def test_the_ends_of_the_unit_interval_never_give_an_impossible_token(vocab_size
     assert invert_cdf(probs, uniform).tolist() == [3, 3, vocab_size // 2, vocab_size // 2 + 1]
 
 
-def test_top_k_and_top_p_keep_what_a_hand_computation_keeps():
+def test_top_k_top_p_and_min_p_keep_what_a_hand_computation_keeps():
     logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
     probs = sampling_probs(logits, SamplingParams(1, top_k=2))
     torch.testing.assert_close(probs, torch.tensor([[0, 4 / 7, 0, 3 / 7]]))
     probs = sampling_probs(logits, SamplingParams(1, top_p=0.75))
     torch.testing.assert_close(probs, torch.tensor([[0, 4 / 9, 2 / 9, 3 / 9]]))
+    probs = sampling_probs(logits, SamplingParams(1, min_p=0.6))
+    torch.testing.assert_close(probs, torch.tensor([[0, 4 / 7, 0, 3 / 7]]))
+    probs = sampling_probs(logits, SamplingParams(1, min_p=0.3, temperature=0.5))  # of 16/30, at least 4.8/30
+    torch.testing.assert_close(probs, torch.tensor([[0, 16 / 25, 0, 9 / 25]]))
     probs = sampling_probs(logits, SamplingParams(1, temperature=0.5))
     torch.testing.assert_close(probs, torch.tensor([[1 / 30, 16 / 30, 4 / 30, 9 / 30]]))
     token, log_prob = sample(logits, SamplingParams(1, temperature=0), torch.zeros(1))

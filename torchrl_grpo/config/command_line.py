@@ -205,7 +205,8 @@ def _unknown(name: str, text: str) -> str:
     if name.rpartition(".")[2] in _CUT:
         return (
             f"{text} names a config key that does not exist: what is cut off changes the distribution that is sampled "
-            "from, and the trainer's log-probs would be of another one; use inference_model.temperature alone."
+            "from, and the trainer's log-probs would be of another one; use inference_model.temperature alone, and "
+            "evaluation.top_p, top_k and min_p for pass@k."
         )
     groups = {leaf.rsplit(".", depth)[0] for leaf in FIELDS for depth in range(1, leaf.count(".") + 1)}
     last = name.rpartition(".")[2]

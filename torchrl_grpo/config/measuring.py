@@ -23,6 +23,12 @@ class EvaluationConfig:
     """Samples a problem for pass@k before and after the run, from 2 to 1,024; 0 leaves it out."""
     temperature: float | None = limited(None, ge=MIN_TEMPERATURE)
     """Temperature of the samples for pass@k, at least 0.01; null is inference_model.temperature."""
+    top_p: float = limited(1.0, gt=0, le=1)
+    """Samples for pass@k are drawn from the most likely tokens that hold this share of the probability; 1 is all."""
+    top_k: int = limited(0, ge=0)
+    """Samples for pass@k are drawn from so many of the most likely tokens; 0 is all."""
+    min_p: float = limited(0.0, ge=0, lt=1)
+    """Samples for pass@k are drawn from tokens of at least this share of the most likely one's probability."""
     datasets: list[DatasetConfig] | None = None
     """Further test sets, of num_prompts problems each: [{dataset: aime.jsonl, columns: {prompt: q}, reward: math}].
     Each takes the keys from dataset to reward, and name, what its metrics are called. It is the data's test split or,

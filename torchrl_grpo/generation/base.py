@@ -1,7 +1,7 @@
 """What every generation engine has in common: the sampling parameters, the result, and the interface.
 
 An engine is given token ids and gives back token ids with the log-probabilities of the distribution that they were
-sampled from (temperature, top-k and top-p included). Text never enters and never leaves.
+sampled from (temperature, min-p, top-k and top-p included). Text never enters and never leaves.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class SamplingParams:
             temperature 1).
         top_p: nucleus mass in (0, 1]; 1 keeps all tokens.
         top_k: number of most likely tokens to keep; 0 keeps all.
+        min_p: share in [0, 1) of the most likely token's probability that a token must have to be kept.
         stop_token_ids: a response ends with the first of these that is sampled; it is part of the response.
         stop: a response also ends with the token that completes one of these strings; None is none.
 
@@ -42,6 +43,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     stop: StopStrings | None = None
 
@@ -56,6 +58,8 @@ class SamplingParams:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}: use 1.0 to keep all tokens.")
         if self.top_k < 0:
             raise ValueError(f"top_k must be at least 0, got {self.top_k}: use 0 to keep all tokens.")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"min_p must be in [0, 1), got {self.min_p}: use 0 to keep all tokens.")
 
 
 @dataclass

@@ -7,6 +7,8 @@ and a draw depends on its own row and number only, never on the other rows of th
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -23,8 +25,9 @@ reuse them: fresh pages for [64, 32000] would take several times longer than the
 def sampling_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     """The distribution that tokens are drawn from.
 
-    Temperature comes first, then the ``top_k`` most likely tokens (all of those tied with the last one), then, of what
-    they leave, the smallest set of most likely tokens that holds ``top_p`` of the mass. Greedy gives temperature 1.
+    Temperature comes first, then the tokens of at least ``min_p`` times the largest probability, then the ``top_k``
+    most likely tokens (all of those tied with the last one), then, of what they leave, the smallest set of most likely
+    tokens that holds ``top_p`` of the mass. Greedy gives temperature 1.
 
     Args:
         logits: [B, V], any floating dtype.
@@ -38,6 +41,8 @@ def sampling_probs(logits: Tensor, params: SamplingParams) -> Tensor:
         return logits.softmax(-1)
     if params.temperature != 1:
         logits = logits / params.temperature
+    if params.min_p:
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(params.min_p), -torch.inf)
     if 0 < params.top_k < logits.shape[-1]:
         smallest_kept = logits.topk(params.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, -torch.inf)

@@ -233,6 +233,7 @@ class VLLMBase(Engine):
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
+            min_p=params.min_p,
             max_tokens=min(params.max_new_tokens, self.max_model_len - prompt_len),
             stop_token_ids=list(params.stop_token_ids),
             extra_args={STOP: list(params.stop.strings)} if params.stop is not None else None,

@@ -15,6 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the suite runs in as many processes as there are cores
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("TORCHRL_GRPO_QUICK_IMPORTS", "1")  # actors on Ray import what those of a script do
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

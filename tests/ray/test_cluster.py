@@ -91,6 +91,9 @@ def test_two_runs_have_a_cluster_each_also_where_ray_starts_slowly(monkeypatch: 
     assert len(addresses) == 2
 
 
+PLAIN = {"PYTHONPATH": str(ROOT), "TORCHRL_GRPO_QUICK_IMPORTS": ""}
+"""Variables of a process that has no actor of a run, and so imports nothing of TorchRL."""
+
 HOST = """
 import sys, ray
 context = ray.init(address="local", num_cpus=2, num_gpus=6, include_dashboard=False, logging_level="error")
@@ -127,7 +130,7 @@ class Host:
     def join(self, *command: str) -> str:
         """What a process prints that joins the cluster, of which it must give back everything."""
         # Ray reads RAY_AUTH_MODE once, so who joins by host:port needs it in the environment.
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token", "RAY_ADDRESS": self.address}
+        environment = os.environ | PLAIN | {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": self.address}
         done = subprocess.run(
             [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=600, check=False
         )
@@ -141,9 +144,8 @@ class Host:
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # the cluster's workers have it too
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    process = subprocess.Popen(  # the cluster's workers have its environment too
+        [sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | PLAIN
     )
     try:
         assert process.stdout
@@ -209,7 +211,7 @@ def test_a_run_that_is_told_to_end_leaves_no_process_and_folder(number: signal.S
         [sys.executable, "-c", DRIVER],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
+        env=os.environ | PLAIN | {"TMPDIR": str(folder)},
         start_new_session=True,
         # A process that was started in the background ignores Ctrl-C, and so would this one.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),

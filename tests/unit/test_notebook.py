@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.configs import ROOT
+from torchrl_grpo.records import read_jsonl
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -36,9 +37,13 @@ def test_the_notebook_of_the_first_run_learns(tmp_path: Path) -> None:
     for name in ("sota", "config"):
         (tmp_path / name).symlink_to(ROOT / name)
     notebook = nbformat.read(shutil.copy(NOTEBOOK, folder), as_version=4)
+    [command] = [cell for cell in notebook.cells if "grpo.py" in cell.source]
+    command.source = command.source.rstrip() + " train.total_dialog_turns=5120"  # half of them
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}}).execute()
     train, curves, responses, used = (cell.outputs for cell in notebook.cells if cell.get("outputs"))
     assert "report.html" in printed(train)
+    accuracy = [row["eval/pass@1"] for row in read_jsonl(tmp_path / "outputs" / "notebook" / "metrics.jsonl")[::40]]
+    assert len(accuracy) == 2 and accuracy[0] < 0.5 and accuracy[1] > 0.9
     assert ["image/png" in output.get("data", {}) for output in curves] == [True]
     assert len(printed(responses).splitlines()) == 5
     assert "#### 85" in printed(used)

@@ -161,7 +161,7 @@ class Run:
         for process in filter(psutil.Process.is_running, self.family):
             with suppress(psutil.Error):
                 if process.status() != psutil.STATUS_ZOMBIE:
-                    lines.append(" ".join(process.cmdline())[:100])
+                    lines.append(called(process, 100))
                     process.kill()
         return lines
 
@@ -185,6 +185,12 @@ class Run:
         self.leftovers()
 
 
+def called(process: psutil.Process, most: int = 40) -> str:
+    """The command line of a process, without the folder of its program."""
+    program, *arguments = process.cmdline() or [""]
+    return " ".join([Path(program).name, *arguments])[:most]
+
+
 # What may happen. Each returns what it did.
 
 
@@ -194,7 +200,7 @@ def kill_worker(run: Run, chance: random.Random) -> str:
     if not victims:
         return "kill: nobody there"
     victim = chance.choice(victims)
-    name = " ".join(victim.cmdline())[:40]
+    name = called(victim)
     victim.kill()
     return f"kill: {name}"
 
@@ -203,7 +209,7 @@ def stop(run: Run, chance: random.Random) -> str:
     """SIGSTOP, and SIGCONT after five seconds, for a process of the run or the script."""
     assert run.process is not None
     victim = chance.choice([*run.victims(), psutil.Process(run.process.pid)])
-    name = " ".join(victim.cmdline())[:40]
+    name = called(victim)
     victim.suspend()
     time.sleep(5)
     victim.resume()

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.root,
     pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "there can be hosts"),
 ]
-QUICK = {"period": "1000", "timeout": "5000", "initial_delay": "1000"}
+QUICK = {"period": "1000", "timeout": "2000", "initial_delay": "1000"}
 """Milliseconds after which Ray looks for a host: by itself it needs up to a minute to see that one is gone."""
 
 

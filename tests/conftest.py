@@ -71,6 +71,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs write their report without its curves, whose drawing takes half the time of a run of a few steps."""
+    monkeypatch.setattr("torchrl_grpo.reporting.report.save_png", lambda *_: None)
+    monkeypatch.setattr("torchrl_grpo.reporting.report.panel_svg", lambda *_: "")
+
+
+@pytest.fixture
 def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
     """Runs a script as ``run`` does, but in this process, where all is imported; gives its exit status."""
     handlers, level = logging.root.handlers[:], logging.root.level

@@ -50,23 +50,31 @@ def tiny_model() -> Qwen2ForCausalLM:
     return make_tiny_model()
 
 
-# In parallel the suite ends sooner when what takes long starts first.
-LONG = ("ray/test_async", "ray/test_ray_source.py", "vllm/", "ray/", "torchrl/", "unit/test_sc", "unit/test_algo")
+# In parallel the suite ends sooner when what takes long starts first: these, then all files with a test that is slow.
+LONG = ("ray/test_async_script", "ray/test_ray_source", "ray/test_async", "vllm/", "ray/", "unit/test_tutorials")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks each test with what the name of its folder says that it needs, and sorts the files."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
 
-    def place(item: pytest.Item) -> int:
+    def place(item: pytest.Item) -> tuple[int, bool]:
         path = item.path.relative_to(Path(__file__).parent).as_posix()
-        return next((index for index, start in enumerate(LONG) if path.startswith(start)), len(LONG))
+        return next((at for at, start in enumerate(LONG) if path.startswith(start)), len(LONG)), item.path not in slow
 
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in ("vllm", "ray", "gpu"):
             item.add_marker(folder)
     items.sort(key=place)
+
+
+@pytest.fixture
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs write their report without its curves, whose drawing takes half the time of a run of a few steps."""
+    monkeypatch.setattr("torchrl_grpo.reporting.report.save_png", lambda *_: None)
+    monkeypatch.setattr("torchrl_grpo.reporting.report.panel_svg", lambda *_: "")
 
 
 @pytest.fixture

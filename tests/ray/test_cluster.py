@@ -59,6 +59,7 @@ def test_a_cluster_has_a_place_for_each_process_and_leaves_nothing(monkeypatch: 
             assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in fact["environ"]
         started = set(below()) - before
         assert {fact["child"] for fact in got["train"]} <= started
+        assert "ray::IDLE" not in {psutil.Process(pid).name() for pid in started}  # a process that no actor uses
         assert listening(started) == {"127.0.0.1"}
         folder = Path(cluster._folder_lock.name).parent
         assert folder is not None and folder.is_dir()

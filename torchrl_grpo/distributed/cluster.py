@@ -276,17 +276,20 @@ def start(address: str | None = None) -> Cluster:
 def _start_here(folder: str) -> None:
     """Starts Ray; once more where its node was not there after the 30 s that Ray gives it, on a busy machine.
 
-    It listens on loopback alone, as Ray by itself does on macOS: elsewhere that has no option.
+    It listens on loopback alone, as Ray by itself does on macOS: elsewhere that has no option. And it starts no process
+    for each CPU ahead of time: actors have environment variables of their own, so they could not use one.
     """
     import ray
     from ray._private import ray_constants
 
+    options: dict[str, Any] = {"include_dashboard": False, "logging_level": "error", "_temp_dir": folder}
+    options["_system_config"] = {"prestart_worker_first_driver": False}
     usual = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         for last in (False, True):
             try:
-                ray.init(address="local", include_dashboard=False, logging_level="error", _temp_dir=folder)
+                ray.init(address="local", **options)
                 return
             except Exception as error:
                 if last or "timed out during startup" not in str(error):

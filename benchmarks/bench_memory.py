@@ -1,6 +1,6 @@
 """What each knob saves of a training step's memory, measured, beside what the error message of a full device says.
 
-    python benchmarks/bench_memory.py                    # about 2 minutes on 2 idle cores
+    python benchmarks/bench_memory.py                    # about 3 minutes on 2 idle cores
     python benchmarks/bench_memory.py --only none train.mixed_precision=bf16
 
 A step is that of a run: forward, loss, backward and AdamW, of a random float32 model of 8 million parameters (6 layers
@@ -46,7 +46,10 @@ SINGLE = (
     "train_model.lora.enabled=true",
     "optimizer.name=adamw_8bit",
 )
-KNOBS: dict[str, tuple[str, ...]] = {"none": ()} | {name: (name,) for name in SINGLE} | {"all of them": SINGLE}
+# The last two save what parameters take: they are measured where activations take less, too.
+PAIRS = tuple((SINGLE[1], name) for name in SINGLE[-2:])
+KNOBS: dict[str, tuple[str, ...]] = {" ".join(knobs): knobs for knobs in (*((name,) for name in SINGLE), *PAIRS)}
+KNOBS = {"none": ()} | KNOBS | {"all of them": SINGLE}
 
 
 def make_trainer(knobs: dict[str, str]) -> GRPOTrainer:

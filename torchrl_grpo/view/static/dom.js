@@ -27,7 +27,8 @@ export function percent(value) {
 export function duration(seconds) {
   if (seconds < 100) return `${Number(seconds.toFixed(seconds < 10 ? 3 : 1))} s`;
   const minutes = Math.floor(seconds / 60);
-  if (minutes < 100) return `${minutes} min`;
+  const rest = Math.floor(seconds % 60);
+  if (minutes < 100) return rest ? `${minutes} min ${rest} s` : `${minutes} min`;
   return minutes < 6000 ? `${Math.floor(minutes / 60)} h` : `${Math.floor(minutes / 1440)} d`;
 }
 

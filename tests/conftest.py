@@ -51,7 +51,7 @@ def tiny_model() -> Qwen2ForCausalLM:
 
 
 # In parallel the suite ends sooner when what takes long starts first: these, then all files with a test that is slow.
-LONG = ("ray/test_async_script", "ray/test_ray_source", "ray/test_async", "vllm/", "ray/", "unit/test_tutorials")
+LONG = ("ray/test_async_s", "ray/test_ray_source", "ray/test_async", "vllm/", "ray/", "unit/test_fsdp", "unit/test_tut")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -104,7 +104,8 @@ class Console(AbstractContextManager["Console"]):
         """Opens the progress bar. ``sequences_done`` is above 0 in a resumed run."""
         self._started_at = time.monotonic()
         if not self._live or self._progress is not None:
-            startup.say("evaluating before the first step, and sampling for it")
+            first = "evaluating before the first step, and sampling for it"
+            startup.say("sampling for the next step" if sequences_done else first)
             return
         startup.end()
         wide, line = self._rich.width >= _WIDE, Column(no_wrap=True)

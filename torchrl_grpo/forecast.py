@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from torchrl_grpo.checks import check_keep
@@ -48,9 +49,8 @@ class Measured:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: of those after the first one, if there were any."""
-        later = sorted(self.steps_s[1:] or self.steps_s or [0.0])
-        return later[len(later) // 2]
+        """Seconds of a step: the mean of those after the first one, if there were any."""
+        return fmean(self.steps_s[1:] or self.steps_s or [0.0])
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import socket
@@ -105,6 +106,7 @@ def test_a_job_of_ray_trains_on_a_cluster_that_runs_and_leaves_nothing(folder: P
     for name in ("sota", "config"):
         shutil.copytree(ROOT / name, folder / "work" / name)
     env = environment(folder, 1, 0) | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # it listens on loopback alone

@@ -226,6 +226,7 @@ def _parts(
     measured.checkpoint_bytes, measured.model_bytes = run.learner.sizes()
     prompts, room = run.blueprint.train_env.prompts, run.blueprint.max_prompt_tokens
     lengths = [len(prompts.tokens(index)) for index in prompts.usable[:500]]
+    measured.prompt_tokens = median(lengths)
     check.found = (
         f"prompts of {min(lengths)} to {max(lengths)} tokens (median {median(lengths):.0f}) where {room:,} fit beside "
         f"{config.inference_model.max_new_tokens:,} new ones"
@@ -291,9 +292,9 @@ class _Rehearsal:
 
     def _train(self, check: Check) -> None:
         start = time.perf_counter()
-        self._metrics = self.learner.train_batch(self._batch)
+        metrics = self._metrics = self.learner.train_batch(self._batch)
         self.measured.steps_s[0] += time.perf_counter() - start
-        metrics = self._metrics
+        self.measured.response_tokens = metrics["rollout/response_length"]
         check.found = (
             f"{metrics['rollout/sequences']:.0f} responses of {metrics['rollout/response_length']:.0f} tokens, "
             f"{metrics['train/micro_batches']:.0f} passes, gradient norm {metrics['train/grad_norm']:.3g}"

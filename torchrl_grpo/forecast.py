@@ -17,6 +17,8 @@ from torchrl_grpo.records import duration, size
 
 _DISK_BYTES_PER_S = 2e8
 """At which a checkpoint is hashed and written."""
+_END_S = 2.0
+"""From the last line that a run prints until its process has ended."""
 _ROW_BYTES, _TENSORBOARD_BYTES, _REPORT_BYTES = 2_300, 2_300, 450_000
 """Of a step in metrics.jsonl and timeline.jsonl, of one in TensorBoard's files, and of report.html and curves.png."""
 
@@ -34,6 +36,7 @@ class Measured:
         sample_bytes: of a row of samples.jsonl.
         memory: peak, by device.
         steps_done: by the run that goes on.
+        prompt_tokens, response_tokens: in the middle and on average; 0 where nothing was sampled.
     """
 
     start_s: float = 0.0
@@ -46,6 +49,8 @@ class Measured:
     sample_bytes: float = 500.0
     memory: dict[str, int] = field(default_factory=dict)
     steps_done: int = 0
+    prompt_tokens: float = 0.0
+    response_tokens: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -61,22 +66,35 @@ class Forecast:
         seconds: of each kind of work.
         disk_bytes: of its folder, at most.
         memory: peak, by device.
+        lengths: tokens of a response as measured, and the most that it may have.
+        growth: of the tokens of a sequence, from the ones to the others.
     """
 
     seconds: dict[str, float]
     disk_bytes: int
     memory: dict[str, int]
+    lengths: tuple[float, int] = (0.0, 0)
+    growth: float = 1.0
 
     @property
     def total_s(self) -> float:
         """Seconds of the whole run."""
         return sum(self.seconds.values())
 
+    @property
+    def longest_s(self) -> float:
+        """The same, if every response were as long as it may be: a run that learns changes their length."""
+        return self.total_s + (self.growth - 1) * (self.seconds["steps"] + self.seconds["evaluations"])
+
     def rows(self) -> list[dict[str, Any]]:
         """The same as rows of a table."""
         parts = ", ".join(f"{name} {duration(value)}" for name, value in self.seconds.items() if value >= 0.5)
         total = f"{self.total_s / 3600:.3g} hours ({self.total_s:.0f} s)"
         rows = [{"what": "time", "takes": total, "of which": parts}]
+        if self.growth > 1:
+            now, most = self.lengths
+            of = f"if responses grow from {now:.0f} to {most:,} tokens, the most that they may have"
+            rows.append({"what": "time at most", "takes": duration(self.longest_s), "of which": of})
         rows.append({"what": "disk", "takes": size(self.disk_bytes), "of which": "at most, in the run's folder"})
         for device, peak in self.memory.items():
             of = "all processes of the run" if device == "cpu" else "everything on the device"
@@ -104,6 +122,7 @@ def forecast(config: GRPOConfig, measured: Measured) -> Forecast:
         "evaluations": evaluations * measured.sampled_s + between * measured.greedy_s,
         "checkpoints": written / _DISK_BYTES_PER_S,
         "report": measured.report_s,
+        "end": _END_S,
     }
     kept = check_keep(train.keep_checkpoints)
     most = checkpoints if kept is None else min(checkpoints, sum(kept.values()))
@@ -112,7 +131,10 @@ def forecast(config: GRPOConfig, measured: Measured) -> Forecast:
     rows += (between + evaluations) * min(evaluation.num_prompts, logging.test_rows or evaluation.num_prompts)
     disk = most * measured.checkpoint_bytes + bool(steps) * measured.model_bytes + rows * measured.sample_bytes
     disk += steps * (_ROW_BYTES + logging.tensorboard * _TENSORBOARD_BYTES) + _REPORT_BYTES
-    return Forecast(seconds, int(disk), dict(measured.memory))
+    longest = config.inference_model.max_new_tokens * config.env.max_turns
+    now, prompt = measured.response_tokens, measured.prompt_tokens
+    growth = max(1.0, (prompt + longest) / (prompt + now)) if now else 1.0
+    return Forecast(seconds, int(disk), dict(measured.memory), (now, longest), growth)
 
 
 def memory_now() -> dict[str, int]:

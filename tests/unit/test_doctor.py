@@ -126,13 +126,15 @@ def test_a_forecast_equals_the_sums_by_hand() -> None:
     )  # fmt: skip
     measured = Measured(start_s=5, steps_s=[9, 0.5, 0.7, 0.6], greedy_s=2, sampled_s=7, report_s=3)
     measured.checkpoint_bytes, measured.model_bytes, measured.memory = 10**8, 10**7, {"cpu": 10**9}
+    measured.prompt_tokens, measured.response_tokens = 8, 12
     found = forecast(config, measured)
     assert found.seconds == pytest.approx(
-        {"start": 5, "steps": 60, "evaluations": 2 * 7 + 9 * 2, "checkpoints": 2.55, "report": 3}
+        {"start": 5, "steps": 60, "evaluations": 2 * 7 + 9 * 2, "checkpoints": 2.55, "report": 3, "end": 2}
     )
     samples = 2 * 16 + 11 * 20  # at steps 50 and 100; and the evaluations
     assert found.disk_bytes == 2 * 10**8 + 10**7 + 100 * 2300 + 450_000 + samples * 500
-    assert found.rows()[0]["takes"] == "0.0285 hours (103 s)" and found.memory == {"cpu": 10**9}
+    assert found.longest_s == pytest.approx(104.55 + (40 / 20 - 1) * 92)  # 8 + 32 tokens in place of 8 + 12
+    assert found.rows()[0]["takes"] == "0.029 hours (105 s)" and found.memory == {"cpu": 10**9}
 
 
 def test_memory_is_the_peak_of_this_process_and_its_children() -> None:

@@ -157,6 +157,8 @@ def test_savings_equal_the_counts_by_hand_and_leave_out_what_is_on() -> None:
         "train_model.num_devices=4": 4 * count,
         "train_model.cpu_offload=true": 8 * count,
     }
+    alone = savings(memory, 1, checkpoints=True, lora=False, full_precision=False, small_states=False, ranks=2)
+    assert set(found) - set(alone) == {"train.micro_batch_tokens=500"}  # 0 would be refused
     tuned = savings(memory, 1000, checkpoints=True, lora=True, full_precision=False, small_states=False, ranks=1)
     assert set(tuned) == {"train.micro_batch_tokens=500", "train_model.num_devices=2", "optimizer.name=adamw_8bit"}
     small = step_memory(model, list(model.parameters()), 1000, 2, small_states=True)

@@ -91,7 +91,7 @@ def savings(
     """
     activations = memory.checkpointed if checkpoints else memory.activations
     states = memory.gradients + memory.optimizer
-    found = {f"train.micro_batch_tokens={tokens // 2}": activations // 2}
+    found = {f"train.micro_batch_tokens={tokens // 2}": activations // 2} if tokens > 1 else {}
     if not checkpoints:
         found["train_model.gradient_checkpointing=true"] = memory.activations - memory.checkpointed
     if full_precision:

@@ -194,6 +194,27 @@ def test_a_part_of_the_timeline_is_seen_closer(page: Page, address: str) -> None
     expect(page.locator(".lanes .restart")).to_have_count(20)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "texts"),
+    [
+        (1.5, ["0 s", "0.2 s", "0.4 s"]),
+        (600, ["0 s", "60 s", "2 min"]),
+        (5 * 3600 + 1800, ["0 s", "30 min", "60 min", "90 min", "2 h", "2 h 30 min"]),
+        (250 * 3600, ["0 s", "24 h", "48 h", "72 h", "96 h", "5 d"]),
+    ],
+)
+def test_the_axis_of_the_timeline_has_round_times(
+    seconds: float, texts: list[str], browser: Browser, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "timeline.jsonl").unlink()
+    append(run, "timeline.jsonl", [{"actor": "trainer", "kind": "train", "start": 0.0, "seconds": seconds}])
+    with served(run) as address, browser.new_page() as page:
+        show(page, address, "timeline")
+        shown = page.locator(".lanes text[text-anchor]").all_text_contents()
+    assert shown[: len(texts)] == texts
+
+
 def test_alarms_and_what_differs_between_configs(page: Page, address: str) -> None:
     show(page, address, "alarms")
     expect(page.locator("td.bad")).to_contain_text(["the entropy fell", "90% of the responses were cut off"])

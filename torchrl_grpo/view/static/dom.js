@@ -26,10 +26,10 @@ export function percent(value) {
 
 export function duration(seconds) {
   if (seconds < 100) return `${Number(seconds.toFixed(seconds < 10 ? 3 : 1))} s`;
-  const minutes = Math.floor(seconds / 60);
-  const rest = Math.floor(seconds % 60);
-  if (minutes < 100) return rest ? `${minutes} min ${rest} s` : `${minutes} min`;
-  return minutes < 6000 ? `${Math.floor(minutes / 60)} h` : `${Math.floor(minutes / 1440)} d`;
+  const units = seconds < 6000 ? [60, "min", 1, "s"] : seconds < 360000 ? [3600, "h", 60, "min"] : [86400, "d", 3600, "h"];
+  const [long, longName, short, shortName] = units;
+  const rest = Math.floor(seconds % long / short);
+  return `${Math.floor(seconds / long)} ${longName}${rest ? ` ${rest} ${shortName}` : ""}`;
 }
 
 // The address holds the whole state: "#groups?run=1&split=test".

@@ -87,7 +87,8 @@ function drawn(found, width) {
       spans.push(`${actor.name}: restart at ${duration(time)}`);
     }
   });
-  for (const tick of x.ticks(Math.max(2, Math.floor(inner / 120)))) {
+  const ticks = d3.scaleUtc().domain([1000 * first, 1000 * last]).ticks(Math.max(2, Math.floor(inner / 120)));
+  for (const tick of ticks.map((time) => time / 1000)) { // round minutes and hours
     svg.append("text").attr("x", x(tick)).attr("y", height - 4)
       .attr("text-anchor", x(tick) < 20 ? "start" : x(tick) > inner - 20 ? "end" : "middle")
       .attr("aria-hidden", "true").text(duration(tick));

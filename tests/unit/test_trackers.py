@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sqlite3
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -104,6 +106,25 @@ def test_an_mlflow_server_that_does_not_answer_is_one_line(tmp_path: Path, monke
     )
     with pytest.raises(ValueError, match=message):
         run(tmp_path, services("logging.mlflow.mode=online"), [1])
+
+
+@pytest.mark.slow
+def test_a_wandb_server_that_does_not_answer_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_wandb_key: Path
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setattr(trackers, "_WANDB_TIMEOUT_S", 3.0)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        start = time.monotonic()
+        with pytest.raises(
+            ValueError, match=r"^logging\.wandb\.mode=online must be able to start a run, and wandb says"
+        ):
+            run(tmp_path, services("logging.wandb.mode=online"), [1])
+    assert time.monotonic() - start < 30
 
 
 @pytest.mark.slow

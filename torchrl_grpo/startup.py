@@ -13,13 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
 _SILENCE_S = 5.0
 """Longest time without a line."""
-_UNUSED = ("vllm", "ray", "torchao")
+_UNUSED = ("vllm", "ray", "torchao", "scipy")
 _QUICK = "TORCHRL_GRPO_QUICK_IMPORTS"
 
 _started_at = time.monotonic()
@@ -89,7 +89,8 @@ def quick_imports(*, whole_torchrl: bool = False) -> Iterator[None]:
     """Imports what a run uses of TorchRL, and more in its body, in about half of the usual time.
 
     TorchRL imports vLLM and Ray wherever they are installed, for wrappers of its own that a run does not use, and
-    transformers torchao: here they are told that these are not, so what needs them does not work in this process. And
+    transformers torchao and SciPy (for the losses of object detection): here they are told that these are not, so what
+    needs them does not work in this process. And
     collecting garbage is put off: imports make a million objects and hardly any garbage. What they made is never looked
     at again.
 
@@ -105,6 +106,7 @@ def quick_imports(*, whole_torchrl: bool = False) -> Iterator[None]:
     try:
         import_module("torchrl.collectors")
         import_module("transformers.quantizers")
+        import_module("transformers.utils").is_scipy_available()  # which keeps the answer
     finally:
         for name in hidden:
             del sys.modules[name]
@@ -117,13 +119,26 @@ def quick_imports(*, whole_torchrl: bool = False) -> Iterator[None]:
             gc.enable()
 
 
+def leave(status: int = 0) -> None:
+    """Ends this process as an ordinary exit does, without the last part: to free the million objects of the imports one
+    by one takes seconds. To be registered with ``atexit``, or called last."""
+    atexit.unregister(leave)
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
 def actor_environment() -> dict[str, str]:
     """Environment variables with which an actor imports what this process did."""
     return {_QUICK: "1"} if _hides else {}
 
 
-def import_as_in_driver() -> None:
-    """In an actor of a run whose driver had quick imports: does the same before anything else is imported."""
+def import_as_in_driver(module: str) -> None:
+    """In an actor of a run whose driver had quick imports: has them too, and imports a module of ours in the same way,
+    before anything else is imported."""
     if os.environ.get(_QUICK) and "torchrl" not in sys.modules:
         with quick_imports():
-            pass
+            import_module(module)

@@ -2,4 +2,4 @@
 
 from torchrl_grpo.startup import import_as_in_driver
 
-import_as_in_driver()
+import_as_in_driver("torchrl_grpo.parts")

@@ -6,6 +6,7 @@ object references: of a group, the driver sees the numbers in a ``RolloutReport`
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.models.sharding import init_mesh
 from torchrl_grpo.placement import own_device
 from torchrl_grpo.processes import show_stack_when_asked
+from torchrl_grpo.startup import leave
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weights import WeightHandle
 from torchrl_grpo.weights.broadcast import open_store
@@ -166,6 +168,7 @@ class LearnerActor:
 def _begin() -> None:
     transformers_logging.disable_progress_bar()  # Ray copies it into the user's terminal, which has one of its own
     show_stack_when_asked()
+    atexit.register(leave)  # where Ray ends before it has killed the actor
 
 
 def _joined(groups: tuple[TensorDictBase, ...]) -> TensorDictBase:

@@ -282,16 +282,19 @@ def start(address: str | None = None) -> Cluster:
 def _start_here(folder: str) -> None:
     """Starts Ray; once more where its node was not there after the 30 s that Ray gives it, on a busy machine.
 
-    It listens on loopback alone, as Ray by itself does on macOS: elsewhere that has no option. And it starts no process
-    for each CPU ahead of time: actors have environment variables of their own, so they could not use one.
+    It listens on loopback alone, as Ray by itself does on macOS: elsewhere that has no option. It starts no process for
+    each CPU ahead of time: actors have environment variables of their own, so they could not use one. And neither those
+    of an autoscaler and a dashboard, which Ray starts without a dashboard too, and waits for.
     """
     import ray
     from ray._private import ray_constants
+    from ray._private.node import Node
 
     options: dict[str, Any] = {"include_dashboard": False, "logging_level": "error", "_temp_dir": folder}
     options["_system_config"] = {"prestart_worker_first_driver": False}
-    usual = ray_constants.ENABLE_RAY_CLUSTER
+    usual = ray_constants.ENABLE_RAY_CLUSTER, Node.start_monitor, Node.start_api_server
     ray_constants.ENABLE_RAY_CLUSTER = False
+    Node.start_monitor = Node.start_api_server = lambda *_, **__: None
     try:
         for last in (False, True):
             try:
@@ -301,7 +304,7 @@ def _start_here(folder: str) -> None:
                 if last or "timed out during startup" not in str(error):
                     raise
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = usual
+        ray_constants.ENABLE_RAY_CLUSTER, Node.start_monitor, Node.start_api_server = usual
 
 
 def interface_of(address: str) -> str | None:

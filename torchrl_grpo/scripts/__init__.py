@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from importlib import import_module
 
 
@@ -23,5 +24,15 @@ def start_grpo_async() -> None:
 def _start(name: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a run to save, Ctrl-C just ends the process
     from torchrl_grpo.scripts.job import command
+    from torchrl_grpo.startup import leave
 
-    command(import_module(f"torchrl_grpo.scripts.{name}").main)
+    status = 0
+    try:
+        command(import_module(f"torchrl_grpo.scripts.{name}").main)
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        status = end.code or 0
+    if sys.orig_argv[1:2] == sys.argv[:1]:  # no test, debugger or profiler runs the script
+        leave(status)
+    sys.exit(status)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from importlib import import_module
 from pathlib import Path
-
-from tests.support.models import make_tiny_model
+from typing import TYPE_CHECKING
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -18,8 +20,9 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("TORCHRL_GRPO_QUICK_IMPORTS", "1")  # actors on Ray import what those of a script do
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+if TYPE_CHECKING:  # what starts the workers imports this file too, and needs neither
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
@@ -31,6 +34,9 @@ CHAT_TEMPLATE = (
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of 256 bytes and 5 special tokens: every text round-trips."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -47,11 +53,35 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def tiny_model() -> Qwen2ForCausalLM:
     """A fresh tiny random model, float32, eval mode."""
+    from tests.support.models import make_tiny_model
+
     return make_tiny_model()
 
 
 # In parallel the suite ends sooner when what takes long starts first: these, then all files with a test that is slow.
 LONG = ("ray/test_async_s", "ray/test_ray_source", "ray/test_async", "vllm/", "ray/", "unit/test_fsdp", "unit/test_tut")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Imports in about half of the usual time where tests are collected, as ``torchrl_grpo.startup`` does.
+
+    TorchRL imports vLLM for a wrapper of its own. And imports make a million objects, which are hardly any garbage.
+    """
+    if session.config.getoption("numprocesses", None):  # what starts the workers
+        return (yield)
+    gc.disable()
+    sys.modules["vllm"] = None  # type: ignore[assignment]
+    try:
+        import_module("torchrl.collectors")
+    finally:
+        del sys.modules["vllm"]
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -70,11 +100,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-@pytest.fixture
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def no_curves() -> Iterator[None]:
     """Runs write their report without its curves, whose drawing takes half the time of a run of a few steps."""
-    monkeypatch.setattr("torchrl_grpo.reporting.report.save_png", lambda *_: None)
-    monkeypatch.setattr("torchrl_grpo.reporting.report.panel_svg", lambda *_: "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchrl_grpo.reporting.report.save_png", lambda *_: None)
+        patch.setattr("torchrl_grpo.reporting.report.panel_svg", lambda *_: "")
+        yield
+
+
+@pytest.fixture
+def curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this test they are drawn."""
+    from torchrl_grpo.reporting.curves import panel_svg, save_png
+
+    monkeypatch.setattr("torchrl_grpo.reporting.report.save_png", save_png)
+    monkeypatch.setattr("torchrl_grpo.reporting.report.panel_svg", panel_svg)
 
 
 @pytest.fixture

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 
 from torchrl_grpo.config import GRPOConfig, from_hydra, register
 
@@ -19,6 +22,11 @@ SMALL = (
 register()
 
 
-def compose_config(*overrides: str, name: str = "grpo_arithmetic") -> GRPOConfig:
+@cache
+def _composed(name: str, overrides: tuple[str, ...]) -> DictConfig:
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "config")):
-        return from_hydra(compose(name, overrides=list(overrides)))
+        return compose(name, overrides=list(overrides))
+
+
+def compose_config(*overrides: str, name: str = "grpo_arithmetic") -> GRPOConfig:
+    return from_hydra(deepcopy(_composed(name, overrides)))

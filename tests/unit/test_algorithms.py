@@ -501,7 +501,6 @@ def test_every_preset_is_here() -> None:
     assert {path.stem for path in (ROOT / "config" / "algo").glob("*.yaml")} == set(PRESETS)
 
 
-@pytest.mark.usefixtures("no_curves")
 @pytest.mark.parametrize("name", PRESETS)
 def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path) -> None:
     expected = {"kl_coef": 0.0, "ratio_level": "token", "aggregation": "sequence_mean"}

@@ -185,6 +185,7 @@ def test_vllm_use_v1_is_answered_in_one_line(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
+@pytest.mark.usefixtures("curves")
 def test_a_run_trains_evaluates_checkpoints_exports_and_reports(tmp_path: Path) -> None:
     config = compose_config(*SMALL, "train.checkpoint_frequency=1", "inference_model.check_sync=true")
     run = build(config, tmp_path)

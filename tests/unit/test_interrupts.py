@@ -25,8 +25,6 @@ from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.records import read_jsonl
 from torchrl_grpo.run import Run, build
 
-pytestmark = pytest.mark.usefixtures("no_curves")
-
 OPTIONS = ("train.checkpoint_frequency=2", "evaluation.num_prompts=4", "evaluation.k=0", "evaluation.frequency=1")
 
 

@@ -121,6 +121,7 @@ def test_report_shows_accuracy_and_responses_before_and_after(tmp_path: Path) ->
     assert "generate 22.2% 0:02" in text and "eval 44.4% 0:04" in text and "other 11.1% 0:01" in text
 
 
+@pytest.mark.usefixtures("curves")
 def test_curves_png_is_a_png_and_empty_panels_are_left_out_of_the_page(tmp_path: Path) -> None:
     log_run(tmp_path, steps=3)
     page = parse(write_report(tmp_path))
@@ -131,6 +132,7 @@ def test_curves_png_is_a_png_and_empty_panels_are_left_out_of_the_page(tmp_path:
     assert page.texts.count(("text", "step")) == len(captions)  # each x axis says what it counts
 
 
+@pytest.mark.usefixtures("curves")
 def test_puzzling_figures_have_a_sentence_and_throughput_matches_the_card(tmp_path: Path) -> None:
     log_run(tmp_path, steps=3)
     with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
@@ -142,6 +144,7 @@ def test_puzzling_figures_have_a_sentence_and_throughput_matches_the_card(tmp_pa
     assert "Throughput (trained tokens/s)" in page.text()
 
 
+@pytest.mark.usefixtures("curves")
 def test_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
     log_run(tmp_path, steps=3)
     path = write_report(tmp_path)
@@ -153,6 +156,7 @@ def test_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
     assert set(re.findall(r"url\((.)", html)) <= {"#"}
 
 
+@pytest.mark.usefixtures("curves")
 def test_text_of_the_model_and_of_the_config_is_shown_never_interpreted(tmp_path: Path) -> None:
     row = {"query": HOSTILE, "response": HOSTILE, "reward": None, "correct": False, "advantage": -1.0}
     with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
@@ -221,6 +225,7 @@ def test_long_responses_keep_their_start_and_their_end(tmp_path: Path) -> None:
     assert shown is not None and len(shown.group()) == 2000
 
 
+@pytest.mark.usefixtures("curves")
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_run_that_crashed_early_has_a_report(tmp_path: Path, steps: int) -> None:
     with (tmp_path / "metrics.jsonl").open("w") as file:
@@ -236,6 +241,7 @@ def test_run_that_crashed_early_has_a_report(tmp_path: Path, steps: int) -> None
     assert summarize(tmp_path)["wall_s"] == (float(steps) or None)
 
 
+@pytest.mark.usefixtures("curves")
 def test_folder_without_any_file_has_a_report(tmp_path: Path) -> None:
     assert "No metrics were logged." in parse(write_report(tmp_path)).text()
 

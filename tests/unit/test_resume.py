@@ -18,8 +18,6 @@ from torchrl_grpo.models import loading
 from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.run import build
 
-pytestmark = pytest.mark.usefixtures("no_curves")
-
 FULL = ("optimizer.warmup_steps=20", "optimizer.weight_decay=0.1", "train.optim_batch_size=8", "train.epochs=2")
 
 ADAMW_8BIT = "optimizer.name=adamw_8bit"

@@ -17,8 +17,6 @@ from torchrl_grpo.checkpoint_files import checkpoints_in, read_manifest
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.records import read_jsonl
 
-pytestmark = pytest.mark.usefixtures("no_curves")
-
 TESTED = ("evaluation.num_prompts=8", "evaluation.k=2", "evaluation.frequency=2", "logging.sample_frequency=3")
 SAVED = ("train.checkpoint_frequency=2",)
 SYNC = ROOT / "sota" / "grpo" / "grpo.py"

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -154,7 +155,7 @@ class Cluster:
             if self._closed:
                 return
         if dead[0][1].returncode not in _CRASHES:
-            time.sleep(2.0)  # a signal to the process group ends Ray too, and this process then in order
+            time.sleep(2.0)  # a signal to all processes of a job ends Ray too, and this process then in order
         if self._closed or interrupts.status() is not None:
             return
         (name, process), go_on = dead[0], what_to_say()
@@ -284,16 +285,19 @@ def _start_here(folder: str) -> None:
 
     It listens on loopback alone, as Ray by itself does on macOS: elsewhere that has no option. It starts no process for
     each CPU ahead of time: actors have environment variables of their own, so they could not use one. And neither those
-    of an autoscaler and a dashboard, which Ray starts without a dashboard too, and waits for.
+    of an autoscaler and a dashboard, which Ray starts without a dashboard too, and waits for. Each is in a process group
+    of its own: a signal to the script's group is the script's to answer.
     """
     import ray
-    from ray._private import ray_constants
+    from ray._private import ray_constants, services
     from ray._private.node import Node
 
     options: dict[str, Any] = {"include_dashboard": False, "logging_level": "error", "_temp_dir": folder}
     options["_system_config"] = {"prestart_worker_first_driver": False}
-    usual = ray_constants.ENABLE_RAY_CLUSTER, Node.start_monitor, Node.start_api_server
+    usual = ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen, Node.start_monitor, Node.start_api_server
     ray_constants.ENABLE_RAY_CLUSTER = False
+    if sys.platform == "linux":  # elsewhere Ray itself ends them by their group
+        services.ConsolePopen = partial(services.ConsolePopen, process_group=0)
     Node.start_monitor = Node.start_api_server = lambda *_, **__: None
     try:
         for last in (False, True):
@@ -304,7 +308,7 @@ def _start_here(folder: str) -> None:
                 if last or "timed out during startup" not in str(error):
                     raise
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER, Node.start_monitor, Node.start_api_server = usual
+        ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen, Node.start_monitor, Node.start_api_server = usual
 
 
 def interface_of(address: str) -> str | None:

@@ -285,7 +285,7 @@ def _start_here(folder: str) -> None:
 
     It listens on loopback alone, as Ray by itself does on macOS: elsewhere that has no option. It starts no process for
     each CPU ahead of time: actors have environment variables of their own, so they could not use one. And neither those
-    of an autoscaler and a dashboard, which Ray starts without a dashboard too, and waits for. Each is in a process group
+    of an autoscaler and a dashboard, which Ray starts even so, and waits for. Each is in a process group
     of its own: a signal to the script's group is the script's to answer.
     """
     import ray

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
 
 from tests.support.models import make_tiny_model
 from torchrl_grpo import keys
@@ -19,8 +21,16 @@ def make_batch(
 ) -> TensorDictBase:
     """Sequences whose behaviour and reference log-probs are near those of ``make_tiny_model()``.
 
-    So many after one another (``repeats``) have the same prompt, of three tokens.
+    So many after one another (``repeats``) have the same prompt, of three tokens. Torch's random state is afterwards
+    that of ``make_tiny_model()``.
     """
+    batch, state = _scored_batch(lengths, spread, repeats)
+    torch.set_rng_state(state)
+    return batch.clone()
+
+
+@cache
+def _scored_batch(lengths: tuple[int, ...], spread: float, repeats: int) -> tuple[TensorDictBase, Tensor]:
     generator = torch.Generator().manual_seed(0)
     scorer = TokenScorer(make_tiny_model())
     rows = []
@@ -45,7 +55,7 @@ def make_batch(
                 }
             )
         )
-    return lazy_stack(rows)
+    return lazy_stack(rows), torch.get_rng_state()
 
 
 def make_trainer(model: torch.nn.Module | None = None, *, optimizer: Any = None, **settings: Any) -> GRPOTrainer:

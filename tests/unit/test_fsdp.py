@@ -1,7 +1,7 @@
 """Several ranks against one process: real processes, real gloo, real FSDP2.
 
-Processes take seconds to start, so there is one group of them for each world size. It runs every check, writes what
-came out into files, and the tests compare that with one process.
+Processes take seconds to start, so they are started once for each world size. They run every check, write what came out
+into files, and the tests compare that with one process.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 LENGTHS = (9, 14, 6, 11, 8, 12, 7, 10, 30, 5, 17)
 CPU = torch.device("cpu")
+FIRST_SCALE = 2.0**19
+"""Of the losses in float16: a few steps overflow."""
 OF_THE_SPLIT = {f"train/{name}" for name in ("micro_batches", "token_efficiency", "update_size", "grad_noise_scale")}
 """Metrics that differ with the number of ranks, which look at other numbers of a parameter."""
 
@@ -116,9 +118,9 @@ def one_bad_sequence(mesh: DeviceMesh | None) -> dict[str, Any]:
 def overflow(mesh: DeviceMesh | None) -> dict[str, Any]:
     """Steps from a loss scale that is too large on."""
     trainer = make_trainer(mesh, autocast_dtype=torch.float16)
-    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=FIRST_SCALE)
     start = weights(trainer)
-    metrics = [trainer.train_batch(make_batch(LENGTHS)) for _ in range(10)]
+    metrics = [trainer.train_batch(make_batch(LENGTHS)) for _ in range(5)]
     for step in metrics:
         step["train/grad_norm"] = 0.0  # not finite, so not equal to itself
     return {"start": start, "metrics": metrics, "scale": trainer.scaler.get_scale(), "weights": weights(trainer)}
@@ -247,6 +249,12 @@ def run_grid_rank(rank: int, world_size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def run_four_ranks(rank: int, world_size: int, folder: str) -> None:
+    """What each of four processes does: one group, and then the other."""
+    run_rank(rank, world_size, folder)
+    run_grid_rank(rank, world_size, folder)
+
+
 class _NoTokenizer:
     def save_pretrained(self, folder: os.PathLike[str]) -> None:
         """Nothing to save."""
@@ -269,26 +277,36 @@ def single(folder: Path) -> dict[str, Any]:
     return out
 
 
-def start(run: Callable[..., None], name: str, world_size: int, folder: Path) -> list[dict[str, Any]]:
-    """What each rank of a group gives. One process imports, the ranks are its forks."""
-    multiprocessing.set_forkserver_preload([__name__])
+def start(run: Callable[..., None], world_size: int, folder: Path) -> None:
+    """One process imports, the ranks are its forks."""
+    multiprocessing.set_forkserver_preload(["torchrl_grpo.distributed", __name__])  # the first makes the imports quick
     multiprocessing.start_processes(run, (world_size, str(folder)), world_size, start_method="forkserver")
+
+
+def given_by(name: str, world_size: int, folder: Path) -> list[dict[str, Any]]:
+    """What each rank of a group gave."""
     return [torch.load(folder / f"rank_{name}_{rank}.pt") for rank in range(world_size)]
 
 
 @pytest.fixture(scope="module")
 def two(folder: Path, single: dict[str, Any]) -> list[dict[str, Any]]:
-    return start(run_rank, "2", 2, folder)
+    start(run_rank, 2, folder)
+    return given_by("2", 2, folder)
 
 
 @pytest.fixture(scope="module")
-def four(folder: Path, single: dict[str, Any]) -> list[dict[str, Any]]:
-    return start(run_rank, "4", 4, folder)
+def four_ranks(folder: Path, single: dict[str, Any]) -> None:
+    start(run_four_ranks, 4, folder)
 
 
 @pytest.fixture(scope="module")
-def grid(folder: Path, single: dict[str, Any]) -> list[dict[str, Any]]:
-    return start(run_grid_rank, "grid", 4, folder)
+def four(folder: Path, four_ranks: None) -> list[dict[str, Any]]:
+    return given_by("4", 4, folder)
+
+
+@pytest.fixture(scope="module")
+def grid(folder: Path, four_ranks: None) -> list[dict[str, Any]]:
+    return given_by("grid", 4, folder)
 
 
 @pytest.fixture(params=["two", "four"])
@@ -369,8 +387,9 @@ def test_a_bad_sequence_on_one_rank_makes_all_ranks_skip_the_step(
 def test_the_loss_scaler_lowers_its_scale_on_all_ranks_alike(two: list[dict[str, Any]]) -> None:
     for rank in two:
         got = rank["overflow"]
-        assert got["scale"] == two[0]["overflow"]["scale"] == 2.0**24 / 2 ** got["metrics"][-1]["train/skipped_steps"]
-        assert 1 <= got["metrics"][-1]["train/skipped_steps"] < len(got["metrics"])
+        skipped = got["metrics"][-1]["train/skipped_steps"]
+        assert got["scale"] == two[0]["overflow"]["scale"] == FIRST_SCALE / 2**skipped
+        assert 1 <= skipped < len(got["metrics"])
         assert worst(got["weights"], got["start"]) > 0
 
 
@@ -475,7 +494,7 @@ def test_layers_split_over_pairs_train_like_one_process(
 
 def test_split_layers_are_scaled_recomputed_and_held_like_whole_ones(grid: list[dict[str, Any]]) -> None:
     for rank in grid:
-        assert rank["overflow"]["scale"] == grid[0]["overflow"]["scale"] < 2.0**24
+        assert rank["overflow"]["scale"] == grid[0]["overflow"]["scale"] < FIRST_SCALE
         assert rank["overflow"]["metrics"] == grid[0]["overflow"]["metrics"]
         assert rank["recomputed_layers"] == 2
         assert 1 / 4 < rank["share"] < 1 / 2  # the embedding is in two parts, the layers are in four

@@ -78,9 +78,9 @@ def test_jobs_side_by_side_print_into_their_folders(launcher: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_optuna_maximizes_the_last_test_accuracy(tmp_path: Path) -> None:
+def test_optuna_maximizes_the_last_test_accuracy(run_here: Callable[..., int], tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    run("optuna", tmp_path)
+    assert run_here(SYNC, *words_of("optuna"), *SHORT) == 0
     outcomes = [objective(summarize(path)) for path in jobs_in(tmp_path)]
     best = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text(encoding="utf-8"))
     assert len(outcomes) == 3 and best["best_value"] == max(outcomes)

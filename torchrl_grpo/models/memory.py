@@ -92,8 +92,9 @@ def step_memory(model: nn.Module, setup: StepSetup) -> StepMemory:
     # embedding's beside those (and the head's, which waited for it where they are tied). Those of earlier passes are
     # there all the time.
     of_head, several = 0 if setup.lora else _bytes(head), setup.passes > 1
+    tied = bool(getattr(config, "tie_word_embeddings", False))
     first = activations + of_head + several * trained
-    last = max(activations - kept + layer, (several + bool(config.tie_word_embeddings)) * of_head) + trained
+    last = max(activations - kept + layer, (several + tied) * of_head) + trained
     return StepMemory(weights, trained + moments, activations, weights + moments + max(first, last))
 
 

@@ -108,7 +108,7 @@ def main() -> None:
     train_step.HEADS |= HEADS
     torch.set_num_threads(1)
     libc = ctypes.CDLL("libc.so.6")
-    libc.mallopt(MMAP_THRESHOLD, 65536)
+    libc.mallopt(MMAP_THRESHOLD, 8192)
     for name in args.models:
         for knobs in args.only:
             figures = measure(name, KNOBS[knobs], libc)

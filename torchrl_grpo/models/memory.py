@@ -83,7 +83,7 @@ def step_memory(model: nn.Module, setup: StepSetup) -> StepMemory:
         weights += weights * setup.number // head.element_size()
 
     depth, wide = config.num_hidden_layers, config.hidden_size
-    layer = setup.tokens * _layer_bytes(config, setup.number)
+    layer = setup.tokens * _layer_bytes(config, setup.number, setup.lora)
     kept = depth * setup.tokens * wide * head.element_size() + layer if setup.checkpoints else depth * layer
     # Where the backward pass begins there are gradients of two tensors as wide as a layer's gates, and of its input and
     # output, or logits; in 16 bits they are in float32 too, or beside copies that are.
@@ -137,17 +137,19 @@ def savings(model: nn.Module, setup: StepSetup) -> dict[str, int]:
     return {name: now - step_memory(model, other).peak for name, other in knobs.items()}
 
 
-def _layer_bytes(config: Any, number: int) -> int:
+def _layer_bytes(config: Any, number: int, lora: bool) -> int:
     """What a layer keeps of a token for the backward pass.
 
-    The two norms compute in float32, and keep what they read and what they made of it, before their weight. In
-    ``number`` bytes there are queries, keys, values, attention's output, the two inputs of projections, and of the
-    gated part its two halves, the activation and the product. Autocast copies an input for each of five projections.
+    The two norms compute in float32, and keep what they read and, where their weight is trained, what they made
+    of it before. In ``number`` bytes there are queries, keys, values, attention's output, the two inputs of
+    projections, and of the gated part its two halves, the activation and the product. Autocast copies an input for each
+    of five projections.
     """
     wide, heads = config.hidden_size, config.num_attention_heads
     keys_and_values = 2 * wide * (getattr(config, "num_key_value_heads", None) or heads) // heads
     inputs = 2 if number == 4 else 5
-    return int(4 * 4 * wide + number * ((2 + inputs) * wide + keys_and_values + 4 * _inner(config)))
+    of_norms = 2 * 4 * wide * (1 if lora else 2)
+    return int(of_norms + number * ((2 + inputs) * wide + keys_and_values + 4 * _inner(config)))
 
 
 def _inner(config: Any) -> int:

@@ -42,7 +42,7 @@ def watched() -> Iterator[None]:
 class _Pipe(io.FileIO):
     """A standard stream that takes what is written to it also where nobody reads it any more, as after ``| head``."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:

@@ -159,7 +159,7 @@ class GRPOTrainer:
         return StepSetup(
             tokens,
             sequences,
-            len(self._passes),
+            max(1, len(self._passes)),
             number=next(self.model.parameters()).element_size() if self.autocast_dtype is None else 2,
             checkpoints=bool(base_model_of(self.model).is_gradient_checkpointing),
             lora=hasattr(self.model, "peft_config"),

@@ -54,6 +54,7 @@ PAIRS = tuple((SINGLE[1], name) for name in SINGLE[-2:])
 KNOBS: dict[str, tuple[str, ...]] = {" ".join(knobs): knobs for knobs in (*((name,) for name in SINGLE), *PAIRS)}
 KNOBS = {"none": ()} | KNOBS | {"all of them": SINGLE}
 MMAP_THRESHOLD = -3  # of mallopt
+LARGE = 8192
 
 
 def make_trainer(name: str, knobs: dict[str, str]) -> GRPOTrainer:
@@ -108,12 +109,13 @@ def main() -> None:
     train_step.HEADS |= HEADS
     torch.set_num_threads(1)
     libc = ctypes.CDLL("libc.so.6")
-    libc.mallopt(MMAP_THRESHOLD, 8192)
+    libc.mallopt(MMAP_THRESHOLD, LARGE)
     for name in args.models:
         for knobs in args.only:
             figures = measure(name, KNOBS[knobs], libc)
             print(name, knobs, figures, flush=True)
-            merge({f"{name} {knobs}": figures}, PACKAGES, args.output)
+            allocator = f"glibc's, which gives blocks of {LARGE} bytes and more back at once"
+            merge({"allocator": allocator, f"{name} {knobs}": figures}, PACKAGES, args.output)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """SIGTERM and SIGINT: the first one ends a run in order, as soon as what must not be cut in two is done; a second one
-ends the process at once.
+ends the process at once. And a pipe that nobody reads any more: a run goes on without it.
 
 Python calls a signal's handler in the main thread, between any two steps of it. Only that thread may use this module.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -35,6 +37,40 @@ def watched() -> Iterator[None]:
         (_told, _status), _watching = outer, _watching - 1
         for number, handler in previous:
             signal.signal(number, handler)
+
+
+class _Pipe(io.FileIO):
+    """A standard stream that takes what is written to it also where nobody reads it any more, as after ``| head``."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
+            return len(data)
+
+
+def outlive_readers() -> None:
+    """Has the standard streams of this process go on where they are pipes and their reader ends."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        # Not what a test or a notebook has put there.
+        if type(stream) is not io.TextIOWrapper or not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
+            continue
+        stream.flush()
+        setattr(
+            sys,
+            name,
+            io.TextIOWrapper(
+                io.BufferedWriter(_Pipe(stream.fileno(), "w", closefd=False)),
+                stream.encoding,
+                stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            ),
+        )
 
 
 def in_script() -> bool:

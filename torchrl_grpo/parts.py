@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchrl_grpo import keys
 from torchrl_grpo.algorithm import batch_transforms, make_loss
 from torchrl_grpo.blueprint import Blueprint, transformed
 from torchrl_grpo.collectors.evaluation import Evaluator
@@ -210,7 +211,7 @@ def _rescorer(config: GRPOConfig, engine: Engine) -> Callable[[Tensor, Tensor, T
     if not isinstance(engine, TransformersEngine) or not config.inference_model.exact:
         return None
     scorer = TokenScorer(engine.model, temperature=config.inference_model.temperature)
-    return KLScoring(scorer, autocast_dtype=_autocast_dtype(config)).log_probs
+    return KLScoring(scorer, autocast_dtype=_autocast_dtype(config), out_key=keys.LOG_PROBS).log_probs
 
 
 def make_reference(blueprint: Blueprint, device: torch.device | None = None) -> KLScoring:

@@ -27,6 +27,7 @@ from typing import Any
 
 import cloudpickle
 
+from torchrl_grpo import interrupts
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.processes import go_on_in_guarded_child, show_stack_when_asked
 from torchrl_grpo.tasks.base import Dialog, Score, Task, Turn
@@ -307,6 +308,7 @@ def serve(fd: int, parent: int) -> None:
     if sys.platform == "linux":
         go_on_in_guarded_child(parent, closing=fd)
         show_stack_when_asked()
+    interrupts.outlive_readers()  # a scorer may print
     connection = Connection(fd)
     with suppress(EOFError, OSError):
         task_bytes = connection.recv_bytes()

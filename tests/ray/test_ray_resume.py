@@ -39,35 +39,60 @@ def test_a_run_moves_from_one_process_to_several_ranks_and_back(lora_run: Path, 
             assert row == pytest.approx(numbers_there, rel=1e-4, abs=1e-6)
 
 
-def test_a_resumed_asynchronous_run_loses_and_repeats_no_group(tmp_path: Path) -> None:
-    def train(folder: Path, stop_at: int | None, *overrides: str) -> list[int]:
-        trained: list[int] = []
-        config = compose_config(*SMALL, steps(10), "policy.kl_coef=0", "train.max_staleness=2", *overrides)
-        made = build(config, folder, asynchronous=True)
-        real = made.learner.train_batch
+def train(folder: Path, stop_at: int | None, *overrides: str) -> list[int]:
+    """The groups that an asynchronous run trains, in exact mode, until it is stopped or complete."""
+    trained: list[int] = []
+    fixed = ("policy.kl_coef=0", "train.max_staleness=2", "inference_model.exact=true")
+    made = build(compose_config(*SMALL, steps(10), *fixed, *overrides), folder, asynchronous=True)
+    real = made.learner.train_batch
 
-        def train_batch(batch: Any) -> dict[str, float]:
-            if made.learner.version == stop_at:
-                raise KeyboardInterrupt
-            while stop_at is not None and made.source.state_dict()["env"]["next_group"] < 4 * made.learner.version + 12:
-                time.sleep(0.05)  # until as many are drawn ahead as the bound allows
-            trained.extend(batch.groups)
-            return real(batch)
+    def train_batch(batch: Any) -> dict[str, float]:
+        if made.learner.version == stop_at:
+            raise KeyboardInterrupt
+        while stop_at is not None and made.source.state_dict()["env"]["next_group"] < 4 * made.learner.version + 12:
+            time.sleep(0.05)  # until as many are drawn ahead as the bound allows
+        trained.extend(batch.groups)
+        return real(batch)
 
-        made.learner.train_batch = train_batch  # type: ignore[method-assign]
-        try:
-            made.fit()
-        except KeyboardInterrupt:
-            assert stop_at is not None
-        finally:
-            made.close()
-        return trained
+    made.learner.train_batch = train_batch  # type: ignore[method-assign]
+    try:
+        made.fit()
+    except KeyboardInterrupt:
+        assert stop_at is not None
+    finally:
+        made.close()
+    return trained
 
-    first = train(tmp_path / "first", 4)
-    ahead = torch.load(at(tmp_path / "first", 4), weights_only=True)["source"]
+
+@pytest.fixture(scope="module")
+def stopped_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int], list[int]]:
+    """The folder of both runs, and the groups that each of them trained."""
+    folder = tmp_path_factory.mktemp("asynchronous")
+    first = train(folder / "first", 4)
+    return folder, first, train(folder / "rest", None, f"train.resume={folder / 'first'}")
+
+
+def test_a_resumed_asynchronous_run_loses_and_repeats_no_group(
+    stopped_and_resumed: tuple[Path, list[int], list[int]],
+) -> None:
+    folder, first, rest = stopped_and_resumed
+    ahead = torch.load(at(folder / "first", 4), weights_only=True)["source"]
     assert ahead["env"]["next_group"] > len(first) == 16  # groups were drawn that were not trained
-    rest = train(tmp_path / "rest", None, f"train.resume={tmp_path / 'first'}")
     assert sorted(first + rest) == list(range(40))
-    rows = read_jsonl(tmp_path / "rest" / "metrics.jsonl")
+    rows = read_jsonl(folder / "rest" / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(4, 11))
     assert max(row["staleness/max"] for row in rows[1:]) <= 2
+
+
+def test_on_policy_an_exact_asynchronous_run_has_no_kl_to_its_engine(
+    stopped_and_resumed: tuple[Path, list[int], list[int]],
+) -> None:
+    """With stale samples it is that of the weights that changed since."""
+    folder, _, _ = stopped_and_resumed
+    rows = [row for name in ("first", "rest") for row in read_jsonl(folder / name / "metrics.jsonl")]
+    kl = {
+        stale: [row["train/kl_k3_to_inference"] for row in rows if row.get("staleness/max") == stale]
+        for stale in (0, 2)
+    }
+    assert len(kl[0]) >= 1 and set(kl[0]) == {0.0}
+    assert kl[2] and min(kl[2]) > 0

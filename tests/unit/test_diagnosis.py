@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from torchrl_grpo.errors import MemoryShortError, NonFiniteError
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.learner.measures import StepMeasures
 from torchrl_grpo.models import loading
-from torchrl_grpo.models.memory import savings, step_memory
+from torchrl_grpo.models.memory import StepSetup, savings, step_memory
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.records import size
 from torchrl_grpo.transforms.kl_scoring import KLScoring
@@ -89,8 +90,9 @@ def test_running_out_of_memory_is_one_message_with_what_each_knob_saves(monkeypa
         trainer.train_batch(make_batch())
     text = str(raised.value)
     assert text.startswith("The training step ran out of memory (CUDA out of memory). On each device it holds about ")
-    order = ("train_model.gradient_checkpointing=true", "train.micro_batch_tokens=500", "train.mixed_precision=bf16")
-    assert all(f"{name} (about " in text for name in order) and "\n" not in text
+    saved = savings(trainer.model, trainer.setup())
+    assert "train.micro_batch_tokens=38" in saved  # of the 77 tokens of the pass, not of the 1,000 that it might have
+    assert all(f"{name} (about {size(count)})" in text for name, count in saved.items()) and "\n" not in text
 
 
 def full(*_: Any, **__: Any) -> None:
@@ -115,20 +117,47 @@ def test_sampling_without_memory_says_what_each_knob_saves() -> None:
     )
 
 
-def test_scoring_without_memory_says_what_each_knob_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    scoring = KLScoring(TokenScorer(make_tiny_model()), max_tokens=1000)
+FORWARD = (3 * 64 + 2 * 32) * 4
+"""Bytes of a token in a forward pass of the tiny model."""
+
+
+def scored_without_memory(monkeypatch: pytest.MonkeyPatch, rows: int, **settings: Any) -> tuple[str, int]:
+    """What is said where scoring some rows of 8 tokens, of which 6 were sampled, has no memory; bytes of weights."""
+    scoring = KLScoring(TokenScorer(make_tiny_model()), **settings)
     monkeypatch.setattr(scoring.scorer, "score", full)
+    tokens = torch.arange(5, 5 + rows * 8).view(rows, 8)
+    mask = (torch.arange(8) >= 2).expand(rows, -1)
     with pytest.raises(MemoryShortError) as raised:
-        scoring.log_probs(torch.ones(2, 4, dtype=torch.int64), torch.ones(2, 4, dtype=torch.bool), torch.tensor([4, 4]))
-    weights = sum(parameter.numel() for parameter in scoring.scorer.model.parameters()) * 4
-    layer = (8 * 32 + 2 * 16 + 4 * 64) * 4 * 1000
-    assert str(raised.value) == (
+        scoring.log_probs(tokens, mask, torch.full((rows,), 8))
+    return str(raised.value), sum(parameter.numel() for parameter in scoring.scorer.model.parameters()) * 4
+
+
+def test_scoring_without_memory_says_what_each_knob_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, weights = scored_without_memory(monkeypatch, 30)
+    assert said == (
         f"Scoring with the reference model ran out of memory (CUDA out of memory). On each device it holds about "
-        f"{size(weights)} of weights and {size(layer)} of activations, beside what else is there. What would be saved: "
-        f"train.micro_batch_tokens=500 (about {size(layer // 2)}), train.mixed_precision=bf16 (about "
-        f"{size(layer // 2)}), train_model.lora.enabled=true (about {size(weights)}), ref_model.dtype=bfloat16 (about "
-        f"{size(weights // 2)})."
+        f"{size(weights)} of weights and {size(240 * FORWARD)} of activations, beside what else is there. What would "
+        f"be saved: train.micro_batch_tokens=120 (about {size(120 * FORWARD)}), train.mixed_precision=bf16 (about "
+        f"{size(120 * FORWARD)}), train_model.lora.enabled=true (about {size(weights)}), ref_model.dtype=bfloat16 "
+        f"(about {size(weights // 2)})."
     )
+
+
+def test_exact_rescoring_without_memory_names_no_knob_that_it_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, weights = scored_without_memory(monkeypatch, 1, out_key=keys.LOG_PROBS)
+    assert said == (
+        "Scoring the sampled responses once more (inference_model.exact=true) ran out of memory (CUDA out of memory). "
+        f"On each device it holds about {size(weights)} of weights and {size(8 * FORWARD)} of activations, beside what "
+        f"else is there. What would be saved: inference_model.exact=false (about {size(8 * FORWARD)}), "
+        f"train.mixed_precision=bf16 (about {size(4 * FORWARD)}), inference_model.max_new_tokens=3 (about "
+        f"{size(3 * FORWARD)})."
+    )
+
+
+def test_the_proximal_policy_without_memory_is_not_called_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, _ = scored_without_memory(monkeypatch, 30, out_key=keys.PROX_LOG_PROBS)
+    assert said.startswith("Scoring with the policy as it is before the step (policy.proximal=recomputed) ran out")
+    assert "train.micro_batch_tokens=120" in said and "ref_model" not in said and "lora" not in said
 
 
 def test_a_model_that_finds_no_room_is_named_with_its_role(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,31 +167,58 @@ def test_a_model_that_finds_no_room_is_named_with_its_role(monkeypatch: pytest.M
         parts.make_reference(SimpleNamespace(config=config), torch.device("cpu"))
 
 
-def test_savings_equal_the_counts_by_hand_and_leave_out_what_is_on() -> None:
+def shapes_of() -> Any:
+    """A model without weights, and how many numbers it has."""
     config = Qwen2Config(
         vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, tie_word_embeddings=True,
     )  # fmt: skip
     with torch.device("meta"):
         model = loading.AutoModelForCausalLM.from_config(config)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    memory = step_memory(model, list(model.parameters()), 1000, 2, ranks=2)
-    layer = (8 * 64 + 2 * 32 + 4 * 128) * 2 * 1000
-    assert (memory.weights, memory.gradients, memory.optimizer) == (2 * count, 2 * count, 4 * count)
-    assert (memory.activations, memory.checkpointed) == (3 * layer, 3 * 64 * 2 * 1000 + layer)
-    found = savings(memory, 1000, checkpoints=True, lora=False, full_precision=False, small_states=False, ranks=2)
-    assert found == {
-        "train.micro_batch_tokens=500": memory.checkpointed // 2,
-        "train_model.lora.enabled=true": int(0.94 * 6 * count),
-        "train_model.num_devices=4": 4 * count,
-        "train_model.cpu_offload=true": 8 * count,
-    }
-    alone = savings(memory, 1, checkpoints=True, lora=False, full_precision=False, small_states=False, ranks=2)
-    assert set(found) - set(alone) == {"train.micro_batch_tokens=500"}  # 0 would be refused
-    tuned = savings(memory, 1000, checkpoints=True, lora=True, full_precision=False, small_states=False, ranks=1)
-    assert set(tuned) == {"train.micro_batch_tokens=500", "train_model.num_devices=2", "optimizer.name=adamw_8bit"}
-    small = step_memory(model, list(model.parameters()), 1000, 2, small_states=True)
-    assert small.optimizer == memory.optimizer // 2  # a quarter of it, of twice the weights
+    return model, sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_savings_are_differences_of_the_peak_counted_by_hand() -> None:
+    model, count = shapes_of()
+    layer = 1000 * (16 * 64 + 4 * (4 * 64 + 2 * 32 + 4 * 128))
+    passing = 1000 * 4 * 2 * (128 + 64)  # gradients in the backward pass of a layer
+    head, weights = 4 * 100 * 64, 4 * count
+    setup = StepSetup(1000, 20, passes=1, number=4)
+    memory = step_memory(model, setup)
+    assert (memory.weights, memory.states) == (weights, 3 * weights)
+    assert memory.activations == 3 * layer + passing
+    assert memory.peak == 3 * weights + 3 * layer + passing + head  # one pass: its gradients come as activations go
+    found = savings(model, setup)
+    assert found["train.micro_batch_tokens=500"] == (3 * layer + passing) // 2 - weights
+    in_16_bits = 1000 * (16 * 64 + 2 * (7 * 64 + 2 * 32 + 4 * 128))
+    assert found["train.mixed_precision=bf16"] == 3 * (layer - in_16_bits) - weights // 2  # that much are its copies
+    inputs = 3 * 1000 * 64 * 4
+    assert found["train_model.gradient_checkpointing=true"] == 2 * layer - inputs
+    assert found["optimizer.name=adamw_8bit"] == 3 * weights // 2
+    attention, gated = 2 * 2 * 64 + 2 * (64 + 32), 3 * (64 + 128)
+    adapters = 4 * 3 * 16 * (attention + gated)
+    norms = 3 * 1000 * 2 * 4 * 64  # what they keep for their weights
+    assert found["train_model.lora.enabled=true"] == 2 * weights + head + norms - 3 * adapters
+    assert "train_model.cpu_offload=true" not in found and "train_model.num_devices=2" in found
+
+
+def test_knobs_that_are_on_or_cannot_be_turned_are_not_named() -> None:
+    model, _ = shapes_of()
+    tuned = StepSetup(1000, 20, passes=4, number=2, checkpoints=True, lora=True, small_states=True)
+    assert set(savings(model, tuned)) == {"train.micro_batch_tokens=500", "train_model.num_devices=2"}
+    alone = replace(tuned, sequences=1, ranks=2)  # a pass has a sequence at least
+    assert set(savings(model, alone)) == {"train_model.num_devices=4", "train_model.cpu_offload=true"}
+    assert set(savings(model, replace(alone, offloads=True))) == {"train_model.num_devices=4"}
+
+
+def test_a_second_pass_that_costs_more_than_it_saves_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few tokens, the gradients that a further pass finds there are more than half of the activations."""
+    trainer = make_trainer()
+    monkeypatch.setattr(trainer, "forward_backward", full)
+    with pytest.raises(MemoryShortError) as raised:
+        trainer.train_batch(make_batch((9, 14)))
+    assert savings(trainer.model, trainer.setup())["train.micro_batch_tokens=11"] < 0
+    assert "train.micro_batch_tokens" not in str(raised.value)
 
 
 def test_update_size_is_the_relative_norm_of_the_change() -> None:

@@ -177,3 +177,27 @@ def test_a_time_limit_saves_and_ends_well(run_here: Callable[..., int], tmp_path
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert checkpoints_in(tmp_path / "run" / "checkpoints") == [at(tmp_path / "run", rows[-1]["step"])]
     assert (tmp_path / "run" / "checkpoints" / "model" / "config.json").exists()
+
+
+@pytest.mark.parametrize("into", [subprocess.DEVNULL, subprocess.STDOUT], ids=["stdout", "both streams"])
+def test_a_pipe_that_nobody_reads_any_more_ends_nothing(into: int, tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom torchrl_grpo.config import orderly_exit\n"
+        "with orderly_exit():\n"
+        "    print('first', flush=True)\n"
+        "    sys.stdin.read()\n"
+        "    for _ in range(100):\n"
+        "        print('x' * 1000, flush=True)\n"
+        "        print('y' * 1000, file=sys.stderr)\n"
+        "    Path('done').touch()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=into,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == b"first\n"
+        process.stdout.close()
+        process.stdin.close()
+        assert process.wait(60) == 0
+    assert (tmp_path / "done").exists()

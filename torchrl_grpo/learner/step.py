@@ -24,7 +24,7 @@ from torchrl_grpo.learner.measures import StepMeasures
 from torchrl_grpo.learner.scores import PassScores
 from torchrl_grpo.memory import memory_short
 from torchrl_grpo.models.loading import base_model_of
-from torchrl_grpo.models.memory import savings, step_memory
+from torchrl_grpo.models.memory import StepSetup, savings, step_memory
 from torchrl_grpo.models.packing import has, pad, pad_batch, pass_tokens, rank_micro_batches, slice_tokens
 from torchrl_grpo.models.prefix import Prompt, shared_prompts
 from torchrl_grpo.models.scoring import TokenScorer, autocast
@@ -106,6 +106,7 @@ class GRPOTrainer:
         self.optim_steps = 0
         self.skipped_steps = 0
         self._nonfinite_in_a_row = 0
+        self._passes: list[tuple[int, int]] = []  # of the step at hand: tokens and sequences of each
         self._reason = ""
         self._measures, self._measured = (
             StepMeasures(self.parameters, self._summed if self.mesh else dict),
@@ -152,23 +153,29 @@ class GRPOTrainer:
         metrics = {name: _finite_mean([step[name] for step in steps]) for name in steps[0]}
         return metrics | {"train/skipped_steps": float(self.skipped_steps)}
 
-    def _memory_short(self, error: BaseException) -> MemoryShortError:
-        """What to say where memory ran out, with what each knob would save here."""
-        full, tokens, ranks = self.autocast_dtype is None, self.micro_batch_tokens, self.world_size
-        number = next(self.model.parameters()).element_size() if full else 2
-        small = type(self.optimizer).__name__.endswith("8bit")
-        memory = step_memory(self.model, self.parameters, tokens, number, ranks, small_states=small)
-        knobs = savings(
-            memory,
+    def setup(self) -> StepSetup:
+        """How the step at hand, or the latest one, is made, as far as its memory depends on it."""
+        tokens, sequences = max(self._passes, default=(self.micro_batch_tokens, 1))
+        return StepSetup(
             tokens,
+            sequences,
+            max(1, len(self._passes)),
+            number=next(self.model.parameters()).element_size() if self.autocast_dtype is None else 2,
             checkpoints=bool(base_model_of(self.model).is_gradient_checkpointing),
             lora=hasattr(self.model, "peft_config"),
-            full_precision=number == 4,
-            small_states=small,
-            ranks=ranks,
+            small_states=type(self.optimizer).__name__.endswith("8bit"),
+            ranks=self.world_size,
+            offloads=self.parameters[0].device.type != self.device.type,
         )
-        states = memory.gradients + memory.optimizer
-        holds = {"weights": memory.weights, "gradients and optimizer state": states, "activations": memory.activations}
+
+    def _memory_short(self, error: BaseException) -> MemoryShortError:
+        """What to say where memory ran out, with what each knob would save here."""
+        memory, knobs = step_memory(self.model, self.setup()), savings(self.model, self.setup())
+        holds = {
+            "weights": memory.weights,
+            "gradients and optimizer state": memory.states,
+            "activations": memory.activations,
+        }
         return memory_short(error, "The training step", holds, knobs)
 
     def _with_proximal_log_probs(self, batch: TensorDictBase) -> TensorDictBase:
@@ -196,6 +203,10 @@ class GRPOTrainer:
         data = self._prepare(batch)
         lengths, prompts = data.get("length"), self._prompts(data)
         parts = rank_micro_batches(lengths, self.micro_batch_tokens, self.rank, self.world_size, prompts)
+        self._passes = [
+            (pass_tokens(lengths[part].tolist(), prompts and [prompts[row] for row in part]), len(part))
+            for part in parts
+        ]
         totals: dict[str, Tensor] = {}
         self.scores.begin_step(len(batch))
         for index in parts:
@@ -203,8 +214,7 @@ class GRPOTrainer:
             self.scores.note(index)
             for name, value in out.items():
                 totals[name] = totals[name] + value if name in totals else value
-        computed = [pass_tokens(lengths[part].tolist(), prompts and [prompts[row] for row in part]) for part in parts]
-        totals["computed"] = torch.tensor(float(sum(computed)))
+        totals["computed"] = torch.tensor(float(sum(tokens for tokens, _ in self._passes)))
         totals = self._over_ranks(totals)
         efficiency = float(lengths.sum() / totals.pop("computed"))
         loss = sum((value for name, value in totals.items() if name.startswith("loss_")), torch.zeros(()))

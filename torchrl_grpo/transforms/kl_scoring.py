@@ -14,13 +14,20 @@ from torchrl_grpo import keys
 from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.memory import memory_short
 from torchrl_grpo.models.loading import base_model_of
-from torchrl_grpo.models.memory import step_memory
-from torchrl_grpo.models.packing import has, micro_batches, pad
+from torchrl_grpo.models.memory import forward_memory
+from torchrl_grpo.models.packing import has, micro_batches, pad, pass_tokens
 from torchrl_grpo.models.prefix import shared_prompts
 from torchrl_grpo.models.scoring import TokenScorer, autocast
 from torchrl_grpo.models.sharding import compute_device
 from torchrl_grpo.transforms.ragged import flatten, set_rows
 from torchrl_grpo.weights import load_weights
+
+_PURPOSES: dict[NestedKey, str] = {
+    keys.REF_LOG_PROBS: "Scoring with the reference model",
+    keys.PROX_LOG_PROBS: "Scoring with the policy as it is before the step (policy.proximal=recomputed)",
+    keys.LOG_PROBS: "Scoring the sampled responses once more (inference_model.exact=true)",
+}
+"""What log-probs are for, by where they go."""
 
 
 class KLScoring(Transform):
@@ -97,30 +104,40 @@ class KLScoring(Transform):
         device = compute_device(self.scorer.model)
         out = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         packs = self.scorer.packs(tokens.shape[1])
-        for index in micro_batches(lengths, self.max_tokens, shared_prompts(tokens, mask) if packs else None):
+        prompts = shared_prompts(tokens, mask) if packs else None
+        for index in micro_batches(lengths, self.max_tokens, prompts):
             width = int(lengths[index].max())
             try:
                 with autocast(device, self.autocast_dtype):
                     scores, _ = self.scorer.score(tokens[index, :width].to(device), mask[index, :width].to(device))
             except torch.OutOfMemoryError as error:
-                raise self._memory_short(error) from error
+                computed = pass_tokens(lengths[index].tolist(), prompts and [prompts[row] for row in index.tolist()])
+                raise self._memory_short(error, computed, mask[index]) from error
             out[index, :width] = scores.to(tokens.device, torch.float32)
         return out
 
-    def _memory_short(self, error: BaseException) -> MemoryShortError:
-        """What to say where memory ran out, with what each knob would save here."""
-        model, tokens = self.scorer.model, self.max_tokens
+    def _memory_short(self, error: BaseException, tokens: int, mask: Tensor) -> MemoryShortError:
+        """What to say where memory ran out in a pass of so many tokens, with what each knob would save here."""
+        model = self.scorer.model
         of_weights = next(model.parameters()).element_size()
         of_pass = of_weights if self.autocast_dtype is None else 2
-        memory = step_memory(model, [], tokens, of_pass)
-        knobs = {f"train.micro_batch_tokens={tokens // 2}": memory.layer // 2}
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        activations = forward_memory(model, tokens, of_pass)
+        half = int(mask.sum()) // 2  # of the tokens that were sampled
+        knobs: dict[str, float] = {}
+        if len(mask) > 1:
+            knobs[f"train.micro_batch_tokens={tokens // 2}"] = activations / 2
+        elif half:
+            knobs[f"inference_model.max_new_tokens={half}"] = activations * half / tokens
         if of_pass == 4:
-            knobs["train.mixed_precision=bf16"] = memory.layer // 2
-        if not hasattr(model, "peft_config"):  # else it is the trained model
-            knobs["train_model.lora.enabled=true"] = memory.weights
-            knobs["ref_model.dtype=bfloat16"] = memory.weights // 2 if of_weights == 4 else 0
-        holds = {"weights": memory.weights, "activations": memory.layer}
-        return memory_short(error, "Scoring with the reference model", holds, knobs)
+            knobs["train.mixed_precision=bf16"] = activations / 2
+        if self.out_key == keys.LOG_PROBS:
+            knobs["inference_model.exact=false"] = activations
+        elif self.out_key == keys.REF_LOG_PROBS and not hasattr(model, "peft_config"):  # else it is the trained model
+            knobs["train_model.lora.enabled=true"] = weights
+            knobs["ref_model.dtype=bfloat16"] = weights // 2 if of_weights == 4 else 0
+        what = _PURPOSES.get(self.out_key, "Scoring sequences")
+        return memory_short(error, what, {"weights": weights, "activations": activations}, knobs)
 
     def _score(self, batch: TensorDictBase) -> list[Tensor]:
         """Log-probs of each sequence of a flat batch, each as wide as its tokens."""

@@ -22,6 +22,7 @@ from torchrl_grpo.run import build
 pytest.importorskip("ray")
 
 
+pytestmark = pytest.mark.usefixtures("no_curves")
 DEVICES = [f"{role}.num_devices=2" for role in ("train_model", "inference_model", "ref_model")]
 
 
@@ -151,8 +152,8 @@ def test_a_sampler_that_hangs_is_shown_with_its_groups(tmp_path: Path) -> None:
     counted = "import time\ncalls = 0\ndef score(response):\n    global calls\n    calls += 1\n"
     (tmp_path / "slow.py").write_text(counted + "    if calls > 90:\n        time.sleep(1000)\n    return 1.0\n")
     with Script(
-        ASYNC, tmp_path, "train.total_dialog_turns=160", "evaluation.num_prompts=0", "train.stall_timeout_s=20",
-        f"env.reward={tmp_path / 'slow.py'}:score",
+        ASYNC, tmp_path, "train.total_dialog_turns=160", "evaluation.num_prompts=0", "train.stall_timeout_s=10",
+        "policy.kl_coef=0", f"env.reward={tmp_path / 'slow.py'}:score",
     ) as running:  # fmt: skip
         running.wait()
     assert running.process.returncode == 75, running.printed()

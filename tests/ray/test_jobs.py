@@ -28,6 +28,7 @@ hosts = pytest.importorskip("hosts")
 SMALL = (
     "train_model.num_devices=1", "inference_model.num_devices=1", "ref_model.num_devices=1", "env.num_envs=16",
     "env.repeats=4", "train.total_dialog_turns=32", "evaluation.num_prompts=0", "logging.tensorboard=false",
+    "policy.kl_coef=0",
 )  # fmt: skip
 pytestmark = pytest.mark.skipif(not (Path(sys.prefix) / "bin" / "activate").exists(), reason="not in a venv")
 

@@ -139,6 +139,8 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
 
         _check_head_size(config, CPUAttentionBackend.get_supported_head_sizes())
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would win over kv_cache_gib
+        if arguments.get("enforce_eager"):  # else the worker compiles the ranks of log-probs, with a C++ compiler
+            os.environ["TORCH_COMPILE_DISABLE"] = "1"
     return config, arguments | {
         "model": model_path,
         "kv_cache_memory_bytes": cache_bytes if on_cpu else None,

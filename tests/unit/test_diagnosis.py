@@ -143,7 +143,7 @@ def test_scoring_without_memory_says_what_each_knob_saves(monkeypatch: pytest.Mo
     )
 
 
-def test_exact_rescoring_without_memory_names_no_knob_that_it_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_rescoring_without_memory_names_only_knobs_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     said, weights = scored_without_memory(monkeypatch, 1, out_key=keys.LOG_PROBS)
     assert said == (
         "Scoring the sampled responses once more (inference_model.exact=true) ran out of memory (CUDA out of memory). "

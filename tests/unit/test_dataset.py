@@ -16,6 +16,7 @@ from datasets import Dataset
 
 from tests.support.configs import compose_config
 from tests.support.datasets import ROWS, error_of, write
+from tests.support.published import published
 from torchrl_grpo.blueprint import prepare
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.tasks.base import Problem
@@ -24,7 +25,7 @@ from torchrl_grpo.tasks.fields import fill_template
 from torchrl_grpo.tasks.ifeval import IFEvalTask
 from torchrl_grpo.tasks.math import MathTask, last_boxed
 
-IFEVAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "ifeval"
+IFEVAL = published("ifeval")
 
 
 @pytest.fixture(autouse=True)

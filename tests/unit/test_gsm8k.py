@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.published import published
 from torchrl_grpo.tasks.base import Problem, Score
 from torchrl_grpo.tasks.gsm8k import GSM8KTask
 
-REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"
+REAL_DATA = published("gsm8k")
 GOOD_ROW = {"question": "How much is 48 + 24?", "answer": "48 + 24 = <<48+24=72>>72\n#### 72"}
 
 

@@ -6,16 +6,16 @@ import json
 import time
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.published import published
 from torchrl_grpo.rewards import canonical_number, marked_number
 from torchrl_grpo.rewards.gsm8k import MODES, gsm8k, stated_number
 
-REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"
+REAL_DATA = published("gsm8k")
 
 
 @pytest.mark.parametrize(

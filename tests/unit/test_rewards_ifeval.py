@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("langdetect")
 
+from tests.support.published import published
 from torchrl_grpo.rewards.ifeval import METRICS, follows, ifeval, loose_variants
 from torchrl_grpo.rewards.ifeval_checks import CHECKS, count_capital_words, count_sentences, count_words
 
-REAL_DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "ifeval" / "input_data.jsonl"
+REAL_DATA = published("ifeval") / "input_data.jsonl"
 FRENCH = "Le chat est sur la table et il regarde les oiseaux dans le jardin."
 ENGLISH = "the cat sits on the table and it looks at the birds in the garden"
 

@@ -90,9 +90,8 @@ def quick_imports(*, whole_torchrl: bool = False) -> Iterator[None]:
 
     TorchRL imports vLLM and Ray wherever they are installed, for wrappers of its own that a run does not use, and
     transformers torchao and SciPy (for the losses of object detection): here they are told that these are not, so what
-    needs them does not work in this process. And
-    collecting garbage is put off: imports make a million objects and hardly any garbage. What they made is never looked
-    at again.
+    needs them does not work in this process. And collecting garbage is put off: imports make a million objects and
+    hardly any garbage. What they made is never looked at again.
 
     Args:
         whole_torchrl: whether its wrappers are to work all the same, for parts of it that the user names.

@@ -22,7 +22,6 @@ from torchrl_grpo.run import build
 pytest.importorskip("ray")
 
 
-pytestmark = pytest.mark.usefixtures("no_curves")
 DEVICES = [f"{role}.num_devices=2" for role in ("train_model", "inference_model", "ref_model")]
 
 

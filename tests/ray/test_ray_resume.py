@@ -15,7 +15,6 @@ from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.run import build
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.usefixtures("no_curves")
 
 
 @pytest.fixture(scope="module")

@@ -112,7 +112,7 @@ def test_an_mlflow_server_that_does_not_answer_is_one_line(tmp_path: Path, monke
 def test_a_wandb_server_that_does_not_answer_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_wandb_key: Path
 ) -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setattr(trackers, "_WANDB_TIMEOUT_S", 3.0)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     with socket.socket() as server:
@@ -124,7 +124,8 @@ def test_a_wandb_server_that_does_not_answer_is_one_line(
             ValueError, match=r"^logging\.wandb\.mode=online must be able to start a run, and wandb says"
         ):
             run(tmp_path, services("logging.wandb.mode=online"), [1])
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 60  # wandb's own limit is 90
+    wandb.teardown()  # its process, which other tests of this process would go on with
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ SMALL = (
 )
 
 
-@pytest.mark.usefixtures("no_curves")
 @pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
 def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(tmp_path: Path) -> None:
     """Weights arrive after each step (the check would end the run), and vLLM loads the exported model as it is."""

@@ -170,7 +170,8 @@ class GRPOTrainer:
 
     def _memory_short(self, error: BaseException) -> MemoryShortError:
         """What to say where memory ran out, with what each knob would save here."""
-        memory, knobs = step_memory(self.model, self.setup()), savings(self.model, self.setup())
+        setup = self.setup()
+        memory, knobs = step_memory(self.model, setup), savings(self.model, setup)
         holds = {
             "weights": memory.weights,
             "gradients and optimizer state": memory.states,

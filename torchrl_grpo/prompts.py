@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_grpo.conversation import render_chat
+from torchrl_grpo.conversation import ChatEncoder
 from torchrl_grpo.tasks.base import Problem, Split, Task
 
 Outcomes = Iterable[Sequence[int]]
@@ -56,10 +56,11 @@ class Prompts:
         max_prompt_tokens: int | None,
         template_arguments: Mapping[str, Any],
     ) -> None:
-        self.task, self.tokenizer, self.repeats = task, tokenizer, repeats
-        self.template_arguments = dict(template_arguments)
+        self.task, self.repeats = task, repeats
+        self._chats = ChatEncoder(tokenizer, template_arguments)
         self.problems: Sequence[Problem] = task.problems(split)
         self._tokens: dict[int, Tensor] = {}
+        self._warned = False
         self.usable = self._select(max_prompt_tokens)
         self.num_dropped = len(self.problems) - len(self.usable)
         if self.num_dropped:
@@ -86,18 +87,19 @@ class Prompts:
         everything = list(range(len(self.problems)))
         if most is None:
             return everything
-        texts = [self._render(problem) for problem in self.problems]
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        encoded = self._chats.encode([self._render(problem) for problem in self.problems])
         return [i for i in everything if len(encoded[i]) <= most]
 
     def _render(self, problem: Problem) -> str:
-        return render_chat(
-            self.tokenizer,
-            self.task.messages(problem),
-            tools=list(self.task.tools) or None,
-            add_generation_prompt=True,
-            **self.template_arguments,
-        )
+        tools = list(self.task.tools) or None
+        text = self._chats.render(self.task.messages(problem), tools=tools, add_generation_prompt=True)
+        if not self._warned and self._chats.spells_control(text):
+            self._warned = True
+            torchrl_logger.warning(
+                f"A prompt of {self.task.name!r} spells out a control token of the tokenizer, which is tokenized as "
+                f"text: the chat template alone writes control tokens. Its query: {problem.query!r:.200}"
+            )
+        return text
 
     def __len__(self) -> int:
         """Problems that can be drawn."""
@@ -106,7 +108,7 @@ class Prompts:
     def tokens(self, index: int) -> Tensor:
         """[T] int64 prompt of problem ``index``, tokenized when it is first drawn."""
         if index not in self._tokens:
-            tokens = self.tokenizer(self._render(self.problems[index]), add_special_tokens=False)["input_ids"]
+            tokens = self._chats.encode([self._render(self.problems[index])])[0]
             self._tokens[index] = torch.tensor(tokens, dtype=torch.int64)
         return self._tokens[index]
 

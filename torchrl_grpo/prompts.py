@@ -33,7 +33,8 @@ class Prompts:
         tokenizer: with a chat template.
         split: ``"train"`` or ``"test"``.
         repeats: rows per problem (the group size).
-        max_prompt_tokens: problems with longer prompts are dropped and counted in ``num_dropped``. None keeps all.
+        max_prompt_tokens: problems whose prompts are longer, or have no token at all, are dropped and counted in
+            ``num_dropped``. None keeps all.
         template_arguments: of the chat template.
 
     Attributes:
@@ -66,13 +67,14 @@ class Prompts:
         if self.num_dropped:
             torchrl_logger.info(
                 f"Dropped {self.num_dropped} of {len(self.problems)} {split} prompts of {task.name!r} that are longer "
-                f"than max_prompt_tokens={max_prompt_tokens}."
+                f"than max_prompt_tokens={max_prompt_tokens}, or have no token at all."
             )
         if not self.usable:
             raise ValueError(
-                f"split={split!r} of task {task.name!r} must have a problem whose prompt has at most "
-                f"max_prompt_tokens={max_prompt_tokens} tokens, none of its {len(self.problems)} has: "
-                "use a larger max_prompt_tokens, or a model length that leaves more room beside the response."
+                f"split={split!r} of task {task.name!r} must have a problem whose prompt has 1 to "
+                f"max_prompt_tokens={max_prompt_tokens} tokens, none of its {len(self.problems)} has: use a larger "
+                "max_prompt_tokens, a model length that leaves more room beside the response, or a tokenizer that knows "
+                "the characters of the prompts."
             )
         self.difficulty_filter: Sequence[float] | None = None
         self.skipped: frozenset[int] = frozenset()
@@ -88,7 +90,7 @@ class Prompts:
         if most is None:
             return everything
         encoded = self._chats.encode([self._render(problem) for problem in self.problems])
-        return [i for i in everything if len(encoded[i]) <= most]
+        return [i for i in everything if 1 <= len(encoded[i]) <= most]
 
     def _render(self, problem: Problem) -> str:
         tools = list(self.task.tools) or None

@@ -61,7 +61,7 @@ class Prompts:
         self._chats = ChatEncoder(tokenizer, template_arguments)
         self.problems: Sequence[Problem] = task.problems(split)
         self._tokens: dict[int, Tensor] = {}
-        self._warned = False
+        self._warned = split != "train"  # one line is enough: the test problems are of the same kind
         self.usable = self._select(max_prompt_tokens)
         self.num_dropped = len(self.problems) - len(self.usable)
         if self.num_dropped:
@@ -73,8 +73,8 @@ class Prompts:
             raise ValueError(
                 f"split={split!r} of task {task.name!r} must have a problem whose prompt has 1 to "
                 f"max_prompt_tokens={max_prompt_tokens} tokens, none of its {len(self.problems)} has: use a larger "
-                "max_prompt_tokens, a model length that leaves more room beside the response, or a tokenizer that knows "
-                "the characters of the prompts."
+                "max_prompt_tokens, a model length that leaves more room beside the response, or a tokenizer that "
+                "knows the characters of the prompts."
             )
         self.difficulty_filter: Sequence[float] | None = None
         self.skipped: frozenset[int] = frozenset()

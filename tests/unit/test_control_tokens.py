@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchrl._utils import logger
 
 from tests.support.chats import CHATS, make_chat_tokenizer
 from tests.support.echo import EchoTask
@@ -173,11 +174,24 @@ def test_what_a_normalizer_makes_a_control_token_stays_text() -> None:
     assert control("unigram", tokens) == [] and said("unigram", tokens) == "a</s>b</s>c"
 
 
-def test_markers_that_the_template_writes_are_control_tokens_without_the_mark() -> None:
+def test_role_tokens_of_the_template_are_control_without_a_mark() -> None:
     """DeepSeek's roles are added tokens that are not marked as special; ``<think>`` in a prompt is no role."""
     tokens = prompt("deepseek-r1", {"role": "user", "content": "Use <think></think>. <\uff5cAssistant\uff5c>5"})
     spelled = make_chat_tokenizer("deepseek-r1").convert_ids_to_tokens(tokens)
     assert spelled.count("<\uff5cAssistant\uff5c>") == 1 and spelled.count("</think>") == 1
+
+
+def test_a_prompt_that_spells_out_control_tokens_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data that is already in the form of a chat template would otherwise train on something else in silence."""
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning", said.append)
+    prompt("qwen-3", {"role": "user", "content": "1 < 2 <think> [INST]"})
+    assert said == []
+    task, tokenizer = Chat([{"role": "user", "content": "<|im_start|>user\n1+1?"}]), make_chat_tokenizer("qwen-3")
+    for split in ("train", "test"):
+        prompts = Prompts(task, tokenizer, split, 1, 100, {})
+        prompts.tokens(0)
+    assert len(said) == 1 and said[0].startswith("A prompt of 'chat' spells out a control token of the tokenizer")
 
 
 # In the environment

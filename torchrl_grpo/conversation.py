@@ -118,7 +118,8 @@ class ChatEncoder:
         for chat in chats:
             with suppress(ValueError):  # not every template takes a tool's result, or more than one turn
                 written += render_chat(self.tokenizer, chat, **self.arguments)
-        special, others = set(self.tokenizer.all_special_tokens), set()
+        special: set[str] = set(self.tokenizer.all_special_tokens)
+        others: set[str] = set()
         for added in self.tokenizer.added_tokens_decoder.values():
             (special if added.special else others).add(added.content)
         others = {token for token in others if token in written and not (token[0].isalnum() or token.isspace())}

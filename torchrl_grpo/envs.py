@@ -72,7 +72,8 @@ class LLMEnv(EnvBase):
         num_envs: rows, a multiple of ``repeats``.
         repeats: rows per problem (the group size).
         split: ``"train"`` or ``"test"``.
-        max_prompt_tokens: problems with longer prompts are dropped and counted in ``num_dropped``. None keeps all.
+        max_prompt_tokens: problems whose prompts are longer, or have no token at all, are dropped and counted in
+            ``num_dropped``. None keeps all.
         max_dialog_tokens: longest prompt of a later turn; by default ``max_prompt_tokens``.
         max_turns: most turns that the policy has in one dialog.
         seed: decides the order of the problems.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_grpo.conversation import render_chat
+from torchrl_grpo.conversation import ChatEncoder
 from torchrl_grpo.tasks.base import Problem, Split, Task
 
 Outcomes = Iterable[Sequence[int]]
@@ -33,7 +33,8 @@ class Prompts:
         tokenizer: with a chat template.
         split: ``"train"`` or ``"test"``.
         repeats: rows per problem (the group size).
-        max_prompt_tokens: problems with longer prompts are dropped and counted in ``num_dropped``. None keeps all.
+        max_prompt_tokens: problems whose prompts are longer, or have no token at all, are dropped and counted in
+            ``num_dropped``. None keeps all.
         template_arguments: of the chat template.
 
     Attributes:
@@ -56,22 +57,24 @@ class Prompts:
         max_prompt_tokens: int | None,
         template_arguments: Mapping[str, Any],
     ) -> None:
-        self.task, self.tokenizer, self.repeats = task, tokenizer, repeats
-        self.template_arguments = dict(template_arguments)
+        self.task, self.repeats = task, repeats
+        self._chats = ChatEncoder(tokenizer, template_arguments)
         self.problems: Sequence[Problem] = task.problems(split)
         self._tokens: dict[int, Tensor] = {}
+        self._warned = split != "train"  # one line is enough: the test problems are of the same kind
         self.usable = self._select(max_prompt_tokens)
         self.num_dropped = len(self.problems) - len(self.usable)
         if self.num_dropped:
             torchrl_logger.info(
                 f"Dropped {self.num_dropped} of {len(self.problems)} {split} prompts of {task.name!r} that are longer "
-                f"than max_prompt_tokens={max_prompt_tokens}."
+                f"than max_prompt_tokens={max_prompt_tokens}, or have no token at all."
             )
         if not self.usable:
             raise ValueError(
-                f"split={split!r} of task {task.name!r} must have a problem whose prompt has at most "
-                f"max_prompt_tokens={max_prompt_tokens} tokens, none of its {len(self.problems)} has: "
-                "use a larger max_prompt_tokens, or a model length that leaves more room beside the response."
+                f"split={split!r} of task {task.name!r} must have a problem whose prompt has 1 to "
+                f"max_prompt_tokens={max_prompt_tokens} tokens, none of its {len(self.problems)} has: use a larger "
+                "max_prompt_tokens, a model length that leaves more room beside the response, or a tokenizer that "
+                "knows the characters of the prompts."
             )
         self.difficulty_filter: Sequence[float] | None = None
         self.skipped: frozenset[int] = frozenset()
@@ -86,18 +89,19 @@ class Prompts:
         everything = list(range(len(self.problems)))
         if most is None:
             return everything
-        texts = [self._render(problem) for problem in self.problems]
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-        return [i for i in everything if len(encoded[i]) <= most]
+        encoded = self._chats.encode([self._render(problem) for problem in self.problems])
+        return [i for i in everything if 1 <= len(encoded[i]) <= most]
 
     def _render(self, problem: Problem) -> str:
-        return render_chat(
-            self.tokenizer,
-            self.task.messages(problem),
-            tools=list(self.task.tools) or None,
-            add_generation_prompt=True,
-            **self.template_arguments,
-        )
+        tools = list(self.task.tools) or None
+        text = self._chats.render(self.task.messages(problem), tools=tools, add_generation_prompt=True)
+        if not self._warned and self._chats.spells_control(text):
+            self._warned = True
+            torchrl_logger.warning(
+                f"A prompt of {self.task.name!r} spells out a control token of the tokenizer, which is tokenized as "
+                f"text: the chat template alone writes control tokens. Its query: {problem.query!r:.200}"
+            )
+        return text
 
     def __len__(self) -> int:
         """Problems that can be drawn."""
@@ -106,7 +110,7 @@ class Prompts:
     def tokens(self, index: int) -> Tensor:
         """[T] int64 prompt of problem ``index``, tokenized when it is first drawn."""
         if index not in self._tokens:
-            tokens = self.tokenizer(self._render(self.problems[index]), add_special_tokens=False)["input_ids"]
+            tokens = self._chats.encode([self._render(self.problems[index])])[0]
             self._tokens[index] = torch.tensor(tokens, dtype=torch.int64)
         return self._tokens[index]
 

@@ -183,7 +183,7 @@ def test_a_template_that_leaves_results_out_is_refused(
     monkeypatch.setattr(
         tokenizer, "chat_template", "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
     )
-    with pytest.raises(ValueError, match="it left '@' out: use another template"):
+    with pytest.raises(ValueError, match="it left the content of a message of the role 'tool' out: use"):
         LLMEnv(WithTools(EchoTask(), Toolbox([add])), tokenizer, num_envs=1, repeats=1, max_turns=2)
 
 

@@ -34,9 +34,18 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (b'{"prompt": [{"role": "user"}]}', "each with role and content as text, it has {'role': 'user'}"),
         (b'{"prompt": [{"role": "assistant", "content": "x"}]}', "that end before the assistant's, it has [{'role'"),
+        (b'{"prompt": [{"role": "user", "content": 5}]}', "content as text, it has {'role': 'user', 'content': 5}"),
+        (b'{"prompt": [{"role": "user", "content": null}]}', "as text, it has {'role': 'user', 'content': None}"),
+        (b'{"prompt": [{"role": "user", "content": ["a"]}]}', "content as text, it has {'role': 'user', 'content': ["),
+        (b'{"prompt": [{"role": 5, "content": "a"}]}', "content as text, it has {'role': 5, 'content': 'a'}"),
+        (b'{"prompt": ["a", 5]}', "content as text, it has 'a'"),
+        (b'{"prompt": [{"role": "user", "content": "\\ud83d"}]}', "must be text in Unicode"),
     ],
-    ids=["cut", "list", "utf8", "surrogate", "deep", "null", "missing", "number", "blank", "empty", "chat", "answered"],
-)
+    ids=[
+        "cut", "list", "utf8", "surrogate", "deep", "null", "missing", "number", "blank", "empty", "chat", "answered",
+        "number said", "null said", "list said", "number role", "texts", "surrogate said",
+    ],
+)  # fmt: skip
 def test_a_row_that_cannot_serve_is_named_by_file_and_line(line: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"prompt": "a"}\n\n' + line + b"\n")

@@ -26,13 +26,15 @@ def reward_model(messages: Sequence[Mapping[str, Any]], *, model: str, device: s
     """
     import torch
 
+    from torchrl_grpo.conversation import ChatEncoder
+
     tokenizer, classifier = _load(model, device)
     if tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False)
+        tokens = ChatEncoder(tokenizer, {}).tokens(messages)
     else:
         text = "\n\n".join(str(message["content"]) for message in messages)
-    inputs = tokenizer(text, add_special_tokens=not tokenizer.chat_template, return_tensors="pt").to(device)
-    length = inputs["input_ids"].shape[-1]
+        tokens = tokenizer(text, split_special_tokens=True)["input_ids"]
+    length = len(tokens)
     limit = getattr(classifier.config, "max_position_embeddings", None) or length
     if not 0 < length <= limit:
         raise ValueError(
@@ -40,7 +42,7 @@ def reward_model(messages: Sequence[Mapping[str, Any]], *, model: str, device: s
             "smaller max_new_tokens, or another model."
         )
     with torch.inference_mode():
-        return float(classifier(input_ids=inputs["input_ids"]).logits)
+        return float(classifier(input_ids=torch.tensor([tokens], device=device)).logits)
 
 
 def _load(model: str, device: str) -> tuple[Any, Any]:

@@ -1,0 +1,76 @@
+"""A tokenizer and a model of ten tokens, through a whole run; and prompts of which a tokenizer knows no character."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.configs import compose_config
+from tests.support.models import make_tiny_model
+from torchrl_grpo.blueprint import prepare
+from torchrl_grpo.config import ConfigError
+from torchrl_grpo.run import build
+
+SMALL = (
+    "env.num_envs=16",
+    "env.repeats=4",
+    "train.total_dialog_turns=32",
+    "evaluation.num_prompts=8",
+    "evaluation.k=2",
+    "inference_model.max_new_tokens=8",
+    "inference_model.check_sync=true",
+    "logging.tensorboard=false",
+)
+
+
+def save(folder: Path, characters: str) -> str:
+    """A model and a tokenizer of these characters and an end."""
+    vocabulary = {text: number for number, text in enumerate(["<eos>", *characters])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>")
+    make_tiny_model(vocab_size=len(vocabulary), eos_token_id=0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_model_of_ten_tokens_trains_and_is_evaluated(tmp_path: Path) -> None:
+    model = save(tmp_path / "model", "1234567+=")
+    run = build(compose_config(*SMALL, f"model.name={model}", "inference_model.stop=['=']"), tmp_path / "run")
+    try:
+        assert run.fit()["steps"] == 2
+    finally:
+        run.close()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert 0 < rows[1]["train/entropy"] < math.log(10) and rows[1]["sync/mismatch_max"] < 1e-4
+    assert rows[1]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert set("".join(sample["response"] for sample in samples)) <= set("1234567+=")
+
+
+def test_prompts_without_a_token_are_dropped_and_counted(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in ("12", "abc", "a1", "x")))
+    arguments = (
+        f"env.dataset={data}",
+        "env.reward=number",
+        "evaluation.num_prompts=0",
+        "evaluation.k=0",
+        "env.reward_workers=0",
+    )
+    model = save(tmp_path / "model", "123456789")
+    config = compose_config(*SMALL, f"model.name={model}", *arguments)
+    prompts = prepare(config).train_env.prompts
+    assert (prompts.num_dropped, prompts.usable) == (2, [0, 2])
+    assert [prompts.tokens(index).tolist() for index in prompts.usable] == [[1, 2], [1]]
+
+
+def test_a_tokenizer_that_knows_no_character_of_the_prompts_is_refused(tmp_path: Path) -> None:
+    config = compose_config(*SMALL, f"model.name={save(tmp_path / 'model', 'ZXYWVUQJK')}")
+    with pytest.raises(ConfigError, match=r"must have a problem whose prompt has 1 to .* a tokenizer that"):
+        prepare(config)

@@ -290,11 +290,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             try:
                 turns = worker.advance(dialogs, self.timeout_s)
             except (EOFError, OSError, ValueError) as error:
-                how = (
-                    "after sending something that is no answer"
-                    if isinstance(error, ValueError)
-                    else worker.how_it_ended()
-                )
+                foreign = isinstance(error, ValueError) or not worker.connection.readable  # it was too large
+                how = "after sending something that is no answer" if foreign else worker.how_it_ended()
                 self._drop(worker, RESTARTS)
                 if len(dialogs) > 1:
                     break

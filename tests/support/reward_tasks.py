@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import signal
 import stat
 import struct
@@ -94,6 +95,22 @@ class ObedientTask(Task):
             raise ValueError("x" * 10_000_000)
         elif order == "part":
             return Score(1.0, True, {"part": threading.Lock()})  # type: ignore[dict-item]
+        elif order == "forks":  # a fork bomb of another user, who may have 150 processes; for a while, whatever comes
+            os.setuid(65534)
+            resource.setrlimit(resource.RLIMIT_NPROC, (150, 150))
+            Path(paths[0]).touch()
+            end = time.monotonic() + 30
+            while time.monotonic() < end:
+                try:
+                    os.fork()
+                except OSError:
+                    time.sleep(0.001)
+            os._exit(0)
+        elif order == "memory":
+            resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+            taken = []
+            while True:
+                taken.append(bytearray(10**7))
         elif order == "close":
             for number in sockets():
                 os.close(number)

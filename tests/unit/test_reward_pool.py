@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -173,6 +174,28 @@ def test_a_daemon_that_a_scorer_started_ends_with_its_worker(end: str, tmp_path:
         daemon = int((tmp_path / "pid").read_text())
         assert psutil.pid_exists(daemon) == (end == "close")  # the guard ends last
     assert all_gone([daemon])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="the scorer becomes another user")
+def test_a_fork_bomb_under_a_limit_ends_with_its_worker() -> None:
+    with TemporaryDirectory() as folder, RewardPool(ObedientTask(), 1, timeout_s=2.0) as pool:
+        Path(folder).chmod(0o777)
+        others = {process.pid for process in psutil.process_iter() if process.uids().real == 65534}
+        assert score(pool, "1") == [Score(1.0, True)]
+        start = time.monotonic()
+        [bomb] = score(pool, f"forks {folder}/began")
+        assert time.monotonic() - start < 10
+        assert (Path(folder) / "began").exists()
+        assert isinstance(bomb, Failure) and bomb.cause == "timeout" and score(pool, "2") == [Score(2.0, True)]
+        assert {process.pid for process in psutil.process_iter() if process.uids().real == 65534} <= others
+        assert pool.take_counts() == {RESTARTS: 0, TIMED_OUT: 1}
+
+
+def test_a_scorer_without_memory_left_costs_its_own_sample(pool: RewardPool) -> None:
+    bomb, two = score(pool, "memory", "2")
+    assert isinstance(bomb, Failure) and bomb.text.endswith("MemoryError") and bomb.cause == "exception"
+    assert two == Score(2.0, True)
 
 
 SCRIPT = """

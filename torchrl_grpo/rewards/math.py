@@ -68,17 +68,23 @@ def _answer_text(response: str) -> str:
     r"""The line of the last ``\boxed{}`` and what follows, else the end of the response."""
     boxed = response.rfind(r"\boxed")
     if boxed < 0:
-        return _with_algebra(response[-_READ:])
+        return _marked(response[-_READ:])
     start = max(response.rfind("\n", 0, boxed) + 1, boxed - _READ // 2)
     return response[start : start + _READ].strip()
 
 
-def _with_algebra(text: str) -> str:
-    """Marks a last line such as "The answer is 2x + 2" as LaTeX: of plain text, math-verify reads numbers alone."""
+def _marked(text: str) -> str:
+    """Marks algebra or a time in the last line, as in "The answer is 2x + 2", as LaTeX, if there is none in the text.
+
+    Of plain text, math-verify reads numbers alone, and none behind an escaped dollar.
+    """
+    if _LATEX.search(text):
+        return text
+    text = text.replace(r"\$", "")
     last = text.rstrip().rpartition("\n")[2]
     stated = _STATED.split(last)[-1].strip().removesuffix(".")
     is_algebra = _ALGEBRA.fullmatch(stated) and _VARIABLE.search(stated) and not re.search("[a-z]{2}", stated, re.I)
-    return f"${stated.replace('**', '^')}$" if is_algebra and not _LATEX.search(text) else text
+    return f"${stated.replace('**', '^')}$" if is_algebra or _TIME.fullmatch(stated) else text
 
 
 class _Judge:

@@ -50,6 +50,7 @@ class Alarms:
         raised: all alarms, in the order in which they came.
         steps_without_signal: steps in a row, up to the latest one, in which the rewards of every group were equal or
             not valid.
+        steps_without_reward: steps of the whole run if no reward of any of them was valid, else 0.
 
     Examples:
         >>> alarms = Alarms()
@@ -61,7 +62,7 @@ class Alarms:
 
     def __init__(self) -> None:
         self.raised: list[Alarm] = []
-        self.steps_without_signal = 0
+        self.steps_without_signal = self.steps_without_reward = 0
         self._steps = 0
         self._last: deque[Row] = deque(maxlen=_MANY)
         self._first: list[Row] = []
@@ -76,6 +77,10 @@ class Alarms:
             self._first.append(row)
         self._steps += 1
         self.steps_without_signal = self.steps_without_signal + 1 if _no_signal(row) else 0
+        if self.steps_without_reward == self._steps - 1 and row.get("rollout/invalid") == row["rollout/sequences"]:
+            self.steps_without_reward = self._steps
+        else:
+            self.steps_without_reward = 0
         return self._raise(found for rule in _RULES for found in rule(list(self._last), self._first))
 
     def end(self) -> list[Alarm]:

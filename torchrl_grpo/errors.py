@@ -47,12 +47,16 @@ class StalledError(BaseException):
     """The run stands still. It is no ``Exception``: what isolates the errors of a scorer must not take it for one."""
 
 
+INVALID_CAUSES = ("exception", "not_finite", "none", "timeout", "crash")
+"""Why a reward is not valid, as in the names of metrics; ``none`` where no reward applies."""
+
+
 class InvalidRewardError(ValueError):
     """A scorer gave nothing that is a reward.
 
     Args:
         message: what, and how to fix it.
-        cause: in a word, for a metric's name.
+        cause: one of ``INVALID_CAUSES``; any other word counts as ``exception``.
     """
 
     def __init__(self, message: str, cause: str) -> None:

@@ -55,30 +55,41 @@ def go_on_in_guarded_child(parent: int, *, closing: int) -> None:
     while ended != child:
         ended, status = os.wait()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _stop_descendants(guard)
     with suppress(ChildProcessError):  # until none is left
         while True:
-            for pid in _children(guard):
-                os.kill(pid, signal.SIGKILL)
+            for pid in descendants(guard):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             os.wait()
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
     if os.WIFSIGNALED(status):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(guard, os.WTERMSIG(status))
     os._exit(os.waitstatus_to_exitcode(status) % 256)
 
 
-def _children(pid: int) -> list[int]:
-    """The processes whose parent has this number."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(stat.parent.name))
-    return found
+def _stop_descendants(pid: int) -> None:
+    """Stops the processes below this one: those of a fork bomb would fork faster than they can be killed."""
+    stopped: set[int] = set()
+    while new := set(descendants(pid)) - stopped:
+        for one in new:
+            with suppress(ProcessLookupError):
+                os.kill(one, signal.SIGSTOP)
+        stopped |= new
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes below this one (Linux only)."""
-    return [one for child in _children(pid) for one in (child, *descendants(child))]
+    """The processes below this one, each after its parent (Linux only)."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found[1:]
 
 
 _STACKS = "torchrl_grpo-stacks"

@@ -7,6 +7,7 @@ leave broken. The workers import this module, and start fast because it does not
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import signal
@@ -28,7 +29,7 @@ from typing import Any
 import cloudpickle
 
 from torchrl_grpo import interrupts
-from torchrl_grpo.errors import InvalidRewardError
+from torchrl_grpo.errors import INVALID_CAUSES, InvalidRewardError
 from torchrl_grpo.processes import go_on_in_guarded_child, show_stack_when_asked
 from torchrl_grpo.tasks.base import Dialog, Score, Task, Turn
 
@@ -40,6 +41,10 @@ _PACKAGE = os.path.dirname(__file__) + os.sep
 _LARGEST = 3.4e38  # of float32
 _START_S = 600.0  # a machine that is busy, or a slow file system: only something stuck takes longer
 _LONGEST_END_S = 10.0
+_OWN_END_S = 2.0
+"""Seconds in which a worker whose pipe is closed ends by itself: its status is then its own and not that of a kill."""
+_LONGEST_TEXT = 4000  # characters of an error
+_LARGEST_ANSWER = 2**26  # bytes
 _LONGEST_TRANSFER_S = 30
 """Seconds for which a pipe may be full, or a message incomplete: then the process at its other end is stopped."""
 _START = "import sys; sys.path[:] = {path!r}; from torchrl_grpo.reward_pool import serve; serve({fd}, {parent})"
@@ -52,8 +57,7 @@ class Failure:
     Attributes:
         kind: failures of one kind are logged once.
         text: for the log; a traceback where there is one.
-        cause: ``timeout``, ``crash`` (of the process), ``exception``, ``not_finite``, or what an
-            ``InvalidRewardError`` says.
+        cause: one of ``INVALID_CAUSES``; ``crash`` is that of a process.
         told: what the policy is told, if a tool took too long or ended its process.
     """
 
@@ -63,14 +67,23 @@ class Failure:
     told: str = ""
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
+    def of(cls, error: BaseException) -> Failure:
         """What a task raised; its kind is the type and the place. The package's own lines are left out of the text."""
         places = traceback.extract_tb(error.__traceback__)
         place = (places[-1].filename, places[-1].lineno) if places else ()
         theirs = [place for place in places if not place.filename.startswith(_PACKAGE)]
         shown = theirs or ([] if isinstance(error, InvalidRewardError) else places)
         text = "".join([*traceback.format_list(shown), *traceback.format_exception_only(error)]).rstrip()
-        return cls((type(error).__name__, *place), text, getattr(error, "cause", "exception"))
+        said = error.cause if isinstance(error, InvalidRewardError) else None
+        cause = said if isinstance(said, str) and said in INVALID_CAUSES else "exception"
+        return cls((type(error).__name__, *place), _short(text), cause)
+
+
+def _short(text: str) -> str:
+    """Begin and end of a text that is too long for a log."""
+    left_out = len(text) - _LONGEST_TEXT
+    half = _LONGEST_TEXT // 2
+    return text if left_out <= 0 else f"{text[:half]}\n... ({left_out:,} characters left out) ...\n{text[-half:]}"
 
 
 def advance(task: Task, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Failure]:
@@ -93,7 +106,8 @@ def _checked(turn: Turn | Exception, task: Task) -> Turn | Failure:
             raise InvalidRewardError(
                 f"reward={reward} must be finite, also in float32: fix the scorer of {task.name!r}.", "not_finite"
             )
-        return replace(turn, score=Score(reward, bool(turn.score.correct), dict(turn.score.parts)))
+        parts = {str(name): _number(value) for name, value in turn.score.parts.items()}
+        return replace(turn, score=Score(reward, bool(turn.score.correct), parts))
     except Exception as error:
         return Failure.of(error)
 
@@ -110,24 +124,31 @@ class _Worker:
         )
         theirs.close()
         self._task: bytes | None = task
+        self._requests = 0
 
     def advance(self, dialogs: Sequence[Dialog], timeout_s: float) -> list[Turn | Failure] | None:
         """What the task says of dialogs, None where it said nothing in time.
 
         Raises:
-            EOFError or OSError: the process has ended.
+            EOFError or OSError: the process has ended, or closed its pipe.
+            ValueError: it has sent something else than an answer to this request.
             RuntimeError: it cannot load the task.
         """
         if self._task is not None:
             self.connection.send_bytes(self._task)
-            refused = self.connection.recv() if self.connection.poll(_START_S) else f"no answer within {_START_S} s"
-            if refused is not None:
+            refused = f"no answer within {_START_S} s"
+            if self.connection.poll(_START_S):
+                refused = self.connection.recv_bytes(_LARGEST_ANSWER).decode()
+            if refused:
                 raise RuntimeError(f"env.reward_workers needs processes that can load the task; one says: {refused}")
             self._task = None
             self._limit_transfers()
-        self.connection.send((dialogs, timeout_s))
+        self._requests += 1
+        self.connection.send((self._requests, dialogs, timeout_s))
         # One of several that are judged at a time is given up by the process itself.
-        return self.connection.recv() if self.connection.poll(timeout_s + (len(dialogs) > 1)) else None
+        if not self.connection.poll(timeout_s + (len(dialogs) > 1)):
+            return None
+        return _decoded(self.connection.recv_bytes(_LARGEST_ANSWER), self._requests, len(dialogs))
 
     def _limit_transfers(self) -> None:
         limit = struct.pack("@ll", _LONGEST_TRANSFER_S, 0)
@@ -135,6 +156,16 @@ class _Worker:
             pipe.setblocking(True)
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 pipe.setsockopt(socket.SOL_SOCKET, option, limit)
+
+    def how_it_ended(self) -> str:
+        """How a worker ended, if it did so by itself."""
+        try:
+            status = self.process.wait(_OWN_END_S)
+        except subprocess.TimeoutExpired:
+            return "after closing its pipe to the run"
+        if status == 0:
+            return "status 0, after closing its pipe to the run"
+        return f"status {status}" + (f", {signal.Signals(-status).name}" if status < 0 else "")
 
     def kill(self) -> None:
         """Ends the process and what it started; ``close`` waits for that."""
@@ -144,15 +175,15 @@ class _Worker:
         elif self.process.returncode is None:  # until it is waited for, nobody else has its number
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def close(self) -> int:
-        """Ends the process and what it started, closes the pipe, and returns the exit status."""
+    def close(self) -> None:
+        """Ends the process and what it started, and closes the pipe."""
         self.kill()
         self.connection.close()
         try:
-            return self.process.wait(_LONGEST_END_S)
+            self.process.wait(_LONGEST_END_S)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
-            return self.process.wait()
+            self.process.wait()
 
 
 class RewardPool(AbstractContextManager["RewardPool"]):
@@ -253,13 +284,15 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                     future.set_exception(error)
 
     def _advance(self, dialogs: list[Dialog]) -> list[Turn | Failure]:
-        status = 0
+        how = ""
         for _ in range(_MOST_ATTEMPTS):
             worker = self._living_worker()
             try:
                 turns = worker.advance(dialogs, self.timeout_s)
-            except (EOFError, OSError):
-                status = self._drop(worker, RESTARTS)
+            except (EOFError, OSError, ValueError) as error:
+                foreign = isinstance(error, ValueError) or not worker.connection.readable  # it was too large
+                how = "after sending something that is no answer" if foreign else worker.how_it_ended()
+                self._drop(worker, RESTARTS)
                 if len(dialogs) > 1:
                     break
                 continue
@@ -272,8 +305,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             break
         if len(dialogs) > 1:  # one of them took the others with it: which, they show alone
             return [turn for dialog in dialogs for turn in self._advance([dialog])]
-        text = f"{_MOST_ATTEMPTS} processes ended while they scored it (status {status})."
-        return [Failure(("died", status), text, "crash", "its process ended")]
+        text = f"{_MOST_ATTEMPTS} processes ended while they scored it ({how})."
+        return [Failure(("died", how), text, "crash", "its process ended")]
 
     def _living_worker(self) -> _Worker:
         worker: _Worker | None = getattr(self._own, "worker", None)
@@ -288,13 +321,68 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 self._workers.add(worker)
         return worker
 
-    def _drop(self, worker: _Worker, reason: str) -> int:
-        """Ends a worker and counts why; returns its exit status."""
+    def _drop(self, worker: _Worker, reason: str) -> None:
+        """Ends a worker and counts why."""
         self._own.worker = None
         with self._lock:
             self._workers.discard(worker)
             self._counts[reason] += 1
-        return worker.close()
+        worker.close()
+
+
+def _encoded(turns: Sequence[Turn | Failure], number: int) -> bytes:
+    """An answer as JSON: what a worker sends may have been written by what it scores, so it is never unpickled."""
+    return json.dumps([number, [_as_json(turn) for turn in turns]]).encode()
+
+
+def _as_json(turn: Turn | Failure) -> Any:
+    failed: Failure
+    if isinstance(turn, Turn):
+        messages = None if turn.messages is None else list(turn.messages)
+        counts = {str(name): float(count) for name, count in turn.counts.items()}
+        score = turn.score and [turn.score.reward, turn.score.correct, dict(turn.score.parts)]
+        made = {"messages": messages, "score": score, "counts": counts}
+        try:
+            if len(json.dumps(made)) > _LARGEST_ANSWER // 128:
+                raise ValueError(f"a turn must be under {_LARGEST_ANSWER // 128:,} bytes: return shorter messages.")
+            return made
+        except (TypeError, ValueError, RecursionError) as error:
+            failed = Failure.of(error)
+    else:
+        failed = turn
+    return {"kind": list(failed.kind), "text": failed.text, "cause": failed.cause}
+
+
+def _decoded(answer: bytes, number: int, count: int) -> list[Turn | Failure]:
+    """The turns of an answer.
+
+    Raises:
+        ValueError: it is no answer to the request of this number, of so many dialogs.
+    """
+    try:
+        answered, given = json.loads(answer)
+        turns = [_from_json(one) for one in given]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        raise ValueError("it is no answer") from error
+    if answered != number or len(turns) != count:
+        raise ValueError("it is no answer to this request")
+    return turns
+
+
+def _from_json(one: dict[str, Any]) -> Turn | Failure:
+    if "cause" in one:
+        cause = INVALID_CAUSES[INVALID_CAUSES.index(one["cause"])]
+        return Failure(tuple(map(str, one["kind"])), str(one["text"]), cause)
+    score = None
+    if one["score"] is not None:
+        reward, correct, parts = one["score"]
+        score = Score(float(reward), bool(correct), {name: _number(value) for name, value in parts.items()})
+    messages = None if one["messages"] is None else [dict(message) for message in one["messages"]]
+    return Turn(messages, score, {name: float(count) for name, count in one["counts"].items()})
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def serve(fd: int, parent: int) -> None:
@@ -315,8 +403,13 @@ def serve(fd: int, parent: int) -> None:
         try:
             task = pickle.loads(task_bytes)
         except Exception:
-            connection.send(traceback.format_exc())
+            connection.send_bytes(_short(traceback.format_exc()).encode(errors="replace"))
             return
-        connection.send(None)
+        connection.send_bytes(b"")
         while True:
-            connection.send(advance(task, *connection.recv()))
+            number, dialogs, timeout_s = connection.recv()
+            try:
+                turns = advance(task, dialogs, timeout_s)
+            except BaseException as error:  # of a scorer: nobody interrupts a worker by the keyboard
+                turns = [Failure.of(error)] * len(dialogs)
+            connection.send_bytes(_encoded(turns, number))

@@ -12,9 +12,13 @@ import psutil
 
 
 def worker_processes() -> list[psutil.Process]:
-    """Our child processes, without those that Python and wandb (of other tests) keep until we exit."""
+    """Our child processes, without those that Python, wandb and `math` (of other tests) keep until we exit."""
     children = [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
-    return [one for one in children if not re.search("resource_tracker|forkserver|wandb", " ".join(one.cmdline()))]
+    return [
+        one
+        for one in children
+        if not re.search("resource_tracker|forkserver|wandb|rewards.math", " ".join(one.cmdline()))
+    ]
 
 
 def socket_files() -> list[str]:

@@ -3,19 +3,58 @@
 from __future__ import annotations
 
 import os
+import pickle
+import resource
 import signal
+import stat
+import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.tasks.base import Problem, Score, Split, Task
 
 
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+class WithCause(Exception):
+    """Says why in a way of its own."""
+
+    def __init__(self, cause: Any) -> None:
+        self.cause = cause
+
+
+def sockets() -> list[int]:
+    """The open sockets of this process."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                found.append(int(name))
+        except OSError:  # that of the listing
+            pass
+    return found
+
+
+def framed(data: bytes) -> bytes:
+    return struct.pack("!i", len(data)) + data
+
+
 class ObedientTask(Task):
-    """``hang``, ``exit``, ``kill``, ``boom``, ``pid``, ``modules``, or a number, which is the reward."""
+    """``hang``, ``exit``, ``kill``, ``boom``, ``pid``, ``modules`` and others, or a number, which is the reward."""
 
     name = "obedient"
 
@@ -44,6 +83,47 @@ class ObedientTask(Task):
             os.kill(os.getpid(), signal.SIGKILL)
         elif order == "boom":
             raise KeyError("boom")
+        elif order == "interrupt":
+            raise KeyboardInterrupt
+        elif order == "cause":  # no word of ours
+            raise WithCause(" ".join(paths))
+        elif order == "invalid":
+            raise InvalidRewardError("no", " ".join(paths))
+        elif order == "unpicklable":
+            raise WithCause(threading.Lock())
+        elif order == "long":
+            raise ValueError("x" * 10_000_000)
+        elif order == "part":
+            return Score(1.0, True, {"part": threading.Lock()})  # type: ignore[dict-item]
+        elif order == "forks":  # a fork bomb of another user, who may have 150 processes; for a while, whatever comes
+            os.setuid(65534)
+            resource.setrlimit(resource.RLIMIT_NPROC, (150, 150))
+            Path(paths[0]).touch()
+            end = time.monotonic() + 30
+            while time.monotonic() < end:
+                try:
+                    os.fork()
+                except OSError:
+                    time.sleep(0.001)
+            os._exit(0)
+        elif order == "memory":
+            resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+            taken = []
+            while True:
+                taken.append(bytearray(10**7))
+        elif order == "close":
+            for number in sockets():
+                os.close(number)
+            time.sleep(float(paths[0]))
+        elif order == "send":
+            sent = {
+                "pickle": framed(pickle.dumps(Payload(paths[1]))),
+                "text": framed(b"[1, 2"),
+                "answer": framed(b'[7, [{"messages": null, "score": [5.0, true, {}], "counts": {}}]]'),
+                "huge": struct.pack("!i", 2**31 - 1),
+            }[paths[0]]
+            for number in sockets():
+                os.write(number, sent)
         elif order == "meet":  # ends when somebody has made the second file
             Path(paths[0]).touch()
             while not Path(paths[1]).exists():

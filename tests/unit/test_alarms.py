@@ -152,6 +152,35 @@ def test_a_run_without_rewards_says_so_and_ends_if_asked(tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(
+    ("planned", "made", "message"),
+    [
+        (3, 3, r"env\.reward must give valid rewards, it gave none in the 3 steps of the run"),
+        (9, 4, "5 optimizer steps in a row changed nothing, .* no reward is valid"),
+    ],
+)
+def test_a_run_whose_rewards_are_never_valid_ends_with_an_error(
+    planned: int, made: int, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.py").write_text("def score(response):\n    raise KeyError('no such column')\n")
+    with pytest.raises(NoSignalError, match=message):
+        run(tmp_path / "run", f"env.reward={tmp_path}/broken.py:score", steps(planned))
+    written = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in written] == list(range(made + 1))
+    assert all(row["rollout/invalid"] == row["rollout/sequences"] for row in written[1:])
+
+
+def test_one_valid_reward_keeps_a_run_from_counting_as_one_without() -> None:
+    invalid = {"rollout/invalid": 64.0}
+    alarms = Alarms()
+    for row in rows(4, invalid, start=1):
+        alarms.take(row)
+    assert alarms.steps_without_reward == 4
+    for row in [*rows(1, {"rollout/invalid": 63.0}, start=1), *rows(9, invalid, start=1)]:
+        alarms.take(row)
+        assert alarms.steps_without_reward == 0
+
+
+@pytest.mark.parametrize(
     ("overrides", "name"),
     [
         (("inference_model.max_new_tokens=4",), "truncated"),

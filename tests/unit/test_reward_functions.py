@@ -263,6 +263,37 @@ def test_a_function_of_verl_may_return_a_number_and_take_options() -> None:
         parts(lambda solution_str: {"acc": 1}, name="f")
 
 
+@pytest.mark.parametrize("name", ["solution_str", "model_output", "predict_str"])
+def test_a_function_of_verl_may_give_the_response_another_name(name: str) -> None:
+    made: dict[str, Any] = {}
+    exec(f"def compute_score({name}, ground_truth, timeout_score=0): return {name} == ground_truth", made)
+    rewards = make_rewards(made["compute_score"])
+    rewards.check([])
+    row = {"reward_model": {"style": "rule", "ground_truth": "43"}}
+    assert [rewards(dialog()).reward, rewards(dialog(**row)).reward] == [1.0, 0.0]
+
+
+def test_of_a_tuple_that_a_function_of_verl_returns_the_first_entry_is_the_score() -> None:
+    def compute_score(model_output: str, ground_truth: str) -> tuple[bool, bool, str]:
+        return model_output == ground_truth, True, model_output
+
+    assert make_rewards(compute_score)(dialog()) == Score(1.0, True, {"compute_score": 1.0})
+    with pytest.raises(InvalidRewardError, match="a value of type tuple"):
+        parts(lambda response: (1.0, 2.0), name="f")
+
+
+@pytest.mark.parametrize("options", [{"max_completion_len": 100, "soft_punish_cache": 20}, {}])
+def test_a_function_that_makes_a_reward_is_refused_before_a_run(options: dict[str, int]) -> None:
+    def get_punishment(max_completion_len: int, soft_punish_cache: int = 20) -> Callable[..., list[float]]:
+        return lambda completion_ids, **kwargs: [0.0 for _ in completion_ids]
+
+    with pytest.raises(ValueError, match=r"reward get_punishment must take .* of a response, .*: if it makes a reward"):
+        make_rewards({"fn": get_punishment, **options}).check(["prompt", "solution"])
+    made = make_rewards({"fn": get_punishment(100), "name": "made"})
+    made.check(["prompt", "solution"])
+    assert made(dialog()).reward == 0.0
+
+
 # Asynchronous
 
 

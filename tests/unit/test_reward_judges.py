@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,41 @@ def test_a_judge_that_does_not_answer_is_an_error(
     with pytest.raises(RuntimeError, match=message):
         rewards_of(judge, **options)(dialog())
     assert len(judge.requests) == requests
+
+
+class Flood(BaseHTTPRequestHandler):
+    """Sends the letter x without end, or a little that unpacks to a lot."""
+
+    sent = 0
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        packed = self.path.startswith("/gzip")
+        self.send_response(200)
+        if packed:
+            self.send_header("Content-Encoding", "gzip")
+        self.end_headers()
+        part = gzip.compress(bytes(10_000_000)) if packed else b"x" * 1_000_000
+        Flood.sent = 0
+        with suppress(OSError):
+            for _ in range(1 if packed else 300):
+                self.wfile.write(part)
+                Flood.sent += len(part)
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("path", "message"), [("plain", "must be under 4 MiB"), ("gzip", "must answer without compression, .* got gzip")]
+)
+def test_a_judges_answer_is_read_up_to_a_limit(path: str, message: str) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Flood) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/{path}"
+        with pytest.raises(RuntimeError, match=message):
+            make_rewards({"fn": "judge", "url": url, "model": "m"})(dialog())
+        server.shutdown()
+    assert Flood.sent < 30_000_000  # what fits into buffers on the way, too
 
 
 def test_a_judge_that_is_not_there_is_an_error() -> None:

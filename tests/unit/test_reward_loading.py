@@ -98,6 +98,20 @@ def test_what_cannot_be_loaded_says_why(tmp_path: Path, name: str, source: str, 
         load_function(name.format(file))
 
 
+def test_a_file_with_relative_imports_is_to_be_named_as_a_module(tmp_path: Path) -> None:
+    folder = tmp_path / "outer" / "inner"
+    folder.mkdir(parents=True)
+    for package in (folder, folder.parent):
+        (package / "__init__.py").touch()
+    (folder / "helper.py").write_text("ONE = 1\n")
+    (folder / "mine.py").write_text("from .helper import ONE\ndef score(response): return ONE\n")
+    with pytest.raises(ValueError, match=r"name the function as outer\.inner\.mine:score, with the folder that holds"):
+        load_function(f"{folder}/mine.py:score")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        assert load_function("outer.inner.mine:score")("x") == 1
+
+
 def test_other_functions_than_rewards_are_loaded_under_their_own_field(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"env.tools=calc must be file.py:function or package.module:function"):
         load_function("calc", field="env.tools", builtins={})

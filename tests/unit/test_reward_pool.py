@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -56,7 +57,7 @@ def test_scores_come_in_order_and_what_hangs_crashes_or_raises_has_none() -> Non
         assert (one, two) == (Score(1.0, True), Score(2.0, True))
         assert isinstance(hung, Failure) and "env.reward_timeout_s=1" in hung.text
         assert isinstance(left, Failure) and "2 processes ended while they scored it (status 3)" in left.text
-        assert isinstance(killed, Failure) and "(status -9)" in killed.text
+        assert isinstance(killed, Failure) and "(status -9, SIGKILL)" in killed.text
         assert isinstance(raised, Failure) and raised.kind[0] == "KeyError" and 'raise KeyError("boom")' in raised.text
         assert len({failure.kind for failure in (hung, left, raised, killed)}) == 4
         assert pool.take_counts() == {RESTARTS: 4, TIMED_OUT: 1}  # two deaths are tried twice, the timeout once
@@ -67,6 +68,51 @@ def test_scores_come_in_order_and_what_hangs_crashes_or_raises_has_none() -> Non
 def test_a_dialog_whose_worker_dies_once_has_its_score(pool: RewardPool, tmp_path: Path) -> None:
     assert score(pool, f"exit-once {tmp_path / 'file'}") == [Score(1.0, True)]
     assert pool.take_counts() == {RESTARTS: 1, TIMED_OUT: 0}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the scorer looks for its files in /proc")
+@pytest.mark.parametrize("what", ["pickle", "text", "answer", "huge"])
+def test_what_a_scorer_writes_into_its_pipe_is_never_unpickled_or_taken(what: str, tmp_path: Path) -> None:
+    with RewardPool(ObedientTask(), 1, timeout_s=30) as pool:
+        got = score(pool, f"send {what} {tmp_path / 'canary'}", "2", "3")
+        assert isinstance(got[0], Failure) and got[0].cause == "crash"
+        assert "2 processes ended while they scored it (after sending something that is no answer)" in got[0].text
+        assert got[1:] == [Score(2.0, True), Score(3.0, True)]
+        assert pool.take_counts() == {RESTARTS: 2, TIMED_OUT: 0}
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the scorer looks for its files in /proc")
+def test_how_a_worker_ended_is_not_how_the_pool_ends_it(pool: RewardPool) -> None:
+    interrupted, closed, stays, two = score(pool, "interrupt", "close 0", "close 100", "2")
+    assert isinstance(interrupted, Failure) and interrupted.cause == "exception"
+    assert "raise KeyboardInterrupt" in interrupted.text and "status" not in interrupted.text
+    assert isinstance(closed, Failure) and "(status 0, after closing its pipe to the run)" in closed.text
+    assert isinstance(stays, Failure) and "(after closing its pipe to the run)" in stays.text
+    assert two == Score(2.0, True)
+    assert pool.take_counts() == {RESTARTS: 4, TIMED_OUT: 0}
+
+
+def test_a_cause_is_a_known_word_of_an_invalid_reward_error(pool: RewardPool) -> None:
+    orders = ("cause timeout", "cause secret #### 80", "invalid not_finite", "invalid secret #### 80", "unpicklable")
+    failures = score(pool, *orders)
+    assert [one.cause for one in failures if isinstance(one, Failure)] == [
+        "exception", "exception", "not_finite", "exception", "exception",
+    ]  # fmt: skip
+    assert pool.take_counts() == {RESTARTS: 0, TIMED_OUT: 0}
+
+
+def test_an_error_of_any_length_is_a_few_thousand_characters(pool: RewardPool) -> None:
+    [one] = score(pool, "long")
+    assert isinstance(one, Failure) and 4000 <= len(one.text) < 4100
+    assert "raise ValueError" in one.text and "characters left out" in one.text
+    direct = Failure.of(ValueError("x" * 10_000_000))
+    assert len(direct.text) < 4100 and direct.text.startswith("ValueError: xxx")
+
+
+def test_parts_that_are_no_numbers_are_an_error_of_the_task(pool: RewardPool) -> None:
+    [one] = score(pool, "part")
+    assert isinstance(one, Failure) and "must be a string or a real number, not '_thread.lock'" in one.text
 
 
 def test_a_worker_killed_while_it_waits_costs_only_a_restart(pool: RewardPool) -> None:
@@ -128,6 +174,28 @@ def test_a_daemon_that_a_scorer_started_ends_with_its_worker(end: str, tmp_path:
         daemon = int((tmp_path / "pid").read_text())
         assert psutil.pid_exists(daemon) == (end == "close")  # the guard ends last
     assert all_gone([daemon])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="the scorer becomes another user")
+def test_a_fork_bomb_under_a_limit_ends_with_its_worker() -> None:
+    with TemporaryDirectory() as folder, RewardPool(ObedientTask(), 1, timeout_s=2.0) as pool:
+        Path(folder).chmod(0o777)
+        others = {process.pid for process in psutil.process_iter() if process.uids().real == 65534}
+        assert score(pool, "1") == [Score(1.0, True)]
+        start = time.monotonic()
+        [bomb] = score(pool, f"forks {folder}/began")
+        assert time.monotonic() - start < 10
+        assert (Path(folder) / "began").exists()
+        assert isinstance(bomb, Failure) and bomb.cause == "timeout" and score(pool, "2") == [Score(2.0, True)]
+        assert {process.pid for process in psutil.process_iter() if process.uids().real == 65534} <= others
+        assert pool.take_counts() == {RESTARTS: 0, TIMED_OUT: 1}
+
+
+def test_a_scorer_without_memory_left_costs_its_own_sample(pool: RewardPool) -> None:
+    bomb, two = score(pool, "memory", "2")
+    assert isinstance(bomb, Failure) and bomb.text.endswith("MemoryError") and bomb.cause == "exception"
+    assert two == Score(2.0, True)
 
 
 SCRIPT = """

@@ -129,6 +129,12 @@ def test_a_check_tells_texts_that_follow_from_those_that_do_not(
         ("3.5 is a number. So is 4", 2),
         ("one.two.three", 1),
         ("She got an A. 25 others did too.", 2),
+        ("The first word ends in o. Let's go on.", 2),
+        ("The first word ends in *o*. Let's go on.", 2),
+        ("Plan B. Then go home.", 2),
+        ("Take vitamin C. Don't take vitamin D. It's late.", 3),
+        ("J. R. R. Tolkien met Samuel L. Jackson and Harry S. Truman.", 1),
+        ("see item a. and item b. below", 1),
     ],
 )
 def test_sentences_are_counted_by_the_stated_rules(text: str, count: int) -> None:
@@ -217,6 +223,13 @@ def test_without_langdetect_the_error_says_what_to_install(monkeypatch: pytest.M
     with pytest.raises(ImportError, match=r"langdetect, it is missing: pip install 'torchrl_grpo\[rewards\]'"):
         ifeval("x", ["language:response_language"], [{"language": "en"}])
     _language_detector.cache_clear()
+
+
+def test_the_letter_o_ends_a_sentence_in_the_loose_reading() -> None:
+    names = ["length_constraints:number_sentences", "detectable_format:number_highlighted_sections"]
+    arguments = [{"num_sentences": 3, "relation": "at least"}, {"num_highlights": 1}]
+    response = "Every word here ends in *o*. Let's begin with hello. Now you."
+    assert ifeval(response, names, arguments, metric="prompt_loose") == 1.0
 
 
 @pytest.mark.skipif(not REAL_DATA.is_file(), reason="IFEval's file is not on this machine")

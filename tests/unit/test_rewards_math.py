@@ -8,13 +8,15 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
 pytest.importorskip("math_verify")
 
 from tests.support.math_pairs import PAIRS, MathTask, dialogs, verdicts
 from torchrl_grpo.reward_pool import Failure, RewardPool
-from torchrl_grpo.rewards.math import math
+from torchrl_grpo.rewards import math as math_reward
+from torchrl_grpo.rewards.math import MOST_MEMORY, math
 
 HOSTILE = [
     r"\boxed{10^{10^{10}}}",
@@ -39,7 +41,7 @@ HOSTILE = [
 
 
 def test_pairs_have_the_verdict_that_they_should() -> None:
-    assert len(PAIRS) >= 60
+    assert len(PAIRS) >= 90
     wrong = [pair for pair, verdict in zip(PAIRS, verdicts(), strict=True) if verdict is not pair[2]]
     assert wrong == []
 
@@ -63,28 +65,47 @@ def test_a_reward_worker_gives_the_verdicts_of_this_process() -> None:
     assert scores == [-1.0 if verdict is None else float(verdict) for *_, verdict in PAIRS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("response", HOSTILE, ids=range(len(HOSTILE)))
 def test_an_answer_of_absurd_size_is_wrong_within_seconds(response: str) -> None:
     start = time.perf_counter()
     assert math(response, "10") is False
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - start < 30
 
 
 def test_a_reference_that_cannot_be_read_gives_none() -> None:
     assert math(r"\boxed{72}", "") is None
 
 
+@pytest.mark.slow
 def test_large_expressions_in_both_are_compared_as_they_are_written() -> None:
     tower = "10^{10^{10}}"
     assert math(rf"\boxed{{{tower}}}", tower) is True
     assert math(r"\boxed{10^{10^{9}}}", tower) is False
 
 
-def test_without_math_verify_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchrl_grpo.rewards.math import _library
+@pytest.mark.slow
+def test_a_comparison_that_ends_its_process_ends_no_other() -> None:
+    with ThreadPoolExecutor(3) as pool:
+        responses = [r"\boxed{10}", HOSTILE[0], r"\boxed{11}", r"\boxed{20/2}"]
+        assert list(pool.map(lambda response: math(response, "10"), responses)) == [True, False, False, True]
 
-    _library.cache_clear()
+
+@pytest.mark.slow
+def test_an_answer_cannot_take_the_memory_of_the_machine() -> None:
+    assert math("1", "1") is True
+    before = psutil.virtual_memory().available
+    with ThreadPoolExecutor(1) as pool:
+        comparing, least = pool.submit(math, r"\boxed{10^{10^{10}}}", "10"), before
+        while not comparing.done():
+            least = min(least, psutil.virtual_memory().available)
+            time.sleep(0.05)
+    assert comparing.result() is False
+    assert before - least < 4 * MOST_MEMORY
+
+
+def test_without_math_verify_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_reward, "_judges", {})
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ImportError, match=r"math-verify, it is missing: pip install 'torchrl_grpo\[rewards\]'"):
         math("1", "1")
-    _library.cache_clear()

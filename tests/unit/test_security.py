@@ -251,7 +251,7 @@ def test_an_export_runs_no_code_of_the_base_model_by_itself(finished: Path, tmp_
 
 
 def test_nothing_unpickles_a_file() -> None:
-    """``torch.load`` reads weights alone; what is unpickled comes through pipes of our own processes."""
+    """``torch.load`` reads weights alone; what is unpickled comes from the process that started a reward worker."""
     unpickling: list[str] = []
     for path in (ROOT / "torchrl_grpo").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -261,4 +261,5 @@ def test_nothing_unpickles_a_file() -> None:
             if name in ("torch.load", "pickle.load", "pickle.loads", "np.load", "yaml.load", "joblib.load"):
                 safe = any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords)
                 unpickling += [] if safe else [f"{path.name}: {name}"]
-    assert unpickling == ["reward_pool.py: pickle.loads"]
+            unpickling += [f"{path.name}: {name}"] if name.endswith("connection.recv") else []
+    assert unpickling == ["reward_pool.py: pickle.loads", "reward_pool.py: connection.recv"]

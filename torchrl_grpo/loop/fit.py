@@ -243,6 +243,15 @@ class _Steps:
                 f"train.max_steps_without_signal={limit}. The alarms above and docs/troubleshooting.md say what to do."
             )
 
+    def check_rewards(self) -> None:
+        """Raises an error if no reward of the run was valid: it has learned nothing, and its figures say nothing."""
+        without = self._alarms.steps_without_reward
+        if without:
+            raise NoSignalError(
+                f"env.reward must give valid rewards, it gave none in the {without} steps of the run: the log above "
+                "has the first error of each kind. Call the reward function by hand with a row of samples.jsonl."
+            )
+
     def in_time(self) -> bool:
         """Whether another step ends before the run's time is over, if it takes as long as the longest one did."""
         limit = self._schedule.ends_at
@@ -341,6 +350,7 @@ def fit(
 
     Raises:
         RuntimeError: engine and trainer differ by more than rounding.
+        NoSignalError: no reward was ever valid, or too many steps in a row had no learning signal.
         NonFiniteError: training has diverged.
         DiskFullError: there is no room for the last checkpoint.
     """
@@ -350,6 +360,7 @@ def fit(
     try:
         while learner.version < schedule.num_batches and steps.in_time():
             steps.step()
+        steps.check_rewards()
     except BaseException:
         steps.end_early()
         raise

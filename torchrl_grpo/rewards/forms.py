@@ -56,7 +56,7 @@ def _verl(facts: Given, columns: Given) -> tuple[Given, Given]:
     truth = columns.get("ground_truth", facts["answer"])
     return columns | {
         "data_source": columns.get("data_source", facts["dataset"]),
-        "solution_str": facts["response"],
+        **dict.fromkeys(_OF_VERL, facts["response"]),
         "ground_truth": model.get("ground_truth", truth) if isinstance(model, Mapping) else truth,
         "extra_info": columns if extra is None else extra,
     }, {}  # fmt: skip
@@ -65,6 +65,7 @@ def _verl(facts: Given, columns: Given) -> tuple[Given, Given]:
 # From facts and columns to what is matched by name, and what else ``**kwargs`` gets.
 _FORMS: dict[Form, Callable[[Given, Given], tuple[Given, Given]]] = {"own": _own, "trl": _trl, "verl": _verl}
 _OF_TRL = {"completions", "completion_ids", "prompts"}
+_OF_VERL = ("solution_str", "model_output", "predict_str")
 _ABSENT = object()
 _NOTHING: Given = dict.fromkeys((*FACTS, "prompt_column", "written", "dataset"))
 
@@ -100,7 +101,7 @@ class RewardFunction:
         named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         self._names, self._needed = set(named), {key for key, p in named.items() if p.default is p.empty}
         self._takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self.form: Form = "trl" if _OF_TRL & set(named) else "verl" if "solution_str" in named else "own"
+        self.form: Form = "trl" if _OF_TRL & set(named) else "verl" if named.keys() & set(_OF_VERL) else "own"
         unknown = sorted(set(self.options) - self._names)
         if unknown and not self._takes_rest:
             raise ValueError(
@@ -133,6 +134,12 @@ class RewardFunction:
         facts = _NOTHING if has_answer else _NOTHING | {"answer": _ABSENT}
         given = _FORMS[self.form](facts, dict.fromkeys(columns))[0]
         there = {name for name, value in given.items() if value not in (_ABSENT, [_ABSENT])}
+        if not self._takes_rest and not (self._names - set(self.options)) & there:
+            raise ValueError(
+                f"reward {self.name} must take something of a response, such as `response` or `completions`, its "
+                f"parameters are {sorted(self._names)}: if it makes a reward function, call it in a file of yours, "
+                f"`{self.name}_made = {self.name}(...)`, and name that, file.py:{self.name}_made."
+            )
         missing = sorted(self._needed - set(self.options) - there)
         if missing:
             raise ValueError(
@@ -165,6 +172,8 @@ class RewardFunction:
                     f"reward {self.name} must return a list with one reward for each completion, for one it gave "
                     f"{type(result).__name__} ({error}): return [reward]."
                 ) from error
+        elif self.form == "verl" and isinstance(result, tuple | list) and result:
+            result = result[0]  # verl takes the first of several, too
         if not isinstance(result, Mapping):
             result = {"": result}
         elif self.form == "verl":

@@ -79,7 +79,20 @@ def _refused(field: str, name: str, place: str, error: BaseException) -> ValueEr
     missing = isinstance(error, ModuleNotFoundError) and error.name and f"{place}.".startswith(f"{error.name}.")
     where = "" if missing or isinstance(error, SyntaxError) else f" at {last.filename}:{last.lineno}"
     fix = "put its folder on PYTHONPATH, or name the file, as path/to/file.py:function" if missing else "fix it"
+    if isinstance(error, ImportError) and "relative import" in str(error):
+        fix = (
+            f"a file is not part of a package, so name the function as {_module_of(Path(place))}:"
+            f"{name.rpartition(':')[2]}, with the folder that holds the package on PYTHONPATH"
+        )
     return ValueError(f"{field}={name} must be in a module that can be imported, that raised {what}{where}: {fix}.")
+
+
+def _module_of(path: Path) -> str:
+    """The module that a file is in its package; a folder without ``__init__.py`` may be a package, too."""
+    packages = [path.resolve().parent]
+    while (packages[-1] / "__init__.py").is_file() and (packages[-1].parent / "__init__.py").is_file():
+        packages.append(packages[-1].parent)
+    return ".".join([*(folder.name for folder in reversed(packages)), path.stem])
 
 
 class FileFunction:

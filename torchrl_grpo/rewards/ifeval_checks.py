@@ -31,6 +31,22 @@ _STARTERS = re.compile(
     re.I,
 )
 
+# One of these behind a capital letter begins a sentence, "Plan B. Then we left.", and is no surname, "J. Smith".
+_COMMON_WORDS = """
+    a about above after afterwards again all also always am an and another any anyone anything are as ask at be because
+    become before both but by can cannot choose could did do does doesn't don't each either enjoy even every everyone
+    everything few finally find first for from further get give go had has have he hence her here his how however if in
+    indeed instead is isn't it its just keep lastly later let make many maybe meanwhile more moreover most much my
+    never nevertheless next no nobody none nor not nothing now of often on once one only or other others otherwise our
+    out over perhaps please put remember second see several she should similarly simply since so some somebody someone
+    something sometimes soon still such take than that the their them then there therefore these they third this those
+    though through thus to today together tomorrow try two under unless until up use very was wasn't we were what
+    whatever when whenever where whether which while who whoever whom whose why with within without would yes yesterday
+    yet you your i
+"""
+_COMMON = frozenset(_COMMON_WORDS.split())
+_WORD = re.compile(r"[^\W\d_]+(?:['’]t)?")
+
 # nltk's word_tokenize, as far as it matters for words in capitals: it splits I'M, DON'T, NASA's and CANNOT.
 _WORD_END = re.compile(r"[\s«“‘„»”’\"`\[\](){}<>;@#$%&?!*\u2012-\u2015]+|--+|\.\.+|[:,](?![0-9])")
 _CLITIC = re.compile(
@@ -60,9 +76,9 @@ def count_capital_words(text: str) -> int:
 def count_sentences(text: str) -> int:
     """Sentences, split where a word ends in ``.``, ``?`` or ``!`` and another word follows.
 
-    Closing quotes and brackets may stand behind the mark. A full stop ends no sentence behind a single letter before a
-    word, behind an abbreviation or an ellipsis (unless a word like "He" or "The" follows), or behind a number before a
-    small letter.
+    Closing quotes and brackets may stand behind the mark. A full stop ends no sentence behind a letter that may be an
+    initial, behind an abbreviation or an ellipsis (unless a word like "He" or "The" follows), or behind a number before
+    a small letter.
 
     >>> count_sentences("Dr. J. Smith left at 5 p.m. He said: wait... what? (Really!) 1. Buy milk")
     5
@@ -80,7 +96,14 @@ def _ends_sentence(word: str, following: str) -> bool:
         return next_word[:1].isupper() and _STARTERS.match(next_word) is not None
     if _NUMBER.fullmatch(stem):
         return not next_word[:1].islower()
-    return not (len(stem) == 1 and stem.isalpha() and following[:1].isalpha())
+    if len(stem) == 1 and stem.isalpha() and following[:1].isalpha():
+        return following[:1].isupper() and (word[-2].islower() or _is_common(next_word))
+    return True
+
+
+def _is_common(word: str) -> bool:
+    found = _WORD.match(word)
+    return found is not None and found[0].lower().replace("’", "'") in _COMMON
 
 
 @functools.cache

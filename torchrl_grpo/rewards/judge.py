@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ _SCORE = re.compile(r"\bscore\W{0,6}?(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9.]*[0
 _NUMBER = re.compile(r"-?[0-9]{1,9}(?:\.[0-9]{1,9})?")
 _TRY_AGAIN = {408, 409, 425, 429}  # and every 5xx
 _LONGEST_PAUSE_S = 8.0
+_LARGEST_ANSWER = 4 * 2**20  # bytes
 
 # Of each event loop, by endpoint and concurrency: the client, and who may use it at a time.
 _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, Any]] = WeakKeyDictionary()
@@ -104,7 +106,7 @@ def read_rating(reply: str) -> float | None:
 async def _ask(url: str, body: dict[str, Any], key: str, concurrency: int, retries: int, timeout_s: float) -> str:
     """The text of the reply, after as many attempts as it takes."""
     client, slots, unanswered = _client(url, concurrency)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
     problem = ""
     for attempt in range(retries + 1):
         if attempt:
@@ -112,26 +114,45 @@ async def _ask(url: str, body: dict[str, Any], key: str, concurrency: int, retri
         async with slots:
             try:
                 async with asyncio.timeout(timeout_s):
-                    got = await client.post(f"{url.rstrip('/')}/chat/completions", json=body, headers=headers)
+                    status, answer = await _post(client, f"{url.rstrip('/')}/chat/completions", body, headers)
             except TimeoutError:
                 problem = f"no answer within {timeout_s:g} s"
                 continue
             except unanswered as error:
                 problem = f"{type(error).__name__} {error}"
                 continue
-        if got.status_code == 200:
+        shown = answer[:200].decode(errors="replace")
+        if status == 200:
             try:
-                return str(got.json()["choices"][0]["message"]["content"] or "")
-            except (ValueError, KeyError, IndexError, TypeError) as error:
-                raise RuntimeError(
-                    f"the judge at {url} must answer as OpenAI's API does, got {got.text[:200]}."
-                ) from error
-        problem = f"status {got.status_code}, {got.text[:200]}"
-        if got.status_code not in _TRY_AGAIN and got.status_code < 500:
+                return str(json.loads(answer)["choices"][0]["message"]["content"] or "")
+            except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+                raise RuntimeError(f"the judge at {url} must answer as OpenAI's API does, got {shown}.") from error
+        problem = f"status {status}, {shown}"
+        if status not in _TRY_AGAIN and status < 500:
             break
     raise RuntimeError(
         f"the judge at {url} must answer, after {attempt + 1} attempts: {problem}: start it, or fix url."
     )
+
+
+async def _post(client: Any, url: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, bytes]:
+    """Status and body of an answer.
+
+    Raises:
+        RuntimeError: the body is too large, or compressed: then nothing is known of its size.
+    """
+    async with client.stream("POST", url, json=body, headers=headers) as got:
+        encoding = got.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise RuntimeError(
+                f"the judge at {url} must answer without compression, as it was asked to: got {encoding}."
+            )
+        answer = bytearray()
+        async for part in got.aiter_raw():
+            answer += part
+            if len(answer) > _LARGEST_ANSWER:
+                raise RuntimeError(f"an answer of the judge at {url} must be under 4 MiB: fix the endpoint.")
+        return got.status_code, bytes(answer)
 
 
 def _client(url: str, concurrency: int) -> tuple[Any, asyncio.Semaphore, type[Exception]]:

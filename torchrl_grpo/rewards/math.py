@@ -1,34 +1,45 @@
 r"""Mathematical answers, compared by the library math-verify: ``\frac{3}{4}`` is ``0.75``, ``x+1`` is ``1+x``.
 
 math-verify limits its time by ``signal.alarm``, which exists in the main thread alone and does not stop a long integer
-operation there either. Its limits are switched off here, so that a verdict is the same in every thread and process, and
-an answer is refused by its size before it is computed. What still takes long (simplifying a tangle of functions) is for
-the time limit of ``env.reward_workers``.
+operation there either. So it runs here in a process of its own, whose time and memory the kernel limits: a verdict is
+the same in every thread and process, and an answer of absurd size costs that process and nothing else.
 """
 
 from __future__ import annotations
 
-import functools
+import atexit
+import importlib.util
+import json
 import logging
+import os
 import re
-from collections.abc import Callable
-from itertools import accumulate, islice
-from math import inf, prod
-from typing import Any
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from math import gcd
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
-MAX_BITS = 20_000  # of a number that an answer makes
-MAX_NODES = 100  # of an answer's expression
-MAX_FUNCTIONS = 6  # of a variable; 1 in an equation, which is solved
-MAX_POWER = 10  # of a variable in an equation
-MAX_TERMS = 200  # of the powers of sums, were they expanded
-MAX_DEPTH = 20  # of brackets
+LONGEST_CPU_S = 3.0
+"""Processor time for one comparison. An answer that takes longer is wrong."""
+MOST_MEMORY = 2 * 1024**3
+"""Bytes of address space of the process that compares."""
 
 _READ = 2000  # characters at the end of a response
-# These are computed while an answer is parsed, so they are refused with a power, a factorial or six digits in them.
-_COMPUTED = re.compile(
-    r"binom\s*(?:\{[^{}]*\}\s*)?\{[^{}]*(?:\^|!|[0-9]{6})|(?:gcd|lcm)[^)]{0,40}(?:\^|!)"
-    r"|[0-9]{6}\W{0,3}choose|choose\W{0,3}[0-9]{6}"
-)
+_MOST_ATTEMPTS = 2  # where the process ended for another reason than its time limit
+_START_S = 600.0  # a machine that is busy, or a slow file system
+_LONGEST_S = 300.0  # of a process that gets no processor time
+_START = "import sys; sys.path[:] = {path!r}; from torchrl_grpo.rewards.math import serve; serve({fd})"
+
+_LATEX = re.compile(r"(?<!\\)(?:\$|\\boxed|\\\(|\\\[)")
+_ALGEBRA = re.compile(r"[0-9a-z+\-*/^=<>|(). ]+", re.I)
+_VARIABLE = re.compile(r"[a-z] ?[-+*/^=<>]|[0-9a-z)] ?[-+*^=<>] ?[0-9.]*[a-z]", re.I)  # not the unit of "3/4 m"
+_STATED = re.compile(r"\banswer\b(?: is)?:?", re.I)
+_TIME = re.compile(r"([0-9]{1,2}):([0-5][0-9])")
 
 
 def math(response: str, answer: str) -> bool | None:
@@ -48,81 +59,148 @@ def math(response: str, answer: str) -> bool | None:
     >>> math(r"So it is \boxed{0.75}.", r"\frac{3}{4}"), math("The answer is 0.74", r"\frac{3}{4}")
     (True, False)
     """
-    parse, verify = _library()
+    judge = _judges.get(os.getpid()) or _judges.setdefault(os.getpid(), _Judge())  # a fork has none
     reference = str(answer)
-    gold = parse(reference if re.search(r"\$|\\boxed|\\\(|\\\[", reference) else f"${reference}$")
-    if not gold:
-        return None
-    text = _answer_text(response)
-    if _COMPUTED.search(text) or _depth(text) > MAX_DEPTH:
-        return False
-    given = parse(text)
-    if given and given[0] == gold[0]:
-        return True
-    return not any(_is_too_large(part) for part in given + gold) and bool(verify(gold, given))
+    return judge.verdict(_answer_text(response), reference if _LATEX.search(reference) else f"${reference}$")
 
 
 def _answer_text(response: str) -> str:
     r"""The line of the last ``\boxed{}`` and what follows, else the end of the response."""
     boxed = response.rfind(r"\boxed")
-    start = max(response.rfind("\n", 0, max(boxed, 0)) + 1, boxed - _READ // 2)
-    return response[start : start + _READ].strip() if boxed >= 0 else response[-_READ:]
+    if boxed < 0:
+        return _marked(response[-_READ:])
+    start = max(response.rfind("\n", 0, boxed) + 1, boxed - _READ // 2)
+    return response[start : start + _READ].strip()
 
 
-def _depth(text: str) -> int:
-    return max(accumulate((c in "({[") - (c in ")}]") for c in text), default=0)
+def _marked(text: str) -> str:
+    """Marks algebra or a time in the last line, as in "The answer is 2x + 2", as LaTeX, if there is none in the text.
+
+    Of plain text, math-verify reads numbers alone, and none behind an escaped dollar.
+    """
+    if _LATEX.search(text):
+        return text
+    text = text.replace(r"\$", "")
+    last = text.rstrip().rpartition("\n")[2]
+    stated = _STATED.split(last)[-1].strip().removesuffix(".")
+    is_algebra = _ALGEBRA.fullmatch(stated) and _VARIABLE.search(stated) and not re.search("[a-z]{2}", stated, re.I)
+    return f"${stated.replace('**', '^')}$" if is_algebra or _TIME.fullmatch(stated) else text
 
 
-@functools.cache
-def _library() -> tuple[Callable[[str], list[Any]], Callable[[list[Any], list[Any]], bool]]:
-    try:
-        import math_verify
-    except ImportError as error:
-        raise ImportError(
-            "reward 'math' must have the package math-verify, it is missing: pip install 'torchrl_grpo[rewards]'."
-        ) from error
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of switched-off limits, in each process
-    return (
-        functools.partial(math_verify.parse, parsing_timeout=None),
-        functools.partial(math_verify.verify, timeout_seconds=None),
-    )
+class _Judge:
+    """math-verify in a process, which is made when it is first needed and again when a comparison has ended it.
 
+    Threads share it, one comparison at a time.
+    """
 
-def _is_too_large(expression: Any) -> bool:
-    """Whether comparing an expression would compute an absurd number, expand a large power or solve a tangle."""
-    from sympy import Basic, Function, preorder_traversal
-    from sympy.core.relational import Relational
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
+        atexit.register(self.end)
 
-    if not isinstance(expression, Basic):
+    def verdict(self, text: str, reference: str) -> bool | None:
+        """What ``_verdict`` says in the process; False where it takes too long.
+
+        Raises:
+            ImportError: math-verify cannot be imported.
+            RuntimeError: the process does not answer.
+        """
+        request = json.dumps([text, reference]).encode()
+        with self._lock:
+            for _ in range(_MOST_ATTEMPTS):
+                connection = self._running[1] if self._running else self._start()
+                try:
+                    connection.send_bytes(request)
+                    if not connection.poll(_LONGEST_S):
+                        raise RuntimeError(f"math-verify's process must answer within {_LONGEST_S:g} s, it did not.")
+                    verdict: bool | None = json.loads(connection.recv_bytes())
+                    return verdict
+                except (EOFError, OSError):
+                    if self.end() == -signal.SIGPROF:
+                        break
+                except BaseException:  # of a signal: the answer would be taken for that to the next request
+                    self.end()
+                    raise
         return False
-    nodes = list(islice(preorder_traversal(expression), MAX_NODES + 1))
-    is_equation = any(isinstance(node, Relational) for node in nodes)
-    functions = sum(isinstance(node, Function) and bool(node.free_symbols) for node in nodes)
-    powers = [node for node in nodes if node.is_Pow and node.free_symbols and node.exp.is_Number]
-    terms = prod(max(abs(node.exp), 1) ** len(node.free_symbols) for node in powers if node.base.is_Add)
-    return (
-        len(nodes) > MAX_NODES
-        or functions > (1 if is_equation else MAX_FUNCTIONS)
-        or terms > MAX_TERMS
-        or (is_equation and any(abs(node.exp) > MAX_POWER for node in powers))
-        or _bits(expression) > MAX_BITS
-    )
+
+    def _start(self) -> Connection:
+        if importlib.util.find_spec("math_verify") is None:
+            raise ImportError(
+                "reward 'math' must have the package math-verify, it is missing: pip install 'torchrl_grpo[rewards]'."
+            )
+        connection, theirs = Pipe()
+        code = _START.format(path=sys.path, fd=theirs.fileno())
+        # In a new process group: the parent handles Ctrl-C in the terminal.
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0
+        )
+        theirs.close()
+        self._running = process, connection
+        try:
+            refused = connection.recv_bytes().decode() if connection.poll(_START_S) else f"no answer in {_START_S:g} s"
+        except (EOFError, OSError):
+            refused = f"it ended with status {self.end()}"
+        if refused:
+            self.end()
+            raise ImportError(f"reward 'math' must have a process that can import math-verify, it says: {refused}")
+        return connection
+
+    def end(self) -> int | None:
+        """Ends the process; returns its exit status. May be called again."""
+        if self._running is None:
+            return None
+        (process, connection), self._running = self._running, None
+        connection.close()
+        process.kill()  # does nothing to one that has ended
+        return process.wait()
 
 
-def _bits(expression: Any) -> float:
-    """About how many bits a number takes that an expression is evaluated to; a variable takes a few."""
-    from sympy import Float, Integral, Limit, Product, Rational, Sum, gamma
-    from sympy.functions.combinatorial.factorials import CombinatorialFunction
+_judges: dict[int, _Judge] = {}
 
-    if isinstance(expression, Rational):
-        return float(max(expression.p.bit_length(), expression.q.bit_length()))
-    if isinstance(expression, Float):
-        return 64.0 if abs(expression) < 10**300 else inf
-    if isinstance(expression, Integral | Limit | Product | Sum):
-        return inf
-    parts = [_bits(part) for part in expression.args]
-    if isinstance(expression, CombinatorialFunction | gamma):
-        return sum(parts) * 2.0 ** min(max(parts), 1000)
-    if not expression.is_Pow:
-        return sum(parts) + 8
-    return sum(parts) if expression.base.free_symbols else parts[0] * 2.0 ** min(parts[1], 1000)
+
+def serve(fd: int) -> None:
+    """What the process does: it compares answers until the pipe is closed. One that takes too long ends it.
+
+    Args:
+        fd: its end of the pipe.
+    """
+    os.set_inheritable(fd, False)
+    connection = Connection(fd)
+    with suppress(EOFError, OSError):
+        try:
+            import math_verify  # noqa: F401
+
+            logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of switched-off limits
+        except Exception as error:
+            connection.send_bytes(traceback.format_exception_only(error)[-1].encode())
+            return
+        with suppress(ValueError, OSError):  # not on macOS, or there is a lower limit
+            resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        connection.send_bytes(b"")
+        while True:
+            text, reference = json.loads(connection.recv_bytes())
+            signal.setitimer(signal.ITIMER_PROF, LONGEST_CPU_S)  # the kernel ends the process, also inside C code
+            verdict = _verdict(text, reference)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.send_bytes(json.dumps(verdict).encode())
+
+
+def _verdict(text: str, reference: str) -> bool | None:
+    """Whether the answer in a text is that in a reference, without limits."""
+    from math_verify import parse, verify
+
+    gold = parse(reference, parsing_timeout=None)
+    if not gold:
+        return None
+    given = parse(text, parsing_timeout=None)
+    as_written = given[-1:] == gold[-1:]  # the last entry is the text
+    if as_written or _is_time(str(gold[-1])):
+        return as_written
+    return bool(verify(gold, given, timeout_seconds=None))
+
+
+def _is_time(text: str) -> bool:
+    """Whether a text is a time such as 4:00 or 1:05. As a ratio it would be in lowest terms."""
+    found = _TIME.fullmatch(text.strip())
+    return found is not None and (found[2].startswith("0") or gcd(int(found[1]), int(found[2])) > 1)

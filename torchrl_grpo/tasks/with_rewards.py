@@ -198,17 +198,19 @@ def _facts(dialog: Dialog, prompt_column: str) -> dict[str, Any]:
     }
 
 
-def _harmless(error: Exception | SystemExit) -> Exception:
+def _harmless(error: BaseException) -> Exception:
     """The error, or one in place of a ``sys.exit`` that would end the run."""
     if isinstance(error, Exception):
         return error
+    if not isinstance(error, SystemExit):
+        return RuntimeError(f"{type(error).__name__} was raised.").with_traceback(error.__traceback__)
     return RuntimeError(f"sys.exit({error.code}) was called.").with_traceback(error.__traceback__)
 
 
 async def _guarded(result: Awaitable[Any]) -> Any:
     try:
         return await result
-    except SystemExit as error:  # in an event loop it would end the loop, and nobody would get an answer
+    except (SystemExit, KeyboardInterrupt) as error:  # they would end the event loop, and nobody would get an answer
         raise _harmless(error) from None
 
 

@@ -19,8 +19,8 @@ from tests.support import peer_configs
 from tests.support.configs import ROOT, compose_config
 from torchrl_grpo.config import GRPOConfig, check_command_line, leaves
 from torchrl_grpo.config.rules import check_script
-from torchrl_grpo.migrate.__main__ import main
-from torchrl_grpo.migrate.readers import read
+from torchrl_grpo.migrate.__main__ import main, report
+from torchrl_grpo.migrate.readers import Settings, read
 from torchrl_grpo.migrate.scripts import Unknown, read_python, read_shell
 from torchrl_grpo.migrate.tables import BASE, NAMES, SET_ME, read_table
 from torchrl_grpo.migrate.translation import Translation, translate
@@ -44,6 +44,7 @@ def composed(printed: str) -> GRPOConfig:
     script, *overrides = words_of(printed)
     group = next((word.removeprefix("env.repeats=") for word in overrides if word.startswith("env.repeats=")), "8")
     overrides = [word.replace(f"env.num_envs={SET_ME}", f"env.num_envs={group}") for word in overrides]
+    overrides = [word.replace(f"lora.enabled={SET_ME}", "lora.enabled=true") for word in overrides]
     overrides = [word for word in overrides if SET_ME not in word]
     check_command_line(overrides)
     config = compose_config(*overrides, name="grpo_gsm8k")
@@ -544,6 +545,25 @@ def test_references_of_a_yaml_are_followed_to_their_defaults(tmp_path: Path) -> 
     )
     ours = translated(tmp_path, "verl.yaml", text).overrides
     assert (ours["model.name"], ours["env.repeats"], "env.chat_template_kwargs" in ours) == ("a/b", 4, False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_that_tells_no_value_becomes_a_command_line_that_passes(name: str) -> None:
+    rows = [key for key, row in read_table(name).rows.items() if not row.table]
+    made = translate(Settings(read_table(name), {key: Unknown(f"${{{key}}}") for key in rows}), "file")
+    composed(report(made, 100))
+    told = " ".join([*made.unset.values(), *made.lacks.values(), *made.lacks])
+    told += " ".join(sum(made.ignored.values(), []))
+    assert [key for key in rows if key not in told] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_choice_of_a_table_becomes_a_command_line_that_passes(name: str) -> None:
+    chosen = {key: list(row.values) for key, row in read_table(name).rows.items() if row.values and not row.table}
+    for number in range(max(map(len, chosen.values()))):
+        values = {key: several[number % len(several)] for key, several in chosen.items()}
+        values = {key: {"true": True, "false": False}.get(one, one) for key, one in values.items()}
+        composed(report(translate(Settings(read_table(name), values), "file"), 100))
 
 
 REFUSED = {

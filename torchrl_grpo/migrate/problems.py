@@ -54,6 +54,10 @@ def problems(asked: Quantities, source: str, differs: Note, unset: Note) -> dict
             "env.dataset",
             "the data is not in the file (docs/data.md); nothing is evaluated until evaluation.num_prompts",
         )
+    if (test := asked.get("test_dataset")) and test != asked.get("dataset"):
+        differs(
+            "env.test_split", f"the test split of the data is taken: evaluation.datasets=[{{dataset: {test}}}] adds it"
+        )
     if "rewards" in asked:
         ours["env.reward"] = _rewards(asked, source, unset)
     elif "reward_model" in asked:
@@ -126,7 +130,8 @@ def _files(asked: Quantities, differs: Note, unset: Note) -> dict[str, Any]:
     if model := asked.get("reward_model"):
         ours["env.reward"] = [{"fn": "reward_model", "model": model}]
     elif path := asked.get("reward_path"):
-        ours["env.reward"] = f"{path}:{asked['reward_name']}"
+        named = f"{path}:{asked['reward_name']}"
+        ours["env.reward"] = [{"fn": named, **asked["reward_options"]}] if asked.get("reward_options") else named
     else:
         ours["env.reward"] = _VERL_REWARD
         differs("env.reward", "verl's own choice by data_source, which needs verl to be installed (docs/rewards.md)")

@@ -32,10 +32,12 @@ class _Batch:
     steps: int
 
 
-SIZES = ("env.num_envs", "train.dialog_turns_per_batch", "train.optim_batch_size", "train.total_dialog_turns")
+SIZES = ("train.dialog_turns_per_batch", "train.optim_batch_size", "train.total_dialog_turns")
+"""Keys of ours that follow from the size of a batch."""
 _DEVICES = ("inference_model.num_devices", "inference_model.tensor_parallel_size", "train_model.num_devices")
 SETTLES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("per_device", "accumulation", "steps_per_generation", "batch_sequences", "batch_prompts"), SIZES),
+    **dict.fromkeys(("per_device", "accumulation", "steps_per_generation"), ("env.num_envs",)),
+    **dict.fromkeys(("batch_sequences", "batch_prompts"), ("env.num_envs",)),
     **dict.fromkeys(("step_sequences", "step_prompts", "minibatches"), ("train.optim_batch_size",)),
     **dict.fromkeys(("devices", "nodes", "allocation", "train_allocation", "engine_allocation"), _DEVICES),
     **dict.fromkeys(("engine_devices", "engine_nodes", "engine_data_parallel"), ("inference_model.num_devices",)),
@@ -47,19 +49,19 @@ SETTLES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("reward_std", "advantage_std"), ("policy.advantage_std",)),
     **dict.fromkeys(("overlong", "overlong_tokens"), ("policy.overlong_buffer",)),
     **dict.fromkeys(("context", "response"), ("inference_model.max_new_tokens", "env.max_prompt_tokens")),
-    **dict.fromkeys(("rewards", "reward_weights", "reward_path", "reward_name"), ("env.reward",)),
+    **dict.fromkeys(("rewards", "reward_weights", "reward_path", "reward_name", "reward_options", "reward_model"), ("env.reward",)),
     **dict.fromkeys(("dataset", "train_files", "test_files", "environments"), ("env.dataset",)),
     **dict.fromkeys(("save_batches", "save_optimizer_steps", "save_strategy", "save_epochs"),
                     ("train.checkpoint_frequency",)),
     **dict.fromkeys(("eval_batches", "eval_optimizer_steps", "eval_strategy", "eval_epochs", "eval_default"),
                     ("evaluation.frequency",)),
-    "group": ("env.repeats", *SIZES), "engine_tensor_parallel": _DEVICES[:2], "epochs": ("train.total_epochs",),
+    "group": ("env.repeats", "env.num_envs"), "engine_tensor_parallel": _DEVICES[:2], "epochs": ("train.total_epochs",),
     "epochs_per_batch": ("train.epochs",), "keep": ("train.keep_checkpoints",), "kl_in_reward": ("policy.kl_coef",),
     "loggers": ("logging.wandb.mode",), "lora_rank": ("train_model.lora.enabled", "train_model.lora.r"),
     "lowest_lr": ("optimizer.lr_floor",), "pass_at_k": ("evaluation.k",), "staleness": ("train.max_staleness",),
     "refresh_optimizer_steps": ("ref_model.refresh_every",), "reward_bias": ("policy.reward_bias",),
     "reward_clip": ("policy.reward_clip",), "squared_log_ratio": ("policy.kl_to_behaviour_coef",),
-    "rows": ("env.num_envs",), "synchronous": (), "reward_model": ("env.reward",),
+    "rows": ("env.num_envs",), "synchronous": (), "test_dataset": ("evaluation.datasets",),
 }  # fmt: skip
 """The keys of ours that a quantity settles, which are to be set by hand where the file does not tell it."""
 

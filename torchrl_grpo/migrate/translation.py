@@ -72,7 +72,7 @@ def translate(settings: Settings, source: str, devices: int | None = None) -> Tr
                 if taken and row.differs and _is_said(row, value, table, values):
                     made.differs[key] = row.differs
             else:
-                made.ignored.setdefault("off", []).append(key)
+                made.ignored.setdefault("read with other settings alone", []).append(key)
     differs, lacks, unset = made.differs.setdefault, made.lacks.setdefault, made.unset.setdefault
     if ours.get("model.name") is None:
         unset("model.name", "the model is not in the file")
@@ -82,11 +82,16 @@ def translate(settings: Settings, source: str, devices: int | None = None) -> Tr
     if table.title == "TorchRL" and not _is_synchronous(asked, values):
         made.asynchronous = True
         made.differs["train.max_staleness"] = "TorchRL's asynchronous script has no bound; ours is 1 unless it is given"
-    made.unset = {key: why for key, why in made.unset.items() if key not in SIZES[1:] or ours.get(key) is not None}
+    if "env.num_envs" in made.unset:
+        for key in (key for key in SIZES if ours.get(key) is not None):
+            unset(key, "depends on env.num_envs")
     ours |= {key: SET_ME for key in made.unset if ours.get(key) is None}
     _tidy(ours)
-    made.unset = {key: why for key, why in made.unset.items() if key in ours or key not in BASE}
-    ours |= {key: SET_ME for key in made.unset if SET_ME not in str(ours.get(key))}
+    for key in [key for key in made.unset if key in BASE]:
+        if key not in ours:
+            made.lacks[key] = f"{made.unset.pop(key)}; nothing reads it beside the other settings"
+        elif SET_ME not in str(ours[key]):
+            ours[key] = SET_ME
     made.overrides = {
         key: ours[key]
         for key in BASE
@@ -165,7 +170,8 @@ def _leave(key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str
     if row.default is not None:
         _apply(key, row, _plain(row.default), ours, asked, made)
     for name in named:
-        made.unset[name] = f"{key} is {value}, which only running the file would tell"
+        why = f"{key} is {value}, which only running the file would tell"
+        made.unset[name] = f"{made.unset[name]}; {why}" if name in made.unset else why
     return True
 
 
@@ -203,6 +209,8 @@ def _tidy(ours: dict[str, Any]) -> None:
     if ours.get("policy.behaviour_weight", "none") == "none":
         ours.pop("policy.behaviour_level", None)
         ours.pop("policy.behaviour_cap", None)
+    if ours.get("policy.aggregation") != "constant":
+        ours.pop("policy.constant_length", None)
     if ours.get("policy.advantage_level") != "token":
         ours.pop("policy.gae_gamma", None)
         ours.pop("policy.gae_lambda", None)

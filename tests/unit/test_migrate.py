@@ -213,6 +213,7 @@ actor_rollout_ref:
   model: {path: ~/models/mine}
 data: {train_files: ~/data/gsm8k/train.parquet, val_files: ~/data/gsm8k/test.parquet}
 custom_reward_function: {path: my rewards.py, name: score}
+algorithm: {adv_estimator: grpo}
 trainer: {n_gpus_per_node: 1}
 """
     made = translated(tmp_path, "verl.yaml", text)
@@ -530,6 +531,13 @@ def test_settings_of_verl_are_kept(words: str, key: str, value: Any, tmp_path: P
     assert verl(tmp_path, "data.train_files=a/train.parquet", words).overrides[key] == value
 
 
+def test_an_advantage_of_verl_that_is_not_ours_is_said(tmp_path: Path) -> None:
+    for words, name in (("algorithm.adv_estimator=remax", "remax"), ("", "gae")):  # gae is verl's default
+        lacks = verl(tmp_path, words).lacks["algorithm.adv_estimator"]
+        assert lacks.startswith(f"{name} has no counterpart; there are grpo, rloo, ")
+        assert lacks.endswith(", and our own default is taken")
+
+
 def test_images_of_verl_are_said_to_be_left_out(tmp_path: Path) -> None:
     assert "data.image_key" in verl(tmp_path, "data.image_key=images").lacks
 
@@ -552,8 +560,7 @@ def test_a_file_that_tells_no_value_becomes_a_command_line_that_passes(name: str
     rows = [key for key, row in read_table(name).rows.items() if not row.table]
     made = translate(Settings(read_table(name), {key: Unknown(f"${{{key}}}") for key in rows}), "file")
     composed(report(made, 100))
-    told = " ".join([*made.unset.values(), *made.lacks.values(), *made.lacks])
-    told += " ".join(sum(made.ignored.values(), []))
+    told = " ".join([*made.unset.values(), *made.lacks.values(), *made.lacks, *map(str, made.ignored.values())])
     assert [key for key in rows if key not in told] == []
 
 
@@ -562,8 +569,8 @@ def test_each_choice_of_a_table_becomes_a_command_line_that_passes(name: str) ->
     chosen = {key: list(row.values) for key, row in read_table(name).rows.items() if row.values and not row.table}
     for number in range(max(map(len, chosen.values()))):
         values = {key: several[number % len(several)] for key, several in chosen.items()}
-        values = {key: {"true": True, "false": False}.get(one, one) for key, one in values.items()}
-        composed(report(translate(Settings(read_table(name), values), "file"), 100))
+        settings = {key: {"true": True, "false": False}.get(one, one) for key, one in values.items()}
+        composed(report(translate(Settings(read_table(name), settings), "file"), 100))
 
 
 REFUSED = {

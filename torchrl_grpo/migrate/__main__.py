@@ -61,7 +61,7 @@ def report(made: Translation, width: int) -> str:
     """What is printed about a translation."""
     parts = [" \\\n    ".join(command(made)) + "\n"]
     lines = {
-        f"Set these: the file does not tell them (each is {SET_ME} above, or left out)": _lines(made.unset),
+        f"Set these, which are {SET_ME} above: the file does not tell them": _lines(made.unset),
         f"Means something else in {made.table.title}": [*_lines(made.differs), *made.table.differs],
         "Has no counterpart": _lines(made.lacks),
         "Left out": [f"{why}: {', '.join(keys)}" for why, keys in made.ignored.items()],

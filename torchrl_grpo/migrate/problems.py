@@ -52,7 +52,7 @@ def problems(asked: Quantities, source: str, differs: Note, unset: Note) -> dict
         ours["evaluation.num_prompts"] = 0
         unset(
             "env.dataset",
-            "the data is not in the file (docs/data.md); nothing is evaluated until evaluation.num_prompts",
+            "the data is not in the file (docs/data.md); until then evaluation.num_prompts=0",
         )
     if (test := asked.get("test_dataset")) and test != asked.get("dataset"):
         differs(

@@ -75,8 +75,8 @@ def _refuse(table: Table, values: Mapping[str, Any], path: Path) -> None:
     for refusal in table.refused:
         if (why := refusal.found_in({**values, **entries})) is not None:
             raise ValueError(
-                f"FILE={path} must be a GRPO run of {table.title}, and with {why} it is {refusal.what}, which has no "
-                "counterpart here: give the config of a GRPO run."
+                f"FILE={path} must be a GRPO run of {table.title}, and with {why} it is {refusal.what}: "
+                "give the config of a GRPO run."
             )
 
 

@@ -140,9 +140,11 @@ def _apply(key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str
     if row.values is not None:
         name = str(value).lower() if isinstance(value, bool) else str(value)
         if name not in row.values:
+            taken = str(row.default).lower() if isinstance(row.default, bool) else str(row.default)
+            known = taken in row.values
             made.lacks[key] = f"{name} has no counterpart; there are {', '.join(row.values)}"
-            made.lacks[key] += f", and {row.default} is taken" if row.default is not None else ""
-            return value != row.default and row.default is not None and _apply(key, row, row.default, ours, asked, made)
+            made.lacks[key] += f", and {taken if known else 'our own default'} is taken"
+            return known and _apply(key, row, row.default, ours, asked, made)
         value = row.values[name]
         ours |= value if isinstance(value, Mapping) else {str(row.ours): value}
     elif row.ours is None:

@@ -543,7 +543,26 @@ def test_images_of_verl_are_said_to_be_left_out(tmp_path: Path) -> None:
 
 
 def test_settings_in_a_variable_of_a_shell_are_read() -> None:
-    assert read_shell('A="a.b=1 c.d=$Z"\nY=2\nrun $A ${Y} e.f=3') == {"a.b": 1, "c.d": Unknown("$Z"), "e.f": 3}
+    assert read_shell('A="$A a.b=1 c.d=$Z"\nY=2\nrun $A ${Y} e.f=3') == {"a.b": 1, "c.d": Unknown("$Z"), "e.f": 3}
+
+
+def test_settings_in_a_branch_of_a_shell_are_to_be_set() -> None:
+    text = 'A="a.b=1"\nif [ $X = y ]; then\n  A="$A c.d=2"\nfi\nrun $A'
+    assert read_shell(text) == {"a.b": 1, "c.d": Unknown("2 in a branch")}
+
+
+def test_an_overlong_penalty_beside_other_arguments_is_kept(tmp_path: Path) -> None:
+    keys = "+reward_model.reward_kwargs."
+    words = f"{keys}overlong_buffer_cfg.enable=True {keys}overlong_buffer_cfg.len=128 {keys}strict=True"
+    made = verl(tmp_path, words, "data.max_response_length=512")
+    assert made.overrides["policy.overlong_buffer"] == 0.25
+    assert "reward_model.reward_kwargs" in made.lacks
+
+
+def test_arguments_of_a_reward_function_of_verl_are_its_options(tmp_path: Path) -> None:
+    words = "custom_reward_function.path=r.py custom_reward_function.reward_kwargs.scale=2"
+    made = verl(tmp_path, "data.train_files=a/train.parquet", words)
+    assert made.overrides["env.reward"] == [{"fn": "r.py:compute_score", "scale": 2}]
 
 
 def test_references_of_a_yaml_are_followed_to_their_defaults(tmp_path: Path) -> None:

@@ -321,19 +321,26 @@ def read_shell(text: str) -> dict[str, Any]:
     words = deque(shlex.split(text, comments=True))
     while words:
         word = words.popleft().removesuffix(";")
-        use = _USE.fullmatch(word)
-        if use and len(several := variables.get(use[1] or use[3], "").split()) > 1:
-            words.extendleft(reversed(several))  # a variable with several settings
-            continue
+        if use := _USE.fullmatch(word):  # a variable with settings
+            words.extendleft(filter(_OVERRIDE.fullmatch, reversed(variables.get(use[1] or use[3], "").split())))
         word = word.removesuffix(")") if word.count(")") > word.count("(") else word
         depth = max(0, depth + _BLOCKS.get(word, 0))
         if override := _OVERRIDE.fullmatch(word):
-            value = _expanded(override[2].strip("\"'"), variables)
-            value = _HOME.sub(lambda found: f"${found[1] or found[2]}", value)
-            found[override[1]] = Unknown(value) if _UNSET.search(_HOME.sub("", value)) else _yaml(value)
-        elif (variable := _VARIABLE.fullmatch(word)) and not depth:
-            variables[variable[1]] = _expanded(variable[2], variables)
+            found[override[1]] = _told(override[2], variables)
+        elif variable := _VARIABLE.fullmatch(word):
+            value = _expanded(variable[2], variables)
+            if not depth:
+                variables[variable[1]] = value
+            for inner in filter(None, map(_OVERRIDE.fullmatch, value.split() if depth else [])):
+                found[inner[1]] = Unknown(f"{inner[2]} in a branch")
     return found
+
+
+def _told(text: str, variables: Mapping[str, str]) -> Any:
+    """The value of a setting, with the script's variables put in."""
+    value = _expanded(text.strip("\"'"), variables)
+    value = _HOME.sub(lambda found: f"${found[1] or found[2]}", value)
+    return Unknown(value) if _UNSET.search(_HOME.sub("", value)) else _yaml(value)
 
 
 def _expanded(text: str, variables: Mapping[str, str]) -> str:

@@ -252,7 +252,9 @@ def test_shell_variables_sums_arrays_and_branches_are_read() -> None:
 def test_python_is_read_and_not_run(tmp_path: Path) -> None:
     text = "import os\nG = 4\nos._exit(3)\nc = trl.GRPOConfig(num_iterations=G * 2, beta=float('1'), **more)\n"
     unknown = {name: Unknown(name) for name in ("float('1')", "**more")}
-    assert read_python(text) == {"num_iterations": 8, "beta": unknown["float('1')"], "**more": unknown["**more"]}
+    assert read_python(text) == {"GRPOConfig": True, "num_iterations": 8, "beta": unknown["float('1')"]} | {
+        "**more": unknown["**more"]
+    }
     assert translated(tmp_path, "train.py", text).overrides["policy.kl_coef"] == SET_ME
 
 
@@ -616,6 +618,8 @@ REFUSED = {
     "prime_infer.toml": ("[inference.vllm]\nmax_model_len = 9\n[deployment]\ntype = 'x'\n", "inference"),
     "trl_sft.yaml": ("model_name_or_path: m\nper_device_train_batch_size: 4\npacking: true\n",
                      "packing=true it is supervised fine-tuning"),
+    "trl_any.yaml": ("model_name_or_path: m\nper_device_train_batch_size: 4\nlearning_rate: 1e-5\n",
+                     "it is a run of any trainer of TRL"),
     "trl_dpo.py": ("from trl import DPOConfig, DPOTrainer\nDPOTrainer('m', args=DPOConfig(beta=0.1))\n", "it is DPO"),
     "trl_reward.yaml": ("model_name_or_path: m\nper_device_train_batch_size: 4\ncenter_rewards_coefficient: 0.1\n",
                         "it is the training of a reward model"),

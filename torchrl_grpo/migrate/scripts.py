@@ -55,7 +55,7 @@ def read_python(text: str) -> dict[str, Any]:
     script = _Script(ast.parse(text))
     if not script.calls("GRPOConfig"):
         return {f"{name.removesuffix('Trainer')}Config": True for name in _OTHER_TRAINERS if script.calls(name)}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"GRPOConfig": True}
     for call in script.calls("GRPOConfig"):
         for key, value in script.arguments(call).items():
             found[key] = value if found.get(key, value) == value else Unknown(f"{found[key]} or {value}")

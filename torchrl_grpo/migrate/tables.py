@@ -70,7 +70,7 @@ class Refusal:
         if any(fnmatchcase(key, pattern) for pattern in self.without for key in settings):
             return None
         if self.key == "*":
-            return f"no {' or '.join(self.without)}"
+            return f"no {' or '.join(self.without[:3])}"
         for key, value in settings.items():
             says = value in self.values if self.values else value not in (None, False, *self.unless)
             if says and fnmatchcase(key, self.key):

@@ -28,6 +28,7 @@ QUANTITIES = {
     "dataset": "`env.dataset`",
     "devices": "`train_model.num_devices` + `inference_model.num_devices`",
     "engine_allocation": "`inference_model.num_devices`, `inference_model.tensor_parallel_size`",
+    "engine_data_parallel": "`inference_model.num_devices`, this x `inference_model.tensor_parallel_size`",
     "engine_devices": "`inference_model.num_devices`",
     "engine_nodes": "`inference_model.num_devices`",
     "engine_tensor_parallel": "`inference_model.tensor_parallel_size`",
@@ -35,7 +36,10 @@ QUANTITIES = {
     "epochs": "`train.total_epochs`",
     "epochs_per_batch": "`train.epochs`",
     "eval_batches": "`evaluation.frequency`",
+    "eval_default": "`evaluation.frequency`, without `eval_steps`",
+    "eval_epochs": "`evaluation.frequency`, to be set: it counts batches",
     "eval_optimizer_steps": "`evaluation.frequency`",
+    "eval_strategy": "`evaluation.frequency`; no is `evaluation.num_prompts=0`",
     "group": "`env.repeats`",
     "keep": "`train.keep_checkpoints=last:N`",
     "kl_in_reward": "`policy.kl_coef`, `policy.kl_in_reward=true`",
@@ -55,21 +59,26 @@ QUANTITIES = {
     "reward_bias": "`policy.reward_bias`",
     "reward_clip": "`policy.reward_clip=[-X,X]`",
     "reward_mean": "`policy.advantage_mean`",
+    "reward_model": "`env.reward=[{fn: reward_model, model: NAME}]`",
     "reward_name": "`env.reward=PATH:NAME`",
+    "reward_options": "`env.reward=[{fn: PATH:NAME, OPTION: VALUE}]`",
     "reward_path": "`env.reward=PATH:NAME`",
     "reward_std": "`policy.advantage_std`",
     "reward_weights": "`weight` in `env.reward`",
     "rewards": "`env.reward`",
     "rows": "`env.num_envs`",
     "save_batches": "`train.checkpoint_frequency`",
+    "save_epochs": "`train.checkpoint_frequency`, to be set: it counts batches",
     "save_optimizer_steps": "`train.checkpoint_frequency`",
     "save_strategy": "`train.checkpoint_frequency`",
+    "second_moment": "`policy.clip_epsilon`, to be set: there is no M2PO",
     "squared_log_ratio": "`policy.kl_to_behaviour_coef`, `policy.kl_estimator=k2`",
     "staleness": "`train.max_staleness` of `grpo-async.py`; 0 is `grpo.py`",
     "step_prompts": "`train.optim_batch_size`",
     "step_sequences": "`train.optim_batch_size`",
     "steps_per_generation": "part of `env.num_envs`",
     "synchronous": "`grpo.py` or `grpo-async.py`",
+    "test_dataset": "`evaluation.datasets`, where it is another one",
     "test_files": "the split `test` of `env.dataset`, or `evaluation.datasets`",
     "train_allocation": "`train_model.num_devices`",
     "train_files": "`env.dataset`, or `env.datasets`",
@@ -97,6 +106,9 @@ def _section(table: Table) -> Iterator[str]:
     for key, row in table.rows.items():
         default = "" if row.default is None else f" ({_word(row.default)})"
         yield f"| `{key}`{default} | {_ours(row)} | {_prose(row.differs or row.none or '')} |"
+    yield ""
+    yield "Left out:\n"
+    yield from (f"- {why}: {', '.join(f'`{one}`' for one in patterns)}" for why, patterns in table.ignored.items())
     yield ""
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import json
+import re
 import shlex
 import subprocess
 import sys
@@ -17,10 +19,10 @@ from tests.support import peer_configs
 from tests.support.configs import ROOT, compose_config
 from torchrl_grpo.config import GRPOConfig, check_command_line, leaves
 from torchrl_grpo.config.rules import check_script
-from torchrl_grpo.migrate.__main__ import main
-from torchrl_grpo.migrate.readers import read
-from torchrl_grpo.migrate.scripts import read_python, read_shell
-from torchrl_grpo.migrate.tables import BASE, NAMES, read_table
+from torchrl_grpo.migrate.__main__ import main, report
+from torchrl_grpo.migrate.readers import Settings, read
+from torchrl_grpo.migrate.scripts import Unknown, read_python, read_shell
+from torchrl_grpo.migrate.tables import BASE, NAMES, SET_ME, read_table
 from torchrl_grpo.migrate.translation import Translation, translate
 
 
@@ -38,8 +40,12 @@ def words_of(printed: str) -> list[str]:
 
 
 def composed(printed: str) -> GRPOConfig:
-    """The config of a printed command line, as its script checks it."""
+    """The config of a printed command line without what is to be set by hand, as its script checks it."""
     script, *overrides = words_of(printed)
+    group = next((word.removeprefix("env.repeats=") for word in overrides if word.startswith("env.repeats=")), "8")
+    overrides = [word.replace(f"env.num_envs={SET_ME}", f"env.num_envs={group}") for word in overrides]
+    overrides = [word.replace(f"lora.enabled={SET_ME}", "lora.enabled=true") for word in overrides]
+    overrides = [word for word in overrides if SET_ME not in word]
     check_command_line(overrides)
     config = compose_config(*overrides, name="grpo_gsm8k")
     check_script(config, script.endswith("grpo-async.py"))
@@ -66,13 +72,14 @@ def test_a_published_config_becomes_a_command_line_that_passes(name: str, tmp_pa
     printed = shown(tmp_path, name, peer_configs.PUBLISHED[name])
     config = composed(printed)
     wanted = translated(tmp_path, name, peer_configs.PUBLISHED[name]).overrides
+    wanted = {key: value for key, value in wanted.items() if value != SET_ME}
     values = {key: value for key, _, value in leaves(config)}
     assert {key: values[key] for key in wanted if key in values and key not in ("env.datasets", "env.reward")} == {
         key: value for key, value in wanted.items() if key in values and key not in ("env.datasets", "env.reward")
     }
 
 
-EXPECTED = {
+EXPECTED: dict[str, tuple[int, int, int, str, dict[str, Any]]] = {
     # sequences in a batch, in an optimizer step, in a group; script; some of the keys
     "grpo_2048.py": (8, 8, 8, "grpo.py", {"train.total_epochs": 3, "train_model.lora.r": 8}),
     "nemo_gym.yaml": (256, 256, 16, "grpo.py", {"train.total_dialog_turns": 256_000, "optimizer.warmup_steps": 3}),
@@ -206,6 +213,7 @@ actor_rollout_ref:
   model: {path: ~/models/mine}
 data: {train_files: ~/data/gsm8k/train.parquet, val_files: ~/data/gsm8k/test.parquet}
 custom_reward_function: {path: my rewards.py, name: score}
+algorithm: {adv_estimator: grpo}
 trainer: {n_gpus_per_node: 1}
 """
     made = translated(tmp_path, "verl.yaml", text)
@@ -243,10 +251,11 @@ def test_shell_variables_sums_arrays_and_branches_are_read() -> None:
 
 def test_python_is_read_and_not_run(tmp_path: Path) -> None:
     text = "import os\nG = 4\nos._exit(3)\nc = trl.GRPOConfig(num_iterations=G * 2, beta=float('1'), **more)\n"
-    assert read_python(text) == {"num_iterations": 8, "beta": "$?"}
-    made = translated(tmp_path, "train.py", text)
-    assert made.lacks["beta"].startswith("its value is not in the file")
-    assert made.overrides["policy.kl_coef"] == 0.0
+    unknown = {name: Unknown(name) for name in ("float('1')", "**more")}
+    assert read_python(text) == {"GRPOConfig": True, "num_iterations": 8, "beta": unknown["float('1')"]} | {
+        "**more": unknown["**more"]
+    }
+    assert translated(tmp_path, "train.py", text).overrides["policy.kl_coef"] == SET_ME
 
 
 def test_rewards_of_a_script_are_named_with_their_weights(tmp_path: Path) -> None:
@@ -261,7 +270,7 @@ def test_rewards_of_a_script_are_named_with_their_weights(tmp_path: Path) -> Non
         "train.py:right",
         {"fn": "trl.rewards:think_format_reward", "weight": 0.5},
     ]
-    assert "env.dataset" not in made.overrides and made.overrides["model.name"] == "m"
+    assert (made.overrides["env.dataset"], made.overrides["model.name"]) == ("gsm8k", "m")
     assert composed(shown(tmp_path, "train.py", text)).env.reward[1]["weight"] == 0.5
 
 
@@ -293,7 +302,7 @@ def test_devices_of_an_allocation_are_those_of_the_roles(tmp_path: Path) -> None
         ("a.py", "GRPOConfig(", "must be whole .py, and it is not: '(' was never closed"),
         ("a.json", "{", "must be whole .json, and it is not: Expecting property name"),
         ("a.sh", "echo 'x", "must be whole .sh, and it is not: No closing quotation"),
-        ("a.yaml", "a: 1", "has none of their keys (verl: actor_rollout_ref; AReaL: gconfig"),
+        ("a.yaml", "a: 1", "has none of their keys (verl: actor_rollout_ref, "),
         ("b.py", "load_dataset('x')", "has none of their keys"),
         ("b.yaml", "- 1", "has none of their keys"),
         ("c.yaml", "num_generations: 8\nper_device_train_batch_size: 0", "per device=0 must be at least 1"),
@@ -315,6 +324,313 @@ def test_a_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str])
         2,
         "error: FILE=nowhere.yaml must be a file, and there is none: give the path of a config.\n",
     )
+
+
+def marked(printed: str) -> list[str]:
+    """The keys of a printed command line that are to be set by hand."""
+    return [word.partition("=")[0] for word in words_of(printed)[1:] if SET_ME in word]
+
+
+def test_a_value_that_the_file_does_not_tell_is_to_be_set_in_the_command(tmp_path: Path) -> None:
+    text = (
+        "import argparse\nargs = argparse.ArgumentParser().parse_args()\n"
+        "config = GRPOConfig(learning_rate=args.lr, num_generations=args.group, **more)\n"
+        "GRPOTrainer(model=args.model, reward_funcs=lambda completions: [1.0], args=config, train_dataset=rows)\n"
+    )
+    printed = shown(tmp_path, "train.py", text)
+    assert marked(printed) == [
+        "model.name", "env.dataset", "env.reward", "env.num_envs", "env.repeats", "optimizer.lr",
+    ]  # fmt: skip
+    made = translated(tmp_path, "train.py", text)
+    assert made.unset["optimizer.lr"] == "learning_rate is args.lr, which only running the file would tell"
+    assert made.unset["model.name"].startswith("model_name_or_path is args.model")
+    assert made.unset["**more"].startswith("may set any of their keys")
+
+
+def test_what_is_set_on_a_config_later_counts(tmp_path: Path) -> None:
+    text = (
+        "more = dict(beta=0.04, max_steps=10)\nconfig = GRPOConfig(num_generations=8, learning_rate=1e-5, **more)\n"
+        "config.learning_rate = 2e-6\ntrainer = GRPOTrainer('m', len, config)\ntrainer.args.temperature = 0.7\n"
+        "if big:\n    config.max_completion_length = 4096\n"
+    )
+    made = translated(tmp_path, "train.py", text)
+    wanted = {"optimizer.lr": 2e-6, "policy.kl_coef": 0.04, "inference_model.temperature": 0.7, "model.name": "m"}
+    assert {key: made.overrides[key] for key in wanted} == wanted
+    assert made.overrides["inference_model.max_new_tokens"] == SET_ME
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("'a/b'", "a/b"),
+        ("NAME", "a/b"),
+        ("AutoModelForCausalLM.from_pretrained('a/b', dtype='auto')", "a/b"),
+        ("loaded", "a/b"),
+        ("get_peft_model(loaded, LoraConfig(r=4))", "a/b"),
+        ("sys.argv[1]", SET_ME),
+    ],
+)
+def test_the_model_of_a_trainer_is_found_or_to_be_set(model: str, name: str, tmp_path: Path) -> None:
+    text = f"NAME = 'a/b'\nloaded, _ = X.from_pretrained('a/b')\nGRPOTrainer(model={model}, args=GRPOConfig())\n"
+    assert translated(tmp_path, "train.py", text).overrides["model.name"] == name
+
+
+@pytest.mark.parametrize(
+    ("peft", "enabled"),
+    [
+        ("LoraConfig(r=4)", True),
+        ("None", None),
+        ("LoraConfig(r=4) if args.lora else None", SET_ME),
+        ("made", SET_ME),
+        ("get_peft_config(args)", SET_ME),
+    ],
+)
+def test_lora_that_may_be_off_is_to_be_set(peft: str, enabled: Any, tmp_path: Path) -> None:
+    text = (
+        "made = None\nif args.lora:\n    made = LoraConfig(r=4)\n"
+        f"GRPOTrainer('m', len, GRPOConfig(num_generations=8), peft_config={peft})\n"
+    )
+    ours = translated(tmp_path, "train.py", text).overrides
+    assert ours.get("train_model.lora.enabled") == enabled
+    assert ours.get("train_model.lora.r") == (4 if enabled else None)
+
+
+def test_the_data_set_of_the_trainer_is_taken_of_several(tmp_path: Path) -> None:
+    text = (
+        "train = load_dataset('json', data_files='rows.jsonl', split='train').map(ask)\n"
+        "test = load_dataset('other/data', split='test')\n"
+        "GRPOTrainer('m', len, GRPOConfig(num_generations=8), train_dataset=train, eval_dataset=test)\n"
+    )
+    made = translated(tmp_path, "train.py", text)
+    assert made.overrides["env.dataset"] == "rows.jsonl"
+    assert made.lacks["train_dataset"].startswith("the script changes the rows (map, filter, ...)")
+    unclear = "load_dataset('a', split='train')\nload_dataset('b', split='train')\nGRPOConfig(num_generations=8)\n"
+    assert translated(tmp_path, "train.py", unclear).overrides["env.dataset"] == SET_ME
+
+
+def test_model_and_data_are_printed_where_they_are_ours_by_default(tmp_path: Path) -> None:
+    ours = trl(tmp_path, "model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct", "dataset_name: openai/gsm8k")
+    assert (ours["model.name"], ours["env.dataset"]) == ("Qwen/Qwen2.5-0.5B-Instruct", "gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("lines", "key", "value"),
+    [
+        (("max_steps: 200", "save_steps: 0.05"), "train.checkpoint_frequency", 10),
+        (("num_train_epochs: 2", "save_steps: 0.05"), "train.checkpoint_frequency", SET_ME),
+        (("save_strategy: epoch",), "train.checkpoint_frequency", SET_ME),
+        (("save_strategy: no",), "train.checkpoint_frequency", 0),
+        (("max_steps: 200", "eval_strategy: steps", "eval_steps: 0.1"), "evaluation.frequency", 20),
+        (("eval_strategy: steps", "logging_steps: 5"), "evaluation.frequency", 5),
+        (("eval_strategy: epoch",), "evaluation.frequency", SET_ME),
+        (("max_steps: 200", "warmup_ratio: 0.1"), "optimizer.warmup_steps", 20),
+        (("max_steps: 200", "warmup_steps: 0.1"), "optimizer.warmup_steps", 20),
+        (("num_train_epochs: 2", "warmup_ratio: 0.1"), "optimizer.warmup_steps", SET_ME),
+        (("epsilon: 10.0",), "policy.clip_epsilon", [1.0, 10.0]),
+    ],
+)
+def test_shares_epochs_and_wide_clips_of_trl_are_kept(
+    lines: tuple[str, ...], key: str, value: Any, tmp_path: Path
+) -> None:
+    assert trl(tmp_path, "dataset_name: a/b", *lines)[key] == value
+
+
+def test_rewards_that_a_name_alone_does_not_make_are_to_be_set(tmp_path: Path) -> None:
+    ours = trl(
+        tmp_path, "reward_funcs: [accuracy, cosine, accuracy_reward, mine.score]", "reward_weights: [1, 0.5, 1, 1]"
+    )
+    assert ours["env.reward"] == [
+        "open_r1.rewards:accuracy_reward", {"fn": SET_ME, "weight": 0.5}, "trl.rewards:accuracy_reward", "mine:score",
+    ]  # fmt: skip
+
+
+def test_prompts_of_open_r1_keep_their_system_message_and_column(tmp_path: Path) -> None:
+    message = 'Answer in \\boxed{} like "$x$":\nfirst\\'
+    text = "num_generations: 8\nmodel_name_or_path: m\ndataset_name: d\ndataset_prompt_column: problem\n"
+    printed = shown(tmp_path, "r1.yaml", text + f"reward_funcs: accuracy\nsystem_prompt: {json.dumps(message)}\n")
+    env = composed(printed).env
+    assert (env.system_prompt, env.columns.prompt) == (message, "problem")
+
+
+def test_engine_settings_of_prime_rl_are_kept(tmp_path: Path) -> None:
+    text = (
+        "[orchestrator]\ngroup_size = 4\n[deployment]\nnum_infer_gpus = 4\n[inference.vllm]\ntensor_parallel_size = 2\n"
+        "gpu_memory_utilization = 0.5\nmax_model_len = 4096\nenforce_eager = true\n"
+    )
+    ours = translated(tmp_path, "rl.toml", text).overrides
+    wanted = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "max_model_len": 4096, "enforce_eager": True}
+    assert {name: ours[f"inference_model.{name}"] for name in wanted} == wanted
+    assert ours["inference_model.num_devices"] == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "ours"),
+    [
+        ("rejection_sampling: {upper: 5.0}", {"policy.behaviour_weight": "mask"}),
+        (
+            "rejection_sampling: {level: sequence, action: clamp, upper: 3.0}",
+            {"policy.behaviour_weight": "truncate", "policy.behaviour_level": "sequence", "policy.behaviour_cap": 3.0},
+        ),
+        ("behave_imp_weight_cap: 4.0", {"policy.behaviour_weight": "mask", "policy.behaviour_cap": 4.0}),
+        (
+            "behave_imp_weight_cap: 4.0, behave_imp_weight_mode: token_truncate",
+            {"policy.behaviour_weight": "truncate", "policy.behaviour_cap": 4.0},
+        ),
+        ("eps_clip: 0.2", {"policy.behaviour_weight": "mask", "policy.behaviour_cap": 1e9}),
+    ],
+)
+def test_bounds_on_stale_tokens_of_areal_are_kept(settings: str, ours: dict[str, Any], tmp_path: Path) -> None:
+    text = f"{{gconfig: {{n_samples: 4}}, actor: {{path: m, use_decoupled_loss: true, {settings}}}}}"
+    found = translated(tmp_path, "areal.yaml", text).overrides
+    assert {key: value for key, value in found.items() if key.startswith("policy.behaviour")} == ours
+
+
+def test_sapo_of_areal_and_verl_is_our_sapo(tmp_path: Path) -> None:
+    text = "{gconfig: {n_samples: 4}, actor: {path: m, use_sapo_loss: true, sapo_tau_neg: 1.2}}"
+    actor = "actor_rollout_ref.actor."
+    for made in (
+        translated(tmp_path, "areal.yaml", text),
+        verl(tmp_path, f"{actor}policy_loss.loss_mode=sapo {actor}tau_pos=1.0 {actor}tau_neg=1.2"),
+    ):
+        names = ("policy.loss._target_", "+policy.loss.tau_positive", "+policy.loss.tau_negative")
+        assert [made.overrides[name] for name in names] == ["torchrl_grpo.objectives.SAPOLoss", 1.0, 1.2]
+
+
+def test_m2po_of_areal_leaves_the_clip_to_be_set(tmp_path: Path) -> None:
+    text = "{gconfig: {n_samples: 4}, actor: {path: m, eps_clip: 0.0, m2_threshold: 0.04}}"
+    made = translated(tmp_path, "areal.yaml", text)
+    assert made.overrides["policy.clip_epsilon"] == SET_ME
+    assert "second moment" in made.unset["policy.clip_epsilon"]
+
+
+@pytest.mark.parametrize(
+    ("timer", "value"), [("freq_steps: 20", 20), ("freq_epochs: 1", SET_ME), ("freq_epochs: null", 0)]
+)
+def test_checkpoints_of_areal_are_kept(timer: str, value: Any, tmp_path: Path) -> None:
+    text = "{gconfig: {n_samples: 4}, actor: {path: m}, train_dataset: {path: d}, "
+    text += f"saver: {{{timer}}}, evaluator: {{{timer}}}}}"
+    ours = translated(tmp_path, "areal.yaml", text).overrides
+    assert ours["train.checkpoint_frequency"] == value
+    assert ours.get("evaluation.frequency", 0) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        ("actor_rollout_ref.model.lora.rank=8 actor_rollout_ref.model.lora.alpha=16", "train_model.lora.r", 8),
+        ("reward_model.enable=True reward_model.model.path=m", "env.reward", [{"fn": "reward_model", "model": "m"}]),
+        ("actor_rollout_ref.actor.megatron.param_offload=True", "train_model.cpu_offload", True),
+        ("+data.apply_chat_template_kwargs.thinking=False", "env.chat_template_kwargs", {"thinking": False}),
+        ("actor_rollout_ref.actor.clip_ratio_low=10", "policy.clip_epsilon", [1.0, 0.2]),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=cispo", "policy.loss._target_",
+         "torchrl_grpo.objectives.CISPOLoss"),
+        ("trainer.experiment_name=a-${NAME} trainer.logger=wandb", "logging.wandb.name", SET_ME),
+        ("actor_rollout_ref.model.path=$MODEL/x", "model.name", SET_ME),
+        ("actor_rollout_ref.model.path=${HOME}/x", "model.name", "$HOME/x"),
+    ],
+)  # fmt: skip
+def test_settings_of_verl_are_kept(words: str, key: str, value: Any, tmp_path: Path) -> None:
+    assert verl(tmp_path, "data.train_files=a/train.parquet", words).overrides[key] == value
+
+
+def test_an_advantage_of_verl_that_is_not_ours_is_said(tmp_path: Path) -> None:
+    for words, name in (("algorithm.adv_estimator=remax", "remax"), ("", "gae")):  # gae is verl's default
+        lacks = verl(tmp_path, words).lacks["algorithm.adv_estimator"]
+        assert lacks.startswith(f"{name} has no counterpart; there are grpo, rloo, ")
+        assert lacks.endswith(", and our own default is taken")
+
+
+def test_images_of_verl_are_said_to_be_left_out(tmp_path: Path) -> None:
+    assert "data.image_key" in verl(tmp_path, "data.image_key=images").lacks
+
+
+def test_settings_in_a_variable_of_a_shell_are_read() -> None:
+    assert read_shell('A="$A a.b=1 c.d=$Z"\nY=2\nrun $A ${Y} e.f=3') == {"a.b": 1, "c.d": Unknown("$Z"), "e.f": 3}
+
+
+def test_settings_in_a_branch_of_a_shell_are_to_be_set() -> None:
+    text = 'A="a.b=1"\nif [ $X = y ]; then\n  A="$A c.d=2"\nfi\nrun $A'
+    assert read_shell(text) == {"a.b": 1, "c.d": Unknown("2 in a branch")}
+
+
+def test_an_overlong_penalty_beside_other_arguments_is_kept(tmp_path: Path) -> None:
+    keys = "+reward_model.reward_kwargs."
+    words = f"{keys}overlong_buffer_cfg.enable=True {keys}overlong_buffer_cfg.len=128 {keys}strict=True"
+    made = verl(tmp_path, words, "data.max_response_length=512")
+    assert made.overrides["policy.overlong_buffer"] == 0.25
+    assert "reward_model.reward_kwargs" in made.lacks
+
+
+def test_arguments_of_a_reward_function_of_verl_are_its_options(tmp_path: Path) -> None:
+    words = "custom_reward_function.path=r.py custom_reward_function.reward_kwargs.scale=2"
+    made = verl(tmp_path, "data.train_files=a/train.parquet", words)
+    assert made.overrides["env.reward"] == [{"fn": "r.py:compute_score", "scale": 2}]
+
+
+def test_references_of_a_yaml_are_followed_to_their_defaults(tmp_path: Path) -> None:
+    text = (
+        "actor_rollout_ref: {model: {path: '${oc.env:MODEL,a/b}'}, rollout: {n: '${oc.select:group,4}'}}\n"
+        "data: {apply_chat_template_kwargs: {}}\n"
+    )
+    ours = translated(tmp_path, "verl.yaml", text).overrides
+    assert (ours["model.name"], ours["env.repeats"], "env.chat_template_kwargs" in ours) == ("a/b", 4, False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_that_tells_no_value_becomes_a_command_line_that_passes(name: str) -> None:
+    rows = [key for key, row in read_table(name).rows.items() if not row.table]
+    made = translate(Settings(read_table(name), {key: Unknown(f"${{{key}}}") for key in rows}), "file")
+    composed(report(made, 100))
+    told = " ".join([*made.unset.values(), *made.lacks.values(), *made.lacks, *map(str, made.ignored.values())])
+    assert [key for key in rows if key not in told] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_choice_of_a_table_becomes_a_command_line_that_passes(name: str) -> None:
+    chosen = {key: list(row.values) for key, row in read_table(name).rows.items() if row.values and not row.table}
+    for number in range(max(map(len, chosen.values()))):
+        values = {key: several[number % len(several)] for key, several in chosen.items()}
+        settings = {key: {"true": True, "false": False}.get(one, one) for key, one in values.items()}
+        composed(report(translate(Settings(read_table(name), settings), "file"), 100))
+
+
+REFUSED = {
+    "verl_ppo.sh": ("python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=1 algorithm.adv_estimator=gae",
+                    "algorithm.adv_estimator=gae it is PPO with a critic"),
+    "verl_critic.sh": ("python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=1 critic.model.path=m",
+                       "critic.model.path=m it is PPO with a critic"),
+    "verl_sft.sh": ("torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=a model.partial_pretrain=m",
+                    "model.partial_pretrain=m it is supervised fine-tuning"),
+    "verl_gen.yaml": ("{trainer: {n_gpus_per_node: 8}, data: {n_samples: 5}, model: {path: m}}",
+                      "data.n_samples=5 it is generation alone"),
+    "areal_rw.yaml": ("{actor: {path: m}, train_dataset: {type: rw}}", "it is the training of a reward model"),
+    "areal_dpo.yaml": ("{actor: {path: m, beta: 0.1}, train_dataset: {type: dpo}}", "it is DPO"),
+    "areal_sft.yaml": ("{actor: {path: m}, train_dataset: {type: sft}}", "it is supervised fine-tuning"),
+    "areal_ppo.yaml": ("{gconfig: {n_samples: 1}, actor: {path: m}, critic: {path: m}}",
+                       "critic.path=m it is PPO with a critic"),
+    "areal_infer.yaml": ("{gconfig: {n_samples: 1}, rollout: {backend: 'vllm:d1'}}", "it is inference alone"),
+    "areal_teacher.yaml": ("{gconfig: {n_samples: 4}, actor: {path: m}, teacher: {path: t}}", "it is distillation"),
+    "prime_opd.toml": ("[orchestrator.algo]\ntype = 'opd'\n", "orchestrator.algo.type=opd it is a run of another"),
+    "prime_rae.toml": ("[orchestrator.algo]\ntype = 'rae'\n", "orchestrator.algo.type=rae it is a run of another"),
+    "prime_mixed.toml": ("[[orchestrator.train.source]]\nname = 'a'\n[orchestrator.train.source.algo]\ntype = 'opd'\n",
+                         "orchestrator.train.source[0].algo.type=opd it is"),
+    "prime_sft.toml": ("[deployment]\nnum_gpus = 1\n[data]\nname = 'd'\n", "data.name=d it is supervised fine-tuning"),
+    "prime_infer.toml": ("[inference.vllm]\nmax_model_len = 9\n[deployment]\ntype = 'x'\n", "inference"),
+    "trl_sft.yaml": ("model_name_or_path: m\nper_device_train_batch_size: 4\npacking: true\n",
+                     "packing=true it is supervised fine-tuning"),
+    "trl_any.yaml": ("model_name_or_path: m\nper_device_train_batch_size: 4\nlearning_rate: 1e-5\n",
+                     "it is a run of any trainer of TRL"),
+    "trl_dpo.py": ("from trl import DPOConfig, DPOTrainer\nDPOTrainer('m', args=DPOConfig(beta=0.1))\n", "it is DPO"),
+    "trl_reward.yaml": ("model_name_or_path: m\nper_device_train_batch_size: 4\ncenter_rewards_coefficient: 0.1\n",
+                        "it is the training of a reward model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_grpo_run_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    text, message = REFUSED[name]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        translated(tmp_path, name, text)
 
 
 def test_the_command_needs_neither_torch_nor_hydra(tmp_path: Path) -> None:

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from torchrl_grpo.migrate.readers import read
-from torchrl_grpo.migrate.tables import NAMES, read_table
+from torchrl_grpo.migrate.tables import NAMES, SET_ME, read_table
 from torchrl_grpo.migrate.translation import Translation, translate
 
-_PLAIN = re.compile(r"[\w./:+\-$@]+")
+_PLAIN = re.compile(r"[\w./:+\-@]+|[\w.]+\$(HOME|PWD)[\w./:+\-@]*")
+_PLACE = re.compile(r"\$(HOME|PWD)\b")
 _NO_TEXT = re.compile(r"true|false|null|none|nan|inf|[-+.\d][\d.e+\-_]*", re.IGNORECASE)
 
 
@@ -60,9 +61,10 @@ def report(made: Translation, width: int) -> str:
     """What is printed about a translation."""
     parts = [" \\\n    ".join(command(made)) + "\n"]
     lines = {
+        f"Set these, which are {SET_ME} above: the file does not tell them": _lines(made.unset),
         f"Means something else in {made.table.title}": [*_lines(made.differs), *made.table.differs],
         "Has no counterpart": _lines(made.lacks),
-        "Left out, because it concerns nothing here": [", ".join(made.ignored)],
+        "Left out": [f"{why}: {', '.join(keys)}" for why, keys in made.ignored.items()],
         "Not in our table of their keys: look at these yourself": [", ".join(made.unknown)],
     }
     for title, texts in lines.items():
@@ -81,7 +83,7 @@ def _quoted(word: str) -> str:
     """A word for the shell, which still puts ``$HOME`` in."""
     if _PLAIN.fullmatch(word.replace("=", "")):
         return word
-    return shlex.quote(word) if "$" not in word else '"' + re.sub(r'(["`\\])', r"\\\1", word) + '"'
+    return '"' + re.sub(r'(["`\\])', r"\\\1", word) + '"' if _PLACE.search(word) else shlex.quote(word)
 
 
 def _text(value: Any) -> str:
@@ -94,7 +96,10 @@ def _text(value: Any) -> str:
         return "[" + ",".join(_text(one) for one in value) + "]"
     text = re.sub(r"^~(?=/)", "$HOME", str(value))
     plain = isinstance(value, int | float) or (re.fullmatch(r"[\w./+\-$@%:]+", text) and not _NO_TEXT.fullmatch(text))
-    return text if plain else '"' + text.replace('"', r"\"") + '"'
+    if plain:
+        return text
+    escaped = re.sub(r'(\\*)"', r'\1\1\\"', text)
+    return '"' + re.sub(r"(\\+)\Z", r"\1\1", escaped) + '"'
 
 
 def _lines(notes: Mapping[str, str]) -> list[str]:

@@ -32,7 +32,42 @@ class _Batch:
     steps: int
 
 
-def sizes(asked: Quantities, chosen: Mapping[str, Any], differs: Note, lacks: Note) -> dict[str, Any]:
+SIZES = ("train.dialog_turns_per_batch", "train.optim_batch_size", "train.total_dialog_turns")
+"""Keys of ours that follow from the size of a batch."""
+_DEVICES = ("inference_model.num_devices", "inference_model.tensor_parallel_size", "train_model.num_devices")
+SETTLES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("per_device", "accumulation", "steps_per_generation"), ("env.num_envs",)),
+    **dict.fromkeys(("batch_sequences", "batch_prompts"), ("env.num_envs",)),
+    **dict.fromkeys(("step_sequences", "step_prompts", "minibatches"), ("train.optim_batch_size",)),
+    **dict.fromkeys(("devices", "nodes", "allocation", "train_allocation", "engine_allocation"), _DEVICES),
+    **dict.fromkeys(("engine_devices", "engine_nodes", "engine_data_parallel"), ("inference_model.num_devices",)),
+    **dict.fromkeys(("train_devices", "train_nodes"), ("train_model.num_devices",)),
+    **dict.fromkeys(("batches", "optimizer_steps"), ("train.total_dialog_turns",)),
+    **dict.fromkeys(("warmup_batches", "warmup_optimizer_steps", "warmup_share"), ("optimizer.warmup_steps",)),
+    **dict.fromkeys(("clip_low", "clip_high", "second_moment"), ("policy.clip_epsilon",)),
+    **dict.fromkeys(("reward_mean", "advantage_mean", "leave_one_out"), ("policy.advantage_mean",)),
+    **dict.fromkeys(("reward_std", "advantage_std"), ("policy.advantage_std",)),
+    **dict.fromkeys(("overlong", "overlong_tokens"), ("policy.overlong_buffer",)),
+    **dict.fromkeys(("context", "response"), ("inference_model.max_new_tokens", "env.max_prompt_tokens")),
+    **dict.fromkeys(("rewards", "reward_weights", "reward_model"), ("env.reward",)),
+    **dict.fromkeys(("reward_path", "reward_name", "reward_options"), ("env.reward",)),
+    **dict.fromkeys(("dataset", "train_files", "test_files", "environments"), ("env.dataset",)),
+    **dict.fromkeys(("save_batches", "save_optimizer_steps", "save_strategy", "save_epochs"),
+                    ("train.checkpoint_frequency",)),
+    **dict.fromkeys(("eval_batches", "eval_optimizer_steps", "eval_strategy", "eval_epochs", "eval_default"),
+                    ("evaluation.frequency",)),
+    "group": ("env.repeats", "env.num_envs"), "engine_tensor_parallel": _DEVICES[:2], "epochs": ("train.total_epochs",),
+    "epochs_per_batch": ("train.epochs",), "keep": ("train.keep_checkpoints",), "kl_in_reward": ("policy.kl_coef",),
+    "loggers": ("logging.wandb.mode",), "lora_rank": ("train_model.lora.enabled", "train_model.lora.r"),
+    "lowest_lr": ("optimizer.lr_floor",), "pass_at_k": ("evaluation.k",), "staleness": ("train.max_staleness",),
+    "refresh_optimizer_steps": ("ref_model.refresh_every",), "reward_bias": ("policy.reward_bias",),
+    "reward_clip": ("policy.reward_clip",), "squared_log_ratio": ("policy.kl_to_behaviour_coef",),
+    "rows": ("env.num_envs",), "synchronous": (), "test_dataset": ("evaluation.datasets",),
+}  # fmt: skip
+"""The keys of ours that a quantity settles, which are to be set by hand where the file does not tell it."""
+
+
+def sizes(asked: Quantities, chosen: Mapping[str, Any], differs: Note, lacks: Note, unset: Note) -> dict[str, Any]:
     """Our keys for what a peer's quantities say.
 
     Args:
@@ -40,6 +75,7 @@ def sizes(asked: Quantities, chosen: Mapping[str, Any], differs: Note, lacks: No
         chosen: our keys that are settled.
         differs: called with what means something else here.
         lacks: called with what has no counterpart.
+        unset: called with a key of ours whose value the file does not tell, and why.
 
     Raises:
         ValueError: a size is not above 0.
@@ -49,10 +85,10 @@ def sizes(asked: Quantities, chosen: Mapping[str, Any], differs: Note, lacks: No
             raise ValueError(f"{name.replace('_', ' ')}={asked[name]} must be at least 1: mend the file.")
     ours: dict[str, Any] = {}
     batch = _batch(asked, ours, differs, lacks)
-    _length(asked, batch, ours, lacks)
-    _frequencies(asked, batch, ours)
+    _length(asked, batch, ours, lacks, unset)
+    _frequencies(asked, batch, ours, unset)
     _devices(asked, ours, differs)
-    _clip(asked, chosen, ours, lacks)
+    _clip(asked, chosen, ours, lacks, unset)
     _reward(asked, chosen, ours, lacks)
     _tokens(asked, ours, differs)
     if asked.get("refresh_optimizer_steps") and chosen.get("policy.kl_coef") and not _has_lora(chosen):
@@ -114,7 +150,7 @@ def _whole(size: int, unit: int, step: int) -> int:
     return -(-size // of) * of
 
 
-def _length(asked: Quantities, batch: _Batch, ours: dict[str, Any], lacks: Note) -> None:
+def _length(asked: Quantities, batch: _Batch, ours: dict[str, Any], lacks: Note, unset: Note) -> None:
     """How long the run is, and how long its warm-up."""
     batches = asked.get("batches")
     if "optimizer_steps" in asked:
@@ -125,24 +161,39 @@ def _length(asked: Quantities, batch: _Batch, ours: dict[str, Any], lacks: Note)
         ours["train.total_epochs"] = math.ceil(asked["epochs"])
         if ours["train.total_epochs"] != asked["epochs"]:
             lacks("train.total_epochs", f"{asked['epochs']} passes over the data are rounded up")
-    warmup = asked.get("warmup_optimizer_steps") or batch.steps * asked.get("warmup_batches", 0)
-    share = 0 if warmup else asked.get("warmup_share", 0)
-    if share and batches:
+    steps = asked.get("warmup_optimizer_steps", 0)
+    share = 0 if steps >= 1 else steps or asked.get("warmup_share", 0)
+    warmup = steps if steps >= 1 else batch.steps * asked.get("warmup_batches", 0)
+    if share and not warmup and batches:
         warmup = math.ceil(share * batches * batch.steps)
-    elif share:
-        each = f"{asked.get('epochs', 1):g} x {batch.group} x problems / {batch.step}"
-        lacks("optimizer.warmup_steps", f"a share of {share:g} of the run's optimizer steps, which are {each}: give it")
+    elif share and not warmup:
+        unset("optimizer.warmup_steps", f"{share:g} of the run's optimizer steps, which are {_whole_run(asked, batch)}")
     ours["optimizer.warmup_steps"] = warmup
 
 
-def _frequencies(asked: Quantities, batch: _Batch, ours: dict[str, Any]) -> None:
+def _whole_run(asked: Quantities, batch: _Batch) -> str:
+    """How many optimizer steps the run has, in words."""
+    return f"{asked.get('epochs', 1):g} x {batch.group} x problems / {batch.step}"
+
+
+def _frequencies(asked: Quantities, batch: _Batch, ours: dict[str, Any], unset: Note) -> None:
     """Steps between checkpoints and evaluations, which are batches here."""
     for ending, key in (("save", "train.checkpoint_frequency"), ("eval", "evaluation.frequency")):
-        every = asked.get(f"{ending}_batches", asked.get(f"{ending}_optimizer_steps"))
-        every = 0 if asked.get(f"{ending}_strategy", "steps") != "steps" else every
-        if every is not None:
-            per = batch.steps if f"{ending}_optimizer_steps" in asked else 1
+        every = asked.get(f"{ending}_batches", asked.get(f"{ending}_optimizer_steps", asked.get(f"{ending}_default")))
+        strategy = asked.get(f"{ending}_strategy", "steps")
+        epochs = 1 if strategy in ("epoch", "best") else asked.get(f"{ending}_epochs")
+        if strategy in ("no", False):  # a yaml's no is false
+            ours[key if ending == "save" else "evaluation.num_prompts"] = 0
+        elif strategy == "steps" and every is not None:
+            per = 1 if f"{ending}_batches" in asked else batch.steps
+            if isinstance(every, float) and 0 < every < 1:
+                if (total := asked.get("optimizer_steps")) is None:
+                    unset(key, f"{every:g} of the run's optimizer steps, which are {_whole_run(asked, batch)}")
+                    continue
+                every = math.ceil(every * total)
             ours[key] = max(1, round(every / per)) if every > 0 else 0
+        elif epochs is not None:
+            unset(key, f"once in {epochs:g} epochs there; an epoch is {batch.group} x problems / {batch.size} batches")
         elif ending == "save":
             ours[key] = 0
     if asked.get("keep"):
@@ -176,6 +227,8 @@ def _devices(asked: Quantities, ours: dict[str, Any], differs: Note) -> None:
             f"all roles use {shared} devices in turns there; here each has its own, and half of them sample: "
             f"python -m torchrl_grpo.plan --devices {shared} advises how many",
         )
+    if "engine_data_parallel" in asked:
+        engine = max(engine or 1, parallel * asked["engine_data_parallel"])
     if engine is not None or parallel > 1:
         ours["inference_model.num_devices"] = -(-(engine or 1) // parallel) * parallel
     if train is not None:
@@ -189,11 +242,13 @@ def _allocation(text: str) -> tuple[int, int] | None:
     return (math.prod(parts.values()), parts.get("t", 1)) if parts else None
 
 
-def _clip(asked: Quantities, chosen: Mapping[str, Any], ours: dict[str, Any], lacks: Note) -> None:
+def _clip(asked: Quantities, chosen: Mapping[str, Any], ours: dict[str, Any], lacks: Note, unset: Note) -> None:
+    if bound := asked.get("second_moment"):
+        unset("policy.clip_epsilon", f"M2PO bounds the second moment of the log-ratio, by {bound}, in place of a clip")
     if "clip_low" not in asked:
         return
-    low = asked["clip_low"]
-    high = asked.get("clip_high", low)
+    high = asked.get("clip_high", asked["clip_low"])
+    low = min(asked["clip_low"], 1.0)  # a ratio is never below 0
     if str(chosen.get("policy.loss._target_")).endswith("CISPOLoss"):
         if high < 1:
             lacks("policy.clip_epsilon", f"a bound of {high:g} of the ratio is below 1; 1 is taken")

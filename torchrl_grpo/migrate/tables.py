@@ -48,6 +48,37 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """What makes a peer's file none that trains as GRPO does.
+
+    Attributes:
+        key: a pattern of their keys; without one, the file has none of ``unless``.
+        what: the run that it is instead.
+        values: values that say so; by default any that is neither null nor false.
+        unless: values that do not.
+        without: patterns of keys that a file of such a run has not.
+    """
+
+    what: str
+    key: str = "*"
+    values: tuple[Any, ...] = ()
+    unless: tuple[Any, ...] = ()
+    without: tuple[str, ...] = ()
+
+    def found_in(self, settings: Mapping[str, Any]) -> str | None:
+        """The key that says so, as ``key=value``; None where no key does."""
+        if any(fnmatchcase(key, pattern) for pattern in self.without for key in settings):
+            return None
+        if self.key == "*":
+            return f"no {' or '.join(self.without[:3])}"
+        for key, value in settings.items():
+            says = value in self.values if self.values else value not in (None, False, *self.unless)
+            if says and fnmatchcase(key, self.key):
+                return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+        return None
+
+
+@dataclass(frozen=True)
 class Table:
     """What the keys of one peer are here.
 
@@ -56,7 +87,8 @@ class Table:
         what: the files that are read.
         marks: keys, or the beginnings of dotted keys, that tell its files.
         differs: differences that no single key makes.
-        ignored: patterns of keys about its machinery.
+        refused: what makes a file none that can be translated.
+        ignored: patterns of keys that ask for nothing here, by why they do not.
         always: what it does whatever the file says, as our keys.
         rows: by their key.
     """
@@ -65,13 +97,15 @@ class Table:
     what: str
     marks: tuple[str, ...]
     differs: tuple[str, ...]
-    ignored: tuple[str, ...]
+    refused: tuple[Refusal, ...]
+    ignored: Mapping[str, tuple[str, ...]]
     always: Mapping[str, Any]
     rows: Mapping[str, Row] = field(repr=False)
 
-    def ignores(self, key: str) -> bool:
-        """Whether a key concerns nothing that our config has."""
-        return any(fnmatchcase(key, pattern) for pattern in self.ignored)
+    def ignores(self, key: str) -> str | None:
+        """Why a key asks for nothing here; None where it may."""
+        why = (reason for reason, patterns in self.ignored.items() for one in patterns if fnmatchcase(key, one))
+        return next(why, None)
 
     def is_of(self, settings: Mapping[str, Any]) -> bool:
         """Whether flat settings are this peer's."""
@@ -86,9 +120,20 @@ def read_table(name: str) -> Table:
         key: Row(**{**row, **{name: tuple(row.get(name, ())) for name in ("same", "said_for")}})
         for key, row in data["keys"].items()
     }
-    lists = {key: tuple(data[key]) for key in ("marks", "differs", "ignored")}
-    return Table(title=data["title"], what=data["what"], always=data["always"], rows=rows, **lists)
+    refused = tuple(
+        Refusal(**{**one, **{name: tuple(one.get(name, ())) for name in ("values", "unless", "without")}})
+        for one in data["refused"]
+    )
+    ignored = {why: tuple(patterns) for why, patterns in data["ignored"].items()}
+    lists = {key: tuple(data[key]) for key in ("marks", "differs")}
+    return Table(
+        title=data["title"], what=data["what"], always=data["always"], rows=rows, refused=refused, ignored=ignored,
+        **lists,
+    )  # fmt: skip
 
+
+SET_ME = "SET_ME"
+"""Stands on a printed command line for a value that the file does not tell; no key that matters takes it."""
 
 BASE: dict[str, Any] = {
     "seed": 0,
@@ -102,7 +147,10 @@ BASE: dict[str, Any] = {
     "env.dataset_config": None,
     "env.train_split": None,
     "env.test_split": None,
+    "env.test_fraction": None,
+    "env.max_samples": None,
     "env.columns.prompt": None,
+    "env.system_prompt": None,
     "env.reward": None,
     "env.reward_combination": "sum",
     "env.chat_template_kwargs": None,
@@ -185,6 +233,10 @@ BASE: dict[str, Any] = {
     "evaluation.frequency": 50,
     "evaluation.k": 8,
     "evaluation.temperature": None,
+    "evaluation.top_p": 1.0,
+    "evaluation.top_k": 0,
+    "evaluation.min_p": 0.0,
+    "evaluation.datasets": None,
     "logging.wandb.mode": "disabled",
     "logging.wandb.project": "torchrl-grpo",
     "logging.wandb.name": None,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchrl_grpo.migrate.problems import problems
 from torchrl_grpo.migrate.readers import Settings
-from torchrl_grpo.migrate.sizes import sizes
-from torchrl_grpo.migrate.tables import BASE, Row, Table
+from torchrl_grpo.migrate.scripts import Unknown
+from torchrl_grpo.migrate.sizes import SETTLES, SIZES, sizes
+from torchrl_grpo.migrate.tables import BASE, SET_ME, Row, Table
 
 
 @dataclass
@@ -19,10 +21,11 @@ class Translation:
     Attributes:
         table: of the peer whose file it is.
         asynchronous: whether it is a run of ``grpo-async.py``.
-        overrides: our keys with their values, those that are so anyway left out.
+        overrides: our keys with their values, those that are so anyway left out but for model and data.
+        unset: our keys that are to be set by hand, because the file does not tell their values.
         differs: what means something else, by key.
         lacks: what has no counterpart, by key.
-        ignored: keys about the peer's own machinery.
+        ignored: keys that ask for nothing here, by why they do not.
         unknown: keys that the table has not.
     """
 
@@ -31,7 +34,8 @@ class Translation:
     overrides: dict[str, Any] = field(default_factory=dict)
     differs: dict[str, str] = field(default_factory=dict)
     lacks: dict[str, str] = field(default_factory=dict)
-    ignored: list[str] = field(default_factory=list)
+    unset: dict[str, str] = field(default_factory=dict)
+    ignored: dict[str, list[str]] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
 
 
@@ -51,9 +55,15 @@ def translate(settings: Settings, source: str, devices: int | None = None) -> Tr
     for key, row in rows.items():
         if not _given(key, row, values) and row.default is not None and _counts(row, table, values):
             _apply(key, row, _plain(row.default), ours, asked, made)
-    for key in values:
-        if key not in rows:
-            (made.ignored if table.ignores(key) else made.unknown).append(key)
+    for key, value in values.items():
+        if key in rows:
+            continue
+        if key.startswith("**"):
+            made.unset[key] = "may set any of their keys, and only running the file would tell which"
+        elif (why := table.ignores(key)) is not None:
+            made.ignored.setdefault(why, []).append(key)
+        elif value is not None and value != {}:
+            made.unknown.append(key)
     for key, row in rows.items():
         if _given(key, row, values):
             if _counts(row, table, values):
@@ -62,23 +72,38 @@ def translate(settings: Settings, source: str, devices: int | None = None) -> Tr
                 if taken and row.differs and _is_said(row, value, table, values):
                     made.differs[key] = row.differs
             else:
-                made.ignored.append(key)
-    differs, lacks = made.differs.setdefault, made.lacks.setdefault
-    ours |= sizes(asked, {**BASE, **ours}, differs, lacks)
-    ours |= problems(asked, source, differs, lacks)
+                made.ignored.setdefault("read with other settings alone", []).append(key)
+    differs, lacks, unset = made.differs.setdefault, made.lacks.setdefault, made.unset.setdefault
+    if ours.get("model.name") is None:
+        unset("model.name", "the model is not in the file")
+    ours |= sizes(asked, {**BASE, **ours}, differs, lacks, unset)
+    ours |= problems(asked, source, differs, unset)
     made.asynchronous = bool(ours.get("train.max_staleness"))
     if table.title == "TorchRL" and not _is_synchronous(asked, values):
         made.asynchronous = True
         made.differs["train.max_staleness"] = "TorchRL's asynchronous script has no bound; ours is 1 unless it is given"
+    if "env.num_envs" in made.unset:
+        for key in (key for key in SIZES if ours.get(key) is not None):
+            unset(key, "depends on env.num_envs")
+    ours |= {key: SET_ME for key in made.unset if ours.get(key) is None}
     _tidy(ours)
-    made.overrides = {key: ours[key] for key in BASE if key in ours and ours[key] != BASE[key]}
+    for key in [key for key in made.unset if key in BASE]:
+        if key not in ours:
+            made.lacks[key] = f"{made.unset.pop(key)}; nothing reads it beside the other settings"
+        elif SET_ME not in str(ours[key]):
+            ours[key] = SET_ME
+    made.overrides = {
+        key: ours[key]
+        for key in BASE
+        if key in ours and (ours[key] != BASE[key] or key in ("model.name", "env.dataset"))
+    }
     return made
 
 
 def _given(key: str, row: Row, values: Mapping[str, Any]) -> bool:
     if row.table:
         return any(name == key or name.startswith(f"{key}.") for name in values)
-    return values.get(key) is not None
+    return values.get(key) not in (None, {})
 
 
 def _plain(value: Any) -> Any:
@@ -107,17 +132,19 @@ def _apply(key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str
     """Takes what a row makes of a value, and returns whether there is something of ours for it."""
     if any(type(value) is type(one) and value == one for one in row.same) or _number_in(value, row.same):
         return False
-    if isinstance(value, str) and value.startswith("$") and "/" not in value:
-        made.lacks[key] = "its value is not in the file: only running it would tell"
-        return row.default is not None and _apply(key, row, _plain(row.default), ours, asked, made)
+    if _is_unknown(value):
+        return _leave(key, row, value, ours, asked, made)
     if _is_number(row.default) and isinstance(value, str):
         made.lacks[key] = f"{value} is no number, {row.default:g} is taken"
         value = row.default
     if row.values is not None:
         name = str(value).lower() if isinstance(value, bool) else str(value)
         if name not in row.values:
+            taken = str(row.default).lower() if isinstance(row.default, bool) else str(row.default)
+            known = taken in row.values
             made.lacks[key] = f"{name} has no counterpart; there are {', '.join(row.values)}"
-            return value != row.default and row.default is not None and _apply(key, row, row.default, ours, asked, made)
+            made.lacks[key] += f", and {taken if known else 'our own default'} is taken"
+            return known and _apply(key, row, row.default, ours, asked, made)
         value = row.values[name]
         ours |= value if isinstance(value, Mapping) else {str(row.ours): value}
     elif row.ours is None:
@@ -127,6 +154,26 @@ def _apply(key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str
         asked[row.ours[1:]] = value
     else:
         ours[row.ours] = _as_ours(row, value)
+    return True
+
+
+def _is_unknown(value: Any) -> bool:
+    return isinstance(value, Unknown) or (isinstance(value, Mapping) and any(map(_is_unknown, value.values())))
+
+
+def _leave(key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str, Any], made: Translation) -> bool:
+    """Leaves what an unknown value would become to be set by hand, and returns whether there is something of ours."""
+    settled = SETTLES[row.ours[1:]] if row.ours is not None and row.ours.startswith("@") else (row.ours,)
+    several = [name for one in (row.values or {}).values() if isinstance(one, Mapping) for name in one]
+    named = list(dict.fromkeys(name for name in (*settled, *several) if name is not None))
+    if not named:
+        made.lacks[key] = f"{row.none}"
+        return False
+    if row.default is not None:
+        _apply(key, row, _plain(row.default), ours, asked, made)
+    for name in named:
+        why = f"{key} is {value}, which only running the file would tell"
+        made.unset[name] = f"{made.unset[name]}; {why}" if name in made.unset else why
     return True
 
 
@@ -164,6 +211,8 @@ def _tidy(ours: dict[str, Any]) -> None:
     if ours.get("policy.behaviour_weight", "none") == "none":
         ours.pop("policy.behaviour_level", None)
         ours.pop("policy.behaviour_cap", None)
+    if ours.get("policy.aggregation") != "constant":
+        ours.pop("policy.constant_length", None)
     if ours.get("policy.advantage_level") != "token":
         ours.pop("policy.gae_gamma", None)
         ours.pop("policy.gae_lambda", None)
@@ -183,6 +232,7 @@ def _tidy(ours: dict[str, Any]) -> None:
             ours.pop(f"logging.wandb.{name}", None)
     if ours.get("inference_model.backend", "vllm") != "vllm":
         ours.pop("inference_model.tensor_parallel_size", None)
-    rows = ours.get("env.num_envs", 1) * ours.get("policy.max_sampling_rounds", 10)
+    rounds = ours.get("policy.max_sampling_rounds", 10)
+    rows = ours.get("env.num_envs", 1) * rounds if rounds != SET_ME else math.inf
     if ours.get("policy.dynamic_sampling") and (ours.get("train.dialog_turns_per_batch") or 0) > rows:
         ours.pop("policy.max_sampling_rounds", None)

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchrl_grpo.records import TIMELINE_FILE
-from torchrl_grpo.view.files import Tail, read_row
+from torchrl_grpo.view.files import Tail, is_number, is_step, read_row
 
 _MOST_SPANS = 1500
 """Spans that are drawn one by one; of more, each of the columns is divided by kind."""
 _COLUMNS = 200
+_LATEST_S = 1e12
+"""Seconds after 1970 up to which a browser knows dates."""
 
 
 class Span(NamedTuple):
@@ -48,11 +50,12 @@ class Timeline:
             self._spans = []
         for _, line in self._tail.lines():
             row = read_row(line)
-            try:
-                start, seconds = float(row["start"]), float(row.get("seconds") or 0.0)
-            except (KeyError, TypeError, ValueError):
-                continue
-            self._spans.append(Span(str(row.get("actor")), str(row.get("kind")), start, seconds, row.get("step")))
+            actor, kind, start, step = (row.get(name) for name in ("actor", "kind", "start", "step"))
+            seconds = row.get("seconds") or 0.0
+            named = isinstance(actor, str) and isinstance(kind, str) and (step is None or is_step(step))
+            timed = all(is_number(time, _LATEST_S) for time in (start, seconds)) and seconds >= 0
+            if named and timed:  # else no run wrote it
+                self._spans.append(Span(actor, kind, start, seconds, step))
 
     def window(self, first: float | None = None, last: float | None = None) -> dict[str, Any]:
         """What is drawn of a part of the time.

@@ -23,7 +23,9 @@ import pytest
 
 from tests.support.configs import ROOT
 from tests.support.scripts import SYNC, Script
-from tests.support.view_runs import make_run, served
+from tests.support.view_runs import append, make_run, metrics, served
+from torchrl_grpo.view.runs import RunView, panels
+from torchrl_grpo.view.server import title_of
 from torchrl_grpo.view.start import page_beside
 
 
@@ -123,7 +125,35 @@ def test_curves_of_several_runs_are_in_one_panel(address: str) -> None:
     ]
     labels = ["test pass@1 (greedy)", "train accuracy (sampled)"]
     assert [curve["label"] for curve in panels["Accuracy"]["curves"]] == 2 * labels
-    assert [curve["label"] for curve in panels["Time per step (s)"]["curves"]] == 2 * ["step_s"]
+    assert [curve["label"] for curve in panels["Time per step (s)"]["curves"]] == 2 * ["whole step"]
+
+
+def test_curves_are_named_in_words(tmp_path: Path) -> None:
+    names = ["kl_k3_to_inference", "kl_k3_to_ref", "clip_fraction_high", "clip_fraction_low"]
+    values = {f"train/{name}": 0.1 for name in names} | {"throughput/trained_tokens_per_s": 9.0}
+    append(tmp_path, "metrics.jsonl", [metrics(1) | {"rollout/response_length": 5.0} | values])
+    view = RunView(tmp_path, "run")
+    view.refresh()
+    assert {
+        panel["title"]: [curve["label"] for curve in panel["curves"]] for panel in panels({0: view}, None, None)
+    } == {
+        "Reward": ["mean reward"],
+        "Accuracy": ["train accuracy (sampled)"],
+        "KL (nats per token)": ["KL to the sampling policy", "KL to the reference"],
+        "Entropy (nats per token)": ["entropy"],
+        "Response length (tokens)": ["mean length"],
+        "Clip fraction": ["clipped at the upper bound", "clipped at the lower bound"],
+        "Throughput (trained tokens/s)": ["trained tokens/s"],
+        "Time per step (s)": ["generate", "train", "other"],
+    }
+
+
+def test_the_title_names_all_runs(address: str, tmp_path: Path) -> None:
+    assert "<h1>starter on sums with grpo (one, two)</h1>" in ask(address)[1]
+    runs = [RunView(make_run(tmp_path / name), name) for name in ("a", "b", "c")]
+    (runs[2].folder / ".hydra" / "hydra.yaml").write_text("hydra: {runtime: {choices: {algo: dapo}}}\n")
+    assert title_of(runs) == "starter on sums with grpo (a, b); starter on sums with dapo (c)"
+    assert title_of(runs[:1]) == "starter on sums with grpo"
 
 
 def test_the_times_of_one_run_are_stacked(address: str) -> None:

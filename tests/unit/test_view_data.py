@@ -155,6 +155,17 @@ def test_spans_that_overlap_share_a_lane(tmp_path: Path) -> None:
     assert timeline.window(1.5, 2.5)["actors"][0]["seconds"] == {"x": 0.5, "y": 1.0}
 
 
+def test_times_that_were_rounded_do_not_make_spans_overlap(tmp_path: Path) -> None:
+    rows = [
+        {"actor": "a", "kind": "wait", "start": 100.0, "seconds": 1.0001},
+        {"actor": "a", "kind": "train", "start": 101.0, "seconds": 1.0},
+    ]
+    append(tmp_path, "timeline.jsonl", rows)
+    timeline = Timeline(tmp_path)
+    timeline.refresh()
+    assert [span[4:] for span in timeline.window()["actors"][0]["spans"]] == [[0.0, 1.0], [0.0, 1.0]]
+
+
 def test_many_spans_become_shares_of_columns(tmp_path: Path) -> None:
     rows = [
         {"actor": "a", "kind": kind, "start": at + part, "seconds": 0.5}

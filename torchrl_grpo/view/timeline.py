@@ -12,6 +12,8 @@ from torchrl_grpo.view.files import Tail, is_number, is_step, read_row
 _MOST_SPANS = 1500
 """Spans that are drawn one by one; of more, each of the columns is divided by kind."""
 _COLUMNS = 200
+_ROUNDED_S = 2e-4
+"""Start and length of a span are logged with four digits: one can seem to begin so much before the last one ends."""
 _LATEST_S = 1e12
 """Seconds after 1970 up to which a browser knows dates."""
 
@@ -115,7 +117,7 @@ def _one_by_one(spans: Iterable[Span]) -> list[list[Any]]:
     lanes: list[float] = []
     placed = []
     for span in sorted(spans, key=lambda span: span.start):
-        lane = next((at for at, end in enumerate(lanes) if end <= span.start + 1e-6), len(lanes))
+        lane = next((at for at, end in enumerate(lanes) if end <= span.start + _ROUNDED_S), len(lanes))
         lanes[lane : lane + 1] = [span.end]
         placed.append((span, lane))
     count = len(lanes) or 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,13 +51,9 @@ class Timeline:
         if self._tail.reopen():
             self._spans = []
         for _, line in self._tail.lines():
-            row = read_row(line)
-            actor, kind, start, step = (row.get(name) for name in ("actor", "kind", "start", "step"))
-            seconds = row.get("seconds") or 0.0
-            named = isinstance(actor, str) and isinstance(kind, str) and (step is None or is_step(step))
-            timed = all(is_number(time, _LATEST_S) for time in (start, seconds)) and seconds >= 0
-            if named and timed:  # else no run wrote it
-                self._spans.append(Span(actor, kind, start, seconds, step))
+            span = _span_of(read_row(line))
+            if span is not None:
+                self._spans.append(span)
 
     def window(self, first: float | None = None, last: float | None = None) -> dict[str, Any]:
         """What is drawn of a part of the time.
@@ -97,6 +93,17 @@ class Timeline:
             )
         part = {"begin": begin, "end": end - begin, "first": first, "last": last}
         return part | {"shares": not one_by_one, "actors": drawn}
+
+
+def _span_of(row: Mapping[str, Any]) -> Span | None:
+    """The span of a row; none where no run wrote it."""
+    actor, kind = row.get("actor"), row.get("kind")
+    if not isinstance(actor, str) or not isinstance(kind, str):
+        return None
+    start: Any = row.get("start")
+    step, seconds = row.get("step"), row.get("seconds") or 0.0
+    timed = is_number(start, _LATEST_S) and is_number(seconds, _LATEST_S) and seconds >= 0
+    return Span(actor, kind, start, seconds, step) if timed and (step is None or is_step(step)) else None
 
 
 def _cut(span: Span, begin: float, first: float, last: float) -> Span:

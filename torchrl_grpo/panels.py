@@ -56,6 +56,19 @@ PANELS = (
 )
 
 
+_LABELS = {
+    "rollout/reward_mean": "mean reward",
+    "rollout/response_length": "mean length",
+    "train/kl_k3_to_inference": "KL to the sampling policy",
+    "train/kl_k3_to_ref": "KL to the reference",
+    "train/clip_fraction_high": "clipped at the upper bound",
+    "train/clip_fraction_low": "clipped at the lower bound",
+    "throughput/trained_tokens_per_s": "trained tokens/s",
+    "time/step_s": "whole step",
+}
+"""Metrics whose names are not words."""
+
+
 def series(panel: Panel, records: Sequence[Record]) -> dict[str, tuple[list[int], list[float]]]:
     """What a panel shows: metric name to steps and values; steps without a value are left out."""
     names = sorted(set().union(*records))
@@ -82,6 +95,8 @@ def label_of(name: str) -> str:
     >>> label_of("eval/pass@8"), label_of("train/entropy")
     ('test pass@8 (sampled)', 'entropy')
     """
+    if name in _LABELS:
+        return _LABELS[name]
     section, _, label = name.partition("/")
     if section == "eval":
         return f"test {label} ({'greedy' if label == 'pass@1' else 'sampled'})"

@@ -18,6 +18,8 @@ SAMPLES_FILE = "samples.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
 ENVIRONMENT_FILE = "environment.json"
 MISSING = "-"
+_LONGEST_YAML = 300_000
+"""Characters: some seconds of PyYAML's time. A run's config has some thousands."""
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -139,13 +141,38 @@ def merge_steps(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [records[step] for step in sorted(records)]
 
 
+class _PlainLoader(yaml.SafeLoader):
+    """Loads YAML without aliases, which let a few lines stand for more than fits into memory."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has aliases")
+        return super().compose_node(parent, index)
+
+
+def load_yaml(text: str) -> Any:
+    """Loads a YAML file of a run's folder, which may come from others: in bounded time and memory.
+
+    Raises:
+        yaml.YAMLError: it cannot be loaded; the message says why.
+    """
+    if len(text) > _LONGEST_YAML:
+        raise yaml.YAMLError(f"it has more than {_LONGEST_YAML:,} characters")
+    try:
+        return yaml.load(text, _PlainLoader)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # a value without its form
+        raise yaml.YAMLError(str(error)) from error
+
+
 def run_title(config: str, hydra: str) -> str:
     """Model, data and algorithm, where the texts of Hydra's ``config.yaml`` and ``hydra.yaml`` name them."""
     try:
-        settings, choices = yaml.safe_load(config), yaml.safe_load(hydra)["hydra"]["runtime"]["choices"]
+        settings, choices = load_yaml(config), load_yaml(hydra)["hydra"]["runtime"]["choices"]
         env = settings["env"]
         data = " and ".join(str(entry["dataset"]) for entry in env.get("datasets") or [env])
         data = (env.get("task") or {}).get("_target_") or data
         return f"{settings['model']['name']} on {data} with {choices['algo']}"
-    except (yaml.YAMLError, KeyError, TypeError):
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError):
         return "GRPO run"

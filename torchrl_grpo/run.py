@@ -33,7 +33,6 @@ from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.resume import Resume, check_tasks, find_resume
 from torchrl_grpo.loop.fit import Schedule, fit
-from torchrl_grpo.models.loading import count_parameters
 from torchrl_grpo.parts import make_learner, make_reference, make_sampler
 from torchrl_grpo.records import METRICS_FILE, is_full
 from torchrl_grpo.reporting.console import Console
@@ -47,10 +46,6 @@ if TYPE_CHECKING:
     from torchrl_grpo.distributed.cluster import Cluster
     from torchrl_grpo.distributed.learner import RayLearner
     from torchrl_grpo.distributed.source import RaySource
-
-_ONE_THREAD = 1_000_000
-"""Parameters below which a CPU computes on one thread: more of them gain little, and wait for one another by spinning,
-which makes a step ten times as long as soon as something else needs a core."""
 
 
 @dataclass
@@ -179,7 +174,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         transfer = _check_distributed(blueprint) if distributed else "direct"
         if not distributed:
             check_one_process(config)
-            _set_threads(blueprint, resources)
+            resources.callback(torch.set_num_threads, torch.get_num_threads())  # a small model's parts change it
         console = resources.enter_context(Console())
         console.table("Device plan", plan_rows(blueprint))
         console.table("Batch geometry", geometry_rows(blueprint))
@@ -206,19 +201,6 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         else:
             learner, source = _local(blueprint, resources)
         return Run(blueprint, directory, learner, source, logger, console, resources.pop_all(), started_at)
-
-
-def _set_threads(blueprint: Blueprint, resources: ExitStack) -> None:
-    """Has a small model computed on one thread of a CPU, until the run is closed; ``OMP_NUM_THREADS`` has its way."""
-    if "OMP_NUM_THREADS" in os.environ or blueprint.plan.train[0].type != "cpu":
-        return
-    model = blueprint.config.model
-    count = count_parameters(
-        blueprint.model_config, model.attn_implementation, trust_remote_code=model.trust_remote_code
-    )
-    if count < _ONE_THREAD:
-        resources.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)
 
 
 def _check_distributed(blueprint: Blueprint) -> str:

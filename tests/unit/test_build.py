@@ -431,6 +431,7 @@ def test_a_small_model_is_computed_on_one_thread_until_the_run_is_closed(
     try:
         run = build(compose_config(*SMALL, "evaluation.num_prompts=0"), tmp_path)
         assert torch.get_num_threads() == expected
+        run.logger.log(0, {})  # what a run runs on is written again when it begins to log
         assert json.loads((tmp_path / "environment.json").read_text())["threads"] == expected
         run.close()
         assert torch.get_num_threads() == 2

@@ -6,10 +6,14 @@ import http.client
 import json
 import math
 import re
+import resource
+import socket
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,7 +23,9 @@ import pytest
 
 from tests.support.configs import ROOT
 from tests.support.scripts import SYNC, Script
-from tests.support.view_runs import make_run, served
+from tests.support.view_runs import append, make_run, metrics, served
+from torchrl_grpo.view.runs import RunView, panels
+from torchrl_grpo.view.server import title_of
 from torchrl_grpo.view.start import page_beside
 
 
@@ -119,7 +125,35 @@ def test_curves_of_several_runs_are_in_one_panel(address: str) -> None:
     ]
     labels = ["test pass@1 (greedy)", "train accuracy (sampled)"]
     assert [curve["label"] for curve in panels["Accuracy"]["curves"]] == 2 * labels
-    assert [curve["label"] for curve in panels["Time per step (s)"]["curves"]] == 2 * ["step_s"]
+    assert [curve["label"] for curve in panels["Time per step (s)"]["curves"]] == 2 * ["whole step"]
+
+
+def test_curves_are_named_in_words(tmp_path: Path) -> None:
+    names = ["kl_k3_to_inference", "kl_k3_to_ref", "clip_fraction_high", "clip_fraction_low"]
+    values = {f"train/{name}": 0.1 for name in names} | {"throughput/trained_tokens_per_s": 9.0}
+    append(tmp_path, "metrics.jsonl", [metrics(1) | {"rollout/response_length": 5.0} | values])
+    view = RunView(tmp_path, "run")
+    view.refresh()
+    assert {
+        panel["title"]: [curve["label"] for curve in panel["curves"]] for panel in panels({0: view}, None, None)
+    } == {
+        "Reward": ["mean reward"],
+        "Accuracy": ["train accuracy (sampled)"],
+        "KL (nats per token)": ["KL to the sampling policy", "KL to the reference"],
+        "Entropy (nats per token)": ["entropy"],
+        "Response length (tokens)": ["mean length"],
+        "Clip fraction": ["clipped at the upper bound", "clipped at the lower bound"],
+        "Throughput (trained tokens/s)": ["trained tokens/s"],
+        "Time per step (s)": ["generate", "train", "other"],
+    }
+
+
+def test_the_title_names_all_runs(address: str, tmp_path: Path) -> None:
+    assert "<h1>starter on sums with grpo (one, two)</h1>" in ask(address)[1]
+    runs = [RunView(make_run(tmp_path / name), name) for name in ("a", "b", "c")]
+    (runs[2].folder / ".hydra" / "hydra.yaml").write_text("hydra: {runtime: {choices: {algo: dapo}}}\n")
+    assert title_of(runs) == "starter on sums with grpo (a, b); starter on sums with dapo (c)"
+    assert title_of(runs[:1]) == "starter on sums with grpo"
 
 
 def test_the_times_of_one_run_are_stacked(address: str) -> None:
@@ -213,24 +247,78 @@ def until(holds: Callable[[], object], timeout_s: float = 30) -> None:
         time.sleep(0.05)
 
 
+def page_process() -> psutil.Process:
+    [page] = [one for one in psutil.Process().children() if "serve_beside" in " ".join(one.cmdline())]
+    return page
+
+
 def test_beside_a_run_it_has_lowest_priority_and_ends_with_it(tmp_path: Path) -> None:
     told: list[str] = []
     warnings: list[str] = []
     with page_beside(make_run(tmp_path / "run"), told.append, warnings.append):
         [address] = told
         assert api(address, "status")[0]["step"] == 3
-        [page] = [one for one in psutil.Process().children() if "serve_beside" in " ".join(one.cmdline())]
+        page = page_process()
         assert page.nice() == 19
+        if sys.platform == "linux":  # where memory runs out, the page goes first
+            assert Path(f"/proc/{page.pid}/oom_score_adj").read_text() == "1000\n"
         assert urlsplit(address).path.strip("/") not in " ".join(page.cmdline())
     assert not page.is_running()
     assert warnings == []
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="sets another process' limits")
+def test_strangers_use_up_no_connections_and_shut_no_reader_out(tmp_path: Path) -> None:
+    told: list[str] = []
+    warnings: list[str] = []
+    with page_beside(make_run(tmp_path / "run"), told.append, warnings.append), ExitStack() as strangers:
+        [address] = told
+        assert api(address, "status")[0]["step"] == 3
+        page = page_process()
+        resource.prlimit(page.pid, resource.RLIMIT_NOFILE, (256, 256))
+        place = ("127.0.0.1", urlsplit(address).port)
+        for _ in range(400):
+            strangers.enter_context(socket.create_connection(place, timeout=10))
+        assert api(address, "status")[0]["step"] == 3
+        until(lambda: sum(one.status == "ESTABLISHED" for one in page.net_connections("tcp")) <= 64)
+    assert warnings == []
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET / HTTP/1.1\r\n", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n"]
+)
+def test_a_connection_has_seconds_to_ask(address: str, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", urlsplit(address).port), timeout=0.5) as stranger:
+        stranger.sendall(sent)
+        deadline = time.monotonic() + 9
+        with suppress(ConnectionResetError, BrokenPipeError):
+            while time.monotonic() < deadline:
+                stranger.sendall(b"a" if sent else b"")  # a byte now and then wins no time
+                with suppress(TimeoutError):
+                    if stranger.recv(4096) == b"":
+                        return
+            pytest.fail("the connection is still open")
+
+
+def test_what_a_page_says_on_stderr_costs_the_run_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = 40_000
+    flood = f"import sys; [print('x' * 99, file=sys.stderr) for _ in range({lines})]; print('the end', file=sys.stderr)"
+    monkeypatch.setattr("torchrl_grpo.view.start._START", flood)
+    warnings: list[str] = []
+    tracemalloc.start()
+    try:
+        with page_beside(tmp_path, lambda address: None, warnings.append):
+            until(lambda: warnings)
+        assert tracemalloc.get_traced_memory()[1] < 500_000  # of 4 MB
+    finally:
+        tracemalloc.stop()
+    assert warnings == ["The page ended (the end); the run goes on without it."]
+
+
 def test_a_page_that_dies_is_a_warning(tmp_path: Path) -> None:
     warnings: list[str] = []
     with page_beside(make_run(tmp_path / "run"), lambda address: None, warnings.append):
-        [page] = [one for one in psutil.Process().children() if "serve_beside" in " ".join(one.cmdline())]
-        page.kill()
+        page_process().kill()
         until(lambda: warnings)
     assert warnings == ["The page ended (status -9); the run goes on without it."]
 

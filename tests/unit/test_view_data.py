@@ -6,6 +6,7 @@ import json
 import math
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.support.hostile import HOSTILE, SHOWN
 from tests.support.view_runs import append, group, make_run, metrics
 from torchrl_grpo.view.files import open_inside
 from torchrl_grpo.view.index import Samples, Wanted
-from torchrl_grpo.view.runs import RunView
+from torchrl_grpo.view.runs import RunView, panels
 from torchrl_grpo.view.strip import strip_of
 from torchrl_grpo.view.timeline import Timeline
 
@@ -154,6 +155,17 @@ def test_spans_that_overlap_share_a_lane(tmp_path: Path) -> None:
     assert timeline.window(1.5, 2.5)["actors"][0]["seconds"] == {"x": 0.5, "y": 1.0}
 
 
+def test_times_that_were_rounded_do_not_make_spans_overlap(tmp_path: Path) -> None:
+    rows = [
+        {"actor": "a", "kind": "wait", "start": 100.0, "seconds": 1.0001},
+        {"actor": "a", "kind": "train", "start": 101.0, "seconds": 1.0},
+    ]
+    append(tmp_path, "timeline.jsonl", rows)
+    timeline = Timeline(tmp_path)
+    timeline.refresh()
+    assert [span[4:] for span in timeline.window()["actors"][0]["spans"]] == [[0.0, 1.0], [0.0, 1.0]]
+
+
 def test_many_spans_become_shares_of_columns(tmp_path: Path) -> None:
     rows = [
         {"actor": "a", "kind": kind, "start": at + part, "seconds": 0.5}
@@ -178,3 +190,136 @@ def test_threads_that_ask_while_samples_are_read_see_whole_rows(tmp_path: Path) 
         for rows in view.groups(Wanted(split="train"), 0, 10)["groups"]:
             assert rows[0]["response"]
     assert view.groups(Wanted(split="train"), 0, 10)["found"] == 1499
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{at}: &a{at} [{9 * f'*a{at - 1}, '}*a{at - 1}]\n" for at in range(1, 30))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (BOMB, "not shown: it has aliases"),
+        (BOMB + "model: {name: *a29}\nenv: {dataset: x}\n", "not shown: it has aliases"),
+        ("a: " + 5000 * "[", "not shown: it is nested too deeply"),
+        ("a: 2020-99-99", "not shown: month must be in 1..12"),
+        ("a: " + 400_000 * "x", "not shown: it has more than 300,000 characters"),
+        ("- a\n- b\n", "not shown: it is no mapping"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_named_and_hangs_nothing(tmp_path: Path, text: str, shown: str) -> None:
+    run = make_run(tmp_path / "run")
+    (run / ".hydra" / "config.yaml").write_text(text)
+    start = time.monotonic()
+    view = RunView(run, "run")
+    assert view.title() == "GRPO run"
+    config = view.config()
+    assert config.pop("config").startswith(shown)
+    assert set(config) == {"environment.python", "environment.packages.torch"}
+    assert time.monotonic() - start < 5
+
+
+NOT_SHOWN = {
+    "metrics.jsonl": [
+        '{"step": 4, "rollout/reward_mean": NaN}',
+        '{"step": 4, "rollout/reward_mean": -Infinity}',
+        '{"step": 4, "rollout/reward_mean": 1e999}',
+        '{"step": 4, "rollout/reward_mean": 1' + 400 * "0" + "}",
+        '{"step": 4, "rollout/reward_mean": "high"}',
+        '{"step": 4, "rollout/sequences": "many"}',
+        '{"step": 4, "rollout/reward_mean": {"a": 1}}',
+        '{"step": 1' + 30 * "0" + ', "rollout/reward_mean": 1.0}',
+        '{"step": NaN, "rollout/reward_mean": 1.0}',
+        '{"step": 4, "x": ' + 100_000 * "[",
+        '{"step": 4, "x": ' + 100_000 * "[" + 100_000 * "]" + "}",
+        '{"step": 4, "x": ' + 900 * "[" + 900 * "]" + "}",
+    ],
+    "samples.jsonl": [
+        '{"step": 1' + 30 * "0" + ', "split": "train"}',
+        '{"step": 4, "split": "train", "reward": NaN}',
+        '{"step": 4, "split": "train", "reward": 1' + 400 * "0" + "}",
+        '{"step": 4, "split": "train", "reward": "high"}',
+        '{"step": 4, "split": "train", "advantage": Infinity}',
+        '{"step": 4, "split": "train", "parts": {"right": NaN}}',
+        '{"step": 4, "split": "train", "parts": "all"}',
+        '{"step": 4, "split": "train", "group": [1]}',
+        '{"step": 4, "split": {"a": 1}}',
+        '{"step": 4, "split": "train", "query": ' + 900 * "[" + 900 * "]" + "}",
+        '{"step": 4, "split": "train", "length": ' + 100_000 * "[" + 100_000 * "]" + "}",
+    ],
+    "timeline.jsonl": [
+        '{"actor": "a", "kind": "x", "start": NaN, "seconds": 1}',
+        '{"actor": "a", "kind": "x", "start": 1e9, "seconds": Infinity}',
+        '{"actor": "a", "kind": "x", "start": 1e300, "seconds": 1}',
+        '{"actor": "a", "kind": "x", "start": 1e9, "seconds": -1}',
+        '{"actor": "a", "kind": "x", "start": "soon", "seconds": 1}',
+        '{"actor": "a", "kind": "x", "start": true, "seconds": 1' + 400 * "0" + "}",
+        '{"actor": "a", "kind": "x", "start": 1e9, "seconds": 1, "step": NaN}',
+        '{"actor": "a", "kind": ' + 900 * "[" + 900 * "]" + ', "start": 1e9, "seconds": 1}',
+        100_000 * "[" + 100_000 * "]",
+    ],
+}
+
+
+def shown_of(view: RunView) -> str:
+    """Everything that the page asks for, as the server would send it."""
+    view.refresh()
+    status = view.status()
+    del status["age"]
+    parts = [status, view.alarms(True), panels({0: view}, None, None), view.groups(Wanted(), 0, 10)]
+    parts += [view.response(7), view.timeline.window(), view.config()]
+    return json.dumps([list(map(vars, part)) if part and part is parts[1] else part for part in parts], allow_nan=False)
+
+
+@pytest.mark.parametrize(("name", "line"), [(name, line) for name, lines in NOT_SHOWN.items() for line in lines])
+def test_a_line_that_no_run_writes_is_left_out(tmp_path: Path, name: str, line: str) -> None:
+    clean, run = make_run(tmp_path / "clean" / "run"), make_run(tmp_path / "run")
+    with (run / name).open("a") as file:
+        file.write(f"{line}\n")
+    for folder in (clean, run):
+        append(folder, "metrics.jsonl", [metrics(5)])
+        append(folder, "samples.jsonl", group(5, "5+5=", ["9", "10"]))
+        append(folder, "timeline.jsonl", [{"actor": "a", "kind": "x", "start": 1e9 + 20, "seconds": 1, "step": 5}])
+    view = RunView(run, "run")
+    assert shown_of(view) == shown_of(RunView(clean, "run"))
+    found = view.response(8)
+    assert found is not None and (found["response"], found["step"]) == ("10", 5)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        {"text": ["1"], "log_prob": [math.nan], "trainer": [-0.5]},
+        {"text": ["1"], "log_prob": ["low"], "trainer": [math.inf]},
+        {"text": ["1"], "log_prob": 3, "trainer": {"a": 1}, "entropy": [[]]},
+        {"text": ["1"], "log_prob": [-1.0, -2.0]},
+    ],
+)
+def test_numbers_of_tokens_that_no_run_writes_are_left_out(tmp_path: Path, tokens: dict[str, object]) -> None:
+    run = make_run(tmp_path / "run")
+    append(run, "samples.jsonl", [row | {"tokens": tokens} for row in group(4, "4+4=", ["8"])])
+    view = RunView(run, "run")
+    view.refresh()
+    found = json.loads(json.dumps(view.response(7), allow_nan=False))
+    assert (found["response"], found["tokens"]["text"]) == ("8", ["1"])
+    assert set(found["tokens"]["values"]) <= {"advantage", "ratio"}
+
+
+@pytest.mark.parametrize("text", ['"tokens": {"text": ["8"], "x": NOTHING}', '"tokens": {"text": "8"}'])
+def test_a_response_whose_tokens_cannot_be_read_is_shown_without_them(tmp_path: Path, text: str) -> None:
+    run = make_run(tmp_path / "run")
+    [row] = group(4, "4+4=", ["8"])
+    with (run / "samples.jsonl").open("a") as file:
+        file.write(json.dumps({name: value for name, value in row.items() if name != "tokens"})[:-1] + f", {text}}}\n")
+    view = RunView(run, "run")
+    view.refresh()
+    found = view.response(7)
+    assert found is not None
+    assert (found["step"], found["response"], found["tokens"]) == (4, "8", None)
+
+
+def test_more_data_sets_than_a_small_number_counts_shift_no_row(tmp_path: Path) -> None:
+    row = {"step": 1, "split": "train", "query": "", "reward": 1.0}
+    append(tmp_path, "samples.jsonl", [row | {"response": f"{at}", "dataset": f"{at}"} for at in range(33_000)])
+    samples = Samples(tmp_path)
+    samples.refresh()
+    assert (samples.index.count, samples.index.row(32_999)["response"]) == (33_000, "32999")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -79,7 +81,7 @@ def queries(page: Page) -> list[str]:
     return page.locator("section > .prompt").all_inner_texts()
 
 
-def test_curves_of_two_runs_lie_on_top_of_each_other(page: Page, address: str) -> None:
+def test_curves_of_two_runs_are_overlaid(page: Page, address: str) -> None:
     show(page, address, "curves")
     reward = page.locator("figure", has_text="Reward").first
     colors = reward.locator("path").evaluate_all("paths => paths.map(one => one.getAttribute('stroke'))")
@@ -91,6 +93,24 @@ def test_curves_of_two_runs_lie_on_top_of_each_other(page: Page, address: str) -
     expect(reward.locator(".legend li")).to_have_count(2)
 
 
+def test_each_series_of_each_run_has_a_color_and_dash_of_its_own(browser: Browser, tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / name) for name in ("one", "two")]
+    names = ["eval/pass@1", *(f"eval/pass@1/{name}" for name in "abc"), "eval/pass@8", "rollout/accuracy"]
+    for folder in folders:
+        append(folder, "metrics.jsonl", [metrics(step) | dict.fromkeys(names, 0.1 * step) for step in (4, 5)])
+    with served(*folders) as address, browser.new_page() as page:
+        show(page, address, "curves")
+        marks = page.locator("figure", has_text="Accuracy").locator(".legend line")
+        drawn = marks.evaluate_all(
+            "all => all.map(one => ['stroke', 'stroke-dasharray'].map(k => one.getAttribute(k)))"
+        )
+        assert len(drawn) == 12 and len({tuple(mark) for mark in drawn}) == 12
+        assert len({color for color, _ in drawn}) == 2
+        page.get_by_label("two").uncheck()  # the colors stay those of the runs
+        expect(marks).to_have_count(6)
+        assert {marks.nth(at).get_attribute("stroke") for at in range(6)} == {drawn[0][0]}
+
+
 def test_a_cursor_tells_the_values_of_a_step_in_all_panels(page: Page, address: str) -> None:
     show(page, address, "curves?hide=1")
     expect(page.locator("figure").first.locator(".legend li")).to_have_count(1)
@@ -99,7 +119,7 @@ def test_a_cursor_tells_the_values_of_a_step_in_all_panels(page: Page, address: 
     page.keyboard.press("Home")
     for _ in range(4):
         page.keyboard.press("ArrowRight")
-    assert entropy.get_attribute("aria-valuetext") == "step 4: entropy 0.25"
+    assert entropy.get_attribute("aria-valuetext") == "step 4: one 0.25"
     entropy.hover(position={"x": 60, "y": 60})
     assert page.locator("line.cursor[visibility=visible]").count() == page.locator("figure").count()
 
@@ -123,10 +143,12 @@ def test_groups_are_filtered_and_the_link_keeps_it(page: Page, address: str) -> 
 
 def test_a_response_leads_to_its_tokens_and_back(page: Page, address: str) -> None:
     show(page, address, "groups?split=train&from=7&to=7")
+    assert page.get_by_role("row", name="finished").locator("td").all_inner_texts() == 2 * ["end of text"]
     page.get_by_role("link", name="response 2").click()
     page.wait_for_selector(".token")
     assert "".join(page.locator(".token").all_inner_texts()) == "#### 14"
-    assert "reward 1 · right 1 · advantage 1" in page.locator("main").inner_text()
+    about = page.locator("main").inner_text()
+    assert "reward 1 · right 1 · advantage 1" in about and "finished: end of text" in about
     page.get_by_role("link", name="Previous response").click()
     expect(page.locator(".strip")).to_contain_text("no 7")
     page.go_back()
@@ -173,7 +195,7 @@ def test_the_whole_page_works_by_keyboard(page: Page, address: str) -> None:
     page.goto(address)
     page.wait_for_selector("figure")
     page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.textContent") == "To the content"
+    assert page.evaluate("document.activeElement.textContent") == "Skip to content"
     for view in ("Curves", "Groups", "Timeline"):
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.textContent") == view
@@ -184,14 +206,32 @@ def test_the_whole_page_works_by_keyboard(page: Page, address: str) -> None:
     assert page.locator(".readout").inner_text() == "sampler 0: sample, step 1, 1 s from 0 s on"
 
 
-def test_a_part_of_the_timeline_is_seen_closer(page: Page, address: str) -> None:
+def test_a_part_of_the_timeline_is_zoomed_in_on(page: Page, address: str) -> None:
     show(page, address, "timeline?run=1")
     assert page.locator(".lanes .restart").count() == 20
-    page.get_by_role("button", name="Closer").click()
+    page.get_by_role("button", name="Zoom in").click()
     expect(page.locator(".lanes .restart")).to_have_count(10)
     assert "from=" in page.url
     page.get_by_role("button", name="Whole run").click()
     expect(page.locator(".lanes .restart")).to_have_count(20)
+
+
+def test_kinds_of_spans_have_colors_apart_and_are_explained(browser: Browser, tmp_path: Path) -> None:
+    kinds = ["sample", "score", "train", "publish", "update", "wait", "evaluate", "save", "start", "restart"]
+    run = make_run(tmp_path / "run")
+    rows = [{"actor": "a", "kind": kind, "start": 1e9 + at, "seconds": 1.0} for at, kind in enumerate(kinds)]
+    append(run, "timeline.jsonl", rows)
+    with served(run) as address, browser.new_page() as page:
+        show(page, address, "timeline")
+        expect(page.locator("main")).to_contain_text("One lane for each actor")
+        legend = page.locator("main > div > .legend li")
+        told = dict(text.split(": ") for text in legend.all_inner_texts())
+        assert set(told) == set(kinds)
+        assert told["score"] == "computes rewards or reference log-probs"
+        fills = page.locator(".legend rect").evaluate_all("all => all.map(one => one.getAttribute('fill'))")
+    colors = [[int(fill[at : at + 2], 16) for at in (1, 3, 5)] for fill in fills]
+    apart = min(math.dist(one, other) for one, other in itertools.combinations(colors, 2))
+    assert apart > 70
 
 
 @pytest.mark.parametrize(

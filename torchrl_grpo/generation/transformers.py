@@ -26,6 +26,7 @@ from torchrl_grpo.generation.fused_decoder import FusedDecoder, can_fuse
 from torchrl_grpo.generation.sampling import sample
 from torchrl_grpo.generation.stops import ending
 from torchrl_grpo.memory import memory_short
+from torchrl_grpo.threads import use_one_thread_if_small
 from torchrl_grpo.weights import load_weights
 
 _CHECK_EVERY = 4
@@ -39,7 +40,8 @@ class TransformersEngine(Engine):
     """Samples with a copy of a Hugging Face model.
 
     Models of the Llama architecture take a hand-written decoder, all others their own forward with a cache. Either must
-    give the logits of the model's forward without a cache on a probe.
+    give the logits of the model's forward without a cache on a probe. A small model on a CPU is computed on one thread
+    (``threads``).
 
     Attributes:
         model: what it samples with; ``update_weights`` changes its weights, and ``close`` lets go of it.
@@ -75,6 +77,7 @@ class TransformersEngine(Engine):
         own: Any = deepcopy(model) if copy else model
         own = own.merge_and_unload() if hasattr(own, "merge_and_unload") else own
         self.model: PreTrainedModel = own.requires_grad_(False).eval()
+        use_one_thread_if_small(self.model)
         self._kv_cache_bytes = kv_cache_bytes
         self._context = context_length(self.model)
         self._vocab_size = self.model.get_output_embeddings().weight.shape[0]

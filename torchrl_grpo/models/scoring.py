@@ -26,6 +26,7 @@ from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import pad, sequences_of
 from torchrl_grpo.models.prefix import Layout, packed, padded
 from torchrl_grpo.models.sharding import call_gathered, compute_device, mesh_of
+from torchrl_grpo.threads import use_one_thread_if_small
 
 if TYPE_CHECKING:
     from torchrl.modules.llm import LLMWrapperBase
@@ -43,7 +44,8 @@ class TokenScorer(TensorDictModuleBase):
     """Scores the sampled tokens of a batch under a Hugging Face causal LM, as a TensorDict module.
 
     Reads ``("tokens", "full")`` and ``("masks", "all_assistant_mask")`` (``mask_key``), ragged or padded; writes padded
-    ``("cur_log_probs", "full")`` and ``("entropy", "full")``, [B, T] float32, 0 on tokens outside the mask.
+    ``("cur_log_probs", "full")`` and ``("entropy", "full")``, [B, T] float32, 0 on tokens outside the mask. A small
+    model on a CPU is computed on one thread (``threads``).
 
     Args:
         model: a Hugging Face causal LM, or a peft model around one.
@@ -76,6 +78,7 @@ class TokenScorer(TensorDictModuleBase):
         self.mask_key: NestedKey = keys.ASSISTANT_MASK
         self.temperature = temperature
         self.max_chunk_elements = max_chunk_elements
+        use_one_thread_if_small(base)
         if base.device.type != "meta" and mesh_of(base) is None:
             check_scorer(self)
 

@@ -78,10 +78,25 @@ class Tail:
             yield start, line
 
 
+_LARGEST = 1e100
+"""A larger number measures nothing, and sums and squares of larger ones need not be finite."""
+_LARGEST_STEP = 2**53
+
+
 def read_row(line: bytes) -> dict[str, Any]:
     """A line as a mapping; an empty one where it is none: a page shows what there is."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return row if isinstance(row, dict) else {}
+
+
+def is_number(value: Any, largest: float = _LARGEST) -> bool:
+    """Whether a value of a row is a number that can be drawn and computed with."""
+    return isinstance(value, int | float) and abs(value) <= largest
+
+
+def is_step(value: Any) -> bool:
+    """Whether a value of a row can be the number of a step."""
+    return isinstance(value, int) and abs(value) <= _LARGEST_STEP

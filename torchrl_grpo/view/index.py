@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_grpo.records import SAMPLES_FILE, earned, passes
-from torchrl_grpo.view.files import Tail, read_row
+from torchrl_grpo.view.files import Tail, is_number, is_step, read_row
 
 _TOKENS = b', "tokens": {'
 """Begins the last key of a row. In a text of the row the quotes would be escaped."""
 _KEPT_SEARCHES = 8
+_TEXTS = ("split", "dataset", "query", "response", "finish_reason")
+_NUMBERS = ("reward", "advantage", "length", "version", "staleness")
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,14 @@ class Index:
         self._groups: dict[tuple[Any, ...], int] = {}
         self._starts, self._heads, self._lengths = array("q"), array("l"), array("l")
         self._steps, self._rewards, self._group = array("l"), array("d"), array("l")
-        self._split, self._dataset = array("h"), array("h")
+        self._split, self._dataset = array("l"), array("l")
         self._searches: OrderedDict[Wanted, Search] = OrderedDict()
 
     def add(self, start: int, line: bytes) -> None:
-        """Takes a line that begins at a place of the file; one that is no row is left out."""
+        """Takes a line that begins at a place of the file; one that a run would not write is left out."""
         before, has_tokens, _ = line.partition(_TOKENS)
         row = read_row(before + b"}" if has_tokens else line)
-        if not isinstance(row.get("step"), int):
+        if not _can_be_shown(row):
             return
         split, dataset = str(row.get("split")), str(row.get("dataset") or "")
         # Rows of older runs have no group, and those of an evaluation need none.
@@ -86,7 +88,7 @@ class Index:
         self._heads.append(len(before))
         self._lengths.append(len(line))
         self._steps.append(row["step"])
-        self._rewards.append(reward if isinstance(reward, int | float) else math.nan)
+        self._rewards.append(math.nan if reward is None else reward)
         self._split.append(self.splits.setdefault(split, len(self.splits)))
         self._dataset.append(self.datasets.setdefault(dataset, len(self.datasets)))
         self._group.append(group)
@@ -142,6 +144,19 @@ class Index:
             if json.dumps(text)[1:-1].lower().encode() not in head.lower():
                 return False
         return passes(self.row(number), text=text)
+
+
+def _can_be_shown(row: dict[str, Any]) -> bool:
+    """Whether what is shown of a row, or found by, is of the kind that a run writes."""
+    parts = row.get("parts") or {}
+    return (
+        is_step(row.get("step"))
+        and all(isinstance(row.get(name), str | None) for name in _TEXTS)
+        and all(value is None or is_number(value) for value in map(row.get, _NUMBERS))
+        and isinstance(row.get("group"), int | str | None)
+        and isinstance(parts, dict)
+        and all(value is None or is_number(value) for value in parts.values())
+    )
 
 
 class Samples:

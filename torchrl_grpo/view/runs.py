@@ -14,8 +14,16 @@ import yaml
 
 from torchrl_grpo.alarms import Alarm, Alarms
 from torchrl_grpo.panels import COLORS, PANELS, TIME_PARTS, Panel, Record, curve_of, label_of, series, times
-from torchrl_grpo.records import ENVIRONMENT_FILE, METRICS_FILE, clip, printable_lines, reward_text, run_title
-from torchrl_grpo.view.files import Tail, changed_at, read_inside, read_row
+from torchrl_grpo.records import (
+    ENVIRONMENT_FILE,
+    METRICS_FILE,
+    clip,
+    load_yaml,
+    printable_lines,
+    reward_text,
+    run_title,
+)
+from torchrl_grpo.view.files import Tail, changed_at, is_number, is_step, read_inside, read_row
 from torchrl_grpo.view.index import Samples, Wanted
 from torchrl_grpo.view.strip import strip_of
 from torchrl_grpo.view.timeline import Timeline
@@ -110,18 +118,24 @@ class RunView:
         index = self.samples.index
         if not 0 <= number < index.count:
             return None
-        row = index.row(number, tokens=True)
-        cell = _cell(row, number, longest=None)
-        return cell | {"tokens": strip_of(row), "group": index.group_of(number)}
+        row, whole = index.row(number), index.row(number, tokens=True)
+        strip = strip_of(row | {"tokens": whole.get("tokens")})
+        return _cell(row, number, longest=None) | {"tokens": strip, "group": index.group_of(number)}
 
     def config(self) -> dict[str, str]:
-        """The config by dotted key, and what the run ran on."""
+        """The config by dotted key, and what the run ran on; where it cannot be read, why."""
         try:
-            config = yaml.safe_load(read_inside(self.folder, ".hydra/config.yaml")) or {}
-        except yaml.YAMLError:
-            config = {}
+            config = load_yaml(read_inside(self.folder, ".hydra/config.yaml")) or {}
+            if not isinstance(config, dict):
+                raise yaml.YAMLError("it is no mapping")
+        except yaml.YAMLError as error:
+            config = {"config": f"not shown: {error}"}
         environment = read_row(read_inside(self.folder, ENVIRONMENT_FILE).encode())
-        return {key: printable_lines(text) for key, text in _flat(config | {"environment": environment}).items()}
+        try:
+            shown = _flat(config | {"environment": environment})
+        except RecursionError:
+            shown = {"config": "not shown: it, or environment.json, is nested too deeply"}
+        return {key: printable_lines(text) for key, text in shown.items()}
 
 
 class Metrics:
@@ -147,7 +161,7 @@ class Metrics:
         """Reads what was added; in one thread at a time."""
         if self._tail.reopen():
             self._begin()
-        added = [row for _, line in self._tail.lines() if isinstance((row := read_row(line)).get("step"), int)]
+        added = [row for _, line in self._tail.lines() if _can_be_drawn(row := read_row(line))]
         for row in added:
             self._steps[row["step"]] = self._steps.get(row["step"], {}) | row
         if added:
@@ -168,6 +182,11 @@ class Metrics:
         if ended:
             alarms.end()
         return alarms.raised
+
+
+def _can_be_drawn(row: dict[str, Any]) -> bool:
+    """Whether it is a step and its numbers; a run writes nothing else."""
+    return is_step(row.get("step")) and all(value is None or is_number(value) for value in row.values())
 
 
 def panels(runs: dict[int, RunView], first: int | None, last: int | None) -> list[dict[str, Any]]:

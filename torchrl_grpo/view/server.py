@@ -182,7 +182,7 @@ def make_app(folders: Sequence[Path], token: str) -> ASGIApp:
     api = Api([RunView(folder, name) for folder, name in zip(folders, names, strict=True)])
     loader = jinja2.PackageLoader("torchrl_grpo.view", "")
     template = jinja2.Environment(loader=loader, autoescape=True).get_template("page.html.j2")
-    page = template.render(title=api.runs[0].title(), names=names, colors=COLORS)
+    page = template.render(title=title_of(api.runs), names=names, colors=COLORS)
     # In memory: what paints the page must not wait for the threads that read the runs.
     files = {path.name: path.read_bytes() for path in [*_STATIC.iterdir(), _STYLE]} | {"d3.js": _d3().read_bytes()}
 
@@ -209,6 +209,16 @@ def make_app(folders: Sequence[Path], token: str) -> ASGIApp:
         Middleware(GZipMiddleware, minimum_size=10_000, compresslevel=1),
     ]
     return Guard(Starlette(routes=routes, middleware=middleware), token)
+
+
+def title_of(runs: Sequence[RunView]) -> str:
+    """The model, data and algorithm of the runs; of several with the names of the runs that have them."""
+    names: dict[str, list[str]] = {}
+    for run in runs:
+        names.setdefault(run.title(), []).append(run.name)
+    if len(runs) == 1:
+        return runs[0].title()
+    return "; ".join(f"{title} ({', '.join(which)})" for title, which in names.items())
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

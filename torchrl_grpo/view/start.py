@@ -15,6 +15,7 @@ from pathlib import Path
 from torchrl_grpo.processes import die_with_parent
 
 _LOOPBACK = "127.0.0.1"
+_STDERR_BYTES, _STDERR_EVERY_S = 16_384, 0.01
 _START = (
     "import sys; sys.path[:] = {path!r}; from torchrl_grpo.view.start import serve_beside; "
     "serve_beside({folder!r}, {fd}, {parent})"
@@ -37,15 +38,17 @@ def serve(folders: Sequence[Path], listening: socket.socket, token: str) -> None
     """
     import uvicorn
 
+    from torchrl_grpo.view.connections import MOST_CONNECTIONS, LimitedConnection
     from torchrl_grpo.view.server import make_app
 
     config = uvicorn.Config(
         make_app(folders, token),
-        http="h11",
+        http=LimitedConnection,
         loop="asyncio",
         ws="none",
         lifespan="off",
-        log_level="warning",
+        backlog=MOST_CONNECTIONS,  # as many are accepted before the first of them is looked at
+        log_level="error",  # a warning is what strangers write
         access_log=False,
         server_header=False,
         proxy_headers=False,
@@ -76,7 +79,7 @@ def page_beside(folder: Path, say: Callable[[str], object], warn: Callable[[str]
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                text=True,
+                bufsize=0,
                 pass_fds=[listening.fileno()],
                 process_group=0,  # Ctrl-C is for the run
             )
@@ -96,13 +99,26 @@ def page_beside(folder: Path, say: Callable[[str], object], warn: Callable[[str]
         watching.join()
 
 
-def _watch(process: subprocess.Popen[str], token: str, ending: threading.Event, warn: Callable[[str], object]) -> None:
-    """Gives the process its token, which no command line shows, and tells when it ends by itself."""
-    with suppress(OSError, ValueError):
-        _, errors = process.communicate(token)
-        if not ending.is_set():
-            last = errors.strip().rpartition("\n")[2] or f"status {process.returncode}"
-            warn(f"The page ended ({last}); the run goes on without it.")
+def _watch(
+    process: subprocess.Popen[bytes], token: str, ending: threading.Event, warn: Callable[[str], object]
+) -> None:
+    """Gives the process its token, which no command line shows, and tells when it ends by itself.
+
+    However much the process writes to stderr, this one keeps the end of it and reads it at a slow rate: the pipe is
+    full then, and it is the page that waits.
+    """
+    assert process.stdin is not None and process.stderr is not None
+    errors = b""
+    with suppress(OSError), process.stdin:
+        process.stdin.write(token.encode())
+    with process.stderr:
+        while said := process.stderr.read(_STDERR_BYTES):
+            errors = (errors + said)[-_STDERR_BYTES:]
+            ending.wait(_STDERR_EVERY_S)
+    process.wait()
+    if not ending.is_set():
+        last = errors.decode(errors="replace").strip().rpartition("\n")[2] or f"status {process.returncode}"
+        warn(f"The page ended ({last:.300}); the run goes on without it.")
 
 
 def serve_beside(folder: str, descriptor: int, parent: int) -> None:
@@ -116,5 +132,7 @@ def serve_beside(folder: str, descriptor: int, parent: int) -> None:
     if sys.platform == "linux":
         die_with_parent(parent)
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # runs when nothing else wants to
+        with suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, it ends and not the run
     os.nice(19)
     serve([Path(folder)], socket.socket(fileno=descriptor), sys.stdin.read())

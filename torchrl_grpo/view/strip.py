@@ -9,6 +9,7 @@ from typing import Any
 
 from torchrl_grpo.records import printable_lines
 from torchrl_grpo.tools import parse_tool_calls
+from torchrl_grpo.view.files import is_number
 
 _MOST = 50.0
 """A difference of log-probs beyond which its exponential says nothing more."""
@@ -29,20 +30,20 @@ def strip_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
         >>> [round(ratio, 3) for ratio in strip["values"]["ratio"]], strip["turns"]
         ([1.0, 1.649], [{'start': 0, 'end': 2, 'sampled': True, 'label': 'turn 1, 2 tokens'}])
     """
-    tokens = row.get("tokens")
-    if not tokens or not tokens.get("text"):
+    tokens = row.get("tokens") or {}
+    text = tokens.get("text") if isinstance(tokens, dict) else None
+    if not text or not isinstance(text, list) or not all(isinstance(part, str) for part in text):
         return None
-    text = [str(part) for part in tokens["text"]]
-    log_probs: Numbers = tokens.get("log_prob") or []
+    columns: dict[str, Numbers] = {name: column for name, column in tokens.items() if _is_column(column, len(text))}
+    log_probs = columns.get("log_prob", [])
     sampled = [value is not None for value in log_probs] if log_probs else [True] * len(text)
-    columns = {name: tokens[name] for name in ("trainer", "reference", "entropy") if tokens.get(name)}
     trainer = columns.get("trainer", log_probs)
     values = {
         "log_prob": log_probs,
         "ratio": _pairwise(trainer, log_probs, _ratio) if "trainer" in columns else [],
         "kl": _pairwise(columns.get("reference", []), trainer, _k3),
         "entropy": columns.get("entropy", []),
-        "advantage": tokens.get("advantage") or _constant(row.get("advantage"), sampled),
+        "advantage": columns.get("advantage") or _constant(row.get("advantage"), sampled),
     }
     return {
         "text": [printable_lines(part) for part in text],
@@ -50,6 +51,12 @@ def strip_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
         "values": {name: column for name, column in values.items() if len(column) == len(text)},
         "turns": _turns(text, sampled),
     }
+
+
+def _is_column(values: Any, count: int) -> bool:
+    """Whether it is a number, or None, for each of so many tokens."""
+    has_all = isinstance(values, list) and len(values) == count
+    return has_all and all(value is None or is_number(value) for value in values)
 
 
 def _pairwise(first: Sequence[float | None], second: Sequence[float | None], function: Any) -> Numbers:

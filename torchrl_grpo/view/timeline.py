@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchrl_grpo.records import TIMELINE_FILE
-from torchrl_grpo.view.files import Tail, read_row
+from torchrl_grpo.view.files import Tail, is_number, is_step, read_row
 
 _MOST_SPANS = 1500
 """Spans that are drawn one by one; of more, each of the columns is divided by kind."""
 _COLUMNS = 200
+_ROUNDED_S = 2e-4
+"""Start and length of a span are logged with four digits: one can seem to begin so much before the last one ends."""
+_LATEST_S = 1e12
+"""Seconds after 1970 up to which a browser knows dates."""
 
 
 class Span(NamedTuple):
@@ -47,12 +51,9 @@ class Timeline:
         if self._tail.reopen():
             self._spans = []
         for _, line in self._tail.lines():
-            row = read_row(line)
-            try:
-                start, seconds = float(row["start"]), float(row.get("seconds") or 0.0)
-            except (KeyError, TypeError, ValueError):
-                continue
-            self._spans.append(Span(str(row.get("actor")), str(row.get("kind")), start, seconds, row.get("step")))
+            span = _span_of(read_row(line))
+            if span is not None:
+                self._spans.append(span)
 
     def window(self, first: float | None = None, last: float | None = None) -> dict[str, Any]:
         """What is drawn of a part of the time.
@@ -94,6 +95,17 @@ class Timeline:
         return part | {"shares": not one_by_one, "actors": drawn}
 
 
+def _span_of(row: Mapping[str, Any]) -> Span | None:
+    """The span of a row; none where no run wrote it."""
+    actor, kind = row.get("actor"), row.get("kind")
+    if not isinstance(actor, str) or not isinstance(kind, str):
+        return None
+    start: Any = row.get("start")
+    step, seconds = row.get("step"), row.get("seconds") or 0.0
+    timed = is_number(start, _LATEST_S) and is_number(seconds, _LATEST_S) and seconds >= 0
+    return Span(actor, kind, start, seconds, step) if timed and (step is None or is_step(step)) else None
+
+
 def _cut(span: Span, begin: float, first: float, last: float) -> Span:
     """The part of a span within the window, its time from the beginning of the run on."""
     start, end = max(span.start - begin, first), min(span.end - begin, last)
@@ -112,7 +124,7 @@ def _one_by_one(spans: Iterable[Span]) -> list[list[Any]]:
     lanes: list[float] = []
     placed = []
     for span in sorted(spans, key=lambda span: span.start):
-        lane = next((at for at, end in enumerate(lanes) if end <= span.start + 1e-6), len(lanes))
+        lane = next((at for at, end in enumerate(lanes) if end <= span.start + _ROUNDED_S), len(lanes))
         lanes[lane : lane + 1] = [span.end]
         placed.append((span, lane))
     count = len(lanes) or 1

@@ -1,10 +1,10 @@
-// The panels of the report, of several runs on top of each other, with a cursor that all panels share.
+// The panels of the report, of several runs overlaid, with a cursor that all panels share.
 
 import { COLORS, change, el, field, get, number, percent } from "./dom.js";
 
 const HEIGHT = 190;
 const MARGIN = { left: 46, right: 10, top: 8, bottom: 22 };
-const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
+const DASHES = ["", "6 3", "2 3", "8 3 2 3", "14 4", "1 6", "10 3 2 3 2 3", "4 6"];
 
 export function curves(box) {
   const grid = el("div", { class: "curves" });
@@ -44,8 +44,7 @@ export function curves(box) {
         grid.replaceChildren(...charts.map((chart) => chart.figure));
       }
       const steps = d3.extent(panels.flatMap((panel) => panel.curves.flatMap((curve) => d3.extent(curve.steps))));
-      const several = new Set(panels.flatMap((panel) => panel.curves.map((curve) => curve.run))).size > 1;
-      charts.forEach((chart, at) => chart.set(panels[at], steps, several ? runs : null));
+      charts.forEach((chart, at) => chart.set(panels[at], steps, runs.length > 1 ? runs : null));
       point(pointed);
       if (!panels.length) grid.replaceChildren(el("p", {}, "No step was logged yet."));
     };
@@ -63,8 +62,8 @@ function runChoices(runs) {
 }
 
 function swatch(color, dash) {
-  const svg = d3.create("svg").attr("viewBox", "0 0 20 8").attr("aria-hidden", "true");
-  svg.append("line").attr("x2", 20).attr("y1", 4).attr("y2", 4).attr("stroke", color).attr("stroke-width", 3)
+  const svg = d3.create("svg").attr("viewBox", "0 0 32 8").attr("aria-hidden", "true");
+  svg.append("line").attr("x2", 32).attr("y1", 4).attr("y2", 4).attr("stroke", color).attr("stroke-width", 3)
     .attr("stroke-dasharray", dash);
   return svg.node();
 }
@@ -158,7 +157,7 @@ function makeChart(title, note, point) {
   };
 }
 
-// Colors tell runs apart where several are shown, and then dashes the metrics; else colors tell the metrics apart.
+// Colors tell runs apart where the page has several, and then dashes the metrics; else colors tell the metrics apart.
 function linesOf(panel, runs) {
   const labels = [...new Set(panel.curves.map((curve) => curve.label))];
   let floor = null;

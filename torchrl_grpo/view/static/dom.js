@@ -24,6 +24,11 @@ export function percent(value) {
   return value === null || value === undefined ? "-" : `${(100 * value).toFixed(1)}%`;
 }
 
+// Why a response ended, in words.
+export function ending(reason) {
+  return { stop: "end of text", length: "length limit" }[reason] ?? reason;
+}
+
 export function duration(seconds) {
   if (seconds < 100) return `${Number(seconds.toFixed(seconds < 10 ? 3 : 1))} s`;
   const units = seconds < 6000 ? [60, "min", 1, "s"] : seconds < 360000 ? [3600, "h", 60, "min"] : [86400, "d", 3600, "h"];

@@ -1,10 +1,10 @@
 // The groups: a prompt and its responses side by side, the newest first, filtered by what the address says.
 
-import { change, choice, el, field, get, link, number, runChoice, scroll } from "./dom.js";
+import { change, choice, el, ending, field, get, link, number, runChoice, scroll } from "./dom.js";
 
 const PAGE = 10;
 const FACTS = {
-  advantage: "advantage", length: "tokens", finish_reason: "finish", version: "version", staleness: "staleness",
+  advantage: "advantage", length: "tokens", finish_reason: "finished", version: "version", staleness: "staleness",
 };
 const RANGES = [["from", "from step"], ["to", "to step"], ["least", "reward from"], ["most", "reward to"]];
 
@@ -95,7 +95,7 @@ function section(rows, asked) {
   const facts = [
     ...parts.map((name) => [name, (row) => number(row.parts?.[name])]),
     ...Object.entries(FACTS).filter(([key]) => rows.some((row) => row[key] !== undefined))
-      .map(([key, label]) => [label, (row) => (typeof row[key] === "string" ? row[key] : number(row[key]))]),
+      .map(([key, label]) => [label, (row) => (typeof row[key] === "string" ? ending(row[key]) : number(row[key]))]),
   ];
   const cells = (make) => rows.map((row) => el("td", { class: row.wanted ? null : "other" }, make(row)));
   const line = (label, make) => el("tr", {}, el("th", { scope: "row" }, label), cells(make));

@@ -2,8 +2,19 @@
 
 import { COLORS, change, duration, el, get, number, percent, runChoice, scroll, walk } from "./dom.js";
 
-const KINDS = ["sample", "score", "train", "restart", "publish", "update", "wait", "evaluate"];
-const FURTHER = { save: "#a16207", start: "#64748b" }; // there are as many colors as kinds before these
+// What an actor does in a span, and a color that is told from the others on white and on near-black.
+const KINDS = {
+  sample: ["generates responses", "#3b82f6"],
+  score: ["computes rewards or reference log-probs", "#f59e0b"],
+  train: ["optimizer steps", "#10b981"],
+  publish: ["makes new weights available", "#8b5cf6"],
+  update: ["loads new weights", "#06b6d4"],
+  wait: ["waits for the next batch", "#94a3b8"],
+  evaluate: ["generates and scores test responses", "#ec4899"],
+  save: ["writes logs and checkpoints", "#854d0e"],
+  start: ["starts up", "#84cc16"],
+  restart: ["starts up again after it was lost", "#dc2626"],
+};
 const LANE = 24;
 const ROW = 46;
 
@@ -44,16 +55,15 @@ function buttons(found) {
   };
   const button = (text, left, right) => el("button", { type: "button", click: () => move(left, right) }, text);
   return [
-    button("Closer", 0.25, -0.25), button("Farther", -0.5, 0.5),
+    button("Zoom in", 0.25, -0.25), button("Zoom out", -0.5, 0.5),
     button("Earlier", -0.5, -0.5), button("Later", 0.5, 0.5),
     el("button", { type: "button", click: () => change({ from: "", to: "" }) }, "Whole run"),
   ];
 }
 
 function color(kind) {
-  const at = KINDS.indexOf(kind);
-  const own = at >= 0 ? at : [...kind].reduce((sum, letter) => sum + letter.codePointAt(0), 0);
-  return FURTHER[kind] ?? COLORS[own % COLORS.length];
+  const own = [...kind].reduce((sum, letter) => sum + letter.codePointAt(0), 0);
+  return KINDS[kind]?.[1] ?? COLORS[own % COLORS.length];
 }
 
 function drawn(found, width) {
@@ -95,14 +105,17 @@ function drawn(found, width) {
   }
   walk(svg.node(), spans.length, (at) => (readout.textContent = spans[at]));
   const kinds = [...new Set(actors.flatMap((actor) => Object.keys(actor.seconds)))].sort();
-  return [legend(kinds), readout, el("div", { class: "lanes" }, svg.node()), table(actors, kinds, last - first)];
+  const lanes = "One lane for each actor: a process, or a role that takes turns in one. A gap is time without a task. " + (
+    found.shares ? "There are too many spans to draw one by one, so each column is divided by what its time went to; "
+      + "zoom in to see single spans." : "Spans that overlap share the height of their lane.");
+  return [el("p", { class: "dim" }, lanes), legend(kinds), readout, el("div", { class: "lanes" }, svg.node()), table(actors, kinds, last - first)];
 }
 
 function legend(kinds) {
   return el("ul", { class: "legend" }, kinds.map((kind) => {
-    const mark = d3.create("svg").attr("viewBox", "0 0 20 8").attr("aria-hidden", "true");
-    mark.append("rect").attr("width", 20).attr("height", 8).attr("fill", color(kind));
-    return el("li", {}, mark.node(), kind);
+    const mark = d3.create("svg").attr("viewBox", "0 0 32 8").attr("aria-hidden", "true");
+    mark.append("rect").attr("width", 32).attr("height", 8).attr("fill", color(kind));
+    return el("li", {}, mark.node(), kind in KINDS ? `${kind}: ${KINDS[kind][0]}` : kind);
   }));
 }
 

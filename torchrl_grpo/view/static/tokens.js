@@ -1,6 +1,6 @@
 // A response as a strip of tokens, colored by one of the numbers that are known of them.
 
-import { address, choice, el, field, get, link, number, percent, walk } from "./dom.js";
+import { address, choice, el, ending, field, get, link, number, percent, walk } from "./dom.js";
 
 // `cuts` part the values into classes: q0 to q5 from nothing to much, d0 to d6 from low to high around d3.
 const COLORINGS = {
@@ -41,7 +41,7 @@ function heading(found, asked) {
     `reward ${found.reward}`, ...parts,
     ...["advantage", "length", "version", "staleness"].filter((key) => key in found)
       .map((key) => (key === "length" ? `${number(found[key])} tokens` : `${key} ${number(found[key])}`)),
-    found.finish_reason && `finish ${found.finish_reason}`,
+    found.finish_reason && `finished: ${ending(found.finish_reason)}`,
   ].filter(Boolean);
   return [
     el("h2", {}, `Step ${number(found.step)}, response ${at + 1} of ${found.group.length}`),

@@ -22,20 +22,17 @@ _LONGEST_CHARACTER = 4
 
 
 def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
-    """What a batch [N] was like: rewards over valid sequences, lengths, and how many were cut or not valid."""
+    """Metrics of a batch [N]: rewards over valid sequences (NaN without any), lengths, truncated and invalid ones."""
     valid = batch.get(keys.REWARD_VALID).reshape(-1)
-    reward = batch.get(keys.REWARD).reshape(-1).float()
-    count = valid.sum().clamp(min=1)
-    mean = torch.where(valid, reward, 0.0).sum() / count
-    variance = torch.where(valid, (reward - mean).square(), 0.0).sum() / count
+    reward = batch.get(keys.REWARD).reshape(-1).float()[valid]
     advantage = pad(batch, keys.ADVANTAGE).abs().amax(-1)  # of a sequence, or of its tokens
     _, group = batch.get(keys.GROUP_ID).reshape(-1).unique(return_inverse=True)
     signal = torch.zeros(int(group.max()) + 1).index_add_(0, group, (advantage > 0).float()) > 0
     lengths = (pad(batch, keys.RESPONSE, -1) >= 0).sum(-1).float()
     values: dict[str, Any] = {
-        "reward_mean": mean,
-        "reward_std": variance.sqrt(),
-        "accuracy": (batch.get(keys.CORRECT).reshape(-1) & valid).sum() / count,
+        "reward_mean": reward.mean(),
+        "reward_std": (reward - reward.mean()).square().mean().sqrt(),
+        "accuracy": batch.get(keys.CORRECT).reshape(-1)[valid].float().mean(),
         "response_length": lengths.mean(),
         "response_length_max": lengths.max(),
         "truncated": batch.get(keys.TRUNCATED).float().mean(),

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from torchrl_grpo.records import NOISE, decoding
+
 Record = Mapping[str, Any]
 
 # Readable on white and on near-black.
@@ -79,12 +81,12 @@ def curve_of(
 def label_of(name: str) -> str:
     """A metric in a legend, with how responses were decoded where both ways are shown.
 
-    >>> label_of("eval/pass@8"), label_of("train/entropy")
-    ('test pass@8 (sampled)', 'entropy')
+    >>> label_of("eval/pass@8"), label_of("eval/pass@1/gsm8k"), label_of("train/entropy")
+    ('test pass@8 (sampled)', 'test pass@1/gsm8k (greedy)', 'entropy')
     """
     section, _, label = name.partition("/")
     if section == "eval":
-        return f"test {label} ({'greedy' if label == 'pass@1' else 'sampled'})"
+        return f"test {label} ({decoding(name)})"
     return f"train {label} (sampled)" if section == "rollout" else label
 
 

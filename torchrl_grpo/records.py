@@ -124,6 +124,31 @@ def points(before: float, after: float) -> str:
     return f"{_rounded(100 * after, 1) - _rounded(100 * before, 1):+} points"
 
 
+def accuracy(metrics: Mapping[str, Any], name: str, decoding: str = "") -> str:
+    """An ``eval/pass@*`` metric with the share of invalid rewards behind it and, where it is 0, their mean.
+
+    >>> accuracy({"eval/pass@1": 1.0, "eval/invalid_fraction": 0.9375, "eval/reward_mean": 1.0}, "eval/pass@1")
+    '100.0% (93.8% invalid)'
+    """
+    k, slash, dataset = name.removeprefix("eval/pass@").partition("/")
+    invalid = metrics.get(f"eval/invalid_fraction{'' if k == '1' else f'@{k}'}{slash}{dataset}")
+    reward = metrics.get(f"eval/reward_mean{slash}{dataset}") if k == "1" and metrics[name] == 0 else None
+    notes = [f"{percent(invalid)} invalid"] if invalid else []
+    if reward:
+        notes.append(f"mean reward {number(reward)}")
+    shown = [percent(metrics[name]), decoding, f"({', '.join(notes)})" if notes else ""]
+    return " ".join(filter(None, shown))
+
+
+def decoding(name: str) -> str:
+    """How the responses behind an ``eval/pass@*`` metric were decoded.
+
+    >>> decoding("eval/pass@1"), decoding("eval/pass@1/gsm8k"), decoding("eval/pass@16")
+    ('greedy', 'greedy', 'sampled')
+    """
+    return "greedy" if name.split("/")[1] == "pass@1" else "sampled"
+
+
 def number(value: float | None) -> str:
     """A number with three digits, and without a fraction from 1,000 on.
 

@@ -24,7 +24,7 @@ from rich.text import Text
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo import startup
-from torchrl_grpo.records import MISSING, clip, duration, number, percent, printable, reward_text
+from torchrl_grpo.records import MISSING, accuracy, clip, decoding, duration, number, percent, points, printable, reward_text
 
 __all__ = ["Console", "clip", "duration", "printable"]
 
@@ -165,11 +165,13 @@ class Console(AbstractContextManager["Console"]):
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the ``eval/*`` metrics of the test split in a line; step 0 is before training."""
-        values = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
-        values = {name: value for name, value in values.items() if "/" not in name or name.startswith("pass@")}
-        names = sorted(values, key=lambda name: not name.startswith("pass@"))
-        shown = [_evaluated(name, values[name]) for name in names]
-        self._line(f"test after step {step}: {', '.join(filter(None, shown))}", style="bold cyan")
+        tested = [name for name in metrics if name.startswith("eval/pass@")]
+        shown = [f"{name.removeprefix('eval/')} {accuracy(metrics, name, decoding(name))}" for name in tested]
+        if (length := metrics.get("eval/response_length")) is not None:
+            shown.append(f"{number(length)} tokens")
+        if (truncated := metrics.get("eval/truncated")) is not None:
+            shown.append(f"{percent(truncated)} truncated")
+        self._line(f"test after step {step}: {', '.join(shown)}", style="bold cyan")
 
     def finish(self, summary: Mapping[str, Any], paths: Mapping[str, str | os.PathLike[str]]) -> None:
         """Closes the bar and prints what came out and where it lies.
@@ -181,9 +183,15 @@ class Console(AbstractContextManager["Console"]):
         self.close()
         before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
         self._line("")
-        if before is not None and after is not None:
-            change = f"{percent(before)} -> {percent(after)} ({100 * (after - before):+.1f} points)"
-            self._line(f"test accuracy (greedy) {change}", style="bold green" if after > before else "bold")
+        if summary.get("after_step") is not None:
+            change = f"{summary['before_text']} -> {summary['after_text']}"
+            better = False
+            if before is not None and after is not None:
+                change += f" ({points(before, after)})"
+                better = after > before
+            self._line(f"test accuracy (greedy) {change}", style="bold green" if better else "bold")
+        for line in summary.get("never_correct", ()):
+            self._line(line, style="yellow")
         parts = [f"{summary[key]:,} {key}" for key in ("steps", "sequences", "tokens") if summary.get(key)]
         if (first := summary.get("first_step", 1)) > 1:
             parts[0] = f"steps {first:,} to {summary['steps']:,}"
@@ -262,21 +270,14 @@ _LINE = _BAR | {
 
 
 def _join(metrics: Mapping[str, float], names: Mapping[str, str], separator: str) -> str:
-    return separator.join(f"{label} {_metric(name, metrics[name])}" for label, name in names.items() if name in metrics)
-
-
-def _evaluated(name: str, value: float | None) -> str:
-    """An ``eval/*`` metric with its unit, of pass@k also the way of decoding; no text where no reward is invalid."""
-    shown = _metric(name, value)
-    if name.startswith("pass@"):
-        return f"{name} {shown} {'greedy' if name.partition('/')[0] == 'pass@1' else 'sampled'}"
-    words = {"response_length": f"{shown} tokens", "truncated": f"{shown} truncated", "invalid": f"{shown} invalid"}
-    return "" if name == "invalid" and value == 0 else words.get(name, f"{name} {shown}")
+    shown = {label: _metric(name, metrics[name]) for label, name in names.items() if name in metrics}
+    if invalid := metrics.get("rollout/invalid"):
+        shown["accuracy"] += f" ({percent(invalid / metrics['rollout/sequences'])} invalid)"
+    return separator.join(f"{label} {value}" for label, value in shown.items())
 
 
 def _metric(name: str, value: float | None) -> str:
-    share = name.endswith(("accuracy", "truncated")) or "pass@" in name
-    return percent(value) if share else number(value)
+    return percent(value) if name.endswith("accuracy") else number(value)
 
 
 def _cell(name: str, value: Any) -> str:

@@ -99,6 +99,19 @@ def test_markup_in_model_text_and_paths_is_shown_as_it_is() -> None:
     assert "out[bold]/report.html" in file.getvalue()
 
 
+def test_turns_of_a_dialog_stand_on_lines_of_their_own() -> None:
+    file = io.StringIO()
+    dialog = "#### 5\n[user] That is wrong.\n\n \n#### 6\x1b[2J"
+    with Console(file=file, width=120) as console:
+        console.samples(1, [{"query": "1+5=?", "response": dialog, "reward": 1.0, "correct": True}])
+    lines = [line.strip() for line in file.getvalue().splitlines()]
+    assert [line.split() for line in lines[-4:-1]] == [
+        ["1+5=?", "####", "5", "1"],
+        ["[user]", "That", "is", "wrong."],
+        ["####", "6\\x1b[2J"],
+    ]
+
+
 def test_ascii_stream_gets_escapes_instead_of_an_error() -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")

@@ -2,7 +2,7 @@
 
 On a terminal there is a live bar, with the tables scrolling by above it; into a pipe or a file goes plain text, one
 line every few steps, without control characters. Text that a model wrote is never trusted: it is not read as markup,
-and what cannot be printed (newlines, escape sequences, direction marks) is shown escaped.
+and what cannot be printed (escape sequences, direction marks; outside of samples also newlines) is shown escaped.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,11 +25,12 @@ from rich.text import Text
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo import startup
-from torchrl_grpo.records import MISSING, accuracy, clip, decoding, duration, number, percent, points, printable, reward_text
+from torchrl_grpo.records import MISSING, accuracy, clip, decoding, duration, number, percent, points, printable, printable_lines, reward_text
 
 __all__ = ["Console", "clip", "duration", "printable"]
 
 _LONGEST_SAMPLE = 160
+_BLANK_LINES = re.compile(r"\n\s*\n")
 _WIDE = 80  # columns that the bar needs
 _DIMENSIONLESS = ("", "k", "M", "B", "T")
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -155,8 +157,8 @@ class Console(AbstractContextManager["Console"]):
         table.add_column("reward", justify="right", no_wrap=True)
         for row in rows:
             reward = Text(reward_text(row), style="green" if row.get("correct") else "red")
-            query, response = (self._text(clip(str(row.get(key)), _LONGEST_SAMPLE)) for key in ("query", "response"))
-            table.add_row(query, response, reward)
+            texts = (clip(_BLANK_LINES.sub("\n", str(row.get(key))), _LONGEST_SAMPLE) for key in ("query", "response"))
+            table.add_row(*(Text(printable_lines(text, self._rich.encoding)) for text in texts), reward)
         self._rich.print(table)
 
     def alarm(self, step: int, text: str) -> None:

@@ -14,15 +14,15 @@ from typing import Any
 
 import yaml
 
+NOISE = 1e-9
+"""What is nearer to 0 is rounding: no metric means that."""
+_ALL_DIGITS = Context(prec=400)
+"""Takes any float."""
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
 ENVIRONMENT_FILE = "environment.json"
 MISSING = "-"
-NOISE = 1e-9
-"""What is nearer to 0 is rounding: no metric means that."""
-_ALL_DIGITS = Context(prec=400)
-"""Takes any float."""
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

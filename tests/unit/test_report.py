@@ -253,8 +253,8 @@ def test_pass_at_1_of_a_data_set_is_labeled_greedy() -> None:
     names = ("eval/pass@1", "eval/pass@1/gsm8k", "eval/pass@8/gsm8k", "rollout/accuracy")
     assert [label_of(name) for name in names] == [
         "test pass@1 (greedy)",
-        "test pass@1/gsm8k (greedy)",
-        "test pass@8/gsm8k (sampled)",
+        "test pass@1 gsm8k (greedy)",
+        "test pass@8 gsm8k (sampled)",
         "train accuracy (sampled)",
     ]
 
@@ -269,9 +269,40 @@ def test_a_legend_lies_above_the_curves() -> None:
         figure.draw_without_rendering()
         (axes,) = figure.axes
         if len(series(panel, records)) > 1:
-            bottom = axes.transData.inverted().transform(axes.get_legend().get_window_extent())[0, 1]
+            box = axes.get_legend().get_window_extent()
+            assert box.x1 <= figure.bbox.x1, panel.title
+            bottom = axes.transData.inverted().transform(box)[0, 1]
             assert bottom > axes.dataLim.y1, panel.title
             assert all(tick < bottom for tick in axes.get_yticks()), panel.title
+
+
+def test_each_curve_of_three_data_sets_is_drawn_and_none_lies_below_the_legend() -> None:
+    names = [f"eval/pass@{k}{name}" for k in (1, 8) for name in ("", "/gsm8k", "/math", "/arithmetic")]
+    names.append("rollout/accuracy")
+    records = [{"step": step} | dict.fromkeys(names, 1.0) for step in range(30)]
+    accuracy = next(panel for panel in PANELS if panel.title == "Accuracy")
+    figure = panel_figure(accuracy, records)
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    legend = axes.get_legend()
+    assert {text.get_text() for text in legend.get_texts()} == set(map(label_of, names))
+    assert len({(line.get_color(), line.get_linestyle()) for line in legend.get_lines()}) == 9
+    box = legend.get_window_extent()
+    assert axes.transData.inverted().transform(box)[0, 1] > 1.0
+    assert axes.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+    assert axes.transData.transform((0, 1))[1] - axes.bbox.y0 > 70  # of 100 points in an inch: the plot has its room
+
+
+def test_rounding_noise_is_drawn_as_0() -> None:
+    kl = next(panel for panel in PANELS if panel.title.startswith("KL"))
+    records = [{"step": step, "train/kl_k3_to_inference": value} for step, value in enumerate((-2.42e-10, 3e-7))]
+    assert series(kl, records) == {"train/kl_k3_to_inference": ([0, 1], [0.0, 3e-7])}
+
+
+def test_curves_are_labeled_in_words() -> None:
+    metrics = ("rollout/reward_mean", "rollout/response_length", "train/kl_k3_to_ref", "train/kl_k3_to_inference")
+    metrics += ("train/clip_fraction_low", "train/clip_fraction_high", "throughput/trained_tokens_per_s", "time/step_s")
+    assert not [label for label in map(label_of, metrics) if "_" in label]
 
 
 @pytest.mark.parametrize("scale", [2.5e-6, 5e-4, 0.75, 60, 99_000, 2_500_000])

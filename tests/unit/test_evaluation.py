@@ -210,10 +210,22 @@ def test_rollout_metrics_leave_invalid_rewards_out() -> None:
     assert metrics["rollout/sequences"] == 4
 
 
+def test_advantages_are_counted_over_valid_sequences_or_their_tokens() -> None:
+    metrics = rollout_metrics(make_batch())
+    names = [f"rollout/advantage_{name}" for name in ("mean", "std", "min", "max")]
+    assert [metrics[name] for name in names] == pytest.approx([0.0, (2 * 0.7**2 / 3) ** 0.5, -0.7, 0.7])
+    rows = list(make_batch().unbind(0))  # of 2, 4, 3 and 3 tokens after a prompt of 2; the last one is not valid
+    for row, value in zip(rows, (2.0, -1.0, 0.0, 9.0), strict=True):
+        row[keys.ADVANTAGE] = value * row[keys.ASSISTANT_MASK]
+    metrics = rollout_metrics(lazy_stack(rows))
+    assert [metrics[name] for name in names] == pytest.approx([0.0, (12 / 9) ** 0.5, -1.0, 2.0])
+
+
 def test_a_batch_without_valid_rewards_has_no_reward_and_no_accuracy() -> None:
     batch = lazy_stack([make_row(0, 1.0, False, 0.0, 2), make_row(0, 0.0, False, 0.0, 3)])
     metrics = rollout_metrics(batch)
     assert all(math.isnan(metrics[f"rollout/{name}"]) for name in ("reward_mean", "reward_std", "accuracy"))
+    assert all(math.isnan(metrics[f"rollout/advantage_{name}"]) for name in ("mean", "std", "min", "max"))
     assert (metrics["rollout/invalid"], metrics["rollout/sequences"]) == (2, 2)
 
 

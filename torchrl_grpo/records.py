@@ -130,6 +130,8 @@ def accuracy(metrics: Mapping[str, Any], name: str, decoding: str = "") -> str:
     >>> accuracy({"eval/pass@1": 1.0, "eval/invalid_fraction": 0.9375, "eval/reward_mean": 1.0}, "eval/pass@1")
     '100.0% (93.8% invalid)'
     """
+    if metrics[name] is None or math.isnan(metrics[name]):
+        return "no valid reward"
     k, slash, dataset = name.removeprefix("eval/pass@").partition("/")
     invalid = metrics.get(f"eval/invalid_fraction{'' if k == '1' else f'@{k}'}{slash}{dataset}")
     reward = metrics.get(f"eval/reward_mean{slash}{dataset}") if k == "1" and metrics[name] == 0 else None

@@ -145,7 +145,7 @@ def test_evaluation_prints_numbers_with_units_and_a_dash_for_none() -> None:
     metrics = {"pass@1": 0.8125, "invalid_fraction": 0.125, "response_length": 8.13, "truncated": 0.0}
     metrics |= {"pass@8": float("nan"), "invalid_fraction@8": 1.0, "pass@1/sums": 0.0, "reward_mean/sums": 0.43}
     Console(file=file).evaluation(40, {f"eval/{name}": value for name, value in metrics.items()} | {"time/eval_s": 1.0})
-    shares = "pass@1 81.3% greedy (12.5% invalid), pass@8 - sampled (100.0% invalid)"
+    shares = "pass@1 81.3% greedy (12.5% invalid), pass@8 no valid reward"
     numbers = "pass@1/sums 0.0% greedy (mean reward 0.43), 8.13 tokens, 0.0% truncated"
     assert file.getvalue() == f"test after step 40: {shares}, {numbers}\n"
 

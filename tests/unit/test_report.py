@@ -112,7 +112,7 @@ def test_invalid_rewards_are_summed_up_by_cause(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("last", "shown", "outcome"),
     [
-        ({"eval/pass@1": None, "eval/invalid_fraction": 1.0}, "25.0% → - (100.0% invalid)step 0 to 1", None),
+        ({"eval/pass@1": None, "eval/invalid_fraction": 1.0}, "25.0% → no valid rewardstep 0 to 1", None),
         (
             {"eval/pass@1": 1.0, "eval/invalid_fraction": 0.9375},
             "25.0% → 100.0% (93.8% invalid)+75.0 points, step 0 to 1",
@@ -137,7 +137,7 @@ def test_an_accuracy_stands_beside_its_invalid_rewards(
     assert objective(summary) == outcome
     file = io.StringIO()
     Console(file=file).finish(summary, {})
-    assert file.getvalue().splitlines()[1].startswith(f"test accuracy (greedy) {shown[:18].replace('→', '->')}")
+    assert file.getvalue().splitlines()[1].startswith(f"test accuracy (greedy) {shown[:14].replace('→', '->')}")
 
 
 def test_a_reward_that_never_reaches_1_is_named_where_the_accuracy_is(tmp_path: Path) -> None:

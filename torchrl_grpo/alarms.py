@@ -190,10 +190,11 @@ def _invalid(rows: Sequence[Row], first: Sequence[Row]) -> Found:
 def _invalid_rewards(rows: Sequence[Row], steps: int) -> Found:
     causes = [name.partition("invalid_")[2] for name in rows[-1] if name.startswith("rewards/invalid_")]
     why = f" ({', '.join(causes).replace('_', ' ')})" if causes else ""
+    share = _share(fmean(_invalid_shares(rows, steps)))
     yield (
         "invalid_rewards",
-        f"{_share(fmean(_invalid_shares(rows, steps)))} of the rewards are not valid{why}, and their responses are left "
-        "out: the log has the first error of each kind; call the reward function by hand with a row of samples.jsonl",
+        f"{share} of the rewards are not valid{why}, and their responses are left out: the log has the "
+        "first error of each kind; call the reward function by hand with a row of samples.jsonl",
     )
 
 

@@ -1,4 +1,4 @@
-"""Numbers as they are shown: the terminal, the report and the page round alike, and differences are of what is shown."""
+"""Numbers as they are shown: terminal, report and page round alike, and differences are of the figures shown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUMBERS: dict[float | None, str] = {
     0.5625: "0.563", -0.5625: "-0.563", 2.5: "2.5", 3.0: "3", 0.1 + 0.2: "0.3", 99.96: "100", 12.25: "12.3",
     999.5: "1,000", 999.4: "999", 1234.5: "1,235", 1235.5: "1,236", -1234.5: "-1,235", 640.0: "640", 10240: "10,240",
     0.0001: "0.0001", 0.00012345: "0.000123", 0.000099996: "0.0001", 1e-5: "1e-5", 2.5e-7: "2.5e-7",
-    -2.42e-10: "0", 9.9e-10: "0", 1e-9: "1e-9", 0.0: "0", -0.0: "0", None: "-", math.nan: "-", math.inf: "-",
+    -2.42e-10: "0", 9.9e-10: "0", 1e-9: "1e-9", -0.0: "0", None: "-", math.nan: "-", math.inf: "-",
 }  # fmt: skip
 
 

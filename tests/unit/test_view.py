@@ -119,7 +119,7 @@ def test_curves_of_several_runs_are_in_one_panel(address: str) -> None:
     ]
     labels = ["test pass@1 (greedy)", "train accuracy (sampled)"]
     assert [curve["label"] for curve in panels["Accuracy"]["curves"]] == 2 * labels
-    assert [curve["label"] for curve in panels["Time per step (s)"]["curves"]] == 2 * ["step_s"]
+    assert [curve["label"] for curve in panels["Time per step (s)"]["curves"]] == 2 * ["step"]
 
 
 def test_the_times_of_one_run_are_stacked(address: str) -> None:

@@ -25,7 +25,19 @@ from rich.text import Text
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo import startup
-from torchrl_grpo.records import MISSING, accuracy, clip, decoding, duration, number, percent, points, printable, printable_lines, reward_text
+from torchrl_grpo.records import (
+    MISSING,
+    accuracy,
+    clip,
+    decoding,
+    duration,
+    number,
+    percent,
+    points,
+    printable,
+    printable_lines,
+    reward_text,
+)
 
 __all__ = ["Console", "clip", "duration", "printable"]
 

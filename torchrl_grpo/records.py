@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-NOISE = 1e-9
+NOISE = 1e-8
 """What is nearer to 0 is rounding: no metric means that."""
 _ALL_DIGITS = Context(prec=400)
 """Takes any float."""

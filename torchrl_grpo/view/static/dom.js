@@ -18,7 +18,7 @@ export function el(name, attributes = {}, ...children) {
 export function number(value) {
   if (!Number.isFinite(value)) return "-";
   const size = Math.abs(value);
-  if (size < 1e-9) return "0";
+  if (size < 1e-8) return "0";
   if (Number.isInteger(value) || size >= 999.5) return (Math.sign(value) * Math.round(size)).toLocaleString("en");
   const rounded = Number(value.toPrecision(3));
   return Math.abs(rounded) < 1e-4 ? rounded.toExponential() : String(rounded);

@@ -276,7 +276,7 @@ def test_a_legend_lies_above_the_curves() -> None:
             assert all(tick < bottom for tick in axes.get_yticks()), panel.title
 
 
-def test_each_curve_of_three_data_sets_is_drawn_and_none_lies_below_the_legend() -> None:
+def test_all_curves_of_three_data_sets_are_drawn_below_the_legend() -> None:
     names = [f"eval/pass@{k}{name}" for k in (1, 8) for name in ("", "/gsm8k", "/math", "/arithmetic")]
     names.append("rollout/accuracy")
     records = [{"step": step} | dict.fromkeys(names, 1.0) for step in range(30)]

@@ -10,3 +10,7 @@ import logging
 # TorchRL imports vLLM where it is installed, which speaks before its own logging is set up: in a Hydra run to the
 # user's terminal, and once for each actor on Ray.
 logging.getLogger("vllm").setLevel(logging.ERROR)
+# transformers and PEFT import torchao where it is installed. It warns of each library that it has for other machines,
+# and PyTorch of how torchao registers its enums.
+logging.getLogger("torchao").setLevel(logging.ERROR)
+logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)

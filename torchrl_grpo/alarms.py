@@ -29,6 +29,8 @@ _ESS, _RATIO, _KL_TO_INFERENCE, _MISMATCH = 0.5, 0.1, 0.05, 0.02
 _KL_TO_REF = 1.0
 _ENTROPY, _LENGTH = 0.1, 2.0  # of what they were in the first steps
 _RESTARTS = 3
+MOSTLY_INVALID = 0.5
+"""Share of invalid rewards above which what the valid ones say of accuracy counts for nothing."""
 
 
 @dataclass
@@ -132,11 +134,18 @@ def _share(value: float) -> str:
     return f"{100 * value:.0f}%"
 
 
+def _invalid_shares(rows: Sequence[Row], steps: int) -> list[float]:
+    """The share of invalid rewards in each of the latest steps."""
+    return [(_value(row, "rollout/invalid") or 0.0) / row["rollout/sequences"] for row in rows[-steps:]]
+
+
 def _signal(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if len(rows) >= _FEW and all(_no_signal(row) for row in rows[-_FEW:]):
         yield from _without_signal(rows, _FEW)
         return
     equal, accuracy = (_mean(rows, f"rollout/{name}", _SOME) for name in ("zero_variance_groups", "accuracy"))
+    if fmean(_invalid_shares(rows, _SOME)) > MOSTLY_INVALID:
+        return  # the rule for invalid rewards says what is wrong
     if equal is not None and equal >= _ZERO_VARIANCE and (accuracy or 0.0) < _SOLVED:
         yield (
             "zero_variance",
@@ -149,8 +158,9 @@ def _without_signal(rows: Sequence[Row], steps: int) -> Found:
     """What to say where the rewards of every group were equal or not valid for so many steps."""
     rows = rows[-steps:]
     last, when = rows[-1], f"{steps} steps" if steps > 1 else "the only step"
-    if all(row.get("rollout/invalid") == row["rollout/sequences"] for row in rows):
-        return  # says the rule for rewards that are not valid
+    if fmean(_invalid_shares(rows, steps)) > MOSTLY_INVALID:
+        yield from _invalid_rewards(rows, steps)
+        return
     if all(_value(row, "rollout/reward_mean") == 0 == _value(row, "rollout/reward_std") for row in rows):
         cut = _value(last, "rollout/truncated") or 0.0
         hint = "" if cut < _TRUNCATED else f"; {_share(cut)} were cut off: raise inference_model.max_new_tokens"
@@ -175,16 +185,22 @@ def _without_signal(rows: Sequence[Row], steps: int) -> Found:
 
 
 def _invalid(rows: Sequence[Row], first: Sequence[Row]) -> Found:
-    shares = [(_value(row, "rollout/invalid") or 0.0) / row["rollout/sequences"] for row in rows[-_FEW:]]
-    if shares[-1] == 1 or (len(shares) == _FEW and fmean(shares) >= _INVALID):
-        share = shares[-1] if shares[-1] == 1 else fmean(shares)
-        causes = [name.partition("invalid_")[2] for name in rows[-1] if name.startswith("rewards/invalid_")]
-        why = f" ({', '.join(causes).replace('_', ' ')})" if causes else ""
-        yield (
-            "invalid_rewards",
-            f"{_share(share)} of the rewards are not valid{why}, and their responses are left out: the log has the "
-            "first error of each kind; call the reward function by hand with a row of samples.jsonl",
-        )
+    shares = _invalid_shares(rows, _FEW)
+    if shares[-1] == 1:
+        yield from _invalid_rewards(rows, 1)
+    elif len(shares) == _FEW and fmean(shares) >= _INVALID:
+        yield from _invalid_rewards(rows, _FEW)
+
+
+def _invalid_rewards(rows: Sequence[Row], steps: int) -> Found:
+    causes = [name.partition("invalid_")[2] for name in rows[-1] if name.startswith("rewards/invalid_")]
+    why = f" ({', '.join(causes).replace('_', ' ')})" if causes else ""
+    share = _share(fmean(_invalid_shares(rows, steps)))
+    yield (
+        "invalid_rewards",
+        f"{share} of the rewards are not valid{why}, and their responses are left out: the log has the "
+        "first error of each kind; call the reward function by hand with a row of samples.jsonl",
+    )
 
 
 def _parts(rows: Sequence[Row], first: Sequence[Row]) -> Found:

@@ -28,7 +28,7 @@ from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.config.resumed import AUTO, newest
 from torchrl_grpo.forecast import Forecast, Measured, accelerators, forecast, memory_now
 from torchrl_grpo.models import loading
-from torchrl_grpo.records import one_of_each, printable, size
+from torchrl_grpo.records import accuracy, number, one_of_each, percent, printable, size
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.trackers import check_logging
 from torchrl_grpo.run import Run, build
@@ -311,7 +311,8 @@ class _Rehearsal:
         rows = self.learner.samples(2)
         self.measured.sample_bytes = sum(len(str(row)) for row in rows) / len(rows)
         self.console.samples(1, one_of_each(rows)[:2])
-        check.found = f"mean {metrics['rollout/reward_mean']:.3g}, {100 * metrics['rollout/accuracy']:.0f}% right"
+        reward, correct = number(metrics["rollout/reward_mean"]), percent(metrics["rollout/accuracy"])
+        check.found = f"mean {reward}, {correct} correct"
         alarms = Alarms()
         found = alarms.take(metrics) + alarms.end()
         for alarm in found:
@@ -362,9 +363,10 @@ class _Rehearsal:
             start = time.perf_counter()
             metrics, _ = self.source.evaluate(sampled=name == "sampled_s")
             setattr(measured, name, time.perf_counter() - start)
-        check.found = f"pass@1 {100 * metrics['eval/pass@1']:.1f}%" if "eval/pass@1" in metrics else "further test sets"
-        if metrics.get("eval/invalid"):
-            check.look(f"{metrics['eval/invalid']:.0f} rewards were not valid")
+        name = "eval/pass@1"
+        check.found = f"pass@1 {accuracy(metrics, name)}" if name in metrics else "further test sets"
+        if metrics.get("eval/invalid_fraction"):
+            check.look(f"{percent(metrics['eval/invalid_fraction'])} of the rewards were not valid")
 
     def _report(self, check: Check) -> None:
         start = time.perf_counter()

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from torchrl_grpo.checkpoint_files import read_manifest
 from torchrl_grpo.config.resumed import from_saved, newest
@@ -71,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--adapters", action="store_true", help="write LoRA's adapters by themselves")
     parser.add_argument("--trust-remote-code", action="store_true", help="let code of the base model's repository run")
     asked = parser.parse_args(arguments)
+    transformers_logging.disable_progress_bar()
     try:
         target = export(
             asked.checkpoint, asked.output, adapters=asked.adapters, trust_remote_code=asked.trust_remote_code

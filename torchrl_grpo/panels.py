@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from torchrl_grpo.records import NOISE, decoding
+
 Record = Mapping[str, Any]
 
 # Readable on white and on near-black.
@@ -16,6 +18,16 @@ COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#ec4899", "#8b5cf6", "#14b8a6", "#94
 TIME_PARTS = ("generate", "reward", "reference", "train", "sync", "eval", "other", "wait")
 _MOST_POINTS = 400
 SMOOTH_FROM = 20
+_LABELS = {
+    "rollout/reward_mean": "train reward",
+    "rollout/response_length": "train response length",
+    "train/kl_k3_to_ref": "to reference",
+    "train/kl_k3_to_inference": "to sampling policy",
+    "train/clip_fraction_low": "lower clip",
+    "train/clip_fraction_high": "upper clip",
+    "throughput/trained_tokens_per_s": "trained tokens/s",
+    "time/step_s": "step",
+}
 
 
 @dataclass(frozen=True)
@@ -33,18 +45,16 @@ PANELS = (
     Panel(
         "Accuracy",
         ("eval/pass@*", "rollout/accuracy"),
-        "Sampled responses, which training needs, err more often than greedy ones.",
+        "Sampled (training) responses are wrong more often than greedy ones.",
         percent=True,
     ),
-    Panel(
-        "KL (nats per token)", ("train/kl_k3*",), "To inference: 0 where the weights that train on a batch sampled it."
-    ),
+    Panel("KL (nats per token)", ("train/kl_k3*",), "KL to the sampling policy: 0 when on-policy."),
     Panel("Entropy (nats per token)", ("train/entropy",)),
     Panel("Response length (tokens)", ("rollout/response_length",)),
     Panel(
         "Clip fraction",
         ("train/clip_fraction*",),
-        "Tokens that lose their gradient: none with one on-policy optimizer step a batch.",
+        "Share of clipped tokens: 0 with one on-policy optimizer step per batch.",
         percent=True,
     ),
     Panel(
@@ -70,11 +80,12 @@ _LABELS = {
 
 
 def series(panel: Panel, records: Sequence[Record]) -> dict[str, tuple[list[int], list[float]]]:
-    """What a panel shows: metric name to steps and values; steps without a value are left out."""
+    """Curves of a panel: metric name to steps and values. Steps without a value are left out, and noise is 0."""
     names = sorted(set().union(*records))
     curves = {}
     for name in [name for pattern in panel.metrics for name in names if fnmatchcase(name, pattern)]:
-        points = [(record["step"], float(record[name])) for record in records if record.get(name) is not None]
+        found = [(record["step"], float(record[name])) for record in records if record.get(name) is not None]
+        points = [(step, value if abs(value) >= NOISE else 0.0) for step, value in found]
         if points:
             curves[name] = ([step for step, _ in points], [value for _, value in points])
     return curves
@@ -92,15 +103,15 @@ def curve_of(
 def label_of(name: str) -> str:
     """A metric in a legend, with how responses were decoded where both ways are shown.
 
-    >>> label_of("eval/pass@8"), label_of("train/entropy")
-    ('test pass@8 (sampled)', 'entropy')
+    >>> label_of("eval/pass@8"), label_of("eval/pass@1/gsm8k"), label_of("train/kl_k3_to_ref")
+    ('test pass@8 (sampled)', 'test pass@1 gsm8k (greedy)', 'to reference')
     """
     if name in _LABELS:
         return _LABELS[name]
     section, _, label = name.partition("/")
     if section == "eval":
-        return f"test {label} ({'greedy' if label == 'pass@1' else 'sampled'})"
-    return f"train {label} (sampled)" if section == "rollout" else label
+        return f"test {label.replace('/', ' ', 1)} ({decoding(name)})"
+    return "train accuracy (sampled)" if name == "rollout/accuracy" else _LABELS.get(name, label)
 
 
 def time_parts(record: Record) -> dict[str, float]:

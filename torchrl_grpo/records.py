@@ -8,11 +8,16 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import ROUND_HALF_UP, Context, Decimal
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+NOISE = 1e-8
+"""What is nearer to 0 is rounding: no metric means that."""
+_ALL_DIGITS = Context(prec=400)
+"""Takes any float."""
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
@@ -109,13 +114,67 @@ def reward_text(row: Mapping[str, Any]) -> str:
 
 
 def percent(value: float | None) -> str:
-    return MISSING if value is None or not math.isfinite(value) else f"{100 * value:.1f}%"
+    return MISSING if value is None or not math.isfinite(value) else f"{_rounded(100 * value, 1)}%"
+
+
+def points(before: float, after: float) -> str:
+    """The difference of two shares as ``percent`` shows them.
+
+    >>> percent(0.33749), percent(0.98251), points(0.33749, 0.98251)
+    ('33.7%', '98.3%', '+64.6 points')
+    """
+    return f"{_rounded(100 * after, 1) - _rounded(100 * before, 1):+} points"
+
+
+def accuracy(metrics: Mapping[str, Any], name: str, decoding: str = "") -> str:
+    """An ``eval/pass@*`` metric with the share of invalid rewards behind it and, where it is 0, their mean.
+
+    >>> accuracy({"eval/pass@1": 1.0, "eval/invalid_fraction": 0.9375, "eval/reward_mean": 1.0}, "eval/pass@1")
+    '100.0% (93.8% invalid)'
+    """
+    if metrics[name] is None or math.isnan(metrics[name]):
+        return "no valid reward"
+    k, slash, dataset = name.removeprefix("eval/pass@").partition("/")
+    invalid = metrics.get(f"eval/invalid_fraction{'' if k == '1' else f'@{k}'}{slash}{dataset}")
+    reward = metrics.get(f"eval/reward_mean{slash}{dataset}") if k == "1" and metrics[name] == 0 else None
+    notes = [f"{percent(invalid)} invalid"] if invalid else []
+    if reward:
+        notes.append(f"mean reward {number(reward)}")
+    shown = [percent(metrics[name]), decoding, f"({', '.join(notes)})" if notes else ""]
+    return " ".join(filter(None, shown))
+
+
+def decoding(name: str) -> str:
+    """How the responses behind an ``eval/pass@*`` metric were decoded.
+
+    >>> decoding("eval/pass@1"), decoding("eval/pass@1/gsm8k"), decoding("eval/pass@16")
+    ('greedy', 'greedy', 'sampled')
+    """
+    return "greedy" if name.split("/")[1] == "pass@1" else "sampled"
 
 
 def number(value: float | None) -> str:
-    if value is None or not math.isfinite(value):
+    """A number with three digits, and without a fraction from 1,000 on.
+
+    >>> number(0.5625), number(1234.5), number(0.000025), number(-2.42e-10)
+    ('0.563', '1,235', '2.5e-5', '0')
+    """
+    if value is None or not (isinstance(value, int) or math.isfinite(value)):
         return MISSING
-    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.3g}"
+    if isinstance(value, int) or value.is_integer():
+        return f"{int(value):,}"
+    if abs(value) >= 999.5:
+        return f"{_rounded(value, 0):,}"
+    if abs(value) < NOISE:
+        return "0"
+    digits = float(_rounded(value, 2 - Decimal(value).adjusted()))
+    mantissa, _, exponent = f"{digits:.3g}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else mantissa
+
+
+def _rounded(value: float, places: int) -> Decimal:
+    """The value with so many places, halves away from zero as in JavaScript: Python rounds them to even digits."""
+    return Decimal(value).quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP, _ALL_DIGITS)
 
 
 def size(count: float) -> str:

@@ -277,7 +277,7 @@ def test_the_config_gives_each_environment_transforms_of_its_own() -> None:
     assert len({id(env.transform[0]) for env in envs}) == len({id(env.base_env) for env in envs}) == 3
     assert envs[0].transform[0].tools["add"](1, 2) == 3
     metrics, _ = sampler.evaluate(sampled=False)
-    assert metrics["eval/invalid"] == 0.0
+    assert metrics["eval/invalid_fraction"] == 0.0
     sampler.close()
 
 

@@ -118,6 +118,14 @@ def test_a_run_that_never_had_a_signal_says_so_at_its_end() -> None:
     assert alarm.name == "zero_rewards" and "over 2 steps" in alarm.text and "100% were cut off" in alarm.text
 
 
+@pytest.mark.parametrize("count", [1, 5, 20])
+def test_mostly_invalid_rewards_are_called_that_not_solved_problems(count: int) -> None:
+    few = EQUAL | {"rollout/sequences": 160.0, "rollout/invalid": 155.0, "rollout/accuracy": 1.0}
+    found = alarms_of(rows(count, few | {"rollout/reward_mean": 1.0}, start=1))
+    assert [alarm.name for alarm in found] == ["invalid_rewards"]
+    assert found[0].text.startswith("97% of the rewards are not valid")
+
+
 def test_console_and_report_show_alarms_and_that_there_are_none(tmp_path: Path) -> None:
     bad = {"rollout/truncated": 0.9, "reward/<b>/none": 1.0}
     for name, changed in (("bad", bad), ("good", {})):

@@ -48,11 +48,13 @@ def test_a_process_is_pinned_to_the_plans_devices_among_the_visible_ones(monkeyp
     monkeypatch.setattr(startup, "_hides", False)
     seat = Seat(0, gpus(1, 3), 2.0, 2)
     assert cluster_module._environment(seat, 3, pinned=True) == {
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "CUDA_VISIBLE_DEVICES": "5,7",
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         "OMP_NUM_THREADS": "6",
     }
-    assert cluster_module._environment(seat, 3, pinned=False) == {"OMP_NUM_THREADS": "6"}
+    unpinned = cluster_module._environment(seat, 3, pinned=False)
+    assert unpinned == {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "6"}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert cluster_module._environment(seat, 3, pinned=True)["CUDA_VISIBLE_DEVICES"] == "1,3"

@@ -18,6 +18,13 @@ METRICS = {
     "train/kl_k3_to_ref": 0.0123,
     "throughput/trained_tokens_per_s": 12345.6,
 }
+TESTED = {
+    "accuracy_before": 0.33828125,
+    "before_text": "33.8%",
+    "accuracy_after": 0.9825,
+    "after_text": "98.3%",
+    "after_step": 200,
+}
 
 
 class Terminal(io.StringIO):
@@ -48,6 +55,16 @@ def test_pipe_gets_one_line_at_the_first_step_every_tenth_and_the_last() -> None
     assert lines[1].startswith(f"step 10: 80/184 sequences, {numbers}, ")
 
 
+def test_a_step_shows_the_share_of_invalid_rewards_beside_the_accuracy() -> None:
+    file = io.StringIO()
+    few = {"rollout/accuracy": 1.0, "rollout/invalid": 15.0, "rollout/sequences": 16.0, "train/entropy": 0.5}
+    with Console(file=file, every=1) as console:
+        console.step(1, few, 16, 32)
+        console.step(2, few | {"rollout/accuracy": float("nan"), "rollout/invalid": 16.0}, 32, 32)
+    assert "accuracy 100.0% (93.8% invalid), entropy 0.5, " in file.getvalue()
+    assert "accuracy - (100.0% invalid), entropy 0.5, " in file.getvalue()
+
+
 def test_pipe_gets_log_lines_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     handler = logging.StreamHandler(io.StringIO())
     handler.setFormatter(logging.Formatter("\x1b[92m%(message)s"))
@@ -67,7 +84,7 @@ def test_pipe_gets_no_control_characters() -> None:
         run(console, 3)
         console.samples(3, [{"query": "a\x1b[31mb", "response": "\r\x07\u202e", "reward": 1.0, "correct": True}])
         console.samples(3, [{"query": "q", "response": "r", "reward": 0.0, "correct": False, "valid": False}])
-        console.finish({"accuracy_before": 0.2, "accuracy_after": 0.9}, {"report": "report.html"})
+        console.finish(TESTED, {"report": "report.html"})
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u202e]", file.getvalue())
     assert ["q", "r", "invalid"] in [line.split() for line in file.getvalue().splitlines()]
     assert "a\\x1b[31mb" in file.getvalue() and "\\r\\x07\\u202e" in file.getvalue()
@@ -80,6 +97,19 @@ def test_markup_in_model_text_and_paths_is_shown_as_it_is() -> None:
         console.finish({}, {"report": "out[bold]/report.html"})
     assert "[red]x[/red]" in file.getvalue() and "[/bold] :smile:" in file.getvalue()
     assert "out[bold]/report.html" in file.getvalue()
+
+
+def test_turns_of_a_dialog_stand_on_lines_of_their_own() -> None:
+    file = io.StringIO()
+    dialog = "#### 5\n[user] That is wrong.\n\n \n#### 6\x1b[2J"
+    with Console(file=file, width=120) as console:
+        console.samples(1, [{"query": "1+5=?", "response": dialog, "reward": 1.0, "correct": True}])
+    lines = [line.strip() for line in file.getvalue().splitlines()]
+    assert [line.split() for line in lines[-4:-1]] == [
+        ["1+5=?", "####", "5", "1"],
+        ["[user]", "That", "is", "wrong."],
+        ["####", "6\\x1b[2J"],
+    ]
 
 
 def test_ascii_stream_gets_escapes_instead_of_an_error() -> None:
@@ -112,28 +142,31 @@ def test_geometry_prints_counts_in_full() -> None:
 
 def test_evaluation_prints_numbers_with_units_and_a_dash_for_none() -> None:
     file = io.StringIO()
-    metrics = {"pass@1": 0.8125, "invalid": 2.0, "response_length": 8.13, "truncated": 0.0, "pass@8": float("nan")}
+    metrics = {"pass@1": 0.8125, "invalid_fraction": 0.125, "response_length": 8.13, "truncated": 0.0}
+    metrics |= {"pass@8": float("nan"), "invalid_fraction@8": 1.0, "pass@1/sums": 0.0, "reward_mean/sums": 0.43}
     Console(file=file).evaluation(40, {f"eval/{name}": value for name, value in metrics.items()} | {"time/eval_s": 1.0})
-    numbers = "pass@1 81.2% greedy, pass@8 - sampled, 2 invalid, 8.13 tokens, 0.0% truncated"
-    assert file.getvalue() == f"test after step 40: {numbers}\n"
+    shares = "pass@1 81.3% greedy (12.5% invalid), pass@8 no valid reward"
+    numbers = "pass@1/sums 0.0% greedy (mean reward 0.43), 8.13 tokens, 0.0% truncated"
+    assert file.getvalue() == f"test after step 40: {shares}, {numbers}\n"
 
 
 def test_an_evaluation_without_invalid_rewards_fits_into_100_columns() -> None:
     file = io.StringIO()
-    metrics = {"pass@1": 1.0, "invalid": 0.0, "response_length": 1e4, "truncated": 1.0, "pass@16": 1.0}
+    metrics = {"pass@1": 1.0, "invalid_fraction": 0.0, "reward_mean": 1.0, "response_length": 1e4, "truncated": 1.0}
+    metrics |= {"pass@16": 1.0, "invalid_fraction@16": 0.0}
     Console(file=file).evaluation(1000, {f"eval/{name}": value for name, value in metrics.items()})
     assert len(file.getvalue().rstrip("\n")) <= 100 and "invalid" not in file.getvalue()
 
 
 def test_finish_prints_before_and_after_and_every_path_in_one_piece() -> None:
     file = io.StringIO()
-    summary = {"accuracy_before": 0.234, "accuracy_after": 0.921, "steps": 200, "sequences": 12800, "wall_s": 147.3}
+    summary = TESTED | {"steps": 200, "sequences": 12800, "wall_s": 147.3}
     path = "outputs/" + "x" * 100 + "/report.html"
     summary |= {"restarts": 2, "groups_resampled": 5, "tokens": 0, "trained_tokens_per_s": 1234.4}
     Console(file=file).finish(summary, {"report": path, "model": "m"})
     assert file.getvalue().splitlines() == [
         "",
-        "test accuracy (greedy) 23.4% -> 92.1% (+68.7 points)",
+        "test accuracy (greedy) 33.8% -> 98.3% (+64.5 points)",
         "200 steps, 12,800 sequences, 2:27 wall time, 1,234 trained tokens/s without evaluation",
         "2 restarts of actors, 5 groups sampled again",
         f"  report  {path}",

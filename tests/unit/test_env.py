@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -14,7 +16,8 @@ from tests.support.envs import END, ScriptedEngine, column, respond
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
-from torchrl_grpo.tasks.base import Problem, Score
+from torchrl_grpo.reward_pool import RewardPool
+from torchrl_grpo.tasks.base import Dialog, Problem, Score
 
 
 def prompts(data: TensorDict) -> list[list[int]]:
@@ -156,6 +159,17 @@ def test_a_failing_next_turn_ends_the_dialog_as_invalid(tokenizer, encode):
     after = respond(env, env.reset(), [[*encode("x"), END]])
     outcome = {key: column(after, key)[0] for key in ("reward", "reward_valid", "terminated", "truncated")}
     assert outcome == {"reward": 0.0, "reward_valid": False, "terminated": True, "truncated": False}
+
+
+def test_reward_workers_run_next_turn():
+    class SaysWhere(TwoTurnTask):
+        def next_turn(self, problem, responses):
+            return str(os.getpid())
+
+    with RewardPool(SaysWhere(), 1, timeout_s=60) as pool:
+        turn = pool.submit(Dialog(Problem("a", "a"), ["x"], last=False)).result()
+    [message] = turn.messages
+    assert message["content"].isdecimal() and message["content"] != str(os.getpid())
 
 
 def test_a_template_without_assistant_turns_is_refused_when_one_is_needed(tokenizer, monkeypatch):

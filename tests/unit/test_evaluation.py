@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -102,8 +104,8 @@ def test_pass_at_1_and_pass_at_k_by_hand(tokenizer: PreTrainedTokenizerFast) -> 
     evaluator = Evaluator(engine, greedy, sampled, params=SamplingParams(4, stop_token_ids=(1,)))
     metrics, rows = evaluator.evaluate(sampled=True)
     assert metrics == {
-        "eval/pass@1": pytest.approx(0.6), "eval/response_length": 2.0, "eval/truncated": 0.0, "eval/pass@4": 0.8,
-        "eval/invalid": 0.0,
+        "eval/pass@1": pytest.approx(0.6), "eval/reward_mean": pytest.approx(0.6), "eval/response_length": 2.0,
+        "eval/truncated": 0.0, "eval/invalid_fraction": 0.0, "eval/pass@4": 0.8, "eval/invalid_fraction@4": 0.0,
     }  # fmt: skip
     assert {(row["query"], row["correct"]) for row in rows} == {(str(d), d < 3) for d in range(5)}
     few = Evaluator(engine, greedy, None, params=SamplingParams(4, stop_token_ids=(1,)), rows=2)
@@ -111,6 +113,41 @@ def test_pass_at_1_and_pass_at_k_by_hand(tokenizer: PreTrainedTokenizerFast) -> 
     assert engine.draws == 0  # its random state was put back
     assert pass_at_k(4, 1, 4) == 1.0
     assert "eval/pass@4" not in evaluator.evaluate(sampled=False)[0]
+
+
+class PartlyScored(CopyTask):
+    """Fails to score each response to some queries, and the right responses to others."""
+
+    def __init__(self, never: str, wrong_only: str = "") -> None:
+        super().__init__()
+        self.never, self.wrong_only = never, wrong_only
+
+    def score(self, problem: Problem, responses: Sequence[str]) -> Score:
+        score = super().score(problem, responses)
+        if problem.query in self.never or (score.correct and problem.query in self.wrong_only):
+            raise OSError("no judge")
+        return score
+
+
+@pytest.mark.parametrize(
+    ("task", "greedy", "sampled"),
+    [
+        (PartlyScored("02"), (1 / 3, 0.4), (1.0, 0.4)),  # left: digits 1, 3 and 4; copied: digit 1, and all of them
+        (PartlyScored("0", wrong_only="1"), (1 / 3, 0.4), (3 / 4, 5 / 20)),  # of digit 1 the 3 wrong samples are left
+        (PartlyScored("01234"), (math.nan, 1.0), (math.nan, 1.0)),
+    ],
+)
+def test_invalid_rewards_count_neither_in_pass_at_1_nor_in_pass_at_k(
+    task: Task, greedy: tuple[float, float], sampled: tuple[float, float], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    engine = Scripted()
+    engine.zero = tokenizer("0", add_special_tokens=False)["input_ids"][0]
+    envs = (LLMEnv(task, tokenizer, num_envs=5 * k, repeats=k, split="test") for k in (1, 4))
+    metrics, _ = Evaluator(engine, *envs, params=SamplingParams(4, stop_token_ids=(1,))).evaluate(sampled=True)
+    approx = functools.partial(pytest.approx, nan_ok=True)
+    assert (metrics["eval/pass@1"], metrics["eval/invalid_fraction"]) == approx(greedy)
+    assert metrics["eval/reward_mean"] == approx(greedy[0])
+    assert (metrics["eval/pass@4"], metrics["eval/invalid_fraction@4"]) == approx(sampled)
 
 
 def test_a_further_test_set_has_metrics_of_its_own(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -121,9 +158,10 @@ def test_a_further_test_set_has_metrics_of_its_own(tokenizer: PreTrainedTokenize
     sampled = LLMEnv(task, tokenizer, num_envs=28, repeats=4, split="test")
     evaluator = Evaluator(engine, greedy, sampled, params=SamplingParams(4, stop_token_ids=(1,)), further=["more"])
     metrics, rows = evaluator.evaluate(sampled=True)
-    shared = {"response_length": 2.0, "truncated": 0.0, "invalid": 0.0}
-    values = {"pass@1": pytest.approx(0.6), "pass@4": pytest.approx(0.8), **shared}
-    further = {"pass@1": 1.0, "pass@4": 0.5, **shared}
+    shared = {"response_length": 2.0, "truncated": 0.0, "invalid_fraction": 0.0, "invalid_fraction@4": 0.0}
+    accuracy = pytest.approx(0.6)
+    values = {"pass@1": accuracy, "reward_mean": accuracy, "pass@4": pytest.approx(0.8), **shared}
+    further = {"pass@1": 1.0, "reward_mean": 1.0, "pass@4": 0.5, **shared}
     assert metrics == {f"eval/{name}": value for name, value in values.items()} | {
         f"eval/{name}/more": value for name, value in further.items()
     }
@@ -170,6 +208,25 @@ def test_rollout_metrics_leave_invalid_rewards_out() -> None:
     assert metrics["rollout/zero_variance_groups"] == 0.5
     assert metrics["rollout/invalid"] == 1
     assert metrics["rollout/sequences"] == 4
+
+
+def test_advantages_are_counted_over_valid_sequences_or_their_tokens() -> None:
+    metrics = rollout_metrics(make_batch())
+    names = [f"rollout/advantage_{name}" for name in ("mean", "std", "min", "max")]
+    assert [metrics[name] for name in names] == pytest.approx([0.0, (2 * 0.7**2 / 3) ** 0.5, -0.7, 0.7])
+    rows = list(make_batch().unbind(0))  # of 2, 4, 3 and 3 tokens after a prompt of 2; the last one is not valid
+    for row, value in zip(rows, (2.0, -1.0, 0.0, 9.0), strict=True):
+        row[keys.ADVANTAGE] = value * row[keys.ASSISTANT_MASK]
+    metrics = rollout_metrics(lazy_stack(rows))
+    assert [metrics[name] for name in names] == pytest.approx([0.0, (12 / 9) ** 0.5, -1.0, 2.0])
+
+
+def test_a_batch_without_valid_rewards_has_no_reward_and_no_accuracy() -> None:
+    batch = lazy_stack([make_row(0, 1.0, False, 0.0, 2), make_row(0, 0.0, False, 0.0, 3)])
+    metrics = rollout_metrics(batch)
+    assert all(math.isnan(metrics[f"rollout/{name}"]) for name in ("reward_mean", "reward_std", "accuracy"))
+    assert all(math.isnan(metrics[f"rollout/advantage_{name}"]) for name in ("mean", "std", "min", "max"))
+    assert (metrics["rollout/invalid"], metrics["rollout/sequences"]) == (2, 2)
 
 
 def test_a_sample_row_says_what_came_out() -> None:

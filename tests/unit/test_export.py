@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,14 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], atol: float = 0.0) -> None:
     assert one.keys() == other.keys()
     assert max((one[name] - other[name]).abs().max().item() for name in one) <= atol
+
+
+@pytest.mark.slow
+def test_export_prints_the_folder_and_nothing_else(lora_run: Path, tmp_path: Path) -> None:
+    """Not what torchao, PyTorch and transformers say when they are imported, nor their progress bars."""
+    command = [sys.executable, "-m", "torchrl_grpo.export", str(lora_run), "--output", str(tmp_path / "made")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert (done.stdout, done.stderr) == (f"{tmp_path / 'made'}\n", "")
 
 
 def test_the_export_of_a_checkpoint_is_that_of_the_run(tmp_path: Path) -> None:

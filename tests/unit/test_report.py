@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.hostile import HOSTILE, SHOWN
-from torchrl_grpo.panels import PANELS, TIME_PARTS, series, smooth, thin, time_parts
+from torchrl_grpo.panels import PANELS, TIME_PARTS, label_of, series, smooth, thin, time_parts
 from torchrl_grpo.records import merge_steps
+from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.curves import panel_figure, panel_svg
 from torchrl_grpo.reporting.metrics import MetricsLogger
-from torchrl_grpo.reporting.report import summarize, write_report
+from torchrl_grpo.reporting.report import objective, summarize, write_report
 
 VOID = {"meta", "br"}
 
@@ -84,9 +87,13 @@ def test_summary_equals_the_sums_by_hand(tmp_path: Path) -> None:
         "sequences": 80,
         "tokens": 1000,
         "accuracy_before": 0.25,
+        "before_text": "25.0%",
         "before_step": 0,
         "accuracy_after": 0.75,
+        "after_text": "75.0%",
         "after_step": 10,
+        "invalid_fraction": None,
+        "never_correct": [],
         "restarts": 0,
         "groups_resampled": 0,
         "invalid": {},
@@ -100,6 +107,57 @@ def test_invalid_rewards_are_summed_up_by_cause(tmp_path: Path) -> None:
         logger.log(2, {"rewards/invalid_crash": 3.0, "rewards/invalid_not_finite": 2.0, "workers/restarts_reward": 6.0})
     summary = summarize(tmp_path)
     assert summary["invalid"] == {"crash": 3, "not finite": 2} and summary["restarts"] == 0
+
+
+@pytest.mark.parametrize(
+    ("last", "shown", "outcome"),
+    [
+        ({"eval/pass@1": None, "eval/invalid_fraction": 1.0}, "25.0% → no valid rewardstep 0 to 1", None),
+        (
+            {"eval/pass@1": 1.0, "eval/invalid_fraction": 0.9375},
+            "25.0% → 100.0% (93.8% invalid)+75.0 points, step 0 to 1",
+            None,
+        ),
+        (
+            {"eval/pass@1": 0.5, "eval/invalid_fraction": 0.125},
+            "25.0% → 50.0% (12.5% invalid)+25.0 points, step 0 to 1",
+            0.5,
+        ),
+    ],
+)
+def test_an_accuracy_stands_beside_its_invalid_rewards(
+    last: dict[str, float], shown: str, outcome: float | None, tmp_path: Path
+) -> None:
+    """Where most rewards are invalid it is no outcome of a sweep's job."""
+    with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
+        logger.log(0, {"eval/pass@1": 0.25, "eval/invalid_fraction": 0.0})
+        logger.log(1, {"rollout/reward_mean": 0.5} | {name: value or math.nan for name, value in last.items()})
+    assert shown in parse(write_report(tmp_path)).text().replace("\n", "")
+    summary = summarize(tmp_path)
+    assert objective(summary) == outcome
+    file = io.StringIO()
+    Console(file=file).finish(summary, {})
+    assert file.getvalue().splitlines()[1].startswith(f"test accuracy (greedy) {shown[:14].replace('→', '->')}")
+
+
+def test_a_reward_that_never_reaches_1_is_named_where_the_accuracy_is(tmp_path: Path) -> None:
+    """Two data sets: the reward of one is a share of words and stays below 1, the other's is reached in training."""
+    tested = {"eval/pass@1": 0.0, "eval/pass@1/words": 0.0, "eval/pass@1/sums": 0.0}
+    rewards = {"eval/reward_mean": 0.2, "eval/reward_mean/words": 0.43, "eval/reward_mean/sums": 0.1}
+    trained = {"rollout/accuracy": 0.1, "rollout/accuracy/words": 0.0, "rollout/accuracy/sums": 0.2}
+    with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
+        for step in (0, 1):
+            logger.log(step, tested | rewards | trained)
+    summary = summarize(tmp_path)
+    [line] = summary["never_correct"]
+    assert line.startswith("no response to words was correct, although the mean reward is 0.43: a response is correct")
+    assert line in parse(write_report(tmp_path)).text()
+    file = io.StringIO()
+    Console(file=file).finish(summary, {})
+    assert file.getvalue().splitlines()[1:3] == [
+        "test accuracy (greedy) 0.0% (mean reward 0.2) -> 0.0% (mean reward 0.2) (+0.0 points)",
+        line,
+    ]
 
 
 def test_restarts_of_actors_are_summed_over_their_kinds_and_shown(tmp_path: Path) -> None:
@@ -191,6 +249,16 @@ def test_the_title_names_model_data_and_algorithm(tmp_path: Path) -> None:
         assert ("h1", f"m on {data} with dapo") in parse(write_report(tmp_path)).texts
 
 
+def test_pass_at_1_of_a_data_set_is_labeled_greedy() -> None:
+    names = ("eval/pass@1", "eval/pass@1/gsm8k", "eval/pass@8/gsm8k", "rollout/accuracy")
+    assert [label_of(name) for name in names] == [
+        "test pass@1 (greedy)",
+        "test pass@1 gsm8k (greedy)",
+        "test pass@8 gsm8k (sampled)",
+        "train accuracy (sampled)",
+    ]
+
+
 def test_a_legend_lies_above_the_curves() -> None:
     records = [{"step": s, "train/kl_k3_to_ref": s * s, "train/kl_k3_to_inference": -s / 9} for s in range(12)]
     records += [{"step": s, "eval/pass@1": 1.0, "eval/pass@8": 1.0, "rollout/accuracy": 0.9} for s in range(12, 24)]
@@ -201,9 +269,40 @@ def test_a_legend_lies_above_the_curves() -> None:
         figure.draw_without_rendering()
         (axes,) = figure.axes
         if len(series(panel, records)) > 1:
-            bottom = axes.transData.inverted().transform(axes.get_legend().get_window_extent())[0, 1]
+            box = axes.get_legend().get_window_extent()
+            assert box.x1 <= figure.bbox.x1, panel.title
+            bottom = axes.transData.inverted().transform(box)[0, 1]
             assert bottom > axes.dataLim.y1, panel.title
             assert all(tick < bottom for tick in axes.get_yticks()), panel.title
+
+
+def test_all_curves_of_three_data_sets_are_drawn_below_the_legend() -> None:
+    names = [f"eval/pass@{k}{name}" for k in (1, 8) for name in ("", "/gsm8k", "/math", "/arithmetic")]
+    names.append("rollout/accuracy")
+    records = [{"step": step} | dict.fromkeys(names, 1.0) for step in range(30)]
+    accuracy = next(panel for panel in PANELS if panel.title == "Accuracy")
+    figure = panel_figure(accuracy, records)
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    legend = axes.get_legend()
+    assert {text.get_text() for text in legend.get_texts()} == set(map(label_of, names))
+    assert len({(line.get_color(), line.get_linestyle()) for line in legend.get_lines()}) == 9
+    box = legend.get_window_extent()
+    assert axes.transData.inverted().transform(box)[0, 1] > 1.0
+    assert axes.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+    assert axes.transData.transform((0, 1))[1] - axes.bbox.y0 > 70  # of 100 points in an inch: the plot has its room
+
+
+def test_rounding_noise_is_drawn_as_0() -> None:
+    kl = next(panel for panel in PANELS if panel.title.startswith("KL"))
+    records = [{"step": step, "train/kl_k3_to_inference": value} for step, value in enumerate((-2.42e-10, 3e-7))]
+    assert series(kl, records) == {"train/kl_k3_to_inference": ([0, 1], [0.0, 3e-7])}
+
+
+def test_curves_are_labeled_in_words() -> None:
+    metrics = ("rollout/reward_mean", "rollout/response_length", "train/kl_k3_to_ref", "train/kl_k3_to_inference")
+    metrics += ("train/clip_fraction_low", "train/clip_fraction_high", "throughput/trained_tokens_per_s", "time/step_s")
+    assert not [label for label in map(label_of, metrics) if "_" in label]
 
 
 @pytest.mark.parametrize("scale", [2.5e-6, 5e-4, 0.75, 60, 99_000, 2_500_000])

@@ -216,7 +216,9 @@ def make_classifier(folder: Path, tokenizer: PreTrainedTokenizerFast, labels: in
     return model
 
 
-def test_a_reward_model_reads_the_chat_and_gives_its_logit(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_reward_model_reads_the_chat_and_gives_its_logit(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capfd: pytest.CaptureFixture[str]
+) -> None:
     model = make_classifier(tmp_path, tokenizer, labels=1)
     rewards = make_rewards({"fn": "reward_model", "model": str(tmp_path), "weight": 2})
     rewards.check([])
@@ -228,6 +230,7 @@ def test_a_reward_model_reads_the_chat_and_gives_its_logit(tmp_path: Path, token
         assert abs(logit) > 1e-3
     with pytest.raises(ValueError, match="must have at most 64 tokens, it has 109"):
         rewards(dialog("x" * 100))
+    assert "Loading weights" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("has_template", [True, False])

@@ -100,6 +100,14 @@ def test_without_evaluations_the_reward_decides(tmp_path: Path) -> None:
     assert "Best reward 0.5 all runs" in text_of(write_sweep(tmp_path))
 
 
+def test_a_job_whose_rewards_were_mostly_invalid_is_not_the_best(sweep: Path) -> None:
+    with (sweep / "2" / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 1, "eval/pass@1": 1.0, "eval/invalid_fraction": 0.9975}\n')
+    text = text_of(write_sweep(sweep))
+    assert "Best test accuracy, greedy 85.0% optimizer.lr=1e-4" in text
+    assert "2 1e-5 0 25.0% 100.0% (99.8% invalid) 0.5 1 0:30" in text
+
+
 def test_hostile_overrides_are_shown_as_text(tmp_path: Path) -> None:
     for number in range(2):
         log_job(tmp_path / str(number), [f"env.system_prompt={HOSTILE}{number}"], 0.5)

@@ -63,9 +63,10 @@ class Evaluator:
             sampled: whether pass@k is measured too.
 
         Returns:
-            ``eval/pass@1`` in [0, 1] over the valid rewards, ``eval/invalid``, ``eval/response_length`` in tokens,
-            ``eval/truncated`` in [0, 1] and, if asked for, ``eval/pass@k``; the same with ``/name`` for each data set
-            by name; and a sample row (greedy) of each of the first problems.
+            ``eval/pass@1`` in [0, 1] and ``eval/reward_mean``, both over the valid rewards, ``eval/invalid_fraction``
+            in [0, 1], ``eval/response_length`` in tokens, ``eval/truncated`` in [0, 1] and, if asked for,
+            ``eval/pass@k`` and ``eval/invalid_fraction@k``; the same with ``/name`` for each data set by name; and a
+            sample row (greedy) of each of the first problems. A mean over no valid reward is NaN.
         """
         with preserve_rng(self.engine):
             batch = self._play(self.greedy_env, self._greedy_policy)
@@ -89,26 +90,36 @@ class Evaluator:
         return RolloutCollector(env, policy).rollout()
 
     def _greedy_metrics(self, batch: TensorDictBase) -> dict[str, float]:
-        correct, valid, truncated = (
-            batch.get(key).reshape(-1).float() for key in (keys.CORRECT, keys.REWARD_VALID, keys.TRUNCATED)
+        valid = batch.get(keys.REWARD_VALID).reshape(-1)
+        correct, reward, truncated = (
+            batch.get(key).reshape(-1).float() for key in (keys.CORRECT, keys.REWARD, keys.TRUNCATED)
         )
         lengths = (pad(batch, keys.RESPONSE, -1) >= 0).sum(-1).float()
         metrics: dict[str, float] = {}
         for suffix, rows in self._sets(batch):
+            scored = rows[valid[rows]]
             metrics |= {
-                f"eval/pass@1{suffix}": correct[rows].sum().item() / max(1, int(valid[rows].sum())),
-                f"eval/invalid{suffix}": (1 - valid[rows]).sum().item(),
+                f"eval/pass@1{suffix}": correct[scored].mean().item(),
+                f"eval/reward_mean{suffix}": reward[scored].mean().item(),
+                f"eval/invalid_fraction{suffix}": (~valid[rows]).float().mean().item(),
                 f"eval/response_length{suffix}": lengths[rows].mean().item(),
                 f"eval/truncated{suffix}": truncated[rows].mean().item(),
             }
         return metrics
 
     def _pass_at_k(self, env: LLMEnv) -> dict[str, float]:
+        """Pass@k over the problems that have a valid sample, each by its valid samples."""
         k = env.repeats
         batch = self._play(env, self._sampling_policy)
-        counts = batch.get(keys.CORRECT).reshape(-1, k).sum(-1).tolist()
-        solved = torch.tensor([pass_at_k(k, count, k) for count in counts], dtype=torch.float64)
-        return {f"eval/pass@{k}{suffix}": solved[rows].mean().item() for suffix, rows in self._sets(batch[::k])}
+        valid = batch.get(keys.REWARD_VALID).reshape(-1, k)
+        right = (batch.get(keys.CORRECT).reshape(-1, k) & valid).sum(-1).tolist()
+        counts = zip(valid.sum(-1).tolist(), right, strict=True)
+        solved = torch.tensor([pass_at_k(n, c, n) if n else 0.0 for n, c in counts], dtype=torch.float64)
+        metrics: dict[str, float] = {}
+        for suffix, rows in self._sets(batch[::k]):
+            metrics[f"eval/pass@{k}{suffix}"] = solved[rows[valid[rows].any(-1)]].mean().item()
+            metrics[f"eval/invalid_fraction@{k}{suffix}"] = (~valid[rows]).float().mean().item()
+        return metrics
 
     def _sets(self, batch: TensorDictBase) -> list[tuple[str, Tensor]]:
         """Rows of the task's own test split and of each data set, with what their metrics end in; none is empty."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
@@ -22,20 +23,23 @@ _LONGEST_CHARACTER = 4
 
 
 def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
-    """What a batch [N] was like: rewards over valid sequences, lengths, and how many were cut or not valid."""
+    """Metrics of a batch [N]: rewards over valid sequences (NaN without any), lengths, truncated and invalid ones."""
     valid = batch.get(keys.REWARD_VALID).reshape(-1)
-    reward = batch.get(keys.REWARD).reshape(-1).float()
-    count = valid.sum().clamp(min=1)
-    mean = torch.where(valid, reward, 0.0).sum() / count
-    variance = torch.where(valid, (reward - mean).square(), 0.0).sum() / count
-    advantage = pad(batch, keys.ADVANTAGE).abs().amax(-1)  # of a sequence, or of its tokens
+    reward = batch.get(keys.REWARD).reshape(-1).float()[valid]
+    advantage = pad(batch, keys.ADVANTAGE)  # of a sequence, or of its tokens
+    mask = pad(batch, keys.ASSISTANT_MASK, False)
+    counted = advantage[valid[:, None] & mask] if advantage.shape[-1] > 1 else advantage[valid]
     _, group = batch.get(keys.GROUP_ID).reshape(-1).unique(return_inverse=True)
-    signal = torch.zeros(int(group.max()) + 1).index_add_(0, group, (advantage > 0).float()) > 0
+    signal = torch.zeros(int(group.max()) + 1).index_add_(0, group, (advantage != 0).any(-1).float()) > 0
     lengths = (pad(batch, keys.RESPONSE, -1) >= 0).sum(-1).float()
     values: dict[str, Any] = {
-        "reward_mean": mean,
-        "reward_std": variance.sqrt(),
-        "accuracy": (batch.get(keys.CORRECT).reshape(-1) & valid).sum() / count,
+        "reward_mean": reward.mean(),
+        "reward_std": _std(reward),
+        "accuracy": batch.get(keys.CORRECT).reshape(-1)[valid].float().mean(),
+        "advantage_mean": counted.mean(),
+        "advantage_std": _std(counted),
+        "advantage_min": counted.min() if len(counted) else math.nan,
+        "advantage_max": counted.max() if len(counted) else math.nan,
         "response_length": lengths.mean(),
         "response_length_max": lengths.max(),
         "truncated": batch.get(keys.TRUNCATED).float().mean(),
@@ -43,10 +47,15 @@ def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
         "repeated": _repeated(batch, group.tolist()),
         "invalid": (~valid).sum(),
         "sequences": len(valid),
-        "tokens": pad(batch, keys.ASSISTANT_MASK, False).sum(),
+        "tokens": mask.sum(),
     }
     numbers = {f"rollout/{name}": float(value) for name, value in values.items()}
     return numbers | _by_dataset(batch) | _by_part(batch)
+
+
+def _std(values: Tensor) -> Tensor:
+    """Standard deviation over the values, NaN without any: ``Tensor.std`` would warn."""
+    return (values - values.mean()).square().mean().sqrt()
 
 
 def _repeated(batch: TensorDictBase, group: list[int]) -> float:

@@ -16,7 +16,6 @@ from typing import Any
 from tensordict import TensorDictBase, lazy_stack
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
-from transformers.utils import logging as transformers_logging
 
 from torchrl_grpo.collectors.sampler import RolloutTask, Sampler
 from torchrl_grpo.distributed.cluster import interface_of
@@ -166,7 +165,6 @@ class LearnerActor:
 
 
 def _begin() -> None:
-    transformers_logging.disable_progress_bar()  # Ray copies it into the user's terminal, which has one of its own
     show_stack_when_asked()
     atexit.register(leave)  # where Ray ends before it has killed the actor
 

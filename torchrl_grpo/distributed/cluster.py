@@ -368,7 +368,8 @@ def _remove(lock: IO[str]) -> None:
 
 def _environment(seat: Seat, threads: int, *, pinned: bool) -> dict[str, str]:
     """Environment variables of a process; ``pinned`` if its devices are the plan's and not Ray's choice."""
-    variables = actor_environment()
+    # Ray copies what an actor prints into the user's terminal, which has a progress bar of its own.
+    variables = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", **actor_environment()}
     if "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(threads * len(seat.devices))
     if pinned and seat.devices[0].type == "cuda":

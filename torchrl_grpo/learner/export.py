@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_grpo.errors import DiskFullError
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.sharding import is_writer
-from torchrl_grpo.records import is_full, percent, size
+from torchrl_grpo.records import accuracy, is_full, size
 from torchrl_grpo.weights import named_adapter_weights, named_weights
 
 ACCURACY = "eval/pass@1"
@@ -91,9 +91,9 @@ def model_card(config: Mapping[str, Any], step: int, metrics: Mapping[str, float
     env, base = config["env"], config["model"]["name"]
     data = env["task"].get("_target_") or env["dataset"] or ", ".join(entry["dataset"] for entry in env["datasets"])
     of_hub = base.count("/") == 1 and not Path(base).exists()
-    tested = {name: value for name, value in metrics.items() if name.startswith("eval/pass@")}
+    tested = {name: accuracy(metrics, name) for name in metrics if name.startswith("eval/pass@")}
     rows = {"base model": base, "training data": data, "steps": f"{step:,}"}
-    rows |= {name.removeprefix("eval/"): percent(value) for name, value in tested.items()} or {"pass@1": "not measured"}
+    rows |= {name.removeprefix("eval/"): shown for name, shown in tested.items()} or {"pass@1": "not measured"}
     lines = ["---", *([f"base_model: {base}"] if of_hub else []), "library_name: transformers", "tags: [grpo]", "---"]
     lines += ["", "# A model trained with GRPO", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows.items()]

@@ -2,7 +2,7 @@
 
 On a terminal there is a live bar, with the tables scrolling by above it; into a pipe or a file goes plain text, one
 line every few steps, without control characters. Text that a model wrote is never trusted: it is not read as markup,
-and what cannot be printed (newlines, escape sequences, direction marks) is shown escaped.
+and what cannot be printed (escape sequences, direction marks; outside of samples also newlines) is shown escaped.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,11 +25,24 @@ from rich.text import Text
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo import startup
-from torchrl_grpo.records import MISSING, clip, duration, number, percent, printable, reward_text
+from torchrl_grpo.records import (
+    MISSING,
+    accuracy,
+    clip,
+    decoding,
+    duration,
+    number,
+    percent,
+    points,
+    printable,
+    printable_lines,
+    reward_text,
+)
 
 __all__ = ["Console", "clip", "duration", "printable"]
 
 _LONGEST_SAMPLE = 160
+_BLANK_LINES = re.compile(r"\n\s*\n")
 _WIDE = 80  # columns that the bar needs
 _DIMENSIONLESS = ("", "k", "M", "B", "T")
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -155,8 +169,8 @@ class Console(AbstractContextManager["Console"]):
         table.add_column("reward", justify="right", no_wrap=True)
         for row in rows:
             reward = Text(reward_text(row), style="green" if row.get("correct") else "red")
-            query, response = (self._text(clip(str(row.get(key)), _LONGEST_SAMPLE)) for key in ("query", "response"))
-            table.add_row(query, response, reward)
+            texts = (clip(_BLANK_LINES.sub("\n", str(row.get(key))), _LONGEST_SAMPLE) for key in ("query", "response"))
+            table.add_row(*(Text(printable_lines(text, self._rich.encoding)) for text in texts), reward)
         self._rich.print(table)
 
     def alarm(self, step: int, text: str) -> None:
@@ -165,11 +179,13 @@ class Console(AbstractContextManager["Console"]):
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the ``eval/*`` metrics of the test split in a line; step 0 is before training."""
-        values = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
-        values = {name: value for name, value in values.items() if "/" not in name or name.startswith("pass@")}
-        names = sorted(values, key=lambda name: not name.startswith("pass@"))
-        shown = [_evaluated(name, values[name]) for name in names]
-        self._line(f"test after step {step}: {', '.join(filter(None, shown))}", style="bold cyan")
+        tested = [name for name in metrics if name.startswith("eval/pass@")]
+        shown = [f"{name.removeprefix('eval/')} {accuracy(metrics, name, decoding(name))}" for name in tested]
+        if (length := metrics.get("eval/response_length")) is not None:
+            shown.append(f"{number(length)} tokens")
+        if (truncated := metrics.get("eval/truncated")) is not None:
+            shown.append(f"{percent(truncated)} truncated")
+        self._line(f"test after step {step}: {', '.join(shown)}", style="bold cyan")
 
     def finish(self, summary: Mapping[str, Any], paths: Mapping[str, str | os.PathLike[str]]) -> None:
         """Closes the bar and prints what came out and where it lies.
@@ -181,9 +197,15 @@ class Console(AbstractContextManager["Console"]):
         self.close()
         before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
         self._line("")
-        if before is not None and after is not None:
-            change = f"{percent(before)} -> {percent(after)} ({100 * (after - before):+.1f} points)"
-            self._line(f"test accuracy (greedy) {change}", style="bold green" if after > before else "bold")
+        if summary.get("after_step") is not None:
+            change = f"{summary['before_text']} -> {summary['after_text']}"
+            better = False
+            if before is not None and after is not None:
+                change += f" ({points(before, after)})"
+                better = after > before
+            self._line(f"test accuracy (greedy) {change}", style="bold green" if better else "bold")
+        for line in summary.get("never_correct", ()):
+            self._line(line, style="yellow")
         parts = [f"{summary[key]:,} {key}" for key in ("steps", "sequences", "tokens") if summary.get(key)]
         if (first := summary.get("first_step", 1)) > 1:
             parts[0] = f"steps {first:,} to {summary['steps']:,}"
@@ -262,21 +284,14 @@ _LINE = _BAR | {
 
 
 def _join(metrics: Mapping[str, float], names: Mapping[str, str], separator: str) -> str:
-    return separator.join(f"{label} {_metric(name, metrics[name])}" for label, name in names.items() if name in metrics)
-
-
-def _evaluated(name: str, value: float | None) -> str:
-    """An ``eval/*`` metric with its unit, of pass@k also the way of decoding; no text where no reward is invalid."""
-    shown = _metric(name, value)
-    if name.startswith("pass@"):
-        return f"{name} {shown} {'greedy' if name.partition('/')[0] == 'pass@1' else 'sampled'}"
-    words = {"response_length": f"{shown} tokens", "truncated": f"{shown} truncated", "invalid": f"{shown} invalid"}
-    return "" if name == "invalid" and value == 0 else words.get(name, f"{name} {shown}")
+    shown = {label: _metric(name, metrics[name]) for label, name in names.items() if name in metrics}
+    if invalid := metrics.get("rollout/invalid"):
+        shown["accuracy"] += f" ({percent(invalid / metrics['rollout/sequences'])} invalid)"
+    return separator.join(f"{label} {value}" for label, value in shown.items())
 
 
 def _metric(name: str, value: float | None) -> str:
-    share = name.endswith(("accuracy", "truncated")) or "pass@" in name
-    return percent(value) if share else number(value)
+    return percent(value) if name.endswith("accuracy") else number(value)
 
 
 def _cell(name: str, value: Any) -> str:

@@ -6,8 +6,9 @@ import io
 import math
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -32,6 +33,10 @@ from torchrl_grpo.panels import (
 # In an SVG these two become CSS variables, so that one picture suits a light and a dark page.
 _INK, _LINE = "#333a45", "#c9ced6"
 _NOTE_WIDTH = 54  # characters
+_DASHES = ("-", "--", ":")
+_LEGEND_ROW = 0.16  # inches
+_USUAL_ROWS = 3
+"""Of a legend, for which a plot has room as it is."""
 
 
 def save_png(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
@@ -41,8 +46,12 @@ def save_png(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
         records: one mapping a step (metric name to number or None, and ``step``), in the order of the steps.
         path: the PNG file.
     """
-    figure = Figure(figsize=(15, 6.6))
-    figure.subplots_adjust(left=0.037, right=0.99, bottom=0.07, top=0.9, wspace=0.19, hspace=0.52)
+    top, between, bottom = 0.66, 1.13, 0.46  # inches
+    plot = 2.17 + max(_extra_height(panel, records) for panel in PANELS)
+    height = top + 2 * plot + between + bottom
+    figure = Figure(figsize=(15, height))
+    vertical = {"bottom": bottom / height, "top": 1 - top / height, "hspace": between / plot}
+    figure.subplots_adjust(left=0.037, right=0.99, wspace=0.19, **vertical)
     for axes, panel in zip(figure.subplots(2, 4).flat, PANELS, strict=True):
         axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=_INK, pad=28)
         note = textwrap.fill(panel.note, _NOTE_WIDTH, break_on_hyphens=False)
@@ -59,7 +68,7 @@ def panel_svg(panel: Panel, records: Sequence[Record]) -> str:
 
 def panel_figure(panel: Panel, records: Sequence[Record]) -> Figure:
     """One panel without its title and note."""
-    figure = _small_figure()
+    figure = _small_figure(_extra_height(panel, records))
     _draw(figure.subplots(), panel, records)
     return figure
 
@@ -96,10 +105,17 @@ def _draw_runs(axes: Axes, panel: Panel, runs: Sequence[Sequence[Record]], color
     axes.plot(shown, mean, color=color, linewidth=1.8, marker="o" if is_test else None, markersize=3.2)
 
 
-def _small_figure() -> Figure:
-    figure = Figure(figsize=(3.5, 2.3))
-    figure.subplots_adjust(left=0.175, right=0.98, bottom=0.17, top=0.98)
+def _small_figure(extra_height: float = 0.0) -> Figure:
+    height = 2.3 + extra_height
+    figure = Figure(figsize=(3.5, height))
+    figure.subplots_adjust(left=0.175, right=0.98, bottom=0.39 / height, top=1 - 0.05 / height)
     return figure
+
+
+def _extra_height(panel: Panel, records: Sequence[Record]) -> float:
+    """Inches that the rows of a long legend need."""
+    labels = [] if panel.metrics == ("time/*_s",) else [label_of(name) for name in series(panel, records)]
+    return _LEGEND_ROW * max(0, _legend_rows(labels) - _USUAL_ROWS)
 
 
 def _svg(figure: Figure, panel: Panel) -> str:
@@ -118,8 +134,9 @@ def _draw(axes: Axes, panel: Panel, records: Sequence[Record]) -> None:
     elif panel.metrics == ("time/*_s",):
         _draw_times(axes, records)
     else:
-        for (name, points), color in zip(curves.items(), COLORS, strict=False):
-            _draw_curve(axes, label_of(name), *curve_of(name, points), color)
+        for place, (name, points) in enumerate(curves.items()):
+            look = {"color": COLORS[place % len(COLORS)], "linestyle": _DASHES[place // len(COLORS) % len(_DASHES)]}
+            _draw_curve(axes, label_of(name), *curve_of(name, points), look)
     if panel.percent:
         highest = max((max(values) for _, values in curves.values()), default=1.0)
         axes.set_ylim(0, 1.02 if panel.title == "Accuracy" else max(1.1 * highest, 0.01))
@@ -127,14 +144,19 @@ def _draw(axes: Axes, panel: Panel, records: Sequence[Record]) -> None:
 
 
 def _draw_curve(
-    axes: Axes, label: str, steps: list[float], values: list[float], smoothed: list[float] | None, color: str
+    axes: Axes,
+    label: str,
+    steps: list[float],
+    values: list[float],
+    smoothed: list[float] | None,
+    look: Mapping[str, Any],
 ) -> None:
     axes.margins(y=0.12)
     if smoothed is None:
-        axes.plot(steps, values, color=color, linewidth=1.8, marker="o", markersize=3.2, label=label)
+        axes.plot(steps, values, **look, linewidth=1.8, marker="o", markersize=3.2, label=label)
     else:
-        axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.35)
-        axes.plot(steps, smoothed, color=color, linewidth=1.8, label=label)
+        axes.plot(steps, values, **look, linewidth=0.8, alpha=0.35)
+        axes.plot(steps, smoothed, **look, linewidth=1.8, label=label)
 
 
 def _draw_times(axes: Axes, records: Sequence[Record]) -> None:
@@ -168,12 +190,21 @@ def _style(axes: Axes, panel: Panel) -> None:
     _, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
         # Above the curves and the grid: the axis goes on without ticks to make room for the legend's rows.
-        columns = 1 if max(map(len, labels)) > 20 else 2 if len(labels) < 5 else 3
+        columns = _legend_columns(labels)
+        share = _LEGEND_ROW * (_legend_rows(labels) + 0.4) * axes.figure.dpi / axes.bbox.height
         low, high = axes.get_ylim()
         axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= high])
-        axes.set_ylim(low, high + (high - low) * (0.05 + 0.13 * math.ceil(len(labels) / columns)))
+        axes.set_ylim(low, low + (high - low) / (1 - share))
         spacing = {"borderaxespad": 0, "borderpad": 0.2, "labelspacing": 0.35}
         axes.legend(fontsize=8, frameon=False, labelcolor=_INK, ncols=columns, loc="upper left", **spacing)
+
+
+def _legend_columns(labels: Sequence[str]) -> int:
+    return 1 if max(map(len, labels)) > 22 else 2 if len(labels) < 5 else 3
+
+
+def _legend_rows(labels: Sequence[str]) -> int:
+    return math.ceil(len(labels) / _legend_columns(labels)) if len(labels) > 1 else 0
 
 
 def _number(value: float) -> str:

@@ -15,18 +15,20 @@ from typing import Any
 
 import jinja2
 
-from torchrl_grpo.alarms import alarms_of
+from torchrl_grpo.alarms import MOSTLY_INVALID, alarms_of
 from torchrl_grpo.panels import COLORS, PANELS, TIME_PARTS, series, time_parts
 from torchrl_grpo.records import (
     ENVIRONMENT_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
+    accuracy,
     clip,
     duration,
     merge_steps,
     number,
     one_of_each,
     percent,
+    points,
     printable_lines,
     read_jsonl,
     reward_text,
@@ -34,6 +36,7 @@ from torchrl_grpo.records import (
 )
 from torchrl_grpo.reporting.curves import panel_svg, save_png
 
+ACCURACY = "eval/pass@1"
 _MOST_SAMPLES = 12
 _INVALID = "rewards/invalid_"
 _LONGEST_TEXT = 2000
@@ -89,8 +92,10 @@ def summarize(directory: str | os.PathLike[str]) -> dict[str, Any]:
         ``steps``; ``first_step``, 1 but in a resumed run's new folder; ``sequences`` and ``tokens`` (sums of
         ``rollout/sequences`` and ``rollout/tokens``); ``wall_s`` (the steps and the evaluations);
         ``trained_tokens_per_s`` (as the metric of that name: without the evaluations);
-        ``accuracy_before`` and ``accuracy_after`` (first and last ``eval/pass@1``) and the steps that they were
-        measured after, ``before_step`` and ``after_step``; ``reward``, its mean over the last tenth of the steps;
+        ``accuracy_before`` and ``accuracy_after`` (first and last ``eval/pass@1``), as texts with the share of invalid
+        rewards ``before_text`` and ``after_text``, and the steps that they were measured after, ``before_step`` and
+        ``after_step``; ``invalid_fraction`` of the last evaluation; ``never_correct``, a line for each test set with
+        rewards but without a correct response; ``reward``, its mean over the last tenth of the steps;
         ``restarts`` of actors and ``groups_resampled`` after them;
         ``invalid`` rewards by cause; ``alarms``, all that came.
         What the run has no numbers for is None, or 0 where it is a count.
@@ -99,10 +104,9 @@ def summarize(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _summary(records: Sequence[Row]) -> dict[str, Any]:
-    evaluations = [(r["step"], r["eval/pass@1"]) for r in records if r.get("eval/pass@1") is not None]
-    before_step, before = evaluations[0] if evaluations else (None, None)
-    # One evaluation is not yet a result of training.
-    after_step, after = evaluations[-1] if len(evaluations) > 1 else (None, None)
+    evaluations = [record for record in records if ACCURACY in record]
+    before = evaluations[0] if evaluations else {}
+    after = evaluations[-1] if len(evaluations) > 1 else {}  # one evaluation is not yet a result of training
     tokens = int(_sum(records, "rollout/tokens"))
     wall_s, steps_s = sum(sum(time_parts(r).values()) for r in records), _sum(records, "time/step_s")
     return {
@@ -112,10 +116,14 @@ def _summary(records: Sequence[Row]) -> dict[str, Any]:
         "tokens": tokens,
         "wall_s": wall_s or None,
         "trained_tokens_per_s": tokens / steps_s if tokens and steps_s else None,
-        "accuracy_before": before,
-        "before_step": before_step,
-        "accuracy_after": after,
-        "after_step": after_step,
+        "accuracy_before": before.get(ACCURACY),
+        "before_text": accuracy(before, ACCURACY) if before else None,
+        "before_step": before.get("step"),
+        "accuracy_after": after.get(ACCURACY),
+        "after_text": accuracy(after, ACCURACY) if after else None,
+        "after_step": after.get("step"),
+        "invalid_fraction": (after or before).get("eval/invalid_fraction"),
+        "never_correct": _never_correct(records),
         "reward": _last_reward(records),
         "restarts": sum(_latest_sum(records, f"workers/restarts_{role}") for role in ("rollout", "reference")),
         "groups_resampled": _latest_sum(records, "workers/groups_resampled"),
@@ -125,9 +133,31 @@ def _summary(records: Sequence[Row]) -> dict[str, Any]:
 
 
 def objective(summary: Mapping[str, Any]) -> float | None:
-    """What a sweep is to raise: the last greedy test accuracy or, where nothing was evaluated, ``reward``."""
-    found = (summary[name] for name in ("accuracy_after", "accuracy_before", "reward"))
-    return next((value for value in found if value is not None), None)
+    """What a sweep is to raise: the last greedy test accuracy or, where nothing was evaluated, ``reward``.
+
+    None where most rewards of the last evaluation were invalid.
+    """
+    if summary["before_step"] is None:
+        return summary["reward"]
+    if (summary["invalid_fraction"] or 0.0) > MOSTLY_INVALID:
+        return None
+    return summary["accuracy_before" if summary["after_step"] is None else "accuracy_after"]
+
+
+def _never_correct(records: Sequence[Row]) -> list[str]:
+    """Test sets whose responses earned rewards and were never correct: perhaps the reward cannot reach 1."""
+    lines = []
+    for name in sorted({name for record in records for name in record if name.startswith(ACCURACY)}):
+        dataset = name.removeprefix(ACCURACY)
+        seen = [r[key] for r in records for key in (name, f"rollout/accuracy{dataset}") if r.get(key) is not None]
+        rewards = [r[key] for r in records if (key := f"eval/reward_mean{dataset}") in r]
+        if seen and not any(seen) and rewards and rewards[-1]:
+            which = f" to {dataset[1:]}" if dataset else ""
+            lines.append(
+                f"no response{which} was correct, although the mean reward is {number(rewards[-1])}: a response is "
+                "correct if its reward is at least 1 or the reward function returns `correct`"
+            )
+    return lines
 
 
 def _last_reward(records: Sequence[Row]) -> float | None:
@@ -192,5 +222,6 @@ def page_template(name: str) -> jinja2.Template:
     loader = jinja2.PackageLoader("torchrl_grpo.reporting", "")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"text": _text, "percent": percent, "number": number}
+    environment.globals["points"] = points
     environment.filters |= {"duration": duration, "reward": reward_text}
     return environment.get_template(name)

@@ -97,7 +97,7 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
             "name a folder such as multirun/2026-01-31/12-00-00."
         )
     keys = varied(jobs)
-    tested = any(job.summary["accuracy_before"] is not None for job in jobs)
+    tested = any(job.summary["before_step"] is not None for job in jobs)
     settings = _settings(jobs, [key for key in keys if key != "seed"])
     colors = [*_BRIGHT, *[_GREY] * len(settings)][: len(settings)]
     drawn = [(color, [job.records for job in setting.jobs]) for color, setting in zip(colors, settings, strict=True)]

@@ -49,7 +49,9 @@ def _load(model: str, device: str) -> tuple[Any, Any]:
     with _lock:
         if (model, device) not in _loaded:
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
+            from transformers.utils import logging as transformers_logging
 
+            transformers_logging.disable_progress_bar()  # a reward worker shares the run's terminal
             classifier = AutoModelForSequenceClassification.from_pretrained(model).eval().to(device)
             if classifier.config.num_labels != 1:
                 raise ValueError(

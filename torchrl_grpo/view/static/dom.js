@@ -14,14 +14,18 @@ export function el(name, attributes = {}, ...children) {
   return node;
 }
 
+// Both round as number and percent of torchrl_grpo/records.py do.
 export function number(value) {
-  if (value === null || value === undefined || !Number.isFinite(value)) return "-";
-  if (Number.isInteger(value) || Math.abs(value) >= 1000) return (Math.round(value) + 0).toLocaleString("en"); // no -0
-  return String(Number(value.toPrecision(3)));
+  if (!Number.isFinite(value)) return "-";
+  const size = Math.abs(value);
+  if (size < 1e-8) return "0";
+  if (Number.isInteger(value) || size >= 999.5) return (Math.sign(value) * Math.round(size)).toLocaleString("en");
+  const rounded = Number(value.toPrecision(3));
+  return Math.abs(rounded) < 1e-4 ? rounded.toExponential() : String(rounded);
 }
 
 export function percent(value) {
-  return value === null || value === undefined ? "-" : `${(100 * value).toFixed(1)}%`;
+  return Number.isFinite(value) ? `${(100 * value).toFixed(1)}%` : "-";
 }
 
 // Why a response ended, in words.

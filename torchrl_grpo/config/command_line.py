@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import functools
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException
@@ -101,15 +103,47 @@ def compose(name: str, overrides: Sequence[str]) -> GRPOConfig:
         return from_hydra(hydra.compose(name, list(overrides)))
 
 
+def split_command_line(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line into Hydra's options and the overrides, which may come in any order.
+
+    Hydra's parser takes overrides in one place only: it refuses those on the other side of an option.
+
+    Raises:
+        ConfigError: two options exclude each other.
+        SystemExit: an option has a value that it does not take.
+    """
+    words = [
+        "--info=all" if word in ("--info", "-i") and "=" in following else word  # else the override is its value
+        for word, following in zip(arguments, [*arguments[1:], ""], strict=False)
+    ]
+    given, _ = get_args_parser().parse_known_intermixed_args(words)
+    modes = [f"--{name}" for name in ("run", "multirun", "cfg", "info", "shell-completion") if _is_set(given, name)]
+    if len(modes) > 1:
+        raise ConfigError(f"{' and '.join(modes)} exclude each other: use one of them alone.")
+    if given.resolve and not (given.cfg or given.help):
+        raise ConfigError("--resolve must have --cfg or --help with it: use --cfg job --resolve.")
+    options, overrides = [], list(given.overrides)
+    for word in words:
+        if overrides and word == overrides[0]:
+            del overrides[0]
+        else:
+            options.append(word)
+    return options, [] if given.hydra_help else given.overrides  # Hydra's own help knows no key of ours
+
+
+def _is_set(given: argparse.Namespace, option: str) -> bool:
+    return getattr(given, option.replace("-", "_")) not in (None, False)
+
+
 def check_command_line(arguments: Sequence[str]) -> list[str]:
     """Checks the choices among Hydra's overrides. Hydra itself finds a wrong name or type in any job of a sweep before
     the first one starts; a wrong choice it does not know, and ``validate`` sees one job at a time.
 
     Args:
-        arguments: the command line after the script's name.
+        arguments: the overrides of a command line.
 
     Returns:
-        arguments that go with them: in a dry run those with which Hydra writes nothing, and that Optuna maximizes.
+        overrides that go with them: in a dry run those with which Hydra writes nothing, and that Optuna maximizes.
 
     Raises:
         ConfigError: a value looks like a secret or is not one of the key's choices, or both keys that say how long a

@@ -222,7 +222,7 @@ def _explained_entry(cause: Any, name: str, listed: str) -> str:
         hint = f"did you mean {close[0]}?" if close else f"use {', '.join(ENTRY_FIELDS)}."
         return f"{name} in {listed} names a config key that does not exist: {hint}"
     if name not in ENTRY_FIELDS:
-        return f"{listed} must be a list of data sets, got {cause.value}: use [{{dataset: gsm8k}}], say."
+        return f"{listed} must be a list of data sets, got {cause.value}: for example, [{{dataset: gsm8k}}]."
     kind, default = _type_of(DatasetConfig, name), ENTRY_FIELDS[name].default
     return f"{name}={cause.value} in {listed} must have the type {kind}: leave it out for {default}."
 
@@ -275,7 +275,7 @@ def _mistyped(name: str, value: Any) -> str:
         return f"{name}={value} must be a node with _target_: use {name}._target_={target}."
     default = "null" if default is None else default
     works = str(default).replace("'", "")
-    return f"{name}={value} must have the type {_type_of(GRPOConfig, name)}: use {name}={works}, say."
+    return f"{name}={value} must have the type {_type_of(GRPOConfig, name)}: for example, {name}={works}."
 
 
 def starting(config: GRPOConfig, *, asynchronous: bool = False) -> AbstractContextManager[None]:

@@ -151,3 +151,47 @@ def test_options_that_exclude_each_other_are_one_line(
 ) -> None:
     assert in_this_process(monkeypatch, main, *words.split()) == 2
     assert capsys.readouterr().err == f"\nerror: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["grpo_arithmetic"], "grpo_arithmetic must be an override, KEY=VALUE: use --config-name=grpo_arithmetic."),
+        (["optimizer.lr", "1e-4"], "optimizer.lr must be an override, KEY=VALUE: use optimizer.lr=1e-4."),
+        (["seed=1", "logging"], "logging must be an override, KEY=VALUE: use logging=VALUE."),
+        (["logging", "seed=1"], "logging must be an override, KEY=VALUE: use KEY=VALUE."),
+        (["=3"], "=3 must be an override, KEY=VALUE: use KEY=VALUE."),
+        (
+            ["train.total_dialog_turns=null", "train.total_epochs=1"],
+            "train.total_dialog_turns=null must be a number: leave it out, with train.total_epochs it is not read.",
+        ),
+    ],
+)
+def test_what_is_no_override_is_one_line(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_this_process(monkeypatch, main, *words) == 2
+    assert capsys.readouterr().err == f"\nerror: {message}\n"
+
+
+def test_a_working_directory_that_was_removed_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert in_this_process(monkeypatch, main, "--cfg", "job") == 2
+    monkeypatch.chdir(tmp_path)
+    message = "the working directory must exist, and this one was removed: change to another one (cd)."
+    assert capsys.readouterr().err == f"\nerror: {message}\n"
+
+
+@pytest.mark.parametrize("module", ["grpo", "grpo_async"])
+def test_a_script_as_a_module_does_what_the_script_does(module: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", f"torchrl_grpo.scripts.{module}"]
+    refused = subprocess.run([*command, "--bogus=1"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 2 and "unrecognized arguments: --bogus=1" in refused.stderr
+    shown = subprocess.run(
+        [*command, "seed=5", "--cfg", "job"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert shown.returncode == 0 and "seed: 5" in shown.stdout

@@ -149,6 +149,7 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
         ConfigError: a value looks like a secret or is not one of the key's choices, or both keys that say how long a
             run is are given.
     """
+    _check_form(arguments)
     given = dict(text.lstrip("+").partition("=")[::2] for text in arguments)
     for name, value in given.items():
         if any("\ud800" <= character <= "\udfff" for character in value):
@@ -156,6 +157,10 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
         check_not_secret(name, value)
         for key, inner in _ENTRY.findall(value) if value.startswith(("{", "[")) else ():
             check_not_secret(f"{name}.{key}", None if inner.strip() == "null" else inner)
+    if given.get("train.total_dialog_turns") == "null":
+        raise ConfigError(
+            "train.total_dialog_turns=null must be a number: leave it out, with train.total_epochs it is not read."
+        )
     turns, epochs = (given.get(f"train.total_{name}", "null") for name in ("dialog_turns", "epochs"))
     if "null" not in (turns, epochs):
         raise ConfigError(
@@ -179,6 +184,18 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
     if given.get("hydra/sweeper") == "optuna" and "hydra.sweeper.direction" not in given:
         added.append("hydra.sweeper.direction=maximize")
     return added
+
+
+def _check_form(overrides: Sequence[str]) -> None:
+    """Refuses what is no override: Hydra would show the grammar, or a traceback."""
+    for text, following in zip(overrides, [*overrides[1:], "VALUE"], strict=False):
+        if text.startswith("~") or (text.partition("=")[0] and "=" in text):
+            continue
+        if (Path(CONFIG_FILES) / f"{text}.yaml").is_file():
+            use = f"--config-name={text}"
+        else:
+            use = f"{text or 'KEY'}={following}" if "=" not in text + following else "KEY=VALUE"
+        raise ConfigError(f"{text or repr(text)} must be an override, KEY=VALUE: use {use}.")
 
 
 def _check_folder(name: str, folder: Path) -> None:

@@ -18,7 +18,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from torchrl_grpo import interrupts, startup
-from torchrl_grpo.config import check_command_line, from_hydra, orderly_exit, register, split_command_line, starting
+from torchrl_grpo.config import (
+    ConfigError,
+    check_command_line,
+    from_hydra,
+    orderly_exit,
+    register,
+    split_command_line,
+    starting,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +55,7 @@ def command(main: Callable[[], object]) -> None:
     """Has ``main`` answer the command line, and writes the page over a sweep."""
     Sweep.folder = None
     with orderly_exit():
+        _check_working_directory()
         options, overrides = split_command_line(sys.argv[1:])
         sys.argv[1:] = [*overrides, *check_command_line(overrides), *options]
         try:
@@ -54,6 +63,15 @@ def command(main: Callable[[], object]) -> None:
         finally:
             if Sweep.folder is not None:
                 _report(Sweep.folder)
+
+
+def _check_working_directory() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "the working directory must exist, and this one was removed: change to another one (cd)."
+        ) from None
 
 
 def train(cfg: DictConfig, *, asynchronous: bool = False) -> float | None:

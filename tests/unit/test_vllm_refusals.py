@@ -63,7 +63,7 @@ def test_a_model_that_no_device_runs_in_vllm_is_refused(
             check(on_cpu, model, **settings)
 
 
-def test_shards_that_divide_the_heads_or_copy_the_key_and_value_heads_pass() -> None:
+def test_shards_that_divide_the_heads_or_copy_key_heads_pass() -> None:
     for size in (1, 2, 7, 14):
         kv_heads = 2 if size <= 2 else 1
         check(model={"num_key_value_heads": kv_heads}, tensor_parallel_size=size)

@@ -283,7 +283,7 @@ def start(address: str | None = None) -> Cluster:
 
 def _show_token() -> None:
     """Has this process show its token: ``ray start`` asks for one wherever it finds one, and joining does not look."""
-    from ray._raylet import AuthenticationTokenLoader, Config
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     if "RAY_AUTH_MODE" not in os.environ and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
         os.environ["RAY_AUTH_MODE"] = "token"

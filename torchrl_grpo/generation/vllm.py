@@ -187,7 +187,7 @@ def _check_cache(config: Any, settings: VLLMSettings, kv_heads: int, head_size: 
     )
     if other or getattr(config, "num_key_value_heads", None) is None:
         return
-    length: int = settings.get("max_model_len") or getattr(config, "max_position_embeddings", 0)
+    length: int = settings.get("max_model_len") or config.max_position_embeddings
     itemsize = getattr(torch, settings.get("dtype", "float32")).itemsize
     block = 2 * config.num_hidden_layers * kv_heads * head_size * itemsize * _CPU_BLOCK
     available = int(settings.get("kv_cache_gib", 1.0) * 2**30) // block - 1  # vLLM keeps one for itself

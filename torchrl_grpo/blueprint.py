@@ -27,6 +27,7 @@ from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.stops import StopStrings
+from torchrl_grpo.generation.vllm import VLLMSettings, check_vllm_model, require_vllm
 from torchrl_grpo.learner.resume import Resume, check_length
 from torchrl_grpo.models import loading
 from torchrl_grpo.placement import DevicePlan, RoleRequest, available_accelerators, plan_devices
@@ -117,8 +118,6 @@ def prepare(
             name, chat_template=config.model.chat_template, trust_remote_code=remote_code
         )
         loading.check_vocabulary(model_config, tokenizer, name)
-        if config.inference_model.backend == "vllm":
-            loading.check_text_only(model_config, name)
         check_optimizer(config.optimizer.name, len(plan.train))
         _check_sharding(config, len(plan.train), model_config.get_text_config())
         env, inference = config.env, config.inference_model
@@ -129,6 +128,10 @@ def prepare(
             stop=StopStrings(inference.stop, tokenizer) if inference.stop else None,
         )
         max_prompt_tokens, max_dialog_tokens = _max_prompt_tokens(config, model_config)
+        if inference.backend == "vllm":
+            loading.check_text_only(model_config, name)
+            settings = vllm_settings(config, plan, max_dialog_tokens)
+            check_vllm_model(model_config, settings, on_cpu=plan.inference[0][0].type == "cpu")
         workers = env.reward_workers or (1 if env.tools else 0)
         reward_pool = RewardPool(task, workers, timeout_s=env.reward_timeout_s) if workers else None
         make = partial(
@@ -166,6 +169,21 @@ def prepare(
         )
 
 
+def vllm_settings(config: GRPOConfig, plan: DevicePlan, max_dialog_tokens: int) -> VLLMSettings:
+    """The settings of a vLLM engine, for requests of at most ``max_dialog_tokens`` before a response."""
+    inference = config.inference_model
+    return {
+        "dtype": inference.dtype,
+        "max_model_len": inference.max_model_len or max_dialog_tokens + inference.max_new_tokens,
+        "seed": config.seed,
+        "tensor_parallel_size": inference.tensor_parallel_size,
+        "gpu_memory_utilization": inference.gpu_memory_utilization or (0.4 if plan.colocated else 0.9),
+        "kv_cache_gib": inference.kv_cache_gib,
+        "enforce_eager": inference.enforce_eager,
+        "trust_remote_code": config.model.trust_remote_code,
+    }
+
+
 def _with_length(config: GRPOConfig, problems: int) -> GRPOConfig:
     """The config with ``train.total_epochs`` as trajectories."""
     epochs = config.train.total_epochs
@@ -189,9 +207,7 @@ def _plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePla
     if "VLLM_USE_V1" in os.environ:
         torchrl_logger.info("VLLM_USE_V1 has no effect: vLLM's V0 engine is gone, and V1 is the only one left.")
     if inference.backend == "vllm":
-        from torchrl_grpo.generation.vllm import require_vllm
-
-        require_vllm()
+        require_vllm(on_cpu=not accelerators)
     nodes = (("train", config.train_model), ("inference", inference), ("reference", config.ref_model))
     return plan_devices(
         {role: RoleRequest(node.num_devices, node.devices) for role, node in nodes},
@@ -251,8 +267,13 @@ def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedCo
 def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> tuple[int, int]:
     """The longest prompt that leaves room for a whole response: of a problem, and of a dialog's last turn."""
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None) or 2**31
-    if config.inference_model.max_model_len is not None:
-        context = min(context, config.inference_model.max_model_len)
+    longest = config.inference_model.max_model_len
+    if longest is not None and longest > context:
+        raise ConfigError(
+            f"inference_model.max_model_len={longest} must be at most the model's context of {context} tokens: use "
+            f"{context} or less, or leave it out."
+        )
+    context = longest or context
     room = context - config.inference_model.max_new_tokens
     if room < 1:
         raise ConfigError(

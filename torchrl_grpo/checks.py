@@ -55,7 +55,7 @@ def check_clip_epsilon(value: Any, name: str = "clip_epsilon") -> tuple[float, f
 def check_bounds(bounds: Sequence[float] | None, name: str = "clip") -> None:
     """Refuses what is not a lower and a higher bound; None is no bounds."""
     if bounds is not None and not (len(bounds) == 2 and bounds[0] < bounds[1]):
-        raise ValueError(f"{name}={list(bounds)} must be a pair [low, high], low < high: use [-1,1], say.")
+        raise ValueError(f"{name}={list(bounds)} must be a pair [low, high], low < high: for example, [-1,1].")
 
 
 def check_behaviour_weight(weight: str, proximal: str, name: str = "behaviour_weight") -> None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchrl_grpo import keys
 from torchrl_grpo.algorithm import batch_transforms, make_loss
-from torchrl_grpo.blueprint import Blueprint, transformed
+from torchrl_grpo.blueprint import Blueprint, transformed, vllm_settings
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.sampler import Sampler
@@ -27,7 +27,7 @@ from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Engine
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.transformers import TransformersEngine
-from torchrl_grpo.generation.vllm import VLLMEngine, VLLMSettings
+from torchrl_grpo.generation.vllm import VLLMEngine
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.optimizer import make_optimizer
@@ -189,21 +189,11 @@ def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool 
     config, inference = blueprint.config, blueprint.config.inference_model
     if inference.backend == "transformers":
         return TransformersEngine(_load(config, "inference_model", device), copy=False)
-    colocated = blueprint.plan.colocated
-    settings: VLLMSettings = {
-        "dtype": inference.dtype,
-        "max_model_len": inference.max_model_len or blueprint.max_dialog_tokens + inference.max_new_tokens,
-        "seed": config.seed,
-        "tensor_parallel_size": inference.tensor_parallel_size,
-        "gpu_memory_utilization": inference.gpu_memory_utilization or (0.4 if colocated else 0.9),
-        "kv_cache_gib": inference.kv_cache_gib,
-        "enforce_eager": inference.enforce_eager,
-        "trust_remote_code": config.model.trust_remote_code,
-    }
+    settings = vllm_settings(config, blueprint.plan, blueprint.max_dialog_tokens)
     path = loading.resolve_name(config.model.source)
     if concurrent:
         return AsyncVLLMEngine(path, in_flight=inference.in_flight, **settings)  # type: ignore[arg-type]
-    return VLLMEngine(path, device=device, enable_sleep=colocated, **settings)
+    return VLLMEngine(path, device=device, enable_sleep=blueprint.plan.colocated, **settings)
 
 
 def _rescorer(config: GRPOConfig, engine: Engine) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import atexit
 import gc
+import math
 import os
+import shutil
 import sys
 import threading
 import time
@@ -17,8 +19,8 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
-_SILENCE_S = 5.0
-"""Longest time without a line."""
+_SILENCE_S, _SPARSE_S = 5.0, 30.0
+"""Longest time without a sign of life on a terminal, and elsewhere: a log keeps every line."""
 _UNUSED = ("vllm", "ray", "torchao", "scipy")
 _QUICK = "TORCHRL_GRPO_QUICK_IMPORTS"
 
@@ -28,11 +30,14 @@ _hides = False
 
 
 class _Signs:
-    """Prints what is going on when it changes, and again after each silence."""
+    """Prints what is going on when it changes, and again after a silence: on a terminal in one line that counts the
+    seconds in place, elsewhere in a line now and then."""
 
     def __init__(self) -> None:
         self._text = ""
-        self._said_at = 0.0
+        self._due = math.inf
+        self._in_place = 0  # length of the line that counts
+        self._terminal = sys.stdout.isatty()
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="signs of life", daemon=True)
@@ -41,21 +46,38 @@ class _Signs:
     def say(self, text: str) -> None:
         with self._lock:
             self._text = text
-            self._print(text)
+            self._clear()
+            print(self._line(text), flush=True)
+            self._due = time.monotonic() + (_SILENCE_S if self._terminal else _SPARSE_S)
 
     def end(self) -> None:
         self._ended.set()
         self._thread.join()
+        self._clear()
 
     def _repeat(self) -> None:
-        while not self._ended.wait(0.5):
+        while not self._ended.wait(min(0.5, _SILENCE_S / 4)):
             with self._lock:
-                if self._text and time.monotonic() - self._said_at > _SILENCE_S - 0.5 and not self._ended.is_set():
-                    self._print(f"still {self._text}")
+                if time.monotonic() < self._due or self._ended.is_set():
+                    continue
+                line = self._line(f"still {self._text}")
+                if self._terminal:
+                    self._clear()
+                    line = line[: shutil.get_terminal_size().columns - 1]  # a longer one would wrap, and stay
+                    print(line, end="\r", flush=True)  # what others print begins in the first column
+                    self._in_place = len(line)
+                else:
+                    print(line, flush=True)
+                    self._due = time.monotonic() + _SPARSE_S
 
-    def _print(self, text: str) -> None:
-        self._said_at = time.monotonic()
-        print(f"[{self._said_at - _started_at:5.1f} s] {text}", flush=True)
+    def _clear(self) -> None:
+        if self._in_place:
+            print(" " * self._in_place, end="\r", flush=True)
+            self._in_place = 0
+
+    @staticmethod
+    def _line(text: str) -> str:
+        return f"[{time.monotonic() - _started_at:5.1f} s] {text}"
 
 
 def begin() -> None:

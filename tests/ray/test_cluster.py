@@ -130,13 +130,17 @@ class Host:
     address: str
 
     def join(self, *command: str) -> str:
-        """What a process prints that joins the cluster, of which it must give back everything."""
-        # Ray reads RAY_AUTH_MODE once, so who joins by host:port needs it in the environment.
-        environment = os.environ | PLAIN | {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": self.address}
+        """What a process prints that joins the cluster, of which it must give back everything.
+
+        Nobody tells it that the cluster asks for a token, which is in ``~/.ray``.
+        """
+        environment = os.environ | PLAIN | {"RAY_ADDRESS": self.address}
+        environment.pop("RAY_AUTH_MODE", None)
         done = subprocess.run(
             [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=600, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
+        assert "InvalidAuthToken" not in done.stdout + done.stderr
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write("\n")
         self.process.stdin.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,3 +49,38 @@ def commands(block: Block) -> Iterator[tuple[dict[str, str], list[str]]]:
             variables = dict(word.split("=", 1) for word in words[:1] if re.match(r"[A-Z_]+=", word))
             if words[len(variables) :]:
                 yield variables, words[len(variables) :]
+
+
+_TEXTS = {".md", ".ipynb", ".py", ".sbatch", ".yaml", ".txt"}
+_PLACEHOLDERS = (
+    (r"\$\(\([^)]*\)\)", "64"),
+    (r"\$\{\w+:-([^}]*)\}", r"\1"),
+    (r'\$\(\w+\)|"\$@"', ""),  # what a user adds
+    (r"\$half\b", "4"),
+    (r"\$\w+", "x"),
+    (r"\balgo=NAME\b", "algo=dapo"),
+)
+"""What a shell, make or the reader replaces, and an example of what comes there."""
+
+
+def script_lines() -> list[tuple[str, str, list[str]]]:
+    """File, script and arguments of each command line of ``grpo.py`` and ``grpo-async.py`` that the project shows."""
+    files = [ROOT / name for name in ("README.md", "Makefile", "Dockerfile", "Dockerfile.cpu")]
+    for folder in ("docs", "examples", "sota", "config", "tools"):
+        files += sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in _TEXTS)
+    lines = []
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".ipynb":
+            text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+        text = re.sub(r"\\+\n[#\s]*", " ", text).replace("{sys.executable}", "python")
+        found = re.findall(r"(?:python|\$\(PY\)) sota/grpo/(grpo(?:-async)?)\.py([^`\n]*)", text)
+        found += re.findall(r"^(grpo(?:-async)?)((?: [-a-z_'\"].*)?)$", text, re.MULTILINE)
+        if file.name == "README.md":  # a row of its tables is what a reader adds to a command line
+            rows = re.findall(r"^\|[^|]*\| `([^`|]*)`", text, re.MULTILINE)
+            found += [("grpo", row) for row in rows if re.match(r"--|'?[a-z_.]+=", row)]
+        for script, rest in found:
+            for pattern, instead in _PLACEHOLDERS:
+                rest = re.sub(pattern, instead, rest)
+            lines.append((file.relative_to(ROOT).as_posix(), script, shlex.split(rest, comments=True)))
+    return lines

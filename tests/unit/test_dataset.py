@@ -191,8 +191,13 @@ def test_a_field_that_cannot_be_filled_is_an_error(template: str, message: str) 
 @pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
-        ("ab", {}, "env.columns.prompt must name the column with the prompts of PATH, which has ['a', 'b']: use env.c"),
-        (("prompt", "query"), {}, "which has ['prompt', 'query']: use env.columns.prompt=prompt, say."),
+        (
+            "ab",
+            {},
+            "env.columns.prompt must name the column with the prompts of PATH, which has ['a', 'b']: set it to one ",
+        ),
+        (("prompt", "query"), {}, "which has ['prompt', 'query']: for example, env.columns.prompt=prompt."),
+        (("A", "B", "Test question"), {}, "'Test question']: for example, env.columns.prompt=Test question."),
         (
             ("prompt", "answer", "target"),
             {},

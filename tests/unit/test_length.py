@@ -71,7 +71,9 @@ def test_a_run_goes_on_for_further_epochs_and_not_for_fewer(epoch: Path, data: P
         return prepare(config, [], find_resume(config, plain(config), 0)).config
 
     assert (prepared(2).num_batches, prepared(3).train.total_dialog_turns) == (3, 72)
-    with pytest.raises(ConfigError, match=r"total_epochs=1 must be more than the 32 .*: use train\.total_epochs=2,"):
+    with pytest.raises(
+        ConfigError, match=r"total_epochs=1 must be more than the 32 .*: for example, train\.total_epochs=2\."
+    ):
         prepared(1)
 
 
@@ -111,7 +113,10 @@ def test_two_lengths_on_the_command_line_exclude_each_other() -> None:
     [
         (["train.total_dialog_turns=0", "evaluation.num_prompts=0"], r"must have evaluation\.num_prompts above 0"),
         (["train.total_epochs=0"], r"train\.total_epochs=0 must be at least 1"),
-        (["logging.sample_rows=0"], r"logging\.sample_rows=0 must be all, or a whole number of at least 1: use all"),
+        (
+            ["logging.sample_rows=0"],
+            r"logging\.sample_rows=0 must be all, or a whole number of at least 1: for example, all",
+        ),
         (["logging.sample_rows=some"], r"logging\.sample_rows=some must be all"),
     ],
 )

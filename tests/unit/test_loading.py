@@ -263,3 +263,28 @@ def test_a_temperature_that_breaks_the_logits_is_refused(temperature: float) -> 
         ValueError, match=rf"temperature must be 0 \(greedy\) or at least 0\.01, got {temperature}: use"
     ):
         SamplingParams(4, temperature=temperature)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("/nope", "/ has no such folder: check the path"),
+        ("./runs/mine", "TMP has no such folder"),
+        ("there/mine/model", "TMP/there has no such folder"),
+        ("~/mine/model", "a shell leaves ~ as it is after a ="),
+        ("file.gguf", "it is a file"),
+        ("Qwen 2.5", "TMP has no such folder"),
+    ],
+)
+def test_a_path_without_a_folder_is_said_to_be_none(
+    name: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "file.gguf").touch()
+    with pytest.raises(
+        ValueError, match=r"^model\.name=.* must be a folder with a model, or a name on the .*"
+    ) as error:
+        loading.load_config(name)
+    assert f"{name} must" in str(error.value) and wrong.replace("TMP", str(tmp_path)) in str(error.value)
+    assert "alphanumeric" not in str(error.value) and "Repo id" not in str(error.value)

@@ -93,7 +93,7 @@ def test_a_file_and_a_function_make_a_task() -> None:
         ),
         (
             ["env.dataset=a.jsonl"],
-            r"columns\.prompt must name the column .*\['answer', 'level', 'q'\]: use env",
+            r"columns\.prompt must name the column .*\['answer', 'level', 'q'\]: set it to one",
         ),
         (
             ["env.dataset=a.jsonl", "env.columns.prompt=q", "env.reward=my_rewards.py:by_colum"],
@@ -286,7 +286,7 @@ def test_data_keys_that_nothing_reads_or_that_clash_are_refused(overrides: list[
         ({"wieght": 1}, r"wieght in env\.datasets names a config key that does not exist: did you mean weight\?"),
         ({"columns": {"promt": "q"}}, r"columns\.promt in env\.datasets names .*: did you mean columns\.prompt\?"),
         ({"weight": "many"}, r"weight=many in env\.datasets must have the type float: leave it out for 1\.0"),
-        ("gsm8k", r"env\.datasets must be a list of data sets, got gsm8k: use \[\{dataset: gsm8k\}\]"),
+        ("gsm8k", r"env\.datasets must be a list of data sets, got gsm8k: for example, \[\{dataset: gsm8k\}\]"),
     ],
 )
 def test_a_mistake_in_an_entry_is_named_with_a_hint(entry: Any, message: str) -> None:

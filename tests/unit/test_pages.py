@@ -17,12 +17,13 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
 from tests.support.configs import ROOT, compose_config
 from tests.support.documentation import DOCS, PAGES, TUTORIALS, blocks, commands
-from torchrl_grpo.config import check_command_line, from_hydra, register
+from torchrl_grpo.config import check_command_line, from_hydra, register, split_command_line
 from torchrl_grpo.config.schema import COMPONENTS, FIELDS
 
 ELSEWHERE = {
@@ -65,20 +66,18 @@ def values(override: Override) -> list[str]:
 
 def composed(words: list[str]) -> None:
     """Composes and checks the config of a script's command line, of each job where it is a sweep."""
-    folder, name = ROOT / "config", "grpo_gsm8k"
-    rest = [word for word in words if not word.startswith(("hydra.", "hydra/"))]
-    while rest and rest[0] in ("--config-dir", "--config-name", "--cfg"):
-        option, value, *rest = rest
-        folder = ROOT / value if option == "--config-dir" else folder
-        name = value if option == "--config-name" else name
+    options, overrides = split_command_line(words)
+    given = get_args_parser().parse_args(options)
+    rest = [word for word in overrides if not word.startswith(("hydra.", "hydra/"))]
     jobs: Iterable[Sequence[str]] = [rest]
-    if rest and rest[0] == "--multirun":
-        jobs = product(*map(values, OverridesParser.create().parse_overrides(rest[1:])))
+    if given.multirun:
+        jobs = product(*map(values, OverridesParser.create().parse_overrides(rest)))
     for job in jobs:
         check_command_line(job)
         register()
-        with initialize_config_dir(version_base="1.3", config_dir=str(folder)):
-            from_hydra(compose(name, [*job, f"hydra.searchpath=[file://{ROOT / 'config'}]"]))
+        with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / (given.config_dir or "config"))):
+            cfg = compose(given.config_name or "grpo_gsm8k", [*job, f"hydra.searchpath=[file://{ROOT / 'config'}]"])
+            from_hydra(cfg)
 
 
 def source(script: str) -> str:

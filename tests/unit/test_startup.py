@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import subprocess
 import sys
@@ -74,20 +75,53 @@ def test_the_first_step_needs_no_package_that_the_run_does_not_use(tmp_path: Pat
     assert not found & UNUSED
 
 
-def test_what_goes_on_is_said_and_repeated_after_a_silence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(startup, "_SILENCE_S", 0.6)
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    def screen(self) -> list[str]:
+        """The lines after all carriage returns."""
+        lines = []
+        for written in self.getvalue().split("\n"):
+            line = ""
+            for part in written.split("\r"):
+                line = part + line[len(part) :]
+            lines.append(line.rstrip())
+        return lines
+
+
+def test_a_terminal_counts_the_seconds_of_a_silence_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(startup, "_SILENCE_S", 0.4)
     startup.say("nothing, before begin()")
     startup.begin()
     try:
         startup.say("importing")
         time.sleep(1.2)
+        during = terminal.screen()
         startup.say("loading")
     finally:
         startup.end()
         startup.end()
     startup.say("nothing, after end()")
+    assert [line.partition("] ")[2] for line in during] == ["importing", "still importing"]
+    assert terminal.getvalue().count("still importing") > 3
+    assert [line.partition("] ")[2] for line in terminal.screen()] == ["importing", "loading", ""]
+
+
+def test_without_a_terminal_a_silence_has_few_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(startup, "_SILENCE_S", 0.1)
+    monkeypatch.setattr(startup, "_SPARSE_S", 0.5)
+    startup.begin()
+    try:
+        startup.say("importing")
+        time.sleep(1.3)
+        startup.say("loading")
+    finally:
+        startup.end()
     said = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()]
     assert said[0] == "importing" and said[-1] == "loading"
     assert set(said[1:-1]) == {"still importing"} and 1 <= len(said[1:-1]) <= 2

@@ -12,6 +12,7 @@ from torchrl_grpo.config.command_line import (
     from_hydra,
     orderly_exit,
     register,
+    split_command_line,
     starting,
 )
 from torchrl_grpo.config.fields import leaves
@@ -33,6 +34,7 @@ __all__ = [
     "plain",
     "register",
     "renamed",
+    "split_command_line",
     "staleness_bound",
     "starting",
     "validate",

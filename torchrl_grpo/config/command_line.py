@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import functools
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException
@@ -101,20 +103,53 @@ def compose(name: str, overrides: Sequence[str]) -> GRPOConfig:
         return from_hydra(hydra.compose(name, list(overrides)))
 
 
+def split_command_line(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line into Hydra's options and the overrides, which may come in any order.
+
+    Hydra's parser takes overrides in one place only: it refuses those on the other side of an option.
+
+    Raises:
+        ConfigError: two options exclude each other.
+        SystemExit: an option has a value that it does not take.
+    """
+    words = [
+        "--info=all" if word in ("--info", "-i") and "=" in following else word  # else the override is its value
+        for word, following in zip(arguments, [*arguments[1:], ""], strict=False)
+    ]
+    given, _ = get_args_parser().parse_known_intermixed_args(words)
+    modes = [f"--{name}" for name in ("run", "multirun", "cfg", "info", "shell-completion") if _is_set(given, name)]
+    if len(modes) > 1:
+        raise ConfigError(f"{' and '.join(modes)} exclude each other: use one of them alone.")
+    if given.resolve and not (given.cfg or given.help):
+        raise ConfigError("--resolve must have --cfg or --help with it: use --cfg job --resolve.")
+    options, overrides = [], list(given.overrides)
+    for word in words:
+        if overrides and word == overrides[0]:
+            del overrides[0]
+        else:
+            options.append(word)
+    return options, [] if given.hydra_help else given.overrides  # Hydra's own help knows no key of ours
+
+
+def _is_set(given: argparse.Namespace, option: str) -> bool:
+    return getattr(given, option.replace("-", "_")) not in (None, False)
+
+
 def check_command_line(arguments: Sequence[str]) -> list[str]:
     """Checks the choices among Hydra's overrides. Hydra itself finds a wrong name or type in any job of a sweep before
     the first one starts; a wrong choice it does not know, and ``validate`` sees one job at a time.
 
     Args:
-        arguments: the command line after the script's name.
+        arguments: the overrides of a command line.
 
     Returns:
-        arguments that go with them: in a dry run those with which Hydra writes nothing, and that Optuna maximizes.
+        overrides that go with them: in a dry run those with which Hydra writes nothing, and that Optuna maximizes.
 
     Raises:
         ConfigError: a value looks like a secret or is not one of the key's choices, or both keys that say how long a
             run is are given.
     """
+    _check_form(arguments)
     given = dict(text.lstrip("+").partition("=")[::2] for text in arguments)
     for name, value in given.items():
         if any("\ud800" <= character <= "\udfff" for character in value):
@@ -122,6 +157,10 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
         check_not_secret(name, value)
         for key, inner in _ENTRY.findall(value) if value.startswith(("{", "[")) else ():
             check_not_secret(f"{name}.{key}", None if inner.strip() == "null" else inner)
+    if given.get("train.total_dialog_turns") == "null":
+        raise ConfigError(
+            "train.total_dialog_turns=null must be a number: leave it out, with train.total_epochs it is not read."
+        )
     turns, epochs = (given.get(f"train.total_{name}", "null") for name in ("dialog_turns", "epochs"))
     if "null" not in (turns, epochs):
         raise ConfigError(
@@ -145,6 +184,18 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
     if given.get("hydra/sweeper") == "optuna" and "hydra.sweeper.direction" not in given:
         added.append("hydra.sweeper.direction=maximize")
     return added
+
+
+def _check_form(overrides: Sequence[str]) -> None:
+    """Refuses what is no override: Hydra would show the grammar, or a traceback."""
+    for text, following in zip(overrides, [*overrides[1:], "VALUE"], strict=False):
+        if text.startswith("~") or (text.partition("=")[0] and "=" in text):
+            continue
+        if (Path(CONFIG_FILES) / f"{text}.yaml").is_file():
+            use = f"--config-name={text}"
+        else:
+            use = f"{text or 'KEY'}={following}" if "=" not in text + following else "KEY=VALUE"
+        raise ConfigError(f"{text or repr(text)} must be an override, KEY=VALUE: use {use}.")
 
 
 def _check_folder(name: str, folder: Path) -> None:
@@ -188,7 +239,7 @@ def _explained_entry(cause: Any, name: str, listed: str) -> str:
         hint = f"did you mean {close[0]}?" if close else f"use {', '.join(ENTRY_FIELDS)}."
         return f"{name} in {listed} names a config key that does not exist: {hint}"
     if name not in ENTRY_FIELDS:
-        return f"{listed} must be a list of data sets, got {cause.value}: use [{{dataset: gsm8k}}], say."
+        return f"{listed} must be a list of data sets, got {cause.value}: for example, [{{dataset: gsm8k}}]."
     kind, default = _type_of(DatasetConfig, name), ENTRY_FIELDS[name].default
     return f"{name}={cause.value} in {listed} must have the type {kind}: leave it out for {default}."
 
@@ -241,7 +292,7 @@ def _mistyped(name: str, value: Any) -> str:
         return f"{name}={value} must be a node with _target_: use {name}._target_={target}."
     default = "null" if default is None else default
     works = str(default).replace("'", "")
-    return f"{name}={value} must have the type {_type_of(GRPOConfig, name)}: use {name}={works}, say."
+    return f"{name}={value} must have the type {_type_of(GRPOConfig, name)}: for example, {name}={works}."
 
 
 def starting(config: GRPOConfig, *, asynchronous: bool = False) -> AbstractContextManager[None]:

@@ -117,7 +117,7 @@ def check_choice(name: str, value: Any, names: Sequence[str], also: Sequence[str
     """Refuses a value that is neither one of the ``names`` nor of what is accepted besides."""
     if value not in (*names, *also):
         close = difflib.get_close_matches(str(value), names, 1)
-        hint = f"did you mean {close[0]}?" if close else f"use {name}={names[0]}, say."
+        hint = f"did you mean {close[0]}?" if close else f"for example, {name}={names[0]}."
         raise ConfigError(f"{name}={value} must be one of {', '.join(names)}: {hint}")
 
 
@@ -143,19 +143,19 @@ def _check_limits(name: str, value: float, default: Any, limits: Mapping[str, fl
     rule = " and ".join(f"{_COMPARISONS[kind][1]} {limit:g}" for kind, limit in limits.items())
     rule = rule if math.isfinite(value) else f"{rule}, and finite"
     works = limits.get("le", limits.get("ge", limits.get("gt", 0) + 1)) if default is None else default
-    raise ConfigError(f"{name}={value} must be {rule}: use {name}={works}, say.")
+    raise ConfigError(f"{name}={value} must be {rule}: for example, {name}={works}.")
 
 
 def _validate_data(env: EnvConfig) -> None:
     """That there is one data set, several or a task, and that what is set is read."""
     if not isinstance(env.chat_template_kwargs, dict | None):
         raise ConfigError(
-            f"env.chat_template_kwargs={env.chat_template_kwargs} must be arguments by name: use "
-            "'env.chat_template_kwargs={enable_thinking: false}', say."
+            f"env.chat_template_kwargs={env.chat_template_kwargs} must be arguments by name: for example, "
+            "'env.chat_template_kwargs={enable_thinking: false}'."
         )
     own_task = env.task.get("_target_")
     if len(env.task) > 1 and own_task is None:
-        raise ConfigError(f"env.task={env.task} must have _target_: use env.task._target_=my_tasks.MyTask, say.")
+        raise ConfigError(f"env.task={env.task} must have _target_: for example, env.task._target_=my_tasks.MyTask.")
     if own_task is not None and env.datasets is not None:
         raise ConfigError(f"env.task._target_={own_task} and env.datasets exclude each other: use one of them alone.")
     if own_task is None and env.datasets is None:
@@ -167,7 +167,7 @@ def _validate_data(env: EnvConfig) -> None:
             fix = "give it to each data set" if own_task is None else f"use +env.task.{name} for an argument of yours"
             raise ConfigError(f"env.{name}={value} must be left out with {switch}: {fix}.")
     if env.datasets == []:
-        raise ConfigError("env.datasets=[] must have a data set: use [{dataset: gsm8k}], say.")
+        raise ConfigError("env.datasets=[] must have a data set: for example, [{dataset: gsm8k}].")
     for index, entry in enumerate(env.datasets or []):
         _validate_dataset(entry, f"env.datasets[{index}]")
 
@@ -244,26 +244,26 @@ def _validate_numbers(config: GRPOConfig) -> None:
     if "best" in (check_keep(config.train.keep_checkpoints) or {}) and not config.evaluation.num_prompts:
         raise ConfigError(
             f"train.keep_checkpoints={config.train.keep_checkpoints} needs evaluations to tell the best one, but "
-            "evaluation.num_prompts=0: use last:3, say, or evaluate."
+            "evaluation.num_prompts=0: use last:3, for example, or evaluate."
         )
     if env.difficulty_filter is not None:
         bounds = list(env.difficulty_filter)
         if len(bounds) != 2 or not 0 <= bounds[0] < bounds[1] <= 1:
             raise ConfigError(
-                f"env.difficulty_filter={bounds} must be [low, high] with low below high, both in [0, 1]: use "
-                "[0.05,0.95], say."
+                f"env.difficulty_filter={bounds} must be [low, high] with low below high, both in [0, 1]: for example, "
+                "[0.05,0.95]."
             )
     if config.only_evaluates and not config.evaluation.num_prompts:
         raise ConfigError(
-            "train.total_dialog_turns=0 only evaluates and must have evaluation.num_prompts above 0: use "
-            "evaluation.num_prompts=200, say."
+            "train.total_dialog_turns=0 only evaluates and must have evaluation.num_prompts above 0: for example, "
+            "evaluation.num_prompts=200."
         )
     rows = config.logging.sample_rows
     if rows != "all" and not (isinstance(rows, int) and rows > 0):
-        raise ConfigError(f"logging.sample_rows={rows} must be all, or a whole number of at least 1: use all, say.")
+        raise ConfigError(f"logging.sample_rows={rows} must be all, or a whole number of at least 1: for example, all.")
     if config.evaluation.k == 1:
         raise ConfigError(
-            "evaluation.k=1 must be 0 or at least 2 (pass@1 is measured greedy): use evaluation.k=8, say."
+            "evaluation.k=1 must be 0 or at least 2 (pass@1 is measured greedy): for example, evaluation.k=8."
         )
 
 
@@ -309,7 +309,7 @@ def _validate_models(config: GRPOConfig) -> None:
     if config.train_model.lora.enabled and "lm_head" in (targets := list(config.train_model.lora.target_modules)):
         raise ConfigError(
             f"train_model.lora.target_modules=[{','.join(targets)}] must leave out lm_head, whose logits are never "
-            "computed whole: use [all-linear], say, which is all but the head."
+            "computed whole: use [all-linear], for example, which is all but the head."
         )
     for role in ("train_model", "inference_model", "ref_model"):
         number, devices = getattr(config, role).num_devices, getattr(config, role).devices
@@ -320,14 +320,14 @@ def _validate_models(config: GRPOConfig) -> None:
             )
         if devices is not None and (not devices or min(devices) < 0 or len(set(devices)) < len(devices)):
             raise ConfigError(
-                f"{role}.devices={list(devices)} must be different indices of accelerators, from 0: use [0], say."
+                f"{role}.devices={list(devices)} must be different indices of accelerators, from 0: for example, [0]."
             )
     engine = config.inference_model
     stop = list(engine.stop)
     if "" in stop or sum(len(text.encode()) for text in stop) > MOST_STOP_BYTES:
         raise ConfigError(
             f"inference_model.stop={stop!s:.200} must be texts that are not empty, of at most {MOST_STOP_BYTES} "
-            "bytes together: use inference_model.stop=['</answer>'], say."
+            "bytes together: for example, inference_model.stop=['</answer>']."
         )
     for name, only in (("in_flight", "wait"), ("tensor_parallel_size", 1)):
         if getattr(engine, name) != only and engine.backend != "vllm":

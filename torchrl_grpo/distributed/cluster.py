@@ -266,6 +266,7 @@ def start(address: str | None = None) -> Cluster:
         if lock is not None:
             _start_here(os.path.dirname(lock.name))
         else:
+            _show_token()
             ray.init(address=address, logging_level="error")
     except BaseException as error:
         if lock is not None:
@@ -278,6 +279,15 @@ def start(address: str | None = None) -> Cluster:
         if on_main_thread and callable(handler):
             signal.signal(signal.SIGTERM, handler)
     return Cluster(address, lock)
+
+
+def _show_token() -> None:
+    """Has this process show its token: ``ray start`` asks for one wherever it finds one, and joining does not look."""
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    if "RAY_AUTH_MODE" not in os.environ and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        os.environ["RAY_AUTH_MODE"] = "token"
+        Config.initialize("")  # else Ray keeps what it read at its import
 
 
 def _start_here(folder: str) -> None:
@@ -336,7 +346,8 @@ def _check_reachable(address: str) -> None:
 def _unreachable(address: str | None, error: Exception) -> ValueError:
     return ValueError(
         f"ray.address={address} must be a Ray cluster that can be joined ({error}): start one with `ray start --head`, "
-        "set RAY_AUTH_MODE=token if it asks for a token, or leave ray.address out to have one started for the run."
+        "copy ~/.ray/auth_token from its head if it asks for a token, or leave ray.address out to have one started for "
+        "the run."
     )
 
 

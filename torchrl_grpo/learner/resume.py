@@ -99,8 +99,8 @@ def check_length(resume: Resume, config: GRPOConfig) -> None:
     if train.total_epochs is not None:
         field, value, use = "total_epochs", train.total_epochs, done * train.total_epochs // value + 1
     raise ConfigError(
-        f"train.{field}={value} must be more than the {done} trajectories that {resume.path} has behind it: use "
-        f"train.{field}={use}, say."
+        f"train.{field}={value} must be more than the {done} trajectories that {resume.path} has behind it: for "
+        f"example, train.{field}={use}."
     )
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils._validators import validate_repo_id
 from safetensors import SafetensorError
 from torch import nn
 from torchrl._utils import logger as torchrl_logger
@@ -64,12 +66,33 @@ def _unreachable(name: str, what: str, error: Exception) -> ValueError:
     )
 
 
+def _check_name(name: str) -> None:
+    """Refuses a path at which there is no folder: the hub would only say which characters a name may have."""
+    path = Path(name)
+    if path.is_dir():
+        return
+    if path.exists():
+        wrong = "it is a file"
+    else:
+        try:
+            validate_repo_id(name.partition("@")[0])
+            return
+        except HFValidationError:
+            there = next(parent for parent in path.absolute().parents if parent.exists())
+            wrong = "a shell leaves ~ as it is after a =" if name.startswith("~") else f"{there} has no such folder"
+    raise ValueError(
+        f"model.name={name} must be a folder with a model, or a name on the Hugging Face hub such as OWNER/NAME, but "
+        f"{wrong}: check the path, or use model.name={STARTER}, which is shipped with the package."
+    )
+
+
 def load_config(name: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """The architecture alone, without weights.
 
     Raises:
         ValueError: there is no such model, it cannot be reached, or it is no causal language model.
     """
+    _check_name(name)
     try:
         config = AutoConfig.from_pretrained(resolve_name(name), trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

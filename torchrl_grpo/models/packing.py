@@ -207,7 +207,7 @@ def micro_batches(lengths: Tensor, max_tokens: int, prompts: Sequence[Prompt] | 
         [[0, 2], [1]]
     """
     if max_tokens < 1:
-        raise ValueError(f"max_tokens={max_tokens} must be at least 1: use 4096, say.")
+        raise ValueError(f"max_tokens={max_tokens} must be at least 1: for example, 4096.")
     if prompts is None:
         order = lengths.sort(descending=True, stable=True).indices.tolist()
     else:

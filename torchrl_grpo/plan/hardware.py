@@ -127,7 +127,7 @@ def model_shape(name: str, folder: Path, parameters: float | None = None) -> Sha
     if not found:
         raise ConfigError(
             f"model.name={name} must be a folder with a config.json, or begin like {', '.join(SHAPES)}: use one of "
-            "these, or say how many parameters it has with --params=7e9, say."
+            "these, or say how many parameters it has (for example, --params=7e9)."
         )
     return SHAPES[found[0]]
 
@@ -145,7 +145,7 @@ def _read(config: Mapping[str, Any], name: str) -> Shape:
     except KeyError as error:
         raise ConfigError(
             f"model.name={name} must be a dense decoder whose config.json has {error}: say how many parameters it has "
-            "with --params=7e9, say."
+            "(for example, --params=7e9)."
         ) from error
     return Shape(embeddings + layers * layer + hidden, layers, hidden, kv_width)
 

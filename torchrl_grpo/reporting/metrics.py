@@ -220,7 +220,7 @@ def _write_environment(directory: Path) -> None:
     # Asking for the names starts CUDA in this process, which workers that are forked later do not survive.
     names = sorted({torch.cuda.get_device_name(i) for i in range(count)}) if torch.cuda.is_initialized() else []
     facts = {
-        "command": " ".join(word for word in sys.argv if not word.startswith("+hydra.callbacks.")),  # ours
+        "command": " ".join(sys.argv),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "threads": torch.get_num_threads(),

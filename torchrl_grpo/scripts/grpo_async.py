@@ -6,6 +6,7 @@ import hydra
 from omegaconf import DictConfig
 
 from torchrl_grpo.config import CONFIG_FILES
+from torchrl_grpo.scripts import start_grpo_async
 from torchrl_grpo.scripts.job import train
 
 
@@ -13,3 +14,7 @@ from torchrl_grpo.scripts.job import train
 def main(cfg: DictConfig) -> float | None:
     """The run that the config describes; gives what a sweep is to raise."""
     return train(cfg, asynchronous=True)
+
+
+if __name__ == "__main__":
+    start_grpo_async()

@@ -11,17 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from hydra.conf import HydraConf
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from torchrl_grpo import interrupts, startup
-from torchrl_grpo.config import check_command_line, from_hydra, orderly_exit, register, starting
+from torchrl_grpo.config import (
+    ConfigError,
+    check_command_line,
+    from_hydra,
+    orderly_exit,
+    register,
+    split_command_line,
+    starting,
+)
 
 _log = logging.getLogger(__name__)
-
-register()
 
 
 class Sweep(Callback):
@@ -37,16 +44,34 @@ class Sweep(Callback):
         Sweep.folder = Path(config.hydra.sweep.dir)
 
 
+register()
+# In every config, those of the user included, without a word on the command line.
+ConfigStore.instance().store(
+    group="hydra", name="config", node=HydraConf(callbacks={"sweep": {"_target_": f"{__name__}.{Sweep.__name__}"}})
+)
+
+
 def command(main: Callable[[], object]) -> None:
     """Has ``main`` answer the command line, and writes the page over a sweep."""
     Sweep.folder = None
     with orderly_exit():
-        sys.argv += [*check_command_line(sys.argv[1:]), f"+hydra.callbacks.sweep._target_={__name__}.Sweep"]
+        _check_working_directory()
+        options, overrides = split_command_line(sys.argv[1:])
+        sys.argv[1:] = [*overrides, *check_command_line(overrides), *options]
         try:
             main()
         finally:
             if Sweep.folder is not None:
                 _report(Sweep.folder)
+
+
+def _check_working_directory() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "the working directory must exist, and this one was removed: change to another one (cd)."
+        ) from None
 
 
 def train(cfg: DictConfig, *, asynchronous: bool = False) -> float | None:

@@ -111,7 +111,7 @@ class DatasetTask(Task):
         if test_fraction is not None and (test_split is not None or not 0 < test_fraction < 1):
             raise ValueError(
                 f"{field}.test_fraction={test_fraction} must be between 0 and 1, and left out with {field}.test_split: "
-                f"use {field}.test_fraction=0.1, say."
+                f"for example, {field}.test_fraction=0.1."
             )
         self.name = data_name(dataset)
         self.dataset, self.dataset_config, self.revision = dataset, dataset_config, revision
@@ -210,15 +210,17 @@ class DatasetTask(Task):
         if self.prompt_column is None and len(prompts) == 1:
             self.prompt_column = prompts[0]
         elif self.prompt_column is None and self.prompt_template is None:
+            likely = prompts or [name for name in names if any(known in name.lower() for known in PROMPT_COLUMNS)]
             raise ValueError(
                 f"{self.field}.columns.prompt must name the column with the prompts of {self.dataset}, which has "
-                f"{sorted(names)}: use {self.field}.columns.prompt={(prompts or sorted(names))[0]}, say."
+                f"{sorted(names)}: "
+                + (f"for example, {self.field}.columns.prompt={likely[0]}." if likely else "set it to one of them.")
             )
         answers = [name for name in ANSWER_COLUMNS if name in names and name != self.prompt_column]
         if self.answer_column is None and len(answers) > 1:
             raise ValueError(
-                f"{self.field}.columns.answer must name one of {answers}, which {self.dataset} has: use "
-                f"{self.field}.columns.answer={answers[0]}, say."
+                f"{self.field}.columns.answer must name one of {answers}, which {self.dataset} has: for example, "
+                f"{self.field}.columns.answer={answers[0]}."
             )
         self.answer_column = self.answer_column or (answers[0] if answers else None)
         if given != (self.prompt_column, self.answer_column):

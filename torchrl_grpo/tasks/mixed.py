@@ -78,7 +78,7 @@ class MixedTask(Task):
 
     def __init__(self, tasks: Sequence[Task], weights: Sequence[float], names: Sequence[str]) -> None:
         if min(weights) <= 0:
-            raise ValueError(f"weights={list(weights)} must be above 0: use 1 for each, say.")
+            raise ValueError(f"weights={list(weights)} must be above 0: for example, 1 for each.")
         if len(set(names)) < len(names):
             raise ValueError(f"names={list(names)} must be different: give a data set another name.")
         self.tasks = dict(zip(names, tasks, strict=True))

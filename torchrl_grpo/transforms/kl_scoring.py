@@ -67,7 +67,7 @@ class KLScoring(Transform):
                 f"scorer={type(scorer).__name__} must be a TokenScorer: use TokenScorer(hugging_face_model)."
             )
         if max_tokens < 1:
-            raise ValueError(f"max_tokens={max_tokens} must be at least 1: use 16384, say.")
+            raise ValueError(f"max_tokens={max_tokens} must be at least 1: for example, 16384.")
         in_env = out_key[1:] if isinstance(out_key, tuple) and out_key[0] == "next" else out_key
         super().__init__(in_keys=[keys.FULL, keys.ASSISTANT_MASK], out_keys=[in_env])
         self.scorer = scorer

@@ -1,0 +1,197 @@
+"""Command lines as users type them: Hydra's options before, between and after the overrides."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+import yaml
+from hydra._internal.utils import get_args_parser
+from omegaconf import DictConfig
+
+from tests.support.configs import ROOT
+from tests.support.documentation import script_lines
+from torchrl_grpo.config import CONFIG_FILES, split_command_line
+from torchrl_grpo.scripts.grpo import main
+from torchrl_grpo.scripts.job import Sweep, command
+
+SHOWN = script_lines()
+LINES = {" ".join(words): words for _, _, words in SHOWN}
+OPTIONS = (
+    ("--cfg", "job"), ("--cfg=all",), ("--multirun",), ("-m",), ("--config-name", "grpo_math"), ("--help",),
+    ("--info",), ("-i", "defaults"),
+)  # fmt: skip
+
+
+def split(words: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The options that Hydra finds, and the overrides."""
+    options, overrides = split_command_line(words)
+    given = vars(get_args_parser().parse_args([*overrides, *options]))
+    assert given.pop("overrides") == overrides
+    return given, overrides
+
+
+def places(overrides: list[str], option: tuple[str, ...]) -> Iterator[list[str]]:
+    """The option before, between and after the overrides."""
+    for place in sorted({0, (len(overrides) + 1) // 2, len(overrides)}):
+        yield [*overrides[:place], *option, *overrides[place:]]
+
+
+def test_the_project_shows_lines_of_both_scripts_in_all_its_folders() -> None:
+    folders = {file.partition("/")[0] for file, _, _ in SHOWN}
+    assert folders == {"README.md", "Makefile", "Dockerfile", "docs", "examples", "sota", "tools"}
+    assert {script for _, script, _ in SHOWN} == {"grpo", "grpo-async"}
+    assert len(LINES) > 50
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=" ".join)
+def test_an_option_means_the_same_wherever_it_stands_on_a_shown_line(option: tuple[str, ...]) -> None:
+    alone, _ = split(list(option))
+    assert alone != split([])[0]
+    for words in LINES.values():
+        _, overrides = split(words)
+        for typed in places(overrides, option):
+            assert split(typed) == (alone, overrides)
+
+
+def in_this_process(monkeypatch: pytest.MonkeyPatch, task: Callable[[], object], *words: str) -> int:
+    """The exit status of a command line, as the scripts answer it."""
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *words])
+    try:
+        command(task)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize("line", [line for line, words in LINES.items() if "--multirun" not in words])
+def test_a_shown_line_composes_with_its_options_in_any_place(
+    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    given, overrides = split(LINES[line])
+    options = {"--config-name": given["config_name"], "--config-dir": given["config_dir"]}
+    option = [word for name, value in options.items() if value for word in (name, value)]
+    shown = set()
+    for typed in list(places(overrides, ("--cfg", "job", *option)))[-2:]:
+        status = in_this_process(monkeypatch, main, *typed)
+        printed = capsys.readouterr()
+        assert status == 0, printed.err
+        shown.add(printed.out)
+    assert len(shown) == 1
+
+
+@pytest.mark.parametrize("option", [["--multirun"], ["-m", "--config-name", "grpo_arithmetic"]], ids=" ".join)
+@pytest.mark.parametrize("place", range(3))
+def test_a_sweep_runs_each_job_wherever_multirun_stands(
+    option: list[str], place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    overrides, jobs = ["optimizer.lr=1e-4,1e-5", "hydra.sweep.dir=sweep"], []
+
+    @hydra.main(version_base="1.3", config_path=CONFIG_FILES, config_name="grpo_gsm8k")
+    def record(cfg: DictConfig) -> None:
+        jobs.append((cfg.env.dataset, cfg.optimizer.lr, Sweep.folder))
+
+    assert in_this_process(monkeypatch, record, *overrides[:place], *option, *overrides[place:]) == 0
+    dataset = "arithmetic" if "--config-name" in option else "gsm8k"
+    assert jobs == [(dataset, lr, Path("sweep")) for lr in (1e-4, 1e-5)]
+
+
+def test_a_run_records_no_override_that_nobody_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    @hydra.main(version_base="1.3", config_path=CONFIG_FILES, config_name="grpo_gsm8k")
+    def record(cfg: DictConfig) -> None:
+        """Nothing: Hydra writes the files."""
+
+    assert in_this_process(monkeypatch, record, "seed=3", "hydra.run.dir=run") == 0
+    recorded = yaml.safe_load((tmp_path / "run" / ".hydra" / "hydra.yaml").read_text())["hydra"]["overrides"]
+    assert recorded == {"hydra": ["hydra.run.dir=run", "hydra.mode=RUN"], "task": ["seed=3"]}
+    assert Sweep.folder is None
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "expected"),
+    [
+        ("grpo.py", "optimizer.lr=1e-4 --cfg job", "lr: 0.0001"),
+        ("grpo.py", "seed=7 --config-name grpo_arithmetic --cfg job train.total_dialog_turns=64", "seed: 7"),
+        ("grpo.py", "optimizer.lr=1e-4 --help", "lr: 0.0001"),
+        ("grpo.py", "optimizer.lr=1e-4 --hydra-help", "Hydra's help"),
+        ("grpo.py", "--info optimizer.lr=1e-4", "Config search path"),
+        ("grpo.py", "dry_run=true --config-name grpo_arithmetic --cfg job", "dry_run: true"),
+        ("grpo-async.py", "train_model.num_devices=2 --config-name grpo_arithmetic --cfg job", "num_devices: 2"),
+    ],
+)
+def test_the_scripts_answer_options_after_overrides(script: str, words: str, expected: str, tmp_path: Path) -> None:
+    """In processes of their own, from the folder of the scripts, as in other projects' READMEs."""
+    done = subprocess.run(
+        [sys.executable, script, *words.split(), f"hydra.run.dir={tmp_path}"],
+        cwd=ROOT / "sota" / "grpo", env=os.environ | {"VLLM_USE_V1": "0"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("seed=1,2 --multirun --cfg job", "--multirun and --cfg exclude each other: use one of them alone."),
+        ("seed=1 --resolve", "--resolve must have --cfg or --help with it: use --cfg job --resolve."),
+    ],
+)
+def test_options_that_exclude_each_other_are_one_line(
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_this_process(monkeypatch, main, *words.split()) == 2
+    assert capsys.readouterr().err == f"\nerror: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["grpo_arithmetic"], "grpo_arithmetic must be an override, KEY=VALUE: use --config-name=grpo_arithmetic."),
+        (["optimizer.lr", "1e-4"], "optimizer.lr must be an override, KEY=VALUE: use optimizer.lr=1e-4."),
+        (["seed=1", "logging"], "logging must be an override, KEY=VALUE: use logging=VALUE."),
+        (["logging", "seed=1"], "logging must be an override, KEY=VALUE: use KEY=VALUE."),
+        (["=3"], "=3 must be an override, KEY=VALUE: use KEY=VALUE."),
+        (
+            ["train.total_dialog_turns=null", "train.total_epochs=1"],
+            "train.total_dialog_turns=null must be a number: leave it out, with train.total_epochs it is not read.",
+        ),
+    ],
+)
+def test_what_is_no_override_is_one_line(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_this_process(monkeypatch, main, *words) == 2
+    assert capsys.readouterr().err == f"\nerror: {message}\n"
+
+
+def test_a_working_directory_that_was_removed_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert in_this_process(monkeypatch, main, "--cfg", "job") == 2
+    monkeypatch.chdir(tmp_path)
+    message = "the working directory must exist, and this one was removed: change to another one (cd)."
+    assert capsys.readouterr().err == f"\nerror: {message}\n"
+
+
+@pytest.mark.parametrize("module", ["grpo", "grpo_async"])
+def test_a_script_as_a_module_does_what_the_script_does(module: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", f"torchrl_grpo.scripts.{module}"]
+    refused = subprocess.run([*command, "--bogus=1"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 2 and "unrecognized arguments: --bogus=1" in refused.stderr
+    shown = subprocess.run(
+        [*command, "seed=5", "--cfg", "job"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert shown.returncode == 0 and "seed: 5" in shown.stdout

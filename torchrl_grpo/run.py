@@ -29,6 +29,7 @@ from torchrl_grpo.blueprint import (
 from torchrl_grpo.collectors.source import LocalSource
 from torchrl_grpo.config import GRPOConfig, check_one_process, plain, staleness_bound
 from torchrl_grpo.config.resumed import check_unused
+from torchrl_grpo.folders import FolderLock
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.resume import Resume, check_tasks, find_resume
@@ -166,6 +167,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
     started_at, max_staleness = time.monotonic(), staleness_bound(config, asynchronous)
     directory = Path(directory)
     with as_config_errors(), ExitStack() as resources:
+        resources.enter_context(FolderLock(directory))
         watch = resources.enter_context(stalls.watched(config.train.stall_timeout_s, directory))
         cluster, resume = None, find_resume(config, plain(config), max_staleness, directory)
         if config.train.resume is None:

@@ -243,6 +243,7 @@ def _logger(config: GRPOConfig, directory: Path, resume: Resume | None) -> Metri
         services=logging.services,
         config=plain(config),
         goes_on_from=None if resume is None or config.only_evaluates else resume.path.parent.parent,
+        finished=resume is not None and not config.only_evaluates and resume.step >= config.num_batches,
     )
 
 

@@ -109,6 +109,24 @@ def test_auto_writes_the_model_that_a_finished_run_lacks(tmp_path: Path) -> None
     assert rows_of(tmp_path, "metrics.jsonl") == before
 
 
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_a_finished_run_writes_nothing_more_to_other_loggers(name: str, tmp_path: Path) -> None:
+    """Weights & Biases had another offline folder, TensorBoard another file."""
+    pytest.importorskip(name)
+    asked = "logging.tensorboard=true" if name == "tensorboard" else f"logging.{name}.mode=offline"
+    run(tmp_path, asked, steps(1))
+
+    def written() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in (tmp_path / name).rglob("*")}
+
+    before = written()
+    run(tmp_path, asked, steps(1), "train.resume=auto")
+    assert written().keys() == before.keys()
+    before = written()
+    run(tmp_path, asked, steps(2), "train.resume=auto")
+    assert written() != before
+
+
 def test_checkpoints_of_later_steps_are_set_aside(killed: Path) -> None:
     run(killed, *TESTED, *SAVED, steps(3), f"train.resume={at(killed, 2)}", "optimizer.lr=1e-4")
     names = {path.name for path in (killed / "checkpoints").iterdir()}

@@ -14,6 +14,7 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -55,6 +56,8 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
             config says of each.
         goes_on_from: the directory of the run that this one goes on from: in such a service they are one.
         config: the run's config, sent along with the metrics (TensorBoard: as text).
+        finished: whether the run has all its steps behind it. TensorBoard and the services then start only if there is
+            something to log after all.
 
     Raises:
         ValueError: a package or a key that a logger needs is missing, or one cannot start.
@@ -75,13 +78,17 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         services: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         config: Mapping[str, Any],
         goes_on_from: Path | None = None,
+        finished: bool = False,
     ) -> None:
         check_logging(tensorboard=tensorboard, services=services)
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         config_text = json.dumps(_plain(config), indent=2)
         folders = [self.directory, *([] if goes_on_from is None else [goes_on_from])]
-        self._trackers = start_trackers(folders, tensorboard=tensorboard, services=services, config=config_text)
+        self._start_trackers = partial(
+            start_trackers, folders, tensorboard=tensorboard, services=services, config=config_text
+        )
+        self._trackers = None if finished else self._start_trackers()
         self._logged = False
         self.last_row: dict[str, Any] = {}
         self._files: dict[str, _Lines] = {}
@@ -153,6 +160,10 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
 
     def _tell(self, method: str, *given: Any) -> None:
         """Calls a method of all trackers; one that fails is left out from then on: a run does not end for it."""
+        if self._trackers is None:
+            if method not in ("log", "log_samples"):
+                return
+            self._trackers = self._start_trackers()
         for tracker in list(self._trackers):
             try:
                 getattr(tracker, method)(*given)

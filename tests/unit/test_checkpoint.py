@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -27,7 +28,7 @@ from torchrl_grpo.config import ConfigError, plain
 from torchrl_grpo.config.resumed import on_saved_config
 from torchrl_grpo.errors import DiskFullError, NonFiniteError
 from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
-from torchrl_grpo.learner.export import export_model
+from torchrl_grpo.learner.export import export_model, model_card
 from torchrl_grpo.learner.resume import Resume, find_resume
 from torchrl_grpo.reporting.metrics import MetricsLogger, read_jsonl
 from torchrl_grpo.run import build
@@ -185,6 +186,20 @@ def test_the_newest_and_the_best_checkpoints_are_kept(
     for step, accuracy in enumerate([0.5, 0.9, 0.7, None, 0.1], start=1):
         save(made, step, accuracy)
     assert steps_in(tmp_path) == (expected or [1, 2, 3, 4, 5])
+
+
+def test_an_evaluation_with_mostly_invalid_rewards_is_not_the_best(tmp_path: Path) -> None:
+    """Of 400 problems one had a valid reward, for a correct response: pass@1 was 100%."""
+    made = checkpointer(tmp_path, "last:1,best:1")
+    for step, (accuracy, invalid) in enumerate([(0.7, 0.5), (1.0, 399 / 400), (math.nan, 1.0), (0.9, 0.51)], start=1):
+        made.metrics = {"eval/pass@1": accuracy, "eval/invalid_fraction": invalid}
+        made.save(step, {"model": {"weight": torch.zeros(3)}}, {})
+    assert steps_in(tmp_path) == [1, 4]
+
+
+def test_a_model_card_has_no_accuracy_that_no_valid_reward_stands_behind() -> None:
+    config = {"env": {"dataset": "gsm8k", "task": {}}, "model": {"name": "base"}}
+    assert "| pass@1 | not measured |" in model_card(config, 3, {"eval/pass@1": math.nan})
 
 
 def test_by_default_the_newest_three_checkpoints_stay(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
@@ -16,9 +17,11 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_grpo.checkpoint_files import SealedFile, check_whole, checkpoints_in, read_manifest, step_of
 from torchrl_grpo.checks import check_keep
 from torchrl_grpo.errors import ConfigError, DiskFullError, NonFiniteError
-from torchrl_grpo.learner.export import ACCURACY, check_room, export_model, model_card
+from torchrl_grpo.learner.export import ACCURACY, INVALID, check_room, export_model, model_card
 from torchrl_grpo.records import is_full, size
 
+_MOST_INVALID = 0.5
+"""Share of invalid rewards above which an evaluation does not count for ``best``: it is of the few problems left."""
 _ENTRIES = {"step", "trainer", "source", "rng", "config"}
 
 
@@ -178,12 +181,13 @@ def _bytes(tensors: Any) -> int:
 
 
 def _score(path: Path) -> float | None:
-    """The accuracy of a checkpoint that was evaluated."""
+    """Return the accuracy of a checkpoint that was evaluated; None where it says too little to be the best."""
     try:
-        score: float | None = read_manifest(path)["metrics"].get(ACCURACY)
+        metrics = read_manifest(path)["metrics"]
     except ValueError:
         return None
-    return score
+    score: float = metrics.get(ACCURACY, math.nan)
+    return score if math.isfinite(score) and metrics.get(INVALID, 0.0) <= _MOST_INVALID else None
 
 
 def check_finite(weights: Mapping[str, Any]) -> None:

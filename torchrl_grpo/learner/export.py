@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,8 @@ from torchrl_grpo.weights import named_adapter_weights, named_weights
 
 ACCURACY = "eval/pass@1"
 """The metric that says how good a checkpoint is."""
+INVALID = "eval/invalid_fraction"
+"""The share of the rewards that it leaves out."""
 
 
 def export_model(
@@ -91,7 +94,7 @@ def model_card(config: Mapping[str, Any], step: int, metrics: Mapping[str, float
     env, base = config["env"], config["model"]["name"]
     data = env["task"].get("_target_") or env["dataset"] or ", ".join(entry["dataset"] for entry in env["datasets"])
     of_hub = base.count("/") == 1 and not Path(base).exists()
-    tested = {name: value for name, value in metrics.items() if name.startswith("eval/pass@")}
+    tested = {name: value for name, value in metrics.items() if name.startswith("eval/pass@") and math.isfinite(value)}
     rows = {"base model": base, "training data": data, "steps": f"{step:,}"}
     rows |= {name.removeprefix("eval/"): percent(value) for name, value in tested.items()} or {"pass@1": "not measured"}
     lines = ["---", *([f"base_model: {base}"] if of_hub else []), "library_name: transformers", "tags: [grpo]", "---"]

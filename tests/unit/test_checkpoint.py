@@ -163,6 +163,13 @@ def test_weights_that_a_step_made_useless_are_never_saved(tmp_path: Path) -> Non
     assert not list(tmp_path.rglob("*.pt")) and not list(tmp_path.rglob("*.tmp"))
 
 
+def test_weights_that_overflow_only_in_mixed_precision_are_never_saved(tmp_path: Path) -> None:
+    """In float32 they gave finite log-probs, while every training step was skipped for NaN."""
+    with pytest.raises(NonFiniteError, match=r"log-probs are not finite after step 3.* lower optimizer\.lr than 1\."):
+        run(tmp_path, steps(3), "optimizer.lr=1", "train.mixed_precision=fp16")
+    assert not list(tmp_path.rglob("*.pt")) and not list(tmp_path.rglob("*.safetensors"))
+
+
 def checkpointer(folder: Path, keep: str | None = None) -> Checkpointer:
     return Checkpointer(folder, {}, keep)
 

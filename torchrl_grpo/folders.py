@@ -7,6 +7,7 @@ import fcntl
 import itertools
 import os
 import socket
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
@@ -28,15 +29,21 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
+def numbered(path: Path) -> Iterator[Path]:
+    """Yield the path, and after it ``NAME-2``, ``NAME-3`` and so on beside it."""
+    yield path
+    for number in itertools.count(2):
+        yield path.with_name(f"{path.name}-{number}")
+
+
 def claim(folder: Path) -> Path:
-    """Make a new folder and return it: this one or, where the name is taken, ``NAME-2``, ``NAME-3`` and so on."""
+    """Make a new folder and return it: the first of ``numbered(folder)`` whose name is free."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        claimed = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+    for claimed in numbered(folder):
         with suppress(FileExistsError):
             claimed.mkdir()
-            return claimed
-    raise AssertionError("unreachable")
+            break
+    return claimed
 
 
 class FolderLock(AbstractContextManager["FolderLock"]):

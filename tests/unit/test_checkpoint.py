@@ -209,6 +209,19 @@ def test_a_model_card_has_no_accuracy_that_no_valid_reward_stands_behind() -> No
     assert "| pass@1 | not measured |" in model_card(config, 3, {"eval/pass@1": math.nan})
 
 
+def test_checkpoints_that_were_set_aside_stay_when_others_are(tmp_path: Path) -> None:
+    """The second time overwrote those of the first."""
+    made = checkpointer(tmp_path)
+    for content in (1, 2, 3):
+        made.begin(1)
+        made.save(2, {"model": {"weight": torch.full((3,), float(content))}}, {})
+    made.begin(1)
+    aside = ["checkpoint_000002.old", "checkpoint_000002.old-2", "checkpoint_000002.old-3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == aside
+    assert [read_checkpoint(tmp_path / name)["trainer"]["model"]["weight"][0] for name in aside] == [1, 2, 3]
+    assert made.latest() is None
+
+
 def test_by_default_the_newest_three_checkpoints_stay(tmp_path: Path) -> None:
     made = checkpointer(tmp_path, compose_config().train.keep_checkpoints)
     for step in range(1, 6):

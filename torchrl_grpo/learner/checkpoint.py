@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_grpo.checkpoint_files import SealedFile, check_whole, checkpoints_in, read_manifest, step_of
 from torchrl_grpo.checks import check_keep
 from torchrl_grpo.errors import ConfigError, DiskFullError, NonFiniteError
+from torchrl_grpo.folders import numbered
 from torchrl_grpo.learner.export import ACCURACY, INVALID, check_room, export_model, model_card
 from torchrl_grpo.records import is_full, size
 
@@ -52,12 +53,13 @@ class Checkpointer:
         return self.directory / f"checkpoint_{step:06d}.pt"
 
     def begin(self, step: int) -> None:
-        """Makes the folder that of a run which goes on after ``step``: later checkpoints are set aside (``.old``), and
-        what an interrupted save left is removed."""
+        """Makes the folder that of a run which goes on after ``step``: later checkpoints are set aside (``.old``,
+        ``.old-2``), and what an interrupted save left is removed."""
         for path in checkpoints_in(self.directory):
             if (step_of(path) or 0) > step:
-                path.rename(path.with_suffix(".old"))
-                torchrl_logger.warning(f"{path} is of a later step than {step}: it is now {path.stem}.old.")
+                aside = next(name for name in numbered(path.with_suffix(".old")) if not name.exists())
+                path.rename(aside)
+                torchrl_logger.warning(f"{path} is of a later step than {step}: it is now {aside.name}.")
         for path in self.directory.glob("checkpoint_*.tmp"):
             path.unlink()
 

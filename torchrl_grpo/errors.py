@@ -39,6 +39,10 @@ class DiskFullError(RunLostError):
     """There is no room for a file of the run."""
 
 
+class FolderLostError(RunLostError):
+    """The run's folder was moved or removed while the run wrote to it."""
+
+
 STALLED_STATUS = 75
 """Exit status of a run that stood still: that of sysexits.h for what may be tried again."""
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,16 +14,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.configs import ROOT, compose_config
 from tests.support.runs import SMALL, run, steps
 from torchrl_grpo.config import ConfigError
+from torchrl_grpo.errors import FolderLostError
 from torchrl_grpo.export import main as export
 from torchrl_grpo.folders import LOCK_FILE, FolderLock
 from torchrl_grpo.records import read_jsonl
-from torchrl_grpo.run import build
+from torchrl_grpo.run import Run, build
 from torchrl_grpo.view.runs import RunView
 
 SYNC = ROOT / "sota" / "grpo" / "grpo.py"
@@ -234,3 +237,72 @@ def test_of_20_starts_at_once_one_gets_the_folder(tmp_path: Path) -> None:
             process.kill()
             process.wait()
     assert sorted(said) == ["held\n", *(19 * ["refused\n"])]
+
+
+def at_step(made: Run, step: int, then: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have something happen to a run's folder in the middle of a step."""
+    publish: Callable[..., None] = made.source.publish
+
+    def publish_then(*given: Any) -> None:
+        publish(*given)
+        if made.learner.version == step:
+            then()
+
+    monkeypatch.setattr(made.source, "publish", publish_then)
+
+
+def replace(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("change", "found", "what"),
+    [
+        (lambda folder: folder.rename(folder.with_name("moved")), "moved", "was moved to .*/moved"),
+        (lambda folder: (folder.rename(folder.with_name("moved")), folder.mkdir()), "moved", "was moved to .*/moved"),
+        (shutil.rmtree, "run", "was removed, and what is left was written to .*/run"),
+        (replace, "run-2", "was removed, and what is left was written to .*/run-2"),
+    ],
+)
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_run_whose_folder_is_moved_or_removed_ends_with_an_error_and_all_its_files(
+    step: int,
+    change: Callable[[Path], object],
+    found: str,
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ended with status 0, an empty report, and half of its files elsewhere."""
+    folder = tmp_path / "run"
+    config = compose_config(*SMALL, steps(4), "logging.sample_frequency=1")
+    with (
+        pytest.raises(FolderLostError, match=rf"hydra\.run\.dir={folder} must stay .*, but it {what}"),
+        closing(build(config, folder)) as made,
+    ):
+        at_step(made, step, lambda: change(folder), monkeypatch)
+        made.fit()
+    kept = tmp_path / found
+    assert [row["step"] for row in read_jsonl(kept / "metrics.jsonl")] == list(range(step + 1))
+    assert {row["step"] for row in read_jsonl(kept / "samples.jsonl")} == set(range(1, step + 1))
+    assert [path.name for path in (kept / "checkpoints").iterdir()] == [f"checkpoint_{step:06d}.pt"]
+    assert (kept / "report.html").exists() and not (kept / LOCK_FILE).exists()
+    others = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_relative_to(kept)]
+    assert others == []
+
+
+def test_a_run_that_is_interrupted_after_its_folder_was_moved_saves_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+
+    def move_and_stop() -> None:
+        folder.rename(moved)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), closing(build(compose_config(*SMALL, steps(4)), folder)) as made:
+        at_step(made, 2, move_and_stop, monkeypatch)
+        made.fit()
+    assert [row["step"] for row in read_jsonl(moved / "metrics.jsonl")] == [0, 1, 2]
+    assert (moved / "checkpoints" / "checkpoint_000002.pt").exists() and not folder.exists()

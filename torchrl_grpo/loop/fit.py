@@ -20,7 +20,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_grpo import stalls
 from torchrl_grpo.alarms import Alarms
 from torchrl_grpo.collectors.source import RolloutSource
-from torchrl_grpo.errors import DiskFullError, NonFiniteError, NoSignalError, RunLostError
+from torchrl_grpo.errors import DiskFullError, FolderLostError, NonFiniteError, NoSignalError, RunLostError
 from torchrl_grpo.interrupts import shielded
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.records import METRICS_FILE, one_of_each, read_jsonl
@@ -161,7 +161,7 @@ class _Steps:
     """The steps of a run, and what is written of them.
 
     Args:
-        learner, source, saver, logger, console, schedule: see ``fit``.
+        learner, source, saver, logger, console, schedule, check_folder: see ``fit``.
     """
 
     def __init__(
@@ -172,8 +172,10 @@ class _Steps:
         logger: MetricsLogger,
         console: Console,
         schedule: Schedule,
+        check_folder: Callable[[], None],
     ) -> None:
         self._learner, self._source, self._saver = learner, source, saver
+        self._check_folder = check_folder
         self._logger, self._console, self._schedule = logger, console, schedule
         self._first = learner.version
         self._unlogged: dict[str, float] | None = None  # of a step that is trained and not written down
@@ -228,6 +230,7 @@ class _Steps:
         if last or schedule.evaluates(step):
             metrics |= self._evaluate(step, sampled=last)
         self._now("save", step, f"write what step {step} gave")
+        self._check_folder()
         with shielded():
             self._record(metrics)
             self._console.step(step, metrics, step * schedule.sequences_per_batch, self._total)
@@ -250,6 +253,10 @@ class _Steps:
 
     def end_early(self) -> None:
         """Writes down a step that was trained, and saves. What ends the run is what the caller raises."""
+        try:
+            self._check_folder()
+        except (FolderLostError, OSError) as error:  # where the rest is written is known from here on
+            torchrl_logger.warning(str(error))
         try:
             if self._unlogged is not None and self._learner.resumable:
                 self._record(self._unlogged)
@@ -287,6 +294,7 @@ class _Steps:
         """Saves at the end of the run."""
         step = self._learner.version
         self._now("save", step, "save")
+        self._check_folder()
         with shielded():
             self._saver.save()
             self._end_span()
@@ -323,6 +331,7 @@ def fit(
     console: Console,
     schedule: Schedule,
     export: Callable[[], Any] = lambda: None,
+    check_folder: Callable[[], None] = lambda: None,
 ) -> None:
     """Trains until ``learner.version`` is ``schedule.num_batches`` or time is over; with no batches it only evaluates.
 
@@ -338,14 +347,17 @@ def fit(
         console: shows them.
         schedule: how long, and how often.
         export: writes the model of the current step.
+        check_folder: raises ``FolderLostError`` where the files' folder is no longer there, once, and has the rest
+            written elsewhere.
 
     Raises:
+        FolderLostError: see ``check_folder``.
         RuntimeError: engine and trainer differ by more than rounding.
         NonFiniteError: training has diverged.
         DiskFullError: there is no room for the last checkpoint.
     """
     saver = _Saver(learner, source, checkpointer, export)
-    steps = _Steps(learner, source, saver, logger, console, schedule)
+    steps = _Steps(learner, source, saver, logger, console, schedule, check_folder)
     steps.begin()
     try:
         while learner.version < schedule.num_batches and steps.in_time():

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -148,6 +149,12 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         self._open(below=step)
         self._tell("truncate", step)
 
+    def move_to(self, directory: Path) -> None:
+        """Go on in another folder. A file that it lacks is copied there, also if its own folder was removed."""
+        self.directory = directory
+        for file_name, file in self._files.items():
+            file.move_to(directory / file_name)
+
     def close(self) -> None:
         """Writes what is still held and closes all. May be called again."""
         if not self._files:
@@ -216,6 +223,13 @@ class _Lines:
             if not self._told:
                 torchrl_logger.warning(f"There is no room for {self._path}: its lines wait until there is.")
             self._told = True
+
+    def move_to(self, path: Path) -> None:
+        self._path = path
+        if not path.exists():  # else it was moved with its folder
+            shutil.copyfile(f"/proc/self/fd/{self._file.fileno()}", path)  # the open file needs no name
+            self._file.close()
+            self._file = path.open("ab", buffering=0)
 
     def close(self) -> None:
         self._write()

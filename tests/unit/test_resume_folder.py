@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torchrl._utils import logger as torchrl_logger
 
 from tests.support.configs import ROOT
 from tests.support.runs import at, differences, run, state_of, steps
@@ -98,6 +100,30 @@ def test_auto_refuses_to_start_afresh_over_damaged_checkpoints(
     (folder / "checkpoints").rename(folder / "damaged")
     run(folder, *TESTED, *SAVED, steps(1), "train.resume=auto")
     assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [0, 1]
+
+
+def test_lines_that_are_no_rows_are_left_out_when_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a JSONDecodeError or a KeyError, each time that the run was started."""
+    said: list[str] = []
+    monkeypatch.setattr(torchrl_logger, "warning", said.append)
+    run(tmp_path, *TESTED, *SAVED, steps(3))
+    torn = {
+        "metrics.jsonl": '{"step": 2, "train/lo',
+        "samples.jsonl": "\0" * 9,
+        "timeline.jsonl": '{"actor": "learner"}',
+    }
+    for name, line in torn.items():
+        lines = (tmp_path / name).read_text().split("\n")
+        (tmp_path / name).write_text("\n".join([lines[0], line, *lines[1:-1], "[3]", ""]))
+    run(tmp_path, *TESTED, *SAVED, steps(4), "train.resume=auto")
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    for name in torn:
+        rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        assert all(isinstance(row["step"], int) for row in rows)
+        told = [line for line in said if line.startswith(f"{tmp_path / name} has 2 lines that are no rows of a run")]
+        assert len(told) == 1 and "the first is line 2" in told[0]
 
 
 def test_auto_writes_the_model_that_a_finished_run_lacks(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from torchrl_grpo.records import (
     SAMPLES_FILE,
     TIMELINE_FILE,
     is_full,
+    parse_row,
     read_jsonl,
     whole_lines,
 )
@@ -189,9 +190,9 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         for file_name in (METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE):
             if file_name in self._files:
                 self._files[file_name].close()
-            kept = _keep_lines(self.directory / file_name, below)
+            last = _keep_rows(self.directory / file_name, below)
             if file_name == METRICS_FILE:
-                self.last_row = json.loads(kept[-1]) if kept else {}
+                self.last_row = last
             self._files[file_name] = _Lines(self.directory / file_name)
 
     def _append(self, file_name: str, row: Mapping[str, Any]) -> None:
@@ -285,18 +286,29 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
-def _keep_lines(path: Path, below: int | None = None) -> list[str]:
-    """Drops a last line that was cut short and, with ``below``, the lines of that step and later; all or nothing.
+def _keep_rows(path: Path, below: int | None = None) -> dict[str, Any]:
+    """Drop lines that are no rows and, with ``below``, the rows of that step and later; all or nothing.
 
     Returns:
-        the lines that are kept.
+        the last row that is kept, empty without one.
     """
     if not path.exists():
-        return []
-    lines = [line for line in whole_lines(path) if below is None or json.loads(line)["step"] < below]
+        return {}
+    lines, last, bad = [], dict[str, Any](), list[int]()
+    for number, line in enumerate(whole_lines(path), start=1):
+        row = parse_row(line)
+        if row is None:
+            bad.append(number)
+        elif below is None or row["step"] < below:
+            lines.append(line)
+            last = row
+    if bad:
+        torchrl_logger.warning(
+            f"{path} has {len(bad)} lines that are no rows of a run, the first is line {bad[0]}: they are dropped."
+        )
     kept, staging = "".join(f"{line}\n" for line in lines).encode(), path.with_suffix(".tmp")
     if kept == path.read_bytes():
-        return lines
+        return last
     try:
         with staging.open("wb") as file:
             file.write(kept)
@@ -306,4 +318,4 @@ def _keep_lines(path: Path, below: int | None = None) -> list[str]:
     except BaseException:
         staging.unlink(missing_ok=True)
         raise
-    return lines
+    return last

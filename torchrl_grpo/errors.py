@@ -35,7 +35,11 @@ class MemoryShortError(RunLostError):
     """A device has no more memory; the message says what would save some."""
 
 
-class DiskFullError(RunLostError):
+class NotSavedError(RunLostError):
+    """A checkpoint or a model cannot be written."""
+
+
+class DiskFullError(NotSavedError):
     """There is no room for a file of the run."""
 
 

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torchrl._utils import logger as torchrl_logger
 
 from tests.support.configs import ROOT, compose_config
 from tests.support.runs import SMALL, run, steps
 from torchrl_grpo.config import ConfigError
-from torchrl_grpo.errors import FolderLostError
+from torchrl_grpo.errors import FolderLostError, NotSavedError
 from torchrl_grpo.export import main as export
 from torchrl_grpo.folders import LOCK_FILE, FolderLock
 from torchrl_grpo.records import read_jsonl
@@ -306,3 +307,56 @@ def test_a_run_that_is_interrupted_after_its_folder_was_moved_saves_where_it_is(
         made.fit()
     assert [row["step"] for row in read_jsonl(moved / "metrics.jsonl")] == [0, 1, 2]
     assert (moved / "checkpoints" / "checkpoint_000002.pt").exists() and not folder.exists()
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_refused_before_rows_are_dropped(tmp_path: Path) -> None:
+    """The run started afresh: the rows of its steps were dropped, and then came a traceback."""
+    (tmp_path / "checkpoints").write_text("mine")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    with pytest.raises(
+        ConfigError, match=rf"hydra\.run\.dir={tmp_path} must have a folder .*checkpoints, but that is a"
+    ):
+        run(tmp_path, steps(1), "train.resume=auto")
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 7}\n'
+
+
+def test_checkpoints_that_cannot_be_written_for_a_while_cost_one_line_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torchrl_logger, "warning", said.append)
+    checkpoints = tmp_path / "checkpoints"
+
+    def block() -> None:
+        checkpoints.rename(tmp_path / "aside")
+        checkpoints.write_text("mine")
+
+    config = compose_config(*SMALL, steps(4), "train.checkpoint_frequency=1", "train.export_frequency=1")
+    with closing(build(config, tmp_path)) as made:
+        at_step(made, 2, block, monkeypatch)
+        at_step(made, 4, checkpoints.unlink, monkeypatch)
+        made.fit()
+    unsaved = [line for line in said if "is not" in line]
+    why = f"cannot be written in {checkpoints} ("
+    assert [line.partition(":")[0] for line in unsaved] == [
+        f"{kind} {step} is not {what}"
+        for step in (2, 3)
+        for kind, what in (("Step", "saved, there is none before it"), ("The model of step", "written"))
+    ]
+    assert all(why in line for line in unsaved)
+    assert {path.name for path in checkpoints.iterdir()} == {"checkpoint_000004.pt", "model"}
+
+
+def test_a_run_whose_last_checkpoint_cannot_be_written_ends_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def block() -> None:
+        (tmp_path / "checkpoints").rmdir()
+        (tmp_path / "checkpoints").write_text("mine")
+
+    with (
+        pytest.raises(NotSavedError, match=r"checkpoint_000002\.pt cannot be written in .* \(File exists\)"),
+        closing(build(compose_config(*SMALL, steps(2)), tmp_path)) as made,
+    ):
+        at_step(made, 2, block, monkeypatch)
+        made.fit()

@@ -141,6 +141,11 @@ def newest(given: str, directory: Path, read: Callable[[Path], _Read]) -> tuple[
                 f"train.resume={given} must be a whole checkpoint of this library, but {error}: give a "
                 "checkpoint_*.pt, or the run's folder to have its latest whole one."
             ) from error
+    if given == AUTO and (path / "checkpoints").exists() and not (path / "checkpoints").is_dir():
+        raise ConfigError(
+            f"hydra.run.dir={path} must have a folder {path / 'checkpoints'}, but that is a file: move it away, or use "
+            "another folder."
+        )
     reasons = []
     for candidate in [*checkpoints_in(path / "checkpoints"), *([] if given == AUTO else checkpoints_in(path))]:
         try:

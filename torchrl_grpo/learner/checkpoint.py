@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.checkpoint_files import SealedFile, check_whole, checkpoints_in, read_manifest, step_of
 from torchrl_grpo.checks import check_keep
-from torchrl_grpo.errors import ConfigError, DiskFullError, NonFiniteError
+from torchrl_grpo.errors import ConfigError, DiskFullError, NonFiniteError, NotSavedError
 from torchrl_grpo.folders import numbered
 from torchrl_grpo.learner.export import ACCURACY, INVALID, check_room, export_model, model_card
 from torchrl_grpo.records import is_full, size
@@ -68,16 +69,17 @@ class Checkpointer:
 
         Raises:
             NonFiniteError: a weight is not finite; nothing is written.
-            DiskFullError: there is no room for it; the earlier ones are as they were.
+            NotSavedError: there is no room for it (``DiskFullError``), or the folder cannot be written to; the earlier
+                ones are as they were.
         """
         check_finite(trainer["model"])
         state = {"step": step, "trainer": trainer, "source": source, "rng": rng_state(), "config": self.config}
         path = self.path(step)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        check_room(self.directory, _bytes(trainer), path.name)
         staging = path.with_suffix(".tmp")
         sealed: SealedFile | None = None
         try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            check_room(self.directory, _bytes(trainer), path.name)
             with staging.open("wb") as file:
                 sealed = SealedFile(file)
                 torch.save(state, sealed)  # type: ignore[arg-type]  # it needs only write and flush
@@ -86,10 +88,13 @@ class Checkpointer:
                 os.fsync(file.fileno())
             staging.rename(path)
         except BaseException as error:
-            staging.unlink(missing_ok=True)
+            with suppress(OSError):
+                staging.unlink(missing_ok=True)
             first = (sealed and sealed.error) or error  # torch raises another one, of its own count of bytes
             if is_full(first):
                 raise DiskFullError(f"there is no room for {path.name} in {self.directory}") from None
+            if isinstance(first, OSError):
+                raise NotSavedError(f"{path.name} cannot be written in {self.directory} ({first.strerror})") from first
             raise first from None
         self._remove_old()
         return path

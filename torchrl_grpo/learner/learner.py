@@ -132,7 +132,7 @@ class Learner:
 
         Raises:
             NonFiniteError: the weights are of no use to go on from; nothing is written.
-            DiskFullError: there is no room for it.
+            NotSavedError: there is no room for it, or its folder cannot be written to.
         """
         self._check_weights()
         state = self.trainer.state_dict()

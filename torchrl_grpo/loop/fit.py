@@ -20,7 +20,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_grpo import stalls
 from torchrl_grpo.alarms import Alarms
 from torchrl_grpo.collectors.source import RolloutSource
-from torchrl_grpo.errors import DiskFullError, FolderLostError, NonFiniteError, NoSignalError, RunLostError
+from torchrl_grpo.errors import FolderLostError, NonFiniteError, NoSignalError, NotSavedError, RunLostError
 from torchrl_grpo.interrupts import shielded
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.records import METRICS_FILE, one_of_each, read_jsonl
@@ -153,7 +153,7 @@ class _Saver:
         self._checkpointer.metrics = self._evaluated.get(self._learner.version, {})
         try:
             self._export()
-        except DiskFullError as error:
+        except NotSavedError as error:
             torchrl_logger.warning(f"The model of step {self._learner.version} is not written: {error}.")
 
 
@@ -235,7 +235,7 @@ class _Steps:
             self._record(metrics)
             self._console.step(step, metrics, step * schedule.sequences_per_batch, self._total)
             if schedule.checkpoint_frequency and step % schedule.checkpoint_frequency == 0:
-                self._saver.save_or_say_why(DiskFullError)
+                self._saver.save_or_say_why(NotSavedError)
             if schedule.export_frequency and step % schedule.export_frequency == 0 and not last:
                 self._saver.export_or_say_why()
         self._longest_s = max(self._longest_s, time.perf_counter() - start)
@@ -267,7 +267,7 @@ class _Steps:
             torchrl_logger.warning(f"Step {self._learner.version} is not all written down ({why}).")
         finally:
             with shielded():
-                self._saver.save_or_say_why((DiskFullError, NonFiniteError, OSError))
+                self._saver.save_or_say_why((NotSavedError, NonFiniteError, OSError))
         with suppress(Exception):  # of actors that may be gone
             self._end_span()
             self._logger.log_spans(self._spans)
@@ -354,7 +354,7 @@ def fit(
         FolderLostError: see ``check_folder``.
         RuntimeError: engine and trainer differ by more than rounding.
         NonFiniteError: training has diverged.
-        DiskFullError: there is no room for the last checkpoint.
+        NotSavedError: there is no room for the last checkpoint, or its folder cannot be written to.
     """
     saver = _Saver(learner, source, checkpointer, export)
     steps = _Steps(learner, source, saver, logger, console, schedule, check_folder)

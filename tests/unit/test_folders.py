@@ -360,3 +360,26 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_ends_in_one_line(
     ):
         at_step(made, 2, block, monkeypatch)
         made.fit()
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A file system that cannot be written to, where root may mount one."""
+    folder = tmp_path / "outputs"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", folder], capture_output=True).returncode:
+        pytest.skip("only root may mount a disk")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_read_only_folder_is_one_line(
+    read_only: Path, run_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here(SYNC, *SHORT) == 2
+    assert re.search(
+        r"error: hydra\.run\.dir=outputs/.* must be a folder that can be made, but it cannot \(Read-only file system",
+        capfd.readouterr().err,
+    )
+    with pytest.raises(ConfigError, match=rf"hydra\.run\.dir={read_only} .* written to, but it cannot \(Read-only"):
+        FolderLock(read_only)

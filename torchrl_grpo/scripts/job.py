@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from torchrl_grpo import interrupts, startup
-from torchrl_grpo.config import check_command_line, from_hydra, orderly_exit, register, starting
+from torchrl_grpo.config import ConfigError, check_command_line, from_hydra, orderly_exit, register, starting
 from torchrl_grpo.folders import FolderLock, claim
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,12 @@ def _own_folder(hydra: DictConfig, kind: str) -> Path:
     node = hydra[kind]
     if "${now:" not in str(OmegaConf.to_container(node, resolve=False)["dir"]):  # type: ignore[call-overload, index]
         return Path(node.dir)
-    folder = claim(Path(node.dir))
+    try:
+        folder = claim(Path(node.dir))
+    except OSError as error:
+        raise ConfigError(
+            f"hydra.{kind}.dir={node.dir} must be a folder that can be made, but it cannot ({error.strerror}): use another."
+        ) from error
     with read_write(hydra):
         node.dir = str(folder)
         hydra.overrides.hydra.append(f"hydra.{kind}.dir='{folder}'")  # from which the jobs of a sweep are composed

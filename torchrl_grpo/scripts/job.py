@@ -54,7 +54,8 @@ def _own_folder(hydra: DictConfig, kind: str) -> Path:
         folder = claim(Path(node.dir))
     except OSError as error:
         raise ConfigError(
-            f"hydra.{kind}.dir={node.dir} must be a folder that can be made, but it cannot ({error.strerror}): use another."
+            f"hydra.{kind}.dir={node.dir} must be a folder that can be made, but it cannot ({error.strerror}): use "
+            "another."
         ) from error
     with read_write(hydra):
         node.dir = str(folder)

@@ -45,7 +45,7 @@ def test_the_export_of_a_checkpoint_is_that_of_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1])
-def test_a_run_that_goes_on_meanwhile_is_exported_from_its_next_checkpoint(
+def test_a_live_run_is_exported_from_its_next_checkpoint(
     after: int, lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It keeps one checkpoint, and writes the next one before or after this one is read."""

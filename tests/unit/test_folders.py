@@ -267,7 +267,7 @@ def replace(folder: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("step", [2, 4])
-def test_a_run_whose_folder_is_moved_or_removed_ends_with_an_error_and_all_its_files(
+def test_a_run_whose_folder_is_moved_or_removed_ends_with_all_its_files(
     step: int,
     change: Callable[[Path], object],
     found: str,
@@ -293,7 +293,7 @@ def test_a_run_whose_folder_is_moved_or_removed_ends_with_an_error_and_all_its_f
     assert others == []
 
 
-def test_a_run_that_is_interrupted_after_its_folder_was_moved_saves_where_it_is(
+def test_an_interrupted_run_whose_folder_was_moved_saves_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, moved = tmp_path / "run", tmp_path / "moved"
@@ -309,7 +309,7 @@ def test_a_run_that_is_interrupted_after_its_folder_was_moved_saves_where_it_is(
     assert (moved / "checkpoints" / "checkpoint_000002.pt").exists() and not folder.exists()
 
 
-def test_a_file_in_the_place_of_the_checkpoints_is_refused_before_rows_are_dropped(tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_the_checkpoints_drops_no_rows(tmp_path: Path) -> None:
     """The run started afresh: the rows of its steps were dropped, and then came a traceback."""
     (tmp_path / "checkpoints").write_text("mine")
     (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
@@ -320,7 +320,7 @@ def test_a_file_in_the_place_of_the_checkpoints_is_refused_before_rows_are_dropp
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 7}\n'
 
 
-def test_checkpoints_that_cannot_be_written_for_a_while_cost_one_line_each(
+def test_checkpoints_that_cannot_be_written_cost_one_line_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -347,7 +347,7 @@ def test_checkpoints_that_cannot_be_written_for_a_while_cost_one_line_each(
     assert {path.name for path in checkpoints.iterdir()} == {"checkpoint_000004.pt", "model"}
 
 
-def test_a_run_whose_last_checkpoint_cannot_be_written_ends_in_one_line(
+def test_a_last_checkpoint_that_cannot_be_written_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def block() -> None:

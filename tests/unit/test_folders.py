@@ -320,9 +320,7 @@ def test_a_file_in_the_place_of_the_checkpoints_drops_no_rows(tmp_path: Path) ->
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 7}\n'
 
 
-def test_checkpoints_that_cannot_be_written_cost_one_line_each(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_that_cannot_be_written_cost_one_line_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(torchrl_logger, "warning", said.append)
     checkpoints = tmp_path / "checkpoints"
@@ -347,9 +345,7 @@ def test_checkpoints_that_cannot_be_written_cost_one_line_each(
     assert {path.name for path in checkpoints.iterdir()} == {"checkpoint_000004.pt", "model"}
 
 
-def test_a_last_checkpoint_that_cannot_be_written_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_last_checkpoint_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def block() -> None:
         (tmp_path / "checkpoints").rmdir()
         (tmp_path / "checkpoints").write_text("mine")

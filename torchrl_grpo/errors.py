@@ -35,8 +35,16 @@ class MemoryShortError(RunLostError):
     """A device has no more memory; the message says what would save some."""
 
 
-class DiskFullError(RunLostError):
+class NotSavedError(RunLostError):
+    """A checkpoint or a model cannot be written."""
+
+
+class DiskFullError(NotSavedError):
     """There is no room for a file of the run."""
+
+
+class FolderLostError(RunLostError):
+    """The run's folder was moved or removed while the run wrote to it."""
 
 
 STALLED_STATUS = 75

@@ -41,10 +41,10 @@ def export(
     Raises:
         ConfigError: there is no such checkpoint, the folder exists, or there are no adapters.
     """
-    found = newest(checkpoint, Path(), read_checkpoint)
+    found = newest(checkpoint, Path(), lambda path: (read_checkpoint(path), read_manifest(path)["metrics"]))
     assert found is not None  # only auto may find nothing
-    path, state = found
-    config, metrics = from_saved(state["config"]), read_manifest(path)["metrics"]
+    path, (state, metrics) = found
+    config = from_saved(state["config"])
     config.model.trust_remote_code = trust_remote_code
     target = path.with_suffix("") if output is None else output
     if target.exists():

@@ -18,16 +18,6 @@ COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#ec4899", "#8b5cf6", "#14b8a6", "#94
 TIME_PARTS = ("generate", "reward", "reference", "train", "sync", "eval", "other", "wait")
 _MOST_POINTS = 400
 SMOOTH_FROM = 20
-_LABELS = {
-    "rollout/reward_mean": "train reward",
-    "rollout/response_length": "train response length",
-    "train/kl_k3_to_ref": "to reference",
-    "train/kl_k3_to_inference": "to sampling policy",
-    "train/clip_fraction_low": "lower clip",
-    "train/clip_fraction_high": "upper clip",
-    "throughput/trained_tokens_per_s": "trained tokens/s",
-    "time/step_s": "step",
-}
 
 
 @dataclass(frozen=True)
@@ -104,14 +94,14 @@ def label_of(name: str) -> str:
     """A metric in a legend, with how responses were decoded where both ways are shown.
 
     >>> label_of("eval/pass@8"), label_of("eval/pass@1/gsm8k"), label_of("train/kl_k3_to_ref")
-    ('test pass@8 (sampled)', 'test pass@1 gsm8k (greedy)', 'to reference')
+    ('test pass@8 (sampled)', 'test pass@1 gsm8k (greedy)', 'KL to the reference')
     """
     if name in _LABELS:
         return _LABELS[name]
     section, _, label = name.partition("/")
     if section == "eval":
         return f"test {label.replace('/', ' ', 1)} ({decoding(name)})"
-    return "train accuracy (sampled)" if name == "rollout/accuracy" else _LABELS.get(name, label)
+    return "train accuracy (sampled)" if name == "rollout/accuracy" else label
 
 
 def time_parts(record: Record) -> dict[str, float]:

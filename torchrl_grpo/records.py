@@ -28,7 +28,7 @@ _LONGEST_YAML = 300_000
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of a jsonl file of a run; a last line that a crash cut short is left out.
+    """The rows of a jsonl file of a run; lines that are none, such as one that a crash cut short, are left out.
 
     Returns:
         the rows, none when the file is not there.
@@ -36,7 +36,16 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path = Path(path)
     if not path.exists():
         return []
-    return [json.loads(line) for line in whole_lines(path)]
+    return [row for line in whole_lines(path) if (row := parse_row(line)) is not None]
+
+
+def parse_row(line: str) -> dict[str, Any] | None:
+    """Return the row on a line: a JSON object with an integer ``step``; None where it is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def whole_lines(path: Path) -> list[str]:

@@ -29,6 +29,8 @@ from torchrl_grpo.blueprint import (
 from torchrl_grpo.collectors.source import LocalSource
 from torchrl_grpo.config import GRPOConfig, check_one_process, plain, staleness_bound
 from torchrl_grpo.config.resumed import check_unused
+from torchrl_grpo.errors import FolderLostError
+from torchrl_grpo.folders import FolderLock, claim
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.resume import Resume, check_tasks, find_resume
@@ -54,12 +56,14 @@ class Run:
 
     blueprint: Blueprint
     directory: Path
+    lock: FolderLock
     learner: Learner | RayLearner
     source: LocalSource | RaySource
     logger: MetricsLogger
     console: Console
     resources: ExitStack
     started_at: float
+    lost_folder: bool = False
 
     def fit(self) -> dict[str, Any]:
         """Trains, exports the model, writes the report; returns the run in a few numbers."""
@@ -67,7 +71,8 @@ class Run:
         checkpointer = self._checkpointer()
         try:
             export = partial(learner.export, checkpointer, blueprint.tokenizer, ended=False)
-            fit(learner, self.source, checkpointer, self.logger, self.console, self._schedule(), export)
+            check_folder = partial(self._check_folder, checkpointer)
+            fit(learner, self.source, checkpointer, self.logger, self.console, self._schedule(), export, check_folder)
             trained = not blueprint.config.only_evaluates
             written = {"checkpoints": checkpointer.directory} if trained else {}
             if learner.version < blueprint.config.num_batches:
@@ -76,6 +81,7 @@ class Run:
                     f"{learner.version}.{self._goes_on(checkpointer)}"
                 )
             written |= {"model": learner.export(checkpointer, blueprint.tokenizer)} if trained else {}
+            check_folder()
         except BaseException:
             go_on = self._goes_on(checkpointer)
             torchrl_logger.warning(f"The run ended early. What it did lies in {self.directory}.{go_on}")
@@ -89,6 +95,26 @@ class Run:
         paths = {"report": report} | {name.partition(".")[0]: self.directory / name for name in files}
         self.console.finish(summary, paths | written)
         return summary
+
+    def _check_folder(self, checkpointer: Checkpointer) -> None:
+        """Have the rest written where the folder is now or, if it was removed, into a new one, and end the run.
+
+        Raises:
+            FolderLostError: the folder is no longer where it was; the next call does not raise again.
+        """
+        before, now = self.directory, self.lock.where()
+        if now == before or self.lost_folder:
+            return
+        self.lost_folder = True
+        what = f"was moved to {now}" if now else "was removed"
+        self.directory = now or claim(before)
+        self.logger.move_to(self.directory)
+        checkpointer.directory = self.directory / checkpointer.directory.name
+        what += "" if now else f", and what is left was written to {self.directory}"
+        raise FolderLostError(
+            f"hydra.run.dir={before} must stay where it is while a run writes into it, but it {what}: the run ends "
+            f"after step {self.learner.version}. Go on from the checkpoint there."
+        )
 
     def _goes_on(self, checkpointer: Checkpointer) -> str:
         """How the run goes on from its last checkpoint, if there is one."""
@@ -159,8 +185,9 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
     """
     transformers_logging.disable_progress_bar()  # it would write over the run's own
     started_at, max_staleness = time.monotonic(), staleness_bound(config, asynchronous)
-    directory = Path(directory)
     with as_config_errors(), ExitStack() as resources:
+        lock = resources.enter_context(FolderLock(directory))
+        directory = lock.folder
         watch = resources.enter_context(stalls.watched(config.train.stall_timeout_s, directory))
         cluster, resume = None, find_resume(config, plain(config), max_staleness, directory)
         if config.train.resume is None:
@@ -200,7 +227,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
                 watch.where, watch.pids = remote.manager.what_is_missing, lambda: [*remote.pids().values(), *ranks.pids]
         else:
             learner, source = _local(blueprint, resources)
-        return Run(blueprint, directory, learner, source, logger, console, resources.pop_all(), started_at)
+        return Run(blueprint, directory, lock, learner, source, logger, console, resources.pop_all(), started_at)
 
 
 def _check_distributed(blueprint: Blueprint) -> str:
@@ -223,6 +250,7 @@ def _logger(config: GRPOConfig, directory: Path, resume: Resume | None) -> Metri
         services=logging.services,
         config=plain(config),
         goes_on_from=None if resume is None or config.only_evaluates else resume.path.parent.parent,
+        finished=resume is not None and not config.only_evaluates and resume.step >= config.num_batches,
     )
 
 

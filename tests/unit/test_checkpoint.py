@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -27,7 +28,7 @@ from torchrl_grpo.config import ConfigError, plain
 from torchrl_grpo.config.resumed import on_saved_config
 from torchrl_grpo.errors import DiskFullError, NonFiniteError
 from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
-from torchrl_grpo.learner.export import export_model
+from torchrl_grpo.learner.export import export_model, model_card
 from torchrl_grpo.learner.resume import Resume, find_resume
 from torchrl_grpo.reporting.metrics import MetricsLogger, read_jsonl
 from torchrl_grpo.run import build
@@ -162,6 +163,13 @@ def test_weights_that_a_step_made_useless_are_never_saved(tmp_path: Path) -> Non
     assert not list(tmp_path.rglob("*.pt")) and not list(tmp_path.rglob("*.tmp"))
 
 
+def test_weights_that_overflow_only_in_mixed_precision_are_never_saved(tmp_path: Path) -> None:
+    """In float32 they gave finite log-probs, while every training step was skipped for NaN."""
+    with pytest.raises(NonFiniteError, match=r"log-probs are not finite after step 3.* lower optimizer\.lr than 1\."):
+        run(tmp_path, steps(3), "optimizer.lr=1", "train.mixed_precision=fp16")
+    assert not list(tmp_path.rglob("*.pt")) and not list(tmp_path.rglob("*.safetensors"))
+
+
 def checkpointer(folder: Path, keep: str | None = None) -> Checkpointer:
     return Checkpointer(folder, {}, keep)
 
@@ -185,6 +193,33 @@ def test_the_newest_and_the_best_checkpoints_are_kept(
     for step, accuracy in enumerate([0.5, 0.9, 0.7, None, 0.1], start=1):
         save(made, step, accuracy)
     assert steps_in(tmp_path) == (expected or [1, 2, 3, 4, 5])
+
+
+def test_an_evaluation_with_mostly_invalid_rewards_is_not_the_best(tmp_path: Path) -> None:
+    """Of 400 problems one had a valid reward, for a correct response: pass@1 was 100%."""
+    made = checkpointer(tmp_path, "last:1,best:1")
+    for step, (accuracy, invalid) in enumerate([(0.7, 0.5), (1.0, 399 / 400), (math.nan, 1.0), (0.9, 0.51)], start=1):
+        made.metrics = {"eval/pass@1": accuracy, "eval/invalid_fraction": invalid}
+        made.save(step, {"model": {"weight": torch.zeros(3)}}, {})
+    assert steps_in(tmp_path) == [1, 4]
+
+
+def test_a_model_card_has_no_accuracy_that_no_valid_reward_stands_behind() -> None:
+    config = {"env": {"dataset": "gsm8k", "task": {}}, "model": {"name": "base"}}
+    assert "| pass@1 | not measured |" in model_card(config, 3, {"eval/pass@1": math.nan})
+
+
+def test_checkpoints_that_were_set_aside_stay_when_others_are(tmp_path: Path) -> None:
+    """The second time overwrote those of the first."""
+    made = checkpointer(tmp_path)
+    for content in (1, 2, 3):
+        made.begin(1)
+        made.save(2, {"model": {"weight": torch.full((3,), float(content))}}, {})
+    made.begin(1)
+    aside = ["checkpoint_000002.old", "checkpoint_000002.old-2", "checkpoint_000002.old-3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == aside
+    assert [read_checkpoint(tmp_path / name)["trainer"]["model"]["weight"][0] for name in aside] == [1, 2, 3]
+    assert made.latest() is None
 
 
 def test_by_default_the_newest_three_checkpoints_stay(tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import torchrl_grpo.export
 from tests.support.runs import LORA, at, run, steps
 from torchrl_grpo.export import main
 from torchrl_grpo.starter import starter_path
@@ -49,6 +52,27 @@ def test_the_export_of_a_checkpoint_is_that_of_the_run(tmp_path: Path) -> None:
     assert_same(weights(made), weights(tmp_path / "checkpoints" / "model"))
     assert AutoTokenizer.from_pretrained(made).chat_template
     assert {path.name for path in made.iterdir()} == {path.name for path in (made.parent / "model").iterdir()}
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_live_run_is_exported_from_its_next_checkpoint(
+    after: int, lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps one checkpoint, and writes the next one before or after this one is read."""
+    shutil.copytree(lora_run, tmp_path / "run")
+    real, calls = torchrl_grpo.export.read_checkpoint, list[Path]()
+
+    def read_checkpoint(path: Path) -> dict[str, Any]:
+        calls.append(path)
+        found = real(path) if after and len(calls) == 1 else {}
+        if len(calls) == 1:
+            path.rename(at(tmp_path / "run", 2))
+        return found or real(path)
+
+    monkeypatch.setattr(torchrl_grpo.export, "read_checkpoint", read_checkpoint)
+    main([str(tmp_path / "run"), "--output", str(tmp_path / "model")])
+    assert calls == [at(tmp_path / "run", 1), at(tmp_path / "run", 2)]
+    assert_same(weights(tmp_path / "model"), weights(lora_run / "checkpoints" / "model"))
 
 
 def test_adapters_are_merged_or_written_alone(lora_run: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torchrl._utils import logger as torchrl_logger
 
 from tests.support.configs import ROOT
 from tests.support.runs import at, differences, run, state_of, steps
@@ -100,6 +102,30 @@ def test_auto_refuses_to_start_afresh_over_damaged_checkpoints(
     assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [0, 1]
 
 
+def test_lines_that_are_no_rows_are_left_out_when_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a JSONDecodeError or a KeyError, each time that the run was started."""
+    said: list[str] = []
+    monkeypatch.setattr(torchrl_logger, "warning", said.append)
+    run(tmp_path, *TESTED, *SAVED, steps(3))
+    torn = {
+        "metrics.jsonl": '{"step": 2, "train/lo',
+        "samples.jsonl": "\0" * 9,
+        "timeline.jsonl": '{"actor": "learner"}',
+    }
+    for name, line in torn.items():
+        lines = (tmp_path / name).read_text().split("\n")
+        (tmp_path / name).write_text("\n".join([lines[0], line, *lines[1:-1], "[3]", ""]))
+    run(tmp_path, *TESTED, *SAVED, steps(4), "train.resume=auto")
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    for name in torn:
+        rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        assert all(isinstance(row["step"], int) for row in rows)
+        told = [line for line in said if line.startswith(f"{tmp_path / name} has 2 lines that are no rows of a run")]
+        assert len(told) == 1 and "the first is line 2" in told[0]
+
+
 def test_auto_writes_the_model_that_a_finished_run_lacks(tmp_path: Path) -> None:
     run(tmp_path, steps(2))
     before = rows_of(tmp_path, "metrics.jsonl")
@@ -107,6 +133,24 @@ def test_auto_writes_the_model_that_a_finished_run_lacks(tmp_path: Path) -> None
     run(tmp_path, steps(2), "train.resume=auto")
     assert (tmp_path / "checkpoints" / "model" / "config.json").exists()
     assert rows_of(tmp_path, "metrics.jsonl") == before
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_a_finished_run_writes_nothing_more_to_other_loggers(name: str, tmp_path: Path) -> None:
+    """Weights & Biases had another offline folder, TensorBoard another file."""
+    pytest.importorskip(name)
+    asked = "logging.tensorboard=true" if name == "tensorboard" else f"logging.{name}.mode=offline"
+    run(tmp_path, asked, steps(1))
+
+    def written() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in (tmp_path / name).rglob("*")}
+
+    before = written()
+    run(tmp_path, asked, steps(1), "train.resume=auto")
+    assert written().keys() == before.keys()
+    before = written()
+    run(tmp_path, asked, steps(2), "train.resume=auto")
+    assert written() != before
 
 
 def test_checkpoints_of_later_steps_are_set_aside(killed: Path) -> None:

@@ -141,26 +141,41 @@ def newest(given: str, directory: Path, read: Callable[[Path], _Read]) -> tuple[
                 f"train.resume={given} must be a whole checkpoint of this library, but {error}: give a "
                 "checkpoint_*.pt, or the run's folder to have its latest whole one."
             ) from error
-    reasons = []
-    for candidate in [*checkpoints_in(path / "checkpoints"), *([] if given == AUTO else checkpoints_in(path))]:
-        try:
-            return candidate, read(candidate)
-        except ValueError as error:
-            reasons.append(str(error))
+    if given == AUTO and (path / "checkpoints").exists() and not (path / "checkpoints").is_dir():
+        raise ConfigError(
+            f"hydra.run.dir={path} must have a folder {path / 'checkpoints'}, but that is a file: move it away, or use "
+            "another folder."
+        )
+    reasons: dict[Path, str] = {}
+    while candidates := [one for one in _checkpoints(path, given) if one not in reasons]:  # a live run replaces its own
+        for candidate in candidates:
+            try:
+                return candidate, read(candidate)
+            except ValueError as error:
+                reasons[candidate] = str(error)
     if given == AUTO and not reasons:
         return None
     if given == AUTO:
         more = f" and {len(reasons) - _MOST} more" if len(reasons) > _MOST else ""
         raise ConfigError(
             f"train.resume=auto must find a checkpoint that is whole, but of those in {path / 'checkpoints'} none is: "
-            f"{'; '.join(reasons[:_MOST])}{more}. Nothing is thrown away: to start afresh use another hydra.run.dir, "
-            "or move that folder away."
+            f"{'; '.join([*reasons.values()][:_MOST])}{more}. Nothing is thrown away: to start afresh use another "
+            "hydra.run.dir, or move that folder away."
         )
-    found = ("has none" if path.is_dir() else "does not exist") if not reasons else f"has none: {'; '.join(reasons)}"
+    found = (
+        ("has none" if path.is_dir() else "does not exist")
+        if not reasons
+        else f"has none: {'; '.join(reasons.values())}"
+    )
     raise ConfigError(
         f"train.resume={given} must be a checkpoint_*.pt, or a run's folder that has one, but it {found}: give such a "
         "path, or leave train.resume out to start a new run."
     )
+
+
+def _checkpoints(path: Path, given: str) -> list[Path]:
+    """The checkpoints of a run's folder or, unless it is the run's own, in the folder itself."""
+    return [*checkpoints_in(path / "checkpoints"), *([] if given == AUTO else checkpoints_in(path))]
 
 
 def check_unused(directory: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_grpo.distributed.actors import LearnerActor
 from torchrl_grpo.distributed.source import RayBatch
 from torchrl_grpo.distributed.workers import cause_of, is_loss
-from torchrl_grpo.errors import DiskFullError, LearnerLostError, NonFiniteError, WaitedTooLongError
+from torchrl_grpo.errors import LearnerLostError, NonFiniteError, NotSavedError, WaitedTooLongError
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
 
@@ -117,7 +117,7 @@ class RayLearner:
         """See ``Learner.save``; rank 0 writes the file."""
         try:
             self._last_checkpoint = self._ask_all("save", "save", checkpointer, source)
-        except (DiskFullError, NonFiniteError):
+        except (NotSavedError, NonFiniteError):
             self.resumable = True  # the weights are those between two batches all the same
             raise
         return self._last_checkpoint
@@ -130,7 +130,7 @@ class RayLearner:
         """See ``Learner.export``; rank 0 writes the files."""
         try:
             return self._ask_all("export", "export", checkpointer, tokenizer, ended)
-        except DiskFullError:
+        except NotSavedError:
             self.resumable = True  # the weights are those between two batches all the same
             raise
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,13 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.checkpoint_files import SealedFile, check_whole, checkpoints_in, read_manifest, step_of
 from torchrl_grpo.checks import check_keep
-from torchrl_grpo.errors import ConfigError, DiskFullError, NonFiniteError
-from torchrl_grpo.learner.export import ACCURACY, check_room, export_model, model_card
+from torchrl_grpo.errors import ConfigError, DiskFullError, NonFiniteError, NotSavedError
+from torchrl_grpo.folders import numbered
+from torchrl_grpo.learner.export import ACCURACY, INVALID, check_room, export_model, model_card
 from torchrl_grpo.records import is_full, size
 
+_MOST_INVALID = 0.5
+"""Share of invalid rewards above which an evaluation does not count for ``best``: it is of the few problems left."""
 _ENTRIES = {"step", "trainer", "source", "rng", "config"}
 
 
@@ -49,12 +54,13 @@ class Checkpointer:
         return self.directory / f"checkpoint_{step:06d}.pt"
 
     def begin(self, step: int) -> None:
-        """Makes the folder that of a run which goes on after ``step``: later checkpoints are set aside (``.old``), and
-        what an interrupted save left is removed."""
+        """Makes the folder that of a run which goes on after ``step``: later checkpoints are set aside (``.old``,
+        ``.old-2``), and what an interrupted save left is removed."""
         for path in checkpoints_in(self.directory):
             if (step_of(path) or 0) > step:
-                path.rename(path.with_suffix(".old"))
-                torchrl_logger.warning(f"{path} is of a later step than {step}: it is now {path.stem}.old.")
+                aside = next(name for name in numbered(path.with_suffix(".old")) if not name.exists())
+                path.rename(aside)
+                torchrl_logger.warning(f"{path} is of a later step than {step}: it is now {aside.name}.")
         for path in self.directory.glob("checkpoint_*.tmp"):
             path.unlink()
 
@@ -63,16 +69,17 @@ class Checkpointer:
 
         Raises:
             NonFiniteError: a weight is not finite; nothing is written.
-            DiskFullError: there is no room for it; the earlier ones are as they were.
+            NotSavedError: there is no room for it (``DiskFullError``), or the folder cannot be written to; the earlier
+                ones are as they were.
         """
         check_finite(trainer["model"])
         state = {"step": step, "trainer": trainer, "source": source, "rng": rng_state(), "config": self.config}
         path = self.path(step)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        check_room(self.directory, _bytes(trainer), path.name)
         staging = path.with_suffix(".tmp")
         sealed: SealedFile | None = None
         try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            check_room(self.directory, _bytes(trainer), path.name)
             with staging.open("wb") as file:
                 sealed = SealedFile(file)
                 torch.save(state, sealed)  # type: ignore[arg-type]  # it needs only write and flush
@@ -81,10 +88,13 @@ class Checkpointer:
                 os.fsync(file.fileno())
             staging.rename(path)
         except BaseException as error:
-            staging.unlink(missing_ok=True)
+            with suppress(OSError):
+                staging.unlink(missing_ok=True)
             first = (sealed and sealed.error) or error  # torch raises another one, of its own count of bytes
             if is_full(first):
                 raise DiskFullError(f"there is no room for {path.name} in {self.directory}") from None
+            if isinstance(first, OSError):
+                raise NotSavedError(f"{path.name} cannot be written in {self.directory} ({first.strerror})") from first
             raise first from None
         self._remove_old()
         return path
@@ -178,12 +188,13 @@ def _bytes(tensors: Any) -> int:
 
 
 def _score(path: Path) -> float | None:
-    """The accuracy of a checkpoint that was evaluated."""
+    """Return the accuracy of a checkpoint that was evaluated; None where it says too little to be the best."""
     try:
-        score: float | None = read_manifest(path)["metrics"].get(ACCURACY)
+        metrics = read_manifest(path)["metrics"]
     except ValueError:
         return None
-    return score
+    score: float = metrics.get(ACCURACY, math.nan)
+    return score if math.isfinite(score) and metrics.get(INVALID, 0.0) <= _MOST_INVALID else None
 
 
 def check_finite(weights: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_grpo.errors import DiskFullError
+from torchrl_grpo.errors import DiskFullError, NotSavedError
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.sharding import is_writer
 from torchrl_grpo.records import accuracy, is_full, size
@@ -18,6 +18,8 @@ from torchrl_grpo.weights import named_adapter_weights, named_weights
 
 ACCURACY = "eval/pass@1"
 """The metric that says how good a checkpoint is."""
+INVALID = "eval/invalid_fraction"
+"""The share of the rewards that it leaves out."""
 
 
 def export_model(
@@ -36,7 +38,8 @@ def export_model(
         adapters: whether LoRA's adapters are written by themselves, as peft loads them, in place of the whole model.
 
     Raises:
-        DiskFullError: there is no room for it; what was there stays.
+        NotSavedError: there is no room for it (``DiskFullError``), or the folder cannot be written to; what was there
+            stays.
     """
     writes = is_writer(model)
     named = named_adapter_weights(model) if adapters else named_weights(model)
@@ -46,8 +49,8 @@ def export_model(
     staging, old = (target.with_name(f"{target.name}.{end}") for end in ("tmp", "old"))
     for folder in (staging, old):
         shutil.rmtree(folder, ignore_errors=True)
-    staging.mkdir(parents=True)
     try:
+        staging.mkdir(parents=True)
         check_room(staging, sum(tensor.numel() * tensor.element_size() for tensor in state.values()), "the model")
         if adapters:
             model.save_pretrained(staging, state_dict=state)
@@ -59,6 +62,8 @@ def export_model(
         shutil.rmtree(staging, ignore_errors=True)
         if is_full(error):
             raise DiskFullError(f"there is no room for the model in {target.parent}") from None
+        if isinstance(error, OSError):
+            raise NotSavedError(f"the model cannot be written in {target.parent} ({error.strerror})") from error
         raise
     if target.exists():
         target.rename(old)

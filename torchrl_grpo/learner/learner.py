@@ -17,7 +17,7 @@ from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
 from torchrl_grpo.errors import NonFiniteError
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.step import GRPOTrainer
-from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.models.scoring import TokenScorer, autocast
 from torchrl_grpo.models.sharding import is_writer
 from torchrl_grpo.weights import ObjectSender, Sender, WeightHandle
 from torchrl_grpo.weights.mismatch import Probe, log_prob_mismatch
@@ -132,7 +132,7 @@ class Learner:
 
         Raises:
             NonFiniteError: the weights are of no use to go on from; nothing is written.
-            DiskFullError: there is no room for it.
+            NotSavedError: there is no room for it, or its folder cannot be written to.
         """
         self._check_weights()
         state = self.trainer.state_dict()
@@ -142,12 +142,14 @@ class Learner:
 
     @torch.no_grad()
     def _check_weights(self) -> None:
-        """Checks that the weights still give log-probs: of the start of a sequence that they were trained on."""
+        """Check that the weights still give log-probs, in the precision that they are trained in, of the start of a
+        sequence that they were trained on."""
         scorer, device = self.trainer.loss.actor_network, self.trainer.device
         if self._batch is None or not isinstance(scorer, TokenScorer):
             return
         tokens = self._batch[0].get(keys.FULL)[:_CHECKED].to(device).clamp(min=0)[None]
-        log_probs, _ = scorer.score(tokens, torch.arange(tokens.shape[1], device=device)[None] > 0)
+        with autocast(device, self.trainer.autocast_dtype):
+            log_probs, _ = scorer.score(tokens, torch.arange(tokens.shape[1], device=device)[None] > 0)
         if not log_probs.isfinite().all():
             raise NonFiniteError(
                 f"the policy's log-probs are not finite after step {self.version}, which made its weights useless: use "

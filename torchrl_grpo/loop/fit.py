@@ -20,7 +20,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_grpo import stalls
 from torchrl_grpo.alarms import Alarms
 from torchrl_grpo.collectors.source import RolloutSource
-from torchrl_grpo.errors import DiskFullError, NonFiniteError, NoSignalError, RunLostError
+from torchrl_grpo.errors import FolderLostError, NonFiniteError, NoSignalError, NotSavedError, RunLostError
 from torchrl_grpo.interrupts import shielded
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.records import METRICS_FILE, one_of_each, read_jsonl
@@ -153,7 +153,7 @@ class _Saver:
         self._checkpointer.metrics = self._evaluated.get(self._learner.version, {})
         try:
             self._export()
-        except DiskFullError as error:
+        except NotSavedError as error:
             torchrl_logger.warning(f"The model of step {self._learner.version} is not written: {error}.")
 
 
@@ -161,7 +161,7 @@ class _Steps:
     """The steps of a run, and what is written of them.
 
     Args:
-        learner, source, saver, logger, console, schedule: see ``fit``.
+        learner, source, saver, logger, console, schedule, check_folder: see ``fit``.
     """
 
     def __init__(
@@ -172,8 +172,10 @@ class _Steps:
         logger: MetricsLogger,
         console: Console,
         schedule: Schedule,
+        check_folder: Callable[[], None],
     ) -> None:
         self._learner, self._source, self._saver = learner, source, saver
+        self._check_folder = check_folder
         self._logger, self._console, self._schedule = logger, console, schedule
         self._first = learner.version
         self._unlogged: dict[str, float] | None = None  # of a step that is trained and not written down
@@ -228,11 +230,12 @@ class _Steps:
         if last or schedule.evaluates(step):
             metrics |= self._evaluate(step, sampled=last)
         self._now("save", step, f"write what step {step} gave")
+        self._check_folder()
         with shielded():
             self._record(metrics)
             self._console.step(step, metrics, step * schedule.sequences_per_batch, self._total)
             if schedule.checkpoint_frequency and step % schedule.checkpoint_frequency == 0:
-                self._saver.save_or_say_why(DiskFullError)
+                self._saver.save_or_say_why(NotSavedError)
             if schedule.export_frequency and step % schedule.export_frequency == 0 and not last:
                 self._saver.export_or_say_why()
         self._longest_s = max(self._longest_s, time.perf_counter() - start)
@@ -260,6 +263,10 @@ class _Steps:
     def end_early(self) -> None:
         """Writes down a step that was trained, and saves. What ends the run is what the caller raises."""
         try:
+            self._check_folder()
+        except (FolderLostError, OSError) as error:  # where the rest is written is known from here on
+            torchrl_logger.warning(str(error))
+        try:
             if self._unlogged is not None and self._learner.resumable:
                 self._record(self._unlogged)
         except RunLostError:
@@ -269,7 +276,7 @@ class _Steps:
             torchrl_logger.warning(f"Step {self._learner.version} is not all written down ({why}).")
         finally:
             with shielded():
-                self._saver.save_or_say_why((DiskFullError, NonFiniteError, OSError))
+                self._saver.save_or_say_why((NotSavedError, NonFiniteError, OSError))
         with suppress(Exception):  # of actors that may be gone
             self._end_span()
             self._logger.log_spans(self._spans)
@@ -296,6 +303,7 @@ class _Steps:
         """Saves at the end of the run."""
         step = self._learner.version
         self._now("save", step, "save")
+        self._check_folder()
         with shielded():
             self._saver.save()
             self._end_span()
@@ -332,6 +340,7 @@ def fit(
     console: Console,
     schedule: Schedule,
     export: Callable[[], Any] = lambda: None,
+    check_folder: Callable[[], None] = lambda: None,
 ) -> None:
     """Trains until ``learner.version`` is ``schedule.num_batches`` or time is over; with no batches it only evaluates.
 
@@ -347,15 +356,18 @@ def fit(
         console: shows them.
         schedule: how long, and how often.
         export: writes the model of the current step.
+        check_folder: raises ``FolderLostError`` where the files' folder is no longer there, once, and has the rest
+            written elsewhere.
 
     Raises:
+        FolderLostError: see ``check_folder``.
         RuntimeError: engine and trainer differ by more than rounding.
         NoSignalError: no reward was ever valid, or too many steps in a row had no learning signal.
         NonFiniteError: training has diverged.
-        DiskFullError: there is no room for the last checkpoint.
+        NotSavedError: there is no room for the last checkpoint, or its folder cannot be written to.
     """
     saver = _Saver(learner, source, checkpointer, export)
-    steps = _Steps(learner, source, saver, logger, console, schedule)
+    steps = _Steps(learner, source, saver, logger, console, schedule, check_folder)
     steps.begin()
     try:
         while learner.version < schedule.num_batches and steps.in_time():

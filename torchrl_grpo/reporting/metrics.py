@@ -11,9 +11,11 @@ import json
 import math
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +30,7 @@ from torchrl_grpo.records import (
     SAMPLES_FILE,
     TIMELINE_FILE,
     is_full,
+    parse_row,
     read_jsonl,
     whole_lines,
 )
@@ -55,6 +58,8 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
             config says of each.
         goes_on_from: the directory of the run that this one goes on from: in such a service they are one.
         config: the run's config, sent along with the metrics (TensorBoard: as text).
+        finished: whether the run has all its steps behind it. TensorBoard and the services then start only if there is
+            something to log after all.
 
     Raises:
         ValueError: a package or a key that a logger needs is missing, or one cannot start.
@@ -75,13 +80,17 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         services: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         config: Mapping[str, Any],
         goes_on_from: Path | None = None,
+        finished: bool = False,
     ) -> None:
         check_logging(tensorboard=tensorboard, services=services)
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         config_text = json.dumps(_plain(config), indent=2)
         folders = [self.directory, *([] if goes_on_from is None else [goes_on_from])]
-        self._trackers = start_trackers(folders, tensorboard=tensorboard, services=services, config=config_text)
+        self._start_trackers = partial(
+            start_trackers, folders, tensorboard=tensorboard, services=services, config=config_text
+        )
+        self._trackers = None if finished else self._start_trackers()
         self._logged = False
         self.last_row: dict[str, Any] = {}
         self._files: dict[str, _Lines] = {}
@@ -141,6 +150,12 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         self._open(below=step)
         self._tell("truncate", step)
 
+    def move_to(self, directory: Path) -> None:
+        """Go on in another folder. A file that it lacks is copied there, also if its own folder was removed."""
+        self.directory = directory
+        for file_name, file in self._files.items():
+            file.move_to(directory / file_name)
+
     def close(self) -> None:
         """Writes what is still held and closes all. May be called again."""
         if not self._files:
@@ -153,6 +168,10 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
 
     def _tell(self, method: str, *given: Any) -> None:
         """Calls a method of all trackers; one that fails is left out from then on: a run does not end for it."""
+        if self._trackers is None:
+            if method not in ("log", "log_samples"):
+                return
+            self._trackers = self._start_trackers()
         for tracker in list(self._trackers):
             try:
                 getattr(tracker, method)(*given)
@@ -171,9 +190,9 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         for file_name in (METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE):
             if file_name in self._files:
                 self._files[file_name].close()
-            kept = _keep_lines(self.directory / file_name, below)
+            last = _keep_rows(self.directory / file_name, below)
             if file_name == METRICS_FILE:
-                self.last_row = json.loads(kept[-1]) if kept else {}
+                self.last_row = last
             self._files[file_name] = _Lines(self.directory / file_name)
 
     def _append(self, file_name: str, row: Mapping[str, Any]) -> None:
@@ -205,6 +224,13 @@ class _Lines:
             if not self._told:
                 torchrl_logger.warning(f"There is no room for {self._path}: its lines wait until there is.")
             self._told = True
+
+    def move_to(self, path: Path) -> None:
+        self._path = path
+        if not path.exists():  # else it was moved with its folder
+            shutil.copyfile(f"/proc/self/fd/{self._file.fileno()}", path)  # the open file needs no name
+            self._file.close()
+            self._file = path.open("ab", buffering=0)
 
     def close(self) -> None:
         self._write()
@@ -260,18 +286,29 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
-def _keep_lines(path: Path, below: int | None = None) -> list[str]:
-    """Drops a last line that was cut short and, with ``below``, the lines of that step and later; all or nothing.
+def _keep_rows(path: Path, below: int | None = None) -> dict[str, Any]:
+    """Drop lines that are no rows and, with ``below``, the rows of that step and later; all or nothing.
 
     Returns:
-        the lines that are kept.
+        the last row that is kept, empty without one.
     """
     if not path.exists():
-        return []
-    lines = [line for line in whole_lines(path) if below is None or json.loads(line)["step"] < below]
+        return {}
+    lines, last, bad = [], dict[str, Any](), list[int]()
+    for number, line in enumerate(whole_lines(path), start=1):
+        row = parse_row(line)
+        if row is None:
+            bad.append(number)
+        elif below is None or row["step"] < below:
+            lines.append(line)
+            last = row
+    if bad:
+        torchrl_logger.warning(
+            f"{path} has {len(bad)} lines that are no rows of a run, the first is line {bad[0]}: they are dropped."
+        )
     kept, staging = "".join(f"{line}\n" for line in lines).encode(), path.with_suffix(".tmp")
     if kept == path.read_bytes():
-        return lines
+        return last
     try:
         with staging.open("wb") as file:
             file.write(kept)
@@ -281,4 +318,4 @@ def _keep_lines(path: Path, below: int | None = None) -> list[str]:
     except BaseException:
         staging.unlink(missing_ok=True)
         raise
-    return lines
+    return last

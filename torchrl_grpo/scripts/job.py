@@ -15,7 +15,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from torchrl_grpo import interrupts, startup
 from torchrl_grpo.config import (
@@ -27,12 +27,13 @@ from torchrl_grpo.config import (
     split_command_line,
     starting,
 )
+from torchrl_grpo.folders import FolderLock, claim
 
 _log = logging.getLogger(__name__)
 
 
 class Sweep(Callback):
-    """Knows the folder of a multirun.
+    """Gives each start a folder of its own, and knows that of a multirun.
 
     Attributes:
         folder: of the one that this process started; None in a single run, and in a process that a launcher made.
@@ -40,8 +41,33 @@ class Sweep(Callback):
 
     folder: Path | None = None
 
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        with orderly_exit():  # Hydra makes a warning of any other error
+            folder = _own_folder(config.hydra, "run")
+            if not config.dry_run:
+                FolderLock(folder).close()  # refuses before Hydra writes into the folder of a run; build takes it again
+
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        Sweep.folder = Path(config.hydra.sweep.dir)
+        with orderly_exit():
+            Sweep.folder = _own_folder(config.hydra, "sweep")
+
+
+def _own_folder(hydra: DictConfig, kind: str) -> Path:
+    """Return the ``dir`` of ``hydra.run`` or ``hydra.sweep``; one named after the time is made, under a free name."""
+    node = hydra[kind]
+    if "${now:" not in str(OmegaConf.to_container(node, resolve=False)["dir"]):  # type: ignore[call-overload, index]
+        return Path(node.dir)
+    try:
+        folder = claim(Path(node.dir))
+    except OSError as error:
+        raise ConfigError(
+            f"hydra.{kind}.dir={node.dir} must be a folder that can be made, but it cannot ({error.strerror}): use "
+            "another."
+        ) from error
+    with read_write(hydra):
+        node.dir = str(folder)
+        hydra.overrides.hydra.append(f"hydra.{kind}.dir='{folder}'")  # from which the jobs of a sweep are composed
+    return folder
 
 
 register()

@@ -1,0 +1,381 @@
+"""A run's folder: each start has one of its own, and one process at a time writes into it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchrl._utils import logger as torchrl_logger
+
+from tests.support.configs import ROOT, compose_config
+from tests.support.runs import SMALL, run, steps
+from torchrl_grpo.config import ConfigError
+from torchrl_grpo.errors import FolderLostError, NotSavedError
+from torchrl_grpo.export import main as export
+from torchrl_grpo.folders import LOCK_FILE, FolderLock
+from torchrl_grpo.records import read_jsonl
+from torchrl_grpo.run import Run, build
+from torchrl_grpo.view.runs import RunView
+
+SYNC = ROOT / "sota" / "grpo" / "grpo.py"
+SHORT = ("--config-name", "grpo_arithmetic", *SMALL, steps(1))
+
+
+@pytest.fixture
+def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time that Hydra names folders after."""
+    from omegaconf import OmegaConf
+
+    real = OmegaConf.register_new_resolver
+
+    def register(name: str, resolver: Callable[..., object], **options: object) -> None:
+        real(name, (lambda _: "12-00-00") if name == "now" else resolver, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(OmegaConf, "register_new_resolver", register)
+
+
+@pytest.mark.usefixtures("stopped_clock")
+def test_starts_in_the_same_second_have_folders_of_their_own(run_here: Callable[..., int], tmp_path: Path) -> None:
+    assert [run_here(SYNC, *SHORT) for _ in range(3)] == [0, 0, 0]
+    day = tmp_path / "outputs" / "12-00-00"
+    assert sorted(path.name for path in day.iterdir()) == ["12-00-00", "12-00-00-2", "12-00-00-3"]
+    assert [[row["step"] for row in read_jsonl(path / "metrics.jsonl")] for path in day.iterdir()] == 3 * [[0, 1]]
+
+
+@pytest.mark.usefixtures("stopped_clock")
+def test_sweeps_in_the_same_second_have_folders_of_their_own(run_here: Callable[..., int], tmp_path: Path) -> None:
+    assert [run_here(SYNC, "--multirun", *SHORT) for _ in range(2)] == [0, 0]
+    found = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("metrics.jsonl"))
+    day = "multirun/12-00-00"
+    assert found == [f"{day}/12-00-00-2/0/metrics.jsonl", f"{day}/12-00-00/0/metrics.jsonl"]
+    assert (tmp_path / day / "12-00-00-2" / "sweep.html").exists()
+
+
+HELD = r"hydra\.run\.dir=.* must be a folder that no other run writes to, but process {} on host {} does: wait until"
+
+
+def held_by(pid: int) -> str:
+    return HELD.format(pid, os.uname().nodename)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_live_run_is_not_gone_on_with_by_another_start(tmp_path: Path) -> None:
+    """It renamed the checkpoints of the run and cut its metrics."""
+    config = compose_config(*SMALL, steps(3), "train.checkpoint_frequency=1")
+    with closing(build(config, tmp_path)) as live:
+        live.fit()
+        before = contents(tmp_path)
+        for resume in ("auto", str(tmp_path / "checkpoints" / "checkpoint_000001.pt"), "null"):
+            with pytest.raises(ConfigError, match=held_by(os.getpid())):
+                run(tmp_path, steps(4), f"train.resume={resume}")
+        assert contents(tmp_path) == before
+        export([str(tmp_path), "--output", str(tmp_path / "model")])  # reading it is free
+        assert (tmp_path / "model" / "config.json").exists()
+        view = RunView(tmp_path, "live")
+        view.refresh()
+        assert view.status()["step"] == 3
+    rows = run(tmp_path, steps(4), "train.resume=auto")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
+def test_a_refused_start_changes_no_file_of_the_live_run(
+    run_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert run_here(SYNC, *SHORT, f"hydra.run.dir={folder}") == 0
+    with FolderLock(folder):
+        before = contents(folder)
+        assert run_here(SYNC, *SHORT, f"hydra.run.dir={folder}", "train.resume=auto", "optimizer.lr=1e-5") == 2
+        assert run_here(SYNC, *SHORT, f"hydra.run.dir={folder}", "train.resume=auto", steps(2), "dry_run=true") == 0
+        assert contents(folder) == before
+    said = capfd.readouterr().err
+    assert re.search(f"error: {held_by(os.getpid())}", said) and "Traceback" not in said
+
+
+def test_a_job_of_a_sweep_is_refused_where_a_run_is_live(
+    run_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with FolderLock(tmp_path / "sweep" / "1"):
+        assert run_here(SYNC, "--multirun", *SHORT, "hydra.sweep.dir=sweep", "seed=0,1") == 2
+    assert re.search(held_by(os.getpid()), capfd.readouterr().err)
+    assert [path.parent.name for path in (tmp_path / "sweep").glob("*/metrics.jsonl")] == ["0"]
+
+
+HOLDER = "import sys, time; from torchrl_grpo.folders import FolderLock; lock = FolderLock(sys.argv[1]); "
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a process that holds the lock on ``tmp_path`` and has said so."""
+    started = []
+
+    def start(then: str = "") -> subprocess.Popen[str]:
+        code = f"{HOLDER}{then}print('held', flush=True); time.sleep(600)"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_the_lock_ends_with_a_process_that_is_killed(
+    tmp_path: Path, holder: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = holder()
+    with pytest.raises(ConfigError, match=held_by(process.pid)):
+        FolderLock(tmp_path)
+    process.kill()
+    process.wait()
+    with FolderLock(tmp_path):
+        assert (tmp_path / LOCK_FILE).read_text().split()[1] == str(os.getpid())
+
+
+CHILDREN = {
+    "forked": "import os; child = os.fork(); child or time.sleep(600); ",
+    "forked by multiprocessing": (
+        "import multiprocessing; fork = multiprocessing.get_context('fork'); "
+        "child = fork.Process(target=time.sleep, args=(600,)); child.start(); child = child.pid; "
+    ),
+    "executed": "import subprocess; child = subprocess.Popen(['sleep', '600'], close_fds=False).pid; ",
+}
+
+
+@pytest.mark.parametrize("kind", CHILDREN)
+def test_no_child_process_keeps_the_lock(
+    kind: str, tmp_path: Path, holder: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """Such as reward workers, Ray's processes and vLLM's, which may outlive a run that is killed."""
+    process = holder(f"{CHILDREN[kind]}open({str(tmp_path / 'child')!r}, 'w').write(str(child)); ")
+    child = int((tmp_path / "child").read_text())
+    process.kill()
+    process.wait()
+    try:
+        os.kill(child, 0)
+        FolderLock(tmp_path).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_forked_child_that_ends_leaves_the_lock_to_its_parent(tmp_path: Path) -> None:
+    with FolderLock(tmp_path) as lock:
+        pid = os.fork()
+        if pid == 0:
+            lock.close()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        with pytest.raises(ConfigError, match=held_by(os.getpid())):
+            FolderLock(tmp_path)
+
+
+@pytest.fixture(params=[errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def no_flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without ``flock``."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+@pytest.mark.usefixtures("no_flock")
+def test_without_flock_the_file_is_the_lock(tmp_path: Path, holder: Callable[..., subprocess.Popen[str]]) -> None:
+    process = holder()
+    with pytest.raises(ConfigError, match=held_by(process.pid) + f".* remove {tmp_path / LOCK_FILE}"):
+        FolderLock(tmp_path)
+    process.kill()
+    process.wait()
+    with FolderLock(tmp_path), pytest.raises(ConfigError, match=held_by(os.getpid())):
+        FolderLock(tmp_path)
+    assert not list(tmp_path.iterdir())
+    for holder_text in ("elsewhere 7 77\n", ""):  # a host that cannot be asked, and one that died as it wrote
+        (tmp_path / LOCK_FILE).write_text(holder_text)
+        with pytest.raises(ConfigError, match=f"If that process has ended, remove {tmp_path / LOCK_FILE}"):
+            FolderLock(tmp_path)
+    (tmp_path / LOCK_FILE).write_text(f"{os.uname().nodename} {os.getpid()} 1\n")  # the number is used again
+    FolderLock(tmp_path).close()
+
+
+def test_of_20_starts_at_once_one_gets_the_folder(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from torchrl_grpo.folders import FolderLock; from torchrl_grpo.errors import ConfigError\n"
+        "time.sleep(max(0, float(sys.argv[2]) - time.time()))\n"
+        "try: FolderLock(sys.argv[1]); print('held', flush=True); time.sleep(600)\n"
+        "except ConfigError: print('refused', flush=True)"
+    )
+    begin = str(time.time() + 2)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), begin], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        for _ in range(20)
+    ]
+    try:
+        said = [process.stdout.readline() for process in started if process.stdout is not None]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert sorted(said) == ["held\n", *(19 * ["refused\n"])]
+
+
+def at_step(made: Run, step: int, then: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have something happen to a run's folder in the middle of a step."""
+    publish: Callable[..., None] = made.source.publish
+
+    def publish_then(*given: Any) -> None:
+        publish(*given)
+        if made.learner.version == step:
+            then()
+
+    monkeypatch.setattr(made.source, "publish", publish_then)
+
+
+def replace(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("change", "found", "what"),
+    [
+        (lambda folder: folder.rename(folder.with_name("moved")), "moved", "was moved to .*/moved"),
+        (lambda folder: (folder.rename(folder.with_name("moved")), folder.mkdir()), "moved", "was moved to .*/moved"),
+        (shutil.rmtree, "run", "was removed, and what is left was written to .*/run"),
+        (replace, "run-2", "was removed, and what is left was written to .*/run-2"),
+    ],
+)
+@pytest.mark.parametrize("step", [2, 4])
+def test_a_run_whose_folder_is_moved_or_removed_ends_with_all_its_files(
+    step: int,
+    change: Callable[[Path], object],
+    found: str,
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ended with status 0, an empty report, and half of its files elsewhere."""
+    folder = tmp_path / "run"
+    config = compose_config(*SMALL, steps(4), "logging.sample_frequency=1")
+    with (
+        pytest.raises(FolderLostError, match=rf"hydra\.run\.dir={folder} must stay .*, but it {what}"),
+        closing(build(config, folder)) as made,
+    ):
+        at_step(made, step, lambda: change(folder), monkeypatch)
+        made.fit()
+    kept = tmp_path / found
+    assert [row["step"] for row in read_jsonl(kept / "metrics.jsonl")] == list(range(step + 1))
+    assert {row["step"] for row in read_jsonl(kept / "samples.jsonl")} == set(range(1, step + 1))
+    assert [path.name for path in (kept / "checkpoints").iterdir()] == [f"checkpoint_{step:06d}.pt"]
+    assert (kept / "report.html").exists() and not (kept / LOCK_FILE).exists()
+    others = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_relative_to(kept)]
+    assert others == []
+
+
+def test_an_interrupted_run_whose_folder_was_moved_saves_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+
+    def move_and_stop() -> None:
+        folder.rename(moved)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), closing(build(compose_config(*SMALL, steps(4)), folder)) as made:
+        at_step(made, 2, move_and_stop, monkeypatch)
+        made.fit()
+    assert [row["step"] for row in read_jsonl(moved / "metrics.jsonl")] == [0, 1, 2]
+    assert (moved / "checkpoints" / "checkpoint_000002.pt").exists() and not folder.exists()
+
+
+def test_a_file_in_the_place_of_the_checkpoints_drops_no_rows(tmp_path: Path) -> None:
+    """The run started afresh: the rows of its steps were dropped, and then came a traceback."""
+    (tmp_path / "checkpoints").write_text("mine")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    with pytest.raises(
+        ConfigError, match=rf"hydra\.run\.dir={tmp_path} must have a folder .*checkpoints, but that is a"
+    ):
+        run(tmp_path, steps(1), "train.resume=auto")
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 7}\n'
+
+
+def test_checkpoints_that_cannot_be_written_cost_one_line_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torchrl_logger, "warning", said.append)
+    checkpoints = tmp_path / "checkpoints"
+
+    def block() -> None:
+        checkpoints.rename(tmp_path / "aside")
+        checkpoints.write_text("mine")
+
+    config = compose_config(*SMALL, steps(4), "train.checkpoint_frequency=1", "train.export_frequency=1")
+    with closing(build(config, tmp_path)) as made:
+        at_step(made, 2, block, monkeypatch)
+        at_step(made, 4, checkpoints.unlink, monkeypatch)
+        made.fit()
+    unsaved = [line for line in said if "is not" in line]
+    why = f"cannot be written in {checkpoints} ("
+    assert [line.partition(":")[0] for line in unsaved] == [
+        f"{kind} {step} is not {what}"
+        for step in (2, 3)
+        for kind, what in (("Step", "saved, there is none before it"), ("The model of step", "written"))
+    ]
+    assert all(why in line for line in unsaved)
+    assert {path.name for path in checkpoints.iterdir()} == {"checkpoint_000004.pt", "model"}
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def block() -> None:
+        (tmp_path / "checkpoints").rmdir()
+        (tmp_path / "checkpoints").write_text("mine")
+
+    with (
+        pytest.raises(NotSavedError, match=r"checkpoint_000002\.pt cannot be written in .* \(File exists\)"),
+        closing(build(compose_config(*SMALL, steps(2)), tmp_path)) as made,
+    ):
+        at_step(made, 2, block, monkeypatch)
+        made.fit()
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A file system that cannot be written to, where root may mount one."""
+    folder = tmp_path / "outputs"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", folder], capture_output=True).returncode:
+        pytest.skip("only root may mount a disk")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_read_only_folder_is_one_line(
+    read_only: Path, run_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here(SYNC, *SHORT) == 2
+    assert re.search(
+        r"error: hydra\.run\.dir=outputs/.* must be a folder that can be made, but it cannot \(Read-only file system",
+        capfd.readouterr().err,
+    )
+    with pytest.raises(ConfigError, match=rf"hydra\.run\.dir={read_only} .* written to, but it cannot \(Read-only"):
+        FolderLock(read_only)

@@ -1,0 +1,180 @@
+"""The folder of a run: each start gets one of its own, and one process at a time writes into it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+
+from torchrl_grpo.errors import ConfigError
+
+LOCK_FILE = ".lock"
+_NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Errors of file systems without ``flock``, such as some mounts of NFS and Lustre."""
+
+_open: set[int] = set()
+
+
+def _close_in_child() -> None:
+    """Close the locks' files in a forked child: it would keep a lock for as long as it lives."""
+    while _open:
+        os.close(_open.pop())
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def numbered(path: Path) -> Iterator[Path]:
+    """Yield the path, and after it ``NAME-2``, ``NAME-3`` and so on beside it."""
+    yield path
+    for number in itertools.count(2):
+        yield path.with_name(f"{path.name}-{number}")
+
+
+def claim(folder: Path) -> Path:
+    """Make a new folder and return it: the first of ``numbered(folder)`` whose name is free."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for claimed in numbered(folder):
+        with suppress(FileExistsError):
+            claimed.mkdir()
+            break
+    return claimed
+
+
+class FolderLock(AbstractContextManager["FolderLock"]):
+    """Lock on the folder of a run, held from construction to ``close``, which may be called again.
+
+    The kernel ends it with this process, however that ends, and child processes do not keep it. On a file system
+    without ``flock`` the lock is the file alone, with the host and process that made it: it is taken over from a
+    process of this host that has ended. Reading the folder needs no lock.
+
+    Args:
+        folder: made when it is not there.
+
+    Raises:
+        ConfigError: another process holds the lock, or the folder cannot be written to.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(os.path.abspath(folder))
+        self._pid = os.getpid()
+        self._file: int | None = None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._directory = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+            _open.add(self._directory)
+            try:
+                self._file = self._locked()
+            except BaseException:
+                self._close(self._directory)
+                raise
+        except (PermissionError, FileExistsError, NotADirectoryError) as error:
+            raise self._unwritable(error) from error
+        except OSError as error:
+            if error.errno == errno.EROFS:
+                raise self._unwritable(error) from error
+            raise
+
+    def where(self) -> Path | None:
+        """Return where the folder is now, which is elsewhere if it was moved; None if it was removed."""
+        for path in (self.folder, Path(f"/proc/self/fd/{self._directory}").resolve()):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                if os.path.samestat(os.stat(path), os.fstat(self._directory)):
+                    return path
+        return None
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._file is None or self._pid != os.getpid():
+            return
+        if self._is_current(self._file):
+            os.unlink(LOCK_FILE, dir_fd=self._directory)
+        self._close(self._file)
+        self._close(self._directory)
+        self._file = None
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _locked(self) -> int:
+        """Take the lock; return its file."""
+        while True:
+            file, made = self._opened()
+            try:
+                if self._is_taken(file, made):
+                    os.ftruncate(file, 0)
+                    os.pwrite(file, f"{socket.gethostname()} {self._pid} {_started(self._pid)}\n".encode(), 0)
+                    return file
+            except BaseException:
+                self._close(file)
+                raise
+            self._close(file)
+
+    def _opened(self) -> tuple[int, bool]:
+        """Open the lock's file; return it and whether it was made here."""
+        for flags in itertools.cycle((os.O_CREAT | os.O_EXCL, 0)):
+            with suppress(FileExistsError, FileNotFoundError):
+                file = os.open(LOCK_FILE, os.O_RDWR | flags, 0o644, dir_fd=self._directory)
+                _open.add(file)
+                return file, flags != 0
+        raise AssertionError("unreachable")
+
+    def _is_taken(self, file: int, made: bool) -> bool:
+        """Take the lock by an open file; False if that file is gone and another try is needed."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return self._is_current(file)
+        except BlockingIOError:
+            raise self._held(file, "") from None
+        except OSError as error:
+            if error.errno not in _NO_FLOCK:
+                raise
+        if not made and not self._is_stale(file):
+            raise self._held(file, f" If that process has ended, remove {self.folder / LOCK_FILE}.")
+        if not made and self._is_current(file):
+            os.unlink(LOCK_FILE, dir_fd=self._directory)
+        return made
+
+    def _is_current(self, file: int) -> bool:
+        """Whether an open file is the one that the folder has."""
+        try:
+            return os.path.samestat(os.stat(LOCK_FILE, dir_fd=self._directory), os.fstat(file))
+        except FileNotFoundError:
+            return False
+
+    def _is_stale(self, file: int) -> bool:
+        """Whether the process that a file names was one of this host, and has ended."""
+        holder = os.pread(file, 1000, 0).decode(errors="replace").split()
+        return len(holder) == 3 and holder[0] == socket.gethostname() and holder[2] != _started(holder[1])
+
+    def _held(self, file: int, then: str) -> ConfigError:
+        holder = os.pread(file, 1000, 0).decode(errors="replace").split()
+        who = f"process {holder[1]} on host {holder[0]}" if len(holder) == 3 else "another process"
+        return ConfigError(
+            f"hydra.run.dir={self.folder} must be a folder that no other run writes to, but {who} does: wait until it "
+            f"ends, or end it, or use another folder.{then}"
+        )
+
+    def _unwritable(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"hydra.run.dir={self.folder} must be a folder that can be written to, but it cannot "
+            f"({error.strerror}): use another folder."
+        )
+
+    @staticmethod
+    def _close(file: int) -> None:
+        _open.discard(file)
+        os.close(file)
+
+
+def _started(pid: int | str) -> str:
+    """When a process of this host started, in the kernel's ticks: a number of its own where a pid is used again."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return "ended"

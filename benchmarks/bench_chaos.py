@@ -38,8 +38,8 @@ import psutil
 from bench_faults import GROUPS, ROOT
 from machine import merge
 
-from torchrl_grpo.checkpoint_files import check_whole, checkpoints_in, step_of
-from torchrl_grpo.records import read_jsonl
+from torchrl_grpo.host.checkpoint_files import check_whole, checkpoints_in, step_of
+from torchrl_grpo.host.files import read_jsonl
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Problem, Score
 

@@ -33,8 +33,8 @@ WARM_UP = 3
 
 def run_ours(steps: int, seed: int, folder: str) -> tuple[list[float], list[float]]:
     """Seconds and mean reward of each step."""
-    from torchrl_grpo.records import read_jsonl
-    from torchrl_grpo.run import build
+    from torchrl_grpo.assembly.run import build
+    from torchrl_grpo.host.files import read_jsonl
 
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "config")):
         turns = f"train.total_dialog_turns={128 * steps}"

@@ -36,11 +36,11 @@ from transformers import AutoTokenizer
 
 from torchrl_grpo.collectors import RolloutCollector, Sampler
 from torchrl_grpo.collectors.sampler import RolloutReport
-from torchrl_grpo.distributed.tasks import TaskQueue
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Completion, Engine, OnFinished, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
-from torchrl_grpo.staleness import GroupBuffer
+from torchrl_grpo.runtime.staleness import GroupBuffer
+from torchrl_grpo.runtime.tasks import TaskQueue
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks import ArithmeticTask
 
@@ -194,9 +194,9 @@ def driver() -> list[dict[str, float]]:
     """CPU milliseconds a group and memory of the driver, for each number of samplers."""
     import ray
 
-    from torchrl_grpo.distributed import cluster
-    from torchrl_grpo.distributed.rollout_manager import RolloutManager
-    from torchrl_grpo.distributed.source import RaySource
+    from torchrl_grpo.runtime import cluster
+    from torchrl_grpo.runtime.rollout_manager import RolloutManager
+    from torchrl_grpo.runtime.source import RaySource
     from torchrl_grpo.weights import ObjectSender
 
     started, rows = cluster.start(), []

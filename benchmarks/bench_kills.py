@@ -34,8 +34,8 @@ from typing import Any
 import psutil
 from machine import report, surroundings
 
-from torchrl_grpo.checkpoint_files import check_whole, checkpoints_in, step_of
-from torchrl_grpo.records import read_jsonl
+from torchrl_grpo.host.checkpoint_files import check_whole, checkpoints_in, step_of
+from torchrl_grpo.host.files import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ("grpo.py", "grpo-async.py")

@@ -39,7 +39,8 @@ from machine import surroundings
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from torchrl_grpo import parts
+from torchrl_grpo.assembly import parts
+from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import GRPOConfig, from_hydra, register
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.generation.fused_decoder import FusedDecoder
@@ -47,7 +48,6 @@ from torchrl_grpo.models import scoring
 from torchrl_grpo.models.head import chunked_log_probs
 from torchrl_grpo.models.scoring import TokenScorer, autocast
 from torchrl_grpo.reporting.metrics import read_jsonl
-from torchrl_grpo.run import build
 from torchrl_grpo.starter import starter_path
 
 ROOT = Path(__file__).resolve().parents[1]

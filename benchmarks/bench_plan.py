@@ -32,8 +32,8 @@ from typing import Any
 import psutil
 from machine import report, surroundings
 
-from torchrl_grpo.plan.simulation import Costs, Loop, Simulation
-from torchrl_grpo.records import read_jsonl
+from torchrl_grpo.advice.plan.simulation import Costs, Loop, Simulation
+from torchrl_grpo.host.files import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "torchrl", "transformers", "ray")

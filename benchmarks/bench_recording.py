@@ -23,13 +23,13 @@ from unittest import mock
 from hydra import compose, initialize_config_dir
 from machine import report, surroundings
 
+from torchrl_grpo.assembly.run import build
 from torchrl_grpo.collectors import evaluation
 from torchrl_grpo.config import from_hydra, register
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.scores import PassScores
-from torchrl_grpo.loop.fit import _Steps
+from torchrl_grpo.loop import _Steps
 from torchrl_grpo.reporting.metrics import MetricsLogger
-from torchrl_grpo.run import build
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, TABLES = 80, 3  # of the default job: steps, and those that log samples, or evaluate

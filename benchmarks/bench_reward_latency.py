@@ -24,7 +24,7 @@ from typing import Any
 
 from machine import surroundings
 
-from torchrl_grpo.records import read_jsonl
+from torchrl_grpo.host.files import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "tensordict", "torchrl", "ray")

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.support.browsers import chromium  # noqa: E402
 from tests.support.view_runs import make_large, served  # noqa: E402
-from torchrl_grpo.records import read_jsonl  # noqa: E402
+from torchrl_grpo.host.files import read_jsonl  # noqa: E402
 
 WARM_UP = 8
 OFF = ("evaluation.num_prompts=0", "train.checkpoint_frequency=0", "logging.tensorboard=false")

@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from torchrl_grpo.collectors import Sampler
-from torchrl_grpo.distributed import cluster
-from torchrl_grpo.distributed.actors import SamplerActor, own_address
-from torchrl_grpo.distributed.learner import RayLearner
 from torchrl_grpo.generation import Engine, SamplingParams, TransformersEngine
 from torchrl_grpo.learner import Learner
 from torchrl_grpo.models.loading import CheckpointModel, add_lora, resolve_name
+from torchrl_grpo.runtime import cluster
+from torchrl_grpo.runtime.actors import SamplerActor, own_address
+from torchrl_grpo.runtime.learner import RayLearner
 from torchrl_grpo.weights import LoraDelta, Sender, WeightHandle, make_sender, named_adapters, named_weights
 
 KINDS = ("object_store", "broadcast", "adapters")

@@ -64,7 +64,7 @@ LONG = ("ray/test_async_s", "ray/test_ray_source", "ray/test_async", "vllm/", "r
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """Imports in about half of the usual time where tests are collected, as ``torchrl_grpo.startup`` does.
+    """Imports in about half of the usual time where tests are collected, as ``torchrl_grpo.host.startup`` does.
 
     TorchRL imports vLLM for a wrapper of its own. And imports make a million objects, which are hardly any garbage.
     """

@@ -1,4 +1,4 @@
-"""Makes the tables of ``docs/migrate.md`` from those of ``torchrl_grpo/migrate``.
+"""Makes the tables of ``docs/migrate.md`` from those of ``torchrl_grpo/advice/migrate``.
 
 python tools/make_migrate_docs.py
 """
@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchrl_grpo.migrate.tables import Row, Table, read_table
+from torchrl_grpo.advice.migrate.tables import Row, Table, read_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "migrate.md"
-MARK = "<!-- tables: made by tools/make_migrate_docs.py from torchrl_grpo/migrate/*.toml, change them there -->\n"
+MARK = "<!-- tables: made by tools/make_migrate_docs.py from torchrl_grpo/advice/migrate/*.toml, change them there -->\n"
 ORDER = ("trl", "verl", "areal", "prime_rl", "torchrl")
 QUANTITIES = {
     "accumulation": "part of `train.optim_batch_size`",

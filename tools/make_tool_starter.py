@@ -28,7 +28,7 @@ from torch import Tensor
 from torchrl._utils import logger as torchrl_logger
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
-from torchrl_grpo.conversation import TurnTemplate
+from torchrl_grpo.chat.template import TurnTemplate
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Problem

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.support.browsers import chromium  # noqa: E402
 from tests.support.view_runs import served  # noqa: E402
-from torchrl_grpo.records import read_jsonl  # noqa: E402
+from torchrl_grpo.host.files import read_jsonl  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 SAMPLES = ("logging.sample_frequency=10", "logging.sample_rows=32")

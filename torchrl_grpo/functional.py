@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
-from torchrl_grpo.choices import AdvantageMean, AdvantageStd, Aggregation, KLEstimator, WeightBound, WeightLevel
+from torchrl_grpo.checks import AdvantageMean, AdvantageStd, Aggregation, KLEstimator, WeightBound, WeightLevel
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this magnitude, so that an absurd ratio stays finite (e^20 = 4.9e8)."""

@@ -20,8 +20,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.support.configs import compose_config
-from torchrl_grpo.records import read_jsonl
-from torchrl_grpo.run import build
+from torchrl_grpo.assembly.run import build
+from torchrl_grpo.host.files import read_jsonl
 from torchrl_grpo.starter import starter_path
 
 SHAPE: dict[str, Any] = {

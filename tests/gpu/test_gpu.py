@@ -12,10 +12,10 @@ from torch import multiprocessing
 from tests.support.configs import compose_config
 from tests.support.models import make_tiny_model
 from tests.support.training import make_batch, make_trainer
+from torchrl_grpo.assembly.run import build
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.models.sharding import compute_device, init_mesh, shard_model
-from torchrl_grpo.run import build
 from torchrl_grpo.weights import BroadcastSender, CudaIpcSender, Sender, WeightHandle, named_weights
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

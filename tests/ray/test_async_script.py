@@ -16,8 +16,8 @@ import pytest
 from tests.support.configs import ROOT, compose_config
 from tests.support.documentation import undocumented
 from tests.support.scripts import ASYNC, SMALL, SYNC, Script, rows_of
-from torchrl_grpo.checkpoint_files import checkpoints_in, step_of
-from torchrl_grpo.run import build
+from torchrl_grpo.assembly.run import build
+from torchrl_grpo.host.checkpoint_files import checkpoints_in, step_of
 
 pytest.importorskip("ray")
 

@@ -14,11 +14,11 @@ import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.configs import compose_config
 from tests.support.processes import worker_processes
 from tests.support.scripts import ASYNC, SMALL, Script, rows_of
-from torchrl_grpo.run import build
+from torchrl_grpo.assembly.run import build
 
 pytest.importorskip("ray")
 
-from torchrl_grpo.distributed.source import RaySource
+from torchrl_grpo.runtime.source import RaySource
 
 
 @pytest.mark.vllm

@@ -24,11 +24,11 @@ from tests.support.clusters import facts
 from tests.support.configs import ROOT, compose_config
 from tests.support.devices import SPREAD, TWO, gpus
 from tests.support.processes import alive, below, listening
+from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError
-from torchrl_grpo.distributed.cluster import start
-from torchrl_grpo.placement import DevicePlan
 from torchrl_grpo.reporting.metrics import read_jsonl
-from torchrl_grpo.run import build
+from torchrl_grpo.runtime.cluster import start
+from torchrl_grpo.runtime.placement import DevicePlan
 
 ray = pytest.importorskip("ray")
 
@@ -107,8 +107,8 @@ for _ in sys.stdin:
 
 JOINER = """
 import json, sys
-from torchrl_grpo.distributed.cluster import start
-from torchrl_grpo.placement import DevicePlan
+from torchrl_grpo.runtime.cluster import start
+from torchrl_grpo.runtime.placement import DevicePlan
 from tests.support.clusters import facts
 from tests.support.devices import gpus
 
@@ -194,7 +194,7 @@ DRIVER = """
 import time
 import ray
 from torchrl_grpo.config import orderly_exit
-from torchrl_grpo.distributed.cluster import start
+from torchrl_grpo.runtime.cluster import start
 from tests.support.clusters import facts
 from tests.support.devices import TWO
 

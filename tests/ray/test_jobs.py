@@ -19,7 +19,7 @@ import pytest
 from tests.support.configs import ROOT
 from tests.support.processes import alive, below, listening
 from tests.support.slurm import SCRIPTS, environment
-from torchrl_grpo.records import read_jsonl
+from torchrl_grpo.host.files import read_jsonl
 
 pytest.importorskip("ray")
 sys.path.insert(0, str(ROOT / "benchmarks"))

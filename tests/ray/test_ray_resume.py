@@ -11,8 +11,8 @@ import torch
 
 from tests.support.configs import compose_config
 from tests.support.runs import LORA, SMALL, at, differences, numbers, run, state_of, steps
+from torchrl_grpo.assembly.run import build
 from torchrl_grpo.reporting.metrics import read_jsonl
-from torchrl_grpo.run import build
 
 pytest.importorskip("ray")
 

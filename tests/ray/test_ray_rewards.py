@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.math_pairs import PAIRS, verdicts
 from tests.support.reward_runs import assert_killed_reward_workers_change_no_number
-from torchrl_grpo.distributed.cluster import start
+from torchrl_grpo.runtime.cluster import start
 
 ray = pytest.importorskip("ray")
 

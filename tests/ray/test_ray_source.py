@@ -30,30 +30,30 @@ from tests.support.models import make_tiny_model
 from torchrl_grpo import keys
 from torchrl_grpo.collectors import RolloutCollector, Sampler
 from torchrl_grpo.collectors.evaluation import Evaluator
-from torchrl_grpo.distributed import cluster
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
-from torchrl_grpo.loop.fit import Schedule, fit
+from torchrl_grpo.loop import Schedule, fit
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger, read_jsonl
-from torchrl_grpo.staleness import GroupBuffer
+from torchrl_grpo.runtime import cluster
+from torchrl_grpo.runtime.staleness import GroupBuffer
 from torchrl_grpo.tasks import ArithmeticTask
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 pytest.importorskip("ray")
 
-from torchrl_grpo.distributed.actors import LearnerActor
-from torchrl_grpo.distributed.learner import RayLearner
-from torchrl_grpo.distributed.rollout_manager import RolloutManager
-from torchrl_grpo.distributed.source import RayBatch, RaySource
-from torchrl_grpo.distributed.tasks import TaskQueue
-from torchrl_grpo.distributed.workers import ActorLostError, Worker
 from torchrl_grpo.errors import LearnerLostError, MemoryShortError, WaitedTooLongError, WorkersLostError
+from torchrl_grpo.runtime.actors import LearnerActor
+from torchrl_grpo.runtime.learner import RayLearner
+from torchrl_grpo.runtime.rollout_manager import RolloutManager
+from torchrl_grpo.runtime.source import RayBatch, RaySource
+from torchrl_grpo.runtime.tasks import TaskQueue
+from torchrl_grpo.runtime.workers import ActorLostError, Worker
 from torchrl_grpo.weights import ObjectSender, WeightHandle
 
 REPEATS, TASK, BATCH = 2, 2, 4  # rows in a group, groups in a task, groups in a batch

@@ -13,15 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.support.configs import compose_config
 from tests.support.models import make_tiny_model
+from torchrl_grpo.assembly.run import build
 from torchrl_grpo.collectors import Sampler
 from torchrl_grpo.config import ConfigError
-from torchrl_grpo.distributed import cluster
-from torchrl_grpo.distributed.actors import SamplerActor, own_address
-from torchrl_grpo.distributed.learner import RayLearner
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.learner import Learner
 from torchrl_grpo.models.sharding import shard_model
-from torchrl_grpo.run import build
+from torchrl_grpo.runtime import cluster
+from torchrl_grpo.runtime.actors import SamplerActor, own_address
+from torchrl_grpo.runtime.learner import RayLearner
 from torchrl_grpo.weights import BroadcastSender, ObjectSender, Sender, WeightHandle, named_weights
 
 pytest.importorskip("ray")

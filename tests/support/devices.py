@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchrl_grpo.placement import DevicePlan
+from torchrl_grpo.runtime.placement import DevicePlan
 
 CPU = torch.device("cpu")
 TWO = DevicePlan((CPU,), ((CPU,),), (), colocated=False)

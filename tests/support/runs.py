@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tests.support.configs import compose_config
-from torchrl_grpo.checkpoint_files import SealedFile
+from torchrl_grpo.assembly.run import build
+from torchrl_grpo.host.checkpoint_files import SealedFile
 from torchrl_grpo.reporting.metrics import read_jsonl
-from torchrl_grpo.run import build
 
 SMALL = (
     "env.num_envs=16",

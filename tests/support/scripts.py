@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from tests.support.configs import ROOT
-from torchrl_grpo.records import read_jsonl
+from torchrl_grpo.host.files import read_jsonl
 
 SYNC, ASYNC = ROOT / "sota" / "grpo" / "grpo.py", ROOT / "sota" / "grpo" / "grpo-async.py"
 SMALL = ("env.num_envs=16", "env.repeats=4", "optimizer.lr=1e-3", "logging.tensorboard=false", "evaluation.k=2")

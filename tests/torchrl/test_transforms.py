@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from tests.support.configs import SMALL, compose_config
 from tests.support.echo import EchoTask, TwoTurnTask, add
 from tests.support.envs import END, ScriptedEngine, column, respond
-from torchrl_grpo import keys, parts
-from torchrl_grpo.blueprint import prepare
+from torchrl_grpo import keys
+from torchrl_grpo.assembly import parts
+from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.envs import LLMEnv

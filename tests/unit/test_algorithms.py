@@ -19,12 +19,12 @@ from torchrl.modules.llm import TransformersWrapper
 from tests.support.configs import ROOT, SMALL, compose_config
 from tests.support.losses import Table, make_batch, total
 from torchrl_grpo import functional as F
-from torchrl_grpo.algorithm import batch_transforms, make_loss
-from torchrl_grpo.blueprint import prepare
+from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
+from torchrl_grpo.assembly.blueprint import prepare
+from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, check_command_line
 from torchrl_grpo.models.scoring import WrapperScorer
 from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, SAPOLoss
-from torchrl_grpo.run import build
 
 Token = Callable[[Tensor, Tensor, Tensor], Tensor]  # (ratio, log-prob, advantage) -> objective of a token
 

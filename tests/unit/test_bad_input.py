@@ -18,8 +18,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from tests.support.configs import compose_config
-from torchrl_grpo import conversation
-from torchrl_grpo.blueprint import prepare
+from torchrl_grpo.assembly.blueprint import prepare
+from torchrl_grpo.chat import template as conversation
 from torchrl_grpo.config import ConfigError, check_command_line, from_hydra
 from torchrl_grpo.config.schema import COMPONENTS, FIELDS, GRPOConfig
 

@@ -16,17 +16,17 @@ import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.configs import compose_config
 from tests.support.documentation import undocumented
 from tests.support.models import make_tiny_model
-from torchrl_grpo import blueprint as blueprint_module
-from torchrl_grpo import parts
-from torchrl_grpo import run as run_module
-from torchrl_grpo.blueprint import plan_rows, prepare
+from torchrl_grpo.assembly import blueprint as blueprint_module
+from torchrl_grpo.assembly import parts
+from torchrl_grpo.assembly import run as run_module
+from torchrl_grpo.assembly.blueprint import plan_rows, prepare
+from torchrl_grpo.assembly.run import build
+from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config import ConfigError, GRPOConfig, leaves
 from torchrl_grpo.config.renamed import plain
-from torchrl_grpo.distributed import cluster
 from torchrl_grpo.models import loading
-from torchrl_grpo.placement import DevicePlan
-from torchrl_grpo.run import build
-from torchrl_grpo.tasks.make import make_task
+from torchrl_grpo.runtime import cluster
+from torchrl_grpo.runtime.placement import DevicePlan
 
 SMALL = (
     "env.num_envs=16",

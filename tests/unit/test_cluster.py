@@ -11,10 +11,10 @@ import torch
 
 from tests.support.configs import ROOT
 from tests.support.devices import SPREAD, gpus
-from torchrl_grpo import startup
-from torchrl_grpo.distributed import cluster as cluster_module
-from torchrl_grpo.distributed.cluster import Seat, require_ray, seats, start
-from torchrl_grpo.placement import DevicePlan
+from torchrl_grpo.host import startup
+from torchrl_grpo.runtime import cluster as cluster_module
+from torchrl_grpo.runtime.cluster import Seat, require_ray, seats, start
+from torchrl_grpo.runtime.placement import DevicePlan
 
 
 def test_any_number_of_cpu_processes_fits_on_two_cores() -> None:

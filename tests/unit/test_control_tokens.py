@@ -15,9 +15,9 @@ from torchrl._utils import logger
 from tests.support.chats import CHATS, make_chat_tokenizer
 from tests.support.echo import EchoTask
 from tests.support.envs import column, respond
-from torchrl_grpo.conversation import TurnTemplate
+from torchrl_grpo.chat.template import TurnTemplate
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.prompts import Prompts
+from torchrl_grpo.envs.prompts import Prompts
 from torchrl_grpo.tasks.base import Message, Problem, Score, Split, Task
 from torchrl_grpo.tasks.conversations import WithTools
 from torchrl_grpo.tools import Toolbox, tool_message

@@ -15,8 +15,8 @@ from tests.support.dialogs import log_prob_gap, tokens_between_turns
 from tests.support.echo import EchoTask, add, hang, leave
 from tests.support.envs import END, ScriptedEngine, column, respond
 from torchrl_grpo import keys
+from torchrl_grpo.chat.template import TurnTemplate
 from torchrl_grpo.collectors import RolloutCollector
-from torchrl_grpo.conversation import TurnTemplate
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy

@@ -17,7 +17,7 @@ from datasets import Dataset
 from tests.support.configs import compose_config
 from tests.support.datasets import ROWS, error_of, write
 from tests.support.published import published
-from torchrl_grpo.blueprint import prepare
+from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.tasks.base import Problem
 from torchrl_grpo.tasks.dataset import DatasetTask

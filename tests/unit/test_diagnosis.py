@@ -14,14 +14,15 @@ from transformers import Qwen2Config
 from tests.support.configs import compose_config
 from tests.support.models import make_tiny_model
 from tests.support.training import make_batch, make_trainer
-from torchrl_grpo import keys, parts
+from torchrl_grpo import keys
+from torchrl_grpo.assembly import parts
 from torchrl_grpo.errors import MemoryShortError, NonFiniteError
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
+from torchrl_grpo.host.text import size
 from torchrl_grpo.learner.measures import StepMeasures
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.memory import StepSetup, savings, step_memory
 from torchrl_grpo.models.scoring import TokenScorer
-from torchrl_grpo.records import size
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 

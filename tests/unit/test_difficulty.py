@@ -17,9 +17,9 @@ from tests.support.envs import END, respond
 from tests.support.runs import SMALL, at, differences, run, state_of
 from torchrl_grpo.collectors.sampler import RolloutReport
 from torchrl_grpo.config import ConfigError
-from torchrl_grpo.distributed.tasks import TaskQueue
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.staleness import GroupBuffer
+from torchrl_grpo.runtime.staleness import GroupBuffer
+from torchrl_grpo.runtime.tasks import TaskQueue
 from torchrl_grpo.tasks.base import Problem, Score, Split, Task
 
 EASY, MIXED, HARD, BROKEN = range(4)

@@ -11,10 +11,10 @@ import torch
 
 from tests.support.configs import ROOT, compose_config
 from tests.support.runs import SMALL, steps
+from torchrl_grpo.advice.doctor import examine
+from torchrl_grpo.advice.forecast import Measured, forecast, memory_now
+from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import GRPOConfig
-from torchrl_grpo.doctor import examine
-from torchrl_grpo.forecast import Measured, forecast, memory_now
-from torchrl_grpo.run import build
 
 NAMES = ["versions", "devices", "logging", "model", "data", "parts"]
 PLAYED = ["sync", "rollout", "train", "reward", "mismatch", "steps"]

@@ -15,11 +15,11 @@ from torchrl._utils import logger as torchrl_logger
 
 from tests.support.configs import compose_config
 from tests.support.runs import SMALL, at, run, steps
-from torchrl_grpo.checkpoint_files import check_whole
+from torchrl_grpo.assembly.run import Run, build
 from torchrl_grpo.config import orderly_exit
 from torchrl_grpo.errors import STALLED_STATUS, NoSignalError
-from torchrl_grpo.records import read_jsonl
-from torchrl_grpo.run import Run, build
+from torchrl_grpo.host.checkpoint_files import check_whole
+from torchrl_grpo.host.files import read_jsonl
 
 
 def test_a_scorer_that_always_fails_ends_the_run(tmp_path: Path) -> None:

@@ -17,16 +17,17 @@ from transformers import PreTrainedTokenizerFast
 from tests.support.configs import compose_config
 from tests.support.models import make_tiny_model
 from tests.support.runs import SMALL, steps
-from torchrl_grpo import keys, stalls
+from torchrl_grpo import keys
+from torchrl_grpo.assembly.run import build
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.functional import pass_at_k
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.generation.transformers import TransformersEngine
-from torchrl_grpo.records import read_jsonl
+from torchrl_grpo.host import stalls
+from torchrl_grpo.host.files import read_jsonl
 from torchrl_grpo.reward_pool import RewardPool
-from torchrl_grpo.run import build
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Problem, Score, Split, Task
 from torchrl_grpo.tasks.with_tests import WithTests

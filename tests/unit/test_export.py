@@ -13,9 +13,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import torchrl_grpo.export
+import torchrl_grpo.assembly.export
 from tests.support.runs import LORA, at, run, steps
-from torchrl_grpo.export import main
+from torchrl_grpo.scripts.export import main
 from torchrl_grpo.starter import starter_path
 
 TESTED = ("evaluation.num_prompts=4", "evaluation.k=0")

@@ -21,13 +21,13 @@ from torchrl._utils import logger as torchrl_logger
 
 from tests.support.configs import ROOT, compose_config
 from tests.support.runs import SMALL, run, steps
+from torchrl_grpo.assembly.export import main as export
+from torchrl_grpo.assembly.run import Run, build
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.errors import FolderLostError, NotSavedError
-from torchrl_grpo.export import main as export
-from torchrl_grpo.folders import LOCK_FILE, FolderLock
-from torchrl_grpo.records import read_jsonl
-from torchrl_grpo.run import Run, build
-from torchrl_grpo.view.runs import RunView
+from torchrl_grpo.host.files import read_jsonl
+from torchrl_grpo.host.folders import LOCK_FILE, FolderLock
+from torchrl_grpo.reporting.view.runs import RunView
 
 SYNC = ROOT / "sota" / "grpo" / "grpo.py"
 SHORT = ("--config-name", "grpo_arithmetic", *SMALL, steps(1))
@@ -117,7 +117,7 @@ def test_a_job_of_a_sweep_is_refused_where_a_run_is_live(
     assert [path.parent.name for path in (tmp_path / "sweep").glob("*/metrics.jsonl")] == ["0"]
 
 
-HOLDER = "import sys, time; from torchrl_grpo.folders import FolderLock; lock = FolderLock(sys.argv[1]); "
+HOLDER = "import sys, time; from torchrl_grpo.host.folders import FolderLock; lock = FolderLock(sys.argv[1]); "
 
 
 @pytest.fixture
@@ -219,7 +219,8 @@ def test_without_flock_the_file_is_the_lock(tmp_path: Path, holder: Callable[...
 
 def test_of_20_starts_at_once_one_gets_the_folder(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from torchrl_grpo.folders import FolderLock; from torchrl_grpo.errors import ConfigError\n"
+        "import sys, time; from torchrl_grpo.errors import ConfigError\n"
+        "from torchrl_grpo.host.folders import FolderLock\n"
         "time.sleep(max(0, float(sys.argv[2]) - time.time()))\n"
         "try: FolderLock(sys.argv[1]); print('held', flush=True); time.sleep(600)\n"
         "except ConfigError: print('refused', flush=True)"

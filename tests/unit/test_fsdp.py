@@ -279,7 +279,7 @@ def single(folder: Path) -> dict[str, Any]:
 
 def start(run: Callable[..., None], world_size: int, folder: Path) -> None:
     """One process imports, the ranks are its forks."""
-    multiprocessing.set_forkserver_preload(["torchrl_grpo.distributed", __name__])  # the first makes the imports quick
+    multiprocessing.set_forkserver_preload(["torchrl_grpo.runtime", __name__])  # the first makes the imports quick
     multiprocessing.start_processes(run, (world_size, str(folder)), world_size, start_method="forkserver")
 
 

@@ -21,7 +21,7 @@ MODULES = [".".join(("torchrl_grpo", *p.with_suffix("").parts)).removesuffix("._
 # Which files may import a package, and whether only inside a function.
 RESTRICTED = {
     "vllm": (("generation/vllm.py", "generation/vllm_async.py"), True),
-    "ray": (("distributed/",), False),
+    "ray": (("runtime/",), False),
     "hydra": (("config/", "scripts/"), False),
     "omegaconf": (("config/", "scripts/"), False),
 }
@@ -70,11 +70,11 @@ def test_only_the_allowed_files_import_vllm_ray_and_hydra(path: Path) -> None:
         ("generation/vllm.py", "from vllm import LLM", "generation/vllm.py imports vllm outside a function"),
         ("generation/vllm.py", "class A:\n    import vllm", "generation/vllm.py imports vllm outside a function"),
         ("generation/vllm.py", "def f():\n    from vllm import LLM", None),
-        ("trainer/loop.py", "from omegaconf import OmegaConf", "trainer/loop.py imports omegaconf"),
-        ("trainer/loop.py", "def f():\n    if x:\n        from ray.util import state", "trainer/loop.py imports ray"),
-        ("distributed/actors.py", "import ray", None),
+        ("learner/step.py", "from omegaconf import OmegaConf", "learner/step.py imports omegaconf"),
+        ("learner/step.py", "def f():\n    if x:\n        from ray.util import state", "learner/step.py imports ray"),
+        ("runtime/actors.py", "import ray", None),
         ("config/components.py", "import hydra.utils", None),
-        ("run.py", "import hydra.utils", "run.py imports hydra"),
+        ("assembly/run.py", "import hydra.utils", "assembly/run.py imports hydra"),
         ("generation/transformers.py", "from torchrl_grpo.generation.vllm import VLLMEngine", None),
     ],
 )
@@ -105,7 +105,7 @@ def test_every_module_imports_without_the_optional_packages() -> None:
 def test_a_loop_by_hand_finds_its_parts_in_their_packages() -> None:
     assert {"GenerationPolicy", "SamplingParams", "TransformersEngine"} <= set(generation.__all__)
     assert {"Checkpointer", "GRPOTrainer"} <= set(learner.__all__)
-    assert (loop.__all__, reporting.__all__) == (["fit"], ["MetricsLogger"])
+    assert (loop.__all__, reporting.__all__) == (["Schedule", "fit"], ["MetricsLogger"])
     for package in (collectors, generation, learner, loop, models, objectives, reporting, transforms):
         assert all(hasattr(package, name) for name in package.__all__)
 
@@ -131,8 +131,8 @@ def test_the_contracts_hold() -> None:
         ("keys.py", "def f():\n    import torchrl_grpo.loop", "Imports run downward only"),
         ("generation/base.py", "from torchrl_grpo.models import scoring", "Imports run downward only"),
         ("generation/policy.py", "from torchrl_grpo import envs", "Imports run downward only"),
-        ("config/rules.py", "from torchrl_grpo.distributed import cluster", "Imports run downward only"),
-        ("parts.py", "def f():\n    import torchrl_grpo.run", "Imports run downward only"),
+        ("config/rules.py", "from torchrl_grpo.runtime import cluster", "Imports run downward only"),
+        ("parts.py", "def f():\n    import torchrl_grpo.assembly.run", "Imports run downward only"),
         ("envs.py", "from torchrl_grpo.config import GRPOConfig", "Only what makes a run knows the config"),
         ("surprise.py", "", "Imports run downward only"),  # a module that the contract gives no place
         (
@@ -140,7 +140,7 @@ def test_the_contracts_hold() -> None:
             "def f():\n    import vllm",
             "Only the vLLM engines import vllm",
         ),
-        ("tasks/base.py", "def f():\n    import ray", "Only distributed imports ray"),
+        ("tasks/base.py", "def f():\n    import ray", "Only the runtime imports ray"),
         ("tasks/base.py", "import omegaconf", "Only config and the scripts import hydra"),
     ],
 )

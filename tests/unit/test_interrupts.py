@@ -17,13 +17,13 @@ import torch
 
 from tests.support.configs import ROOT, compose_config
 from tests.support.runs import SMALL, at, run, steps
-from torchrl_grpo import interrupts
-from torchrl_grpo.checkpoint_files import check_whole, checkpoints_in
+from torchrl_grpo.assembly.run import Run, build
 from torchrl_grpo.config import orderly_exit
-from torchrl_grpo.interrupts import shielded, watched
+from torchrl_grpo.host import interrupts
+from torchrl_grpo.host.checkpoint_files import check_whole, checkpoints_in
+from torchrl_grpo.host.files import read_jsonl
+from torchrl_grpo.host.interrupts import shielded, watched
 from torchrl_grpo.learner.checkpoint import Checkpointer
-from torchrl_grpo.records import read_jsonl
-from torchrl_grpo.run import Run, build
 
 OPTIONS = ("train.checkpoint_frequency=2", "evaluation.num_prompts=4", "evaluation.k=0", "evaluation.frequency=1")
 
@@ -99,7 +99,7 @@ def test_the_evaluation_that_a_signal_cut_short_is_made_up_for(tmp_path: Path, m
 def test_a_second_signal_ends_at_once_with_its_own_status() -> None:
     code = """
 import os, signal, time
-from torchrl_grpo.interrupts import shielded, watched
+from torchrl_grpo.host.interrupts import shielded, watched
 with watched(), shielded():
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.1)
@@ -126,7 +126,7 @@ def test_a_signal_while_the_terminal_is_written_to_is_no_error() -> None:
     """In Python's own stream that was a ``RuntimeError`` of a reentrant call."""
     code = """
 import sys
-from torchrl_grpo.interrupts import shielded, watched
+from torchrl_grpo.host.interrupts import shielded, watched
 with watched(), shielded():
     sys.stdout.write("now")
     sys.stdout.flush()

@@ -11,12 +11,12 @@ import pytest
 
 from tests.support.configs import compose_config
 from tests.support.runs import at
-from torchrl_grpo.blueprint import prepare
+from torchrl_grpo.assembly.blueprint import prepare
+from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, GRPOConfig, check_command_line, plain
 from torchrl_grpo.learner.resume import find_resume
 from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.reporting.report import summarize
-from torchrl_grpo.run import build
 
 SMALL = (
     "env.num_envs=16", "env.repeats=4", "env.reward=number", "inference_model.max_new_tokens=4",

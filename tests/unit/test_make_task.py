@@ -13,11 +13,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.support.configs import compose_config
+from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config import ConfigError, from_hydra
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Task
 from torchrl_grpo.tasks.gsm8k import GSM8KTask
-from torchrl_grpo.tasks.make import make_task
 from torchrl_grpo.tasks.mixed import MixedTask
 
 REWARD = """

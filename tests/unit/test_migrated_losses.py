@@ -17,11 +17,11 @@ from tests.support.losses import total
 from tests.support.models import make_tiny_model
 from tests.support.peer_configs import TORCHRL
 from torchrl_grpo import keys
-from torchrl_grpo.algorithm import make_loss
-from torchrl_grpo.migrate.__main__ import command
-from torchrl_grpo.migrate.readers import read
-from torchrl_grpo.migrate.translation import translate
+from torchrl_grpo.advice.migrate.readers import read
+from torchrl_grpo.advice.migrate.translation import translate
+from torchrl_grpo.assembly.algorithm import make_loss
 from torchrl_grpo.models import TokenScorer
+from torchrl_grpo.scripts.migrate import command
 from torchrl_grpo.starter import starter_path
 
 PROMPT, RESPONSE, SIZE, GROUP = 5, 7, 8, 4

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.configs import ROOT
-from torchrl_grpo.records import read_jsonl
+from torchrl_grpo.host.files import read_jsonl
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.support.configs import ROOT
-from torchrl_grpo.distributed.cluster import MIN_RAY
+from torchrl_grpo.runtime.cluster import MIN_RAY
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 STARTER_LIMIT = 3 * 2**20
@@ -123,8 +123,8 @@ def test_an_installed_wheel_lists_its_commands_and_has_them(installed: Path, tmp
     assert listed == use(installed, sys.executable, "-m", "torchrl_grpo", cwd=tmp_path)
     names = {line.split("  ")[1] for line in listed.splitlines() if line.startswith("  ")}
     package = installed / "torchrl_grpo"
-    modules = {path.parent.name for path in package.glob("*/__main__.py")}
-    modules |= {path.stem for path in package.glob("[a-z]*.py") if '__name__ == "__main__"' in path.read_text("utf-8")}
+    scripts = (package / "scripts").glob("[a-z]*.py")
+    modules = {path.stem for path in scripts if '__name__ == "__main__"' in path.read_text("utf-8")}
     assert names == set(PROJECT["scripts"]) | {f"python -m torchrl_grpo.{name}" for name in modules}
     assert "num_envs" in use(installed, f"{installed}/bin/grpo", "--help", cwd=tmp_path)
 

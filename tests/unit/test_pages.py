@@ -81,10 +81,9 @@ def composed(words: list[str]) -> None:
 
 
 def source(script: str) -> str:
-    """The text of a script of ours, or of all files of a module of ours."""
-    path = ROOT / script.replace("torchrl_grpo.", "torchrl_grpo/")
-    files = path.rglob("*.py") if path.is_dir() else [path if path.suffix else path.with_suffix(".py")]
-    return "".join(file.read_text(encoding="utf-8") for file in files)
+    """The text of a script of ours, or of the module that a command of ours starts."""
+    path = ROOT / script.replace("torchrl_grpo.", "torchrl_grpo/scripts/")
+    return (path if path.suffix else path.with_suffix(".py")).read_text(encoding="utf-8")
 
 
 def check(words: list[str]) -> None:

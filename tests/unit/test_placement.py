@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.devices import gpus
-from torchrl_grpo.placement import ROLES, DevicePlan, RoleRequest, plan_devices
+from torchrl_grpo.runtime.placement import ROLES, DevicePlan, RoleRequest, plan_devices
 
 CPU = torch.device("cpu")
 TWO = {role: RoleRequest(num_devices=2) for role in ROLES}

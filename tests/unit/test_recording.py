@@ -18,8 +18,9 @@ from tests.support.runs import run, steps
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.sampler import RolloutReport
 from torchrl_grpo.collectors.summary import sample_rows, token_texts
-from torchrl_grpo.records import one_of_each, read_jsonl
+from torchrl_grpo.host.files import read_jsonl
 from torchrl_grpo.reporting.metrics import MetricsLogger
+from torchrl_grpo.reporting.records import one_of_each
 
 Row = dict[str, Any]
 

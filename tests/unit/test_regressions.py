@@ -40,10 +40,10 @@ from tests.support.configs import SMALL, compose_config
 from tests.support.losses import SETTINGS, Table, make_batch, total
 from tests.support.models import make_tiny_model
 from torchrl_grpo import keys
+from torchrl_grpo.assembly.run import build
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models.scoring import TokenScorer, autocast
 from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, SAPOLoss
-from torchrl_grpo.run import build
 
 LENGTHS = (9, 14, 6, 11, 8, 12, 7)
 LOG_RATIOS = torch.tensor([-0.5, -0.05, 0.05, 0.5], dtype=torch.float64)

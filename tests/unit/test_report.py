@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.hostile import HOSTILE, SHOWN
-from torchrl_grpo.panels import PANELS, TIME_PARTS, label_of, series, smooth, thin, time_parts
-from torchrl_grpo.records import merge_steps
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.curves import panel_figure, panel_svg
 from torchrl_grpo.reporting.metrics import MetricsLogger
+from torchrl_grpo.reporting.panels import PANELS, TIME_PARTS, label_of, series, smooth, thin, time_parts
+from torchrl_grpo.reporting.records import merge_steps
 from torchrl_grpo.reporting.report import objective, summarize, write_report
 
 VOID = {"meta", "br"}

@@ -13,12 +13,12 @@ from torch._inductor import config as inductor_config
 
 from tests.support.configs import compose_config
 from tests.support.runs import LORA, SMALL, at, changed, differences, numbers, run, state_of, steps
+from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, plain
 from torchrl_grpo.config.resumed import written
 from torchrl_grpo.learner.resume import Resume, check_tasks, find_resume
 from torchrl_grpo.models import loading
 from torchrl_grpo.reporting.metrics import read_jsonl
-from torchrl_grpo.run import build
 
 FULL = ("optimizer.warmup_steps=20", "optimizer.weight_decay=0.1", "train.optim_batch_size=8", "train.epochs=2")
 

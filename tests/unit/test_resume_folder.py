@@ -15,9 +15,9 @@ from torchrl._utils import logger as torchrl_logger
 
 from tests.support.configs import ROOT
 from tests.support.runs import at, differences, run, state_of, steps
-from torchrl_grpo.checkpoint_files import checkpoints_in, read_manifest
 from torchrl_grpo.config import ConfigError
-from torchrl_grpo.records import read_jsonl
+from torchrl_grpo.host.checkpoint_files import checkpoints_in, read_manifest
+from torchrl_grpo.host.files import read_jsonl
 
 TESTED = ("evaluation.num_prompts=8", "evaluation.k=2", "evaluation.frequency=2", "logging.sample_frequency=3")
 SAVED = ("train.checkpoint_frequency=2",)
@@ -196,6 +196,6 @@ def test_what_is_refused_on_resume_is_refused_before_anything_loads(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torchrl_grpo.run", None)  # its import would fail
+    monkeypatch.setitem(sys.modules, "torchrl_grpo.assembly.run", None)  # its import would fail
     assert run_here(SYNC, "train.resume=auto", f"hydra.run.dir={whole}", "hydra.output_subdir=null", override) == 2
     assert re.search(message, capsys.readouterr().err)

@@ -18,7 +18,7 @@ from tests.support.documentation import undocumented
 from tests.support.echo import EchoTask
 from tests.support.envs import END, column, respond
 from torchrl_grpo import keys
-from torchrl_grpo.algorithm import batch_transforms
+from torchrl_grpo.assembly.algorithm import batch_transforms
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError

@@ -24,14 +24,14 @@ from tests.support.configs import ROOT
 from tests.support.envs import END, ScriptedEngine, column, respond
 from tests.support.reward_runs import assert_killed_reward_workers_change_no_number
 from tests.support.reward_tasks import ObedientTask, UnloadableTask
-from torchrl_grpo import reward_pool
 from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.collectors.sampler import RolloutTask, Sampler
-from torchrl_grpo.distributed.actors import SamplerActor
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
-from torchrl_grpo.reward_pool import RESTARTS, TIMED_OUT, Failure, RewardPool
+from torchrl_grpo.reward_pool import pool as reward_pool
+from torchrl_grpo.reward_pool.pool import RESTARTS, TIMED_OUT, Failure, RewardPool
+from torchrl_grpo.runtime.actors import SamplerActor
 from torchrl_grpo.tasks.base import Dialog, Problem, Score
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import torchrl_grpo
 from tests.support.browsers import MISSING, chromium
-from torchrl_grpo.records import number, percent, points
+from torchrl_grpo.host.text import number, percent, points
 
 DOM_SCRIPT = Path(torchrl_grpo.__file__).parent / "view" / "static" / "dom.js"
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.hostile import HOSTILE, SHOWN
-from torchrl_grpo.samples import main
+from torchrl_grpo.scripts.samples import main
 
 
 def sample(step: int, query: str, response: str, reward: float | None, **others: Any) -> dict[str, Any]:

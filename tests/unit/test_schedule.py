@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import at, differences, run, state_of, steps
+from torchrl_grpo.host.files import read_jsonl
 from torchrl_grpo.learner.schedule import learning_rate_factor
-from torchrl_grpo.records import read_jsonl
 
 
 def test_cosine_has_its_closed_form_between_warm_up_and_floor() -> None:

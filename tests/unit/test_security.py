@@ -19,12 +19,12 @@ import torch
 from tests.support.configs import ROOT, compose_config
 from tests.support.models import make_tiny_model
 from tests.support.runs import at, changed, run, steps
-from torchrl_grpo import export
-from torchrl_grpo.blueprint import prepare
+from torchrl_grpo.assembly.blueprint import prepare
+from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config import ConfigError, check_command_line
 from torchrl_grpo.models import loading
+from torchrl_grpo.scripts import export
 from torchrl_grpo.starter import starter_path
-from torchrl_grpo.tasks.make import make_task
 
 SYNC = ROOT / "sota" / "grpo" / "grpo.py"
 KEY = "sk-abcdefghijklmnop0123456789"
@@ -262,4 +262,4 @@ def test_nothing_unpickles_a_file() -> None:
                 safe = any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords)
                 unpickling += [] if safe else [f"{path.name}: {name}"]
             unpickling += [f"{path.name}: {name}"] if name.endswith("connection.recv") else []
-    assert unpickling == ["reward_pool.py: pickle.loads", "reward_pool.py: connection.recv"]
+    assert unpickling == ["pool.py: pickle.loads", "pool.py: connection.recv"]

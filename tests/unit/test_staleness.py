@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_grpo.staleness import GroupBuffer
+from torchrl_grpo.runtime.staleness import GroupBuffer
 
 
 def test_bound_0_admits_the_next_batch_only_after_weights_are_out() -> None:

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.configs import ROOT, compose_config
-from torchrl_grpo import startup
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.config.rules import check_script
+from torchrl_grpo.host import startup
 
 # Runs a script and prints what it has imported at its end or, if it gets there, at its first step.
 RUN = """
 import os, runpy, sys
-from torchrl_grpo import startup
+from torchrl_grpo.host import startup
 def show(*_):
     print("\\nimported", *sorted({name.partition(".")[0] for name, module in sys.modules.items() if module}))
     sys.stdout.flush()
@@ -142,7 +142,7 @@ def test_actors_import_as_their_driver_did(monkeypatch: pytest.MonkeyPatch) -> N
     assert startup.actor_environment() == {}
     monkeypatch.setattr(startup, "_hides", True)
     [(name, value)] = startup.actor_environment().items()
-    code = "import sys, torchrl_grpo.distributed as d; print('torchrl' in sys.modules, 'vllm' in sys.modules)"
+    code = "import sys, torchrl_grpo.runtime as d; print('torchrl' in sys.modules, 'vllm' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {name: value}, capture_output=True, text=True, timeout=300
     )

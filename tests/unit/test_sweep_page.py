@@ -15,7 +15,7 @@ import yaml
 from tests.support.hostile import HOSTILE, SHOWN
 from torchrl_grpo.reporting.report import objective, summarize
 from torchrl_grpo.reporting.sweep_report import influence, read_jobs, varied, write_sweep
-from torchrl_grpo.sweep import main
+from torchrl_grpo.scripts.sweep import main
 
 
 def log_job(folder: Path, overrides: list[str], accuracy: float | None, rewards: tuple[float, ...] = (0.5,)) -> None:
@@ -123,6 +123,6 @@ def test_a_folder_without_jobs_is_refused(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_page_is_written_without_torch(sweep: Path) -> None:
-    code = "import sys; from torchrl_grpo.sweep import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    code = "import sys; from torchrl_grpo.scripts.sweep import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, str(sweep)], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == [str(sweep / "sweep.html"), "False"], done.stderr

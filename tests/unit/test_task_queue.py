@@ -8,9 +8,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from torchrl_grpo.collectors.sampler import RolloutReport
-from torchrl_grpo.distributed.tasks import Progress, TaskQueue
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.staleness import GroupBuffer
+from torchrl_grpo.runtime.staleness import GroupBuffer
+from torchrl_grpo.runtime.tasks import Progress, TaskQueue
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 
 GROUPS, ROUNDS = 2, 4

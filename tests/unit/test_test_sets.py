@@ -12,10 +12,10 @@ from omegaconf import OmegaConf
 
 from tests.support.configs import compose_config
 from tests.support.documentation import undocumented
-from torchrl_grpo.blueprint import prepare
+from torchrl_grpo.assembly.blueprint import prepare
+from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, from_hydra
 from torchrl_grpo.reporting.metrics import read_jsonl
-from torchrl_grpo.run import build
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.mixed import MixedTask
 from torchrl_grpo.tasks.with_tests import WithTests

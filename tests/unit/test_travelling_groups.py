@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 
-from torchrl_grpo.distributed.groups import Travelling
+from torchrl_grpo.runtime.groups import Travelling
 
 
 def make_row(length: int) -> TensorDict:

@@ -14,7 +14,7 @@ from transformers import Qwen2Config
 
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.configs import SMALL, compose_config
-from torchrl_grpo.blueprint import prepare
+from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.generation.vllm import CPU_HEAD_SIZES, NOT_IN_FLOAT16, check_vllm_model, require_vllm
 from torchrl_grpo.starter import starter_path

@@ -9,7 +9,7 @@ import pytest
 
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.configs import compose_config
-from torchrl_grpo.run import build
+from torchrl_grpo.assembly.run import build
 from torchrl_grpo.weights.mismatch import sample_probe
 
 SMALL = (

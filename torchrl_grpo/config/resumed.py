@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 from hydra.conf import HydraConf
 from omegaconf import OmegaConf
 
-from torchrl_grpo.checkpoint_files import checkpoints_in, read_manifest
 from torchrl_grpo.config.renamed import renamed
 from torchrl_grpo.config.schema import FIELDS, GRPOConfig
 from torchrl_grpo.config.security import code_in
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.records import METRICS_FILE, read_jsonl
+from torchrl_grpo.host.checkpoint_files import checkpoints_in, read_manifest
+from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
 
 AUTO = "auto"
 """``train.resume=auto``: the newest checkpoint in the run's own folder, or a fresh start."""

@@ -9,7 +9,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrl_grpo import choices
+from torchrl_grpo import checks
 from torchrl_grpo.checks import (
     check_behaviour_weight,
     check_bounds,
@@ -201,11 +201,11 @@ def _validate_dataset(data: DataConfig, field: str) -> None:
             "a name on the Hugging Face hub."
         )
     for key, value in _data_keys(data).items():
-        generated = name in choices.GENERATED
+        generated = name in checks.GENERATED
         if key == "difficulty":
             read, use = generated, "arithmetic"
         elif key == "dataset_path":
-            read, use = name in choices.PRESETS, "gsm8k"
+            read, use = name in checks.PRESETS, "gsm8k"
         else:
             read, use = key in ("dataset", "reward") or not generated, "gsm8k"
         if not read:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchrl_grpo import choices
+from torchrl_grpo import checks
 from torchrl_grpo.checks import check_clip_epsilon
 from torchrl_grpo.config.data import DataConfig, DatasetConfig
 from torchrl_grpo.config.fields import choice, leaves, limited, old_name, torchrl_name
@@ -53,7 +53,7 @@ class EnvConfig(DataConfig):
     reasoning: bool = False
     """TorchRL's name for a further try: true stands for a retry_prompt that it has by itself, and max_turns of 2."""
     max_steps: int | None = torchrl_name("env.max_turns")
-    reward_combination: str = choice(choices.RewardCombination, "sum")
+    reward_combination: str = choice(checks.RewardCombination, "sum")
     """How the parts of the reward make the advantage: their weighted sum is normalised, or each part is normalised in
     its group before the sum, which is normalised over the batch (gdpo, arXiv 2601.05242)."""
     reward_workers: int = limited(0, ge=0)
@@ -71,11 +71,11 @@ class PolicyConfig:
     """The loss: as _target_ a class of the package, or your subclass of GRPOLoss; beside it further arguments."""
     advantage: dict[str, Any] = field(default_factory=lambda: {"_target_": "torchrl_grpo.transforms.GroupAdvantage"})
     """The transform that writes the advantage: as _target_ a GroupAdvantage; beside it further arguments."""
-    advantage_mean: str = choice(choices.AdvantageMean, "group")
+    advantage_mean: str = choice(checks.AdvantageMean, "group")
     """Baseline: mean of the group, of its other members (leave_one_out), of the batch, or none."""
-    advantage_std: str = choice(choices.AdvantageStd, "group")
+    advantage_std: str = choice(checks.AdvantageStd, "group")
     """Scale: standard deviation of the group, of the batch, or none."""
-    advantage_level: str = choice(choices.AdvantageLevel, "sequence")
+    advantage_level: str = choice(checks.AdvantageLevel, "sequence")
     """One advantage for a sequence, from its reward, or one for each token, from the rewards that follow it (GAE)."""
     gae_gamma: float = limited(1.0, gt=0, le=1)
     """advantage_level=token: discount of later rewards, in (0, 1]."""
@@ -97,24 +97,24 @@ class PolicyConfig:
     """Clip range of the ratio: a number, or a pair [low, high]. Low is in [0, 1], high is at least 0."""
     dual_clip: float | None = limited(None, gt=1)
     """Bound of the objective where the advantage is negative, above 1; null is none."""
-    proximal: str = choice(choices.Proximal, "behaviour")
+    proximal: str = choice(checks.Proximal, "behaviour")
     """Policy that the ratio is taken to: the one that sampled, the one the batch started from (recomputed by a forward
     pass), or an estimate of that one from staleness (interpolated)."""
-    behaviour_weight: str = choice(choices.WeightBound, "none")
+    behaviour_weight: str = choice(checks.WeightBound, "none")
     """Importance weight of proximal to sampling policy: none, with larger weights truncated, or masked."""
-    behaviour_level: str = choice(choices.WeightLevel, "token")
+    behaviour_level: str = choice(checks.WeightLevel, "token")
     """That weight for each token, or for the sequence."""
     behaviour_cap: float = limited(5.0, gt=0)
     """Largest such weight, above 0."""
     mask_truncated: bool = False
     """Whether truncated responses leave the loss; they stay in their group's statistics."""
-    ratio_level: str = choice(choices.RatioLevel, "token")
+    ratio_level: str = choice(checks.RatioLevel, "token")
     """Ratio of each token, of the sequence, or of the sequence with each token's gradient (sequence_token)."""
-    aggregation: str = choice(choices.Aggregation, "sequence_mean")
+    aggregation: str = choice(checks.Aggregation, "sequence_mean")
     """Mean over sequences of token means, mean over all tokens, or sum over tokens by a constant length."""
     constant_length: int | None = limited(None, ge=1)
     """Divisor of aggregation=constant, in tokens; by default max_new_tokens, times env.max_turns."""
-    kl_estimator: str | None = choice(choices.KLEstimator, None)
+    kl_estimator: str | None = choice(checks.KLEstimator, None)
     """Estimator of both KL terms; null is k3 in the loss, and k1 in the reward, where the others hardly constrain."""
     kl_coef: float = limited(0.0, ge=0)
     """Weight of the KL to the reference model; 0 needs no reference model."""
@@ -149,7 +149,7 @@ class TrainConfig:
     max_staleness: int | None = limited(None, ge=0)
     """Most steps by which the weights that sampled a trajectory may be older than those that train on it: 0 in grpo.py,
     any number in grpo-async.py, whose default is 1."""
-    mixed_precision: str = choice(choices.Precision, "full")
+    mixed_precision: str = choice(checks.Precision, "full")
     """Autocast of the training step: full (none), bf16 or fp16 (with a loss scaler)."""
     resume: str | None = None
     """A checkpoint_*.pt, or the folder of a run, whose latest whole checkpoint is taken: the run goes on from there,
@@ -263,7 +263,7 @@ class GRPOConfig:
         return self.needs_reference and not self.train_model.lora.enabled
 
     @property
-    def kl_estimator(self) -> choices.KLEstimator:
+    def kl_estimator(self) -> checks.KLEstimator:
         """Estimator of the KL terms."""
         chosen: Any = self.policy.kl_estimator
         return chosen or ("k1" if self.policy.kl_in_reward else "k3")

@@ -25,8 +25,8 @@ from torchrl_grpo.generation.decoder import Decoder, GenericDecoder, context_len
 from torchrl_grpo.generation.fused_decoder import FusedDecoder, can_fuse
 from torchrl_grpo.generation.sampling import sample
 from torchrl_grpo.generation.stops import ending
-from torchrl_grpo.memory import memory_short
-from torchrl_grpo.threads import use_one_thread_if_small
+from torchrl_grpo.host.memory import memory_short
+from torchrl_grpo.host.threads import use_one_thread_if_small
 from torchrl_grpo.weights import load_weights
 
 _CHECK_EVERY = 4

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, Unpack
 
 from torch import Tensor
 
-from torchrl_grpo.choices import InFlight
+from torchrl_grpo.checks import InFlight
 from torchrl_grpo.generation.base import Completion, EngineDeadError, OnFinished, SamplingParams
 from torchrl_grpo.generation.vllm import (
     RPC_TIMEOUT_S,
@@ -33,7 +33,7 @@ from torchrl_grpo.generation.vllm import (
     starting_vllm,
 )
 from torchrl_grpo.generation.vllm_answers import Answer, watch_for_stops
-from torchrl_grpo.processes import die_with_parent, show_stack_when_asked
+from torchrl_grpo.host.processes import die_with_parent, show_stack_when_asked
 from torchrl_grpo.weights import PlainHandle
 from torchrl_grpo.weights.worker import unname_queues
 

@@ -15,12 +15,13 @@ import torch
 from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_grpo.checkpoint_files import SealedFile, check_whole, checkpoints_in, read_manifest, step_of
 from torchrl_grpo.checks import check_keep
 from torchrl_grpo.errors import ConfigError, DiskFullError, NonFiniteError, NotSavedError
-from torchrl_grpo.folders import numbered
+from torchrl_grpo.host.checkpoint_files import SealedFile, check_whole, checkpoints_in, read_manifest, step_of
+from torchrl_grpo.host.files import is_full
+from torchrl_grpo.host.folders import numbered
+from torchrl_grpo.host.text import size
 from torchrl_grpo.learner.export import ACCURACY, INVALID, check_room, export_model, model_card
-from torchrl_grpo.records import is_full, size
 
 _MOST_INVALID = 0.5
 """Share of invalid rewards above which an evaluation does not count for ``best``: it is of the few problems left."""

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from torchrl_grpo import keys
-from torchrl_grpo.records import clip, printable
+from torchrl_grpo.host.text import clip, printable
 
 _MOST, _LONGEST = 3, 60
 """Samples that are named, and characters of each."""

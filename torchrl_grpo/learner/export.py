@@ -11,9 +11,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.errors import DiskFullError, NotSavedError
+from torchrl_grpo.host.files import is_full
+from torchrl_grpo.host.text import accuracy, size
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.sharding import is_writer
-from torchrl_grpo.records import accuracy, is_full, size
 from torchrl_grpo.weights import named_adapter_weights, named_weights
 
 ACCURACY = "eval/pass@1"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from torchrl_grpo.choices import Optimizer
+from torchrl_grpo.checks import Optimizer
 
 
 def make_optimizer(

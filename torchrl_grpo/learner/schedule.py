@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from torchrl_grpo.choices import LearningRate
+from torchrl_grpo.checks import LearningRate
 
 
 def learning_rate_factor(step: int, *, kind: LearningRate, warmup: int, total: int, floor: float) -> float:

@@ -19,10 +19,10 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_grpo import keys
 from torchrl_grpo.errors import MemoryShortError, NonFiniteError, NoSignalError
 from torchrl_grpo.functional import effective_sample_size
+from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.learner.diagnosis import queries_of, where_not_finite
 from torchrl_grpo.learner.measures import StepMeasures
 from torchrl_grpo.learner.scores import PassScores
-from torchrl_grpo.memory import memory_short
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.memory import StepSetup, savings, step_memory
 from torchrl_grpo.models.packing import has, pad, pad_batch, pass_tokens, rank_micro_batches, slice_tokens

@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from torchrl_grpo.conversation import render_chat
+from torchrl_grpo.chat.template import render_chat
 from torchrl_grpo.starter import starter_path
 
 STARTER = "starter"

@@ -21,12 +21,12 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo import keys
 from torchrl_grpo.checks import MIN_TEMPERATURE
+from torchrl_grpo.host.threads import use_one_thread_if_small
 from torchrl_grpo.models.head import chunked_log_probs
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import pad, sequences_of
 from torchrl_grpo.models.prefix import Layout, packed, padded
 from torchrl_grpo.models.sharding import call_gathered, compute_device, mesh_of
-from torchrl_grpo.threads import use_one_thread_if_small
 
 if TYPE_CHECKING:
     from torchrl.modules.llm import LLMWrapperBase

@@ -15,12 +15,20 @@ from torchrl.objectives.common import LossModule
 
 from torchrl_grpo import functional as F
 from torchrl_grpo import keys
-from torchrl_grpo.checks import check_behaviour_weight, check_clip_epsilon
-from torchrl_grpo.choices import Aggregation, KLEstimator, Proximal, RatioLevel, WeightBound, WeightLevel
+from torchrl_grpo.checks import (
+    Aggregation,
+    KLEstimator,
+    Proximal,
+    RatioLevel,
+    WeightBound,
+    WeightLevel,
+    check_behaviour_weight,
+    check_clip_epsilon,
+)
+from torchrl_grpo.compat.torchrl import check_choice, refuse_arguments
 from torchrl_grpo.models.packing import entry, has, pad
 from torchrl_grpo.models.scoring import TokenScorer, WrapperScorer
 from torchrl_grpo.objectives.output import GRPOLossOutput
-from torchrl_grpo.torchrl_names import check_choice, refuse_arguments
 
 
 class GRPOLoss(LossModule):

@@ -24,8 +24,8 @@ from rich.table import Column, Table
 from rich.text import Text
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_grpo import startup
-from torchrl_grpo.records import (
+from torchrl_grpo.host import startup
+from torchrl_grpo.host.text import (
     MISSING,
     accuracy,
     clip,
@@ -36,8 +36,8 @@ from torchrl_grpo.records import (
     points,
     printable,
     printable_lines,
-    reward_text,
 )
+from torchrl_grpo.reporting.records import reward_text
 
 __all__ = ["Console", "clip", "duration", "printable"]
 

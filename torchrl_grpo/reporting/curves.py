@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from torchrl_grpo.panels import (
+from torchrl_grpo.reporting.panels import (
     COLORS,
     PANELS,
     SMOOTH_FROM,

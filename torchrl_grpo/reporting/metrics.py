@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_grpo.records import (
+from torchrl_grpo.host.files import (
     ENVIRONMENT_FILE,
     METRICS_FILE,
     SAMPLES_FILE,

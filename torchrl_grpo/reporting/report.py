@@ -15,26 +15,12 @@ from typing import Any
 
 import jinja2
 
-from torchrl_grpo.alarms import MOSTLY_INVALID, alarms_of
-from torchrl_grpo.panels import COLORS, PANELS, TIME_PARTS, series, time_parts
-from torchrl_grpo.records import (
-    ENVIRONMENT_FILE,
-    METRICS_FILE,
-    SAMPLES_FILE,
-    accuracy,
-    clip,
-    duration,
-    merge_steps,
-    number,
-    one_of_each,
-    percent,
-    points,
-    printable_lines,
-    read_jsonl,
-    reward_text,
-    run_title,
-)
+from torchrl_grpo.host.files import ENVIRONMENT_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl
+from torchrl_grpo.host.text import accuracy, clip, duration, number, percent, points, printable_lines
+from torchrl_grpo.reporting.alarms import MOSTLY_INVALID, alarms_of
 from torchrl_grpo.reporting.curves import panel_svg, save_png
+from torchrl_grpo.reporting.panels import COLORS, PANELS, TIME_PARTS, series, time_parts
+from torchrl_grpo.reporting.records import merge_steps, one_of_each, reward_text, run_title
 
 ACCURACY = "eval/pass@1"
 _MOST_SAMPLES = 12

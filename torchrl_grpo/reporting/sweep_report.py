@@ -17,9 +17,10 @@ from typing import Any
 
 import yaml
 
-from torchrl_grpo.panels import COLORS, Panel, series
-from torchrl_grpo.records import METRICS_FILE, merge_steps, read_jsonl
+from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
 from torchrl_grpo.reporting.curves import compared_svg
+from torchrl_grpo.reporting.panels import COLORS, Panel, series
+from torchrl_grpo.reporting.records import merge_steps
 from torchrl_grpo.reporting.report import objective, page_template, summarize, title_of
 
 _PANELS = (

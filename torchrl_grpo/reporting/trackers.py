@@ -22,7 +22,7 @@ from torchrl.record.loggers.tensorboard import TensorboardLogger
 from torchrl.record.loggers.trackio import TrackioLogger
 from torchrl.record.loggers.wandb import WandbLogger
 
-from torchrl_grpo.records import is_full
+from torchrl_grpo.host.files import is_full
 
 Row = Mapping[str, Any]
 

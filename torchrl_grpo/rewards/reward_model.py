@@ -26,7 +26,7 @@ def reward_model(messages: Sequence[Mapping[str, Any]], *, model: str, device: s
     """
     import torch
 
-    from torchrl_grpo.conversation import ChatEncoder
+    from torchrl_grpo.chat.template import ChatEncoder
 
     tokenizer, classifier = _load(model, device)
     if tokenizer.chat_template:

@@ -23,8 +23,8 @@ def start_grpo_async() -> None:
 
 def _start(name: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a run to save, Ctrl-C just ends the process
+    from torchrl_grpo.host.startup import leave
     from torchrl_grpo.scripts.job import command
-    from torchrl_grpo.startup import leave
 
     status = 0
     try:

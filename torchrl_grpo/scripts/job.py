@@ -17,7 +17,6 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from torchrl_grpo import interrupts, startup
 from torchrl_grpo.config import (
     ConfigError,
     check_command_line,
@@ -27,7 +26,8 @@ from torchrl_grpo.config import (
     split_command_line,
     starting,
 )
-from torchrl_grpo.folders import FolderLock, claim
+from torchrl_grpo.host import interrupts, startup
+from torchrl_grpo.host.folders import FolderLock, claim
 
 _log = logging.getLogger(__name__)
 
@@ -134,8 +134,8 @@ def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> floa
     """Builds the run that the config describes, trains, and closes it whatever happens."""
     config, directory = from_hydra(cfg, hydra_config), hydra_config.runtime.output_dir
     with starting(config, asynchronous=asynchronous):  # takes seconds; --help and mistakes are answered before
-        from torchrl_grpo.doctor import examine
-        from torchrl_grpo.run import build
+        from torchrl_grpo.advice.doctor import examine
+        from torchrl_grpo.assembly.run import build
 
     if config.dry_run:
         if not examine(config, directory, asynchronous=asynchronous):

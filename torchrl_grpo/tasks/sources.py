@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchrl_grpo import choices
+from torchrl_grpo import checks
 
 _SHARD = re.compile(r"[-_.]\d+-of-\d+$")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -139,7 +139,7 @@ def find_source(dataset: str, config: str | None, revision: str | None, what: st
         close = difflib.get_close_matches(path.name, [other.name for other in near.iterdir()], 1)
         hint = f"did you mean {near / close[0]}?" if close else f"paths start from {Path().absolute()}."
         raise ValueError(f"{what} must be a file or folder that exists, and it does not: {hint}")
-    close = difflib.get_close_matches(dataset, [*choices.GENERATED, *choices.PRESETS], 1)
+    close = difflib.get_close_matches(dataset, [*checks.GENERATED, *checks.PRESETS], 1)
     instead = f"use {close[0]}" if close else "give a file (jsonl, json, csv, parquet) or a folder that is here"
     return Hub(dataset, config, revision, what, instead)
 

@@ -12,11 +12,17 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import EnvBase, Transform
 
 from torchrl_grpo import keys
-from torchrl_grpo.checks import check_decoupled, check_group_size, check_level
-from torchrl_grpo.choices import AdvantageLevel, AdvantageMean, AdvantageStd
+from torchrl_grpo.checks import (
+    AdvantageLevel,
+    AdvantageMean,
+    AdvantageStd,
+    check_decoupled,
+    check_group_size,
+    check_level,
+)
+from torchrl_grpo.compat.torchrl import check_choice, refuse_arguments
 from torchrl_grpo.functional import group_advantage, sampled_token_gae
 from torchrl_grpo.models.packing import entry, has, pad
-from torchrl_grpo.torchrl_names import check_choice, refuse_arguments
 from torchrl_grpo.transforms.parts import decoupled_advantage, reward_parts
 from torchrl_grpo.transforms.ragged import all_of_group, flatten, group_ids, group_keys, set_rows
 

@@ -12,7 +12,7 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_grpo import keys
 from torchrl_grpo.errors import MemoryShortError
-from torchrl_grpo.memory import memory_short
+from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.memory import forward_memory
 from torchrl_grpo.models.packing import has, micro_batches, pad, pass_tokens

@@ -8,8 +8,7 @@ from torch import Tensor
 from torchrl.envs import Transform
 
 from torchrl_grpo import keys
-from torchrl_grpo.checks import check_bounds
-from torchrl_grpo.choices import KLEstimator
+from torchrl_grpo.checks import KLEstimator, check_bounds
 from torchrl_grpo.functional import KL_ESTIMATORS, overlong_penalty
 from torchrl_grpo.models.packing import entry, has, pad
 from torchrl_grpo.transforms.ragged import flatten, set_rows

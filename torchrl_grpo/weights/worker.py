@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_grpo.processes import die_with_parent, show_stack_when_asked
+from torchrl_grpo.host.processes import die_with_parent, show_stack_when_asked
 from torchrl_grpo.weights.broadcast import Broadcast
 from torchrl_grpo.weights.cuda_ipc import CudaBuffers
 from torchrl_grpo.weights.handle import Named, Part, PlainHandle, Reader, dtype_name, tensor_bytes

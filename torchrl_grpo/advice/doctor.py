@@ -1,0 +1,403 @@
+"""``examine``: tries a run before it is made (``dry_run=true``): what does not work, how to mend it, what it will take.
+
+It makes the same parts as a run, in a temporary folder, and lets them work for some seconds. The optimizer's steps are
+real, so that their time and memory are those of a run, but have a learning rate that rounds to nothing. No file stays.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from torchrl_grpo.advice.forecast import Forecast, Measured, accelerators, forecast, memory_now
+from torchrl_grpo.assembly.run import Run, build
+from torchrl_grpo.assembly.tasks import make_task
+from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.config.resumed import AUTO, newest
+from torchrl_grpo.host import startup
+from torchrl_grpo.host.checkpoint_files import read_manifest
+from torchrl_grpo.host.text import accuracy, number, percent, printable, size
+from torchrl_grpo.models import loading
+from torchrl_grpo.reporting.alarms import Alarms
+from torchrl_grpo.reporting.console import Console
+from torchrl_grpo.reporting.records import one_of_each
+from torchrl_grpo.reporting.trackers import check_logging
+
+OK, LOOK, FAILS, SKIPPED = "ok", "look", "FAILS", "skipped"
+
+_STEPS_S, _MOST_STEPS, _EVALUATION_S = 8.0, 12, 15.0
+"""Seconds and steps for timing, and the longest evaluation that is played and not estimated."""
+_NOTHING = 1e-30
+"""A learning rate that changes no weight."""
+_PACKAGES = ("torch", "torchrl", "tensordict", "transformers")
+
+
+@dataclass
+class Check:
+    """What one check found.
+
+    Attributes:
+        name: of the check.
+        result: ok, look (it works, but may not be meant), FAILS, or skipped.
+        found: what it found or, of a failure, what is wrong and how to mend it.
+        seconds: that it took.
+        memory: afterwards, in bytes: the peak of all processes of the run, or what its accelerators have in use.
+    """
+
+    name: str
+    result: str = OK
+    found: str = ""
+    seconds: float = 0.0
+    memory: int = 0
+
+    def look(self, what: str) -> None:
+        """Notes something that works, but may not be meant."""
+        self.result, self.found = LOOK, f"{self.found}; {what}" if self.found else what
+
+
+class Checks:
+    """The checks so far, in their order. One that fails does not end the others."""
+
+    def __init__(self) -> None:
+        self.done: list[Check] = []
+
+    def run(self, name: str, body: Callable[[Check], None], *needs: str) -> bool:
+        """Makes a check; returns whether it passed.
+
+        Args:
+            name: of the check.
+            body: notes what it finds in the check, or raises what is wrong.
+            needs: checks without which it has no sense.
+        """
+        check, start = Check(name), time.perf_counter()
+        bad = [other for other in self.done if other.result in (FAILS, SKIPPED)]
+        missing = [other.name for other in bad if other.name in needs]
+        startup.say(f"trying: {name}")
+        if missing:
+            check.result, check.found = SKIPPED, f"needs {', '.join(missing)}"
+        else:
+            try:
+                body(check)
+            except Exception as error:
+                known = isinstance(error, ValueError | RuntimeError) and str(error)
+                check.result, check.found = FAILS, str(error) if known else f"{type(error).__name__}: {error}"
+        for other in bad:
+            if check.result == FAILS and other.found == check.found:
+                check.result, check.found = SKIPPED, f"see {other.name}"
+        check.seconds, check.memory = time.perf_counter() - start, sum(memory_now().values())
+        self.done.append(check)
+        return check.result in (OK, LOOK)
+
+
+def examine(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous: bool = False) -> bool:
+    """Tries a run, and prints what was found, each failure with its fix, and what the run will take.
+
+    Args:
+        config: validated.
+        directory: where the run's files would go. Nothing is written there, and it is removed if it is empty.
+        asynchronous: as in ``run.build``.
+
+    Returns:
+        whether nothing failed.
+    """
+    checks, console, directory = Checks(), Console(), Path(directory)
+    measured = Measured(start_s=startup.elapsed())
+    checks.run("versions", partial(_versions, config))
+    checks.run("devices", _devices)
+    checks.run("logging", lambda _: check_logging(**_logging(config)))
+    checks.run("model", partial(_model, config))
+    checks.run("data", partial(_data, config))
+    expected: Forecast | None = None
+    with tempfile.TemporaryDirectory(prefix="dry_run_") as folder:
+        made: list[Run] = []
+        checks.run("parts", partial(_parts, config, directory, Path(folder), asynchronous, made, measured))
+        for run in made:
+            with closing(run):
+                expected = _Rehearsal(run, checks, console, measured).play()
+    checks.run("disk", partial(_disk, directory, expected))
+    startup.end()
+    _remove_empty(directory)
+    console.table("What was tried", [_row(check) for check in checks.done])
+    if expected is not None:
+        console.table("What the run will take", expected.rows())
+    failed = [f"{check.name}: {check.found}" for check in checks.done if check.result == FAILS]
+    console.verdict(failed)
+    return not failed
+
+
+def _row(check: Check) -> dict[str, Any]:
+    seen = {"check": check.name, "result": check.result, "s": f"{check.seconds:.2f}", "peak": size(check.memory)}
+    return seen | {"what was found": printable(check.found)}
+
+
+def _versions(config: GRPOConfig, check: Check) -> None:
+    """The packages, against what this one asks for."""
+    check.found = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
+    wrong = []
+    with suppress(PackageNotFoundError):  # it is not installed but imported from a folder
+        for text in requires("torchrl_grpo") or []:
+            needed = Requirement(text)
+            if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+                continue
+            if not needed.specifier.contains(version(needed.name), prereleases=True):
+                wrong.append(f"{needed.name} is {version(needed.name)} and must be {needed.specifier}")
+    if wrong:
+        raise ValueError(f"{'; '.join(wrong)}: pip install -r requirements.txt.")
+
+
+def _devices(check: Check) -> None:
+    """Accelerators and their free memory, cores and main memory."""
+    found = accelerators()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    parts = [f"{name}: {size(total - used)} of {size(total)} free" for name, (used, total) in found.items()]
+    check.found = "; ".join([*parts, f"{os.cpu_count()} cores, {size(memory)} of main memory"])
+    taken = [name for name, (used, total) in found.items() if used > 0.2 * total]
+    if taken:
+        check.look(f"other processes use {', '.join(taken)}: end them (nvidia-smi names them), or use other devices")
+
+
+def _logging(config: GRPOConfig) -> dict[str, Any]:
+    return {"tensorboard": config.logging.tensorboard, "services": config.logging.services}
+
+
+def _model(config: GRPOConfig, check: Check) -> None:
+    """Architecture, tokenizer and chat template, without weights."""
+    name, remote = config.model.name, config.model.trust_remote_code
+    found = loading.load_config(name, trust_remote_code=remote)
+    tokenizer = loading.load_tokenizer(name, chat_template=config.model.chat_template, trust_remote_code=remote)
+    loading.check_vocabulary(found, tokenizer, name)
+    count = loading.count_parameters(found, config.model.attn_implementation, trust_remote_code=remote)
+    stops = loading.stop_token_ids(tokenizer, loading.load_generation_config(name))
+    ends = " or ".join(map(repr, [*map(tokenizer.decode, stops), *config.inference_model.stop]))
+    check.found = f"{found.model_type} of {count:,} parameters, {len(tokenizer):,} tokens, a response ends at {ends}"
+    if tokenizer.chat_template == loading.FALLBACK_CHAT_TEMPLATE:
+        check.look("no chat template: set model.chat_template, unless it is a base model")
+
+
+def _data(config: GRPOConfig, check: Check) -> None:
+    """Columns and rewards, as far as they are checked without a model, and problems that are in both splits."""
+    task = make_task(config.env, tests=config.evaluation.datasets or ())
+    train = task.problems("train")
+    check.found = f"{len(train):,} problems to train on"
+    if not config.evaluation.num_prompts:
+        return
+    test = task.problems("test")
+    known = {problem.query for problem in train}
+    both = sum(problem.query in known for problem in test)
+    check.found += f", {len(test):,} to test on"
+    if both:
+        check.look(
+            f"{both:,} of the test problems are trained on too, so the accuracy will be too good: take them out of one "
+            "of the two, or use env.test_fraction=0.1 with the training data alone"
+        )
+
+
+def _parts(
+    config: GRPOConfig,
+    directory: Path,
+    folder: Path,
+    asynchronous: bool,
+    made: list[Run],
+    measured: Measured,
+    check: Check,
+) -> None:
+    """Makes the run: its rules, devices, models, engine and processes; and looks at the prompts."""
+    start, resume = time.perf_counter(), config.train.resume
+    if resume == AUTO:
+        found = newest(AUTO, directory, read_manifest)
+        resume = None if found is None else str(found[0])
+    logging, optimizer = config.logging.files_alone, replace(config.optimizer, lr=_NOTHING)
+    trial = replace(config, logging=logging, optimizer=optimizer, train=replace(config.train, resume=resume))
+    run = build(trial, folder, asynchronous=asynchronous)
+    made.append(run)
+    measured.start_s += time.perf_counter() - start
+    measured.steps_done = run.learner.version
+    measured.checkpoint_bytes, measured.model_bytes = run.learner.sizes()
+    prompts, room = run.blueprint.train_env.prompts, run.blueprint.max_prompt_tokens
+    lengths = [len(prompts.tokens(index)) for index in prompts.usable[:500]]
+    measured.prompt_tokens = median(lengths)
+    check.found = (
+        f"prompts of {min(lengths)} to {max(lengths)} tokens (median {median(lengths):.0f}) where {room:,} fit beside "
+        f"{config.inference_model.max_new_tokens:,} new ones"
+    )
+    if prompts.num_dropped:
+        check.look(
+            f"{prompts.num_dropped:,} of {len(prompts.problems):,} are longer and left out: raise "
+            "env.max_prompt_tokens or inference_model.max_model_len, or lower max_new_tokens"
+        )
+
+
+class _Rehearsal:
+    """A few steps of a run, and what they say about the rest.
+
+    Args:
+        run: made with a learning rate of nothing.
+        checks: gets what is found.
+        console: shows a few responses.
+        measured: gets the times.
+    """
+
+    def __init__(self, run: Run, checks: Checks, console: Console, measured: Measured) -> None:
+        self.run, self.checks, self.console, self.measured = run, checks, console, measured
+        self.learner: Any = run.learner
+        self.source: Any = run.source
+        self.left = run.blueprint.config.num_batches - run.learner.version
+        self._batch: Any = None
+        self._metrics: dict[str, float] = {}
+
+    def play(self) -> Forecast | None:
+        """Makes the checks; returns what the run will take, if they went that far."""
+        run, checks = self.run, self.checks
+        good = checks.run("sync", self._sync, "parts")
+        if self.left > 0:
+            checks.run("rollout", self._rollout, "sync")
+            checks.run("train", self._train, "rollout")
+            checks.run("reward", self._reward, "train")
+            checks.run("mismatch", self._mismatch, "train")
+            good = checks.run("steps", self._steps, "train", "mismatch")
+        if run.blueprint.greedy_env is not None:
+            good = checks.run("evaluation", self._evaluation, "sync") and good
+        checks.run("report", self._report)
+        self.measured.memory = memory_now()
+        return forecast(run.blueprint.config, self.measured) if good else None
+
+    def _sync(self, check: Check) -> None:
+        self.source.publish(self.learner.weights(), self.learner.version)
+        check.found = f"{size(self.measured.model_bytes)} of weights"
+
+    def _rollout(self, check: Check) -> None:
+        start = time.perf_counter()
+        self._batch = self.source.next_batch()
+        self.measured.steps_s.append(time.perf_counter() - start)
+        names = {"sampling": "generate", "rewards": "reward", "reference": "reference"}
+        seconds = self.source.metrics()
+        parts = {
+            name: seconds[key]
+            for name, metric in names.items()
+            for key in (f"time/{metric}_s", f"workers/{metric}_s")
+            if key in seconds
+        }
+        check.found = ", ".join(f"{name} {value:.2f} s" for name, value in parts.items())
+
+    def _train(self, check: Check) -> None:
+        start = time.perf_counter()
+        metrics = self._metrics = self.learner.train_batch(self._batch)
+        self.measured.steps_s[0] += time.perf_counter() - start
+        self.measured.response_tokens = metrics["rollout/response_length"]
+        check.found = (
+            f"{metrics['rollout/sequences']:.0f} responses of {metrics['rollout/response_length']:.0f} tokens, "
+            f"{metrics['train/micro_batches']:.0f} passes, gradient norm {metrics['train/grad_norm']:.3g}"
+        )
+        scored = metrics["rollout/invalid"] < metrics["rollout/sequences"]
+        if scored and metrics["train/skipped_steps"] and self.run.blueprint.config.train.mixed_precision != "fp16":
+            raise ValueError(
+                "the loss or its gradient is not finite: use train.mixed_precision=full, or another model."
+            )
+
+    def _reward(self, check: Check) -> None:
+        """What the batch earned; a scorer that always fails is a failure, a batch without a signal only shown."""
+        metrics = {"step": 1, **self._metrics, **self.source.metrics()}
+        rows = self.learner.samples(2)
+        self.measured.sample_bytes = sum(len(str(row)) for row in rows) / len(rows)
+        self.console.samples(1, one_of_each(rows)[:2])
+        reward, correct = number(metrics["rollout/reward_mean"]), percent(metrics["rollout/accuracy"])
+        check.found = f"mean {reward}, {correct} correct"
+        alarms = Alarms()
+        found = alarms.take(metrics) + alarms.end()
+        for alarm in found:
+            check.look(alarm.text)
+        if metrics["rollout/invalid"] == metrics["rollout/sequences"]:
+            raise ValueError(found[0].text)
+
+    def _mismatch(self, check: Check) -> None:
+        inference = self.run.blueprint.config.inference_model
+        start = time.perf_counter()
+        self.source.publish(self.learner.weights(), self.learner.version)
+        self.measured.steps_s[0] += time.perf_counter() - start
+        found = [self.learner.mismatch(probe) for probe in self.source.probes()]
+        mean, largest = max(mean for mean, _ in found), max(largest for _, largest in found)
+        check.found = f"{mean:.2g} nats on average, {largest:.2g} at most, between engine and trainer"
+        if not mean <= inference.check_sync_tolerance:
+            raise ValueError(
+                f"log-probs of engine and trainer differ by {mean:.3g} nats on average, more than inference_model."
+                f"check_sync_tolerance={inference.check_sync_tolerance}: use inference_model.dtype=float32, or another "
+                "backend."
+            )
+
+    def _steps(self, check: Check) -> None:
+        """Steps as in ``fit``, as long as there is time."""
+        learner, source, times = self.learner, self.source, self.measured.steps_s
+        first = start = time.perf_counter()
+        while len(times) < min(_MOST_STEPS, self.left) and (len(times) < 2 or start - first < _STEPS_S):
+            learner.train_batch(source.next_batch())
+            source.publish(learner.weights(), learner.version)
+            end = time.perf_counter()
+            times.append(end - start)
+            start = end
+        check.found = f"the first {times[0]:.2f} s, {len(times) - 1} more {self.measured.step_s:.2f} s each"
+
+    def _evaluation(self, check: Check) -> None:
+        """An evaluation, played where it does not take long."""
+        blueprint, measured = self.run.blueprint, self.measured
+        envs = (blueprint.greedy_env, blueprint.sampled_env)
+        greedy, sampled = (0 if env is None else env.batch_size[0] for env in envs)
+        seconds = self.source.metrics()
+        sampling_s = seconds.get("time/generate_s", seconds.get("workers/generate_s", measured.step_s))
+        each = sampling_s / blueprint.config.dialog_turns_per_batch
+        if (2 * greedy + sampled) * each > _EVALUATION_S:
+            measured.greedy_s, measured.sampled_s = greedy * each, (greedy + sampled) * each
+            check.found = f"not played: about {measured.sampled_s:.0f} s with pass@{blueprint.config.evaluation.k}"
+            return
+        for name in ("sampled_s", "greedy_s"):
+            start = time.perf_counter()
+            metrics, _ = self.source.evaluate(sampled=name == "sampled_s")
+            setattr(measured, name, time.perf_counter() - start)
+        name = "eval/pass@1"
+        check.found = f"pass@1 {accuracy(metrics, name)}" if name in metrics else "further test sets"
+        if metrics.get("eval/invalid_fraction"):
+            check.look(f"{percent(metrics['eval/invalid_fraction'])} of the rewards were not valid")
+
+    def _report(self, check: Check) -> None:
+        start = time.perf_counter()
+        from torchrl_grpo.reporting.report import write_report  # it imports matplotlib
+
+        write_report(self.run.directory)
+        self.measured.report_s = time.perf_counter() - start
+
+
+def _disk(directory: Path, expected: Forecast | None, check: Check) -> None:
+    """Room for what the run will write."""
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    check.found = f"{size(free)} free in {there}"
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"hydra.run.dir={directory} must be writable: use another folder.")
+    if expected is not None and free < expected.disk_bytes:
+        raise ValueError(
+            f"hydra.run.dir={directory} must have room for {size(expected.disk_bytes)}, but {size(free)} are free: use "
+            "another folder, train.keep_checkpoints=last:1, or a larger train.checkpoint_frequency."
+        )
+
+
+def _remove_empty(directory: Path) -> None:
+    """Removes the empty folder that Hydra made and, below the current one, those above it that are empty."""
+    here, directory = Path.cwd(), directory.absolute()
+    with suppress(OSError):
+        if directory.stat().st_ctime > time.time() - startup.elapsed() - 1:  # else it was there before
+            directory.rmdir()
+            for folder in directory.parents:
+                if folder == here or not folder.is_relative_to(here):
+                    return
+                folder.rmdir()

@@ -1,0 +1,177 @@
+"""What a run will take, from a few measured steps: time, disk and memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from torchrl_grpo.checks import check_keep
+from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.host.text import duration, size
+
+_DISK_BYTES_PER_S = 2e8
+"""At which a checkpoint is hashed and written."""
+_END_S = 2.0
+"""From the last line that a run prints until its process has ended."""
+_ROW_BYTES, _TENSORBOARD_BYTES, _REPORT_BYTES = 2_300, 2_300, 450_000
+"""Of a step in metrics.jsonl and timeline.jsonl, of one in TensorBoard's files, and of report.html and curves.png."""
+
+
+@dataclass
+class Measured:
+    """What was measured of a run; seconds and bytes.
+
+    Attributes:
+        start_s: until the first rollout, imports included.
+        steps_s: of the steps, the first one first.
+        greedy_s, sampled_s: of an evaluation, and of one with pass@k.
+        report_s: of the report.
+        checkpoint_bytes, model_bytes: of a checkpoint, and of the model that is written at the end.
+        sample_bytes: of a row of samples.jsonl.
+        memory: peak, by device.
+        steps_done: by the run that goes on.
+        prompt_tokens, response_tokens: in the middle and on average; 0 where nothing was sampled.
+    """
+
+    start_s: float = 0.0
+    steps_s: list[float] = field(default_factory=list)
+    greedy_s: float = 0.0
+    sampled_s: float = 0.0
+    report_s: float = 0.0
+    checkpoint_bytes: int = 0
+    model_bytes: int = 0
+    sample_bytes: float = 500.0
+    memory: dict[str, int] = field(default_factory=dict)
+    steps_done: int = 0
+    prompt_tokens: float = 0.0
+    response_tokens: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: the mean of those after the first one, if there were any."""
+        return fmean(self.steps_s[1:] or self.steps_s or [0.0])
+
+
+@dataclass
+class Forecast:
+    """What a run will take.
+
+    Attributes:
+        seconds: of each kind of work.
+        disk_bytes: of its folder, at most.
+        memory: peak, by device.
+        lengths: tokens of a response as measured, and the most that it may have.
+        growth: of the tokens of a sequence, from the ones to the others.
+    """
+
+    seconds: dict[str, float]
+    disk_bytes: int
+    memory: dict[str, int]
+    lengths: tuple[float, int] = (0.0, 0)
+    growth: float = 1.0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the whole run."""
+        return sum(self.seconds.values())
+
+    @property
+    def longest_s(self) -> float:
+        """The same, if every response were as long as it may be: a run that learns changes their length."""
+        return self.total_s + (self.growth - 1) * (self.seconds["steps"] + self.seconds["evaluations"])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The same as rows of a table."""
+        parts = ", ".join(f"{name} {duration(value)}" for name, value in self.seconds.items() if value >= 0.5)
+        total = f"{self.total_s / 3600:.3g} hours ({self.total_s:.0f} s)"
+        rows = [{"what": "time", "takes": total, "of which": parts}]
+        if self.growth > 1:
+            now, most = self.lengths
+            of = f"if responses grow from {now:.0f} to {most:,} tokens, the most that they may have"
+            rows.append({"what": "time at most", "takes": duration(self.longest_s), "of which": of})
+        rows.append({"what": "disk", "takes": size(self.disk_bytes), "of which": "at most, in the run's folder"})
+        for device, peak in self.memory.items():
+            of = "all processes of the run" if device == "cpu" else "everything on the device"
+            rows.append({"what": f"memory of {device}", "takes": size(peak), "of which": of})
+        return rows
+
+
+def forecast(config: GRPOConfig, measured: Measured) -> Forecast:
+    """What the rest of a run will take.
+
+    Args:
+        config: with the number of steps.
+        measured: of a few of its steps.
+    """
+    train, evaluation, logging = config.train, config.evaluation, config.logging
+    steps = max(0, config.num_batches - measured.steps_done)
+    between = max(0, (steps - 1) // evaluation.frequency) if evaluation.frequency else 0
+    evaluations = (2 if steps else 1) if evaluation.num_prompts else 0
+    checkpoints = (steps - 1) // train.checkpoint_frequency + 1 if train.checkpoint_frequency else 1
+    checkpoints = checkpoints if steps else 0
+    written = checkpoints * measured.checkpoint_bytes + measured.model_bytes
+    seconds = {
+        "start": measured.start_s,
+        "steps": steps * measured.step_s,
+        "evaluations": evaluations * measured.sampled_s + between * measured.greedy_s,
+        "checkpoints": written / _DISK_BYTES_PER_S,
+        "report": measured.report_s,
+        "end": _END_S,
+    }
+    kept = check_keep(train.keep_checkpoints)
+    most = checkpoints if kept is None else min(checkpoints, sum(kept.values()))
+    batch, group = config.dialog_turns_per_batch, config.env.repeats
+    rows = steps // logging.sample_frequency * min(batch, -(-(logging.train_rows or batch) // group) * group)
+    rows += (between + evaluations) * min(evaluation.num_prompts, logging.test_rows or evaluation.num_prompts)
+    disk = most * measured.checkpoint_bytes + bool(steps) * measured.model_bytes + rows * measured.sample_bytes
+    disk += steps * (_ROW_BYTES + logging.tensorboard * _TENSORBOARD_BYTES) + _REPORT_BYTES
+    longest = config.inference_model.max_new_tokens * config.env.max_turns
+    now, prompt = measured.response_tokens, measured.prompt_tokens
+    growth = max(1.0, (prompt + longest) / (prompt + now)) if now else 1.0
+    return Forecast(seconds, int(disk), dict(measured.memory), (now, longest), growth)
+
+
+def memory_now() -> dict[str, int]:
+    """What the run takes: of each NVIDIA device what is used, or on a CPU the peak of this process and its children."""
+    used = {name: used for name, (used, _) in accelerators().items()}
+    return used or {"cpu": _peak_of_processes()}
+
+
+def accelerators() -> dict[str, tuple[int, int]]:
+    """Of each NVIDIA device the bytes that are used, and all; asked of the driver, so that CUDA is not started here."""
+    query = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
+    numbers = [[int(cell) for cell in row] for row in rows if all(map(str.isdecimal, row))]
+    return {f"cuda:{index}": (used << 20, total << 20) for index, used, total in numbers}
+
+
+def _peak_of_processes() -> int:
+    """Sum of the largest resident sizes that this process and its children had."""
+    if not sys.platform.startswith("linux"):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    parents: dict[int, int] = {}
+    peaks: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            status = dict(line.split(":", 1) for line in (entry / "status").read_text().splitlines() if ":" in line)
+        except OSError:  # it has ended
+            continue
+        parents[int(entry.name)] = int(status["PPid"])
+        peaks[int(entry.name)] = int(status.get("VmHWM", "0 kB").split()[0]) * 1024
+    family, new = set[int](), {os.getpid()}
+    while new:
+        family |= new
+        new = {child for child, parent in parents.items() if parent in new}
+    return sum(peaks.get(process, 0) for process in family)

@@ -1,0 +1,133 @@
+"""From a file to flat settings: ``{"actor.optimizer.lr": 1e-6}``. Nothing of a file is run."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchrl_grpo.advice.migrate.scripts import Unknown, read_python, read_shell
+from torchrl_grpo.advice.migrate.tables import NAMES, Table, read_table
+
+_NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_REFERENCE = re.compile(r"\$\{(?:oc\.(select|env):)?\s*([\w.]+)\s*(?:,([^${}]*))?\}")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a file of a peer says.
+
+    Attributes:
+        table: of the peer.
+        values: by its dotted keys.
+    """
+
+    table: Table
+    values: Mapping[str, Any]
+
+
+def read(path: Path) -> Settings:
+    """What a file says, and whose it is.
+
+    Raises:
+        ValueError: there is no such file, it is broken, or it is none of the five peers'.
+    """
+    if not path.is_file():
+        raise ValueError(f"FILE={path} must be a file, and there is none: give the path of a config.")
+    try:
+        data = _parse(path.suffix.lower(), path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, SyntaxError, RecursionError) as error:
+        why = " ".join(str(error).split())
+        raise ValueError(f"FILE={path} must be whole {path.suffix or 'yaml'}, and it is not: {why}.") from error
+    values = dict(_flat(data, "")) if isinstance(data, Mapping) else {}
+    values = {key: _known(_number(_resolved(value, values))) for key, value in values.items()}
+    for name in ("trl",) if path.suffix == ".py" else NAMES:
+        table = read_table(name)
+        if table.is_of(values) or (values and path.suffix == ".py"):
+            _refuse(table, values, path)
+            return Settings(table, _folded(values, table))
+    looked = "; ".join(f"{table.title}: {', '.join(table.marks)}" for table in map(read_table, NAMES))
+    looked += ", or GRPOConfig(...) in a .py"
+    raise ValueError(f"FILE={path} must be a config of one of five libraries, and has none of their keys ({looked}).")
+
+
+def _folded(values: Mapping[str, Any], table: Table) -> dict[str, Any]:
+    """The settings with arguments of functions together, where they are one key here."""
+    folded = dict(values)
+    for key in (key for key in table.rows if key.endswith("_kwargs")):
+        own = (name for name in values if name not in table.rows and table.ignores(name) is None)
+        inner = {name.removeprefix(f"{key}."): folded.pop(name) for name in own if name.startswith(f"{key}.")}
+        if inner:
+            folded[key] = inner
+    return folded
+
+
+def _refuse(table: Table, values: Mapping[str, Any], path: Path) -> None:
+    lists = {
+        f"{key}[{n}].": one for key, value in values.items() if isinstance(value, list) for n, one in enumerate(value)
+    }
+    entries = {key: value for name, one in lists.items() if isinstance(one, Mapping) for key, value in _flat(one, name)}
+    for refusal in table.refused:
+        if (why := refusal.found_in({**values, **entries})) is not None:
+            raise ValueError(
+                f"FILE={path} must be a GRPO run of {table.title}, and with {why} it is {refusal.what}: "
+                "give the config of a GRPO run."
+            )
+
+
+def _parse(suffix: str, text: str) -> Any:
+    if suffix == ".json":
+        return json.loads(text)
+    if suffix == ".toml":
+        return tomllib.loads(text)
+    if suffix == ".py":
+        return read_python(text)
+    if suffix in (".sh", ".bash", ".txt"):
+        return read_shell(text)
+    return yaml.safe_load(text)
+
+
+def _flat(node: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """The leaves of nested tables by their dotted names; what must be given still is None."""
+    for name, value in node.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{key}.")
+        else:
+            yield key, None if value == "???" else value
+
+
+def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
+    """A value with what ``${other.key}`` in it stands for, where the file says that."""
+    for _ in range(8):
+        if not isinstance(value, str) or not (found := _REFERENCE.search(value)):
+            break
+        kind, key, default = found.groups()
+        if key in values and kind != "env":
+            other = values[key]
+        elif kind and default is not None:
+            other = yaml.safe_load(default)
+        else:
+            break
+        value = other if found[0] == value else value.replace(found[0], str(other))
+    return value
+
+
+def _known(value: Any) -> Any:
+    """A value, or that it is unknown where a ``${reference}`` is left in it."""
+    several = value if isinstance(value, list) else [value]
+    return Unknown(str(value)) if any(isinstance(one, str) and "${" in one for one in several) else value
+
+
+def _number(value: Any) -> Any:
+    """The number that a text is: yaml takes ``1e-6`` for a text."""
+    if not isinstance(value, str) or not _NUMBER.fullmatch(value.strip()):
+        return value
+    text = value.strip().replace("_", "")
+    return float(text) if re.search(r"[.eE]", text) else int(text)

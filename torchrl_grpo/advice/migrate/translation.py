@@ -1,0 +1,238 @@
+"""A peer's settings in our words: overrides of ``config/grpo_gsm8k.yaml``, and what is to be said about the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrl_grpo.advice.migrate.problems import problems
+from torchrl_grpo.advice.migrate.readers import Settings
+from torchrl_grpo.advice.migrate.scripts import Unknown
+from torchrl_grpo.advice.migrate.sizes import SETTLES, SIZES, sizes
+from torchrl_grpo.advice.migrate.tables import BASE, SET_ME, Row, Table
+
+
+@dataclass
+class Translation:
+    """What a file says, in our words.
+
+    Attributes:
+        table: of the peer whose file it is.
+        asynchronous: whether it is a run of ``grpo-async.py``.
+        overrides: our keys with their values, those that are so anyway left out but for model and data.
+        unset: our keys that are to be set by hand, because the file does not tell their values.
+        differs: what means something else, by key.
+        lacks: what has no counterpart, by key.
+        ignored: keys that ask for nothing here, by why they do not.
+        unknown: keys that the table has not.
+    """
+
+    table: Table
+    asynchronous: bool = False
+    overrides: dict[str, Any] = field(default_factory=dict)
+    differs: dict[str, str] = field(default_factory=dict)
+    lacks: dict[str, str] = field(default_factory=dict)
+    unset: dict[str, str] = field(default_factory=dict)
+    ignored: dict[str, list[str]] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+
+
+def translate(settings: Settings, source: str, devices: int | None = None) -> Translation:
+    """The same run here.
+
+    Args:
+        settings: of a peer's file.
+        source: the file, for functions that are defined in it.
+        devices: processes of the peer's run, where its file does not say how many.
+    """
+    table, values = settings.table, settings.values
+    made = Translation(table)
+    ours: dict[str, Any] = {key: _plain(value) for key, value in table.always.items()}
+    asked: dict[str, Any] = {} if devices is None else {"devices": devices}
+    rows = table.rows
+    for key, row in rows.items():
+        if not _given(key, row, values) and row.default is not None and _counts(row, table, values):
+            _apply(key, row, _plain(row.default), ours, asked, made)
+    for key, value in values.items():
+        if key in rows:
+            continue
+        if key.startswith("**"):
+            made.unset[key] = "may set any of their keys, and only running the file would tell which"
+        elif (why := table.ignores(key)) is not None:
+            made.ignored.setdefault(why, []).append(key)
+        elif value is not None and value != {}:
+            made.unknown.append(key)
+    for key, row in rows.items():
+        if _given(key, row, values):
+            if _counts(row, table, values):
+                value = True if row.table else values[key]
+                taken = _apply(key, row, value, ours, asked, made)
+                if taken and row.differs and _is_said(row, value, table, values):
+                    made.differs[key] = row.differs
+            else:
+                made.ignored.setdefault("read with other settings alone", []).append(key)
+    differs, lacks, unset = made.differs.setdefault, made.lacks.setdefault, made.unset.setdefault
+    if ours.get("model.name") is None:
+        unset("model.name", "the model is not in the file")
+    ours |= sizes(asked, {**BASE, **ours}, differs, lacks, unset)
+    ours |= problems(asked, source, differs, unset)
+    made.asynchronous = bool(ours.get("train.max_staleness"))
+    if table.title == "TorchRL" and not _is_synchronous(asked, values):
+        made.asynchronous = True
+        made.differs["train.max_staleness"] = "TorchRL's asynchronous script has no bound; ours is 1 unless it is given"
+    if "env.num_envs" in made.unset:
+        for key in (key for key in SIZES if ours.get(key) is not None):
+            unset(key, "depends on env.num_envs")
+    ours |= {key: SET_ME for key in made.unset if ours.get(key) is None}
+    _tidy(ours)
+    for key in [key for key in made.unset if key in BASE]:
+        if key not in ours:
+            made.lacks[key] = f"{made.unset.pop(key)}; nothing reads it beside the other settings"
+        elif SET_ME not in str(ours[key]):
+            ours[key] = SET_ME
+    made.overrides = {
+        key: ours[key]
+        for key in BASE
+        if key in ours and (ours[key] != BASE[key] or key in ("model.name", "env.dataset"))
+    }
+    return made
+
+
+def _given(key: str, row: Row, values: Mapping[str, Any]) -> bool:
+    if row.table:
+        return any(name == key or name.startswith(f"{key}.") for name in values)
+    return values.get(key) not in (None, {})
+
+
+def _plain(value: Any) -> Any:
+    return None if value == "null" else value
+
+
+def _counts(row: Row, table: Table, values: Mapping[str, Any]) -> bool:
+    """Whether the keys that a row depends on are as it asks."""
+    return all(_is_so(condition, table, values) for condition in (row.when, row.also_when) if condition is not None)
+
+
+def _is_so(condition: str, table: Table, values: Mapping[str, Any]) -> bool:
+    key, _, wanted = condition.partition("=")
+    other = table.rows[key]
+    value = _given(key, other, values) if other.table else values.get(key, other.default)
+    return str(value) == wanted if wanted else bool(value)
+
+
+def _is_said(row: Row, value: Any, table: Table, values: Mapping[str, Any]) -> bool:
+    """Whether what a row says of a difference concerns this file."""
+    concerns = value in row.said_for if row.said_for else bool(value)
+    return concerns and (row.said_when is None or _is_so(row.said_when, table, values))
+
+
+def _apply(key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str, Any], made: Translation) -> bool:
+    """Takes what a row makes of a value, and returns whether there is something of ours for it."""
+    if any(type(value) is type(one) and value == one for one in row.same) or _number_in(value, row.same):
+        return False
+    if _is_unknown(value):
+        return _leave(key, row, value, ours, asked, made)
+    if _is_number(row.default) and isinstance(value, str):
+        made.lacks[key] = f"{value} is no number, {row.default:g} is taken"
+        value = row.default
+    if row.values is not None:
+        name = str(value).lower() if isinstance(value, bool) else str(value)
+        if name not in row.values:
+            taken = str(row.default).lower() if isinstance(row.default, bool) else str(row.default)
+            known = taken in row.values
+            made.lacks[key] = f"{name} has no counterpart; there are {', '.join(row.values)}"
+            made.lacks[key] += f", and {taken if known else 'our own default'} is taken"
+            return known and _apply(key, row, row.default, ours, asked, made)
+        value = row.values[name]
+        ours |= value if isinstance(value, Mapping) else {str(row.ours): value}
+    elif row.ours is None:
+        made.lacks[key] = f"{row.none}"
+        return False
+    elif row.ours.startswith("@"):
+        asked[row.ours[1:]] = value
+    else:
+        ours[row.ours] = _as_ours(row, value)
+    return True
+
+
+def _is_unknown(value: Any) -> bool:
+    return isinstance(value, Unknown) or (isinstance(value, Mapping) and any(map(_is_unknown, value.values())))
+
+
+def _leave(key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str, Any], made: Translation) -> bool:
+    """Leaves what an unknown value would become to be set by hand, and returns whether there is something of ours."""
+    settled = SETTLES[row.ours[1:]] if row.ours is not None and row.ours.startswith("@") else (row.ours,)
+    several = [name for one in (row.values or {}).values() if isinstance(one, Mapping) for name in one]
+    named = list(dict.fromkeys(name for name in (*settled, *several) if name is not None))
+    if not named:
+        made.lacks[key] = f"{row.none}"
+        return False
+    if row.default is not None:
+        _apply(key, row, _plain(row.default), ours, asked, made)
+    for name in named:
+        why = f"{key} is {value}, which only running the file would tell"
+        made.unset[name] = f"{made.unset[name]}; {why}" if name in made.unset else why
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number_in(value: Any, same: tuple[Any, ...]) -> bool:
+    """Whether a number is one of those, 1 being 1.0."""
+    return _is_number(value) and value in [one for one in same if _is_number(one)]
+
+
+def _as_ours(row: Row, value: Any) -> Any:
+    if row.list and not isinstance(value, list):
+        return [value]
+    whole = isinstance(BASE[str(row.ours)], int) and isinstance(value, float) and value.is_integer()
+    return int(value) if whole else value
+
+
+def _is_synchronous(asked: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    """Whether a file of TorchRL's is for its synchronous script: ``train.sync``, or ``mode: sync`` in the defaults."""
+    modes = [one.get("mode") for one in values.get("defaults") or [] if isinstance(one, dict)]
+    return bool(asked.get("synchronous", "sync" in modes))
+
+
+def _tidy(ours: dict[str, Any]) -> None:
+    """Takes out what nothing would read, which our config refuses, and what it excludes."""
+    if ours.get("env.dataset") is None:
+        ours.pop("env.dataset", None)
+    if ours.get("env.datasets") and (prompt := ours.pop("env.columns.prompt", None)):
+        ours["env.datasets"] = [{**one, "columns": {"prompt": prompt}} for one in ours["env.datasets"]]
+    if not ours.get("train_model.lora.enabled"):
+        for name in ("r", "alpha", "target_modules"):
+            ours.pop(f"train_model.lora.{name}", None)
+    if ours.get("policy.behaviour_weight", "none") == "none":
+        ours.pop("policy.behaviour_level", None)
+        ours.pop("policy.behaviour_cap", None)
+    if ours.get("policy.aggregation") != "constant":
+        ours.pop("policy.constant_length", None)
+    if ours.get("policy.advantage_level") != "token":
+        ours.pop("policy.gae_gamma", None)
+        ours.pop("policy.gae_lambda", None)
+    if not ours.get("policy.kl_coef", BASE["policy.kl_coef"]):
+        ours.pop("policy.kl_in_reward", None)
+        if not ours.get("policy.kl_to_behaviour_coef"):
+            ours.pop("policy.kl_estimator", None)
+    if ours.get("policy.kl_estimator") == ("k1" if ours.get("policy.kl_in_reward") else "k3"):
+        ours.pop("policy.kl_estimator")
+    unread = [] if ours.get("evaluation.k", 1) else ["temperature"]
+    for name in unread if ours.get("evaluation.num_prompts", 1) else ("frequency", "k", "temperature"):
+        ours.pop(f"evaluation.{name}", None)
+    if not ours.get("policy.kl_coef", BASE["policy.kl_coef"]) or ours.get("train_model.lora.enabled"):
+        ours.pop("ref_model.num_devices", None)
+    if "logging.wandb.mode" not in ours:
+        for name in ("project", "name", "entity", "group", "tags"):
+            ours.pop(f"logging.wandb.{name}", None)
+    if ours.get("inference_model.backend", "vllm") != "vllm":
+        ours.pop("inference_model.tensor_parallel_size", None)
+    rounds = ours.get("policy.max_sampling_rounds", 10)
+    rows = ours.get("env.num_envs", 1) * rounds if rounds != SET_ME else math.inf
+    if ours.get("policy.dynamic_sampling") and (ours.get("train.dialog_turns_per_batch") or 0) > rows:
+        ours.pop("policy.max_sampling_rounds", None)

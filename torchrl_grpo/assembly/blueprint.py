@@ -1,0 +1,360 @@
+"""``Blueprint``: what a config asks for, checked against all that can be known before any weights are loaded."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict.nn import TensorDictModule
+from torchrl._utils import logger as torchrl_logger
+from torchrl.envs import Transform, TransformedEnv
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from torchrl_grpo import keys
+from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
+from torchrl_grpo.assembly.tasks import dataset_names, make_task
+from torchrl_grpo.checks import check_multiple, check_optimizer
+from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.config.components import make_component
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.stops import StopStrings
+from torchrl_grpo.generation.vllm import VLLMSettings, check_vllm_model, require_vllm
+from torchrl_grpo.learner.resume import Resume, check_length
+from torchrl_grpo.models import loading
+from torchrl_grpo.reporting.trackers import check_logging
+from torchrl_grpo.reward_pool import RewardPool
+from torchrl_grpo.runtime.placement import DevicePlan, RoleRequest, available_accelerators, plan_devices
+from torchrl_grpo.tasks.base import Task
+
+_BETWEEN_TURNS = 1024
+"""Tokens that each answer to the policy may add to a dialog."""
+
+
+@dataclass
+class Blueprint:
+    """What is known before any weights are loaded; every check on user input has passed.
+
+    ``resume`` is the checkpoint to go on from. Actors are given the driver's blueprint, so that all processes draw the
+    same problems, and only the driver needs the data.
+    """
+
+    config: GRPOConfig
+    plan: DevicePlan
+    task: Task
+    tokenizer: PreTrainedTokenizerBase
+    model_config: PretrainedConfig
+    params: SamplingParams
+    max_prompt_tokens: int
+    max_dialog_tokens: int
+    reward_pool: RewardPool | None
+    train_env: LLMEnv
+    greedy_env: LLMEnv | None
+    sampled_env: LLMEnv | None
+    resume: Resume | None = None
+
+    def task_env(self, groups: int) -> LLMEnv:
+        """An environment like that for training, of so many groups."""
+        repeats = self.config.env.repeats
+        env = LLMEnv(
+            self.task,
+            self.tokenizer,
+            num_envs=groups * repeats,
+            repeats=repeats,
+            max_prompt_tokens=self.max_prompt_tokens,
+            max_dialog_tokens=self.max_dialog_tokens,
+            max_turns=self.config.env.max_turns,
+            seed=self.config.seed,
+            reward_pool=self.reward_pool,
+            template_arguments=self.config.env.chat_template_kwargs,
+        )
+        env.prompts.difficulty_filter = self.config.env.difficulty_filter
+        return env
+
+
+@contextmanager
+def as_config_errors() -> Iterator[None]:
+    """Turns what a part refuses into a ``ConfigError``, which ends as one line; the traceback goes to the debug log."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        torchrl_logger.debug("refused while building", exc_info=True)
+        raise ConfigError(str(error)) from error
+
+
+def prepare(
+    config: GRPOConfig, accelerators: Sequence[torch.device] | None = None, resume: Resume | None = None
+) -> Blueprint:
+    """Checks everything that needs no weights: logging, devices, data, tokenizer, context.
+
+    Args:
+        config: validated.
+        accelerators: of the cluster at ``ray.address``; None is those of this machine.
+        resume: the checkpoint to go on from.
+
+    Raises:
+        ConfigError: a rule is broken; the message names field, rule, value and fix.
+    """
+    with as_config_errors():
+        plan = _plan(config, available_accelerators() if accelerators is None else accelerators)
+        make_loss(config, TensorDictModule(torch.nn.Identity(), [keys.FULL], [("cur_log_probs", "full")]))
+        batch_transforms(config)
+        check_logging(tensorboard=config.logging.tensorboard, services=config.logging.services)
+        task = make_task(config.env, tests=config.evaluation.datasets or ())
+        name, remote_code = config.model.source, config.model.trust_remote_code
+        model_config = loading.load_config(name, trust_remote_code=remote_code)
+        tokenizer = loading.load_tokenizer(
+            name, chat_template=config.model.chat_template, trust_remote_code=remote_code
+        )
+        loading.check_vocabulary(model_config, tokenizer, name)
+        check_optimizer(config.optimizer.name, len(plan.train))
+        _check_sharding(config, len(plan.train), model_config.get_text_config())
+        env, inference = config.env, config.inference_model
+        params = SamplingParams(
+            inference.max_new_tokens,
+            temperature=inference.temperature,
+            stop_token_ids=loading.stop_token_ids(tokenizer, loading.load_generation_config(name)),
+            stop=StopStrings(inference.stop, tokenizer) if inference.stop else None,
+        )
+        max_prompt_tokens, max_dialog_tokens = _max_prompt_tokens(config, model_config)
+        if inference.backend == "vllm":
+            loading.check_text_only(model_config, name)
+            settings = vllm_settings(config, plan, max_dialog_tokens)
+            check_vllm_model(model_config, settings, on_cpu=plan.inference[0][0].type == "cpu")
+        workers = env.reward_workers or (1 if env.tools else 0)
+        reward_pool = RewardPool(task, workers, timeout_s=env.reward_timeout_s) if workers else None
+        make = partial(
+            LLMEnv,
+            task,
+            tokenizer,
+            max_prompt_tokens=max_prompt_tokens,
+            max_dialog_tokens=max_dialog_tokens,
+            max_turns=env.max_turns,
+            reward_pool=reward_pool,
+            template_arguments=env.chat_template_kwargs,
+        )
+        train_env = make(num_envs=env.num_envs, repeats=env.repeats, seed=config.seed)
+        train_env.prompts.difficulty_filter = env.difficulty_filter
+        config = _with_length(config, train_env.num_problems)
+        if resume is not None:
+            check_length(resume, config)
+            train_env.load_state_dict(resume.source["env"])
+        transformed(config, copy.copy(train_env)).close()  # what it refuses, it refuses here
+        greedy_env, sampled_env = _test_envs(config, task, partial(make, split="test"))
+        return Blueprint(
+            config=config,
+            plan=plan,
+            task=task,
+            tokenizer=tokenizer,
+            model_config=model_config,
+            params=params,
+            max_prompt_tokens=max_prompt_tokens,
+            max_dialog_tokens=max_dialog_tokens,
+            reward_pool=reward_pool,
+            train_env=train_env,
+            greedy_env=greedy_env,
+            sampled_env=sampled_env,
+            resume=resume,
+        )
+
+
+def vllm_settings(config: GRPOConfig, plan: DevicePlan, max_dialog_tokens: int) -> VLLMSettings:
+    """The settings of a vLLM engine, for requests of at most ``max_dialog_tokens`` before a response."""
+    inference = config.inference_model
+    return {
+        "dtype": inference.dtype,
+        "max_model_len": inference.max_model_len or max_dialog_tokens + inference.max_new_tokens,
+        "seed": config.seed,
+        "tensor_parallel_size": inference.tensor_parallel_size,
+        "gpu_memory_utilization": inference.gpu_memory_utilization or (0.4 if plan.colocated else 0.9),
+        "kv_cache_gib": inference.kv_cache_gib,
+        "enforce_eager": inference.enforce_eager,
+        "trust_remote_code": config.model.trust_remote_code,
+    }
+
+
+def _with_length(config: GRPOConfig, problems: int) -> GRPOConfig:
+    """The config with ``train.total_epochs`` as trajectories."""
+    epochs = config.train.total_epochs
+    if epochs is None:
+        return config
+    return replace(config, train=replace(config.train, total_dialog_turns=epochs * problems * config.env.repeats))
+
+
+def transformed(config: GRPOConfig, env: LLMEnv | None) -> Any:
+    """An environment in the transforms that the config names, in instances of its own."""
+    nodes = [(f"env.transforms[{index}]", node) for index, node in enumerate(config.env.transforms)]
+    if env is None or not nodes:
+        return env
+    from torchrl_grpo.transforms.history import HistoryTransforms  # imports vLLM, where it is installed
+
+    return TransformedEnv(env, HistoryTransforms(*[make_component(name, node, Transform) for name, node in nodes]))
+
+
+def _plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePlan:
+    inference = config.inference_model
+    if "VLLM_USE_V1" in os.environ:
+        torchrl_logger.info("VLLM_USE_V1 has no effect: vLLM's V0 engine is gone, and V1 is the only one left.")
+    if inference.backend == "vllm":
+        require_vllm(on_cpu=not accelerators)
+    nodes = (("train", config.train_model), ("inference", inference), ("reference", config.ref_model))
+    return plan_devices(
+        {role: RoleRequest(node.num_devices, node.devices) for role, node in nodes},
+        accelerators,
+        needs_reference=config.has_own_reference,
+        tensor_parallel_size=inference.tensor_parallel_size,
+        cluster=config.ray.address,
+    )
+
+
+def _test_envs(config: GRPOConfig, task: Task, make: partial[LLMEnv]) -> tuple[LLMEnv | None, LLMEnv | None]:
+    """For pass@1 and pass@k; all runs are tested on the same problems."""
+    if not config.evaluation.num_prompts:
+        return None, None
+    most, k = config.evaluation.num_prompts, config.evaluation.k
+    count = min(most, len(task.problems("test")))
+    greedy_env = make(num_envs=count, repeats=1)
+    prompts, further = greedy_env.prompts, dataset_names(config.evaluation.datasets or (), "evaluation.datasets")
+    sizes = {"": len(prompts)}
+    if further:
+        sizes = Counter(name if (name := prompts.problems[i].dataset) in further else "" for i in prompts.usable)
+    # Some prompts were too long, or there are further test sets: as one problem of each set comes in turn, the first so
+    # many are as many of each set.
+    needed = sum(min(most, size) for size in sizes.values())
+    if needed != count:
+        greedy_env = make(num_envs=needed, repeats=1)
+    return greedy_env, make(num_envs=needed * k, repeats=k) if k else None
+
+
+def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedConfig) -> None:
+    """The rules of ``shard_model``, before anything is loaded."""
+    train = config.train_model
+    size = train.tensor_parallel_size
+    if devices % size:
+        raise ConfigError(
+            f"train_model.tensor_parallel_size={size} must divide the trainer's devices, which are {devices}: use "
+            f"train_model.num_devices={-(-devices // size) * size}, or leave it out."
+        )
+    heads: int = getattr(model_config, "num_key_value_heads", 0) or getattr(model_config, "num_attention_heads", size)
+    if heads % size:
+        raise ConfigError(
+            f"train_model.tensor_parallel_size={size} must divide the model's {heads} key and value heads: use "
+            f"{max(fits for fits in range(1, size) if heads % fits == 0)}."
+        )
+    if size > 1 and train.lora.enabled:
+        raise ConfigError(
+            f"train_model.tensor_parallel_size={size} must be 1 with train_model.lora.enabled=true: leave it out, and "
+            "the model is sharded over all devices."
+        )
+    if train.cpu_offload and devices == 1:
+        raise ConfigError(
+            "train_model.cpu_offload=true needs a model that is sharded, but the trainer has 1 device: use "
+            "train_model.num_devices=2 or more, or train_model.gradient_checkpointing=true to save memory."
+        )
+
+
+def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> tuple[int, int]:
+    """The longest prompt that leaves room for a whole response: of a problem, and of a dialog's last turn."""
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None) or 2**31
+    longest = config.inference_model.max_model_len
+    if longest is not None and longest > context:
+        raise ConfigError(
+            f"inference_model.max_model_len={longest} must be at most the model's context of {context} tokens: use "
+            f"{context} or less, or leave it out."
+        )
+    context = longest or context
+    room = context - config.inference_model.max_new_tokens
+    if room < 1:
+        raise ConfigError(
+            f"inference_model.max_new_tokens={config.inference_model.max_new_tokens} must leave room for a prompt in "
+            f"the context of {context} tokens: use {context // 2} or less."
+        )
+    first = min(room, config.env.max_prompt_tokens or room)
+    turns = (config.env.max_turns - 1) * (config.inference_model.max_new_tokens + _BETWEEN_TURNS)
+    return first, min(room, first + turns)
+
+
+def task_geometry(config: GRPOConfig, samplers: int) -> tuple[int, int]:
+    """Groups of a rollout task, and tasks that a sampler plays at a time.
+
+    The ``transformers`` engine plays one static batch at a time, vLLM any number of groups that come and go.
+
+    Raises:
+        ValueError: ``env.num_envs`` cannot be shared out in whole groups.
+    """
+    rows, repeats = config.env.num_envs, config.env.repeats
+    what = f"env.repeats={repeats} times the {samplers} samplers of the inference model"
+    check_multiple("env.num_envs", rows, samplers * repeats, what)
+    groups = rows // samplers // repeats
+    return (groups, 1) if config.inference_model.backend == "transformers" else (1, groups)
+
+
+def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
+    """The device plan: a row a role, with what its weights (and the optimizer's state) take on one device."""
+    config, plan = blueprint.config, blueprint.plan
+    model = config.model
+    count = loading.count_parameters(
+        blueprint.model_config, model.attn_implementation, trust_remote_code=model.trust_remote_code
+    )
+    lora = config.train_model.lora.enabled
+    ranks = [(device,) for device in plan.train]
+    copies = 1 if lora else 4  # weights, gradients and Adam's two moments
+    # Of each role: its devices in groups, and how many times the model's weights one device holds.
+    roles: list[tuple[str, Sequence[tuple[torch.device, ...]], str, float]] = [
+        ("train (LoRA)" if lora else "train", ranks, config.train_model.dtype, copies / len(ranks)),
+        (
+            f"inference ({config.inference_model.backend})",
+            plan.inference,
+            config.inference_model.dtype,
+            1 / len(plan.inference[0]),
+        ),
+    ]
+    if plan.reference:
+        roles.append(("reference", [(device,) for device in plan.reference], config.ref_model.dtype, 1))
+    elif config.needs_reference:
+        roles.append(("reference (adapters off)", ranks, config.train_model.dtype, 0))
+    return [
+        {
+            "role": role,
+            "devices": _listed(devices),
+            "dtype": dtype,
+            "parameters": count,
+            "memory per device": math.ceil(count * getattr(torch, dtype).itemsize * share),
+        }
+        for role, devices, dtype, share in roles
+    ]
+
+
+def _listed(groups: Sequence[Sequence[torch.device]]) -> str:
+    """Devices as ``cuda:0, cuda:1``, those of a tensor-parallel engine as ``cuda:0+cuda:1``, CPU processes counted."""
+    names = ["+".join(map(str, group)) for group in groups]
+    if len(names) > 1 and len(set(names)) == 1:
+        return f"{len(names)} x {names[0]}"
+    return ", ".join(names)
+
+
+def geometry_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
+    """The batch geometry: what one step and the whole run consist of."""
+    config = blueprint.config
+    batch, steps = config.dialog_turns_per_batch, config.num_batches
+    per_step = {
+        "sequences": batch,
+        f"groups of {config.env.repeats}": batch // config.env.repeats,
+        "optimizer steps": config.optim_steps_per_batch,
+        "response tokens, at most": batch * config.inference_model.max_new_tokens,
+    }
+    rows: list[dict[str, Any]] = [{"quantity": "steps (weight syncs)", "per step": 1, "whole run": steps}]
+    return rows + [
+        {"quantity": name, "per step": value, "whole run": value * steps} for name, value in per_step.items()
+    ]

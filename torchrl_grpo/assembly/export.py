@@ -1,0 +1,51 @@
+"""Write the model of a checkpoint, as Hugging Face's ``from_pretrained`` and vLLM load it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from torchrl_grpo.assembly.parts import make_model
+from torchrl_grpo.config.resumed import from_saved, newest
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.host.checkpoint_files import read_manifest
+from torchrl_grpo.learner.checkpoint import read_checkpoint
+from torchrl_grpo.learner.export import export_model, model_card
+from torchrl_grpo.models import loading
+from torchrl_grpo.models.sharding import load_whole_state
+
+
+def export(
+    checkpoint: str, output: Path | None = None, *, adapters: bool = False, trust_remote_code: bool = False
+) -> Path:
+    """Writes the model of a checkpoint; returns the folder.
+
+    Args:
+        checkpoint: a file, or the folder of a run.
+        output: the folder, which must not exist; by default it is beside the checkpoint, with its name.
+        adapters: whether LoRA's adapters are written by themselves.
+        trust_remote_code: whether code of the base model's repository may run; the checkpoint does not decide that.
+
+    Raises:
+        ConfigError: there is no such checkpoint, the folder exists, or there are no adapters.
+    """
+    found = newest(checkpoint, Path(), lambda path: (read_checkpoint(path), read_manifest(path)["metrics"]))
+    assert found is not None  # only auto may find nothing
+    path, (state, metrics) = found
+    config = from_saved(state["config"])
+    config.model.trust_remote_code = trust_remote_code
+    target = path.with_suffix("") if output is None else output
+    if target.exists():
+        raise ConfigError(f"--output={target} must be a new folder, but it exists: name another one.")
+    if adapters and not config.train_model.lora.enabled:
+        raise ConfigError(f"--adapters needs a checkpoint with LoRA, and {path} is of full training: leave it out.")
+    name = config.model.source
+    model = make_model(config, torch.device("cpu"))
+    load_whole_state(model, None, {"model": state["trainer"]["model"], "optimizer": {}})
+    tokenizer = loading.load_tokenizer(
+        name, chat_template=config.model.chat_template, trust_remote_code=trust_remote_code
+    )
+    return export_model(
+        model, tokenizer, target, model_card(state["config"], state["step"], metrics), adapters=adapters
+    )

@@ -1,0 +1,258 @@
+"""From a blueprint and a device to the parts of a role: the only place that makes engines, models and environments.
+
+The driver of a local run calls these functions, and so do the actors of a distributed one, each in its own process.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchrl_grpo import keys
+from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
+from torchrl_grpo.assembly.blueprint import Blueprint, transformed, vllm_settings
+from torchrl_grpo.assembly.tasks import dataset_names
+from torchrl_grpo.collectors.evaluation import Evaluator
+from torchrl_grpo.collectors.rollout import RolloutCollector
+from torchrl_grpo.collectors.sampler import Sampler
+from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.generation.base import Engine
+from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.generation.transformers import TransformersEngine
+from torchrl_grpo.generation.vllm import VLLMEngine
+from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
+from torchrl_grpo.host.memory import memory_short
+from torchrl_grpo.learner.learner import Learner
+from torchrl_grpo.learner.optimizer import make_optimizer
+from torchrl_grpo.learner.resume import restore
+from torchrl_grpo.learner.schedule import learning_rate_factor
+from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.models import loading
+from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
+from torchrl_grpo.models.sharding import loading_device, shard_model
+from torchrl_grpo.runtime.placement import own_device
+from torchrl_grpo.transforms.kl_scoring import KLScoring
+from torchrl_grpo.weights import make_sender
+
+
+def make_learner(
+    blueprint: Blueprint, transfer: str, mesh: DeviceMesh | None = None, *, device: torch.device | None = None
+) -> Learner:
+    """A learner, or one rank of it.
+
+    Args:
+        blueprint: checked.
+        transfer: how its weights reach the engines; see ``make_sender``.
+        mesh: the ranks that the model is sharded over, None for one rank.
+        device: of this rank; by default the first one that this process sees, here and below.
+    """
+    device = device or own_device()
+    config, lora = blueprint.config, blueprint.config.train_model.lora.enabled
+    random.seed(config.seed)
+    torch.manual_seed(config.seed)
+    trainer = make_trainer(blueprint, device, mesh)
+    transforms = batch_transforms(config)
+    if lora and config.needs_reference:
+        scorer = AdapterOffScorer(trainer.model, temperature=config.inference_model.temperature)
+        transforms.insert(0, ("reference", _kl_scoring(config, scorer)))
+    model = config.model
+    base = loading.CheckpointModel(model.source, _dtype(config.train_model.dtype), model.trust_remote_code)
+    sender = make_sender(
+        transfer,
+        dtype=_dtype(config.inference_model.dtype),
+        lora_base=base if lora else None,
+        backend="nccl" if device.type == "cuda" else "gloo",
+        host=_own_address() if transfer == "broadcast" else "",
+    )
+    learner = Learner(trainer, transforms, sender, blueprint.tokenizer)
+    if blueprint.resume is not None:
+        restore(learner, blueprint.resume)
+    return learner
+
+
+def make_trainer(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | None = None) -> GRPOTrainer:
+    """The trainer with its model, loss and optimizer; the model is sharded over the ranks of a mesh."""
+    config = blueprint.config
+    train, settings = config.train_model, config.optimizer
+    # Sharding moves the model to its device layer by layer: it need not fit there as a whole.
+    model = make_model(config, device if mesh is None else loading_device(mesh))
+    if train.gradient_checkpointing:
+        loading.enable_gradient_checkpointing(model)
+    scorer = TokenScorer(model, temperature=config.inference_model.temperature)  # before sharding: it checks itself
+    if mesh is not None:
+        shard_model(model, mesh, param_dtype=_autocast_dtype(config), cpu_offload=train.cpu_offload)
+    loss = make_loss(config, scorer)
+    for name, buffer in loss.named_buffers(recurse=False):  # the model is where it belongs
+        setattr(loss, name, buffer.to(device))
+    optimizer = make_optimizer(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        settings.name,  # type: ignore[arg-type]
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+    )
+    factor = partial(
+        learning_rate_factor,
+        kind=settings.schedule,  # type: ignore[arg-type]
+        warmup=settings.warmup_steps,
+        total=config.num_batches * config.optim_steps_per_batch,
+        floor=settings.lr_floor,
+    )
+    return GRPOTrainer(
+        loss,
+        model,
+        optimizer,
+        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
+        optim_batch_size=config.optim_batch_size,
+        epochs=config.train.epochs,
+        micro_batch_tokens=1 if config.inference_model.exact else config.train.micro_batch_tokens,
+        autocast_dtype=_autocast_dtype(config),
+        clip_grad_norm=settings.clip_grad_norm,
+        max_nonfinite_steps=config.train.max_nonfinite_steps,
+    )
+
+
+def make_model(config: GRPOConfig, device: torch.device) -> nn.Module:
+    """The model that is trained, as it is before the first step, with its adapters."""
+    model: nn.Module = _load(config, "train_model", device)
+    lora = config.train_model.lora
+    if not lora.enabled:
+        return model
+    targets: str | list[str] = "all-linear" if lora.target_modules == ["all-linear"] else lora.target_modules
+    return loading.add_lora(model, r=lora.r, alpha=lora.alpha, target_modules=targets)
+
+
+def make_sampler(
+    blueprint: Blueprint,
+    task_env: LLMEnv | None = None,
+    concurrent_tasks: int = 1,
+    *,
+    device: torch.device | None = None,
+) -> Sampler:
+    """A sampler.
+
+    Args:
+        blueprint: checked.
+        task_env: what the groups of a rollout task are played in; the engine is then one that several may call at a
+            time, where there is such a one. None is a sampler that makes whole batches in the blueprint's environment.
+        concurrent_tasks: rollout tasks that it plays at a time.
+        device: of its engine, the first one of several.
+    """
+    config = blueprint.config
+    engine = make_engine(blueprint, device or own_device(), concurrent=task_env is not None)
+    collector = partial(
+        RolloutCollector,
+        policy=GenerationPolicy(engine, blueprint.params, rescore=_rescorer(config, engine)),
+        dynamic_sampling=config.policy.dynamic_sampling,
+        max_sampling_rounds=config.policy.max_sampling_rounds,
+    )
+    if task_env is None:
+        engine.seed(config.seed)
+        env = transformed(config, blueprint.train_env)
+        collectors = [collector(env, dialog_turns_per_batch=config.dialog_turns_per_batch)]
+    else:  # the environments differ in the dialogs that they are in; problems and prompts they share
+        collectors = [collector(transformed(config, copy.copy(task_env))) for _ in range(concurrent_tasks)]
+    evaluator = None
+    if blueprint.greedy_env is not None:
+        evaluation = config.evaluation
+        sampled = replace(
+            blueprint.params,
+            temperature=evaluation.temperature or blueprint.params.temperature,
+            top_p=evaluation.top_p,
+            top_k=evaluation.top_k,
+            min_p=evaluation.min_p,
+        )
+        evaluator = Evaluator(
+            engine,
+            transformed(config, blueprint.greedy_env),
+            transformed(config, blueprint.sampled_env),
+            params=sampled,
+            further=dataset_names(evaluation.datasets or (), "evaluation.datasets"),
+            rows=config.logging.test_rows,
+        )
+    prompts = blueprint.train_env.prompts.first(4)
+    return Sampler(engine, collectors, evaluator, blueprint.params, prompts, blueprint.reward_pool)
+
+
+def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool = False) -> Engine:
+    """The generation engine with its model; ``concurrent`` is one that many threads may call at a time, if vLLM's."""
+    config, inference = blueprint.config, blueprint.config.inference_model
+    if inference.backend == "transformers":
+        return TransformersEngine(_load(config, "inference_model", device), copy=False)
+    settings = vllm_settings(config, blueprint.plan, blueprint.max_dialog_tokens)
+    path = loading.resolve_name(config.model.source)
+    if concurrent:
+        return AsyncVLLMEngine(path, in_flight=inference.in_flight, **settings)  # type: ignore[arg-type]
+    return VLLMEngine(path, device=device, enable_sleep=blueprint.plan.colocated, **settings)
+
+
+def _rescorer(config: GRPOConfig, engine: Engine) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """What scores each response alone, as the trainer does with ``inference_model.exact``."""
+    if not isinstance(engine, TransformersEngine) or not config.inference_model.exact:
+        return None
+    scorer = TokenScorer(engine.model, temperature=config.inference_model.temperature)
+    return KLScoring(scorer, autocast_dtype=_autocast_dtype(config), out_key=keys.LOG_PROBS).log_probs
+
+
+def make_reference(blueprint: Blueprint, device: torch.device | None = None) -> KLScoring:
+    """A reference model of its own, which scores in passes as large and as precise as the trainer's."""
+    config = blueprint.config
+    model = _load(config, "ref_model", device or own_device()).requires_grad_(False)
+    return _kl_scoring(config, TokenScorer(model, temperature=config.inference_model.temperature))
+
+
+def _kl_scoring(config: GRPOConfig, scorer: TokenScorer) -> KLScoring:
+    tokens = config.train.micro_batch_tokens
+    return KLScoring(scorer, max_tokens=tokens, autocast_dtype=_autocast_dtype(config))
+
+
+def _own_address() -> str:
+    from torchrl_grpo.runtime.actors import own_address
+
+    return own_address()
+
+
+def _autocast_dtype(config: GRPOConfig) -> torch.dtype | None:
+    """What the training step computes in; None is the dtype of the weights."""
+    return {"full": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.mixed_precision]
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _load(config: GRPOConfig, role: str, device: torch.device) -> Any:
+    """The model of a role, on its device.
+
+    Raises:
+        MemoryShortError: the device has no room for it.
+    """
+    model, dtype = config.model, getattr(config, role).dtype
+    try:
+        return loading.load_model(
+            model.source,
+            dtype=_dtype(dtype),
+            device=device,
+            attn_implementation=model.attn_implementation,
+            trust_remote_code=model.trust_remote_code,
+        )
+    except torch.OutOfMemoryError as error:
+        count = loading.count_parameters(
+            loading.load_config(model.source, trust_remote_code=model.trust_remote_code),
+            trust_remote_code=model.trust_remote_code,
+        )
+        weights = count * _dtype(dtype).itemsize
+        knobs = {f"{role}.dtype=bfloat16": weights // 2} if dtype == "float32" and role != "train_model" else {}
+        knobs |= {"train_model.num_devices=2": weights // 2} if role == "train_model" else {}
+        raise memory_short(error, f"Loading {model.name} for {role}", {"weights": weights}, knobs) from error

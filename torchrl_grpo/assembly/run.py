@@ -1,0 +1,348 @@
+"""From the config to a run, in this process or on Ray.
+
+``build`` checks everything that can be checked without weights, shows the plan, and only then loads models.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchrl._utils import logger as torchrl_logger
+from transformers.utils import logging as transformers_logging
+
+from torchrl_grpo.assembly.blueprint import (
+    Blueprint,
+    as_config_errors,
+    geometry_rows,
+    plan_rows,
+    prepare,
+    task_geometry,
+)
+from torchrl_grpo.assembly.parts import make_learner, make_reference, make_sampler
+from torchrl_grpo.collectors.source import LocalSource
+from torchrl_grpo.config import GRPOConfig, check_one_process, plain, staleness_bound
+from torchrl_grpo.config.resumed import check_unused
+from torchrl_grpo.errors import FolderLostError
+from torchrl_grpo.host import stalls
+from torchrl_grpo.host.files import METRICS_FILE, is_full
+from torchrl_grpo.host.folders import FolderLock, claim
+from torchrl_grpo.host.startup import say
+from torchrl_grpo.learner.checkpoint import Checkpointer
+from torchrl_grpo.learner.learner import Learner
+from torchrl_grpo.learner.resume import Resume, check_tasks, find_resume
+from torchrl_grpo.loop import Schedule, fit
+from torchrl_grpo.reporting.console import Console
+from torchrl_grpo.reporting.metrics import MetricsLogger
+from torchrl_grpo.reporting.view.start import page_beside
+from torchrl_grpo.runtime.staleness import GroupBuffer
+from torchrl_grpo.weights import transfer_kind
+
+if TYPE_CHECKING:
+    from torchrl_grpo.runtime.cluster import Cluster
+    from torchrl_grpo.runtime.learner import RayLearner
+    from torchrl_grpo.runtime.source import RaySource
+
+
+@dataclass
+class Run:
+    """A run that is ready: ``fit`` it, then ``close`` it (also after an error)."""
+
+    blueprint: Blueprint
+    directory: Path
+    lock: FolderLock
+    learner: Learner | RayLearner
+    source: LocalSource | RaySource
+    logger: MetricsLogger
+    console: Console
+    resources: ExitStack
+    started_at: float
+    lost_folder: bool = False
+
+    def fit(self) -> dict[str, Any]:
+        """Trains, exports the model, writes the report; returns the run in a few numbers."""
+        learner, blueprint = self.learner, self.blueprint
+        checkpointer = self._checkpointer()
+        try:
+            export = partial(learner.export, checkpointer, blueprint.tokenizer, ended=False)
+            check_folder = partial(self._check_folder, checkpointer)
+            fit(learner, self.source, checkpointer, self.logger, self.console, self._schedule(), export, check_folder)
+            trained = not blueprint.config.only_evaluates
+            written = {"checkpoints": checkpointer.directory} if trained else {}
+            if learner.version < blueprint.config.num_batches:
+                torchrl_logger.warning(
+                    f"train.time_limit={blueprint.config.train.time_limit:g} ended the run after step "
+                    f"{learner.version}.{self._goes_on(checkpointer)}"
+                )
+            written |= {"model": learner.export(checkpointer, blueprint.tokenizer)} if trained else {}
+            check_folder()
+        except BaseException:
+            go_on = self._goes_on(checkpointer)
+            torchrl_logger.warning(f"The run ended early. What it did lies in {self.directory}.{go_on}")
+            raise
+        finally:
+            report = self._report()
+        from torchrl_grpo.reporting.report import summarize  # not before: it imports matplotlib, which takes time
+
+        summary = summarize(self.directory)
+        files = ("curves.png", "metrics.jsonl", "samples.jsonl")
+        paths = {"report": report} | {name.partition(".")[0]: self.directory / name for name in files}
+        self.console.finish(summary, paths | written)
+        return summary
+
+    def _check_folder(self, checkpointer: Checkpointer) -> None:
+        """Have the rest written where the folder is now or, if it was removed, into a new one, and end the run.
+
+        Raises:
+            FolderLostError: the folder is no longer where it was; the next call does not raise again.
+        """
+        before, now = self.directory, self.lock.where()
+        if now == before or self.lost_folder:
+            return
+        self.lost_folder = True
+        what = f"was moved to {now}" if now else "was removed"
+        self.directory = now or claim(before)
+        self.logger.move_to(self.directory)
+        checkpointer.directory = self.directory / checkpointer.directory.name
+        what += "" if now else f", and what is left was written to {self.directory}"
+        raise FolderLostError(
+            f"hydra.run.dir={before} must stay where it is while a run writes into it, but it {what}: the run ends "
+            f"after step {self.learner.version}. Go on from the checkpoint there."
+        )
+
+    def _goes_on(self, checkpointer: Checkpointer) -> str:
+        """How the run goes on from its last checkpoint, if there is one."""
+        resume = self.blueprint.resume
+        path = checkpointer.latest() or (None if resume is None else resume.path)
+        return "" if path is None else f" It goes on with train.resume={path}"
+
+    def _checkpointer(self) -> Checkpointer:
+        """What writes the run's checkpoints; there is room for them."""
+        config = self.blueprint.config
+        made = Checkpointer(self.directory / "checkpoints", plain(config), config.train.keep_checkpoints)
+        if not config.only_evaluates:
+            left = max(0, config.num_batches - self.learner.version)
+            models, every = 1, config.train.export_frequency
+            if every and not config.train_model.lora.enabled:  # adapters alone are small
+                models += left // every
+            checkpoint_bytes, model_bytes = self.learner.sizes()
+            checkpoints = -(-left // (config.train.checkpoint_frequency or left or 1))
+            made.check_room(checkpoints, checkpoint_bytes, models, model_bytes)
+        return made
+
+    def _report(self) -> Path:
+        """Where the report is or, without one, the numbers: how the run ended is what counts."""
+        try:
+            from torchrl_grpo.reporting.report import write_report
+
+            return write_report(self.directory)
+        except Exception as error:
+            why = "there is no room for it" if is_full(error) else f"{type(error).__name__}: {error}"
+            torchrl_logger.warning(f"No report could be written in {self.directory} ({why}).")
+            return self.directory / METRICS_FILE
+
+    def _schedule(self) -> Schedule:
+        config, resume = self.blueprint.config, self.blueprint.resume
+        check = config.inference_model.check_sync
+        return Schedule(
+            num_batches=config.num_batches,
+            sequences_per_batch=config.dialog_turns_per_batch,
+            evaluation_frequency=config.evaluation.frequency,
+            checkpoint_frequency=config.train.checkpoint_frequency,
+            export_frequency=config.train.export_frequency,
+            sample_frequency=config.logging.sample_frequency,
+            sample_rows=config.logging.train_rows,
+            refresh_every=config.ref_model.refresh_every,
+            reference_version=resume.reference_version if resume and config.has_own_reference else 0,
+            mismatch_tolerance=config.inference_model.check_sync_tolerance if check else None,
+            on_policy=config.optim_steps_per_batch == 1,
+            max_steps_without_signal=config.train.max_steps_without_signal,
+            ends_at=None if config.train.time_limit is None else self.started_at + config.train.time_limit,
+        )
+
+    def close(self) -> None:
+        """Ends engine, files and terminal output. May be called again."""
+        self.resources.close()
+
+
+def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous: bool = False) -> Run:
+    """Makes a run: checks, shows the plan, loads the models, starts the engine.
+
+    Args:
+        config: validated.
+        directory: where the run's files go.
+        asynchronous: whether sampling and training overlap. The roles are then processes on Ray, as they are where a
+            role has several devices or ``ray.address`` names a cluster.
+
+    Raises:
+        ConfigError: a rule is broken, before any weights are loaded.
+    """
+    transformers_logging.disable_progress_bar()  # it would write over the run's own
+    started_at, max_staleness = time.monotonic(), staleness_bound(config, asynchronous)
+    with as_config_errors(), ExitStack() as resources:
+        lock = resources.enter_context(FolderLock(directory))
+        directory = lock.folder
+        watch = resources.enter_context(stalls.watched(config.train.stall_timeout_s, directory))
+        cluster, resume = None, find_resume(config, plain(config), max_staleness, directory)
+        if config.train.resume is None:
+            check_unused(directory)
+        if config.ray.address is not None:  # first, because the plan is made of its accelerators
+            cluster = _start_ray(config.ray.address, resources)
+        say("reading data and tokenizer")
+        blueprint = prepare(config, None if cluster is None else cluster.accelerators(), resume)
+        config = blueprint.config
+        distributed = asynchronous or cluster is not None or blueprint.plan.distributed
+        transfer = _check_distributed(blueprint) if distributed else "direct"
+        if not distributed:
+            check_one_process(config)
+            resources.callback(torch.set_num_threads, torch.get_num_threads())  # a small model's parts change it
+        console = resources.enter_context(Console())
+        console.table("Device plan", plan_rows(blueprint))
+        console.table("Batch geometry", geometry_rows(blueprint))
+        train, test = blueprint.train_env, blueprint.greedy_env
+        [prompt] = train.prompts.first(1)
+        console.problems(train.num_problems, 0 if test is None else test.batch_size[0], train.tokenizer.decode(prompt))
+        logger = resources.enter_context(_logger(config, directory, resume))
+        if config.logging.page:
+            resources.enter_context(page_beside(directory, console.page, torchrl_logger.warning))
+        if resume is not None:
+            console.resume(resume.step, resume.path)
+            if resume.differences:
+                console.table("What differs from the run that goes on", resume.differences)
+        if config.train.resume is not None and not config.only_evaluates:
+            done = 0 if resume is None else resume.step
+            logger.truncate(done + 1 if done else 0)  # what this run's folder has of later steps is done again
+            Checkpointer(directory / "checkpoints", {}).begin(done)
+        learner: Learner | RayLearner
+        source: LocalSource | RaySource
+        if distributed:
+            learner, source = ranks, remote = _distributed(blueprint, max_staleness, transfer, resources, cluster)
+            if watch is not None:
+                watch.where, watch.pids = remote.manager.what_is_missing, lambda: [*remote.pids().values(), *ranks.pids]
+        else:
+            learner, source = _local(blueprint, resources)
+        return Run(blueprint, directory, lock, learner, source, logger, console, resources.pop_all(), started_at)
+
+
+def _check_distributed(blueprint: Blueprint) -> str:
+    """Checks what a distributed run asks for before anything starts; returns how the weights travel."""
+    from torchrl_grpo.runtime.cluster import require_ray
+
+    require_ray()
+    task_groups, _ = task_geometry(blueprint.config, len(blueprint.plan.inference))
+    if blueprint.resume is not None:
+        check_tasks(blueprint.resume, task_groups, blueprint.config)
+    asked, plan = blueprint.config.inference_model.weight_transfer, blueprint.plan
+    return transfer_kind(asked, trainer=plan.train[0], engines=plan.inference, colocated=plan.colocated)
+
+
+def _logger(config: GRPOConfig, directory: Path, resume: Resume | None) -> MetricsLogger:
+    logging = config.logging
+    return MetricsLogger(
+        directory,
+        tensorboard=logging.tensorboard,
+        services=logging.services,
+        config=plain(config),
+        goes_on_from=None if resume is None or config.only_evaluates else resume.path.parent.parent,
+        finished=resume is not None and not config.only_evaluates and resume.step >= config.num_batches,
+    )
+
+
+def _local(blueprint: Blueprint, resources: ExitStack) -> tuple[Learner, LocalSource]:
+    """The roles in this process; what must be ended is put into ``resources``."""
+    config, plan = blueprint.config, blueprint.plan
+    say(f"loading {config.model.name} to train")
+    learner = make_learner(blueprint, "direct", device=plan.train[0])
+    resources.callback(learner.close)
+    say(f"starting the engine: {config.inference_model.backend}")
+    sampler = make_sampler(blueprint, device=plan.inference[0][0])
+    resources.callback(sampler.close)
+    if config.has_own_reference:
+        say("loading the reference model")
+    reference = make_reference(blueprint, plan.reference[0]) if config.has_own_reference else None
+    source = LocalSource(sampler, reference, colocated=plan.colocated)
+    if blueprint.resume is not None:
+        source.load_state_dict(blueprint.resume.source)
+    return learner, source
+
+
+def _start_ray(address: str | None, resources: ExitStack) -> Cluster:
+    from torchrl_grpo.runtime.cluster import start
+
+    say("starting Ray" if address is None else f"joining the Ray cluster at {address}")
+    cluster = start(address)
+    resources.callback(cluster.shutdown)
+    return cluster
+
+
+def _distributed(
+    blueprint: Blueprint, max_staleness: int, transfer: str, resources: ExitStack, cluster: Cluster | None
+) -> tuple[RayLearner, RaySource]:
+    """The roles as actors on Ray, started; what must be ended is put into ``resources``.
+
+    Raises:
+        ValueError: Ray cannot start, has no room, or a part was refused where it was made.
+    """
+    from torchrl_grpo.runtime.learner import RayLearner
+    from torchrl_grpo.runtime.rollout_manager import RolloutManager
+    from torchrl_grpo.runtime.source import RaySource
+    from torchrl_grpo.runtime.tasks import TaskQueue
+
+    config, plan, resume = blueprint.config, blueprint.plan, blueprint.resume
+    actor_timeout_s, recovery_timeout_s = config.ray.actor_timeout_s, config.ray.recovery_timeout_s
+    torchrl_logger.info(f"The weights reach the engines by inference_model.weight_transfer={transfer}.")
+    cluster = cluster or _start_ray(None, resources)
+    place = cluster.place(plan)
+    untested = replace(blueprint, greedy_env=None, sampled_env=None)  # of the test split, for those who need none
+    learner = RayLearner(
+        partial(make_learner, untested, transfer),
+        options=place["train"],
+        tensor_parallel_size=config.train_model.tensor_parallel_size,
+        actor_timeout_s=actor_timeout_s,
+        resumed_from=None if resume is None else resume.path,
+    )
+    resources.callback(learner.close)
+    cluster.watch(learner.last_saved)
+    task_groups, concurrent_tasks = task_geometry(config, len(plan.inference))
+    in_flight: Any = config.inference_model.in_flight
+    if max_staleness and blueprint.reward_pool is not None and config.inference_model.backend == "transformers":
+        # While one task is scored others are sampled, as many as may be under way, and weights may come in between.
+        concurrent_tasks, in_flight = max_staleness + 1, "keep"
+    groups = config.dialog_turns_per_batch // config.env.repeats
+    tasks = TaskQueue(
+        blueprint.train_env,
+        GroupBuffer(groups, max_staleness),
+        task_groups=task_groups,
+        total_groups=groups * config.num_batches,
+        rounds=config.policy.max_sampling_rounds if config.policy.dynamic_sampling else 1,
+    )
+    sampler = partial(make_sampler, blueprint, blueprint.task_env(task_groups), concurrent_tasks)
+    manager = RolloutManager(
+        tasks,
+        samplers=[(sampler, options) for options in place["inference"]],
+        references=[(partial(make_reference, untested), options) for options in place["reference"]],
+        concurrent_tasks=concurrent_tasks,
+        in_flight=in_flight,
+        references_first=plan.colocated,
+        seed=config.seed,
+        release=learner.release,
+        actor_timeout_s=actor_timeout_s,
+        recovery_timeout_s=recovery_timeout_s,
+    )
+    source = RaySource(manager, evaluates=blueprint.greedy_env is not None)
+    resources.callback(source.close)
+    if resume is not None:
+        source.load_state_dict(resume.source)
+    processes = sum(len(options) for options in place.values())
+    say(f"starting {processes} processes, which load their models")
+    # On one accelerator the engine must not start while others take memory; else all start at the same time.
+    for start in (learner.start, source.start) if plan.colocated else (source.start, learner.start):
+        start()
+    source.wait_until_ready()
+    return learner, source

@@ -1,0 +1,153 @@
+"""From ``env.*`` of the config to the task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from torchrl_grpo import checks
+from torchrl_grpo.config.components import make_component
+from torchrl_grpo.config.data import DataConfig, DatasetConfig
+from torchrl_grpo.config.schema import EnvConfig
+from torchrl_grpo.rewards.functions import load_function
+from torchrl_grpo.tasks.base import Split, Task
+from torchrl_grpo.tasks.conversations import WithRetry, WithTools
+from torchrl_grpo.tasks.dataset import DatasetTask
+from torchrl_grpo.tasks.mixed import MixedTask
+from torchrl_grpo.tasks.sources import UnknownSplitError, data_name
+from torchrl_grpo.tasks.with_tests import WithTests
+from torchrl_grpo.tools import Toolbox, parse_tool_calls
+
+BUILTINS = {
+    "arithmetic": "torchrl_grpo.tasks.arithmetic:ArithmeticTask",
+    "countdown": "torchrl_grpo.tasks.countdown:CountdownTask",
+    "gsm8k": "torchrl_grpo.tasks.gsm8k:GSM8KTask",
+    "math": "torchrl_grpo.tasks.math:MathTask",
+    "ifeval": "torchrl_grpo.tasks.ifeval:IFEvalTask",
+}
+"""Built-in data sets by name. A built-in one is a class that could be anybody's."""
+
+
+def make_task(env: EnvConfig, split: Split = "train", tests: Sequence[DatasetConfig] = ()) -> Task:
+    """The task that a config names, with its rewards.
+
+    Args:
+        env: validated.
+        split: that is needed first. Of data sets it is read here, so that what is wrong with the data, or with a reward
+            that asks for a column, is found before a model is loaded.
+        tests: further test sets.
+
+    Raises:
+        ValueError: the data cannot serve, there is no such task, or nothing scores its responses.
+
+    >>> make_task(EnvConfig(dataset="arithmetic", difficulty=1)).name
+    'arithmetic'
+    """
+    task = _make_scored(env, split)
+    if tests:
+        own = list(task.tasks) if isinstance(task, MixedTask) else []
+        names = dataset_names(tests, "evaluation.datasets", own)
+        sets = [_make_test(entry, f"evaluation.datasets[{i}]", env.reward) for i, entry in enumerate(tests)]
+        task = WithTests(task, dict(zip(names, sets, strict=True)))
+    if env.tools:
+        functions = [load_function(name, "env.tools", {}) for name in env.tools]
+        parser = parse_tool_calls if env.tool_parser is None else load_function(env.tool_parser, "env.tool_parser", {})
+        task = WithTools(task, Toolbox(functions, parser))
+    if env.retry_prompt is not None:
+        task = WithRetry(task, env.retry_prompt)
+    if env.max_turns > 1 and not (task.multi_turn or env.transforms):
+        raise ValueError(
+            f"env.max_turns={env.max_turns} must be 1 with task {task.name!r}, whose dialogs end after the policy's "
+            "first turn: leave it out, or give env.retry_prompt, env.tools or env.transforms."
+        )
+    return task
+
+
+def dataset_names(entries: Sequence[DatasetConfig], field: str, taken: Sequence[str] = ()) -> list[str]:
+    """What the metrics of data sets are called.
+
+    Raises:
+        ValueError: two have the same name, or one has a name that is ``taken``.
+    """
+    names = [entry.name or data_name(entry.dataset or "") for entry in entries]
+    for index, name in enumerate(names):
+        if [*names, *taken].count(name) > 1:
+            raise ValueError(f"{field}[{index}].name={name} must differ from the others: give it a name.")
+    return names
+
+
+def _make_test(entry: DatasetConfig, field: str, reward: Any) -> Task:
+    """A test set: the test split or, where there is none and none is asked for, all of the data."""
+    reward = reward if entry.reward is None else entry.reward
+    try:
+        return _make_dataset(entry, field, reward, "test")
+    except UnknownSplitError:
+        if entry.test_split is not None:
+            raise
+        return _make_dataset(replace(entry, test_split=entry.train_split or "train"), field, reward, "test")
+
+
+def _make_scored(env: EnvConfig, split: Split) -> Task:
+    if env.task.get("_target_") is not None:
+        task = make_component("env.task", env.task, Task)
+        return task if env.reward is None else _with_rewards(task, env.reward, "env.reward")
+    if env.datasets is None:
+        return _make_dataset(env, "env", env.reward, split)
+    fields = [f"env.datasets[{index}]" for index in range(len(env.datasets))]
+    names = dataset_names(env.datasets, "env.datasets")
+    tasks = [
+        _make_dataset(entry, field, env.reward if entry.reward is None else entry.reward, split)
+        for entry, field in zip(env.datasets, fields, strict=True)
+    ]
+    return MixedTask(tasks, [entry.weight for entry in env.datasets], names)
+
+
+def _make_dataset(data: DataConfig, field: str, reward: Any, split: Split) -> Task:
+    name = data.dataset or ""
+    if name in checks.GENERATED:
+        task: Task = _builtin(name)(data.difficulty)
+    else:
+        options: dict[str, Any] = {
+            "dataset_config": data.dataset_config,
+            "revision": data.revision,
+            "train_split": data.train_split,
+            "test_split": data.test_split,
+            "test_fraction": data.test_fraction,
+            "max_samples": data.max_samples,
+            "prompt_column": data.columns.prompt,
+            "answer_column": data.columns.answer,
+            "prompt_template": data.prompt_template,
+            "system_prompt": data.system_prompt,
+            "field": field,
+        }
+        is_preset = name in checks.PRESETS
+        task = _builtin(name)(data.dataset_path, **options) if is_preset else DatasetTask(name, **options)
+        task.problems(split)
+        reward = task.reward if reward is None else reward
+    if reward is not None:
+        return _with_rewards(task, reward, f"{field}.reward", split)
+    if type(task).score is Task.score and type(task).judge is Task.judge:
+        raise ValueError(
+            f"{field}.dataset={name} needs {field}.reward: use a built-in one, such as {field}.reward=gsm8k, or a "
+            f"function of yours, {field}.reward=my_rewards.py:exact_match."
+        )
+    return task
+
+
+def _builtin(name: str) -> Any:
+    module, _, attribute = BUILTINS[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def _with_rewards(task: Task, spec: Any, field: str, split: Split | None = None) -> Task:
+    """The task, scored by rewards; they may ask for the columns of the split's problems."""
+    from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
+
+    column = getattr(task, "prompt_column", None)
+    rewards = make_rewards(spec, field=field, **({} if column is None else {"prompt_column": column}))
+    if split is not None:
+        first = task.problems(split)[0]
+        rewards.check(first.extra, has_answer=first.answer is not None)
+    return WithRewards(task, rewards)

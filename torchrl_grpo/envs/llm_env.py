@@ -1,0 +1,400 @@
+"""``LLMEnv``: problems of a task in, token transitions out; single- and multi-turn.
+
+It is not a reward function (a ``Task`` has that) and not a sampler (a policy writes the response). Token in, token out:
+text is made from response tokens for the task alone, and no text that the policy wrote is tokenized again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+from torchrl._utils import logger as torchrl_logger
+from torchrl.envs import EnvBase
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_grpo import keys
+from torchrl_grpo.chat.template import TurnTemplate
+from torchrl_grpo.checks import check_multiple
+from torchrl_grpo.envs.prompts import Prompts
+from torchrl_grpo.envs.specs import transition_specs
+from torchrl_grpo.reward_pool import Failure, RewardPool, advance
+from torchrl_grpo.tasks.base import Dialog, Message, Problem, Split, Task, Turn
+from torchrl_grpo.tools import tool_message
+
+_OUTCOME = ("reward", "done", "terminated", "truncated", "correct", "valid")
+
+
+@dataclass
+class _Row:
+    """One row of the environment: its problem, the dialog so far, and how it ended."""
+
+    problem: Problem
+    responses: list[str] = field(default_factory=list)
+    between: list[Message] = field(default_factory=list)  # all messages after the problem's own
+    reward: float = 0.0
+    correct: bool = False
+    parts: dict[str, float | None] = field(default_factory=dict)
+    valid: bool = True
+    terminated: bool = False
+    truncated: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.terminated or self.truncated
+
+
+class LLMEnv(EnvBase):
+    """Draws problems, gives their prompts as tokens, and scores the responses.
+
+    ``reset`` draws ``num_envs / repeats`` problems and repeats each ``repeats`` times, in adjacent rows that share a
+    ``group_id``. Each epoch goes once through the split in an order that ``seed`` decides. ``step`` reads
+    ``("tokens", "response")`` (ragged) and ``"length_stopped"``; a row that is done ignores further responses and
+    repeats its outcome, so that the rows of a batch may need different numbers of turns.
+
+    A dialog is *terminated* when the policy ended its turn and the task has no further message; it is *truncated* when
+    a token limit cut a turn off, when the task had a further message after ``max_turns``, or when the next prompt would
+    be longer than ``max_dialog_tokens``. The task scores it in either case, all dialogs that end in one step together.
+    Where the task raises, takes too long or ends its process (the last two in a ``RewardPool``), ``"reward_valid"`` is
+    False and the reward 0.
+
+    Args:
+        task: the problems and their scorer.
+        tokenizer: with a chat template.
+
+    Keyword Args:
+        num_envs: rows, a multiple of ``repeats``.
+        repeats: rows per problem (the group size).
+        split: ``"train"`` or ``"test"``.
+        max_prompt_tokens: problems whose prompts are longer, or have no token at all, are dropped and counted in
+            ``num_dropped``. None keeps all.
+        max_dialog_tokens: longest prompt of a later turn; by default ``max_prompt_tokens``.
+        max_turns: most turns that the policy has in one dialog.
+        seed: decides the order of the problems.
+        reward_pool: scores the task's dialogs in processes of their own; None scores here. Copies of the environment
+            share it, and who made it closes it.
+        template_arguments: of the chat template, such as ``enable_thinking``.
+
+    Raises:
+        ValueError: a number is out of range, the tokenizer has no chat template, or no problem is left.
+
+    Examples:
+        >>> from transformers import AutoTokenizer
+        >>> from torchrl_grpo.starter import starter_path
+        >>> from torchrl_grpo.tasks.arithmetic import ArithmeticTask
+        >>> env = LLMEnv(ArithmeticTask(), AutoTokenizer.from_pretrained(starter_path()), num_envs=8, repeats=4)
+        >>> env.reset()["group_id"].squeeze(-1)
+        tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    """
+
+    input_mode = "tokens"  # TorchRL's transforms ask for it; HistoryTransforms makes it "history"
+
+    def __init__(
+        self,
+        task: Task,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        num_envs: int,
+        repeats: int,
+        split: Split = "train",
+        max_prompt_tokens: int | None = None,
+        max_dialog_tokens: int | None = None,
+        max_turns: int = 1,
+        seed: int = 0,
+        reward_pool: RewardPool | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_multiple("num_envs", num_envs, repeats, f"repeats={repeats}, at least 1")
+        if max_turns < 1:
+            raise ValueError(f"max_turns={max_turns} must be at least 1: use 1 for single-turn tasks.")
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                f"tokenizer={tokenizer.name_or_path!r} must have a chat template, it has none: use the model's "
+                "instruct version, or set tokenizer.chat_template."
+            )
+        super().__init__(batch_size=(num_envs,))
+        self.task = task
+        self.tokenizer = tokenizer
+        self.repeats = repeats
+        self.max_dialog_tokens = max_dialog_tokens or max_prompt_tokens
+        self.max_turns = max_turns
+        self.reward_pool = reward_pool
+        self.template_arguments = dict(template_arguments or {})
+        self.prompts = Prompts(task, tokenizer, split, repeats, max_prompt_tokens, self.template_arguments)
+        self._has_datasets = any(self.prompts.problems[i].dataset for i in (0, -1))  # further test sets come last
+        self.counts: Counter[str] = Counter()
+        self._template = TurnTemplate(tokenizer, self.template_arguments)
+        self._logged_failures: set[tuple[Any, ...]] = vars(task).setdefault(
+            "_logged_failures", set()
+        )  # of all its envs
+        if max_turns > 1:  # what the template does not take, it does not take at the end of a rollout either
+            self._template.text([{"role": "user", "content": "@"}])
+            if task.tools:
+                self._template.text([tool_message("@", "@")])
+        self._set_seed(seed)
+        self._rows: list[_Row] = []
+        self._received: dict[int, tuple[Dialog, Future[Turn | Failure]]] = {}
+        self.latest: dict[int, Dialog] = {}
+        for name, spec in transition_specs(num_envs, len(tokenizer), task.has_parts, self._has_datasets).items():
+            setattr(self, name, spec)
+
+    def __copy__(self) -> LLMEnv:
+        """An environment that shares problems, prompts and reward workers, and has dialogs of its own."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__, prompts=self.prompts.twin(), _received={}, counts=Counter())
+        return new
+
+    def fake_tensordict(self) -> TensorDictBase:
+        """What a transition looks like; as in the real data, rows of tokens are a lazy stack."""
+        fake = super().fake_tensordict()
+        for key in ("tokens", ("next", "tokens")):
+            fake.set(key, lazy_stack(list(fake.get(key).unbind(0))))
+        return fake
+
+    @property
+    def num_problems(self) -> int:
+        """Problems that can be drawn."""
+        return len(self.prompts)
+
+    @property
+    def num_dropped(self) -> int:
+        """Problems whose prompts are too long."""
+        return self.prompts.num_dropped
+
+    def _set_seed(self, seed: int | None) -> None:
+        self.prompts.seed(0 if seed is None else int(seed))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Where the environment is in its data. Dialogs in progress are not part of it: save between two rollouts."""
+        return self.prompts.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Goes to where ``state_dict`` was taken: the next ``reset`` draws what would have been drawn there.
+
+        Raises:
+            ValueError: the state is from an environment with other problems.
+        """
+        self.prompts.load_state_dict(state_dict)
+
+    # Transitions
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        rows = range(self.batch_size[0])
+        if mask is None or bool(mask.all()) or not self._rows:
+            # Starting afresh keeps groups whole and adjacent, whatever partial resets came before.
+            self.prompts.start_group()
+            self._drawn = [self.prompts.draw() for _ in rows]
+            self._rows = [_Row(self.prompts.problems[index]) for index, _ in self._drawn]
+        else:
+            for row in mask.reshape(-1).nonzero().reshape(-1).tolist():
+                self._drawn[row] = self.prompts.draw()
+                self._rows[row] = _Row(self.prompts.problems[self._drawn[row][0]])
+        self._received = {}
+        blank = [_Row(row.problem) for row in self._rows]
+        columns: dict[str, Any] = self._outcome_columns(blank, ("correct", "valid"))
+        columns[keys.QUERY] = NonTensorStack(*[NonTensorData(row.problem.query) for row in blank])
+        if self._has_datasets:
+            columns[keys.DATASET] = NonTensorStack(*[NonTensorData(row.problem.dataset) for row in blank])
+        if self.task.has_parts:
+            columns[keys.REWARD_PARTS[-1]] = NonTensorStack(*[NonTensorData(row.parts) for row in blank])
+        return TensorDict(
+            {
+                "tokens": lazy_stack([TensorDict({"prompt": self.prompts.tokens(index)}) for index, _ in self._drawn]),
+                keys.GROUP_ID: torch.tensor([group for _, group in self._drawn]).unsqueeze(-1),
+                "text": TensorDict({"response": NonTensorStack(*[NonTensorData("")] * len(blank))}, self.batch_size),
+                **columns,
+            },
+            self.batch_size,
+        )
+
+    def receive(self, row: int, response: Tensor, length_stopped: bool) -> None:
+        """Takes a row's response before the step: its dialog is answered or scored while others are still sampled.
+
+        Nothing happens without a ``reward_pool``: scoring here would hold up the sampling.
+
+        Args:
+            row: index.
+            response: [T] int64, what ``step`` will find there.
+            length_stopped: as ``step`` will find it.
+        """
+        if self.reward_pool is not None:
+            dialog = self._dialog(row, response.tolist(), length_stopped)
+            self._received[row] = (dialog, self.reward_pool.submit(dialog))
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        rows = tensordict.get("tokens").unbind(0)
+        stepping = tensordict.get("_step", None)
+        active = [
+            row
+            for row, state in enumerate(self._rows)
+            if not state.done and (stepping is None or bool(stepping[row].any()))
+        ]
+        responses = {row: rows[row].get(keys.RESPONSE[-1]) for row in active}
+        length_stopped = tensordict.get(keys.LENGTH_STOPPED).reshape(-1).tolist()
+        dialogs = {row: self._dialog(row, responses[row].tolist(), length_stopped[row]) for row in active}
+        self.latest = dialogs
+        prompts = [row.get(keys.PROMPT[-1]) for row in rows]
+        again: dict[int, Dialog] = {}
+        for row, turn in zip(active, self._advance(dialogs), strict=True):
+            prompts[row] = torch.cat([prompts[row], responses[row]])
+            self._rows[row].responses.append(dialogs[row].responses[-1])
+            self._rows[row].between.append(dialogs[row].messages[-1])
+            longer = self._take(row, dialogs[row], turn, prompts[row])
+            if longer is not None:
+                prompts[row] = longer
+            elif self._rows[row].truncated and isinstance(turn, Turn) and turn.score is None:
+                again[row] = replace(dialogs[row], finish_reason="length")  # its answer found no room: it ends here
+        for row, turn in zip(again, self._advance(again), strict=True):
+            self._take(row, again[row], turn, prompts[row])
+        if self.input_mode == "tokens":  # else HistoryTransforms has the last word
+            self.note_outcomes()
+        text_column = [row.responses[-1] if row.responses else "" for row in self._rows]
+        columns: dict[str, Any] = self._outcome_columns(self._rows, _OUTCOME)
+        if self.task.has_parts:
+            columns[keys.REWARD_PARTS[-1]] = NonTensorStack(*[NonTensorData(row.parts) for row in self._rows])
+        return TensorDict(
+            {
+                "tokens": lazy_stack([TensorDict({"prompt": prompt}) for prompt in prompts]),
+                "text": TensorDict({"response": NonTensorStack(*text_column)}, self.batch_size),
+                **columns,
+            },
+            self.batch_size,
+        )
+
+    def _dialog(self, row: int, tokens: list[int], length_stopped: bool) -> Dialog:
+        """The dialog of a row with a further response: the one that was received, where it is the same."""
+        received, _ = self._received.get(row, (None, None))
+        if received is not None and received.tokens == tokens:
+            return received
+        state, text = self._rows[row], self.tokenizer.decode(tokens, skip_special_tokens=True)
+        messages = [*self.task.messages(state.problem), *state.between, {"role": "assistant", "content": text}]
+        return Dialog(
+            problem=state.problem,
+            responses=[*state.responses, text],
+            messages=messages,
+            tokens=tokens,
+            finish_reason="length" if length_stopped else "stop",
+            raw=self.tokenizer.decode(tokens) if self.task.tools else "",
+            last=len(state.responses) + 1 >= self.max_turns,
+        )
+
+    def _advance(self, dialogs: Mapping[int, Dialog]) -> list[Turn | Failure]:
+        """What the task says of the dialogs of rows."""
+        if self.reward_pool is None:
+            return advance(self.task, list(dialogs.values()))
+        futures = []
+        for row, dialog in dialogs.items():
+            received, future = self._received.pop(row, (None, None))
+            futures.append(future if future is not None and received is dialog else self.reward_pool.submit(dialog))
+        return [future.result() for future in futures]
+
+    def _take(self, row: int, dialog: Dialog, turn: Turn | Failure, tokens: Tensor) -> Tensor | None:
+        """Ends a row's dialog, or appends the task's answer to it.
+
+        Returns:
+            [T] int64, all tokens with the answer; None where the dialog ended, or there is no room for the answer.
+        """
+        state = self._rows[row]
+        if isinstance(turn, Failure):
+            excuse = self.task.excuse(dialog, turn.told) if turn.told else None
+            if excuse is None or dialog.last:
+                self._invalidate(state, turn)
+                state.truncated = dialog.finish_reason == "length"
+                state.terminated = not state.truncated
+                return None
+            calls = sum(message["role"] == "tool" for message in excuse)
+            turn = Turn(excuse, None, {"tools/calls": calls, "tools/errors": calls})
+        self.counts.update(turn.counts)
+        if turn.score is not None:
+            state.reward, state.correct = turn.score.reward, turn.score.correct
+            state.parts = dict(turn.score.parts)
+            state.truncated = dialog.finish_reason == "length" or turn.messages is not None
+            state.terminated = not state.truncated
+            return None
+        longer = self._answered(tokens, turn.messages or (), dialog)
+        if longer is None:
+            state.truncated = True
+        else:
+            state.between.extend(turn.messages or ())
+        return longer
+
+    def _answered(self, tokens: Tensor, messages: Sequence[Message], dialog: Dialog) -> Tensor | None:
+        """All tokens with messages after the latest turn; None where there is no room for them."""
+        longer = torch.cat([tokens, self._template.tokens(messages, dialog.tokens)])
+        fits = self.max_dialog_tokens is None or longer.numel() <= self.max_dialog_tokens
+        return longer if fits else None
+
+    @property
+    def dialogs(self) -> list[Dialog]:
+        """The dialog of each row so far; its messages include what came after the latest turn."""
+        chats = [[*self.task.messages(row.problem), *row.between] for row in self._rows]
+        return [Dialog(row.problem, row.responses, chat) for row, chat in zip(self._rows, chats, strict=True)]
+
+    @property
+    def transcripts(self) -> list[str]:
+        """The dialog of each row after its prompt, as text; what others than the policy said begins with ``[role]``."""
+
+        def line(message: Message) -> str:
+            said = str(message["content"])
+            return said if message["role"] == "assistant" else f"[{message['role']}] {said}"
+
+        return ["\n".join(map(line, row.between)) for row in self._rows]
+
+    def check_role(self, role: str) -> None:
+        """Raises a ``ValueError`` where the chat template does not take messages of a role after the policy's turn."""
+        self._template.text([{"role": role, "content": "@"}])
+
+    def resume(self, row: int, messages: Sequence[Message], tokens: Tensor) -> Tensor | None:
+        """Goes on after a row's latest turn, the end of ``tokens``, with messages in place of the task's answer or
+        score; gives all tokens. None, and nothing has changed, where the turn was cut off, was the last one, or there
+        is no room.
+        """
+        dialog, state = self.latest[row], self._rows[row]
+        if dialog.last or dialog.finish_reason == "length":
+            return None
+        longer = self._answered(tokens, messages, dialog)
+        if longer is not None:
+            said = dialog.messages[len(self.task.messages(state.problem)) :]
+            self._rows[row] = _Row(state.problem, state.responses, [*said, *messages])
+        return longer
+
+    def note_outcomes(self) -> None:
+        """Tells the prompts how the dialogs came out that ended in the latest step."""
+        for row in self.latest:
+            if self._rows[row].done and self._rows[row].valid:
+                self.prompts.record(self._drawn[row][0], self._rows[row].correct)
+
+    def finish(self, row: int, *, truncated: bool) -> None:
+        """Ends a row's dialog."""
+        self._rows[row].terminated, self._rows[row].truncated = not truncated, truncated
+
+    def _invalidate(self, row: _Row, failure: Failure) -> None:
+        """Marks the dialog as not scored; one log entry for each kind of failure."""
+        row.valid = False
+        self.counts[f"rewards/invalid_{failure.cause}"] += 1
+        if failure.kind not in self._logged_failures:
+            self._logged_failures.add(failure.kind)
+            torchrl_logger.error(
+                f"LLMEnv: task {self.task.name!r} failed on query {row.problem.query!r:.500}; its reward is marked "
+                f"invalid. Further errors of this kind are not logged.\n{failure.text}"
+            )
+
+    def take_counts(self) -> dict[str, float]:
+        """What happened since this was last called, as metrics that add up; ``RewardPool.take_counts`` included."""
+        counts, self.counts = self.counts, Counter()
+        tools = dict.fromkeys(("tools/calls", "tools/errors") if self.task.tools else (), 0)
+        return {**tools, **counts, **({} if self.reward_pool is None else self.reward_pool.take_counts())}
+
+    @staticmethod
+    def _outcome_columns(rows: Sequence[_Row], names: Sequence[str]) -> dict[str, Tensor]:
+        """[B, 1] columns of the rows' attributes."""
+        columns = {name: torch.tensor([getattr(row, name) for row in rows]).unsqueeze(-1) for name in names}
+        columns[keys.REWARD_VALID] = columns.pop("valid")
+        return columns

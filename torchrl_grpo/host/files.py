@@ -1,0 +1,76 @@
+"""The files of a run: their names, and how they are read back."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+TIMELINE_FILE = "timeline.jsonl"
+ENVIRONMENT_FILE = "environment.json"
+_LONGEST_YAML = 300_000
+"""Characters: some seconds of PyYAML's time. A run's config has some thousands."""
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The rows of a jsonl file of a run; lines that are none, such as one that a crash cut short, are left out.
+
+    Returns:
+        the rows, none when the file is not there.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    return [row for line in whole_lines(path) if (row := parse_row(line)) is not None]
+
+
+def parse_row(line: str) -> dict[str, Any] | None:
+    """Return the row on a line: a JSON object with an integer ``step``; None where it is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines that end in a newline (``splitlines`` would split at more characters than that)."""
+    return path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that there is no more room on a disk, or none that may be used."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    by_number = isinstance(error, OSError) and error.errno in full
+    return by_number or any(f"(os error {number})" in str(error) for number in full)  # as Rust says it: safetensors
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Loads YAML without aliases, which let a few lines stand for more than fits into memory."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has aliases")
+        return super().compose_node(parent, index)
+
+
+def load_yaml(text: str) -> Any:
+    """Loads a YAML file of a run's folder, which may come from others: in bounded time and memory.
+
+    Raises:
+        yaml.YAMLError: it cannot be loaded; the message says why.
+    """
+    if len(text) > _LONGEST_YAML:
+        raise yaml.YAMLError(f"it has more than {_LONGEST_YAML:,} characters")
+    try:
+        return yaml.load(text, _PlainLoader)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # a value without its form
+        raise yaml.YAMLError(str(error)) from error

@@ -1,0 +1,36 @@
+"""What is said where a device has no more memory: what is held there, and what each knob would save."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torchrl_grpo.errors import MemoryShortError
+from torchrl_grpo.host.text import size
+
+_LEAST = 0.01
+"""Share of what is held that a knob must save to be named."""
+
+
+def memory_short(
+    error: BaseException, what: str, holds: Mapping[str, float], knobs: Mapping[str, float]
+) -> MemoryShortError:
+    """The error that ends the run.
+
+    Args:
+        error: PyTorch's.
+        what: ran out of memory, as the beginning of a sentence.
+        holds: bytes on each device, by what they are for.
+        knobs: bytes that an override would save, by the override.
+    """
+    first = str(error).split(". ")[0].strip() or "out of memory"
+    *parts, last = [f"{size(count)} of {name}" for name, count in holds.items()]
+    worth = sorted(((name, saved) for name, saved in knobs.items() if saved > _LEAST * sum(holds.values())), key=_saved)
+    saves = ", ".join(f"{name} (about {size(saved)})" for name, saved in worth) or "nothing; use a smaller model"
+    return MemoryShortError(
+        f"{what} ran out of memory ({first}). On each device it holds about {', '.join(parts)}{' and ' * bool(parts)}"
+        f"{last}, beside what else is there. What would be saved: {saves}."
+    )
+
+
+def _saved(knob: tuple[str, float]) -> float:
+    return -knob[1]

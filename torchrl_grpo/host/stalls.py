@@ -1,0 +1,126 @@
+"""A run that stands still: it says where all its processes are, saves, and ends.
+
+``note`` names what a run does next, and is its sign of progress. Where none comes for too long, a thread writes the
+stacks of the run's processes on this machine into ``stacks.txt`` and raises ``StalledError`` in the main thread.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torchrl_grpo.errors import STALLED_STATUS, StalledError
+from torchrl_grpo.host import interrupts
+from torchrl_grpo.host.processes import descendants, stack_of
+
+STACKS_FILE = "stacks.txt"
+_LONGEST_END_S = 300.0
+"""Seconds that a run may take to save and close once it was found to stand still."""
+
+_current: Watch | None = None
+
+
+class Watch:
+    """The thread that waits for progress.
+
+    Attributes:
+        where: says where the groups of the batch are, if that is known beyond what was noted.
+        pids: further processes of the run on this machine, beside the descendants of this one.
+
+    Args:
+        timeout_s: longest time without progress.
+        folder: where the stacks are written.
+    """
+
+    def __init__(self, timeout_s: float, folder: Path) -> None:
+        self.where: Callable[[], str] = str
+        self.pids: Callable[[], list[int]] = list
+        self._timeout_s, self._folder = timeout_s, folder
+        self._ended = threading.Event()
+        self._doing, self._since = "", math.inf  # nothing is late before the first note
+        threading.Thread(target=self._wait, name="progress", daemon=True).start()
+
+    def note(self, text: str) -> None:
+        """Names what begins now."""
+        self._doing, self._since = text, time.monotonic()
+        # For the main thread that holds Python's lock and does not come back: then no other thread can do a thing.
+        faulthandler.dump_traceback_later(self._timeout_s + _LONGEST_END_S, exit=True, file=2)
+
+    def end(self) -> None:
+        """Ends the wait."""
+        self._ended.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _wait(self) -> None:
+        while not self._ended.wait(min(1.0, self._timeout_s / 4)):
+            if time.monotonic() - self._since > self._timeout_s:
+                self._stop()
+                return
+
+    def _stop(self) -> None:
+        why = f"no progress for {self._timeout_s:g} s (train.stall_timeout_s); it was to {self._doing}"
+        try:
+            where, path = self.where(), self._folder / STACKS_FILE
+            why += f": {where}" if where else ""
+            self._write_stacks(path, why)
+            said = f"{why}. Where each process is lies in {path}."
+        except Exception as error:  # no room on the disk, say: the run is to end all the same
+            said = f"{why}. Its stacks could not be written ({type(error).__name__}: {error})."
+        sys.stderr.write(f"\nerror: {said}\n")
+        sys.stderr.flush()
+        main = threading.main_thread().ident
+        if main is not None:
+            signal.pthread_kill(main, signal.SIGUSR1)
+        if not self._ended.wait(_LONGEST_END_S):
+            os._exit(STALLED_STATUS)
+
+    def _write_stacks(self, path: Path, why: str) -> None:
+        own, others = os.getpid(), sorted({*descendants(os.getpid()), *self.pids()})
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {why}\n\nprocess {own}, the run itself\n")
+            file.flush()
+            faulthandler.dump_traceback(file)
+            for pid, stack in ((pid, stack_of(pid)) for pid in others):
+                file.write(f"\nprocess {pid}, {stack}\n" if stack else "")
+
+
+@contextmanager
+def watched(timeout_s: float | None, folder: Path) -> Iterator[Watch | None]:
+    """Watches a run meanwhile; only in a script of ours, which ends with the run.
+
+    Args:
+        timeout_s: longest time without progress; None watches nothing.
+        folder: where the stacks are written.
+    """
+    global _current
+    if timeout_s is None or not interrupts.in_script():
+        yield None
+        return
+    previous = signal.signal(signal.SIGUSR1, _raise)
+    _current = watch = Watch(timeout_s, folder)
+    try:
+        yield watch
+    finally:
+        _current = None
+        watch.end()
+        signal.signal(signal.SIGUSR1, previous)
+
+
+def note(text: str) -> None:
+    """Names what the run does next: ``"train step 7"``."""
+    if _current is not None:
+        _current.note(text)
+
+
+def _raise(*_: Any) -> None:
+    interrupts.end_with(STALLED_STATUS)
+    raise StalledError

@@ -1,0 +1,113 @@
+"""Texts and numbers as they are shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from decimal import ROUND_HALF_UP, Context, Decimal
+from typing import Any
+
+NOISE = 1e-8
+"""What is nearer to 0 is rounding: no metric means that."""
+_ALL_DIGITS = Context(prec=400)
+"""Takes any float."""
+MISSING = "-"
+
+
+def printable(text: str, encoding: str = "utf-8") -> str:
+    """The text on one line: what cannot be printed, in an encoding, becomes its escape (``\\n``, ``\\x1b``,
+    ``\\u202e``)."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def printable_lines(text: str, encoding: str = "utf-8") -> str:
+    """The text with its newlines; what else cannot be printed becomes its escape."""
+    return "\n".join(printable(line, encoding) for line in text.split("\n"))
+
+
+def clip(text: str, longest: int) -> str:
+    """The text, with its middle left out where it is too long: the answer stands at the end."""
+    if len(text) <= longest:
+        return text
+    tail = (longest - 5) // 2
+    return f"{text[: longest - 5 - tail]} ... {text[len(text) - tail :]}"
+
+
+def percent(value: float | None) -> str:
+    return MISSING if value is None or not math.isfinite(value) else f"{_rounded(100 * value, 1)}%"
+
+
+def points(before: float, after: float) -> str:
+    """The difference of two shares as ``percent`` shows them.
+
+    >>> percent(0.33749), percent(0.98251), points(0.33749, 0.98251)
+    ('33.7%', '98.3%', '+64.6 points')
+    """
+    return f"{_rounded(100 * after, 1) - _rounded(100 * before, 1):+} points"
+
+
+def accuracy(metrics: Mapping[str, Any], name: str, decoding: str = "") -> str:
+    """An ``eval/pass@*`` metric with the share of invalid rewards behind it and, where it is 0, their mean.
+
+    >>> accuracy({"eval/pass@1": 1.0, "eval/invalid_fraction": 0.9375, "eval/reward_mean": 1.0}, "eval/pass@1")
+    '100.0% (93.8% invalid)'
+    """
+    if metrics[name] is None or math.isnan(metrics[name]):
+        return "no valid reward"
+    k, slash, dataset = name.removeprefix("eval/pass@").partition("/")
+    invalid = metrics.get(f"eval/invalid_fraction{'' if k == '1' else f'@{k}'}{slash}{dataset}")
+    reward = metrics.get(f"eval/reward_mean{slash}{dataset}") if k == "1" and metrics[name] == 0 else None
+    notes = [f"{percent(invalid)} invalid"] if invalid else []
+    if reward:
+        notes.append(f"mean reward {number(reward)}")
+    shown = [percent(metrics[name]), decoding, f"({', '.join(notes)})" if notes else ""]
+    return " ".join(filter(None, shown))
+
+
+def decoding(name: str) -> str:
+    """How the responses behind an ``eval/pass@*`` metric were decoded.
+
+    >>> decoding("eval/pass@1"), decoding("eval/pass@1/gsm8k"), decoding("eval/pass@16")
+    ('greedy', 'greedy', 'sampled')
+    """
+    return "greedy" if name.split("/")[1] == "pass@1" else "sampled"
+
+
+def number(value: float | None) -> str:
+    """A number with three digits, and without a fraction from 1,000 on.
+
+    >>> number(0.5625), number(1234.5), number(0.000025), number(-2.42e-10)
+    ('0.563', '1,235', '2.5e-5', '0')
+    """
+    if value is None or not (isinstance(value, int) or math.isfinite(value)):
+        return MISSING
+    if isinstance(value, int) or value.is_integer():
+        return f"{int(value):,}"
+    if abs(value) >= 999.5:
+        return f"{_rounded(value, 0):,}"
+    if abs(value) < NOISE:
+        return "0"
+    digits = float(_rounded(value, 2 - Decimal(value).adjusted()))
+    mantissa, _, exponent = f"{digits:.3g}".partition("e")
+    return f"{mantissa}e{int(exponent)}" if exponent else mantissa
+
+
+def _rounded(value: float, places: int) -> Decimal:
+    """The value with so many places, halves away from zero as in JavaScript: Python rounds them to even digits."""
+    return Decimal(value).quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP, _ALL_DIGITS)
+
+
+def size(count: float) -> str:
+    """Bytes, in the unit that fits."""
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    while count >= 1000 and len(units) > 1:
+        count /= 1000
+        del units[0]
+    return f"{count:.3g} {units[0]}"
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

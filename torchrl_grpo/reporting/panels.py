@@ -1,0 +1,148 @@
+"""What the curves of a run show, for the report and for the page: panels, their numbers and colors. Nothing heavy is
+imported here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torchrl_grpo.host.text import NOISE, decoding
+
+Record = Mapping[str, Any]
+
+# Readable on white and on near-black.
+COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#ec4899", "#8b5cf6", "#14b8a6", "#94a3b8", "#eab308")
+TIME_PARTS = ("generate", "reward", "reference", "train", "sync", "eval", "other", "wait")
+_MOST_POINTS = 400
+SMOOTH_FROM = 20
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture: a title, the metrics that it shows (patterns allowed), and a note on what may puzzle the reader."""
+
+    title: str
+    metrics: tuple[str, ...]
+    note: str = ""
+    percent: bool = False
+
+
+PANELS = (
+    Panel("Reward", ("rollout/reward_mean",)),
+    Panel(
+        "Accuracy",
+        ("eval/pass@*", "rollout/accuracy"),
+        "Sampled (training) responses are wrong more often than greedy ones.",
+        percent=True,
+    ),
+    Panel("KL (nats per token)", ("train/kl_k3*",), "KL to the sampling policy: 0 when on-policy."),
+    Panel("Entropy (nats per token)", ("train/entropy",)),
+    Panel("Response length (tokens)", ("rollout/response_length",)),
+    Panel(
+        "Clip fraction",
+        ("train/clip_fraction*",),
+        "Share of clipped tokens: 0 with one on-policy optimizer step per batch.",
+        percent=True,
+    ),
+    Panel(
+        "Throughput (trained tokens/s)",
+        ("throughput/trained_tokens_per_s",),
+        "Response tokens of a batch by the time of its step, evaluation left out.",
+    ),
+    Panel("Time per step (s)", ("time/*_s",), "Evaluation left out."),
+)
+
+
+_LABELS = {
+    "rollout/reward_mean": "mean reward",
+    "rollout/response_length": "mean length",
+    "train/kl_k3_to_inference": "KL to the sampling policy",
+    "train/kl_k3_to_ref": "KL to the reference",
+    "train/clip_fraction_high": "clipped at the upper bound",
+    "train/clip_fraction_low": "clipped at the lower bound",
+    "throughput/trained_tokens_per_s": "trained tokens/s",
+    "time/step_s": "whole step",
+}
+"""Metrics whose names are not words."""
+
+
+def series(panel: Panel, records: Sequence[Record]) -> dict[str, tuple[list[int], list[float]]]:
+    """Curves of a panel: metric name to steps and values. Steps without a value are left out, and noise is 0."""
+    names = sorted(set().union(*records))
+    curves = {}
+    for name in [name for pattern in panel.metrics for name in names if fnmatchcase(name, pattern)]:
+        found = [(record["step"], float(record[name])) for record in records if record.get(name) is not None]
+        points = [(step, value if abs(value) >= NOISE else 0.0) for step, value in found]
+        if points:
+            curves[name] = ([step for step, _ in points], [value for _, value in points])
+    return curves
+
+
+def curve_of(
+    name: str, points: tuple[Sequence[float], Sequence[float]]
+) -> tuple[list[float], list[float], list[float] | None]:
+    """A metric of ``series`` as it is drawn: steps, values and, where these are many, the same smoothed."""
+    steps, values = thin(*points)
+    many = len(values) >= SMOOTH_FROM and not name.startswith("eval/")
+    return steps, values, smooth(values) if many else None
+
+
+def label_of(name: str) -> str:
+    """A metric in a legend, with how responses were decoded where both ways are shown.
+
+    >>> label_of("eval/pass@8"), label_of("eval/pass@1/gsm8k"), label_of("train/kl_k3_to_ref")
+    ('test pass@8 (sampled)', 'test pass@1 gsm8k (greedy)', 'KL to the reference')
+    """
+    if name in _LABELS:
+        return _LABELS[name]
+    section, _, label = name.partition("/")
+    if section == "eval":
+        return f"test {label.replace('/', ' ', 1)} ({decoding(name)})"
+    return "train accuracy (sampled)" if name == "rollout/accuracy" else label
+
+
+def time_parts(record: Record) -> dict[str, float]:
+    """Where the wall time of a step went, in seconds.
+
+    Args:
+        record: ``time/<part>_s`` for the parts that were timed, and ``time/step_s`` for the step without its
+            evaluation.
+
+    Returns:
+        every part of ``TIME_PARTS``. ``other`` is what the step spent outside of the timed parts. ``wait`` is 0 where
+        the parts that made the batch are timed, because it is their sum.
+    """
+    parts = {part: float(record.get(f"time/{part}_s") or 0) for part in TIME_PARTS}
+    if record.get("time/generate_s") is not None:
+        parts["wait"] = 0.0
+    timed = sum(parts.values()) - parts["eval"]
+    parts["other"] += max(0.0, float(record.get("time/step_s") or 0) - timed)
+    return parts
+
+
+def times(records: Sequence[Record]) -> dict[str, tuple[list[float], list[float]]]:
+    """The parts of the steps' wall time that are not 0, smoothed: name to steps and seconds, to be stacked.
+
+    Evaluations are left out: they are rare, and as peaks they would hide the rest.
+    """
+    rows = [(record["step"], time_parts(record)) for record in records if record.get("time/train_s") is not None]
+    shown = [part for part in TIME_PARTS if part != "eval" and any(parts[part] > 0 for _, parts in rows)]
+    thinned = {part: thin([step for step, _ in rows], [parts[part] for _, parts in rows]) for part in shown}
+    return {part: (steps, smooth(values)) for part, (steps, values) in thinned.items()}
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """A mean over a tenth of the values around each, so that the curve does not lag; over fewer at the two ends."""
+    half = len(values) // 20
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """At most 400 points: means over neighbours, so that the report of a long run stays small."""
+    size = math.ceil(len(steps) / _MOST_POINTS) or 1
+    chunks = [slice(start, start + size) for start in range(0, len(steps), size)]
+    return [sum(steps[c]) / len(steps[c]) for c in chunks], [sum(values[c]) / len(values[c]) for c in chunks]

@@ -1,0 +1,74 @@
+"""Rows of a run's files: samples, steps, titles."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from torchrl_grpo.host.files import load_yaml
+from torchrl_grpo.host.text import number
+
+
+def one_of_each(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Rows of ``samples.jsonl`` with the first of each group first, then the second ones, and so on.
+
+    >>> [row["n"] for row in one_of_each([{"group": 4, "n": 1}, {"group": 4, "n": 2}, {"group": 5, "n": 3}])]
+    [1, 3, 2]
+    """
+    seen, order = Counter[Any](), []
+    for position, row in enumerate(rows):
+        group = row.get("group", f"row {position}")  # older runs have none
+        order.append((seen[group], position))
+        seen[group] += 1
+    return [rows[position] for _, position in sorted(order)]
+
+
+def earned(row: Mapping[str, Any]) -> Any:
+    """A sample's reward, none where it is not valid."""
+    return None if row.get("valid") is False else row.get("reward")
+
+
+def passes(
+    row: Mapping[str, Any], least: float | None = None, most: float | None = None, text: str | None = None
+) -> bool:
+    """Whether a sample's reward lies within these bounds and its prompt or response has the text, in capitals or not.
+
+    A reward that is not valid is neither high nor low.
+    """
+    reward = earned(row)
+    if (least, most) != (None, None) and reward is None:
+        return False
+    texts = f"{row.get('query')}\0{row.get('response')}".casefold()
+    return (
+        (least is None or reward >= least)
+        and (most is None or reward <= most)
+        and (text is None or text.casefold() in texts)
+    )
+
+
+def reward_text(row: Mapping[str, Any]) -> str:
+    """A sample's reward; a reward that crashed or timed out is not 0 but ``invalid``."""
+    return "invalid" if row.get("valid") is False or row.get("reward") is None else number(row["reward"])
+
+
+def merge_steps(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One mapping a step, in the order of the steps: a step's later lines add to its earlier ones."""
+    records: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        records.setdefault(row["step"], {}).update(row)
+    return [records[step] for step in sorted(records)]
+
+
+def run_title(config: str, hydra: str) -> str:
+    """Model, data and algorithm, where the texts of Hydra's ``config.yaml`` and ``hydra.yaml`` name them."""
+    try:
+        settings, choices = load_yaml(config), load_yaml(hydra)["hydra"]["runtime"]["choices"]
+        env = settings["env"]
+        data = " and ".join(str(entry["dataset"]) for entry in env.get("datasets") or [env])
+        data = (env.get("task") or {}).get("_target_") or data
+        return f"{settings['model']['name']} on {data} with {choices['algo']}"
+    except (yaml.YAMLError, AttributeError, KeyError, TypeError):
+        return "GRPO run"

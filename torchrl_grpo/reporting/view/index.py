@@ -1,0 +1,182 @@
+"""``samples.jsonl`` of a run as an index in memory: where each row stands, and what rows are found by.
+
+A hundred thousand responses take some tens of megabytes; their texts and tokens stay in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrl_grpo.host.files import SAMPLES_FILE
+from torchrl_grpo.reporting.records import earned, passes
+from torchrl_grpo.reporting.view.files import Tail, is_number, is_step, read_row
+
+_TOKENS = b', "tokens": {'
+"""Begins the last key of a row. In a text of the row the quotes would be escaped."""
+_KEPT_SEARCHES = 8
+_TEXTS = ("split", "dataset", "query", "response", "finish_reason")
+_NUMBERS = ("reward", "advantage", "length", "version", "staleness")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which rows are looked for; None is any."""
+
+    split: str | None = None
+    dataset: str | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    text: str | None = None
+
+
+class Search:
+    """The groups in which a row is looked for, each with its rows that are. ``upto`` counts the rows looked at."""
+
+    def __init__(self) -> None:
+        self.upto = 0
+        self.found: dict[int, list[int]] = {}
+
+
+class Index:
+    """The rows of one file, in its order. A reader may look at the first ``count`` rows while others are added.
+
+    Attributes:
+        count: rows.
+        groups: the rows of each group, in the order of their first rows.
+        splits: names that occur, in order of appearance.
+        datasets: the same.
+
+    Args:
+        tail: of the file.
+    """
+
+    def __init__(self, tail: Tail) -> None:
+        self._descriptor = tail.file
+        self.count = 0
+        self.groups: list[list[int]] = []
+        self.splits: dict[str, int] = {}
+        self.datasets: dict[str, int] = {}
+        self._groups: dict[tuple[Any, ...], int] = {}
+        self._starts, self._heads, self._lengths = array("q"), array("l"), array("l")
+        self._steps, self._rewards, self._group = array("l"), array("d"), array("l")
+        self._split, self._dataset = array("l"), array("l")
+        self._searches: OrderedDict[Wanted, Search] = OrderedDict()
+
+    def add(self, start: int, line: bytes) -> None:
+        """Takes a line that begins at a place of the file; one that a run would not write is left out."""
+        before, has_tokens, _ = line.partition(_TOKENS)
+        row = read_row(before + b"}" if has_tokens else line)
+        if not _can_be_shown(row):
+            return
+        split, dataset = str(row.get("split")), str(row.get("dataset") or "")
+        # Rows of older runs have no group, and those of an evaluation need none.
+        own = row.get("group")
+        key = (row["step"], split, dataset, hash(str(row.get("query"))) if own is None else own)
+        group = self._groups.setdefault(key, len(self.groups))
+        if group == len(self.groups):
+            self.groups.append([])
+        reward = earned(row)
+        self._starts.append(start)
+        self._heads.append(len(before))
+        self._lengths.append(len(line))
+        self._steps.append(row["step"])
+        self._rewards.append(math.nan if reward is None else reward)
+        self._split.append(self.splits.setdefault(split, len(self.splits)))
+        self._dataset.append(self.datasets.setdefault(dataset, len(self.datasets)))
+        self._group.append(group)
+        self.groups[group].append(self.count)
+        self.count += 1
+
+    def row(self, number: int, *, tokens: bool = False) -> dict[str, Any]:
+        """A row, without its tokens unless they are asked for."""
+        assert self._descriptor is not None
+        head, length = self._heads[number], self._lengths[number]
+        whole = tokens or head == length
+        text = os.pread(self._descriptor.fileno(), length if whole else head, self._starts[number])
+        return read_row(text if whole else text + b"}")
+
+    def group_of(self, number: int) -> list[int]:
+        """The rows of a row's group."""
+        return self.groups[self._group[number]]
+
+    def step_range(self) -> tuple[int, int] | None:
+        """The first and the last step that has rows."""
+        steps = self._steps[: self.count]
+        return (min(steps), max(steps)) if steps else None
+
+    def search(self, wanted: Wanted) -> dict[int, list[int]]:
+        """The groups that have wanted rows, oldest first, and these rows."""
+        search = self._searches.setdefault(wanted, Search())
+        self._searches.move_to_end(wanted)
+        if len(self._searches) > _KEPT_SEARCHES:
+            self._searches.popitem(last=False)
+        count = self.count
+        for number in range(search.upto, count):
+            if self._is_wanted(number, wanted):
+                search.found.setdefault(self._group[number], []).append(number)
+        search.upto = count
+        return search.found
+
+    def _is_wanted(self, number: int, wanted: Wanted) -> bool:
+        step, reward = self._steps[number], self._rewards[number]
+        return (
+            (wanted.split is None or self._split[number] == self.splits.get(wanted.split))
+            and (wanted.dataset is None or self._dataset[number] == self.datasets.get(wanted.dataset))
+            and (wanted.first_step is None or step >= wanted.first_step)
+            and (wanted.last_step is None or step <= wanted.last_step)
+            and (wanted.min_reward is None or reward >= wanted.min_reward)  # no comparison holds for one not valid
+            and (wanted.max_reward is None or reward <= wanted.max_reward)
+            and (wanted.text is None or self._has_text(number, wanted.text))
+        )
+
+    def _has_text(self, number: int, text: str) -> bool:
+        if text.isascii():  # most rows need not be parsed
+            assert self._descriptor is not None
+            head = os.pread(self._descriptor.fileno(), self._heads[number], self._starts[number])
+            if json.dumps(text)[1:-1].lower().encode() not in head.lower():
+                return False
+        return passes(self.row(number), text=text)
+
+
+def _can_be_shown(row: dict[str, Any]) -> bool:
+    """Whether what is shown of a row, or found by, is of the kind that a run writes."""
+    parts = row.get("parts") or {}
+    return (
+        is_step(row.get("step"))
+        and all(isinstance(row.get(name), str | None) for name in _TEXTS)
+        and all(value is None or is_number(value) for value in map(row.get, _NUMBERS))
+        and isinstance(row.get("group"), int | str | None)
+        and isinstance(parts, dict)
+        and all(value is None or is_number(value) for value in parts.values())
+    )
+
+
+class Samples:
+    """The samples of a run that may go on.
+
+    Attributes:
+        index: of what was read so far; another one when the run wrote the file anew.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._tail = Tail(folder, SAMPLES_FILE)
+        self.index = Index(self._tail)
+
+    def refresh(self) -> None:
+        """Reads what was added; in one thread at a time."""
+        if self._tail.reopen():
+            self.index = Index(self._tail)
+        for start, line in self._tail.lines():
+            self.index.add(start, line)

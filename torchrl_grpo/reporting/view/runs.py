@@ -1,0 +1,244 @@
+"""A run as the page sees it: what its files say now."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchrl_grpo.host.files import ENVIRONMENT_FILE, METRICS_FILE, load_yaml
+from torchrl_grpo.host.text import clip, printable_lines
+from torchrl_grpo.reporting.alarms import Alarm, Alarms
+from torchrl_grpo.reporting.panels import COLORS, PANELS, TIME_PARTS, Panel, Record, curve_of, label_of, series, times
+from torchrl_grpo.reporting.records import reward_text, run_title
+from torchrl_grpo.reporting.view.files import Tail, changed_at, is_number, is_step, read_inside, read_row
+from torchrl_grpo.reporting.view.index import Samples, Wanted
+from torchrl_grpo.reporting.view.strip import strip_of
+from torchrl_grpo.reporting.view.timeline import Timeline
+
+_FRESH_S = 0.5
+"""Files that were read so short a time ago are not looked at again."""
+_LONGEST_TEXT = 2000
+_FACTS = ("step", "split", "dataset", "advantage", "parts", "length", "finish_reason", "version", "staleness")
+
+
+class RunView:
+    """One run. Its methods may be called by several threads at once.
+
+    Args:
+        folder: of the run.
+        name: by which it is told from the others.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self.samples, self.timeline, self.metrics = Samples(folder), Timeline(folder), Metrics(folder)
+        self._title = ""
+        self._reading, self._searching = threading.Lock(), threading.Lock()
+        self._read_at = float("-inf")
+
+    def refresh(self) -> None:
+        """Reads what the run wrote since the last time, unless another thread is at it."""
+        if time.monotonic() - self._read_at < _FRESH_S or not self._reading.acquire(blocking=False):
+            return
+        try:
+            for part in (self.metrics, self.timeline, self.samples):
+                part.refresh()
+        finally:
+            self._read_at = time.monotonic()
+            self._reading.release()
+
+    def status(self) -> dict[str, Any]:
+        """Where the run is, and how much of its files was read: what a reader has is old when these counts grow."""
+        written = changed_at(self.folder, METRICS_FILE)
+        ended = changed_at(self.folder, "report.html") >= written > 0
+        index, record = self.samples.index, self.metrics.records[-1:]
+        return {
+            "name": self.name,
+            "title": self.title(),
+            "ended": ended,
+            "reading": self._reading.locked(),
+            "age": max(0.0, time.time() - written) if written else None,
+            "step": record[0]["step"] if record else None,
+            "alarms": len(self.alarms(ended)),
+            "versions": {"metrics": self.metrics.version, "samples": index.count, "timeline": len(self.timeline)},
+            "splits": list(index.splits),
+            "datasets": [name for name in list(index.datasets) if name],
+        }
+
+    def title(self) -> str:
+        """Model, data and algorithm."""
+        if not self._title:
+            texts = [read_inside(self.folder, f".hydra/{name}.yaml") for name in ("config", "hydra")]
+            self._title = printable_lines(run_title(*texts))
+        return self._title
+
+    def alarms(self, ended: bool) -> list[Alarm]:
+        """The alarms so far."""
+        return self.metrics.alarms(ended)
+
+    def groups(self, wanted: Wanted, page: int, size: int) -> dict[str, Any]:
+        """A page of the groups that have wanted rows, the newest first.
+
+        Args:
+            wanted: what at least one row of a group must be.
+            page: from 0 on.
+            size: groups on a page.
+        """
+        index = self.samples.index
+        with self._searching:
+            found = index.search(wanted)
+            groups = list(found)[::-1]
+            shown = {group: set(found[group]) for group in groups[page * size : (page + 1) * size]}
+        return {
+            "groups": [
+                [_cell(index.row(row), row) | {"wanted": row in rows} for row in list(index.groups[group])]
+                for group, rows in shown.items()
+            ],
+            "found": len(groups),
+            "all": len(index.groups),
+            "rows": index.count,
+            "steps": index.step_range(),
+        }
+
+    def response(self, number: int) -> dict[str, Any] | None:
+        """A row with its tokens, and the rows of its group; none where there is no such row."""
+        index = self.samples.index
+        if not 0 <= number < index.count:
+            return None
+        row, whole = index.row(number), index.row(number, tokens=True)
+        strip = strip_of(row | {"tokens": whole.get("tokens")})
+        return _cell(row, number, longest=None) | {"tokens": strip, "group": index.group_of(number)}
+
+    def config(self) -> dict[str, str]:
+        """The config by dotted key, and what the run ran on; where it cannot be read, why."""
+        try:
+            config = load_yaml(read_inside(self.folder, ".hydra/config.yaml")) or {}
+            if not isinstance(config, dict):
+                raise yaml.YAMLError("it is no mapping")
+        except yaml.YAMLError as error:
+            config = {"config": f"not shown: {error}"}
+        environment = read_row(read_inside(self.folder, ENVIRONMENT_FILE).encode())
+        try:
+            shown = _flat(config | {"environment": environment})
+        except RecursionError:
+            shown = {"config": "not shown: it, or environment.json, is nested too deeply"}
+        return {key: printable_lines(text) for key, text in shown.items()}
+
+
+class Metrics:
+    """The metrics of a run that may go on.
+
+    Attributes:
+        records: one mapping a step, in the order of the steps.
+        version: another number whenever they are others.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._tail = Tail(folder, METRICS_FILE)
+        self._watching = threading.Lock()  # of the alarms: one thread adds to them while others copy
+        self._begin()
+        self.version = 0
+
+    def _begin(self) -> None:
+        self._steps: dict[int, dict[str, Any]] = {}
+        self.records: list[dict[str, Any]] = []
+        self._alarms, self._watched = Alarms(), -1
+
+    def refresh(self) -> None:
+        """Reads what was added; in one thread at a time."""
+        if self._tail.reopen():
+            self._begin()
+        added = [row for _, line in self._tail.lines() if _can_be_drawn(row := read_row(line))]
+        for row in added:
+            self._steps[row["step"]] = self._steps.get(row["step"], {}) | row
+        if added:
+            self.records = [self._steps[step] for step in sorted(self._steps)]
+            self.version += 1
+            for record in self.records[:-1]:  # the last one may still get more lines
+                if record["step"] > self._watched:
+                    self._watched = record["step"]
+                    with self._watching:
+                        self._alarms.take(record)
+
+    def alarms(self, ended: bool) -> list[Alarm]:
+        """The alarms of all records."""
+        with self._watching:
+            alarms = copy.deepcopy(self._alarms)
+        for record in self.records[-1:]:
+            alarms.take(record)
+        if ended:
+            alarms.end()
+        return alarms.raised
+
+
+def _can_be_drawn(row: dict[str, Any]) -> bool:
+    """Whether it is a step and its numbers; a run writes nothing else."""
+    return is_step(row.get("step")) and all(value is None or is_number(value) for value in row.values())
+
+
+def panels(runs: dict[int, RunView], first: int | None, last: int | None) -> list[dict[str, Any]]:
+    """The panels of the report, with the curves of several runs.
+
+    Args:
+        runs: by number.
+        first: the first step that is shown, None is any.
+        last: the last one, None is any.
+    """
+    low, high = -1 if first is None else first, float("inf") if last is None else last
+    shown = {
+        run: [one for one in list(view.metrics.records) if low <= one["step"] <= high] for run, view in runs.items()
+    }
+    out = []
+    for panel in PANELS:
+        stacked = panel.metrics == ("time/*_s",) and len(runs) == 1
+        if stacked:
+            [(run, records)] = shown.items()
+            curves = [
+                {"run": run, "label": part, "color": COLORS[TIME_PARTS.index(part)], "steps": steps, "values": values}
+                for part, (steps, values) in times(records).items()
+            ]
+        else:
+            curves = [curve for run, records in shown.items() for curve in _curves(run, panel, records)]
+        out.append({"title": panel.title, "note": panel.note, "percent": panel.percent, "stacked": stacked})
+        out[-1]["curves"] = curves
+    return [panel for panel in out if panel["curves"]]
+
+
+def _curves(run: int, panel: Panel, records: Sequence[Record]) -> list[dict[str, Any]]:
+    found = series(panel, records)
+    if panel.metrics == ("time/*_s",):
+        found = {name: points for name, points in found.items() if name == "time/step_s"}
+    curves = []
+    for name, points in found.items():
+        steps, values, smoothed = curve_of(name, points)
+        curve = {"run": run, "label": label_of(name), "steps": steps, "values": values}
+        curves.append(curve | ({"smooth": smoothed} if smoothed else {}))
+    return curves
+
+
+def _cell(row: dict[str, Any], number: int, longest: int | None = _LONGEST_TEXT) -> dict[str, Any]:
+    """What is shown of a row; its texts hold nothing that a browser would not print."""
+    texts = {name: str(row.get(name)) for name in ("query", "response")}
+    facts = {name: row[name] for name in _FACTS if row.get(name) is not None}
+    return {
+        "row": number,
+        "reward": reward_text(row),
+        "good": bool(row.get("correct")),
+        **{name: printable_lines(text if longest is None else clip(text, longest)) for name, text in texts.items()},
+        **facts,
+    }
+
+
+def _flat(value: Any, name: str = "") -> dict[str, str]:
+    """A tree as dotted names and texts."""
+    if isinstance(value, dict) and value:
+        parts = [_flat(one, f"{name}.{key}" if name else str(key)) for key, one in value.items()]
+        return {key: text for part in parts for key, text in part.items()}
+    return {name: value if isinstance(value, str) else json.dumps(value, default=str)}

@@ -1,0 +1,251 @@
+"""The page's web server: reads only, on loopback, for who has its token."""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jinja2
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from torchrl_grpo.reporting.panels import COLORS
+from torchrl_grpo.reporting.view.index import Wanted
+from torchrl_grpo.reporting.view.runs import RunView, panels
+
+Number = TypeVar("Number", int, float)
+
+_PAGE_SIZE = 10
+_STATIC = Path(__file__).parent / "static"
+_STYLE = Path(__file__).parents[1] / "style.css"
+"""The report's."""
+_HEADERS = [
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+        b"form-action 'none'; frame-ancestors 'none'",
+    ),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"cache-control", b"no-store"),
+]
+
+
+class Guard:
+    """Answers who has the token, as the first part of the path, and nobody else.
+
+    Args:
+        app: what answers.
+        token: in the address.
+    """
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._token = app, token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        token, slash, path = scope["path"].removeprefix("/").partition("/")
+        if scope["type"] != "http" or not slash or not secrets.compare_digest(token.encode(), self._token):
+            refusal: ASGIApp = PlainTextResponse("Not found", 404)
+        elif scope["method"] not in ("GET", "HEAD"):
+            refusal = PlainTextResponse("The page only reads", 405, {"Allow": "GET, HEAD"})
+        else:
+            scope, refusal = {**scope, "path": f"/{path}"}, self._app
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *_HEADERS]
+            await send(message)
+
+        await refusal(scope, receive, send_with_headers)
+
+
+class Api:
+    """What the page asks for.
+
+    Args:
+        runs: that are shown.
+    """
+
+    def __init__(self, runs: Sequence[RunView]) -> None:
+        self.runs = runs
+        for run in runs:  # what is there already may take seconds
+            threading.Thread(target=run.refresh, daemon=True).start()
+
+    def status(self, asked: Asked) -> Any:
+        """All runs in a few words."""
+        for run in self.runs:
+            run.refresh()
+        return [run.status() for run in self.runs]
+
+    def curves(self, asked: Asked) -> Any:
+        """The panels, of the runs that are not hidden."""
+        hidden = asked.text("hide").split(",")
+        shown = {number: run for number, run in enumerate(self.runs) if str(number) not in hidden}
+        return panels(shown, asked.whole("from"), asked.whole("to"))
+
+    def groups(self, asked: Asked) -> Any:
+        """A page of groups."""
+        wanted = Wanted(
+            split=asked.text("split") or None,
+            dataset=asked.text("dataset") or None,
+            first_step=asked.whole("from"),
+            last_step=asked.whole("to"),
+            min_reward=asked.number("least"),
+            max_reward=asked.number("most"),
+            text=asked.text("text") or None,
+        )
+        return asked.run(self.runs).groups(wanted, max(asked.whole("page") or 0, 0), _PAGE_SIZE)
+
+    def response(self, asked: Asked) -> Any:
+        """One response with its tokens."""
+        found = asked.run(self.runs).response(asked.whole("row") or 0)
+        if found is None:
+            raise ValueError("There is no such response: the run may have been resumed and have written it anew.")
+        return found
+
+    def timeline(self, asked: Asked) -> Any:
+        """A part of a run's timeline."""
+        return asked.run(self.runs).timeline.window(asked.number("from"), asked.number("to"))
+
+    def alarms(self, asked: Asked) -> Any:
+        """A run's alarms."""
+        run = asked.run(self.runs)
+        return [asdict(alarm) for alarm in run.alarms(run.status()["ended"])]
+
+    def config(self, asked: Asked) -> Any:
+        """The config of each run."""
+        return [run.config() for run in self.runs]
+
+
+class Asked:
+    """What a request asks for, in its query.
+
+    Raises:
+        ValueError: a value is not as it must be; in each method.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._query = request.query_params
+
+    def text(self, name: str) -> str:
+        """A text, empty by default."""
+        return self._query.get(name, "")
+
+    def number(self, name: str) -> float | None:
+        """A number, none by default."""
+        return self._as(float, name, "a number")
+
+    def whole(self, name: str) -> int | None:
+        """A whole number, none by default."""
+        return self._as(int, name, "a whole number")
+
+    def _as(self, kind: type[Number], name: str, what: str) -> Number | None:
+        text = self.text(name)
+        try:
+            value = kind(text) if text else None
+            if value is None or math.isfinite(value):
+                return value
+        except (ValueError, OverflowError):
+            pass
+        raise ValueError(f"{name}={text!r} must be {what}: change it or leave it out.")
+
+    def run(self, runs: Sequence[RunView]) -> RunView:
+        """The run that is meant, the first by default."""
+        number = self.whole("run") or 0
+        if not 0 <= number < len(runs):
+            raise ValueError(f"run={number} must be one of the {len(runs)} runs, from 0 on.")
+        return runs[number]
+
+
+def make_app(folders: Sequence[Path], token: str) -> ASGIApp:
+    """The page on runs.
+
+    Args:
+        folders: of the runs.
+        token: the first part of the path of every address.
+    """
+    names = _names(folders)
+    api = Api([RunView(folder, name) for folder, name in zip(folders, names, strict=True)])
+    loader = jinja2.PackageLoader("torchrl_grpo.reporting.view", "")
+    template = jinja2.Environment(loader=loader, autoescape=True).get_template("page.html.j2")
+    page = template.render(title=title_of(api.runs), names=names, colors=COLORS)
+    # In memory: what paints the page must not wait for the threads that read the runs.
+    files = {path.name: path.read_bytes() for path in [*_STATIC.iterdir(), _STYLE]} | {"d3.js": _d3().read_bytes()}
+
+    async def shell(request: Request) -> Response:
+        return HTMLResponse(page)
+
+    async def static(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in files:
+            return PlainTextResponse("Not found", 404)
+        return Response(files[name], media_type="text/css" if name.endswith(".css") else "text/javascript")
+
+    routes = [
+        Route("/", shell),
+        Route("/static/{name}", static),
+        *(
+            Route(f"/api/{part.__name__}", _answer(part))
+            for part in (api.status, api.curves, api.groups, api.response, api.timeline, api.alarms, api.config)
+        ),
+    ]
+    # Another name that leads to loopback would make this page part of another site.
+    middleware = [
+        Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"], www_redirect=False),
+        Middleware(GZipMiddleware, minimum_size=10_000, compresslevel=1),
+    ]
+    return Guard(Starlette(routes=routes, middleware=middleware), token)
+
+
+def title_of(runs: Sequence[RunView]) -> str:
+    """The model, data and algorithm of the runs; of several with the names of the runs that have them."""
+    names: dict[str, list[str]] = {}
+    for run in runs:
+        names.setdefault(run.title(), []).append(run.name)
+    if len(runs) == 1:
+        return runs[0].title()
+    return "; ".join(f"{title} ({', '.join(which)})" for title, which in names.items())
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Of one run the last two parts of its path, of several as many as tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for count in range(2 if len(folders) == 1 else 1, max(map(len, parts)) + 1):
+        names = ["/".join(one[-count:]) for one in parts]
+        if len(set(names)) == len(set(parts)):
+            break
+    return names
+
+
+def _d3() -> Path:
+    """D3, which mpld3's wheel carries."""
+    return Path(str(distribution("mpld3").locate_file("mpld3/js/d3.v5.min.js")))
+
+
+def _answer(part: Callable[[Asked], Any]) -> Callable[[Request], Response]:
+    def answer(request: Request) -> Response:
+        try:
+            return _json(part(Asked(request)))
+        except ValueError as error:
+            return _json({"error": str(error)}, 400)
+
+    return answer
+
+
+def _json(answer: Any, status: int = 200) -> Response:
+    # In ASCII: a model can write half a surrogate pair, which has no UTF-8.
+    return Response(json.dumps(answer, allow_nan=False), status, media_type="application/json")

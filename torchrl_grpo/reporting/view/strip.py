@@ -1,0 +1,94 @@
+"""A response as a strip of tokens: the numbers that its tokens can be colored by, and the turns that it is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from torchrl_grpo.host.text import printable_lines
+from torchrl_grpo.reporting.view.files import is_number
+from torchrl_grpo.tools import parse_tool_calls
+
+_MOST = 50.0
+"""A difference of log-probs beyond which its exponential says nothing more."""
+
+Numbers = list[float | None]
+
+
+def strip_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What is shown of the tokens of a row of ``samples.jsonl``, none where it has none.
+
+    Returns:
+        ``text`` of each token, whether it was ``sampled``, ``values`` by name (as many, None where not known) and
+        ``turns``: runs of tokens that the policy sampled or did not, each with ``start``, ``end`` and a ``label``.
+
+    Examples:
+        >>> tokens = {"text": ["4", "2"], "log_prob": [-0.5, -1.0], "trainer": [-0.5, -0.5]}
+        >>> strip = strip_of({"tokens": tokens, "advantage": 1.0})
+        >>> [round(ratio, 3) for ratio in strip["values"]["ratio"]], strip["turns"]
+        ([1.0, 1.649], [{'start': 0, 'end': 2, 'sampled': True, 'label': 'turn 1, 2 tokens'}])
+    """
+    tokens = row.get("tokens") or {}
+    text = tokens.get("text") if isinstance(tokens, dict) else None
+    if not text or not isinstance(text, list) or not all(isinstance(part, str) for part in text):
+        return None
+    columns: dict[str, Numbers] = {name: column for name, column in tokens.items() if _is_column(column, len(text))}
+    log_probs = columns.get("log_prob", [])
+    sampled = [value is not None for value in log_probs] if log_probs else [True] * len(text)
+    trainer = columns.get("trainer", log_probs)
+    values = {
+        "log_prob": log_probs,
+        "ratio": _pairwise(trainer, log_probs, _ratio) if "trainer" in columns else [],
+        "kl": _pairwise(columns.get("reference", []), trainer, _k3),
+        "entropy": columns.get("entropy", []),
+        "advantage": columns.get("advantage") or _constant(row.get("advantage"), sampled),
+    }
+    return {
+        "text": [printable_lines(part) for part in text],
+        "sampled": sampled,
+        "values": {name: column for name, column in values.items() if len(column) == len(text)},
+        "turns": _turns(text, sampled),
+    }
+
+
+def _is_column(values: Any, count: int) -> bool:
+    """Whether it is a number, or None, for each of so many tokens."""
+    has_all = isinstance(values, list) and len(values) == count
+    return has_all and all(value is None or is_number(value) for value in values)
+
+
+def _pairwise(first: Sequence[float | None], second: Sequence[float | None], function: Any) -> Numbers:
+    pairs = zip(first, second, strict=False)
+    return [None if None in pair else function(*pair) for pair in pairs]
+
+
+def _ratio(trainer: float, sampler: float) -> float:
+    return math.exp(min(trainer - sampler, _MOST))
+
+
+def _k3(reference: float, policy: float) -> float:
+    """The k3 estimate of the KL to the reference, of one token."""
+    difference = min(reference - policy, _MOST)
+    return math.exp(difference) - 1 - difference
+
+
+def _constant(value: float | None, sampled: Sequence[bool]) -> Numbers:
+    return [] if value is None else [value if own else None for own in sampled]
+
+
+def _turns(text: Sequence[str], sampled: Sequence[bool]) -> list[dict[str, Any]]:
+    turns, start, count = [], 0, 0
+    for own, run in groupby(sampled):
+        end = start + len(list(run))
+        size = f"{end - start:,} token{'s' if end - start > 1 else ''}"
+        if own:
+            count += 1
+            calls = [call.name or "a tool" for call in parse_tool_calls("".join(text[start:end]))]
+            label = f"turn {count}, {size}" + (f", calls {printable_lines(', '.join(calls))}" if calls else "")
+        else:
+            label = f"not sampled (a tool's answer, another's turn or the template), {size}"
+        turns.append({"start": start, "end": end, "sampled": own, "label": label})
+        start = end
+    return turns

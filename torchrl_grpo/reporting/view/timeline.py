@@ -1,0 +1,150 @@
+"""``timeline.jsonl`` of a run: what each actor did over time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchrl_grpo.host.files import TIMELINE_FILE
+from torchrl_grpo.reporting.view.files import Tail, is_number, is_step, read_row
+
+_MOST_SPANS = 1500
+"""Spans that are drawn one by one; of more, each of the columns is divided by kind."""
+_COLUMNS = 200
+_ROUNDED_S = 2e-4
+"""Start and length of a span are logged with four digits: one can seem to begin so much before the last one ends."""
+_LATEST_S = 1e12
+"""Seconds after 1970 up to which a browser knows dates."""
+
+
+class Span(NamedTuple):
+    """What an actor did, from a time in seconds since 1970, for so many seconds."""
+
+    actor: str
+    kind: str
+    start: float
+    seconds: float
+    step: int | None
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+
+class Timeline:
+    """The timeline of a run that may go on.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._tail = Tail(folder, TIMELINE_FILE)
+        self._spans: list[Span] = []
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def refresh(self) -> None:
+        """Reads what was added; in one thread at a time."""
+        if self._tail.reopen():
+            self._spans = []
+        for _, line in self._tail.lines():
+            span = _span_of(read_row(line))
+            if span is not None:
+                self._spans.append(span)
+
+    def window(self, first: float | None = None, last: float | None = None) -> dict[str, Any]:
+        """What is drawn of a part of the time.
+
+        Args:
+            first: seconds after the first span's start at which the part begins, None is 0.
+            last: seconds at which it ends, None is the end of the last span.
+
+        Returns:
+            ``begin``, seconds since 1970; ``end``, ``first`` and ``last`` in seconds after it; whether the spans are
+            ``shares`` of columns, because there are too many to be drawn one by one; ``actors``, each with its
+            ``name``, its ``seconds`` by kind, the times of its ``restarts``, and ``spans``: lists of kind, first and
+            last second, step, and the share of the lane that it takes from and to.
+        """
+        spans = list(self._spans)
+        if not spans:
+            return {"actors": []}
+        begin, end = min(span.start for span in spans), max(span.end for span in spans)
+        first = 0.0 if first is None else max(0.0, first)
+        last = end - begin if last is None else min(last, end - begin)
+        seen = [span for span in spans if span.end >= begin + first and span.start <= begin + last]
+        actors: dict[str, list[Span]] = {span.actor: [] for span in sorted(spans, key=lambda span: span.actor)}
+        for span in seen:
+            actors[span.actor].append(span)
+        one_by_one = len(seen) <= _MOST_SPANS
+        drawn = []
+        for name, own in actors.items():
+            lasting = [span for span in own if span.kind != "restart" or span.seconds]
+            cut = [_cut(span, begin, first, last) for span in lasting]
+            drawn.append(
+                {
+                    "name": name,
+                    "seconds": _seconds(cut),
+                    "restarts": [span.start - begin for span in own if span.kind == "restart"],
+                    "spans": _one_by_one(cut) if one_by_one else _columns(cut, first, last),
+                }
+            )
+        part = {"begin": begin, "end": end - begin, "first": first, "last": last}
+        return part | {"shares": not one_by_one, "actors": drawn}
+
+
+def _span_of(row: Mapping[str, Any]) -> Span | None:
+    """The span of a row; none where no run wrote it."""
+    actor, kind = row.get("actor"), row.get("kind")
+    if not isinstance(actor, str) or not isinstance(kind, str):
+        return None
+    start: Any = row.get("start")
+    step, seconds = row.get("step"), row.get("seconds") or 0.0
+    timed = is_number(start, _LATEST_S) and is_number(seconds, _LATEST_S) and seconds >= 0
+    return Span(actor, kind, start, seconds, step) if timed and (step is None or is_step(step)) else None
+
+
+def _cut(span: Span, begin: float, first: float, last: float) -> Span:
+    """The part of a span within the window, its time from the beginning of the run on."""
+    start, end = max(span.start - begin, first), min(span.end - begin, last)
+    return span._replace(start=start, seconds=max(0.0, end - start))
+
+
+def _seconds(spans: Iterable[Span]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for span in spans:
+        totals[span.kind] = totals.get(span.kind, 0.0) + span.seconds
+    return totals
+
+
+def _one_by_one(spans: Iterable[Span]) -> list[list[Any]]:
+    """Spans that overlap share the lane: as many parts as there are at once."""
+    lanes: list[float] = []
+    placed = []
+    for span in sorted(spans, key=lambda span: span.start):
+        lane = next((at for at, end in enumerate(lanes) if end <= span.start + _ROUNDED_S), len(lanes))
+        lanes[lane : lane + 1] = [span.end]
+        placed.append((span, lane))
+    count = len(lanes) or 1
+    return [[span.kind, span.start, span.end, span.step, lane / count, (lane + 1) / count] for span, lane in placed]
+
+
+def _columns(spans: Iterable[Span], first: float, last: float) -> list[list[Any]]:
+    """Columns of equal width, each divided by what its time went to."""
+    width = (last - first) / _COLUMNS or 1.0
+    columns: list[dict[str, float]] = [{} for _ in range(_COLUMNS)]
+    for span in spans:
+        for at in range(int((span.start - first) / width), min(int((span.end - first) / width), _COLUMNS - 1) + 1):
+            left = first + at * width
+            part = min(span.end, left + width) - max(span.start, left)
+            columns[at][span.kind] = columns[at].get(span.kind, 0.0) + max(part, 0.0)
+    placed = []
+    for at, column in enumerate(columns):
+        whole, share = max(width, sum(column.values())), 0.0
+        for kind in sorted(column):
+            top = share + column[kind] / whole
+            placed.append([kind, first + at * width, first + (at + 1) * width, None, share, top])
+            share = top
+    return placed

@@ -1,0 +1,415 @@
+"""``RewardPool``: what a task says of dialogs, in separate processes, so that a scorer or a tool that hangs or crashes
+takes nothing with it.
+
+Each thread of the pool has a worker process and a pipe to it, so there is no queue or lock that a killed worker could
+leave broken. The workers import this module, and start fast because it does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+
+from torchrl_grpo.errors import INVALID_CAUSES, InvalidRewardError
+from torchrl_grpo.host import interrupts
+from torchrl_grpo.host.processes import go_on_in_guarded_child, show_stack_when_asked
+from torchrl_grpo.tasks.base import Dialog, Score, Task, Turn
+
+RESTARTS = "workers/restarts_reward"
+TIMED_OUT = "workers/rewards_timed_out"
+
+_MOST_ATTEMPTS = 2
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_LARGEST = 3.4e38  # of float32
+_START_S = 600.0  # a machine that is busy, or a slow file system: only something stuck takes longer
+_LONGEST_END_S = 10.0
+_OWN_END_S = 2.0
+"""Seconds in which a worker whose pipe is closed ends by itself: its status is then its own and not that of a kill."""
+_LONGEST_TEXT = 4000  # characters of an error
+_LARGEST_ANSWER = 2**26  # bytes
+_LONGEST_TRANSFER_S = 30
+"""Seconds for which a pipe may be full, or a message incomplete: then the process at its other end is stopped."""
+_START = "import sys; sys.path[:] = {path!r}; from torchrl_grpo.reward_pool import serve; serve({fd}, {parent})"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a dialog has no score.
+
+    Attributes:
+        kind: failures of one kind are logged once.
+        text: for the log; a traceback where there is one.
+        cause: one of ``INVALID_CAUSES``; ``crash`` is that of a process.
+        told: what the policy is told, if a tool took too long or ended its process.
+    """
+
+    kind: tuple[Any, ...]
+    text: str
+    cause: str = "exception"
+    told: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """What a task raised; its kind is the type and the place. The package's own lines are left out of the text."""
+        places = traceback.extract_tb(error.__traceback__)
+        place = (places[-1].filename, places[-1].lineno) if places else ()
+        theirs = [place for place in places if not place.filename.startswith(_PACKAGE)]
+        shown = theirs or ([] if isinstance(error, InvalidRewardError) else places)
+        text = "".join([*traceback.format_list(shown), *traceback.format_exception_only(error)]).rstrip()
+        said = error.cause if isinstance(error, InvalidRewardError) else None
+        cause = said if isinstance(said, str) and said in INVALID_CAUSES else "exception"
+        return cls((type(error).__name__, *place), _short(text), cause)
+
+
+def _short(text: str) -> str:
+    """Begin and end of a text that is too long for a log."""
+    left_out = len(text) - _LONGEST_TEXT
+    half = _LONGEST_TEXT // 2
+    return text if left_out <= 0 else f"{text[:half]}\n... ({left_out:,} characters left out) ...\n{text[-half:]}"
+
+
+def advance(task: Task, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Failure]:
+    """What ``task.advance`` says of each dialog, with finite rewards, or why it says nothing."""
+    try:
+        turns = task.advance(dialogs, timeout_s)
+    except Exception as error:  # of a task whose advance is the user's
+        turns = [error] * len(dialogs)
+    return [_checked(turn, task) for turn in turns]
+
+
+def _checked(turn: Turn | Exception, task: Task) -> Turn | Failure:
+    if isinstance(turn, Exception):
+        return Failure.of(turn)
+    if turn.score is None:
+        return turn
+    try:
+        reward = float(turn.score.reward)
+        if not abs(reward) <= _LARGEST:
+            raise InvalidRewardError(
+                f"reward={reward} must be finite, also in float32: fix the scorer of {task.name!r}.", "not_finite"
+            )
+        parts = {str(name): _number(value) for name, value in turn.score.parts.items()}
+        return replace(turn, score=Score(reward, bool(turn.score.correct), parts))
+    except Exception as error:
+        return Failure.of(error)
+
+
+class _Worker:
+    """A process that takes one request after the other; not on Windows."""
+
+    def __init__(self, task: bytes) -> None:
+        self.connection, theirs = Pipe()
+        code = _START.format(path=sys.path, fd=theirs.fileno(), parent=os.getpid())
+        # In a new process group: the parent handles Ctrl-C in the terminal. On Linux it is a guard, with a child.
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0
+        )
+        theirs.close()
+        self._task: bytes | None = task
+        self._requests = 0
+
+    def advance(self, dialogs: Sequence[Dialog], timeout_s: float) -> list[Turn | Failure] | None:
+        """What the task says of dialogs, None where it said nothing in time.
+
+        Raises:
+            EOFError or OSError: the process has ended, or closed its pipe.
+            ValueError: it has sent something else than an answer to this request.
+            RuntimeError: it cannot load the task.
+        """
+        if self._task is not None:
+            self.connection.send_bytes(self._task)
+            refused = f"no answer within {_START_S} s"
+            if self.connection.poll(_START_S):
+                refused = self.connection.recv_bytes(_LARGEST_ANSWER).decode()
+            if refused:
+                raise RuntimeError(f"env.reward_workers needs processes that can load the task; one says: {refused}")
+            self._task = None
+            self._limit_transfers()
+        self._requests += 1
+        self.connection.send((self._requests, dialogs, timeout_s))
+        # One of several that are judged at a time is given up by the process itself.
+        if not self.connection.poll(timeout_s + (len(dialogs) > 1)):
+            return None
+        return _decoded(self.connection.recv_bytes(_LARGEST_ANSWER), self._requests, len(dialogs))
+
+    def _limit_transfers(self) -> None:
+        limit = struct.pack("@ll", _LONGEST_TRANSFER_S, 0)
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as pipe:
+            pipe.setblocking(True)
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                pipe.setsockopt(socket.SOL_SOCKET, option, limit)
+
+    def how_it_ended(self) -> str:
+        """How a worker ended, if it did so by itself."""
+        try:
+            status = self.process.wait(_OWN_END_S)
+        except subprocess.TimeoutExpired:
+            return "after closing its pipe to the run"
+        if status == 0:
+            return "status 0, after closing its pipe to the run"
+        return f"status {status}" + (f", {signal.Signals(-status).name}" if status < 0 else "")
+
+    def kill(self) -> None:
+        """Ends the process and what it started; ``close`` waits for that."""
+        if sys.platform == "linux":
+            self.process.send_signal(signal.SIGTERM)
+            self.process.send_signal(signal.SIGCONT)  # a stopped one would not hear of it
+        elif self.process.returncode is None:  # until it is waited for, nobody else has its number
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Ends the process and what it started, and closes the pipe."""
+        self.kill()
+        self.connection.close()
+        try:
+            self.process.wait(_LONGEST_END_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+class RewardPool(AbstractContextManager["RewardPool"]):
+    """Has dialogs answered and scored in worker processes, which are made when they are first needed.
+
+    A scorer or tool that takes too long is killed. A worker that dies is replaced, and its dialog tried once more. May
+    be used by several threads at a time, and be pickled: the copy makes its own workers. On Linux the workers, and all
+    processes that a scorer started, end with this process, however it ends.
+
+    Args:
+        task: its ``advance`` is what runs in the workers.
+        workers: most worker processes, at least 1.
+
+    Keyword Args:
+        timeout_s: longest time for one dialog.
+
+    Examples:
+        >>> from torchrl_grpo.tasks.arithmetic import ArithmeticTask
+        >>> from torchrl_grpo.tasks.base import Problem
+        >>> with RewardPool(ArithmeticTask(), 2, timeout_s=30) as pool:
+        ...     turn = pool.submit(Dialog(Problem("1+1=?", "2"), ["#### 2"]))
+        ...     turn.result().score
+        Score(reward=1.0, correct=True)
+    """
+
+    def __init__(self, task: Task, workers: int, *, timeout_s: float) -> None:
+        self._init(cloudpickle.dumps(task), task.at_a_time, workers, timeout_s)
+
+    def _init(self, task: bytes, at_a_time: int, workers: int, timeout_s: float) -> None:
+        self._task, self._at_a_time, self._most, self.timeout_s = task, at_a_time, workers, timeout_s
+        self._threads = ThreadPoolExecutor(self._most, thread_name_prefix="rewards")
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[Dialog, Future[Turn | Failure]]] = deque()
+        self._workers: set[_Worker] = set()
+        self._counts: Counter[str] = Counter()
+        self._closed = False
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._task, self._at_a_time, self._most, self.timeout_s
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._init(*state)
+
+    def submit(self, dialog: Dialog) -> Future[Turn | Failure]:
+        """Has a dialog answered or scored as soon as a worker is free.
+
+        Raises:
+            RuntimeError: the pool is closed; or, from the future, a worker process cannot load the task.
+        """
+        future: Future[Turn | Failure] = Future()
+        self._waiting.append((dialog, future))
+        self._threads.submit(self._next)
+        return future
+
+    def take_counts(self) -> dict[str, int]:
+        """What happened since this was last called, as metrics: workers that died, and dialogs that took too long."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return {name: counts[name] for name in (RESTARTS, TIMED_OUT)}
+
+    def pids(self) -> list[int]:
+        """The worker processes that there are."""
+        with self._lock:
+            return [worker.process.pid for worker in self._workers]
+
+    def close(self) -> None:
+        """Ends the workers at once, in the middle of a dialog too. May be called again."""
+        with self._lock:
+            self._closed = True
+            workers = list(self._workers)
+        for worker in workers:
+            worker.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for worker in workers:
+            worker.close()
+        while self._waiting:
+            self._waiting.popleft()[1].set_exception(RuntimeError("the reward pool was closed."))
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _next(self) -> None:
+        """Takes what waits, as much as is judged at a time, to the worker of this thread."""
+        taken: list[tuple[Dialog, Future[Turn | Failure]]] = []
+        with suppress(IndexError):  # others have taken it
+            while len(taken) < self._at_a_time:
+                taken.append(self._waiting.popleft())
+        if not taken:
+            return
+        try:
+            turns = self._advance([dialog for dialog, _ in taken])
+            for (_, future), turn in zip(taken, turns, strict=True):
+                future.set_result(turn)
+        except BaseException as error:
+            for _, future in taken:
+                if not future.done():
+                    future.set_exception(error)
+
+    def _advance(self, dialogs: list[Dialog]) -> list[Turn | Failure]:
+        how = ""
+        for _ in range(_MOST_ATTEMPTS):
+            worker = self._living_worker()
+            try:
+                turns = worker.advance(dialogs, self.timeout_s)
+            except (EOFError, OSError, ValueError) as error:
+                foreign = isinstance(error, ValueError) or not worker.connection.readable  # it was too large
+                how = "after sending something that is no answer" if foreign else worker.how_it_ended()
+                self._drop(worker, RESTARTS)
+                if len(dialogs) > 1:
+                    break
+                continue
+            if turns is not None:
+                return turns
+            self._drop(worker, TIMED_OUT)
+            if len(dialogs) == 1:
+                text = f"there was no score within env.reward_timeout_s={self.timeout_s:g}."
+                return [Failure(("timeout",), text, "timeout", f"it took longer than {self.timeout_s:g} s")]
+            break
+        if len(dialogs) > 1:  # one of them took the others with it: which, they show alone
+            return [turn for dialog in dialogs for turn in self._advance([dialog])]
+        text = f"{_MOST_ATTEMPTS} processes ended while they scored it ({how})."
+        return [Failure(("died", how), text, "crash", "its process ended")]
+
+    def _living_worker(self) -> _Worker:
+        worker: _Worker | None = getattr(self._own, "worker", None)
+        if worker is not None and worker.process.poll() is not None:  # it ended while it had nothing to do
+            self._drop(worker, RESTARTS)
+            worker = None
+        if worker is None:
+            with self._lock:
+                if self._closed:
+                    raise RuntimeError("the reward pool is closed: make a new one.")
+                worker = self._own.worker = _Worker(self._task)
+                self._workers.add(worker)
+        return worker
+
+    def _drop(self, worker: _Worker, reason: str) -> None:
+        """Ends a worker and counts why."""
+        self._own.worker = None
+        with self._lock:
+            self._workers.discard(worker)
+            self._counts[reason] += 1
+        worker.close()
+
+
+def _encoded(turns: Sequence[Turn | Failure], number: int) -> bytes:
+    """An answer as JSON: what a worker sends may have been written by what it scores, so it is never unpickled."""
+    return json.dumps([number, [_as_json(turn) for turn in turns]]).encode()
+
+
+def _as_json(turn: Turn | Failure) -> Any:
+    failed: Failure
+    if isinstance(turn, Turn):
+        messages = None if turn.messages is None else list(turn.messages)
+        counts = {str(name): float(count) for name, count in turn.counts.items()}
+        score = turn.score and [turn.score.reward, turn.score.correct, dict(turn.score.parts)]
+        made = {"messages": messages, "score": score, "counts": counts}
+        try:
+            if len(json.dumps(made)) > _LARGEST_ANSWER // 128:
+                raise ValueError(f"a turn must be under {_LARGEST_ANSWER // 128:,} bytes: return shorter messages.")
+            return made
+        except (TypeError, ValueError, RecursionError) as error:
+            failed = Failure.of(error)
+    else:
+        failed = turn
+    return {"kind": list(failed.kind), "text": failed.text, "cause": failed.cause}
+
+
+def _decoded(answer: bytes, number: int, count: int) -> list[Turn | Failure]:
+    """The turns of an answer.
+
+    Raises:
+        ValueError: it is no answer to the request of this number, of so many dialogs.
+    """
+    try:
+        answered, given = json.loads(answer)
+        turns = [_from_json(one) for one in given]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        raise ValueError("it is no answer") from error
+    if answered != number or len(turns) != count:
+        raise ValueError("it is no answer to this request")
+    return turns
+
+
+def _from_json(one: dict[str, Any]) -> Turn | Failure:
+    if "cause" in one:
+        cause = INVALID_CAUSES[INVALID_CAUSES.index(one["cause"])]
+        return Failure(tuple(map(str, one["kind"])), str(one["text"]), cause)
+    score = None
+    if one["score"] is not None:
+        reward, correct, parts = one["score"]
+        score = Score(float(reward), bool(correct), {name: _number(value) for name, value in parts.items()})
+    messages = None if one["messages"] is None else [dict(message) for message in one["messages"]]
+    return Turn(messages, score, {name: float(count) for name, count in one["counts"].items()})
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def serve(fd: int, parent: int) -> None:
+    """What a worker process does: it loads the task that it is sent, and advances dialogs until the pipe is closed.
+
+    Args:
+        fd: its end of the pipe.
+        parent: the process that started it.
+    """
+    os.set_inheritable(fd, False)
+    if sys.platform == "linux":
+        go_on_in_guarded_child(parent, closing=fd)
+        show_stack_when_asked()
+    interrupts.outlive_readers()  # a scorer may print
+    connection = Connection(fd)
+    with suppress(EOFError, OSError):
+        task_bytes = connection.recv_bytes()
+        try:
+            task = pickle.loads(task_bytes)
+        except Exception:
+            connection.send_bytes(_short(traceback.format_exc()).encode(errors="replace"))
+            return
+        connection.send_bytes(b"")
+        while True:
+            number, dialogs, timeout_s = connection.recv()
+            try:
+                turns = advance(task, dialogs, timeout_s)
+            except BaseException as error:  # of a scorer: nobody interrupts a worker by the keyboard
+                turns = [Failure.of(error)] * len(dialogs)
+            connection.send_bytes(_encoded(turns, number))

@@ -1,0 +1,409 @@
+"""A Ray cluster for one run: start or join it, reserve what a ``DevicePlan`` needs, and leave nothing behind.
+
+Each process of the plan gets the options for its actor: its place in the run's one placement group, its share of CPUs
+and GPUs, and the accelerators and threads that it may use.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import os
+import shutil
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from torchrl_grpo.host import interrupts
+from torchrl_grpo.host.processes import descendants
+from torchrl_grpo.host.startup import actor_environment
+from torchrl_grpo.runtime.placement import DevicePlan
+
+_LONGEST_END_S = 10.0
+_TICK_S = 0.1
+_CRASHES = [-number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)]
+_SIOCGIFADDR = 0x8915  # Linux's question for an interface's address
+MIN_RAY = (2, 59)  # asks for a token by itself: before that, whoever reached the ports of a local cluster ran code
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What one process takes of one bundle of the placement group.
+
+    Attributes:
+        bundle: index of the bundle. Processes that share a device share a bundle.
+        devices: the process's devices.
+        num_cpus: share of the bundle's CPUs.
+        num_gpus: share of the bundle's GPUs; below 1 on a device that is shared.
+    """
+
+    bundle: int
+    devices: tuple[torch.device, ...]
+    num_cpus: float
+    num_gpus: float
+
+
+def require_ray() -> None:
+    """Checks that Ray is there and recent.
+
+    Raises:
+        ValueError: it is not.
+    """
+    wanted = ".".join(map(str, MIN_RAY))
+    try:
+        version = importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(
+            f"grpo-async.py, or more than one process a role, needs Ray {wanted} or later, and ray is not installed: "
+            'pip install "torchrl_grpo[ray]", or use grpo.py with one device a role.'
+        ) from None
+    if tuple(int(part) for part in version.split(".")[:2]) < MIN_RAY:
+        raise ValueError(
+            f"grpo-async.py, or more than one process a role, needs Ray {wanted} or later, and ray is {version}: "
+            'pip install --upgrade "torchrl_grpo[ray]".'
+        )
+
+
+def seats(plan: DevicePlan, node_cpus: Sequence[float]) -> tuple[list[dict[str, float]], dict[str, list[Seat]]]:
+    """Bundles for a plan, and who sits where.
+
+    A tensor-parallel engine is one bundle, which is never spread over machines. CPUs are only tokens for Ray's
+    scheduler: one for a device or, where there are fewer, as much less as makes all processes fit.
+
+    Args:
+        plan: which role runs where.
+        node_cpus: CPUs of each machine.
+
+    Returns:
+        the bundles, as resources and amounts, and for each role its processes' seats in the plan's order.
+    """
+    processes: list[tuple[str, tuple[torch.device, ...]]] = [("train", (device,)) for device in plan.train]
+    processes += [("inference", devices) for devices in plan.inference]
+    processes += [("reference", (device,)) for device in plan.reference]
+    share = _cpu_share([len(devices) for _, devices in processes], node_cpus)
+    bundles: list[dict[str, float]] = []
+    of_devices: dict[tuple[torch.device, ...], int] = {}
+    taken: dict[str, list[Seat]] = {"train": [], "inference": [], "reference": []}
+    for role, devices in processes:
+        cuda = devices[0].type == "cuda"
+        index = of_devices.get(devices, len(bundles)) if cuda else len(bundles)
+        if index == len(bundles):
+            bundles.append({"CPU": 0.0} | ({"GPU": float(len(devices))} if cuda else {}))
+            of_devices[devices] = index
+        cpus = len(devices) * share
+        bundles[index]["CPU"] += cpus
+        sharers = sum(other == devices for _, other in processes)
+        gpus = len(devices) if sharers == 1 else int(10_000 / sharers) / 10_000  # Ray counts in 10,000ths
+        taken[role].append(Seat(index, devices, cpus, gpus if cuda else 0))
+    return bundles, taken
+
+
+def _cpu_share(widths: Sequence[int], node_cpus: Sequence[float]) -> float:
+    """CPUs for a device, at most 1, so that processes of ``widths`` devices fit on the machines."""
+    share = 1.0
+    while share > 1e-3:
+        left = list(node_cpus)
+        for width in sorted(widths, reverse=True):
+            left[left.index(max(left))] -= width * share
+        if min(left) >= 0:
+            break
+        share /= 2
+    return share
+
+
+class Cluster:
+    """This process's connection to Ray; made by ``start``.
+
+    Attributes:
+        address: of the cluster that was joined; None when it was started here and ends with the run.
+    """
+
+    def __init__(self, address: str | None, folder_lock: IO[str] | None) -> None:
+        self.address = address
+        self._folder_lock = folder_lock
+        self._group: Any = None
+        self._closed = False
+
+    def watch(self, what_to_say: Callable[[], str]) -> None:
+        """Ends a script when a process of a Ray that was started here ends: nothing works without it, and Ray itself
+        ends this process without a word, or after a minute in many lines. In another program this does nothing.
+
+        Args:
+            what_to_say: how the run goes on; called in another thread.
+        """
+        if self.address is None and interrupts.in_script():
+            threading.Thread(target=self._watch, args=(what_to_say,), name="watch Ray", daemon=True).start()
+
+    def _watch(self, what_to_say: Callable[[], str]) -> None:
+        from ray._private.worker import _global_node as node
+
+        assert node is not None
+        while not (dead := node.dead_processes()):
+            time.sleep(_TICK_S)
+            if self._closed:
+                return
+        if dead[0][1].returncode not in _CRASHES:
+            time.sleep(2.0)  # a signal to all processes of a job ends Ray too, and this process then in order
+        if self._closed or interrupts.status() is not None:
+            return
+        (name, process), go_on = dead[0], what_to_say()
+        sys.stderr.write(f"\nerror: Ray's {name} (process {process.pid}) has ended, and the run with it: {go_on}.\n")
+        sys.stderr.flush()
+        for pid in descendants(os.getpid()):  # at once, before the main thread hears of it; Ray's agents wait a minute
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        os._exit(1)
+
+    def accelerators(self) -> list[torch.device]:
+        """The cluster's GPUs. Their indices only tell them apart: they may lie on several machines."""
+        import ray
+
+        return [torch.device("cuda", index) for index in range(int(ray.cluster_resources().get("GPU", 0)))]
+
+    def place(self, plan: DevicePlan, *, timeout_s: float = 120.0) -> dict[str, list[dict[str, Any]]]:
+        """Reserves what a plan needs. To be called once.
+
+        Args:
+            plan: which role runs where.
+            timeout_s: how long to wait for the resources, which others may still hold.
+
+        Returns:
+            for each role, the keyword arguments of ``ActorClass.options`` for each of its processes, in the plan's
+            order. A process on CUDA sees its own devices only: the first is ``cuda:0`` there, whatever the plan calls
+            it.
+
+        Raises:
+            ValueError: the resources were not free in time; the message says which, and how much is missing.
+        """
+        import ray
+        from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        cpus = [node.get("CPU", 0.0) for node in nodes]
+        bundles, taken = seats(plan, cpus)
+        group = self._group = placement_group(bundles, strategy="PACK")
+        if not group.wait(timeout_s):
+            missing = _missing(bundles, nodes, ray.available_resources())
+            remove_placement_group(group)
+            self._group = None
+            place = f"the Ray cluster at {self.address}" if self.address else "this machine"
+            raise ValueError(
+                f"the device plan's processes must find room on {place} within {timeout_s:g} s, but {missing}: lower "
+                "num_devices, or wait for others to finish."
+            )
+        # Ray gives a process one thread; the CPUs there are, shared out, are what torch would use in one process.
+        threads = max(1, int(sum(cpus) // sum(len(seat.devices) for role in taken.values() for seat in role)))
+
+        def options(seat: Seat) -> dict[str, Any]:
+            return {
+                "num_cpus": seat.num_cpus,
+                "num_gpus": seat.num_gpus,
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=seat.bundle
+                ),
+                "runtime_env": {"env_vars": _environment(seat, threads, pinned=self.address is None)},
+            }
+
+        return {role: [options(seat) for seat in places] for role, places in taken.items()}
+
+    def shutdown(self) -> None:
+        """Ends the run's actors and gives back what was reserved; also the cluster, if it was started here. May be
+        called again."""
+        if self._closed:
+            return
+        self._closed = True
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        try:
+            # A cluster of our own ends as a whole; asking it first would hang where a signal to the process group has
+            # ended it already.
+            if self._group is not None and self.address is not None and ray.is_initialized():
+                remove_placement_group(self._group)
+        finally:
+            ray.shutdown()
+            if self._folder_lock is not None:
+                _remove(self._folder_lock)
+
+
+def start(address: str | None = None) -> Cluster:
+    """Starts Ray on this machine, or joins a cluster.
+
+    A cluster that is started here listens on loopback and has no dashboard. Ray asks for a token by default, which it
+    keeps in ``~/.ray``.
+
+    Args:
+        address: ``auto`` (the cluster of this machine or of ``RAY_ADDRESS``) or ``host:port``; None starts one.
+
+    Raises:
+        ValueError: Ray is missing or too old, or there is no cluster at the address.
+    """
+    require_ray()
+    if address not in (None, "auto"):
+        _check_reachable(address)
+    import ray
+
+    # Whoever waits for a call gets its error. What is still under way when a run ends may fail: Ray would print that.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    # Ray would replace the handler by its own, and a run that is told to end would not be saved.
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM)
+    lock = _short_folder() if address is None else None
+    try:
+        if lock is not None:
+            _start_here(os.path.dirname(lock.name))
+        else:
+            _show_token()
+            ray.init(address=address, logging_level="error")
+    except BaseException as error:
+        if lock is not None:
+            _remove(lock)
+        # None there, a wrong or no token, another version of Ray.
+        elif isinstance(error, ConnectionError | RuntimeError | ray.exceptions.AuthenticationError):
+            raise _unreachable(address, error) from error
+        raise
+    finally:
+        if on_main_thread and callable(handler):
+            signal.signal(signal.SIGTERM, handler)
+    return Cluster(address, lock)
+
+
+def _show_token() -> None:
+    """Has this process show its token: ``ray start`` asks for one wherever it finds one, and joining does not look."""
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+
+    if "RAY_AUTH_MODE" not in os.environ and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        os.environ["RAY_AUTH_MODE"] = "token"
+        Config.initialize("")  # else Ray keeps what it read at its import
+
+
+def _start_here(folder: str) -> None:
+    """Starts Ray; once more where its node was not there after the 30 s that Ray gives it, on a busy machine.
+
+    It listens on loopback alone, as Ray by itself does on macOS: elsewhere that has no option. It starts no process for
+    each CPU ahead of time: actors have environment variables of their own, so they could not use one. And neither those
+    of an autoscaler and a dashboard, which Ray starts even so, and waits for. Each is in a process group
+    of its own: a signal to the script's group is the script's to answer.
+    """
+    import ray
+    from ray._private import ray_constants, services
+    from ray._private.node import Node
+
+    options: dict[str, Any] = {"include_dashboard": False, "logging_level": "error", "_temp_dir": folder}
+    options["_system_config"] = {"prestart_worker_first_driver": False}
+    usual = ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen, Node.start_monitor, Node.start_api_server
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    if sys.platform == "linux":  # elsewhere Ray itself ends them by their group
+        services.ConsolePopen = partial(services.ConsolePopen, process_group=0)
+    Node.start_monitor = Node.start_api_server = lambda *_, **__: None
+    try:
+        for last in (False, True):
+            try:
+                ray.init(address="local", **options)
+                return
+            except Exception as error:
+                if last or "timed out during startup" not in str(error):
+                    raise
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen, Node.start_monitor, Node.start_api_server = usual
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has an IPv4 address; None if none has, or where that is not known."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
+            with suppress(OSError):  # it has no address
+                request = struct.pack("256s", name.encode()[:15])
+                if socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]) == address:
+                    return name
+    return None
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"ray.address={address} must be auto or host:port: use ray.address=auto.")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except OSError as error:
+        raise _unreachable(address, error) from error
+
+
+def _unreachable(address: str | None, error: Exception) -> ValueError:
+    return ValueError(
+        f"ray.address={address} must be a Ray cluster that can be joined ({error}): start one with `ray start --head`, "
+        "copy ~/.ray/auth_token from its head if it asks for a token, or leave ray.address out to have one started for "
+        "the run."
+    )
+
+
+def _short_folder() -> IO[str]:
+    """A locked file in a new folder for Ray's sockets, whose paths may have 107 bytes, of which Ray's own part is 65.
+
+    Folders whose lock nobody holds were left by a process that was killed: they are removed.
+    """
+    usual = Path(tempfile.gettempdir())
+    parent = usual if len(os.fsencode(usual)) < 28 else Path("/tmp")
+    for left in parent.glob("ray-*/lock"):
+        with suppress(OSError), left.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left.parent, ignore_errors=True)
+    lock = (Path(tempfile.mkdtemp(prefix="ray-", dir=parent)) / "lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def _remove(lock: IO[str]) -> None:
+    """Removes the folder of a cluster that has been told to end: its last processes may still write there."""
+    folder = Path(lock.name).parent
+    lock.close()
+    deadline = time.monotonic() + _LONGEST_END_S
+    while folder.exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.1)
+
+
+def _environment(seat: Seat, threads: int, *, pinned: bool) -> dict[str, str]:
+    """Environment variables of a process; ``pinned`` if its devices are the plan's and not Ray's choice."""
+    # Ray copies what an actor prints into the user's terminal, which has a progress bar of its own.
+    variables = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", **actor_environment()}
+    if "OMP_NUM_THREADS" not in os.environ:
+        variables["OMP_NUM_THREADS"] = str(threads * len(seat.devices))
+    if pinned and seat.devices[0].type == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else None
+        indices = [device.index for device in seat.devices]
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] if names else str(i) for i in indices)
+        variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+    return variables
+
+
+def _missing(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]], free: dict[str, float]) -> str:
+    """What keeps the bundles from being placed, with the numbers."""
+    lacks = []
+    for resource in ("GPU", "CPU"):
+        wanted = sum(bundle.get(resource, 0) for bundle in bundles)
+        there, total = free.get(resource, 0), sum(node.get(resource, 0) for node in nodes)
+        if wanted > there:
+            lacks.append(
+                f"{wanted:g} {resource} are needed and {there:g} of {total:g} are free, {wanted - there:g} short"
+            )
+        largest = max(bundle.get(resource, 0) for bundle in bundles)
+        most = max((node.get(resource, 0) for node in nodes), default=0)
+        if wanted <= there and largest > most:
+            lacks.append(f"one process needs {largest:g} {resource} and no machine has more than {most:g}")
+    return " and ".join(lacks) or f"they do not fit together on any of the {len(nodes)} machines' free resources"

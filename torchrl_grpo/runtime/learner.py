@@ -1,0 +1,204 @@
+"""``RayLearner``: the driver's handle on the training ranks, with the surface of ``Learner`` that ``fit`` uses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torchrl._utils import logger as torchrl_logger
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_grpo.errors import LearnerLostError, NonFiniteError, NotSavedError, WaitedTooLongError
+from torchrl_grpo.learner.checkpoint import Checkpointer
+from torchrl_grpo.learner.learner import Learner
+from torchrl_grpo.runtime.actors import LearnerActor
+from torchrl_grpo.runtime.source import RayBatch
+from torchrl_grpo.runtime.workers import cause_of, is_loss
+
+_TICK_S = 1.0
+_HEARD_S = 10.0
+"""How long after the first failure of a rank the others are listened to."""
+
+
+class RayLearner:
+    """Learners as Ray actors, one for each training rank.
+
+    A rank that dies takes the run with it: the others hold a part of the model each, and what they would wait for never
+    comes. Every method but ``close`` raises ``LearnerLostError`` then, with the last checkpoint, and
+    ``WaitedTooLongError`` when the ranks do not answer.
+
+    Attributes:
+        version: batches trained so far.
+        resumable: whether the weights are those between two batches: not inside one, nor after a loss.
+        pids: the process of each rank.
+
+    Args:
+        factory: makes a rank's learner in its process; it is given the mesh of all ranks, None for one rank.
+
+    Keyword Args:
+        options: for each rank, Ray's options for its actor.
+        tensor_parallel_size: ranks that compute each layer together.
+        actor_timeout_s: longest wait for anything, and the timeout of the process group.
+        resumed_from: the checkpoint that the factory restores.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[DeviceMesh | None], Learner],
+        *,
+        options: Sequence[Mapping[str, Any]],
+        tensor_parallel_size: int = 1,
+        actor_timeout_s: float = 1800.0,
+        resumed_from: Path | None = None,
+    ) -> None:
+        import ray
+
+        self.version = 0
+        self.resumable = True
+        self.pids: list[int] = []
+        self.actor_timeout_s = actor_timeout_s
+        self._last_checkpoint = resumed_from
+        remote = ray.remote(LearnerActor)
+        self._ranks = [
+            remote.options(**given).remote(factory, rank, len(options), tensor_parallel_size)
+            for rank, given in enumerate(options)
+        ]
+
+    def start(self) -> None:
+        """Makes the learners of all ranks.
+
+        Raises:
+            Exception: what the factory raised.
+        """
+        address = None
+        if len(self._ranks) > 1:
+            [address] = self._ask("open a port", [self._ranks[0].open_store.remote(self.actor_timeout_s)])
+        setup = [rank.setup.remote(address, self.actor_timeout_s) for rank in self._ranks]
+        started = self._ask("load the model", setup)
+        self.pids, self.version = [pid for pid, _ in started], started[0][1]
+
+    def train_batch(self, batch: RayBatch) -> dict[str, float]:
+        """See ``Learner.train_batch``."""
+        self.resumable = False
+        steps = [rank.train.remote(*batch.refs) for rank in self._ranks]
+        try:
+            answers = self._ask("train a batch", steps)
+        except (KeyboardInterrupt, SystemExit):
+            torchrl_logger.warning("The ranks end their step first, so that the run can be saved.")
+            self.version, _ = self._ask("train a batch", steps)[0]
+            self.resumable = True
+            raise
+        self.version, metrics = answers[0]
+        self.resumable = True
+        return metrics
+
+    def weights(self) -> Any:
+        """A reference to the ``WeightHandle`` of the current version, which is there until ``release``."""
+        return self._send("weights")
+
+    def reference_weights(self) -> Any:
+        """The same for a reference model; the weights are there as long as the reference."""
+        return self._send("reference_weights")
+
+    def _send(self, method: str) -> Any:
+        answers = [rank.send.options(num_returns=2).remote(method) for rank in self._ranks]
+        self._ask("gather the weights", [version for version, _ in answers])
+        return answers[0][1]
+
+    def release(self, version: int) -> None:
+        """Frees the weights of a version that nobody reads or will read any more. Returns at once."""
+        if self._ranks:
+            self._ranks[0].call.remote("release", version)
+
+    def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
+        """See ``Learner.save``; rank 0 writes the file."""
+        try:
+            self._last_checkpoint = self._ask_all("save", "save", checkpointer, source)
+        except (NotSavedError, NonFiniteError):
+            self.resumable = True  # the weights are those between two batches all the same
+            raise
+        return self._last_checkpoint
+
+    def sizes(self) -> tuple[int, int]:
+        """See ``Learner.sizes``."""
+        return self._ask("measure the model", [self._ranks[0].call.remote("sizes")])[0]
+
+    def export(self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase, ended: bool = True) -> Path:
+        """See ``Learner.export``; rank 0 writes the files."""
+        try:
+            return self._ask_all("export", "export", checkpointer, tokenizer, ended)
+        except NotSavedError:
+            self.resumable = True  # the weights are those between two batches all the same
+            raise
+
+    def samples(self, most: int | None) -> list[dict[str, Any]]:
+        """See ``Learner.samples``."""
+        return self._ask("show samples", [self._ranks[0].call.remote("samples", most)])[0]
+
+    def mismatch(self, probe: Any) -> tuple[float, float]:
+        """See ``Learner.mismatch``."""
+        return self._ask_all("score a probe", "mismatch", probe)
+
+    def close(self) -> None:
+        """Ends the ranks. May be called again."""
+        import ray
+
+        for rank in self._ranks:
+            ray.kill(rank)
+        self._ranks = []
+
+    def _ask_all(self, what: str, method: str, *arguments: Any) -> Any:
+        """Rank 0's answer to what all ranks do together."""
+        return self._ask(what, [rank.call.remote(method, *arguments) for rank in self._ranks])[0]
+
+    def _ask(self, what: str, references: list[Any]) -> list[Any]:
+        """The answers of the ranks; the first failure ends the wait, because the other ranks may wait for that one."""
+        import ray
+
+        deadline = time.monotonic() + self.actor_timeout_s
+        pending = list(references)
+        while pending:
+            done, pending = ray.wait(pending, timeout=_TICK_S)
+            try:
+                for reference in done:
+                    ray.get(reference)
+            except Exception as first:
+                self.resumable = False
+                error = _root_cause(first, references)
+                if not is_loss(error):
+                    raise cause_of(error) from None
+                raise LearnerLostError(
+                    f"a training rank died while the ranks were to {what} (version {self.version}): "
+                    f"{self.last_saved()}."
+                ) from error
+            if pending and time.monotonic() > deadline:
+                self.resumable = False
+                raise WaitedTooLongError(
+                    f"waited {self.actor_timeout_s:g} s (ray.actor_timeout_s) for the training ranks to {what} "
+                    f"(version {self.version}): {self.last_saved()}."
+                )
+        return ray.get(references)
+
+    def last_saved(self) -> str:
+        """How the run goes on from its last checkpoint, in words."""
+        saved = self._last_checkpoint
+        return f"go on with train.resume={saved}" if saved else "no checkpoint was written before"
+
+
+def _root_cause(first: Exception, references: Sequence[Any]) -> Exception:
+    """The loss of a rank, where that is behind an error: the others may hear of it first, as a broken connection."""
+    import ray
+
+    if is_loss(first):
+        return first
+    done, _ = ray.wait(list(references), num_returns=len(references), timeout=_HEARD_S)
+    for reference in done:
+        try:
+            ray.get(reference)
+        except Exception as error:
+            if is_loss(error):
+                return error
+    return first

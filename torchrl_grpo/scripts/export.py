@@ -1,0 +1,44 @@
+"""The model of a checkpoint, as Hugging Face's ``from_pretrained`` and vLLM load it.
+
+    python -m torchrl_grpo.export outputs/DATE/TIME
+    python -m torchrl_grpo.export outputs/DATE/TIME/checkpoints/checkpoint_000100.pt --output my_model
+    python -m torchrl_grpo.export outputs/DATE/TIME --adapters
+
+A run's folder stands for its newest whole checkpoint. The run's base model must be where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers.utils import logging as transformers_logging
+
+from torchrl_grpo.assembly.export import export
+from torchrl_grpo.errors import RunLostError
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Answers a command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchrl_grpo.export", description="Writes the model of a checkpoint as a Hugging Face model."
+    )
+    parser.add_argument("checkpoint", help="a checkpoint_*.pt, or the folder of a run: its newest whole one")
+    parser.add_argument("--output", type=Path, help="the folder to write; by default beside the checkpoint")
+    parser.add_argument("--adapters", action="store_true", help="write LoRA's adapters by themselves")
+    parser.add_argument("--trust-remote-code", action="store_true", help="let code of the base model's repository run")
+    asked = parser.parse_args(arguments)
+    transformers_logging.disable_progress_bar()
+    try:
+        target = export(
+            asked.checkpoint, asked.output, adapters=asked.adapters, trust_remote_code=asked.trust_remote_code
+        )
+    except (ValueError, RunLostError) as error:
+        parser.exit(2, f"error: {str(error).replace('train.resume=', '')}\n")
+    sys.stdout.write(f"{target}\n")
+
+
+if __name__ == "__main__":
+    main()

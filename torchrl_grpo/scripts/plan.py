@@ -1,0 +1,192 @@
+"""Advises how to split accelerators over training, reference model and inference, by simulating ``grpo-async.py``.
+
+    python -m torchrl_grpo.plan --devices 8 --gpu h100
+    python -m torchrl_grpo.plan --config-name grpo_math --devices 64 --gpu a100 model.name=Qwen/Qwen2.5-7B-Instruct
+    python -m torchrl_grpo.plan --devices 1024 --params 32e9 env.num_envs=8192 inference_model.tensor_parallel_size=2
+
+Nothing is loaded and no device is needed: what the stages take is computed from published figures (hardware.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from torchrl_grpo.advice.plan.hardware import GPUS, Workload, model_shape
+from torchrl_grpo.advice.plan.splits import Row, Settings, best_splits, simulate
+from torchrl_grpo.config import ConfigError, GRPOConfig, compose, orderly_exit, staleness_bound
+from torchrl_grpo.starter import starter_path
+
+_PROMPT = 256  # tokens, where the config has no limit
+_LITTLE = 0.01
+_CHANGES = {"staleness": "a staleness of one more", "in_flight": "inference_model.in_flight=keep"}
+
+
+def main(arguments: Sequence[str] | None = None, file: IO[str] | None = None, width: int | None = None) -> None:
+    """Prints the advice that the command line asks for.
+
+    Args:
+        arguments: of the command line; by default this process'.
+        file: where to print; standard output by default.
+        width: columns; those of the terminal by default.
+    """
+    asked = _parser().parse_intermixed_args(arguments)
+    with orderly_exit():
+        config = compose(asked.config_name, asked.overrides)
+        settings = _settings(config, asked)
+        rows = best_splits(settings, asked.devices)
+        compose(asked.config_name, _advice(settings, rows[0], asked))  # what is advised breaks no rule
+        console = Console(file=file, width=width, highlight=False, soft_wrap=True)
+        _show(console, settings, rows, asked)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m torchrl_grpo.plan", description="Advises how to split accelerators over the roles of grpo-async.py."
+    )
+    parser.add_argument("--config-name", default="grpo_gsm8k", metavar="NAME", help="as for the scripts (grpo_gsm8k)")
+    parser.add_argument("--devices", type=int, default=8, metavar="N", help="accelerators (8)")
+    parser.add_argument("--gpu", choices=GPUS, default="h100", help="their kind (h100)")
+    parser.add_argument("--params", type=_positive, metavar="X", help="parameters of a model that is not known, as 7e9")
+    parser.add_argument(
+        "--prompt-tokens", type=_positive, metavar="X", help="mean tokens of a prompt (half of env.max_prompt_tokens)"
+    )
+    parser.add_argument(
+        "--response-tokens",
+        type=_positive,
+        metavar="X",
+        help="mean tokens of a response: a run's rollout/response_length (half of inference_model.max_new_tokens)",
+    )
+    parser.add_argument("--reward-s", type=float, default=0.0, metavar="X", help="seconds of a task's rewards (0)")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the config, as for the scripts")
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0")
+    return value
+
+
+def _settings(config: GRPOConfig, asked: argparse.Namespace) -> Settings:
+    """What the config says of a run, as far as its speed depends on it."""
+    env, engine, train = config.env, config.inference_model, config.train
+    name = config.model.name
+    folder = starter_path() if name == "starter" else Path(name)
+    longest = config.max_response_tokens
+    response = asked.response_tokens or longest / 2
+    if response > longest:
+        raise ConfigError(
+            f"--response-tokens={response:g} must not be above the {longest} of inference_model.max_new_tokens: use "
+            f"{longest} or less."
+        )
+    precision = {"full": config.train_model.dtype, "bf16": "bfloat16", "fp16": "float16"}[train.mixed_precision]
+    work = Workload(
+        shape=model_shape(name, folder, asked.params),
+        group_size=env.repeats,
+        prompt=asked.prompt_tokens or (env.max_prompt_tokens or 2 * _PROMPT) / 2,
+        response=response,
+        longest=longest,
+        groups=config.dialog_turns_per_batch // env.repeats,
+        passes=train.epochs,
+        optim_steps=config.optim_steps_per_batch,
+        micro_batch_tokens=train.micro_batch_tokens,
+        train_dtype=precision,
+        master_dtype=config.train_model.dtype,
+        engine_dtype=engine.dtype,
+        reference_dtype=config.ref_model.dtype,
+        backend=engine.backend,
+        checkpointing=config.train_model.gradient_checkpointing,
+        offload=config.train_model.cpu_offload,
+        lora=config.train_model.lora.enabled,
+        recomputes=config.policy.proximal == "recomputed",
+        scores=config.needs_reference,
+        broadcast=engine.weight_transfer in ("broadcast", "cuda_ipc"),
+        reward_s=asked.reward_s,
+    )
+    return Settings(
+        gpu=GPUS[asked.gpu],
+        work=work,
+        max_staleness=staleness_bound(config, True),
+        engine_size=engine.tensor_parallel_size,
+        waits=engine.in_flight == "wait",
+        rows=env.num_envs,
+    )
+
+
+def _show(console: Console, settings: Settings, rows: Sequence[Row], asked: argparse.Namespace) -> None:
+    work, best = settings.work, rows[0]
+    console.print(
+        f"{asked.devices:,} x {asked.gpu}, {work.shape.parameters / 1e9:.3g}B parameters, batches of {work.groups:,} "
+        f"groups of {work.group_size}, prompts of {work.prompt:.0f} tokens and responses of {work.response:.0f} on "
+        f"average, staleness {settings.max_staleness}. Simulated from published figures: trust the order more than the "
+        "hours."
+    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+    for name in ("train", "ref", "inference", "steps/h", "tokens/s", "idle %", "binds", "GB a device"):
+        table.add_column(name, justify="right" if name in ("steps/h", "tokens/s") else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*_cells(settings, row))
+    console.print(table)
+    console.print(
+        "idle % and GB are of train, ref and inference; where inference is idle there is room for more groups."
+    )
+    helps = [
+        f"{_CHANGES.get(name, f'half of the {name}')} {gain:+.0%}"
+        for name, gain in sorted(best.gains.items(), key=lambda item: -item[1])
+        if gain > _LITTLE
+    ]
+    console.print(f"What would speed up the first split: {', '.join(helps) or 'nothing alone'}.")
+    split, loop = best.split, settings.loop(best.split)
+    at_once = simulate(replace(loop, max_staleness=0), settings.costs(split, loop))
+    console.print(f"The same split with grpo.py, that is, without overlap: {3600 / at_once.step_s:,.0f} steps/h.")
+    if split.devices < asked.devices:
+        console.print(
+            f"{asked.devices - split.devices:,} devices are left, with which it would be hardly faster: a larger "
+            f"train.dialog_turns_per_batch (now {work.groups * work.group_size:,}) could use them."
+        )
+    name = "" if asked.config_name == "grpo_gsm8k" else f"--config-name {asked.config_name} "
+    console.print(f"\npython sota/grpo/grpo-async.py {name}{' '.join(_advice(settings, best, asked))}")
+
+
+def _cells(settings: Settings, row: Row) -> list[str]:
+    split, result, work = row.split, row.result, settings.work
+    own = [True, split.reference > 0, True]
+    idle = (1 - result.learner_share, 1 - result.reference_share, 1 - result.sampler_share)
+    tokens = work.groups * work.group_size * work.response / result.step_s
+    return [
+        str(split.train),
+        str(split.reference) if split.reference or not settings.has_reference else "train",
+        str(split.inference),
+        f"{3600 / result.step_s:,.0f}",
+        f"{tokens:,.0f}",
+        "/".join(f"{100 * share:.0f}" if has else "-" for share, has in zip(idle, own, strict=True)),
+        row.binds,
+        "/".join(_gigabytes(held) if has else "-" for held, has in zip(settings.memory(split), own, strict=True)),
+    ]
+
+
+def _gigabytes(held: float) -> str:
+    return f"{held / 1e9:.{0 if held >= 1e10 else 1}f}"
+
+
+def _advice(settings: Settings, row: Row, asked: argparse.Namespace) -> list[str]:
+    """The overrides of the split, after those that were given."""
+    split, envs = row.split, settings.num_envs(row.split)
+    new = {"train_model.num_devices": split.train, "inference_model.num_devices": split.inference}
+    new |= {"ref_model.num_devices": split.reference} if split.reference else {}
+    new |= {"env.num_envs": envs} if envs != settings.rows else {}
+    kept = [text for text in asked.overrides if text.partition("=")[0] not in new]
+    return kept + [f"{name}={value}" for name, value in new.items()]
+
+
+if __name__ == "__main__":
+    main()

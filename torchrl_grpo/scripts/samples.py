@@ -1,0 +1,195 @@
+"""Shows the samples of a run in the terminal: filtered, sorted, or before against after.
+
+Text that a model wrote is never trusted: it is not read as markup, and what cannot be printed is shown escaped.
+
+    python -m torchrl_grpo.samples outputs/DATE/TIME --split test --max-reward 0 --limit 5
+    python -m torchrl_grpo.samples outputs/DATE/TIME --text "####" --sort length
+    python -m torchrl_grpo.samples outputs/DATE/TIME --group 784
+    python -m torchrl_grpo.samples outputs/DATE/TIME --compare --step 0 500 --sort change
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import IO, Any
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from torchrl_grpo.host.files import SAMPLES_FILE, read_jsonl
+from torchrl_grpo.host.text import number, percent, printable_lines
+from torchrl_grpo.reporting.records import earned, passes, reward_text
+
+Row = Mapping[str, Any]
+Pair = tuple[Row, Row]
+
+
+def main(arguments: Sequence[str] | None = None, file: IO[str] | None = None, width: int | None = None) -> None:
+    """Prints the samples that the command line asks for.
+
+    Args:
+        arguments: of the command line; by default this process'.
+        file: where to print; standard output by default.
+        width: columns; those of the terminal by default.
+    """
+    parser = _parser()
+    asked = parser.parse_args(arguments)
+    path = Path(asked.run)
+    path = path / SAMPLES_FILE if path.is_dir() else path
+    if not path.is_file():
+        parser.error(f"RUN={asked.run} must be a run's folder, or its {SAMPLES_FILE}, and has none: give such a path.")
+    if asked.sort == "change" and not asked.compare:
+        parser.error("--sort=change needs two samples of a problem: give --compare too, or sort by reward.")
+    rows = read_jsonl(path)
+    found = [row for row in rows if _belongs(row, asked)]
+    console = Console(file=file, width=width, highlight=False)
+    if asked.compare:
+        pairs = [pair for pair in compare(found) if _passes(pair[1], asked)]
+        _show_pairs(
+            _first(pairs, asked, lambda pair, by: _change(pair) if by == "change" else _key(pair[1], by)), console
+        )
+        _line(_compared(pairs), console)
+    else:
+        found = [row for row in found if _passes(row, asked)]
+        for row in _first(found, asked, _key):
+            _show(row, console)
+        _line(f"{min(asked.limit, len(found)):,} of {len(found):,} samples that match, of {len(rows):,}", console)
+    if not found:
+        steps, sets = ({row[name] for row in rows if name in row} for name in ("step", "dataset"))
+        _line(f"there are the steps {sorted(steps)}" + (f" and the data sets {sorted(sets)}" if sets else ""), console)
+
+
+def compare(rows: Iterable[Row]) -> list[Pair]:
+    """Of each problem that was sampled at several steps, a sample of the first and one of the last step.
+
+    >>> [(before, after)] = compare([{"step": step, "split": "test", "query": "1+1"} for step in (50, 0, 100)])
+    >>> before["step"], after["step"]
+    (0, 100)
+    """
+    problems: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        problems.setdefault((row.get("split"), row.get("dataset"), row.get("query")), []).append(row)
+    pairs = []
+    for samples in problems.values():
+        before = min(samples, key=lambda row: row["step"])
+        after = max(samples, key=lambda row: row["step"])
+        if before["step"] < after["step"]:
+            pairs.append((before, after))
+    return pairs
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m torchrl_grpo.samples", description="Shows the samples of a run.")
+    parser.add_argument("run", metavar="RUN", help=f"a run's folder, or its {SAMPLES_FILE}")
+    parser.add_argument("--step", type=int, nargs="+", metavar="N", help="of these steps")
+    parser.add_argument("--split", choices=("train", "test"), help="of this split")
+    parser.add_argument("--dataset", metavar="NAME", help="of this data set")
+    parser.add_argument("--group", type=int, metavar="N", help="of this group: the responses to one prompt")
+    parser.add_argument("--min-reward", type=float, metavar="X", help="with at least this reward")
+    parser.add_argument("--max-reward", type=float, metavar="X", help="with at most this reward")
+    parser.add_argument("--text", help="with this text in prompt or response, in capitals or not")
+    parser.add_argument("--sort", choices=("step", "reward", "length", "change"), help="lowest first; change of reward")
+    parser.add_argument("--reverse", action="store_true", help="highest first, or last written first")
+    parser.add_argument("--limit", type=_count, default=20, metavar="N", help="show at most so many (20)")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="each problem at its first and its last step; rewards and text of the last",
+    )
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 1")
+    return int(text)
+
+
+def _belongs(row: Row, asked: argparse.Namespace) -> bool:
+    """Whether it is of the steps, the split, the data set and the group that were asked for."""
+    return (
+        (asked.step is None or row.get("step") in asked.step)
+        and asked.split in (None, row.get("split"))
+        and asked.dataset in (None, row.get("dataset"))
+        and asked.group in (None, row.get("group"))
+    )
+
+
+def _passes(row: Row, asked: argparse.Namespace) -> bool:
+    return passes(row, asked.min_reward, asked.max_reward, asked.text)
+
+
+def _key(row: Row, by: str) -> Any:
+    if by == "reward":
+        return float("-inf") if earned(row) is None else earned(row)
+    return len(str(row.get("response"))) if by == "length" else row["step"]
+
+
+def _change(pair: Pair) -> float:
+    before, after = map(earned, pair)
+    return 0.0 if before is None or after is None else after - before
+
+
+def _first(items: Sequence[Any], asked: argparse.Namespace, key: Callable[[Any, str], Any]) -> list[Any]:
+    """The items that are shown, in order."""
+    ordered = list(items) if asked.sort is None else sorted(items, key=lambda item: key(item, asked.sort))
+    return (ordered[::-1] if asked.reverse else ordered)[: asked.limit]
+
+
+def _show(row: Row, console: Console) -> None:
+    group = f"group {row['group']}" if "group" in row else None
+    where = [f"step {row.get('step')}", row.get("split"), row.get("dataset"), group]
+    console.print(_outcome(row, console, " | ".join(str(item) for item in where if item)))
+    for name in ("query", "response"):
+        console.print(Padding(_text(str(row.get(name)), console, "dim" if name == "query" else ""), (0, 0, 1, 2)))
+
+
+def _outcome(row: Row, console: Console, before: str) -> Text:
+    """A line on a sample: where it is from, and what it earned."""
+    parts = ", ".join(f"{name} {number(value)}" for name, value in (row.get("parts") or {}).items())
+    earned = f"{before} | reward {reward_text(row)}" + (f" ({parts})" if parts else "")
+    if row.get("advantage") is not None:
+        earned += f" | advantage {number(row['advantage'])}"
+    return _text(earned, console, "bold green" if row.get("correct") else "bold red")
+
+
+def _show_pairs(pairs: Sequence[Pair], console: Console) -> None:
+    for before, after in pairs:
+        table = Table(box=box.SIMPLE_HEAD, expand=True, title_justify="left", title_style="")
+        table.title = _text(str(after.get("query")), console, "dim")
+        for row in (before, after):
+            table.add_column(_outcome(row, console, f"step {row['step']}"), ratio=1, overflow="fold")
+        table.add_row(*(_text(str(row.get("response")), console) for row in (before, after)))
+        console.print(table)
+
+
+def _compared(pairs: Sequence[Pair]) -> str:
+    """What all the pairs are like."""
+    valid = [pair for pair in pairs if None not in map(earned, pair)]
+    changes = [_change(pair) for pair in valid]
+    better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
+    text = f"{len(pairs):,} problems: {better:,} better, {worse:,} worse, {len(valid) - better - worse:,} the same"
+    for name, value, shown in (("reward", earned, number), ("correct", lambda row: bool(row.get("correct")), percent)):
+        if valid:
+            before, after = (fmean(value(pair[i]) for pair in valid) for i in (0, 1))
+            text += f"; {name} {shown(before)} -> {shown(after)}"
+    return text
+
+
+def _line(text: str, console: Console) -> None:
+    console.print(_text(text, console), soft_wrap=True)
+
+
+def _text(text: str, console: Console, style: str = "") -> Text:
+    """Text whose newlines stay and whose other control characters become escapes."""
+    return Text(printable_lines(text, console.encoding), style=style)
+
+
+if __name__ == "__main__":
+    main()

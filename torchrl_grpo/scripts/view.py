@@ -1,0 +1,41 @@
+"""Serves a page on runs that go on or have ended: curves, groups of responses, tokens, a timeline, alarms, configs.
+
+    python -m torchrl_grpo.view outputs/DATE/TIME
+    python -m torchrl_grpo.view outputs/first outputs/second
+
+It prints the page's address, which this machine alone answers and which has a token, and serves until Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchrl_grpo.host.files import METRICS_FILE, SAMPLES_FILE
+from torchrl_grpo.reporting.view.start import listen, serve
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serves the page.
+
+    Args:
+        arguments: of the command line; by default this process'.
+    """
+    parser = argparse.ArgumentParser(
+        "python -m torchrl_grpo.view", description="Serves a page on runs that go on or have ended."
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run's folder; several are compared")
+    asked = parser.parse_args(arguments)
+    for run in asked.runs:
+        if not any((run / name).is_file() for name in (METRICS_FILE, SAMPLES_FILE)):
+            parser.error(f"RUN={run} must be a run's folder, and has no {METRICS_FILE}: give such a path.")
+    listening, token, address = listen()
+    sys.stdout.write(f"The page: {address}\nCtrl-C ends it.\n")
+    sys.stdout.flush()
+    serve(asked.runs, listening, token)
+
+
+if __name__ == "__main__":
+    main()

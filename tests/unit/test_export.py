@@ -60,7 +60,7 @@ def test_a_live_run_is_exported_from_its_next_checkpoint(
 ) -> None:
     """It keeps one checkpoint, and writes the next one before or after this one is read."""
     shutil.copytree(lora_run, tmp_path / "run")
-    real, calls = torchrl_grpo.export.read_checkpoint, list[Path]()
+    real, calls = torchrl_grpo.assembly.export.read_checkpoint, list[Path]()
 
     def read_checkpoint(path: Path) -> dict[str, Any]:
         calls.append(path)
@@ -69,7 +69,7 @@ def test_a_live_run_is_exported_from_its_next_checkpoint(
             path.rename(at(tmp_path / "run", 2))
         return found or real(path)
 
-    monkeypatch.setattr(torchrl_grpo.export, "read_checkpoint", read_checkpoint)
+    monkeypatch.setattr(torchrl_grpo.assembly.export, "read_checkpoint", read_checkpoint)
     main([str(tmp_path / "run"), "--output", str(tmp_path / "model")])
     assert calls == [at(tmp_path / "run", 1), at(tmp_path / "run", 2)]
     assert_same(weights(tmp_path / "model"), weights(lora_run / "checkpoints" / "model"))

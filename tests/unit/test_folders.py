@@ -21,7 +21,7 @@ from torchrl._utils import logger as torchrl_logger
 
 from tests.support.configs import ROOT, compose_config
 from tests.support.runs import SMALL, run, steps
-from torchrl_grpo.assembly.export import main as export
+from torchrl_grpo.scripts.export import main as export
 from torchrl_grpo.assembly.run import Run, build
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.errors import FolderLostError, NotSavedError

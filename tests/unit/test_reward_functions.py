@@ -273,7 +273,7 @@ def test_a_function_of_verl_may_give_the_response_another_name(name: str) -> Non
     assert [rewards(dialog()).reward, rewards(dialog(**row)).reward] == [1.0, 0.0]
 
 
-def test_of_a_tuple_that_a_function_of_verl_returns_the_first_entry_is_the_score() -> None:
+def test_the_first_entry_of_a_tuple_from_a_function_of_verl_is_the_score() -> None:
     def compute_score(model_output: str, ground_truth: str) -> tuple[bool, bool, str]:
         return model_output == ground_truth, True, model_output
 

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_grpo.collectors.source import RolloutSource
 from torchrl_grpo.errors import FolderLostError, NonFiniteError, NoSignalError, NotSavedError, RunLostError
 from torchrl_grpo.host import stalls
 from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
@@ -35,6 +34,50 @@ _LONGEST_SHIELD_S = 20.0
 """Seconds for which a training step may go on after the signal that ends the run."""
 _LARGEST_ON_POLICY_KL = 0.1
 """Nats per token. Rounding gives about 1e-12 in float32 and 1e-3 with an engine in bfloat16."""
+
+
+class RolloutSource(Protocol):
+    """Gives batches of finished, scored sequences and takes new weights.
+
+    ``learner_version - policy_version`` of a sequence that ``next_batch`` returns never exceeds ``max_staleness``.
+    """
+
+    @property
+    def max_staleness(self) -> int: ...
+
+    def next_batch(self) -> Any:
+        """The next batch, as the learner that goes with this source takes it."""
+
+    def publish(self, handle: Any, version: int) -> None:
+        """Gives the samplers the weights of a trained batch, as that learner gives them."""
+
+    def update_reference(self, handle: Any) -> None:
+        """Makes other weights the reference model's, for all that is scored from here on."""
+
+    def evaluate(self, *, sampled: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """What ``Evaluator.evaluate`` gives for the published weights; nothing without a test split."""
+
+    def probes(self) -> list[Any]:
+        """What ``Sampler.probe`` gives for each sampler, with the published weights."""
+
+    def metrics(self) -> dict[str, float]:
+        """What is known here of the latest batch, named ``section/name``: seconds, staleness, counts."""
+
+    def spans(self) -> list[dict[str, Any]]:
+        """What the actors did since this was last called, as spans of ``timeline.jsonl`` (``RolloutReport.spans``)."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next batches depend on, apart from the weights.
+
+        ``drawing`` (where the problems are), ``ahead`` (group and problem of what was drawn and no batch has taken) and
+        ``engines`` (the state of each, None where it cannot be told).
+        """
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what ``state_dict`` gave."""
+
+    def close(self) -> None:
+        """Ends the samplers. May be called again."""
 
 
 class LearnerLike(Protocol):

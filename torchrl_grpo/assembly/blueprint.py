@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from collections import Counter
@@ -61,24 +60,6 @@ class Blueprint:
     greedy_env: LLMEnv | None
     sampled_env: LLMEnv | None
     resume: Resume | None = None
-
-    def task_env(self, groups: int) -> LLMEnv:
-        """An environment like that for training, of so many groups."""
-        repeats = self.config.env.repeats
-        env = LLMEnv(
-            self.task,
-            self.tokenizer,
-            num_envs=groups * repeats,
-            repeats=repeats,
-            max_prompt_tokens=self.max_prompt_tokens,
-            max_dialog_tokens=self.max_dialog_tokens,
-            max_turns=self.config.env.max_turns,
-            seed=self.config.seed,
-            reward_pool=self.reward_pool,
-            template_arguments=self.config.env.chat_template_kwargs,
-        )
-        env.prompts.difficulty_filter = self.config.env.difficulty_filter
-        return env
 
 
 @contextmanager
@@ -145,12 +126,12 @@ def prepare(
             template_arguments=env.chat_template_kwargs,
         )
         train_env = make(num_envs=env.num_envs, repeats=env.repeats, seed=config.seed)
-        train_env.prompts.difficulty_filter = env.difficulty_filter
+        train_env.drawing.difficulty_filter = env.difficulty_filter
         config = _with_length(config, train_env.num_problems)
         if resume is not None:
             check_length(resume, config)
-            train_env.load_state_dict(resume.source["env"])
-        transformed(config, copy.copy(train_env)).close()  # what it refuses, it refuses here
+            train_env.load_state_dict(resume.source["drawing"])
+        transformed(config, train_env.with_rows(env.num_envs)).close()  # what it refuses, it refuses here
         greedy_env, sampled_env = _test_envs(config, task, partial(make, split="test"))
         return Blueprint(
             config=config,

@@ -5,7 +5,6 @@ The driver of a local run calls these functions, and so do the actors of a distr
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +23,6 @@ from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.sampler import Sampler
 from torchrl_grpo.config import GRPOConfig
-from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Engine
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.transformers import TransformersEngine
@@ -134,7 +132,7 @@ def make_model(config: GRPOConfig, device: torch.device) -> nn.Module:
 
 def make_sampler(
     blueprint: Blueprint,
-    task_env: LLMEnv | None = None,
+    task_groups: int | None = None,
     concurrent_tasks: int = 1,
     *,
     device: torch.device | None = None,
@@ -143,25 +141,21 @@ def make_sampler(
 
     Args:
         blueprint: checked.
-        task_env: what the groups of a rollout task are played in; the engine is then one that several may call at a
-            time, where there is such a one. None is a sampler that makes whole batches in the blueprint's environment.
+        task_groups: groups of a rollout task; the engine is then one that several may call at a time, where there is
+            such a one. None is a sampler that plays whole batches, ``env.num_envs`` rows at a time.
         concurrent_tasks: rollout tasks that it plays at a time.
         device: of its engine, the first one of several.
     """
     config = blueprint.config
-    engine = make_engine(blueprint, device or own_device(), concurrent=task_env is not None)
-    collector = partial(
-        RolloutCollector,
-        policy=GenerationPolicy(engine, blueprint.params, rescore=_rescorer(config, engine)),
-        dynamic_sampling=config.policy.dynamic_sampling,
-        max_sampling_rounds=config.policy.max_sampling_rounds,
-    )
-    if task_env is None:
+    engine = make_engine(blueprint, device or own_device(), concurrent=task_groups is not None)
+    if task_groups is None:
         engine.seed(config.seed)
-        env = transformed(config, blueprint.train_env)
-        collectors = [collector(env, dialog_turns_per_batch=config.dialog_turns_per_batch)]
-    else:  # the environments differ in the dialogs that they are in; problems and prompts they share
-        collectors = [collector(transformed(config, copy.copy(task_env))) for _ in range(concurrent_tasks)]
+    policy = GenerationPolicy(engine, blueprint.params, rescore=_rescorer(config, engine))
+
+    def make_collector(groups: int) -> RolloutCollector:
+        env = blueprint.train_env.with_rows(groups * config.env.repeats)
+        return RolloutCollector(transformed(config, env), policy)
+
     evaluator = None
     if blueprint.greedy_env is not None:
         evaluation = config.evaluation
@@ -181,7 +175,17 @@ def make_sampler(
             rows=config.logging.test_rows,
         )
     prompts = blueprint.train_env.prompts.first(4)
-    return Sampler(engine, collectors, evaluator, blueprint.params, prompts, blueprint.reward_pool)
+    return Sampler(
+        engine,
+        make_collector,
+        evaluator,
+        blueprint.params,
+        prompts,
+        groups_at_a_time=task_groups or config.env.num_envs // config.env.repeats,
+        overlapping=concurrent_tasks > 1,
+        sleeps=task_groups is None and blueprint.plan.colocated,
+        reward_pool=blueprint.reward_pool,
+    )
 
 
 def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool = False) -> Engine:

@@ -26,7 +26,6 @@ from torchrl_grpo.assembly.blueprint import (
     task_geometry,
 )
 from torchrl_grpo.assembly.parts import make_learner, make_reference, make_sampler
-from torchrl_grpo.collectors.source import LocalSource
 from torchrl_grpo.config import GRPOConfig, check_one_process, plain, staleness_bound
 from torchrl_grpo.config.resumed import check_unused
 from torchrl_grpo.errors import FolderLostError
@@ -36,12 +35,14 @@ from torchrl_grpo.host.folders import FolderLock, claim
 from torchrl_grpo.host.startup import say
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
-from torchrl_grpo.learner.resume import Resume, check_tasks, find_resume
+from torchrl_grpo.learner.resume import Resume, find_resume
 from torchrl_grpo.loop import Schedule, fit
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.reporting.view.start import page_beside
+from torchrl_grpo.runtime.in_turn import InTurn
 from torchrl_grpo.runtime.staleness import GroupBuffer
+from torchrl_grpo.runtime.tasks import TaskQueue
 from torchrl_grpo.weights import transfer_kind
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Run:
     directory: Path
     lock: FolderLock
     learner: Learner | RayLearner
-    source: LocalSource | RaySource
+    source: InTurn | RaySource
     logger: MetricsLogger
     console: Console
     resources: ExitStack
@@ -189,7 +190,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         lock = resources.enter_context(FolderLock(directory))
         directory = lock.folder
         watch = resources.enter_context(stalls.watched(config.train.stall_timeout_s, directory))
-        cluster, resume = None, find_resume(config, plain(config), max_staleness, directory)
+        cluster, resume = None, find_resume(config, plain(config), directory)
         if config.train.resume is None:
             check_unused(directory)
         if config.ray.address is not None:  # first, because the plan is made of its accelerators
@@ -220,7 +221,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
             logger.truncate(done + 1 if done else 0)  # what this run's folder has of later steps is done again
             Checkpointer(directory / "checkpoints", {}).begin(done)
         learner: Learner | RayLearner
-        source: LocalSource | RaySource
+        source: InTurn | RaySource
         if distributed:
             learner, source = ranks, remote = _distributed(blueprint, max_staleness, transfer, resources, cluster)
             if watch is not None:
@@ -235,9 +236,7 @@ def _check_distributed(blueprint: Blueprint) -> str:
     from torchrl_grpo.runtime.cluster import require_ray
 
     require_ray()
-    task_groups, _ = task_geometry(blueprint.config, len(blueprint.plan.inference))
-    if blueprint.resume is not None:
-        check_tasks(blueprint.resume, task_groups, blueprint.config)
+    task_geometry(blueprint.config, len(blueprint.plan.inference))
     asked, plan = blueprint.config.inference_model.weight_transfer, blueprint.plan
     return transfer_kind(asked, trainer=plan.train[0], engines=plan.inference, colocated=plan.colocated)
 
@@ -254,7 +253,7 @@ def _logger(config: GRPOConfig, directory: Path, resume: Resume | None) -> Metri
     )
 
 
-def _local(blueprint: Blueprint, resources: ExitStack) -> tuple[Learner, LocalSource]:
+def _local(blueprint: Blueprint, resources: ExitStack) -> tuple[Learner, InTurn]:
     """The roles in this process; what must be ended is put into ``resources``."""
     config, plan = blueprint.config, blueprint.plan
     say(f"loading {config.model.name} to train")
@@ -266,10 +265,25 @@ def _local(blueprint: Blueprint, resources: ExitStack) -> tuple[Learner, LocalSo
     if config.has_own_reference:
         say("loading the reference model")
     reference = make_reference(blueprint, plan.reference[0]) if config.has_own_reference else None
-    source = LocalSource(sampler, reference, colocated=plan.colocated)
+    groups = config.dialog_turns_per_batch // config.env.repeats
+    source = InTurn(_tasks(blueprint, groups, GroupBuffer(groups, 0)), sampler, reference)
     if blueprint.resume is not None:
         source.load_state_dict(blueprint.resume.source)
     return learner, source
+
+
+def _tasks(blueprint: Blueprint, task_groups: int, buffer: GroupBuffer) -> TaskQueue:
+    """What is to be played in a run."""
+    config = blueprint.config
+    rounds, rows = config.policy.max_sampling_rounds, config.env.num_envs
+    return TaskQueue(
+        blueprint.train_env.drawing,
+        buffer,
+        task_groups=task_groups,
+        total_groups=buffer.groups_per_batch * config.num_batches,
+        group_size=config.env.repeats,
+        most_played=rounds * rows // config.env.repeats if config.policy.dynamic_sampling else None,
+    )
 
 
 def _start_ray(address: str | None, resources: ExitStack) -> Cluster:
@@ -292,7 +306,6 @@ def _distributed(
     from torchrl_grpo.runtime.learner import RayLearner
     from torchrl_grpo.runtime.rollout_manager import RolloutManager
     from torchrl_grpo.runtime.source import RaySource
-    from torchrl_grpo.runtime.tasks import TaskQueue
 
     config, plan, resume = blueprint.config, blueprint.plan, blueprint.resume
     actor_timeout_s, recovery_timeout_s = config.ray.actor_timeout_s, config.ray.recovery_timeout_s
@@ -314,15 +327,9 @@ def _distributed(
     if max_staleness and blueprint.reward_pool is not None and config.inference_model.backend == "transformers":
         # While one task is scored others are sampled, as many as may be under way, and weights may come in between.
         concurrent_tasks, in_flight = max_staleness + 1, "keep"
-    groups = config.dialog_turns_per_batch // config.env.repeats
-    tasks = TaskQueue(
-        blueprint.train_env,
-        GroupBuffer(groups, max_staleness),
-        task_groups=task_groups,
-        total_groups=groups * config.num_batches,
-        rounds=config.policy.max_sampling_rounds if config.policy.dynamic_sampling else 1,
-    )
-    sampler = partial(make_sampler, blueprint, blueprint.task_env(task_groups), concurrent_tasks)
+    buffer = GroupBuffer(config.dialog_turns_per_batch // config.env.repeats, max_staleness)
+    tasks = _tasks(blueprint, task_groups, buffer)
+    sampler = partial(make_sampler, blueprint, task_groups, concurrent_tasks)
     manager = RolloutManager(
         tasks,
         samplers=[(sampler, options) for options in place["inference"]],

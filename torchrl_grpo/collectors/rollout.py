@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
-from torchrl._utils import logger as torchrl_logger
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase, TransformedEnv
 
 from torchrl_grpo import keys
-from torchrl_grpo.checks import check_sampling_rounds
 from torchrl_grpo.collectors.dialogs import trajectories
-from torchrl_grpo.collectors.dynamic import GroupCounts, collect_dynamically
 from torchrl_grpo.compat.torchrl import refuse_arguments
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Completion
 from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.tasks.drawing import Drawn
 from torchrl_grpo.weights import named_weights
 
 
 @dataclass
 class RolloutCounts:
-    """What a rollout did: ``turns`` and ``tokens`` of the policy, seconds in the policy and in the environment.
-
-    They count everything that was played; ``groups`` says what dynamic sampling dropped of it.
-    """
+    """Counts of a rollout: ``turns`` and ``tokens`` of the policy, seconds in the policy and in the environment."""
 
     turns: int = 0
     tokens: int = 0
     generate_seconds: float = 0.0
     env_seconds: float = 0.0
-    groups: GroupCounts = field(default_factory=GroupCounts)
 
 
 class RolloutCollector(BaseCollector):
@@ -66,17 +59,12 @@ class RolloutCollector(BaseCollector):
             ``train.dialog_turns_per_batch`` is this.
         total_dialog_turns: iteration ends when so many trajectories were yielded; -1 never ends. The config's
             ``train.total_dialog_turns`` is this. (TorchRL's counts the turns within a dialog too.)
-        dynamic_sampling: drop zero-variance groups, whose valid rewards are all equal, and play on until the batch has
-            exactly ``dialog_turns_per_batch`` trajectories of other groups (arXiv 2503.14476, section 3.2).
-        max_sampling_rounds: after so many rollouts for one batch it is filled with the zero-variance groups that were
-            played last.
         replay_buffer: iteration writes each batch to it and yields None.
         postproc: what iteration makes of each batch before it yields or writes it, such as ``GroupAdvantage``.
         **others: what TorchRL's ``LLMCollector`` takes beyond that, where it says what is so anyway.
 
     Raises:
-        ValueError: a number is out of its range, dynamic sampling cannot give a batch of that size, or the environment
-            or the policy is of another kind.
+        ValueError: a number is out of its range, or the environment or the policy is of another kind.
         TypeError: an argument is TorchRL's and asks for something that this collector does not do.
 
     Examples:
@@ -106,8 +94,6 @@ class RolloutCollector(BaseCollector):
         *,
         dialog_turns_per_batch: int | None = None,
         total_dialog_turns: int = -1,
-        dynamic_sampling: bool = False,
-        max_sampling_rounds: int = 10,
         replay_buffer: ReplayBuffer | None = None,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         **others: Any,
@@ -132,24 +118,9 @@ class RolloutCollector(BaseCollector):
         self.total_frames = total_dialog_turns
         self.replay_buffer = replay_buffer
         self.postproc = postproc
-        self.dynamic_sampling = dynamic_sampling
-        self._group_size = self.base_env.repeats if dynamic_sampling else 0
-        self.max_sampling_rounds = max_sampling_rounds
-        if dynamic_sampling:
-            self._check_dynamic_sampling()
-        self._warned = False
         self._frames = 0
         self.last = RolloutCounts()
         self._closed = False
-
-    def _check_dynamic_sampling(self) -> None:
-        wanted, rows, size = self.requested_frames_per_batch, self.env.batch_size[0], self._group_size
-        if wanted % size:
-            raise ValueError(
-                f"dialog_turns_per_batch={wanted} must be a multiple of the group size {size} with dynamic sampling, "
-                f"which makes batches of exactly that many: use {wanted - wanted % size or size}."
-            )
-        check_sampling_rounds(self.max_sampling_rounds, rows, wanted)
 
     @property
     def base_env(self) -> LLMEnv:
@@ -179,12 +150,11 @@ class RolloutCollector(BaseCollector):
                 self.replay_buffer.extend(batch)
                 yield None
 
-    def rollout(self, further: Sequence[Mapping[str, Any]] = ()) -> TensorDictBase:
+    def rollout(self, drawn: Sequence[Drawn] = ()) -> TensorDictBase:
         """Plays one batch.
 
         Args:
-            further: states of the environment before the second play of dynamic sampling and those after it; without
-                them each goes on where the one before ended. There are no more plays than states for them.
+            drawn: the groups to play, as many as the environment has room for; without them the environment draws.
 
         Returns:
             flat lazy stack of trajectories with the keys of ``torchrl_grpo.keys``; ``"advantage"`` and
@@ -197,32 +167,13 @@ class RolloutCollector(BaseCollector):
         if self._closed:
             raise RuntimeError("the collector was shut down and cannot play: build a new one.")
         self.last = RolloutCounts()
-        sequences = self._play_dynamic(further) if self.dynamic_sampling else []
-        while len(sequences) < self.requested_frames_per_batch:
+        if drawn:
+            self.base_env.assign(drawn)
+        sequences = list(self._play())
+        while not drawn and len(sequences) < self.requested_frames_per_batch:
             sequences.extend(self._play())
         self._frames += len(sequences)
         return lazy_stack(sequences)
-
-    def _play_dynamic(self, further: Sequence[Mapping[str, Any]]) -> list[TensorDictBase]:
-        """A batch of groups that have variance, as far as ``max_sampling_rounds`` rollouts give them."""
-        groups = self.requested_frames_per_batch // self._group_size
-        plays = itertools.count()
-
-        def play() -> Iterable[TensorDictBase]:
-            if (number := next(plays)) and further:
-                self.base_env.prompts.go_to(further[number - 1])
-            return self._play()
-
-        most = len(further) + 1 if further else self.max_sampling_rounds
-        sequences, self.last.groups = collect_dynamically(play, groups, most)
-        if self.last.groups.filled and not self._warned:
-            self._warned = True
-            torchrl_logger.warning(
-                f"dynamic sampling: of {groups} groups wanted, {self.max_sampling_rounds} rollouts had "
-                f"{groups - self.last.groups.filled} with different rewards; {self.last.groups.filled} zero-variance "
-                "groups fill the batch. Further batches like it are only counted."
-            )
-        return sequences
 
     def _play(self) -> Iterable[TensorDictBase]:
         """Resets the environment and plays until all rows are done; one TensorDict per row."""

@@ -1,48 +1,57 @@
-"""``Sampler``: an engine and the environments that it plays. A local run calls it, a Ray actor wraps it."""
+"""``Sampler``: an engine and the environments that it plays, whether it is called in this process or in another."""
 
 from __future__ import annotations
 
-import queue
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from tensordict import TensorDictBase
+import torch
+from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
-from torchrl_grpo.envs.prompts import Outcomes
 from torchrl_grpo.generation.base import Engine, SamplingParams, preserve_rng
 from torchrl_grpo.reward_pool import RewardPool
+from torchrl_grpo.tasks.drawing import Drawn
 from torchrl_grpo.weights import WeightHandle
 from torchrl_grpo.weights.mismatch import Probe, sample_probe
 
 
 @dataclass(frozen=True)
 class RolloutTask:
-    """Groups that one sampler plays in one go.
+    """Groups that one sampler plays in one go. Anyone can play it, and play it again: it carries its problems."""
 
-    Attributes:
-        state: state of the environment that draws them.
-        groups: their ids, as that environment gives them.
-        further: the states before the further rollouts that dynamic sampling may need, each of as many groups.
-    """
-
-    state: dict[str, Any]
-    groups: tuple[int, ...]
-    further: tuple[dict[str, Any], ...] = ()
+    drawn: tuple[Drawn, ...]
 
     @property
-    def own(self) -> set[int]:
-        """The ids of all groups that the task may play."""
-        starts = [self.groups[0], *(state["next_group"] for state in self.further)]
-        return {start + number for start in starts for number in range(len(self.groups))}
+    def groups(self) -> tuple[int, ...]:
+        """The ids of the groups."""
+        return tuple(one.group for one in self.drawn)
 
     def __str__(self) -> str:
         return f"groups {self.groups[0]} to {self.groups[-1]}"
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """What is known of a group that was played.
+
+    Attributes:
+        group: its id.
+        version: the oldest weights that sampled one of its tokens.
+        varied: whether its valid rewards differ, so that it has a learning signal.
+        outcomes: for each response with a valid reward, whether it is correct.
+    """
+
+    group: int
+    version: int
+    varied: bool = True
+    outcomes: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,24 +59,18 @@ class RolloutReport:
     """What a rollout did.
 
     Attributes:
-        groups: ids in the order of the data.
-        versions: for each group, the oldest weights that sampled one of its tokens.
+        groups: in the order of the task.
         generate_s: seconds in the engine.
         env_s: seconds in the environment, rewards included.
         engine: the engine's state afterwards, None where rollouts overlap.
-        dynamic: what dynamic sampling did with the groups, by name; empty without it.
         rewards: what scorers, tools and their processes did since the latest report, by name.
-        outcomes: what ``Prompts.take_news`` gave, of all groups that were played.
     """
 
-    groups: tuple[int, ...]
-    versions: tuple[int, ...]
+    groups: tuple[GroupReport, ...]
     generate_s: float
     env_s: float
     engine: dict[str, Any] | None
-    dynamic: dict[str, int] = field(default_factory=dict)
     rewards: dict[str, float] = field(default_factory=dict)
-    outcomes: Outcomes = ()
 
     def spans(self, actor: str, start: float) -> list[dict[str, Any]]:
         """The rollout as spans of ``timeline.jsonl``: sampling, and then the rewards, as if all of them came after it.
@@ -84,68 +87,103 @@ class Sampler:
     """Plays rollouts, evaluates, and takes new weights.
 
     Args:
-        engine: samples; must be thread-safe if there is more than one collector.
-        collectors: one for each rollout that may run at a time, all on that engine and all alike.
+        engine: samples; must be thread-safe if several tasks are played at a time.
+        make_collector: makes a collector on that engine that plays so many groups at a time.
         evaluator: measures accuracy on the test split, or None.
         params: how training samples are drawn, for ``probe``.
         probe_prompts: prompts for ``probe``, [T] int64 each.
+
+    Keyword Args:
+        groups_at_a_time: most groups that are played at a time; a task with more is played in several rounds.
+        overlapping: whether several threads play tasks at a time.
+        sleeps: whether the engine shares its device with the other roles, which have it while the engine plays nothing.
         reward_pool: scores for all environments, and is closed with the sampler; None where they score themselves.
     """
 
     def __init__(
         self,
         engine: Engine,
-        collectors: Sequence[RolloutCollector],
+        make_collector: Callable[[int], RolloutCollector],
         evaluator: Evaluator | None,
         params: SamplingParams,
         probe_prompts: Sequence[Tensor],
+        *,
+        groups_at_a_time: int,
+        overlapping: bool = False,
+        sleeps: bool = False,
         reward_pool: RewardPool | None = None,
     ) -> None:
         self.engine = engine
-        self.collectors = list(collectors)
         self.evaluator = evaluator
         self.params = params
         self.probe_prompts = list(probe_prompts)
+        self.groups_at_a_time = groups_at_a_time
+        self.overlapping = overlapping
+        self.sleeps = sleeps
         self.reward_pool = reward_pool
-        self._idle: queue.SimpleQueue[RolloutCollector] = queue.SimpleQueue()
-        for collector in self.collectors:
-            self._idle.put(collector)
+        self._make_collector = make_collector
+        self._idle: list[tuple[int, RolloutCollector]] = []  # with the number of groups that each plays
+        self._lock = threading.Lock()
+        self._asleep = sleeps  # it may have been used by others until now
 
     def update(self, handle: WeightHandle, version: int) -> float:
         """Gives the engine new weights; returns the seconds that it took."""
         start = time.perf_counter()
+        self._wake()
         self.engine.load(handle, version)
         return time.perf_counter() - start
 
-    def rollout(self, task: RolloutTask | None = None) -> tuple[RolloutReport, TensorDictBase]:
-        """Plays a task, or without one what comes next in the environment's order.
+    def play(self, task: RolloutTask) -> tuple[RolloutReport, list[TensorDictBase]]:
+        """Plays a task.
 
         Returns:
-            the report and the batch, a flat lazy stack whose groups are adjacent.
+            the report, and for each group a lazy stack of its sequences.
         """
-        collector = self._idle.get_nowait()
-        try:
-            if task is not None:
-                collector.base_env.load_state_dict(task.state)
-            batch = collector.rollout(() if task is None else task.further)
-            spent = collector.last
-        finally:
-            self._idle.put(collector)
-        versions: dict[int, int] = {}
-        of_rows = (batch.get(key).flatten().tolist() for key in (keys.GROUP_ID, keys.POLICY_VERSION))
-        for group, version in zip(*of_rows, strict=True):
-            versions[group] = min(version, versions.get(group, version))
+        self._wake()
+        rows: list[TensorDictBase] = []
+        generate_s = env_s = 0.0
+        rewards: dict[str, float] = {}
+        for start in range(0, len(task.drawn), self.groups_at_a_time):
+            drawn = task.drawn[start : start + self.groups_at_a_time]
+            collector = self._take(len(drawn))
+            try:
+                rows.extend(collector.rollout(drawn).unbind(0))
+                generate_s += collector.last.generate_seconds
+                env_s += collector.last.env_seconds
+                for name, count in collector.take_counts().items():
+                    rewards[name] = rewards.get(name, 0) + count
+            finally:
+                self._idle.append((len(drawn), collector))
+        size = len(rows) // len(task.drawn)
+        groups = [rows[start : start + size] for start in range(0, len(rows), size)]
         report = RolloutReport(
-            groups=tuple(versions),
-            versions=tuple(versions.values()),
-            generate_s=spent.generate_seconds,
-            env_s=spent.env_seconds,
-            engine=self.engine.state_dict() if len(self.collectors) == 1 else None,
-            dynamic=asdict(spent.groups) if collector.dynamic_sampling else {},
-            rewards=collector.take_counts(),
-            outcomes=collector.base_env.prompts.take_news(),
+            groups=tuple(_report(one.group, group) for one, group in zip(task.drawn, groups, strict=True)),
+            generate_s=generate_s,
+            env_s=env_s,
+            engine=None if self.overlapping else self.engine.state_dict(),
+            rewards=rewards,
         )
-        return report, batch
+        if self.sleeps:
+            self.engine.sleep()
+            self._asleep = True
+        return report, [lazy_stack(group) for group in groups]
+
+    def _wake(self) -> None:
+        """Ends the engine's sleep."""
+        if self._asleep:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # what the trainer's allocator holds is not there for the engine's process
+            self.engine.wake()
+            self._asleep = False
+
+    def _take(self, groups: int) -> RolloutCollector:
+        """A collector of so many groups that nobody uses."""
+        with self._lock:
+            for position, (size, collector) in enumerate(self._idle):
+                if size == groups:
+                    del self._idle[position]
+                    return collector
+        return self._make_collector(groups)
 
     def evaluate(self, *, sampled: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """What ``Evaluator.evaluate`` gives; nothing without an evaluator."""
@@ -158,8 +196,33 @@ class Sampler:
 
     def close(self) -> None:
         """Ends the engine, its processes and the reward workers. May be called again."""
-        for collector in self.collectors:
+        for _, collector in self._idle:
             collector.shutdown()
         self.engine.close()
         if self.reward_pool is not None:
             self.reward_pool.close()
+
+
+def _report(number: int, rows: Sequence[TensorDictBase]) -> GroupReport:
+    valid = [row for row in rows if _is_valid(row)]
+    return GroupReport(
+        group=number,
+        version=min(int(row.get(keys.POLICY_VERSION)) for row in rows),
+        varied=has_variance(rows),
+        outcomes=tuple(bool(row.get(keys.CORRECT)) for row in valid),
+    )
+
+
+def has_variance(rows: Iterable[TensorDictBase]) -> bool:
+    """Whether the valid rewards of one group differ, so that its advantages are not all 0 (arXiv 2503.14476, section
+    3.2).
+
+    Args:
+        rows: the sequences of the group (a list or a batch), with ``("next", "reward")``, and ``"reward_valid"`` where
+            not all of them are valid. It is the task's reward that counts, not the shaped one.
+    """
+    return len({row.get(keys.REWARD).item() for row in rows if _is_valid(row)}) > 1
+
+
+def _is_valid(row: TensorDictBase) -> bool:
+    return bool(row.get(keys.REWARD_VALID, torch.tensor(True)))

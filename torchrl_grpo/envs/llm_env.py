@@ -26,6 +26,7 @@ from torchrl_grpo.envs.prompts import Prompts
 from torchrl_grpo.envs.specs import transition_specs
 from torchrl_grpo.reward_pool import Failure, RewardPool, advance
 from torchrl_grpo.tasks.base import Dialog, Message, Problem, Split, Task, Turn
+from torchrl_grpo.tasks.drawing import Drawing, Drawn
 from torchrl_grpo.tools import tool_message
 
 _OUTCOME = ("reward", "done", "terminated", "truncated", "correct", "valid")
@@ -33,9 +34,9 @@ _OUTCOME = ("reward", "done", "terminated", "truncated", "correct", "valid")
 
 @dataclass
 class _Row:
-    """One row of the environment: its problem, the dialog so far, and how it ended."""
+    """One row of the environment: what was drawn for it, the dialog so far, and how it ended."""
 
-    problem: Problem
+    drawn: Drawn
     responses: list[str] = field(default_factory=list)
     between: list[Message] = field(default_factory=list)  # all messages after the problem's own
     reward: float = 0.0
@@ -46,6 +47,10 @@ class _Row:
     truncated: bool = False
 
     @property
+    def problem(self) -> Problem:
+        return self.drawn.problem
+
+    @property
     def done(self) -> bool:
         return self.terminated or self.truncated
 
@@ -53,8 +58,9 @@ class _Row:
 class LLMEnv(EnvBase):
     """Draws problems, gives their prompts as tokens, and scores the responses.
 
-    ``reset`` draws ``num_envs / repeats`` problems and repeats each ``repeats`` times, in adjacent rows that share a
-    ``group_id``. Each epoch goes once through the split in an order that ``seed`` decides. ``step`` reads
+    ``reset`` draws ``num_envs / repeats`` problems, or takes those that ``assign`` gave, and repeats each ``repeats``
+    times, in adjacent rows that share a ``group_id``. Each epoch goes once through the split in an order that ``seed``
+    decides. ``step`` reads
     ``("tokens", "response")`` (ragged) and ``"length_stopped"``; a row that is done ignores further responses and
     repeats its outcome, so that the rows of a batch may need different numbers of turns.
 
@@ -126,7 +132,8 @@ class LLMEnv(EnvBase):
         self.max_turns = max_turns
         self.reward_pool = reward_pool
         self.template_arguments = dict(template_arguments or {})
-        self.prompts = Prompts(task, tokenizer, split, repeats, max_prompt_tokens, self.template_arguments)
+        self.prompts = Prompts(task, tokenizer, split, max_prompt_tokens, self.template_arguments)
+        self.drawing = Drawing(task, self.prompts.problems, self.prompts.usable)
         self._has_datasets = any(self.prompts.problems[i].dataset for i in (0, -1))  # further test sets come last
         self.counts: Counter[str] = Counter()
         self._template = TurnTemplate(tokenizer, self.template_arguments)
@@ -139,15 +146,30 @@ class LLMEnv(EnvBase):
                 self._template.text([tool_message("@", "@")])
         self._set_seed(seed)
         self._rows: list[_Row] = []
+        self._assigned: list[Drawn] = []
+        self._copies: list[Drawn] = []  # of the group that was drawn last, for rows that are reset one by one
         self._received: dict[int, tuple[Dialog, Future[Turn | Failure]]] = {}
         self.latest: dict[int, Dialog] = {}
-        for name, spec in transition_specs(num_envs, len(tokenizer), task.has_parts, self._has_datasets).items():
+        self._draws = True
+        self._set_specs()
+
+    def _set_specs(self) -> None:
+        rows = self.batch_size[0]
+        specs = transition_specs(rows, len(self.tokenizer), self.task.has_parts, self._has_datasets)
+        for name, spec in specs.items():
             setattr(self, name, spec)
 
-    def __copy__(self) -> LLMEnv:
-        """An environment that shares problems, prompts and reward workers, and has dialogs of its own."""
+    def with_rows(self, num_envs: int) -> LLMEnv:
+        """An environment of so many rows that shares problems, prompts and reward workers, and has dialogs of its own.
+
+        What it plays it is to be told by ``assign``: it draws nothing.
+        """
+        check_multiple("num_envs", num_envs, self.repeats, f"repeats={self.repeats}, at least 1")
         new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__, prompts=self.prompts.twin(), _received={}, counts=Counter())
+        EnvBase.__init__(new, batch_size=(num_envs,))
+        shared = {name: value for name, value in self.__dict__.items() if name not in new.__dict__}
+        new.__dict__.update(shared, _rows=[], _assigned=[], _received={}, latest={}, counts=Counter())
+        new._set_specs()
         return new
 
     def fake_tensordict(self) -> TensorDictBase:
@@ -168,11 +190,12 @@ class LLMEnv(EnvBase):
         return self.prompts.num_dropped
 
     def _set_seed(self, seed: int | None) -> None:
-        self.prompts.seed(0 if seed is None else int(seed))
+        self.drawing.seed(0 if seed is None else int(seed))
+        self._copies = []
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Where the environment is in its data. Dialogs in progress are not part of it: save between two rollouts."""
-        return self.prompts.state_dict()
+        return self.drawing.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Goes to where ``state_dict`` was taken: the next ``reset`` draws what would have been drawn there.
@@ -180,24 +203,33 @@ class LLMEnv(EnvBase):
         Raises:
             ValueError: the state is from an environment with other problems.
         """
-        self.prompts.load_state_dict(state_dict)
+        self.drawing.load_state_dict(state_dict)
+        self._copies = []
 
     # Transitions
 
+    def assign(self, drawn: Sequence[Drawn]) -> None:
+        """Has the next ``reset`` play these groups, one for each ``repeats`` rows, in place of drawing."""
+        if len(drawn) * self.repeats != self.batch_size[0]:
+            raise ValueError(f"assign() needs {self.batch_size[0] // self.repeats} groups, it was given {len(drawn)}.")
+        self._assigned = list(drawn)
+
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)
-        rows = range(self.batch_size[0])
         if mask is None or bool(mask.all()) or not self._rows:
             # Starting afresh keeps groups whole and adjacent, whatever partial resets came before.
-            self.prompts.start_group()
-            self._drawn = [self.prompts.draw() for _ in rows]
-            self._rows = [_Row(self.prompts.problems[index]) for index, _ in self._drawn]
+            self._copies = []
+            groups = self.batch_size[0] // self.repeats
+            drawn = self._assigned or [self.drawing.draw() for _ in range(groups)]
+            self._draws = not self._assigned
+            self._assigned = []
+            self._rows = [_Row(one) for one in drawn for _ in range(self.repeats)]
         else:
             for row in mask.reshape(-1).nonzero().reshape(-1).tolist():
-                self._drawn[row] = self.prompts.draw()
-                self._rows[row] = _Row(self.prompts.problems[self._drawn[row][0]])
+                self._copies = self._copies or [self.drawing.draw()] * self.repeats
+                self._rows[row] = _Row(self._copies.pop())
         self._received = {}
-        blank = [_Row(row.problem) for row in self._rows]
+        blank = [_Row(row.drawn) for row in self._rows]
         columns: dict[str, Any] = self._outcome_columns(blank, ("correct", "valid"))
         columns[keys.QUERY] = NonTensorStack(*[NonTensorData(row.problem.query) for row in blank])
         if self._has_datasets:
@@ -206,13 +238,16 @@ class LLMEnv(EnvBase):
             columns[keys.REWARD_PARTS[-1]] = NonTensorStack(*[NonTensorData(row.parts) for row in blank])
         return TensorDict(
             {
-                "tokens": lazy_stack([TensorDict({"prompt": self.prompts.tokens(index)}) for index, _ in self._drawn]),
-                keys.GROUP_ID: torch.tensor([group for _, group in self._drawn]).unsqueeze(-1),
+                "tokens": lazy_stack([TensorDict({"prompt": self._prompt_of(row.drawn)}) for row in blank]),
+                keys.GROUP_ID: torch.tensor([row.drawn.group for row in blank]).unsqueeze(-1),
                 "text": TensorDict({"response": NonTensorStack(*[NonTensorData("")] * len(blank))}, self.batch_size),
                 **columns,
             },
             self.batch_size,
         )
+
+    def _prompt_of(self, drawn: Drawn) -> Tensor:
+        return self.prompts.tokens(drawn.index, drawn.problem)
 
     def receive(self, row: int, response: Tensor, length_stopped: bool) -> None:
         """Takes a row's response before the step: its dialog is answered or scored while others are still sampled.
@@ -362,14 +397,17 @@ class LLMEnv(EnvBase):
         longer = self._answered(tokens, messages, dialog)
         if longer is not None:
             said = dialog.messages[len(self.task.messages(state.problem)) :]
-            self._rows[row] = _Row(state.problem, state.responses, [*said, *messages])
+            self._rows[row] = _Row(state.drawn, state.responses, [*said, *messages])
         return longer
 
     def note_outcomes(self) -> None:
-        """Tells the prompts how the dialogs came out that ended in the latest step."""
-        for row in self.latest:
-            if self._rows[row].done and self._rows[row].valid:
-                self.prompts.record(self._drawn[row][0], self._rows[row].correct)
+        """Has the dialogs that ended in the latest step count for the drawing, where this environment draws."""
+        if self._draws:
+            self.drawing.record(
+                (self._rows[row].drawn.index, self._rows[row].correct)
+                for row in self.latest
+                if self._rows[row].done and self._rows[row].valid
+            )
 
     def finish(self, row: int, *, truncated: bool) -> None:
         """Ends a row's dialog."""

@@ -38,15 +38,12 @@ class Resume:
     differences: list[dict[str, Any]] = field(default_factory=list)
 
 
-def find_resume(
-    config: GRPOConfig, plain: Mapping[str, Any], max_staleness: int, directory: Path = Path()
-) -> Resume | None:
+def find_resume(config: GRPOConfig, plain: Mapping[str, Any], directory: Path = Path()) -> Resume | None:
     """The checkpoint of ``train.resume``, checked against the config; None without one.
 
     Args:
         config: validated.
         plain: the same as plain types.
-        max_staleness: of this run.
         directory: of this run.
 
     Raises:
@@ -59,22 +56,15 @@ def find_resume(
         return None
     path, state = found
     step, source = state["step"], dict(state["source"])
-    if "tasks" not in source:
+    if "ahead" not in source:
         raise ConfigError(
             f"train.resume={path} must be a checkpoint of this version, but an earlier one wrote it: resume it with "
             "that one, or start a new run."
         )
-    tasks = source["tasks"]
     saved = renamed(state["config"])
     check_options(saved, plain, path)
     if config.only_evaluates:
-        tasks = source["tasks"] = []
-    if tasks and max_staleness == 0:
-        ahead = sum(len(task["wanted"]) for task in tasks)
-        raise ConfigError(
-            f"train.max_staleness=0 must be at least 1 with {path}, which has {ahead} groups that were drawn ahead of "
-            "their training: use sota/grpo/grpo-async.py with train.max_staleness=1 or more."
-        )
+        source["ahead"] = []
     every = saved["ref_model"]["refresh_every"]
     reference = source.get("reference_version", step - step % every if every else 0)
     if config.has_own_reference and reference not in (0, step):
@@ -102,21 +92,6 @@ def check_length(resume: Resume, config: GRPOConfig) -> None:
         f"train.{field}={value} must be more than the {done} trajectories that {resume.path} has behind it: for "
         f"example, train.{field}={use}."
     )
-
-
-def check_tasks(resume: Resume, task_groups: int, config: GRPOConfig) -> None:
-    """Checks that the samplers play tasks of the size of those that are to be played again.
-
-    Raises:
-        ConfigError: they do not.
-    """
-    sizes = {len(task["groups"]) for task in resume.source["tasks"]}
-    if sizes - {task_groups}:
-        before = config.env.num_envs // config.env.repeats // max(sizes)
-        raise ConfigError(
-            f"inference_model.num_devices must be {before}, as in {resume.path}, which has unfinished work for so many "
-            f"samplers: use inference_model.num_devices={before}."
-        )
 
 
 def restore(learner: Learner, resume: Resume) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,7 +23,7 @@ from torchrl_grpo.host.startup import leave
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.models.sharding import init_mesh
 from torchrl_grpo.runtime.cluster import interface_of
-from torchrl_grpo.runtime.groups import Travelling
+from torchrl_grpo.runtime.groups import Travelling, join_groups, score_groups
 from torchrl_grpo.runtime.placement import own_device
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weights import WeightHandle
@@ -56,9 +56,8 @@ class SamplerActor:
 
     def play(self, task: RolloutTask) -> tuple[Any, ...]:
         """Plays a task; returns its report and one lazy stack a group."""
-        report, batch = self._sampler.rollout(task)
-        groups = batch.split(len(batch) // len(report.groups))
-        return (report, *(Travelling(lazy_stack(list(group.unbind(0)))) for group in groups))
+        report, groups = self._sampler.play(task)
+        return (report, *map(Travelling, groups))
 
     def evaluate(self, sampled: bool) -> tuple[int, dict[str, float], list[dict[str, Any]]]:
         """The version of the engine's weights, and what ``Sampler.evaluate`` gives."""
@@ -92,8 +91,7 @@ class ReferenceActor:
     def score(self, *groups: TensorDictBase) -> tuple[Any, ...]:
         """Scores the groups of a task in one batch; returns the seconds and the groups."""
         start = time.perf_counter()
-        rows = list(self._scoring(_joined(groups)).unbind(0))
-        scored = [Travelling(lazy_stack([rows.pop(0) for _ in range(len(group))])) for group in groups]
+        scored = map(Travelling, score_groups(self._scoring, groups))
         return (time.perf_counter() - start, *scored)
 
 
@@ -150,7 +148,7 @@ class LearnerActor:
     def train(self, *groups: TensorDictBase) -> tuple[int, dict[str, float]]:
         """Trains on the groups of a batch; returns the new version and the metrics."""
         start = time.perf_counter()
-        batch = _joined(groups)
+        batch = join_groups(groups)
         seconds = {"time/transfer_s": time.perf_counter() - start}
         metrics = self._learner.train_batch(batch) | seconds
         return self._learner.version, metrics
@@ -167,10 +165,6 @@ class LearnerActor:
 def _begin() -> None:
     show_stack_when_asked()
     atexit.register(leave)  # where Ray ends before it has killed the actor
-
-
-def _joined(groups: tuple[TensorDictBase, ...]) -> TensorDictBase:
-    return lazy_stack([row for group in groups for row in group.unbind(0)])
 
 
 def own_address() -> str:

@@ -293,10 +293,10 @@ class RolloutManager:
             returns = 1 + len(progress.task.groups)
             with self._at(sampler, progress, self.tasks.give_back):
                 what = f"sample {progress.task}"
-                report, *progress.refs = await sampler.ask(what, "play", progress.task, returns=returns)
+                report, *groups = await sampler.ask(what, "play", progress.task, returns=returns)
             sampler.engine_state = report.engine
-            sampler.responses += self.tasks.played(progress, report)
-            if self.references:
+            sampler.responses += self.tasks.played(progress, report, groups)
+            if progress.kept and self.references:
                 self.tasks.unscored.append(progress)
             else:
                 self.tasks.finish(progress)

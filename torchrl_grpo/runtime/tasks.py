@@ -5,23 +5,35 @@ from __future__ import annotations
 import bisect
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from torchrl_grpo.collectors.sampler import RolloutReport, RolloutTask
-from torchrl_grpo.envs import LLMEnv
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_grpo.collectors.sampler import GroupReport, RolloutReport, RolloutTask
 from torchrl_grpo.runtime.staleness import GroupBuffer
+from torchrl_grpo.tasks.drawing import Drawing, Drawn
 
 
 @dataclass(eq=False)
 class Progress:
-    """Where a task is: its groups that no batch has taken, how many actors were given it for what it is in now
-    (sampling, scoring), and what actors gave."""
+    """Where a task is.
+
+    Attributes:
+        task: what is played.
+        left: its groups that no batch has taken.
+        attempts: how many actors were given it for what it is in now (sampling, scoring).
+        report: what playing it gave, once it was played.
+        kept: of the groups that were played, those that go on to a batch, in the order of ``refs``.
+        refs: the data of these groups, or references to it.
+        reference_s: seconds of scoring.
+    """
 
     task: RolloutTask
     left: set[int]
     attempts: int = 0
     report: RolloutReport | None = None
+    kept: list[GroupReport] = field(default_factory=list)
     refs: list[Any] = field(default_factory=list)
     reference_s: float = 0.0
 
@@ -29,24 +41,38 @@ class Progress:
 class TaskQueue:
     """Draws tasks as the ``GroupBuffer`` has room for them, takes them back, and makes batches of those that are done.
 
+    With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) a group whose valid rewards are all equal gives its
+    place back, and another problem is drawn for it, until so many groups were played for one batch as
+    ``most_played`` says; after that such groups stay in the batch.
+
     Attributes:
         buffer: the groups.
         unscored: tasks that were played and wait for a reference model.
 
     Args:
-        env: draws the problems; it is never stepped.
+        drawing: draws the problems.
         buffer: bounds the staleness.
-        task_groups: groups in a task; divides the buffer's ``groups_per_batch``.
-        total_groups: groups of the whole run; no more are drawn.
-        rounds: most plays of a task, which then has as many times its problems to itself. Those that it did not need
-            are played by later tasks.
+
+    Keyword Args:
+        task_groups: groups in a task; divides the buffer's ``groups_per_batch``. A task has fewer where fewer are
+            missing.
+        total_groups: groups that the whole run trains on; no more are drawn.
+        group_size: responses in a group.
+        most_played: most groups that are played for one batch with dynamic sampling; None is no dynamic sampling.
 
     Raises:
         ValueError: ``task_groups`` does not divide ``groups_per_batch``.
     """
 
     def __init__(
-        self, env: LLMEnv, buffer: GroupBuffer, *, task_groups: int, total_groups: int, rounds: int = 1
+        self,
+        drawing: Drawing,
+        buffer: GroupBuffer,
+        *,
+        task_groups: int,
+        total_groups: int,
+        group_size: int,
+        most_played: int | None = None,
     ) -> None:
         if buffer.groups_per_batch % task_groups:
             raise ValueError(
@@ -55,18 +81,19 @@ class TaskQueue:
             )
         self.buffer = buffer
         self.unscored: list[Progress] = []
-        self._env = env
+        self._drawing = drawing
         self._task_groups = task_groups
         self._total_groups = total_groups
-        self._rounds = rounds
+        self._group_size = group_size
+        self._most_played = most_played
         self._progress: list[Progress] = []  # of all tasks that no batch has taken whole
         self._unplayed: deque[Progress] = deque()  # in the order of their groups
         self._left = 0  # groups of all these tasks that no batch has taken
-        self._spare: list[dict[str, Any]] = []  # states before plays that were drawn and not needed, in their order
         self._dynamic: Counter[str] = Counter()  # what dynamic sampling did since the latest batch
         self._rewards: Counter[str] = Counter()  # what the reward workers counted so far
         self._most_waiting = 0
         self._resampled = 0
+        self._warned = False
 
     def next_unplayed(self) -> Progress | None:
         """A task to be played, with a place in the buffer for each of its groups; None while there is no room."""
@@ -81,25 +108,16 @@ class TaskQueue:
 
     def _draw(self) -> None:
         """Draws the next task, if the run has one more and there is room for it."""
-        drawn = self.buffer.taken + self._left
-        if drawn >= self._total_groups or self.buffer.room < self._task_groups:
-            return
-        state, *further = self._plays(self._rounds)
-        groups = tuple(range(state["next_group"], state["next_group"] + self._task_groups))
-        self._add(Progress(RolloutTask(state, groups, tuple(further)), set(groups)))
+        missing = self._total_groups - self.buffer.taken - self._left
+        groups = min(self._task_groups, self.buffer.room, missing)
+        if groups < min(self._task_groups, missing) and self.buffer.pending:
+            return  # groups that are under way may give back more places, and a whole task costs an engine no more
+        if groups > 0:
+            self._add([self._drawing.draw() for _ in range(groups)])
 
-    def _plays(self, count: int) -> list[dict[str, Any]]:
-        """The states before so many plays of a task's groups: first those that were not needed."""
-        states, self._spare = self._spare[:count], self._spare[count:]
-        while len(states) < count:
-            state = self._env.state_dict()
-            self._env.prompts.skip(self._task_groups)
-            if self._env.prompts.epoch == state["epoch"]:
-                state.pop("outcomes", None)  # only the start of an epoch asks for them, and they are many
-            states.append(state)
-        return states
-
-    def _add(self, progress: Progress) -> None:
+    def _add(self, drawn: Sequence[Drawn]) -> None:
+        task = RolloutTask(tuple(drawn))
+        progress = Progress(task, set(task.groups))
         self._progress.append(progress)
         self._left += len(progress.left)
         self._unplayed.append(progress)
@@ -111,47 +129,86 @@ class TaskQueue:
         self._resampled += len(progress.left)
         bisect.insort(self._unplayed, progress, key=lambda other: other.task.groups[0])
 
-    def played(self, progress: Progress, report: RolloutReport) -> int:
+    def played(self, progress: Progress, report: RolloutReport, data: Sequence[Any]) -> int:
         """Notes what a sampler did; returns how many responses it gave.
+
+        Args:
+            progress: of the task.
+            report: about it.
+            data: of each group, or a reference to it.
 
         Raises:
             RuntimeError: it played other groups than those that it was given.
         """
-        task, groups = progress.task, report.groups
-        own = groups == task.groups if self._rounds == 1 else set(groups) <= task.own
-        if not own or len(groups) != len(task.groups):
-            raise RuntimeError(f"groups {groups} were played instead of {task.groups} or others of {task.own}.")
-        plays = -(-report.dynamic.get("played", len(groups)) // len(task.groups))
-        self._spare = sorted([*self._spare, *task.further[plays - 1 :]], key=lambda state: state["next_group"])
-        progress.task = replace(task, further=task.further[: plays - 1])
-        progress.report, progress.attempts = report, 0
+        groups = tuple(group.group for group in report.groups)
+        if groups != progress.task.groups:
+            raise RuntimeError(f"groups {groups} were played instead of {progress.task.groups}.")
+        progress.report = report
+        progress.attempts = 0
+        progress.kept = []
+        progress.refs = []
         self._rewards.update(report.rewards)
-        self._dynamic.update(report.dynamic)
-        return self._env.repeats * report.dynamic.get("played", len(groups))
+        for group, ref in zip(report.groups, data, strict=True):
+            if self._gives_place_back(group):
+                self._release(progress, group)
+            else:
+                progress.kept.append(group)
+                progress.refs.append(ref)
+        return self._group_size * len(groups)
+
+    def _gives_place_back(self, group: GroupReport) -> bool:
+        """Whether another problem is drawn in the place of this group's, because it has no learning signal."""
+        if self._most_played is None:
+            return False
+        self._dynamic["played"] += 1
+        if group.varied:
+            return False
+        if self._dynamic["zero_variance"] < self._most_played - self.buffer.groups_per_batch:
+            self._dynamic["zero_variance"] += 1
+            return True
+        self._dynamic["filled"] += 1
+        if not self._warned:
+            self._warned = True
+            torchrl_logger.warning(
+                f"dynamic sampling: {self._most_played} groups were played for a batch of "
+                f"{self.buffer.groups_per_batch}, and too few have different rewards; zero-variance groups fill it. "
+                "Further batches like it are only counted."
+            )
+        return False
+
+    def _release(self, progress: Progress, group: GroupReport) -> None:
+        self.buffer.withdraw(group.group)
+        self._leave(progress, group.group)
+        self._record(progress, group)
+        if not progress.left:
+            self._progress.remove(progress)
+
+    def _leave(self, progress: Progress, group: int) -> None:
+        progress.left.discard(group)
+        self._left -= 1
+
+    def _record(self, progress: Progress, group: GroupReport) -> None:
+        index = next(one.index for one in progress.task.drawn if one.group == group.group)
+        self._drawing.record((index, correct) for correct in group.outcomes)
 
     def finish(self, progress: Progress) -> None:
         """Lets the groups of a task wait for a batch."""
-        assert progress.report is not None
-        # Groups that dynamic sampling played instead stand for those that were given out.
-        for group, version, ref in zip(progress.task.groups, progress.report.versions, progress.refs, strict=True):
-            if group in progress.left:
-                self.buffer.finish(group, version, (progress, ref))
+        for group, ref in zip(progress.kept, progress.refs, strict=True):
+            self.buffer.finish(group.group, group.version, (progress, group, ref))
         progress.refs = []  # a group's data lives as long as something waits for it
         self._most_waiting = max(self._most_waiting, self.buffer.waiting)
 
     def take(self) -> tuple[list[tuple[int, Any]], dict[str, float]] | None:
-        """The next batch as (group, reference to its data), and its metrics; None while it is not there."""
+        """The next batch as (group, its data or a reference to it), and its metrics; None while it is not there."""
         taken = self.buffer.take()
         if taken is None:
             return None
-        for group, (progress, _) in taken:
-            progress.left.discard(group)
-        self._left -= len(taken)
-        for progress in self._progress:
-            if not progress.left and progress.report is not None:  # one with groups left may be played again
-                self._env.prompts.add(progress.report.outcomes)
+        for number, (progress, group, _) in taken:
+            self._leave(progress, number)
+            self._record(progress, group)
         self._progress = [progress for progress in self._progress if progress.left]
-        return [(group, ref) for group, (_, ref) in taken], self._metrics([progress for _, (progress, _) in taken])
+        metrics = self._metrics([progress for _, (progress, *_) in taken])
+        return [(number, ref) for number, (*_, ref) in taken], metrics
 
     def _metrics(self, tasks: Sequence[Progress]) -> dict[str, float]:
         """What is known of the batch that was taken, given the task of each of its groups."""
@@ -167,37 +224,26 @@ class TaskQueue:
             "workers/reward_s": sum(report.env_s / len(report.groups) for report in reports),
             "workers/groups_resampled": self._resampled,
             **self._rewards,
-            **self._env.prompts.metrics(),
+            **self._drawing.metrics(),
         }
         if any(progress.reference_s for progress in tasks):
             metrics["workers/reference_s"] = sum(each.reference_s / len(each.task.groups) for each in tasks)
-        if self._rounds > 1:
-            metrics |= {f"rollout/groups_{name}": float(count) for name, count in self._dynamic.items()}
+        if self._most_played is not None:
+            counts = {name: self._dynamic[name] for name in ("played", "zero_variance", "filled")}
+            metrics |= {f"rollout/groups_{name}": float(count) for name, count in counts.items()}
             self._dynamic.clear()
         self._most_waiting = self.buffer.waiting
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the problems are, and which tasks no batch has taken whole."""
-        ahead = sorted(self._progress, key=lambda progress: progress.task.groups)
-        return {
-            "env": self._env.state_dict(),
-            "spare": self._spare,
-            "tasks": [
-                {
-                    "env": progress.task.state,
-                    "groups": list(progress.task.groups),
-                    "further": list(progress.task.further),
-                    "wanted": sorted(progress.left),
-                }
-                for progress in ahead
-            ],
-        }
+        """Where drawing is, and which groups were drawn that no batch has taken, with the indices of their problems."""
+        drawn = (one for progress in self._progress for one in progress.task.drawn if one.group in progress.left)
+        ahead = sorted((one.group, one.index) for one in drawn)
+        return {"drawing": self._drawing.state_dict(), "ahead": [list(pair) for pair in ahead]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what ``state_dict`` gave, before anything is drawn."""
-        self._env.load_state_dict(state["env"])
-        self._spare = list(state.get("spare", []))
-        for saved in state["tasks"]:
-            further = [*saved["further"], *self._plays(self._rounds - 1 - len(saved["further"]))]
-            self._add(Progress(RolloutTask(saved["env"], tuple(saved["groups"]), tuple(further)), set(saved["wanted"])))
+        self._drawing.load_state_dict(state["drawing"])
+        ahead = [self._drawing.again(group, index) for group, index in state["ahead"]]
+        for start in range(0, len(ahead), self._task_groups):
+            self._add(ahead[start : start + self._task_groups])

@@ -1,0 +1,165 @@
+"""The order in which problems are drawn. How a problem is put to the policy is the player's part."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_grpo.tasks.base import Problem, Task
+
+Outcomes = Iterable[tuple[int, bool]]
+"""Responses with a valid reward: the index of the problem, and whether the response is correct."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A problem that was drawn for a group.
+
+    Attributes:
+        group: id of the group, counted over the whole run.
+        index: of the problem in its split.
+        problem: the problem itself, so that whoever plays it need not have the data.
+    """
+
+    group: int
+    index: int
+    problem: Problem
+
+
+class Drawing:
+    """Draws the problems of a split, one for each group. Each epoch goes through the split in the task's order.
+
+    With a ``difficulty_filter`` an epoch leaves out the problems of whose responses so far, in all epochs, too many or
+    too few were correct. Without further responses they stay out; where all would be left out, none is.
+
+    Args:
+        task: decides the order of an epoch.
+        problems: of the split.
+        usable: indices of the problems that may be drawn.
+
+    Attributes:
+        epoch: which pass over the problems it is in, from 0.
+        usable: indices of the problems that may be drawn.
+        skipped: those that the current epoch leaves out.
+        difficulty_filter: (low, high), the shares of correct responses between which a problem is drawn again; None
+            draws all. Responses count from when it is set.
+    """
+
+    def __init__(self, task: Task, problems: Sequence[Problem], usable: Sequence[int]) -> None:
+        self.task = task
+        self.problems = problems
+        self.usable = list(usable)
+        self.difficulty_filter: Sequence[float] | None = None
+        self.skipped: frozenset[int] = frozenset()
+        self._outcomes: Counter[tuple[int, bool]] = Counter()
+        self._next_group = 0
+        self.seed(0)
+
+    def seed(self, seed: int) -> None:
+        """Starts over with the order that ``seed`` decides; groups go on being counted."""
+        self._seed = seed
+        self.skipped = frozenset()
+        self._outcomes = Counter()
+        self._start_epoch(0)
+
+    def _start_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._position = 0
+        usable = [index for index in self.usable if index not in self.skipped] if self.skipped else self.usable
+        self._order = self.task.epoch(self.problems, usable, random.Random(f"{self._seed}/{epoch}"))
+
+    def draw(self) -> Drawn:
+        """The problem of the next group."""
+        if self._position == len(self._order):
+            self.skipped = self._out_of_range()
+            self._start_epoch(self.epoch + 1)
+        drawn = self.again(self._next_group, self._order[self._position])
+        self._position += 1
+        self._next_group += 1
+        return drawn
+
+    def again(self, group: int, index: int) -> Drawn:
+        """What ``draw`` gave for a group, from its id and the problem's index."""
+        return Drawn(group, index, self.problems[index])
+
+    def record(self, outcomes: Outcomes) -> None:
+        """Counts responses, if there is a ``difficulty_filter``."""
+        if self.difficulty_filter is not None:
+            self._outcomes.update(outcomes)
+
+    def metrics(self) -> dict[str, float]:
+        """How many problems are left out, if there is a ``difficulty_filter``."""
+        return {} if self.difficulty_filter is None else {"rollout/problems_skipped": float(len(self.skipped))}
+
+    def _out_of_range(self) -> frozenset[int]:
+        """Problems whose share of correct responses is outside of the ``difficulty_filter``."""
+        if self.difficulty_filter is None:
+            return self.skipped
+        low, high = self.difficulty_filter
+        out = set()
+        for index in {index for index, _ in self._outcomes}:
+            right, wrong = self._outcomes[index, True], self._outcomes[index, False]
+            if not low <= right / (right + wrong) <= high:
+                out.add(index)
+        if len(out) == len(self.usable):
+            torchrl_logger.warning(
+                f"difficulty_filter=[{low}, {high}] leaves out all {len(out)} problems of {self.task.name!r}: all of "
+                "them are drawn again."
+            )
+            return frozenset()
+        return frozenset(out)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal problems in the same order."""
+        told = hashlib.sha256()
+        for index in self.usable:
+            told.update(repr((self.problems[index].query, self.problems[index].answer)).encode(errors="replace"))
+        return told.hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where drawing is, and with a ``difficulty_filter`` what that goes by."""
+        known: dict[str, Any] = {}
+        if self._outcomes:
+            known["outcomes"] = [[*key, count] for key, count in sorted(self._outcomes.items())]
+        if self.skipped:
+            known["skipped"] = sorted(self.skipped)
+        return known | {
+            "seed": self._seed,
+            "epoch": self.epoch,
+            "position": self._position,
+            "next_group": self._next_group,
+            "num_problems": len(self.usable),
+            "problems": self.digest,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to where ``state_dict`` was taken: what is drawn next is what would have been drawn there.
+
+        Raises:
+            ValueError: the problems are others.
+        """
+        if state["num_problems"] != len(self.usable):
+            raise ValueError(
+                f"the saved environment has num_problems={state['num_problems']}, this one has {len(self.usable)}: use "
+                "the dataset, split and max_prompt_tokens of the saved run."
+            )
+        if state["problems"] != self.digest:
+            raise ValueError(
+                f"the saved environment has other problems, although both have num_problems={len(self.usable)}: use "
+                "the dataset and the seed of the saved run."
+            )
+        self.seed(state["seed"])
+        for index, correct, count in state.get("outcomes", ()):
+            self._outcomes[index, bool(correct)] += count
+        self.skipped = frozenset(state.get("skipped", ()))
+        self._start_epoch(state["epoch"])
+        self._position = state["position"]
+        self._next_group = state["next_group"]

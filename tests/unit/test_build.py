@@ -305,7 +305,7 @@ def test_a_checkpoint_has_the_data_position_of_its_step(tmp_path: Path) -> None:
     run.close()
     for step in (1, 2):
         state = torch.load(tmp_path / "checkpoints" / f"checkpoint_{step:06d}.pt", weights_only=True)
-        assert state["source"]["env"]["position"] == 4 * step  # 16 sequences are 4 groups
+        assert state["source"]["drawing"]["position"] == 4 * step  # 16 sequences are 4 groups
         assert state["trainer"]["version"] == step
 
 

@@ -44,7 +44,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def found(folder: Path) -> Resume:
     config = compose_config(*SMALL, steps(9), f"train.resume={folder}")
-    resume = find_resume(config, plain(config), 0)
+    resume = find_resume(config, plain(config))
     assert resume is not None
     return resume
 

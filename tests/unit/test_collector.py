@@ -12,13 +12,11 @@ from torchrl.envs import TransformedEnv
 from tests.support.echo import EchoTask, TwoTurnTask
 from tests.support.envs import END, ScriptedEngine
 from torchrl_grpo import keys
-from torchrl_grpo.collectors.dynamic import GroupCounts, has_variance
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.transformers import TransformersEngine
-from torchrl_grpo.tasks.base import Problem, Score
 from torchrl_grpo.transforms import GroupAdvantage, RewardShaping
 
 PARAMS = SamplingParams(max_new_tokens=8)
@@ -371,128 +369,6 @@ def test_dialogs_of_one_turn_have_no_turn_rewards(tokenizer):
     batch = play_turns(tokenizer, ["stop", "stop"])
     assert batch["next", "reward"].squeeze(-1).tolist() == [4, 4]
     assert "turn_rewards" not in batch[0]["next"]
-
-
-# Dynamic sampling
-
-
-class RuleTask(EchoTask):
-    """Problems 0, 1, 2, ...; what the copies of a problem earn is in ``rewards``, None raises."""
-
-    def __init__(self, rewards: dict[int, list[float | None]], default: list[float | None]) -> None:
-        self.rewards, self.default = rewards, default
-
-    def problems(self, split):
-        return [Problem(str(i), str(i)) for i in range(100)]
-
-    def score(self, problem, responses):
-        reward = self.rewards.get(self.order[problem.query], self.default)[len(responses[-1]) - 1]
-        assert reward is not None
-        return Score(reward, reward > 0)
-
-
-def make_dynamic(tokenizer, rewards, default, *, wanted: int, rounds: int = 10) -> RolloutCollector:
-    """2 groups of 2 a play. ``rewards`` of group i are for the i-th problem that is drawn."""
-    task = RuleTask(rewards, default)
-    env = LLMEnv(task, tokenizer, num_envs=4, repeats=2)
-    task.order = {env.prompts.problems[index].query: i for i, index in enumerate(env.prompts._order)}
-    # The k-th copy answers with k + 1 letters.
-    engine = copies_of(lambda prompt, copy: ([*tokenizer("a" * (copy + 1))["input_ids"], END], "stop"))
-    return RolloutCollector(
-        env,
-        GenerationPolicy(engine, PARAMS),
-        dialog_turns_per_batch=wanted,
-        dynamic_sampling=True,
-        max_sampling_rounds=rounds,
-    )
-
-
-def groups_of(batch: TensorDict) -> list[int]:
-    return batch["group_id"].squeeze(-1).tolist()
-
-
-def test_zero_variance_groups_are_dropped_and_the_batch_is_filled(tokenizer):
-    # Plays: groups (0, 1), (2, 3), (4, 5). Group 5 is one too many.
-    rewards = {0: [1, 1], 1: [0, 1], 2: [1, 0], 3: [0, 0], 4: [0, 1], 5: [1, 0]}
-    collector = make_dynamic(tokenizer, rewards, [0, 1], wanted=6)
-    batch = collector.rollout()
-    assert groups_of(batch) == [1, 1, 2, 2, 4, 4]
-    assert batch["next", "reward"].squeeze(-1).tolist() == [0, 1, 1, 0, 0, 1]
-    assert collector.last.groups == GroupCounts(played=6, zero_variance=2, surplus=1, filled=0)
-    assert collector.last.turns == 12 and collector.dialog_turns == 6
-    # The surplus is gone: the next batch is of new groups.
-    assert groups_of(collector.rollout()) == [6, 6, 7, 7, 8, 8]
-    assert collector.last.groups == GroupCounts(played=4, zero_variance=0, surplus=1, filled=0)
-
-
-def test_a_batch_of_one_play_needs_no_more_than_one(tokenizer):
-    collector = make_dynamic(tokenizer, {}, [0, 1], wanted=4)
-    assert groups_of(collector.rollout()) == [0, 0, 1, 1]
-    assert collector.last.groups == GroupCounts(played=2)
-
-
-def test_used_up_rounds_fill_the_batch_with_the_last_groups_and_warn_once(tokenizer, monkeypatch):
-    warnings = []
-    monkeypatch.setattr("torchrl_grpo.collectors.rollout.torchrl_logger.warning", warnings.append)
-    collector = make_dynamic(tokenizer, {2: [0, 1]}, [1, 1], wanted=6, rounds=3)
-    batch = collector.rollout()
-    # Groups 0 to 5 were played: 2 has variance, 4 and 5 are the last without.
-    assert groups_of(batch) == [2, 2, 4, 4, 5, 5]
-    assert collector.last.groups == GroupCounts(played=6, zero_variance=3, surplus=0, filled=2)
-    advantage = GroupAdvantage(2, std="none")(batch)["advantage"].squeeze(-1).tolist()
-    assert advantage == [-0.5, 0.5, 0, 0, 0, 0]
-    assert groups_of(collector.rollout()) == [9, 9, 10, 10, 11, 11]
-    assert len(warnings) == 1 and "had 1 with different rewards; 2 zero-variance groups" in warnings[0]
-
-
-def test_variance_is_a_difference_of_valid_rewards_alone(tokenizer):
-    # In group 0 one copy has no score; what is left is a single valid reward.
-    collector = make_dynamic(tokenizer, {0: [1, None], 1: [0.25, 0.5]}, [0, 1], wanted=2)
-    batch = collector.rollout()
-    assert groups_of(batch) == [1, 1] and collector.last.groups == GroupCounts(played=2, zero_variance=1)
-
-
-@pytest.mark.parametrize(
-    ("rewards", "valid", "varied"),
-    [
-        ([0.0, 1.0, 0.0], [True] * 3, True),
-        ([0.1, 0.1, 0.1], [True] * 3, False),
-        ([0.0, 1.0, 0.0], [True, False, True], False),
-        ([0.0, float("nan"), 1.0], [True, False, True], True),
-        ([0.0, 1.0], [False, False], False),
-    ],
-)
-def test_one_group_can_be_asked_whether_it_has_variance(rewards, valid, varied):
-    rows = [
-        TensorDict({"reward_valid": torch.tensor([known]), "next": {"reward": torch.tensor([reward])}})
-        for reward, known in zip(rewards, valid, strict=True)
-    ]
-    assert has_variance(rows) is varied
-    assert has_variance(lazy_stack(rows)) is varied
-    if all(valid):
-        assert has_variance([row.exclude("reward_valid") for row in rows]) is varied
-
-
-def test_a_resumed_dynamic_collector_goes_on_where_the_first_one_was(tokenizer):
-    first = make_dynamic(tokenizer, {1: [1, 1], 4: [0, 0]}, [0, 1], wanted=6)
-    first.rollout()
-    state = first.state_dict()
-    resumed = make_dynamic(tokenizer, {1: [1, 1], 4: [0, 0]}, [0, 1], wanted=6)
-    resumed.load_state_dict(state)
-    assert groups_of(resumed.rollout()) == groups_of(first.rollout())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"wanted": 7}, "dialog_turns_per_batch=7 must be a multiple of the group size 2 .*: use 6"),
-        ({"wanted": 12, "rounds": 2}, "max_sampling_rounds=2 rollouts of 4 trajectories .*: use at least 3"),
-        ({"wanted": 2, "rounds": 0}, "max_sampling_rounds=0 rollouts .*: use at least 1"),
-    ],
-)
-def test_dynamic_sampling_says_what_it_cannot_do(tokenizer, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        make_dynamic(tokenizer, {}, [0, 1], **arguments)
 
 
 # With the real engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -13,11 +12,14 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.configs import compose_config
 from tests.support.documentation import undocumented
-from tests.support.envs import END, respond
+from tests.support.envs import END, ScriptedEngine, respond
 from tests.support.runs import SMALL, at, differences, run, state_of
-from torchrl_grpo.collectors.sampler import RolloutReport
+from tests.support.tasks import next_task
+from torchrl_grpo.collectors import RolloutCollector, Sampler
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.runtime.staleness import GroupBuffer
 from torchrl_grpo.runtime.tasks import TaskQueue
 from torchrl_grpo.tasks.base import Problem, Score, Split, Task
@@ -40,7 +42,7 @@ class Graded(Task):
 
 def make_env(tokenizer: PreTrainedTokenizerFast, groups: int, bounds: Sequence[float] | None = (0.05, 0.95)) -> LLMEnv:
     env = LLMEnv(Graded(), tokenizer, num_envs=2 * groups, repeats=2)
-    env.prompts.difficulty_filter = bounds
+    env.drawing.difficulty_filter = bounds
     return env
 
 
@@ -54,10 +56,10 @@ def play(env: LLMEnv) -> list[int]:
 def test_a_later_epoch_leaves_out_what_was_always_or_never_solved(tokenizer: PreTrainedTokenizerFast) -> None:
     env = make_env(tokenizer, 4)
     assert sorted(play(env)) == [EASY, MIXED, HARD, BROKEN]
-    assert env.prompts.metrics() == {"rollout/problems_skipped": 0.0}
+    assert env.drawing.metrics() == {"rollout/problems_skipped": 0.0}
     assert sorted(play(env)) == [MIXED, MIXED, BROKEN, BROKEN]  # an invalid reward tells nothing of the problem
-    assert env.prompts.skipped == {EASY, HARD}
-    assert env.prompts.metrics() == {"rollout/problems_skipped": 2.0}
+    assert env.drawing.skipped == {EASY, HARD}
+    assert env.drawing.metrics() == {"rollout/problems_skipped": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -71,9 +73,9 @@ def test_bounds_belong_to_the_range(tokenizer: PreTrainedTokenizerFast, bounds: 
 
 def test_where_nothing_would_be_left_all_are_drawn_again(tokenizer: PreTrainedTokenizerFast) -> None:
     env = make_env(tokenizer, 4)
-    for index in range(4):
-        env.prompts.record(index, False)
-    env.prompts.skip(4)
+    env.drawing.record((index, False) for index in range(4))
+    for _ in range(4):
+        env.drawing.draw()
     assert sorted(play(env)) == [EASY, MIXED, HARD, BROKEN]
 
 
@@ -92,43 +94,56 @@ def test_a_state_goes_on_with_the_same_problems(tokenizer: PreTrainedTokenizerFa
     assert plain.state_dict().keys() == state.keys() - {"outcomes", "skipped"}
 
 
-def step(queue: TaskQueue, sampler: LLMEnv, version: int) -> list[tuple[int, int]]:
+def step(queue: TaskQueue, sampler: Sampler, version: int) -> list[tuple[int, int]]:
     """Plays tasks until there is a batch, as samplers do; returns the groups that were played and their problems."""
     played: list[tuple[int, int]] = []
+    sampler.engine.policy_version = version
     while (taken := queue.take()) is None:
-        progress = queue.next_unplayed()
-        assert progress is not None
-        sampler.load_state_dict(progress.task.state)
-        problems, groups = play(sampler), progress.task.groups
-        played += zip(groups, problems, strict=True)
-        news = sampler.prompts.take_news()
-        queue.played(progress, RolloutReport(groups, (version,) * len(groups), 0.0, 0.0, None, outcomes=news))
-        progress.refs = list(groups)
+        progress = next_task(queue)
+        report, data = sampler.play(progress.task)
+        played += [(one.group, one.index) for one in progress.task.drawn]
+        assert [group[0]["query"] for group in data] == [f"q{one.index}" for one in progress.task.drawn]
+        queue.played(progress, report, data)
         queue.finish(progress)
     assert "rollout/problems_skipped" in taken[1]
     queue.buffer.publish(version + 1)
     return played
 
 
-def test_samplers_draw_what_the_driver_drew_and_resume_too(tokenizer: PreTrainedTokenizerFast) -> None:
-    env = make_env(tokenizer, 1)
-    sampler = copy.copy(make_env(tokenizer, 2))
-    queue = TaskQueue(env, GroupBuffer(2, 1), task_groups=2, total_groups=24)
+def make_queue(env: LLMEnv, version: int = 0) -> TaskQueue:
+    return TaskQueue(env.drawing, GroupBuffer(2, 1, version), task_groups=2, total_groups=24, group_size=2)
+
+
+def test_samplers_play_what_the_driver_drew_and_outcomes_count_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    engine = ScriptedEngine(lambda prompt, copy: ([5, END] if copy else [END], "stop"))
+    params = SamplingParams(4, stop_token_ids=(END,))
+    player = make_env(tokenizer, 2)  # of the sampler, which records nothing
+    policy = GenerationPolicy(engine, params)
+    sampler = Sampler(
+        engine,
+        lambda groups: RolloutCollector(player.with_rows(2 * groups), policy),
+        None,
+        params,
+        [],
+        groups_at_a_time=2,
+    )
+    queue = make_queue(make_env(tokenizer, 1))
     first = [pair for version in range(4) for pair in step(queue, sampler, version)]
     assert [group for group, _ in first] == list(range(8))
     assert Counter(problem for _, problem in first[:4]) == {kind: 1 for kind in range(4)}
     assert {problem for _, problem in first[4:]} == {MIXED, BROKEN}
     queue.next_unplayed()  # drawn ahead: it is played again after a resume, and its responses count once
     state = queue.state_dict()
-    resumed = TaskQueue(make_env(tokenizer, 1), GroupBuffer(2, 1, 4), task_groups=2, total_groups=24)
-    resumed.load_state_dict(state)
-    again = step(resumed, sampler, 4)
+    queue = make_queue(make_env(tokenizer, 1), 4)
+    queue.load_state_dict(state)
+    again = step(queue, sampler, 4)
     assert [group for group, _ in again] == [8, 9]
-    counts = {(index, correct): count for index, correct, count in resumed.state_dict()["env"]["outcomes"]}
+    counts = {(index, correct): count for index, correct, count in queue.state_dict()["drawing"]["outcomes"]}
     drawn = Counter(problem for _, problem in first + again)
     assert counts == {
         (EASY, 1): 2, (HARD, 0): 2, (MIXED, 0): drawn[MIXED], (MIXED, 1): drawn[MIXED],
     }  # fmt: skip
+    assert "outcomes" not in player.state_dict()
 
 
 def test_a_resumed_run_leaves_out_the_same_problems(tmp_path: Path) -> None:

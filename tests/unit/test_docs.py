@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 
 from tests.support.configs import ROOT
 from tests.support.documentation import undocumented
 from tests.support.models import make_tiny_model
-from torchrl_grpo.collectors.dynamic import GroupCounts
+from tests.support.tasks import make_queue, next_batch
 from torchrl_grpo.models import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 
@@ -29,9 +28,11 @@ def test_every_loss_output_and_dynamic_sampling_count_is_on_the_page() -> None:
         kl_to_inference_coeff=0.1,
         entropy_coeff=0.1,
     )
-    counts = dataclasses.asdict(GroupCounts())
+    queue = make_queue(most_played=6)
+    dynamic = [name for name in next_batch(queue)[1] if name.startswith("rollout/groups_")]
+    assert len(dynamic) == 3
     assert {"behaviour_capped", "loss_entropy", "kl_k3_to_ref"} <= set(loss.out_keys)
-    names = [*(f"train/{name}" for name in loss.out_keys), *(f"rollout/groups_{name}" for name in counts)]
+    names = [*(f"train/{name}" for name in loss.out_keys), *dynamic]
     assert undocumented([dict.fromkeys(names)]) == set()
 
 

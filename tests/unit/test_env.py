@@ -84,15 +84,42 @@ def test_state_resumes_in_the_middle_of_an_epoch(tokenizer):
         assert torch.equal(again["group_id"], data["group_id"])
 
 
-def test_skipped_groups_are_those_that_a_reset_would_have_drawn(tokenizer):
+def test_assigned_groups_are_those_that_a_reset_would_have_drawn(tokenizer):
     env, other = (LLMEnv(EchoTask(5), tokenizer, num_envs=6, repeats=2, seed=3) for _ in range(2))
     for _ in range(3):  # into the second epoch
         env.reset()
-        other.prompts.skip(3)
+        drawn = [other.drawing.draw() for _ in range(3)]
     assert other.state_dict() == env.state_dict()
-    drawn, expected = other.reset(), env.reset()
-    assert drawn["query"] == expected["query"]
-    assert drawn["group_id"].squeeze(-1).tolist() == expected["group_id"].squeeze(-1).tolist() == [9, 9, 10, 10, 11, 11]
+    expected = env.reset()
+    player = LLMEnv(EchoTask(5), tokenizer, num_envs=2, repeats=2, seed=8).with_rows(6)
+    for _ in range(2):  # what was played may be played again
+        drawn = drawn if _ else [other.drawing.draw() for _ in range(3)]
+        player.assign(drawn)
+        again = player.reset()
+        assert again["query"] == expected["query"]
+        for key in ("group_id", "done", "correct"):
+            assert torch.equal(again[key], expected[key]), key
+        for row, other_row in zip(again.get("tokens").unbind(0), expected.get("tokens").unbind(0), strict=True):
+            assert torch.equal(row["prompt"], other_row["prompt"])
+    assert expected["group_id"].squeeze(-1).tolist() == [9, 9, 10, 10, 11, 11]
+    with pytest.raises(ValueError, match=r"assign\(\) needs 3 groups, it was given 2"):
+        player.assign(drawn[:2])
+
+
+def test_an_env_of_other_rows_shares_problems_and_has_dialogs_of_its_own(tokenizer):
+    env = LLMEnv(EchoTask(5), tokenizer, num_envs=2, repeats=2)
+    before = env.reset()["query"]
+    small, large = env.with_rows(2), env.with_rows(4)
+    assert large.batch_size == (4,) and large.prompts is small.prompts is env.prompts
+    large.assign([env.drawing.draw() for _ in range(2)])
+    data = large.reset()
+    respond(large, data, [[END]] * 4)
+    assert large.specs.shape == data.shape == (4,)
+    assert [dialog.problem.query for dialog in env.dialogs] == before
+    assert [dialog.responses for dialog in env.dialogs] == [[], []]
+    assert env.state_dict()["next_group"] == 3
+    with pytest.raises(ValueError, match="num_envs=3 must be a multiple of repeats=2"):
+        env.with_rows(3)
 
 
 def test_state_of_another_dataset_is_refused(tokenizer):

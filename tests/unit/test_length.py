@@ -68,7 +68,7 @@ def test_an_epoch_has_each_problem_once_in_whole_batches(epoch: Path) -> None:
 def test_a_run_goes_on_for_further_epochs_and_not_for_fewer(epoch: Path, data: Path) -> None:
     def prepared(epochs: int) -> GRPOConfig:
         config = config_of(data, f"train.total_epochs={epochs}", f"train.resume={at(epoch, 2)}")
-        return prepare(config, [], find_resume(config, plain(config), 0)).config
+        return prepare(config, [], find_resume(config, plain(config))).config
 
     assert (prepared(2).num_batches, prepared(3).train.total_dialog_turns) == (3, 72)
     with pytest.raises(

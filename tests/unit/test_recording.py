@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.runs import run, steps
 from torchrl_grpo import keys
-from torchrl_grpo.collectors.sampler import RolloutReport
+from torchrl_grpo.collectors.sampler import GroupReport, RolloutReport
 from torchrl_grpo.collectors.summary import sample_rows, token_texts
 from torchrl_grpo.host.files import read_jsonl
 from torchrl_grpo.reporting.metrics import MetricsLogger
@@ -179,7 +179,7 @@ def test_the_learners_spans_follow_one_another_and_are_what_was_timed(folder: Pa
 
 
 def test_a_rollout_is_sampling_and_then_rewards() -> None:
-    report = RolloutReport((0,), (0,), generate_s=2.0, env_s=0.5, engine=None)
+    report = RolloutReport((GroupReport(0, 0),), generate_s=2.0, env_s=0.5, engine=None)
     assert report.spans("sampler 1", 100.0) == [
         {"actor": "sampler 1", "kind": "sample", "start": 100.0, "seconds": 2.0},
         {"actor": "sampler 1", "kind": "score", "start": 102.0, "seconds": 0.5},

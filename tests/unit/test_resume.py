@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from tests.support.runs import LORA, SMALL, at, changed, differences, numbers, r
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, plain
 from torchrl_grpo.config.resumed import written
-from torchrl_grpo.learner.resume import Resume, check_tasks, find_resume
+from torchrl_grpo.learner.resume import Resume, find_resume
 from torchrl_grpo.models import loading
 from torchrl_grpo.reporting.metrics import read_jsonl
 
@@ -160,16 +159,23 @@ def test_values_are_named_as_the_command_line_takes_them() -> None:
     assert [written(value) for value in values] == ["[q_proj,v_proj]", "null", "true", "arithmetic", "2"]
 
 
-def resume_of(path: Path, max_staleness: int = 0) -> Resume | None:
+def resume_of(path: Path) -> Resume | None:
     config = compose_config(*SMALL, *FULL, steps(9), f"train.resume={path}")
-    return find_resume(config, plain(config), max_staleness)
+    return find_resume(config, plain(config))
 
 
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"source": {"env": {"num_problems": 9}, "tasks": []}}, r"num_problems=9, this one has 4096: use the dataset"),
+        (
+            {"source": {"drawing": {"num_problems": 9}, "ahead": []}},
+            r"num_problems=9, this one has 4096: use the dataset",
+        ),
+        (
+            {"source": {"env": {}, "tasks": []}},
+            r"checkpoint_000006\.pt must be .*, but an earlier one wrote it: resume",
+        ),
         ({"source": {"collector": {}}}, r"checkpoint_000006\.pt must be .*, but an earlier one wrote it: resume"),
     ],
 )
@@ -192,18 +198,21 @@ def test_the_latest_whole_checkpoint_of_a_folder_is_taken(full_run: Path, tmp_pa
         assert found is not None and (found.step, found.path) == (6, at(tmp_path, 6))
 
 
-def test_groups_drawn_ahead_need_a_bound_and_samplers_that_fit(full_run: Path, tmp_path: Path) -> None:
+def test_groups_that_were_drawn_ahead_are_played_first(full_run: Path, tmp_path: Path) -> None:
+    """By a synchronous run too, and with as many groups as a batch does not divide."""
     source = torch.load(at(full_run, 6), weights_only=True)["source"]
-    task = {"env": source["env"], "groups": [24, 25], "further": [], "wanted": [25]}
-    path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"tasks": [task, task]})
-    with pytest.raises(
-        ConfigError, match=r"train\.max_staleness=0 must be at least 1 with .*has 2 groups .*grpo-async"
-    ):
-        resume_of(path)
-    found = resume_of(path, max_staleness=1)
-    assert found is not None
-    config = compose_config(*SMALL)  # 4 groups at a time
-    check_tasks(found, 2, config)
-    check_tasks(replace(found, source=source), 4, config)
-    with pytest.raises(ConfigError, match=r"use inference_model\.num_devices=2\."):
-        check_tasks(found, 4, config)
+    assert source["ahead"] == []
+    ahead = [[20, 7], [22, 9], [25, 100], [26, 4], [29, 5]]
+    drawing = source["drawing"] | {"next_group": 30}
+    changed(at(full_run, 6), at(tmp_path, 6), source=source | {"drawing": drawing, "ahead": ahead})
+    rows = run(tmp_path / "rest", *FULL, steps(8), f"train.resume={at(tmp_path, 6)}", "train.checkpoint_frequency=1")
+    assert [row["step"] for row in rows] == [6, 7, 8]
+    seven, eight = (torch.load(at(tmp_path / "rest", step), weights_only=True)["source"] for step in (7, 8))
+    assert seven["ahead"] == [[29, 5]] and seven["drawing"] == drawing
+    assert eight["ahead"] == [] and eight["drawing"] == drawing | {
+        "next_group": 33,
+        "position": drawing["position"] + 3,
+    }
+    samples = read_jsonl(tmp_path / "rest" / "samples.jsonl")
+    last = [row["group"] for row in samples if row["step"] == 8]
+    assert sorted(set(last)) == [29, 30, 31, 32]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import pickle
 import signal
@@ -271,12 +270,12 @@ def test_environments_of_one_task_log_a_failure_once_between_them(
     assert len(logged) == 1
 
 
-def test_copies_of_an_env_share_workers_and_a_pickled_one_has_its_own(
+def test_an_env_of_other_rows_shares_workers_and_a_pickled_one_has_its_own(
     make_env: Callable[..., LLMEnv], pool: RewardPool
 ) -> None:
     env = make_env(pool)
     score(pool, "1")
-    assert copy.copy(env).reward_pool is pool
+    assert env.with_rows(2).reward_pool is pool
     other, twin = pickle.loads(pickle.dumps((env, make_env(pool))))
     assert other.reward_pool is twin.reward_pool is not pool  # one for all environments of a process
     with other.reward_pool as own:
@@ -300,24 +299,34 @@ def test_a_replica_plays_on_while_a_unit_is_scored(
         engine, params = ScriptedEngine(rule), SamplingParams(64)
         env = make_env(pool, 2)
         policy = GenerationPolicy(engine, params)
-        collectors = [RolloutCollector(copy.copy(env), policy) for _ in range(2)]
-        return Sampler(engine, collectors, None, params, [], pool)
+        return Sampler(
+            engine,
+            lambda groups: RolloutCollector(env.with_rows(2 * groups), policy),
+            None,
+            params,
+            [],
+            groups_at_a_time=1,
+            overlapping=True,
+            reward_pool=pool,
+        )
 
     actor = SamplerActor(parts)
     actor.setup(0, None)
-    state = make_env(None, 2).state_dict()
+    drawing = make_env(None, 2).drawing
+    slow_task, fast_task = (RolloutTask((drawing.draw(),)) for _ in range(2))
     with ThreadPoolExecutor(1) as thread:
-        first = thread.submit(actor.play, RolloutTask(state, (0,)))
+        first = thread.submit(actor.play, slow_task)
         while not begun.exists():
             time.sleep(0.01)
         assert not first.done()
-        through_report, group = actor.play(RolloutTask(state | {"position": 1, "next_group": 1}, (1,)))
+        through_report, group = actor.play(fast_task)
         assert pickle.loads(pickle.dumps(group))["next", "reward"].reshape(-1).tolist() == [3.0, 3.0]
         assert not first.done()
         through.touch()
         report, group = first.result(timeout=30)
     assert pickle.loads(pickle.dumps(group))["next", "reward"].reshape(-1).tolist() == [1.0, 1.0]
-    assert (report.groups, through_report.groups) == ((0,), (1,))
+    assert [group.group for group in (*report.groups, *through_report.groups)] == [0, 1]
+    assert report.engine is None  # what an engine's state is, is not known while others sample
     assert report.rewards == {RESTARTS: 0, TIMED_OUT: 0}
     actor.close()
     with pytest.raises(RuntimeError):

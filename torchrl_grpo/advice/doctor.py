@@ -226,7 +226,7 @@ def _parts(
     measured.steps_done = run.learner.version
     measured.checkpoint_bytes, measured.model_bytes = run.learner.sizes()
     prompts, room = run.blueprint.train_env.prompts, run.blueprint.max_prompt_tokens
-    lengths = [len(prompts.tokens(index)) for index in prompts.usable[:500]]
+    lengths = [len(prompt) for prompt in prompts.first(500)]
     measured.prompt_tokens = median(lengths)
     check.found = (
         f"prompts of {min(lengths)} to {max(lengths)} tokens (median {median(lengths):.0f}) where {room:,} fit beside "

@@ -14,6 +14,9 @@ from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weights import WeightHandle
 from torchrl_grpo.weights.mismatch import Probe
 
+_SECONDS = {f"workers/{name}": f"time/{name}" for name in ("generate_s", "reward_s", "reference_s")}
+"""Seconds of workers that are seconds of the step here, where nothing overlaps."""
+
 
 class InTurn:
     """Plays and scores a batch between two training steps: staleness is 0.
@@ -61,7 +64,7 @@ class InTurn:
         # What waits and who was replaced is nothing that could differ here.
         of_batch = {name: value for name, value in metrics.items() if not name.startswith("buffer/")}
         of_batch.pop("workers/groups_resampled")
-        self._metrics = {name.replace("workers/", "time/"): value for name, value in of_batch.items()}
+        self._metrics = {_SECONDS.get(name, name): value for name, value in of_batch.items()}
         return join_groups([group for _, group in groups])
 
     def publish(self, handle: WeightHandle, version: int) -> None:

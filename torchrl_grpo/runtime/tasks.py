@@ -90,6 +90,7 @@ class TaskQueue:
         self._unplayed: deque[Progress] = deque()  # in the order of their groups
         self._left = 0  # groups of all these tasks that no batch has taken
         self._dynamic: Counter[str] = Counter()  # what dynamic sampling did since the latest batch
+        self._released_s: Counter[str] = Counter()  # seconds of the groups that gave their places back since then
         self._rewards: Counter[str] = Counter()  # what the reward workers counted so far
         self._most_waiting = 0
         self._resampled = 0
@@ -180,6 +181,7 @@ class TaskQueue:
         self.buffer.withdraw(group.group)
         self._leave(progress, group.group)
         self._record(progress, group)
+        self._released_s.update(_seconds(progress))
         if not progress.left:
             self._progress.remove(progress)
 
@@ -213,21 +215,24 @@ class TaskQueue:
     def _metrics(self, tasks: Sequence[Progress]) -> dict[str, float]:
         """What is known of the batch that was taken, given the task of each of its groups."""
         staleness = self.buffer.staleness()
-        reports = [progress.report for progress in tasks if progress.report is not None]
+        seconds = self._released_s
+        self._released_s = Counter()
+        for progress in tasks:
+            seconds.update(_seconds(progress))
         metrics = {
             "staleness/max": float(max(staleness)),
             "staleness/mean": sum(staleness) / len(staleness),
             "buffer/pending": self.buffer.pending,
             "buffer/waiting": self.buffer.waiting,
             "buffer/waiting_max": self._most_waiting,
-            "workers/generate_s": sum(report.generate_s / len(report.groups) for report in reports),
-            "workers/reward_s": sum(report.env_s / len(report.groups) for report in reports),
+            "workers/generate_s": seconds["generate_s"],
+            "workers/reward_s": seconds["reward_s"],
             "workers/groups_resampled": self._resampled,
             **self._rewards,
             **self._drawing.metrics(),
         }
         if any(progress.reference_s for progress in tasks):
-            metrics["workers/reference_s"] = sum(each.reference_s / len(each.task.groups) for each in tasks)
+            metrics["workers/reference_s"] = sum(each.reference_s / len(each.kept) for each in tasks)
         if self._most_played is not None:
             counts = {name: self._dynamic[name] for name in ("played", "zero_variance", "filled")}
             metrics |= {f"rollout/groups_{name}": float(count) for name, count in counts.items()}
@@ -247,3 +252,11 @@ class TaskQueue:
         ahead = [self._drawing.again(group, index) for group, index in state["ahead"]]
         for start in range(0, len(ahead), self._task_groups):
             self._add(ahead[start : start + self._task_groups])
+
+
+def _seconds(progress: Progress) -> dict[str, float]:
+    """The seconds that one group of a task took, which were measured for all of them together."""
+    report = progress.report
+    assert report is not None
+    count = len(report.groups)
+    return {"generate_s": report.generate_s / count, "reward_s": report.env_s / count}

@@ -1,0 +1,85 @@
+"""Rollout tasks that are played without a sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.support.echo import EchoTask
+from torchrl_grpo.collectors.sampler import GroupReport, RolloutReport
+from torchrl_grpo.runtime.staleness import GroupBuffer
+from torchrl_grpo.runtime.tasks import Progress, TaskQueue
+from torchrl_grpo.tasks.drawing import Drawing
+
+
+def make_drawing(size: int = 100) -> Drawing:
+    """Draws the problems of an ``EchoTask``."""
+    task = EchoTask(size)
+    problems = task.problems("train")
+    return Drawing(task, problems, range(len(problems)))
+
+
+def make_queue(
+    *,
+    batch: int = 3,
+    task: int | None = None,
+    max_staleness: int = 0,
+    version: int = 0,
+    most_played: int | None = None,
+    total: int = 1000,
+) -> TaskQueue:
+    """A queue of its own drawing; a task has as many groups as a batch, unless it is said."""
+    buffer = GroupBuffer(batch, max_staleness, version)
+    return TaskQueue(
+        make_drawing(),
+        buffer,
+        task_groups=task or batch,
+        total_groups=total,
+        group_size=2,
+        most_played=most_played,
+    )
+
+
+def next_task(queue: TaskQueue) -> Progress:
+    """The task that there must be."""
+    progress = queue.next_unplayed()
+    assert progress is not None
+    return progress
+
+
+def play(
+    queue: TaskQueue,
+    progress: Progress,
+    varied: Callable[[int], bool] = lambda group: True,
+    outcomes: Callable[[int], tuple[bool, ...]] = lambda index: (),
+) -> int:
+    """Reports a task as played by the published weights, and lets what is kept wait; a group's data is its id.
+
+    Args:
+        queue: that gave the task.
+        progress: of the task.
+        varied: whether the rewards of a group differ.
+        outcomes: of a problem, by its index.
+
+    Returns:
+        what ``TaskQueue.played`` says.
+    """
+    version = queue.buffer.version
+    reports = [GroupReport(one.group, version, varied(one.group), outcomes(one.index)) for one in progress.task.drawn]
+    report = RolloutReport(tuple(reports), generate_s=2.0 * len(reports), env_s=1.0 * len(reports), engine=None)
+    responses = queue.played(progress, report, progress.task.groups)
+    queue.finish(progress)
+    return responses
+
+
+def next_batch(
+    queue: TaskQueue,
+    varied: Callable[[int], bool] = lambda group: True,
+    outcomes: Callable[[int], tuple[bool, ...]] = lambda index: (),
+) -> tuple[list[int], dict[str, float]]:
+    """Plays one task after the other until there is a batch, and publishes its weights; the groups and the metrics."""
+    while (taken := queue.take()) is None:
+        play(queue, next_task(queue), varied, outcomes)
+    groups, metrics = taken
+    assert all(group == data for group, data in groups)
+    queue.buffer.publish(queue.buffer.version + 1)
+    return [group for group, _ in groups], metrics

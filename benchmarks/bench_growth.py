@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from torchrl_grpo.collectors import RolloutCollector, Sampler
-from torchrl_grpo.collectors.sampler import RolloutReport
+from torchrl_grpo.collectors.sampler import GroupReport, RolloutReport
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Completion, Engine, OnFinished, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
@@ -43,6 +43,7 @@ from torchrl_grpo.runtime.staleness import GroupBuffer
 from torchrl_grpo.runtime.tasks import TaskQueue
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks import ArithmeticTask
+from torchrl_grpo.tasks.drawing import Drawing
 
 PACKAGES = ("torch", "transformers", "tensordict", "torchrl", "ray")
 LAYERS = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
@@ -128,20 +129,20 @@ def pass_through(count: int, groups_per_batch: int, max_staleness: int) -> Calla
     return go
 
 
-def queue_through(env: LLMEnv, count: int, groups_per_batch: int, max_staleness: int) -> Callable[[], None]:
+def queue_through(drawing: Drawing, count: int, groups_per_batch: int, max_staleness: int) -> Callable[[], None]:
     """The same through a ``TaskQueue``, whose tasks are one group each."""
 
     def go() -> None:
         buffer = GroupBuffer(groups_per_batch, max_staleness)
-        queue = TaskQueue(env, buffer, task_groups=1, total_groups=count)
+        queue = TaskQueue(drawing, buffer, task_groups=1, total_groups=count, group_size=8)
         done = 0
         while done < count:
             tasks = list(iter(queue.next_unplayed, None))
             for progress in tasks:
                 assert progress is not None
-                report = RolloutReport(progress.task.groups, (buffer.version,), 0.0, 0.0, None)
-                queue.played(progress, report)
-                progress.refs = [None]
+                [group] = progress.task.groups
+                report = RolloutReport((GroupReport(group, buffer.version),), 0.0, 0.0, None)
+                queue.played(progress, report, [None])
                 queue.finish(progress)
                 if queue.take() is not None:
                     buffer.publish(buffer.version + 1)
@@ -159,7 +160,7 @@ def bookkeeping(kind: str) -> list[dict[str, float]]:
         for name, batch in (("run", 64), ("held", count // 2)):
             if kind == "queue":
                 env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=8, repeats=8)
-                go = queue_through(env, count, batch, 1)
+                go = queue_through(env.drawing, count, batch, 1)
             else:
                 go = pass_through(count, batch, 1)
             start = time.process_time()
@@ -187,7 +188,11 @@ def make_sampler() -> Sampler:
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
     engine, params = SleepingEngine(), SamplingParams(1)
     env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=TASK * REPEATS, repeats=REPEATS)
-    return Sampler(engine, [RolloutCollector(env, GenerationPolicy(engine, params))], None, params, [])
+
+    def make_collector(groups: int) -> RolloutCollector:
+        return RolloutCollector(env.with_rows(groups * REPEATS), GenerationPolicy(engine, params))
+
+    return Sampler(engine, make_collector, None, params, [], groups_at_a_time=TASK)
 
 
 def driver() -> list[dict[str, float]]:
@@ -206,7 +211,8 @@ def driver() -> list[dict[str, float]]:
         for samplers in SAMPLERS:
             groups = TASK * samplers  # in a batch
             env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=TASK * REPEATS, repeats=REPEATS)
-            tasks = TaskQueue(env, GroupBuffer(groups, 1), task_groups=TASK, total_groups=10**9)
+            buffer = GroupBuffer(groups, 1)
+            tasks = TaskQueue(env.drawing, buffer, task_groups=TASK, total_groups=10**9, group_size=REPEATS)
             source = RaySource(RolloutManager(tasks, samplers=[(make_sampler, {"num_cpus": 0})] * samplers))
             source.start()
             source.wait_until_ready()

@@ -29,7 +29,7 @@ from machine import surroundings
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from torchrl_grpo.collectors import Sampler
+from torchrl_grpo.collectors import RolloutCollector, Sampler
 from torchrl_grpo.generation import Engine, SamplingParams, TransformersEngine
 from torchrl_grpo.learner import Learner
 from torchrl_grpo.models.loading import CheckpointModel, add_lora, resolve_name
@@ -119,7 +119,11 @@ def make_sampler(name: str, engine: str, dtype: torch.dtype) -> Sampler:
 
         kind = str(dtype).removeprefix("torch.")
         made = AsyncVLLMEngine(resolve_name(name), dtype=kind, max_model_len=256, enforce_eager=True, kv_cache_gib=0.25)
-    return Sampler(made, [], None, SamplingParams(1), [])
+
+    def make_collector(groups: int) -> RolloutCollector:
+        raise AssertionError(f"a task of {groups} groups was to be played")
+
+    return Sampler(made, make_collector, None, SamplingParams(1), [], groups_at_a_time=1)
 
 
 def measure(learner: RayLearner, sampler: Any, repeats: int) -> dict[str, list[tuple[float, float]]]:

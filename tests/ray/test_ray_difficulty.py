@@ -38,5 +38,5 @@ def test_later_epochs_leave_out_what_samplers_never_solved(tmp_path: Path) -> No
     last = {row["query"] for row in read_jsonl(tmp_path / "run" / "samples.jsonl") if row["step"] == 6}
     assert last == {"2+2=", "4+4=", "6+6="}
     source = torch.load(at(tmp_path / "run", 6), weights_only=True)["source"]
-    counts = {(index, correct): count for index, correct, count in source["env"]["outcomes"]}
+    counts = {(index, correct): count for index, correct, count in source["drawing"]["outcomes"]}
     assert sum(counts.values()) == 96 and {correct for index, correct in counts if index % 2} == {1}

@@ -39,19 +39,20 @@ def test_a_run_moves_from_one_process_to_several_ranks_and_back(lora_run: Path, 
             assert row == pytest.approx(numbers_there, rel=1e-4, abs=1e-6)
 
 
-def train(folder: Path, stop_at: int | None, *overrides: str) -> list[int]:
-    """The groups that an asynchronous run trains, in exact mode, until it is stopped or complete."""
+def train(folder: Path, stop_at: int | None, *overrides: str, asynchronous: bool = True) -> list[int]:
+    """The groups that a run trains, in exact mode, until it is stopped or complete."""
     trained: list[int] = []
-    fixed = ("policy.kl_coef=0", "train.max_staleness=2", "inference_model.exact=true")
-    made = build(compose_config(*SMALL, steps(10), *fixed, *overrides), folder, asynchronous=True)
+    fixed = ["policy.kl_coef=0", "inference_model.exact=true"]
+    fixed += ["train.max_staleness=2"] if asynchronous else []
+    made = build(compose_config(*SMALL, steps(10), *fixed, *overrides), folder, asynchronous=asynchronous)
     real = made.learner.train_batch
 
     def train_batch(batch: Any) -> dict[str, float]:
         if made.learner.version == stop_at:
             raise KeyboardInterrupt
-        while stop_at is not None and made.source.state_dict()["env"]["next_group"] < 4 * made.learner.version + 12:
+        while stop_at is not None and made.source.state_dict()["drawing"]["next_group"] < 4 * made.learner.version + 12:
             time.sleep(0.05)  # until as many are drawn ahead as the bound allows
-        trained.extend(batch.groups)
+        trained.extend(batch.groups if asynchronous else batch["group_id"].reshape(-1).tolist()[::4])
         return real(batch)
 
     made.learner.train_batch = train_batch  # type: ignore[method-assign]
@@ -77,11 +78,31 @@ def test_a_resumed_asynchronous_run_loses_and_repeats_no_group(
 ) -> None:
     folder, first, rest = stopped_and_resumed
     ahead = torch.load(at(folder / "first", 4), weights_only=True)["source"]
-    assert ahead["env"]["next_group"] > len(first) == 16  # groups were drawn that were not trained
+    assert ahead["drawing"]["next_group"] > len(first) == 16  # groups were drawn that were not trained
     assert sorted(first + rest) == list(range(40))
     rows = read_jsonl(folder / "rest" / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(4, 11))
     assert max(row["staleness/max"] for row in rows[1:]) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("asynchronous", "overrides"), [(False, []), (True, ["inference_model.num_devices=2"])])
+def test_what_was_drawn_ahead_is_played_by_whoever_goes_on(
+    asynchronous: bool,
+    overrides: list[str],
+    stopped_and_resumed: tuple[Path, list[int], list[int]],
+    tmp_path: Path,
+) -> None:
+    """By one process in turn, and by another number of samplers."""
+    folder, first, _ = stopped_and_resumed
+    ahead = [group for group, _ in torch.load(at(folder / "first", 4), weights_only=True)["source"]["ahead"]]
+    assert len(ahead) >= 4 and set(ahead).isdisjoint(first)
+    rest = train(tmp_path, None, f"train.resume={folder / 'first'}", *overrides, asynchronous=asynchronous)
+    assert sorted(first + rest) == list(range(40))
+    if not asynchronous:
+        assert rest[: len(ahead)] == ahead
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert max(row["staleness/max"] for row in rows[1:]) <= (2 if asynchronous else 0)
 
 
 def test_on_policy_an_exact_asynchronous_run_has_no_kl_to_its_engine(

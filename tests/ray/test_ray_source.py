@@ -105,8 +105,12 @@ def make_sampler(
     env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=TASK * REPEATS, repeats=REPEATS)
     test_env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=3, repeats=1, split="test")
     evaluator = Evaluator(engine, test_env, None, params=params)
-    collectors = [RolloutCollector(env, GenerationPolicy(engine, params))]
-    return Sampler(engine, collectors, evaluator, params, [torch.tensor([7])])
+    policy = GenerationPolicy(engine, params)
+
+    def make_collector(groups: int) -> RolloutCollector:
+        return RolloutCollector(env.with_rows(groups * REPEATS), policy)
+
+    return Sampler(engine, make_collector, evaluator, params, [torch.tensor([7])], groups_at_a_time=TASK)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +141,7 @@ def source_of(ray_cluster: cluster.Cluster, tokenizer: PreTrainedTokenizerFast) 
         options: dict[str, Any] = {"num_cpus": 0}
         buffer = GroupBuffer(BATCH, max_staleness)
         manager = RolloutManager(
-            TaskQueue(env, buffer, task_groups=TASK, total_groups=total_groups),
+            TaskQueue(env.drawing, buffer, task_groups=TASK, total_groups=total_groups, group_size=REPEATS),
             samplers=[(partial(make_sampler, tokenizer, pause_s, broken, engine), options)] * samplers,
             references=[(reference, options)] * references,
             **({"actor_timeout_s": 120.0} | settings),
@@ -331,7 +335,7 @@ def test_the_published_weights_are_evaluated_and_bound_0_waits_for_them(source_o
         assert sequences(batch).get(keys.POLICY_VERSION).unique().tolist() == [version]
         assert source.metrics()["staleness/max"] == 0
         state = source.state_dict()
-        assert state["tasks"] == [] and state["env"]["next_group"] == (version + 1) * BATCH
+        assert state["ahead"] == [] and state["drawing"]["next_group"] == (version + 1) * BATCH
 
 
 def test_weights_stay_while_a_sampler_reads_them_and_are_then_freed(
@@ -401,7 +405,7 @@ def test_weights_arrive_while_the_only_unit_of_a_replica_is_played(
 ) -> None:
     """Also where a replica plays one unit at a time; what its engine goes on from is restored before."""
     env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=TASK * REPEATS, repeats=REPEATS)
-    state = {"env": env.state_dict(), "tasks": [], "engines": [{"policy_version": 0}]}
+    state = {"drawing": env.state_dict(), "ahead": [], "engines": [{"policy_version": 0}]}
     source = source_of(total_groups=5 * BATCH, max_staleness=9, engine=UpdatedInFlight, in_flight="keep", state=state)
     source.publish(weights_of(3), 3)
     until(lambda: source.manager.samplers[0].tasks)
@@ -466,7 +470,7 @@ def test_the_driver_does_not_grow_with_the_run(source_of: Callable[..., RaySourc
         source.next_batch()
         if version >= settled:
             memory.append(psutil.Process().memory_info().rss)
-    assert len(source.state_dict()["tasks"]) == 0
+    assert source.state_dict()["ahead"] == []
     assert memory[-1] - memory[0] < 8 * 2**20
 
 
@@ -514,8 +518,8 @@ def test_a_run_whose_engines_stay_dead_is_saved_and_says_why(
     state = torch.load(checkpoint, weights_only=True)
     assert state["step"] == step >= 3
     # What was sampled and not trained is in the state, so that a resumed run draws it again: nothing is lost.
-    waiting = [group for task in state["source"]["tasks"] for group in task["wanted"]]
-    assert len(waiting) == state["source"]["env"]["next_group"] - step * BATCH
+    waiting = [group for group, _ in state["source"]["ahead"]]
+    assert len(waiting) == state["source"]["drawing"]["next_group"] - step * BATCH
 
 
 def test_a_restored_source_plays_what_was_not_trained_and_nothing_twice(source_of: Callable[..., RaySource]) -> None:

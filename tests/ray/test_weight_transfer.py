@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.support.configs import compose_config
 from tests.support.models import make_tiny_model
+from tests.support.tasks import plays_nothing
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.collectors import Sampler
 from torchrl_grpo.config import ConfigError
@@ -75,7 +76,9 @@ def make_learner(mesh: DeviceMesh | None) -> Learner:
 
 
 def make_sampler() -> Sampler:
-    return Sampler(TransformersEngine(make_tiny_model(1)), [], None, SamplingParams(1), [])
+    return Sampler(
+        TransformersEngine(make_tiny_model(1)), plays_nothing, None, SamplingParams(1), [], groups_at_a_time=1
+    )
 
 
 @pytest.fixture(scope="module")

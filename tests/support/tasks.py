@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.support.echo import EchoTask
+from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.collectors.sampler import GroupReport, RolloutReport
 from torchrl_grpo.runtime.staleness import GroupBuffer
 from torchrl_grpo.runtime.tasks import Progress, TaskQueue
@@ -37,6 +38,11 @@ def make_queue(
         group_size=2,
         most_played=most_played,
     )
+
+
+def plays_nothing(groups: int) -> RolloutCollector:
+    """Stands for what makes the collectors of a sampler that is given no task."""
+    raise AssertionError(f"a task of {groups} groups was to be played")
 
 
 def next_task(queue: TaskQueue) -> Progress:

@@ -86,14 +86,15 @@ def test_state_resumes_in_the_middle_of_an_epoch(tokenizer):
 
 def test_assigned_groups_are_those_that_a_reset_would_have_drawn(tokenizer):
     env, other = (LLMEnv(EchoTask(5), tokenizer, num_envs=6, repeats=2, seed=3) for _ in range(2))
-    for _ in range(3):  # into the second epoch
+    for _ in range(9):  # into the second epoch
+        other.drawing.draw()
+    for _ in range(3):
         env.reset()
-        drawn = [other.drawing.draw() for _ in range(3)]
     assert other.state_dict() == env.state_dict()
     expected = env.reset()
     player = LLMEnv(EchoTask(5), tokenizer, num_envs=2, repeats=2, seed=8).with_rows(6)
+    drawn = [other.drawing.draw() for _ in range(3)]
     for _ in range(2):  # what was played may be played again
-        drawn = drawn if _ else [other.drawing.draw() for _ in range(3)]
         player.assign(drawn)
         again = player.reset()
         assert again["query"] == expected["query"]

@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.tasks import make_queue
+from torchrl_grpo.collectors.sampler import GroupReport, RolloutReport
 from torchrl_grpo.runtime.staleness import GroupBuffer
+from torchrl_grpo.runtime.tasks import Progress
 
 
 def test_bound_0_admits_the_next_batch_only_after_weights_are_out() -> None:
@@ -124,3 +127,109 @@ def test_no_order_of_events_breaks_the_bounds_or_stops_the_run(
         buffer.admit(group)
         buffer.finish(group, buffer.version, group)
     assert buffer.take() is not None
+
+
+class Simulated:
+    """A run without actors: tasks are played in any order, groups give their places back, actors and drivers are lost.
+
+    Attributes:
+        trained: groups, in the order in which batches took them.
+        released: groups that gave their places back.
+        problems: index of each group's problem, which never changes.
+    """
+
+    def __init__(self, draw: random.Random, max_staleness: int, batch: int, task: int, spare: int, steps: int) -> None:
+        self.draw = draw
+        self.settings = {"batch": batch, "task": task, "most_played": batch + spare, "total": batch * steps}
+        self.max_staleness = max_staleness
+        self.steps = steps
+        self.queue = make_queue(max_staleness=max_staleness, **self.settings)
+        self.playing: list[tuple[Progress, int]] = []  # with the version of the weights that it was begun by
+        self.training = False
+        self.trained: list[int] = []
+        self.released: list[int] = []
+        self.problems: dict[int, int] = {}
+        self.saved = (0, self.queue.state_dict(), 0, 0)
+
+    def begin(self) -> bool:
+        progress = self.queue.next_unplayed()
+        if progress is None:
+            return False
+        for one in progress.task.drawn:
+            assert self.problems.setdefault(one.group, one.index) == one.index
+        self.playing.append((progress, self.queue.buffer.version))
+        return True
+
+    def finish(self) -> bool:
+        """By weights of the version that a task was begun by or, where they came in between, of a later one."""
+        if not self.playing:
+            return False
+        progress, begun = self.playing.pop(self.draw.randrange(len(self.playing)))
+        version = self.draw.randint(begun, self.queue.buffer.version)
+        groups = progress.task.groups
+        report = RolloutReport(
+            tuple(GroupReport(group, version, self.draw.random() < 0.6) for group in groups), 0.0, 0.0, None
+        )
+        self.queue.played(progress, report, groups)
+        self.released += sorted(set(groups) - {group.group for group in progress.kept})
+        self.queue.finish(progress)
+        return True
+
+    def lose(self) -> bool:
+        if self.playing:
+            self.queue.give_back(self.playing.pop(self.draw.randrange(len(self.playing)))[0])
+        return True
+
+    def train(self) -> bool:
+        """Takes a batch, or publishes the weights of the one that is in training."""
+        if self.training:
+            self.training = False
+            self.queue.buffer.publish(self.queue.buffer.version + 1)
+            return True
+        taken = self.queue.take()
+        if taken is None:
+            return False
+        groups, metrics = taken
+        assert len(groups) == self.settings["batch"]
+        assert metrics["staleness/max"] <= self.max_staleness
+        assert metrics["rollout/groups_zero_variance"] <= self.settings["most_played"] - len(groups)
+        self.trained += [group for group, _ in groups]
+        self.training = True
+        self.saved = (self.queue.buffer.version + 1, self.queue.state_dict(), len(self.trained), len(self.released))
+        return True
+
+    def resume(self) -> bool:
+        """Goes on from where the latest batch was taken, in tasks of another size."""
+        version, state, trained, released = self.saved
+        sizes = [size for size in range(1, self.settings["batch"] + 1) if self.settings["batch"] % size == 0]
+        self.settings["task"] = self.draw.choice(sizes)
+        self.queue = make_queue(max_staleness=self.max_staleness, **self.settings)
+        self.queue.load_state_dict(state)
+        self.queue.buffer.publish(version)
+        del self.trained[trained:], self.released[released:]
+        self.playing = []
+        self.training = False
+        return True
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 6), st.integers(0, 2**32))
+def test_a_run_trains_each_group_once_whatever_is_lost_or_released(
+    max_staleness: int, tasks: int, task: int, spare: int, seed: int
+) -> None:
+    draw = random.Random(seed)
+    run = Simulated(draw, max_staleness, tasks * task, task, spare, steps=8)
+    rare = [run.lose, run.resume]
+    for _ in range(150):
+        happens = rare if draw.random() < 0.05 else [run.begin, run.finish, run.train]
+        draw.choice(happens)()
+        buffer = run.queue.buffer
+        assert buffer.pending + buffer.waiting + len(buffer.staleness()) <= buffer.capacity
+        everything = run.trained + run.released
+        assert len(set(everything)) == len(everything)
+    # Whatever state that left, the run goes on to its end.
+    while run.queue.buffer.version < run.steps:
+        assert run.train() or run.finish() or run.begin()
+    assert len(run.trained) == tasks * task * run.steps
+    assert sorted(run.trained + run.released) == list(range(len(run.trained) + len(run.released)))
+    assert run.queue.state_dict()["ahead"] == [] and not run.begin()

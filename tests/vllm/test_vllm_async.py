@@ -28,6 +28,7 @@ from tests.support.models import response_log_probs
 from tests.support.processes import shared_memory, socket_files, worker_processes
 from tests.support.prompts import PROMPTS
 from tests.support.stops import assert_stop_strings_end_responses
+from tests.support.tasks import plays_nothing
 from tests.support.weights import Trained, mismatch
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.sampler import Sampler
@@ -254,7 +255,7 @@ def test_probes_and_evaluations_leave_the_draws_of_running_calls_alone(engine):
     """To turn the generator back, or to seed it, would let the calls that are running draw the same numbers again."""
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
     envs = [LLMEnv(ArithmeticTask(), tokenizer, num_envs=4, repeats=repeats, split="test") for repeats in (1, 2)]
-    sampler = Sampler(engine, [], Evaluator(engine, *envs, params=SHORT), SHORT, PROMPTS)
+    sampler = Sampler(engine, plays_nothing, Evaluator(engine, *envs, params=SHORT), SHORT, PROMPTS, groups_at_a_time=1)
     states = [engine._rpc("sampler_state")[0][0]]
     for _ in range(2):
         sampler.probe()

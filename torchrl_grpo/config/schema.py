@@ -92,7 +92,8 @@ class PolicyConfig:
     dynamic_sampling: bool = False
     """Whether groups whose rewards are all equal are dropped and others sampled in their place (arXiv 2503.14476)."""
     max_sampling_rounds: int = limited(10, ge=1)
-    """dynamic_sampling: most rollouts for one batch; after them it is filled with zero-variance groups."""
+    """dynamic_sampling: at most max_sampling_rounds * env.num_envs dialogs are played for one batch; after them it is
+    filled with zero-variance groups."""
     clip_epsilon: Any = 0.2
     """Clip range of the ratio: a number, or a pair [low, high]. Low is in [0, 1], high is at least 0."""
     dual_clip: float | None = limited(None, gt=1)

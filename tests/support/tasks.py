@@ -83,8 +83,12 @@ def next_batch(
     outcomes: Callable[[int], tuple[bool, ...]] = lambda index: (),
 ) -> tuple[list[int], dict[str, float]]:
     """Plays one task after the other until there is a batch, and publishes its weights; the groups and the metrics."""
-    while (taken := queue.take()) is None:
+    taken = None
+    for _ in range(1000):  # a queue that draws without an end fails, and does not hang
+        if (taken := queue.take()) is not None:
+            break
         play(queue, next_task(queue), varied, outcomes)
+    assert taken is not None
     groups, metrics = taken
     assert all(group == data for group, data in groups)
     queue.buffer.publish(queue.buffer.version + 1)

@@ -52,13 +52,15 @@ def test_tasks_divide_a_batch() -> None:
 def test_a_lost_task_is_played_again_before_later_ones() -> None:
     queue = make_queue(batch=2, task=1, max_staleness=1)
     lost, other = next_task(queue), next_task(queue)
+    queue.give_back(other)
     queue.give_back(lost)
-    assert (queue.buffer.pending, queue.buffer.room) == (1, 3)
-    assert next_task(queue) is lost
+    assert (queue.buffer.pending, queue.buffer.room) == (0, 4)
+    assert [next_task(queue), next_task(queue)] == [lost, other]
+    assert next_task(queue).task.groups == (2,)
     for progress in (other, lost):
         play(queue, progress)
     groups, metrics = next_batch(queue)
-    assert groups == [0, 1] and metrics["workers/groups_resampled"] == 1
+    assert groups == [0, 1] and metrics["workers/groups_resampled"] == 2
 
 
 # Dynamic sampling

@@ -270,7 +270,7 @@ def test_environments_of_one_task_log_a_failure_once_between_them(
     assert len(logged) == 1
 
 
-def test_an_env_of_other_rows_shares_workers_and_a_pickled_one_has_its_own(
+def test_an_env_of_other_rows_shares_workers_a_pickled_one_has_its_own(
     make_env: Callable[..., LLMEnv], pool: RewardPool
 ) -> None:
     env = make_env(pool)

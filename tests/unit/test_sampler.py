@@ -37,7 +37,7 @@ def make_sampler(engine: Engine, env: LLMEnv, groups_at_a_time: int) -> Sampler:
     return Sampler(engine, make_collector, None, PARAMS, [], groups_at_a_time=groups_at_a_time)
 
 
-def test_a_task_that_another_process_drew_gives_the_tokens_that_its_own_env_gives(
+def test_a_pickled_task_gives_the_tokens_that_its_own_env_gives(
     tokenizer: PreTrainedTokenizerFast, tiny_model: nn.Module
 ) -> None:
     engine = TransformersEngine(tiny_model)

@@ -66,7 +66,7 @@ def test_a_lost_task_is_played_again_before_later_ones() -> None:
 # Dynamic sampling
 
 
-def test_zero_variance_groups_are_dropped_and_others_are_drawn_in_their_places() -> None:
+def test_zero_variance_groups_are_dropped_and_others_drawn_for_them() -> None:
     queue = make_queue(most_played=30)
     varied = [group not in (0, 3) for group in range(8)].__getitem__
     # Tasks: groups 0 to 2, then 3 in the place of 0, then 4 in the place of 3.
@@ -82,7 +82,7 @@ def test_without_dynamic_sampling_no_group_gives_its_place_back() -> None:
     assert not any(name.startswith("rollout/groups_") for name in metrics)
 
 
-def test_a_used_up_budget_fills_the_batch_with_the_last_groups_and_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_used_up_budget_fills_the_batch_and_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
     monkeypatch.setattr("torchrl_grpo.runtime.tasks.torchrl_logger.warning", warnings.append)
     queue = make_queue(most_played=6)
@@ -103,7 +103,7 @@ def test_no_batch_plays_more_groups_than_the_budget(most_played: int) -> None:
         assert counts(metrics) == (most_played, most_played - 3, 3)
 
 
-def test_a_group_that_gave_its_place_back_counts_in_the_seconds_and_responses() -> None:
+def test_a_group_that_gave_its_place_back_counts_in_the_seconds() -> None:
     queue = make_queue(most_played=30)
     assert play(queue, next_task(queue), varies(1)) == 6
     assert queue.take() is None
@@ -124,7 +124,7 @@ def test_scoring_is_shared_by_the_groups_that_were_scored() -> None:
     assert metrics["workers/reference_s"] == pytest.approx(3.0)
 
 
-def test_a_task_of_a_few_groups_waits_until_nothing_can_give_more_places_back() -> None:
+def test_a_small_task_waits_while_more_places_may_be_given_back() -> None:
     queue = make_queue(batch=4, task=2, most_played=40)
     first, second = next_task(queue), next_task(queue)
     play(queue, first, varies(0))
@@ -201,7 +201,7 @@ def test_a_resumed_run_ends_after_the_same_number_of_groups() -> None:
 OUTCOMES: Sequence[tuple[bool, ...]] = ((True, True), (True, False), (False, False))
 
 
-def test_outcomes_count_once_whether_a_group_is_trained_or_gives_its_place_back() -> None:
+def test_outcomes_count_once_for_groups_that_are_trained_or_dropped() -> None:
     def outcomes(index: int) -> tuple[bool, ...]:
         return OUTCOMES[index % 3]
 

@@ -83,7 +83,7 @@ class LLMEnv(EnvBase):
         max_dialog_tokens: longest prompt of a later turn; by default ``max_prompt_tokens``.
         max_turns: most turns that the policy has in one dialog.
         seed: decides the order of the problems.
-        reward_pool: scores the task's dialogs in processes of their own; None scores here. Copies of the environment
+        reward_pool: scores the task's dialogs in processes of their own; None scores here. Several environments may
             share it, and who made it closes it.
         template_arguments: of the chat template, such as ``enable_thinking``.
 

@@ -117,7 +117,7 @@ class RaySource:
         return {worker.name: worker.pid for worker in self.manager.workers if worker.ready}
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``RolloutSource``. Groups that no batch has taken are drawn again after a restore."""
+        """See ``RolloutSource``. Groups that no batch has taken are played again after a restore."""
         return self._ask(self.manager.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

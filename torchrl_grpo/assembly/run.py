@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +26,7 @@ from torchrl_grpo.assembly.blueprint import (
     prepare,
     task_geometry,
 )
+from torchrl_grpo.assembly.observers import FolderGuard, Limits, Recorder, Saver, Timeline
 from torchrl_grpo.assembly.parts import make_learner, make_reference, make_sampler
 from torchrl_grpo.config import GRPOConfig, check_one_process, plain, staleness_bound
 from torchrl_grpo.config.resumed import check_unused
@@ -36,7 +38,8 @@ from torchrl_grpo.host.startup import say
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.resume import Resume, find_resume
-from torchrl_grpo.loop import Schedule, fit
+from torchrl_grpo.loop import Observer, Schedule, fit
+from torchrl_grpo.reporting.alarms import Alarms
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.reporting.view.start import page_beside
@@ -73,7 +76,8 @@ class Run:
         try:
             export = partial(learner.export, checkpointer, blueprint.tokenizer, ended=False)
             check_folder = partial(self._check_folder, checkpointer)
-            fit(learner, self.source, checkpointer, self.logger, self.console, self._schedule(), export, check_folder)
+            observers = self._observers(checkpointer, export, check_folder)
+            fit(learner, self.source, self._schedule(), observers, written=self.logger.last_row)
             trained = not blueprint.config.only_evaluates
             written = {"checkpoints": checkpointer.directory} if trained else {}
             if learner.version < blueprint.config.num_batches:
@@ -148,22 +152,46 @@ class Run:
             torchrl_logger.warning(f"No report could be written in {self.directory} ({why}).")
             return self.directory / METRICS_FILE
 
+    def _observers(
+        self, checkpointer: Checkpointer, export: Callable[[], Any], check_folder: Callable[[], None]
+    ) -> list[Observer]:
+        """Those who listen to the run: the folder is looked at, a step is written and shown, saved, and may be the last."""
+        config, alarms, steps = self.blueprint.config, Alarms(), self.blueprint.config.num_batches
+        return [
+            FolderGuard(check_folder),
+            Recorder(
+                self.learner,
+                self.logger,
+                self.console,
+                alarms,
+                num_batches=steps,
+                sequences_per_batch=config.dialog_turns_per_batch,
+                sample_frequency=config.logging.sample_frequency,
+                sample_rows=config.logging.train_rows,
+            ),
+            Timeline(self.source, self.logger),
+            Saver(
+                self.learner,
+                self.source,
+                checkpointer,
+                export,
+                checkpoint_frequency=config.train.checkpoint_frequency,
+                export_frequency=config.train.export_frequency,
+                num_batches=steps,
+            ),
+            Limits(alarms, num_batches=steps, max_steps_without_signal=config.train.max_steps_without_signal),
+        ]
+
     def _schedule(self) -> Schedule:
         config, resume = self.blueprint.config, self.blueprint.resume
         check = config.inference_model.check_sync
         return Schedule(
             num_batches=config.num_batches,
-            sequences_per_batch=config.dialog_turns_per_batch,
             evaluation_frequency=config.evaluation.frequency,
-            checkpoint_frequency=config.train.checkpoint_frequency,
-            export_frequency=config.train.export_frequency,
-            sample_frequency=config.logging.sample_frequency,
-            sample_rows=config.logging.train_rows,
             refresh_every=config.ref_model.refresh_every,
             reference_version=resume.reference_version if resume and config.has_own_reference else 0,
             mismatch_tolerance=config.inference_model.check_sync_tolerance if check else None,
             on_policy=config.optim_steps_per_batch == 1,
-            max_steps_without_signal=config.train.max_steps_without_signal,
             ends_at=None if config.train.time_limit is None else self.started_at + config.train.time_limit,
         )
 

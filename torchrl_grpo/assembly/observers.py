@@ -1,0 +1,299 @@
+"""What listens to a run: its metrics, console, alarms, samples, checkpoints and timeline.
+
+An observer writes down what the loop says, and decides nothing about training. ``Limits`` alone may end the run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torchrl._utils import logger as torchrl_logger
+
+from torchrl_grpo.errors import FolderLostError, NonFiniteError, NoSignalError, NotSavedError, RunLostError
+from torchrl_grpo.host import stalls
+from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
+from torchrl_grpo.host.interrupts import shielded
+from torchrl_grpo.learner.checkpoint import Checkpointer
+from torchrl_grpo.loop import LearnerLike, Observer, RolloutSource
+from torchrl_grpo.reporting.alarms import Alarms
+from torchrl_grpo.reporting.console import Console
+from torchrl_grpo.reporting.metrics import MetricsLogger
+from torchrl_grpo.reporting.records import one_of_each
+
+_SHOWN = 4
+
+
+class FolderGuard(Observer):
+    """Looks whether the run's folder is still there before something is written that would be lost.
+
+    Args:
+        check: raises ``FolderLostError`` where it is gone, once, and has the rest written elsewhere.
+    """
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+
+    def stage(self, kind: str, step: int, what: str) -> None:
+        if kind == "save":
+            self._check()
+
+    def interrupted(self) -> None:
+        """Say where the rest is written."""
+        try:
+            self._check()
+        except (FolderLostError, OSError) as error:
+            torchrl_logger.warning(str(error))
+
+
+class Recorder(Observer):
+    """Writes the metrics and samples of each step, and shows them.
+
+    Args:
+        learner: gives the samples of the batch that it trained.
+        logger: writes.
+        console: shows.
+        alarms: judges the steps.
+
+    Keyword Args:
+        num_batches: steps of the run.
+        sequences_per_batch: for the progress bar.
+        sample_frequency: steps between tables of samples.
+        sample_rows: samples that are written then, rounded up to whole groups; None is all.
+    """
+
+    def __init__(
+        self,
+        learner: LearnerLike,
+        logger: MetricsLogger,
+        console: Console,
+        alarms: Alarms,
+        *,
+        num_batches: int,
+        sequences_per_batch: int,
+        sample_frequency: int = 50,
+        sample_rows: int | None = 32,
+    ) -> None:
+        self._learner = learner
+        self._logger = logger
+        self._console = console
+        self._alarms = alarms
+        self._num_batches = num_batches
+        self._sequences = sequences_per_batch
+        self._sample_frequency = sample_frequency
+        self._sample_rows = sample_rows
+        self._shown = False  # the progress
+        self._unlogged: Mapping[str, float] | None = None  # of a step that is trained and not written down
+        for row in read_jsonl(logger.directory / METRICS_FILE):  # of a run that goes on in its own folder
+            alarms.take(row)
+
+    def stage(self, kind: str, step: int, what: str) -> None:
+        if kind in ("evaluate", "wait") and not self._shown:
+            self._shown = True
+            done = step - (kind == "wait")
+            self._console.start(done * self._sequences, self._num_batches * self._sequences)
+
+    def began(self, step: int, metrics: Mapping[str, float]) -> None:
+        if metrics:
+            self._logger.log(step, metrics)
+
+    def trained(self, metrics: Mapping[str, float]) -> None:
+        self._unlogged = metrics
+
+    def evaluated(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
+        self._logger.log_samples(step, rows)
+        self._console.evaluation(step, metrics)
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._record(step, metrics)
+        self._console.step(step, metrics, step * self._sequences, self._num_batches * self._sequences)
+
+    def interrupted(self) -> None:
+        """Write down a step that was trained."""
+        try:
+            if self._unlogged is not None and self._learner.resumable:
+                self._record(self._learner.version, self._unlogged)
+        except RunLostError:
+            pass
+        except Exception as error:  # it must not cost the checkpoint
+            why = f"{type(error).__name__}: {error}"
+            torchrl_logger.warning(f"Step {self._learner.version} is not all written down ({why}).")
+
+    def _record(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._logger.log(step, metrics)
+        for alarm in self._alarms.take({"step": step, **metrics}):
+            self._console.alarm(step, alarm.text)
+        self._unlogged = None
+        if step in (1, self._num_batches) or step % self._sample_frequency == 0:
+            rows = self._learner.samples(self._sample_rows)
+            self._logger.log_samples(step, rows)
+            self._console.samples(step, one_of_each(rows)[:_SHOWN])
+
+
+class Limits(Observer):
+    """Ends a run that learns nothing, after it was saved.
+
+    Args:
+        alarms: have judged the steps.
+
+    Keyword Args:
+        num_batches: steps of the run.
+        max_steps_without_signal: steps in a row without a difference of rewards in any group that end the run; None
+            never does.
+    """
+
+    def __init__(self, alarms: Alarms, *, num_batches: int, max_steps_without_signal: int | None) -> None:
+        self._alarms = alarms
+        self._num_batches = num_batches
+        self._limit = max_steps_without_signal
+
+    def checked(self, step: int) -> None:
+        without = self._alarms.steps_without_signal
+        if self._limit is not None and without >= self._limit and step < self._num_batches:
+            raise NoSignalError(
+                f"{without} steps in a row had no learning signal: all rewards of each group are equal or not valid; "
+                f"train.max_steps_without_signal={self._limit}. The alarms above and docs/troubleshooting.md say what "
+                "to do."
+            )
+
+    def ended(self, step: int) -> None:
+        """Raise an error if no reward of the run was valid: it has learned nothing, and its figures say nothing."""
+        without = self._alarms.steps_without_reward
+        if without:
+            raise NoSignalError(
+                f"env.reward must give valid rewards, it gave none in the {without} steps of the run: the log above "
+                "has the first error of each kind. Call the reward function by hand with a row of samples.jsonl."
+            )
+
+
+class Saver(Observer):
+    """Writes checkpoints, each with the state that the rollouts had when the trained batch was taken.
+
+    Args:
+        learner: saves itself.
+        rollouts: have a state.
+        checkpointer: writes the files.
+        export: writes the model of the current step.
+
+    Keyword Args:
+        checkpoint_frequency: steps between checkpoints; 0 is at the end alone.
+        export_frequency: steps between models that are written beside them; 0 is none.
+        num_batches: steps of the run.
+    """
+
+    def __init__(
+        self,
+        learner: LearnerLike,
+        rollouts: RolloutSource,
+        checkpointer: Checkpointer,
+        export: Callable[[], Any],
+        *,
+        checkpoint_frequency: int = 0,
+        export_frequency: int = 0,
+        num_batches: int = 0,
+    ) -> None:
+        self._learner = learner
+        self._rollouts = rollouts
+        self._checkpointer = checkpointer
+        self._export = export
+        self._checkpoint_frequency = checkpoint_frequency
+        self._export_frequency = export_frequency
+        self._num_batches = num_batches
+        self._first = self._saved = learner.version
+        self._reference_version = 0
+        self._evaluated: dict[int, Mapping[str, float]] = {}
+        self._states = {learner.version: rollouts.state_dict()}  # by the version of the learner that it goes with
+
+    def taken(self) -> None:
+        version = self._learner.version
+        self._states = {version: self._states[version], version + 1: self._rollouts.state_dict()}
+
+    def refreshed(self, version: int) -> None:
+        self._reference_version = version
+
+    def evaluated(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
+        self._evaluated = {step: metrics}
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._checkpoint_frequency and step % self._checkpoint_frequency == 0:
+            self._save_or_say_why(NotSavedError)
+        if self._export_frequency and step % self._export_frequency == 0 and step < self._num_batches:
+            self._export_or_say_why()
+
+    def interrupted(self) -> None:
+        with shielded():
+            self._save_or_say_why((NotSavedError, NonFiniteError, OSError))
+
+    def ended(self, step: int) -> None:
+        self._save()
+
+    def _save(self) -> None:
+        """Save, unless that is done; the middle of a step is not a state to go on from."""
+        version = self._learner.version
+        if not self._learner.resumable:
+            some = self._saved != self._first
+            last = f"the last checkpoint is of step {self._saved}" if some else "no checkpoint was written"
+            torchrl_logger.warning(f"stopped inside step {version + 1}: {last}.")
+        elif self._saved != version:
+            state = self._states[version] | {"reference_version": self._reference_version}
+            self._checkpointer.metrics = dict(self._evaluated.get(version, {}))
+            self._learner.save(self._checkpointer, state)
+            self._saved = version
+
+    def _save_or_say_why(self, reasons: type[Exception] | tuple[type[Exception], ...]) -> None:
+        """Save, or say in one line why there is no checkpoint of this step."""
+        try:
+            self._save()
+        except reasons as error:
+            last = self._checkpointer.latest()
+            before = "there is none before it" if last is None else f"the one before it is {last.name}"
+            torchrl_logger.warning(f"Step {self._learner.version} is not saved, {before}: {error}.")
+
+    def _export_or_say_why(self) -> None:
+        """Write the model of this step, or say in one line why it is not there."""
+        self._checkpointer.metrics = dict(self._evaluated.get(self._learner.version, {}))
+        try:
+            self._export()
+        except NotSavedError as error:
+            torchrl_logger.warning(f"The model of step {self._learner.version} is not written: {error}.")
+
+
+class Timeline(Observer):
+    """Writes when each stage began and how long it took, and names it for the watch over stalls.
+
+    Args:
+        rollouts: know what the actors did.
+        logger: writes ``timeline.jsonl``.
+    """
+
+    def __init__(self, rollouts: RolloutSource, logger: MetricsLogger) -> None:
+        self._rollouts = rollouts
+        self._logger = logger
+        self._spans: list[dict[str, Any]] = []  # the last one is under way
+
+    def stage(self, kind: str, step: int, what: str) -> None:
+        self._end_span()
+        self._spans.append({"step": step, "actor": "learner", "kind": kind, "start": time.time()})
+        stalls.note(what)
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        *ended, current = self._spans
+        self._logger.log_spans([*ended, *({"step": step, **span} for span in self._rollouts.spans())])
+        self._spans = [current]
+
+    def interrupted(self) -> None:
+        with suppress(Exception):  # of actors that may be gone
+            self._write()
+
+    def ended(self, step: int) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        self._end_span()
+        self._logger.log_spans(self._spans)
+
+    def _end_span(self) -> None:
+        if self._spans and "seconds" not in self._spans[-1]:
+            self._spans[-1]["seconds"] = time.time() - self._spans[-1]["start"]

@@ -15,7 +15,7 @@ samplers wait for ``publish`` when they are that far ahead. With a bound of 0 ev
 ``grpo-async.py``. Nothing here knows which.
 
 What was left out of GRPO, and why: there is no value network (the mean of the group is the baseline) and no model of
-the old policy (the engine gives the log-probs that it sampled with); and the outer loop, which makes the trained policy the
+the old policy (the engine gives the log-probs that it sampled with). The outer loop, which makes the trained policy the
 reference model, is off unless ``ref_model.refresh_every`` asks for it (most recipes since do without).
 
 The loop says what happens, and observers listen: metrics, console, checkpoints, alarms and the timeline are

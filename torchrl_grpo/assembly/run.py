@@ -155,7 +155,7 @@ class Run:
     def _observers(
         self, checkpointer: Checkpointer, export: Callable[[], Any], check_folder: Callable[[], None]
     ) -> list[Observer]:
-        """Those who listen to the run: the folder is looked at, a step is written and shown, saved, and may be the last."""
+        """Those who listen: a step is written and shown, then saved, and then it may be the last."""
         config, alarms, steps = self.blueprint.config, Alarms(), self.blueprint.config.num_batches
         return [
             FolderGuard(check_folder),

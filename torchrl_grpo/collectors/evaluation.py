@@ -93,16 +93,16 @@ class Evaluator:
     def _greedy_metrics(self, batch: TensorDictBase) -> dict[str, float]:
         valid = batch.get(keys.REWARD_VALID).reshape(-1)
         correct, reward, truncated = (
-            batch.get(key).reshape(-1).float() for key in (keys.CORRECT, keys.REWARD, keys.TRUNCATED)
+            batch.get(key).reshape(-1).double() for key in (keys.CORRECT, keys.REWARD, keys.TRUNCATED)
         )
-        lengths = (pad(batch, keys.RESPONSE, -1) >= 0).sum(-1).float()
+        lengths = (pad(batch, keys.RESPONSE, -1) >= 0).sum(-1).double()
         metrics: dict[str, float] = {}
         for suffix, rows in self._sets(batch):
             scored = rows[valid[rows]]
             metrics |= {
                 f"eval/pass@1{suffix}": correct[scored].mean().item(),
                 f"eval/reward_mean{suffix}": reward[scored].mean().item(),
-                f"eval/invalid_fraction{suffix}": (~valid[rows]).float().mean().item(),
+                f"eval/invalid_fraction{suffix}": (~valid[rows]).double().mean().item(),
                 f"eval/response_length{suffix}": lengths[rows].mean().item(),
                 f"eval/truncated{suffix}": truncated[rows].mean().item(),
             }
@@ -119,7 +119,7 @@ class Evaluator:
         metrics: dict[str, float] = {}
         for suffix, rows in self._sets(batch[::k]):
             metrics[f"eval/pass@{k}{suffix}"] = solved[rows[valid[rows].any(-1)]].mean().item()
-            metrics[f"eval/invalid_fraction@{k}{suffix}"] = (~valid[rows]).float().mean().item()
+            metrics[f"eval/invalid_fraction@{k}{suffix}"] = (~valid[rows]).double().mean().item()
         return metrics
 
     def _sets(self, batch: TensorDictBase) -> list[tuple[str, Tensor]]:

@@ -96,7 +96,7 @@ def check_tokens(tokenizer: PreTrainedTokenizerBase, row: TensorDictBase, *parts
 )
 def test_a_tools_result_follows_the_sampled_tokens(tokenizer: Any, make: Any, call: str, result: str) -> None:
     env = make_env(tokenizer, make())
-    env.base_env.prompts.difficulty_filter = (0.0, 1.0)
+    env.base_env.drawing.difficulty_filter = (0.0, 1.0)
     batch, _ = play(env, tokenizer, lambda copy, prompt: call if copy == 0 and "<|tool|>" not in prompt else "a")
     between = f"<|tool|>{result}<|end|><|assistant|>"
     start = "<|user|>a<|end|><|assistant|>"
@@ -105,7 +105,8 @@ def test_a_tools_result_follows_the_sampled_tokens(tokenizer: Any, make: Any, ca
     assert batch[keys.REWARD].flatten().tolist() == [1.0, 1.0]
     assert batch[keys.CORRECT].all() and batch[keys.TERMINATED].all()
     assert [batch[row][keys.REWARD_PARTS] for row in (0, 1)] == [{"right": 1.0}] * 2
-    assert env.base_env.prompts.take_news() == [[0, True, 2]]  # the difficulty filter counts dialogs, not their turns
+    outcomes = env.base_env.state_dict()["outcomes"]
+    assert outcomes == [[0, True, 2]]  # the difficulty filter counts dialogs, not their turns
 
 
 def test_control_tokens_in_a_tools_result_are_text(tokenizer: Any) -> None:
@@ -132,7 +133,7 @@ def test_tokens_that_no_tokenizer_would_give_stay_as_sampled(tokenizer: Any) -> 
     env = make_env(tokenizer, simple())
     sampled = [0, 0, *ids(tokenizer, CALL), 0, END]  # special tokens, which text does not keep
     data = respond(env, env.reset(), [sampled, [END]])
-    prompt = env.prompts.tokens(0).tolist()
+    [prompt] = [prompt.tolist() for prompt in env.prompts.first(1)]
     expected = [*prompt, *sampled, *ids(tokenizer, f"<|tool|>{RESULT}<|end|><|assistant|>")]
     assert data["next"][0]["tokens", "prompt"].tolist() == expected
     assert column(data, "done") == [False, True]
@@ -271,9 +272,9 @@ def test_the_config_gives_each_environment_transforms_of_its_own() -> None:
     nodes = f"[{{_target_: torchrl.envs.llm.transforms.SimpleToolTransform, {tools}}}]"
     config = compose_config(*SMALL, "evaluation.num_prompts=2", f"env.transforms={nodes}", "env.max_turns=2")
     blueprint = prepare(config)
-    sampler = parts.make_sampler(blueprint, blueprint.task_env(1), 2)
+    sampler = parts.make_sampler(blueprint, 1, 2)
     assert sampler.evaluator is not None
-    envs = [collector.env for collector in sampler.collectors] + [sampler.evaluator.greedy_env]
+    envs = [sampler._take(1).env, sampler._take(1).env, sampler.evaluator.greedy_env]
     assert [type(env.transform) for env in envs] == [HistoryTransforms] * 3
     assert len({id(env.transform[0]) for env in envs}) == len({id(env.base_env) for env in envs}) == 3
     assert envs[0].transform[0].tools["add"](1, 2) == 3

@@ -2,7 +2,8 @@
 
     python sota/grpo/grpo.py --config-name grpo_arithmetic env.reward=examples/verl_reward.py:compute_score
 
-It is recognized by its parameter ``solution_str``. In a returned dict, ``score`` is the reward; other numbers are logged.
+It is recognized by its parameter ``solution_str``. In a returned dict, ``score`` is the reward; other
+numbers are logged.
 """
 
 

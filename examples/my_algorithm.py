@@ -1,4 +1,4 @@
-"""Your own loss and advantage, without editing the package. From the root of the repository:
+"""A custom loss and advantage, without editing the package. From the root of the repository:
 
     PYTHONPATH=examples python sota/grpo/grpo.py --config-name grpo_arithmetic \
         policy.loss._target_=my_algorithm.ReinforceLoss policy.advantage._target_=my_algorithm.RankAdvantage
@@ -17,13 +17,13 @@ class ReinforceLoss(GRPOLoss):
     """Plain policy gradient: no ratio and no clip."""
 
     def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
-        """Advantage times log-prob."""
+        """Return the advantage times the log-prob."""
         return advantage * log_prob
 
 
 class RankAdvantage(GroupAdvantage):
-    """The sign of what ``GroupAdvantage`` gives: only better or worse than the group counts, not by how much."""
+    """Sign of the group advantage: only whether a response beats its group counts, not by how much."""
 
     def advantage(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-        """[N] of the rewards [N] of whole groups."""
+        """Return the advantages [N] for the rewards [N] of whole groups."""
         return torch.sign(super().advantage(reward, group, valid))

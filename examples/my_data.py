@@ -1,6 +1,6 @@
-"""Your own data and your own reward, from a file to a curve:
+"""Your own data and reward, from a file to a learning curve:
 
-    python examples/my_data.py sums.csv        # any csv, json, jsonl or parquet file with the columns that you name
+    python examples/my_data.py sums.csv        # or any csv, json, jsonl or parquet file
     python sota/grpo/grpo.py --config-name grpo_arithmetic env.dataset=sums.csv env.columns.prompt=question \\
         env.columns.answer=sum 'env.prompt_template="{question} #### n"' env.test_fraction=0.2 \\
         env.reward=examples/my_data.py:exact_match

@@ -1,4 +1,4 @@
-"""A task of your own with a dialog of two turns: the policy answers, hears whether that was too high, and corrects it.
+"""A custom task with two turns: the policy answers, is told whether that was too high or too low, and corrects it.
 
     python sota/grpo/grpo.py --config-name grpo_arithmetic env.dataset=null env.task._target_=my_tasks.GuidedSums \\
         +env.task.largest=50 env.max_turns=2                         # with PYTHONPATH=examples
@@ -23,7 +23,7 @@ class GuidedSums(Task):
         return [Problem(f"{a}+{b}=? #### n", str(a + b)) for a, b in (pairs[:cut] if split == "test" else pairs[cut:])]
 
     def next_turn(self, problem, responses):
-        """What the policy hears after a response; None ends the dialog."""
+        """Return the message that follows a response; None ends the dialog."""
         said = final_answer(responses[-1])
         if said == problem.answer or len(responses) == 2:
             return None

@@ -1,4 +1,4 @@
-"""A tool: a plain function. Its type hints and its docstring are the schema that the model is shown.
+"""A tool is a plain function. The model is shown its type hints and docstring as the schema.
 
 python sota/grpo/grpo.py --config-name grpo_arithmetic 'env.tools=[examples/my_tools.py:calculator]' env.max_turns=2
 """
@@ -7,9 +7,9 @@ from torchrl_grpo.rewards.expressions import evaluate
 
 
 def calculator(expression: str) -> str:
-    """Evaluates an arithmetic expression.
+    """Evaluate an arithmetic expression.
 
     Args:
-        expression: such as "3*(4+5)".
+        expression: for example "3*(4+5)".
     """
     return str(evaluate(expression))

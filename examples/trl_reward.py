@@ -1,9 +1,9 @@
-"""A reward function as TRL's GRPOTrainer takes it, unchanged:
+"""A reward function for TRL's GRPOTrainer, unchanged:
 
     python sota/grpo/grpo.py --config-name grpo_arithmetic env.reward=examples/trl_reward.py:accuracy
 
-It is told by its parameter ``completions`` and called with lists of one, as soon as a response is finished. Columns of
-the data arrive as lists under their names; ``answer`` is one of them.
+It is recognized by its parameter ``completions`` and called with lists of one element, as soon as a response is
+finished. Data columns, such as ``answer``, are passed as lists under their names.
 """
 
 import re

@@ -118,7 +118,7 @@ def test_the_first_loss_is_that_of_trl(settings: dict[str, Any], tmp_path: Path)
 
 
 def test_the_first_objective_is_that_of_torchrl(tmp_path: Path) -> None:
-    """Its KL and entropy are means over the prompt and padding too (docs/algorithms.md), so they are left out."""
+    """Its KL and entropy are means over the prompt and padding too (docs/torchrl.md), so they are left out."""
     from torchrl.modules.llm import TransformersWrapper
     from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
     from transformers import AutoTokenizer

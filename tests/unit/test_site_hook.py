@@ -27,7 +27,7 @@ def page(path: str) -> SimpleNamespace:
 
 def test_the_name_of_a_page_becomes_a_link_but_not_in_code(hook: ModuleType) -> None:
     text = "See `docs/metrics.md` (docs/data.md), [here](docs/data.md).\n```\ndocs/data.md\n```\n"
-    expected = "See [The metrics](../metrics.md) ([Data](../data.md)), [here](docs/data.md).\n```\ndocs/data.md\n```\n"
+    expected = "See [Metrics](../metrics.md) ([Data](../data.md)), [here](docs/data.md).\n```\ndocs/data.md\n```\n"
     assert hook.on_page_markdown(text, page("tutorials/x.md")) == expected
     assert "[Data](data.md)" in hook.on_page_markdown(text, page("x.md"))
 

@@ -25,9 +25,11 @@ class EngineKind:
             samples with as ``model``.
         stop_strings: whether it ends responses at strings (``stop``).
         weight_transfers: values of ``weight_transfer`` that it takes.
+        step_overhead_s: seconds of each decoding step beside the accelerator's work, as ``torchrl_grpo.plan`` assumes.
     """
 
     implementation: str
+    step_overhead_s: float
     concurrent: bool = False
     updates_in_flight: bool = False
     tensor_parallel: bool = False
@@ -37,9 +39,17 @@ class EngineKind:
 
 
 ENGINES: dict[str, EngineKind] = {
-    "transformers": EngineKind("torchrl_grpo.generation.transformers:TransformersEngine", exact=True),
+    "transformers": EngineKind(
+        "torchrl_grpo.generation.transformers:TransformersEngine",
+        step_overhead_s=0.02,
+        exact=True,
+    ),
     "vllm": EngineKind(
-        "torchrl_grpo.generation.vllm:VLLMEngine", concurrent=True, updates_in_flight=True, tensor_parallel=True
+        "torchrl_grpo.generation.vllm:VLLMEngine",
+        step_overhead_s=0.002,
+        concurrent=True,
+        updates_in_flight=True,
+        tensor_parallel=True,
     ),
 }
 """Engines by name; the names are those of ``checks.Backend``."""

@@ -39,10 +39,10 @@ from machine import surroundings
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from torchrl_grpo.assembly import parts
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import GRPOConfig, from_hydra, register
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
+from torchrl_grpo.generation import transformers as transformers_engine
 from torchrl_grpo.generation.fused_decoder import FusedDecoder
 from torchrl_grpo.models import scoring
 from torchrl_grpo.models.head import chunked_log_probs
@@ -108,7 +108,7 @@ def train(engine: str, correction: str, seed: int, overrides: list[str]) -> dict
     if engine in ROUNDED:
         made = type("Engine", (RoundedEngine,), {"rounding": staticmethod(ROUNDED[engine])})
     with tempfile.TemporaryDirectory() as folder:
-        with mock.patch.object(parts, "TransformersEngine", made):
+        with mock.patch.object(transformers_engine, "TransformersEngine", made):
             rows = rows_of(config, Path(folder))
         plain = replace(
             config,

@@ -17,7 +17,6 @@ from tests.support.configs import compose_config
 from tests.support.documentation import undocumented
 from tests.support.models import make_tiny_model
 from torchrl_grpo.assembly import blueprint as blueprint_module
-from torchrl_grpo.assembly import parts
 from torchrl_grpo.assembly import run as run_module
 from torchrl_grpo.assembly.blueprint import plan_rows, prepare
 from torchrl_grpo.assembly.run import build
@@ -403,7 +402,7 @@ def test_every_config_key_is_read_by_something_that_uses_it(
                 raise Stop
 
             monkeypatch.setattr(vllm_module, "_has_vllm", True)
-            monkeypatch.setattr(parts, "VLLMEngine", stand_in)
+            monkeypatch.setattr(vllm_module.VLLMEngine, "__init__", stand_in)
             with pytest.raises(Stop):
                 build(config, tmp_path / "vllm")
             monkeypatch.setattr(cluster, "start", stand_in)

@@ -29,8 +29,9 @@ from tests.support.families import (
 )
 from tests.support.weights import Trained
 from torchrl_grpo.generation import TransformersEngine
+from torchrl_grpo.generation.vllm import check_text_only
 from torchrl_grpo.learner.export import export_model
-from torchrl_grpo.models.loading import CheckpointModel, check_text_only, load_config, load_model
+from torchrl_grpo.models.loading import CheckpointModel, load_config, load_model
 from torchrl_grpo.weights import ObjectSender, load_weights, named_weights
 from torchrl_grpo.weights.adapters import AdapterSender
 

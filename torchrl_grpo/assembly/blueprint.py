@@ -25,9 +25,9 @@ from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.config.components import make_component
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.base import EngineRequest, SamplingParams, engine_class
+from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.generation.stops import StopStrings
-from torchrl_grpo.generation.vllm import VLLMSettings, check_vllm_model, require_vllm
 from torchrl_grpo.learner.resume import Resume, check_length
 from torchrl_grpo.models import loading
 from torchrl_grpo.reporting.trackers import check_logging
@@ -109,10 +109,8 @@ def prepare(
             stop=StopStrings(inference.stop, tokenizer) if inference.stop else None,
         )
         max_prompt_tokens, max_dialog_tokens = _max_prompt_tokens(config, model_config)
-        if inference.backend == "vllm":
-            loading.check_text_only(model_config, name)
-            settings = vllm_settings(config, plan, max_dialog_tokens)
-            check_vllm_model(model_config, settings, on_cpu=plan.inference[0][0].type == "cpu")
+        request = engine_request(config, plan, model_config, max_dialog_tokens)
+        engine_class(inference.backend).check(request)
         workers = env.reward_workers or (1 if env.tools else 0)
         reward_pool = RewardPool(task, workers, timeout_s=env.reward_timeout_s) if workers else None
         make = partial(
@@ -150,19 +148,21 @@ def prepare(
         )
 
 
-def vllm_settings(config: GRPOConfig, plan: DevicePlan, max_dialog_tokens: int) -> VLLMSettings:
-    """The settings of a vLLM engine, for requests of at most ``max_dialog_tokens`` before a response."""
-    inference = config.inference_model
-    return {
-        "dtype": inference.dtype,
-        "max_model_len": inference.max_model_len or max_dialog_tokens + inference.max_new_tokens,
-        "seed": config.seed,
-        "tensor_parallel_size": inference.tensor_parallel_size,
-        "gpu_memory_utilization": inference.gpu_memory_utilization or (0.4 if plan.colocated else 0.9),
-        "kv_cache_gib": inference.kv_cache_gib,
-        "enforce_eager": inference.enforce_eager,
-        "trust_remote_code": config.model.trust_remote_code,
-    }
+def engine_request(
+    config: GRPOConfig, plan: DevicePlan, model_config: PretrainedConfig, max_dialog_tokens: int
+) -> EngineRequest:
+    """The engine that a config asks for, for requests of at most ``max_dialog_tokens`` before a response."""
+    return EngineRequest(
+        name=config.model.source,
+        path=loading.resolve_name(config.model.source),
+        model_config=model_config,
+        options=config.inference_model,
+        max_dialog_tokens=max_dialog_tokens,
+        seed=config.seed,
+        trust_remote_code=config.model.trust_remote_code,
+        on_cpu=plan.inference[0][0].type == "cpu",
+        colocated=plan.colocated,
+    )
 
 
 def _with_length(config: GRPOConfig, problems: int) -> GRPOConfig:
@@ -187,8 +187,7 @@ def _plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePla
     inference = config.inference_model
     if "VLLM_USE_V1" in os.environ:
         torchrl_logger.info("VLLM_USE_V1 has no effect: vLLM's V0 engine is gone, and V1 is the only one left.")
-    if inference.backend == "vllm":
-        require_vllm(on_cpu=not accelerators)
+    engine_class(inference.backend).require(on_cpu=not accelerators)
     nodes = (("train", config.train_model), ("inference", inference), ("reference", config.ref_model))
     return plan_devices(
         {role: RoleRequest(node.num_devices, node.devices) for role, node in nodes},
@@ -269,7 +268,7 @@ def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> tu
 def task_geometry(config: GRPOConfig, samplers: int) -> tuple[int, int]:
     """Groups of a rollout task, and tasks that a sampler plays at a time.
 
-    The ``transformers`` engine plays one static batch at a time, vLLM any number of groups that come and go.
+    An engine that is not concurrent plays one static batch at a time, others any number of groups that come and go.
 
     Raises:
         ValueError: ``env.num_envs`` cannot be shared out in whole groups.
@@ -278,7 +277,7 @@ def task_geometry(config: GRPOConfig, samplers: int) -> tuple[int, int]:
     what = f"env.repeats={repeats} times the {samplers} samplers of the inference model"
     check_multiple("env.num_envs", rows, samplers * repeats, what)
     groups = rows // samplers // repeats
-    return (groups, 1) if config.inference_model.backend == "transformers" else (1, groups)
+    return (1, groups) if ENGINES[config.inference_model.backend].concurrent else (groups, 1)
 
 
 def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
-from torchrl_grpo.assembly.blueprint import Blueprint, transformed, vllm_settings
+from torchrl_grpo.assembly.blueprint import Blueprint, engine_request, transformed
 from torchrl_grpo.assembly.tasks import dataset_names
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.sampler import Sampler
 from torchrl_grpo.config import GRPOConfig
-from torchrl_grpo.generation.base import Engine
+from torchrl_grpo.generation.base import Engine, engine_class
 from torchrl_grpo.generation.policy import GenerationPolicy
-from torchrl_grpo.generation.transformers import TransformersEngine
-from torchrl_grpo.generation.vllm import VLLMEngine
-from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.optimizer import make_optimizer
@@ -189,22 +186,19 @@ def make_sampler(
 
 
 def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool = False) -> Engine:
-    """The generation engine with its model; ``concurrent`` is one that many threads may call at a time, if vLLM's."""
-    config, inference = blueprint.config, blueprint.config.inference_model
-    if inference.backend == "transformers":
-        return TransformersEngine(_load(config, "inference_model", device), copy=False)
-    settings = vllm_settings(config, blueprint.plan, blueprint.max_dialog_tokens)
-    path = loading.resolve_name(config.model.source)
-    if concurrent:
-        return AsyncVLLMEngine(path, in_flight=inference.in_flight, **settings)  # type: ignore[arg-type]
-    return VLLMEngine(path, device=device, enable_sleep=blueprint.plan.colocated, **settings)
+    """The generation engine with its model; ``concurrent`` is one that many threads may call at a time, if it can."""
+    config = blueprint.config
+    request = engine_request(config, blueprint.plan, blueprint.model_config, blueprint.max_dialog_tokens)
+    load_model = partial(_load, config, "inference_model", device)
+    return engine_class(config.inference_model.backend).make(request, device, load_model, concurrent=concurrent)
 
 
 def _rescorer(config: GRPOConfig, engine: Engine) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
     """What scores each response alone, as the trainer does with ``inference_model.exact``."""
-    if not isinstance(engine, TransformersEngine) or not config.inference_model.exact:
+    if not config.inference_model.exact:
         return None
-    scorer = TokenScorer(engine.model, temperature=config.inference_model.temperature)
+    model = cast(Any, engine).model  # of each engine whose ``EngineKind.exact`` is true
+    scorer = TokenScorer(model, temperature=config.inference_model.temperature)
     return KLScoring(scorer, autocast_dtype=_autocast_dtype(config), out_key=keys.LOG_PROBS).log_probs
 
 

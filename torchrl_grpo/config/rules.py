@@ -27,6 +27,7 @@ from torchrl_grpo.config.measuring import EvaluationConfig
 from torchrl_grpo.config.schema import EnvConfig, GRPOConfig
 from torchrl_grpo.config.security import check_no_secrets
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.generation.engines import ENGINES, engines_with
 
 MOST_STOP_BYTES = 256
 """In ``inference_model.stop``: an engine has a table with a row of the vocabulary for each."""
@@ -329,18 +330,27 @@ def _validate_models(config: GRPOConfig) -> None:
             f"inference_model.stop={stop!s:.200} must be texts that are not empty, of at most {MOST_STOP_BYTES} "
             "bytes together: for example, inference_model.stop=['</answer>']."
         )
-    for name, only in (("in_flight", "wait"), ("tensor_parallel_size", 1)):
-        if getattr(engine, name) != only and engine.backend != "vllm":
+    kind = ENGINES[engine.backend]
+    for name, only, capability in _ENGINE_OPTIONS:
+        if getattr(engine, name) != only and not getattr(kind, capability):
+            others = " or ".join(engines_with(capability))
             raise ConfigError(
                 f"inference_model.{name}={getattr(engine, name)} must be {only} with inference_model.backend="
-                f"{engine.backend}: use {only}, or inference_model.backend=vllm."
+                f"{engine.backend}: use {only}{f', or inference_model.backend={others}' if others else ''}."
             )
+    if engine.weight_transfer not in kind.weight_transfers:
+        raise ConfigError(
+            f"inference_model.weight_transfer={engine.weight_transfer} must be one of "
+            f"{', '.join(kind.weight_transfers)} with inference_model.backend={engine.backend}: use "
+            f"inference_model.weight_transfer={kind.weight_transfers[0]}."
+        )
 
 
 def _validate_exact(config: GRPOConfig) -> None:
     """That the engine can compute just what the trainer computes."""
+    backend, exact = config.inference_model.backend, engines_with("exact")
     needed = (
-        ("inference_model.backend", config.inference_model.backend, "transformers"),
+        ("inference_model.backend", backend, backend if backend in exact else exact[0]),
         ("inference_model.dtype", config.inference_model.dtype, config.train_model.dtype),
         ("env.max_turns", config.env.max_turns, 1),
         ("train_model.lora.enabled", config.train_model.lora.enabled, False),
@@ -369,6 +379,13 @@ def _validate_unread(config: GRPOConfig) -> None:
 def _written(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
+
+# Keys of inference_model that have one value where the engine lacks the capability of ``EngineKind``.
+_ENGINE_OPTIONS: tuple[tuple[str, Any, str], ...] = (
+    ("in_flight", "wait", "updates_in_flight"),
+    ("tensor_parallel_size", 1, "tensor_parallel"),
+    ("stop", [], "stop_strings"),
+)
 
 # Keys that are read with some values of another key alone: that key, those values, one of them as it is written.
 _READ_WITH: dict[str, tuple[str, Container[Any], str]] = {

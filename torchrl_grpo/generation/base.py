@@ -11,12 +11,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from importlib import import_module
+from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
 
 from torchrl_grpo.checks import MIN_TEMPERATURE
 from torchrl_grpo.errors import RunLostError
+from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.weights import WeightHandle
 
@@ -88,6 +92,33 @@ class EngineDeadError(RunLostError):
     """A process of the engine has ended: no call works any more, and a new engine has to be made."""
 
 
+@dataclass(frozen=True)
+class EngineRequest:
+    """The engine that a run asks for.
+
+    Attributes:
+        name: the model, as messages call it.
+        path: its folder, or its name on the Hugging Face hub.
+        model_config: its Hugging Face config.
+        options: the config's ``inference_model``; an engine reads the fields that concern it.
+        max_dialog_tokens: longest prompt, earlier turns included.
+        seed: of the draws.
+        trust_remote_code: whether code from the model's repository may run.
+        on_cpu: whether the engine is to run on a CPU.
+        colocated: whether it shares its device with the other roles.
+    """
+
+    name: str
+    path: str
+    model_config: PretrainedConfig
+    options: Any
+    max_dialog_tokens: int
+    seed: int
+    trust_remote_code: bool
+    on_cpu: bool
+    colocated: bool
+
+
 class Engine(ABC):
     """Samples responses with a copy of the policy's weights.
 
@@ -104,6 +135,44 @@ class Engine(ABC):
     policy_version: int = 0
     concurrent: bool = False
     exclusive: AbstractContextManager[Any] = nullcontext()
+
+    @classmethod  # noqa: B027
+    def require(cls, *, on_cpu: bool) -> None:
+        """Refuses a machine that lacks what the engine needs.
+
+        Args:
+            on_cpu: whether there is no accelerator.
+
+        Raises:
+            ValueError: a package is not installed, for example.
+        """
+
+    @classmethod  # noqa: B027
+    def check(cls, request: EngineRequest) -> None:
+        """Refuses what the engine cannot run, as far as that is known before weights are loaded.
+
+        Raises:
+            ValueError: the engine cannot run this model, or not with these options.
+        """
+
+    @classmethod
+    def make(
+        cls,
+        request: EngineRequest,
+        device: torch.device,
+        load_model: Callable[[], PreTrainedModel],
+        *,
+        concurrent: bool = False,
+    ) -> Engine:
+        """Makes the engine that a run asks for; an engine in ``ENGINES`` overrides this.
+
+        Args:
+            request: checked.
+            device: of the engine, the first one of several.
+            load_model: loads the model onto the device, for an engine that samples with a PyTorch model.
+            concurrent: whether several threads may call the engine at a time, if it can do that at all.
+        """
+        raise NotImplementedError(f"{cls.__name__} cannot be made from a config: override Engine.make.")
 
     @abstractmethod
     def generate(
@@ -176,6 +245,12 @@ class Engine(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def engine_class(backend: str) -> type[Engine]:
+    """Imports the class of an engine in ``ENGINES``."""
+    module, _, name = ENGINES[backend].implementation.partition(":")
+    return cast(type[Engine], getattr(import_module(module), name))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedModel
 
 from torchrl_grpo.errors import MemoryShortError
-from torchrl_grpo.generation.base import Completion, Engine, OnFinished, SamplingParams
+from torchrl_grpo.generation.base import Completion, Engine, EngineRequest, OnFinished, SamplingParams
 from torchrl_grpo.generation.decoder import Decoder, GenericDecoder, context_length
 from torchrl_grpo.generation.fused_decoder import FusedDecoder, can_fuse
 from torchrl_grpo.generation.sampling import sample
@@ -86,6 +86,17 @@ class TransformersEngine(Engine):
         self.exclusive = threading.RLock()
         self.policy_version = 0
         self.decoder: Decoder = _choose_decoder(self.model)
+
+    @classmethod
+    def make(
+        cls,
+        request: EngineRequest,
+        device: torch.device,
+        load_model: Callable[[], PreTrainedModel],
+        *,
+        concurrent: bool = False,
+    ) -> Engine:
+        return cls(load_model(), copy=False)
 
     @torch.no_grad()
     def generate(

@@ -22,7 +22,7 @@ import tempfile
 import uuid
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from importlib import metadata
@@ -31,8 +31,17 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
 
-from torchrl_grpo.generation.base import Completion, Engine, EngineDeadError, OnFinished, SamplingParams, greedy
+from torchrl_grpo.generation.base import (
+    Completion,
+    Engine,
+    EngineDeadError,
+    EngineRequest,
+    OnFinished,
+    SamplingParams,
+    greedy,
+)
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.generation.vllm_answers import STOP, Answer, watch_for_stops
 from torchrl_grpo.weights import PlainHandle, WeightHandle, check_weights, expected_weights
@@ -126,6 +135,31 @@ class VLLMSettings(TypedDict, total=False):
     kv_cache_gib: float
     enforce_eager: bool
     trust_remote_code: bool
+
+
+def vllm_settings(request: EngineRequest) -> VLLMSettings:
+    """Settings of the engine that a run asks for."""
+    options = request.options
+    return {
+        "dtype": options.dtype,
+        "max_model_len": options.max_model_len or request.max_dialog_tokens + options.max_new_tokens,
+        "seed": request.seed,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "gpu_memory_utilization": options.gpu_memory_utilization or (0.4 if request.colocated else 0.9),
+        "kv_cache_gib": options.kv_cache_gib,
+        "enforce_eager": options.enforce_eager,
+        "trust_remote_code": request.trust_remote_code,
+    }
+
+
+def check_text_only(config: PretrainedConfig, name: str) -> None:
+    """Raises ValueError for a language model with other parts, such as one for images."""
+    if config.get_text_config() is not config:
+        raise ValueError(
+            f"model.name={name} must be a model for text alone with inference_model.backend=vllm, but "
+            f"{config.model_type} has other parts too, and vLLM has other names for their weights: use a checkpoint of "
+            "the language model alone, or inference_model.backend=transformers."
+        )
 
 
 def check_vllm_model(config: Any, settings: VLLMSettings, *, on_cpu: bool) -> None:
@@ -394,6 +428,31 @@ class VLLMEngine(VLLMBase):
         watch_for_stops(self._llm.llm_engine.output_processor, self._stops)
         self._rpc("settle")
         unname_queues()
+
+    @classmethod
+    def require(cls, *, on_cpu: bool) -> None:
+        require_vllm(on_cpu=on_cpu)
+
+    @classmethod
+    def check(cls, request: EngineRequest) -> None:
+        check_text_only(request.model_config, request.name)
+        check_vllm_model(request.model_config, vllm_settings(request), on_cpu=request.on_cpu)
+
+    @classmethod
+    def make(
+        cls,
+        request: EngineRequest,
+        device: torch.device,
+        load_model: Callable[[], PreTrainedModel],
+        *,
+        concurrent: bool = False,
+    ) -> Engine:
+        settings = vllm_settings(request)
+        if concurrent:
+            from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine  # which imports this module
+
+            return AsyncVLLMEngine(request.path, in_flight=request.options.in_flight, **settings)
+        return cls(request.path, device=device, enable_sleep=request.colocated, **settings)
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         return self._open().collective_rpc(method, timeout=RPC_TIMEOUT_S, args=args)

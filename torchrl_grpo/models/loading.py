@@ -106,16 +106,6 @@ def load_config(name: str, *, trust_remote_code: bool = False) -> PretrainedConf
     return config
 
 
-def check_text_only(config: PretrainedConfig, name: str) -> None:
-    """Raises ValueError for a language model with other parts, such as one for images."""
-    if config.get_text_config() is not config:
-        raise ValueError(
-            f"model.name={name} must be a model for text alone with inference_model.backend=vllm, but "
-            f"{config.model_type} has other parts too, and vLLM has other names for their weights: use a checkpoint of "
-            "the language model alone, or inference_model.backend=transformers."
-        )
-
-
 def load_tokenizer(
     name: str, *, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:

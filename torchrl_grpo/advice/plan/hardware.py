@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.generation.engines import ENGINES
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,6 @@ COMPUTE_SHARE = 0.4
 """Of the matrix rate, in training and scoring: the middle of the 38 to 43% of Llama 3 405B (arXiv 2407.21783)."""
 BANDWIDTH_SHARE = 0.6
 """Of the memory's bandwidth, in decoding: assumed."""
-TOKEN_S = {"vllm": 0.002, "transformers": 0.02}
-"""Seconds of each decoding step beside the accelerator's work: assumed."""
 STORE_RATE = 5e9
 """Bytes a second into Ray's object store, and out of it: measured here (benchmarks/bench_weight_sync.py)."""
 HOP_S = 0.005
@@ -240,7 +239,7 @@ class Workload:
         read = self.weight_bytes + groups * self.prompt * self.kv_bytes + rows * self.response / 2 * self.kv_bytes
         compute = (rows + groups * self.prompt / self.longest_of_group) * self.operations(1)
         seconds = max(read / (gpu.bandwidth * BANDWIDTH_SHARE), compute / (gpu.rate(self.engine_dtype) * COMPUTE_SHARE))
-        return seconds / size + TOKEN_S[self.backend]
+        return seconds / size + ENGINES[self.backend].step_overhead_s
 
     @property
     def longest_of_group(self) -> float:

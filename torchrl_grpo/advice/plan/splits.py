@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from torchrl_grpo.advice.plan.hardware import HOP_S, MEMORY_SHARE, Gpu, Workload
 from torchrl_grpo.advice.plan.simulation import Costs, Loop, Result, Simulation
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.host.text import size
 
 _SIMULATED = 10
@@ -90,7 +91,8 @@ class Settings:
 
     def loop(self, split: Split) -> Loop:
         """Who there is."""
-        work, serial = self.work, self.work.backend == "transformers"
+        work = self.work
+        serial = not ENGINES[work.backend].concurrent
         samplers = split.inference // self.engine_size
         task_groups = self.num_envs(split) // work.group_size // samplers if serial else 1
         places = 1 if serial else self.places(split)

@@ -1,0 +1,60 @@
+"""The table of engines: what each value of ``inference_model.backend`` can do, and where its class is.
+
+The rules of the config read it, so nothing heavy is imported here. An engine is one entry in ``ENGINES`` and one file:
+a subclass of ``Engine`` that overrides ``make`` and, if it refuses something before a run, ``require`` and ``check``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from torchrl_grpo.checks import WeightTransfer
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """Capabilities of an engine.
+
+    Attributes:
+        implementation: its class, as ``module:name``; ``engine_class`` imports it.
+        concurrent: whether it can sample for several callers at a time; rollout tasks are then single groups.
+        updates_in_flight: whether it can take new weights while it samples (``in_flight`` other than ``wait``).
+        tensor_parallel: whether several devices can share its weights (``tensor_parallel_size`` above 1).
+        exact: whether its log-probs can be the trainer's to the last bit (``exact``). It has the PyTorch model that it
+            samples with as ``model``.
+        stop_strings: whether it ends responses at strings (``stop``).
+        weight_transfers: values of ``weight_transfer`` that it takes.
+        step_overhead_s: seconds of each decoding step beside the accelerator's work, as ``torchrl_grpo.plan`` assumes.
+    """
+
+    implementation: str
+    step_overhead_s: float
+    concurrent: bool = False
+    updates_in_flight: bool = False
+    tensor_parallel: bool = False
+    exact: bool = False
+    stop_strings: bool = True
+    weight_transfers: tuple[str, ...] = get_args(WeightTransfer)
+
+
+ENGINES: dict[str, EngineKind] = {
+    "transformers": EngineKind(
+        "torchrl_grpo.generation.transformers:TransformersEngine",
+        step_overhead_s=0.02,
+        exact=True,
+    ),
+    "vllm": EngineKind(
+        "torchrl_grpo.generation.vllm:VLLMEngine",
+        step_overhead_s=0.002,
+        concurrent=True,
+        updates_in_flight=True,
+        tensor_parallel=True,
+    ),
+}
+"""Engines by name; the names are those of ``checks.Backend``."""
+
+
+def engines_with(capability: str) -> list[str]:
+    """Names of the engines for which an attribute of ``EngineKind`` is true."""
+    return [name for name, kind in ENGINES.items() if getattr(kind, capability)]

@@ -110,7 +110,7 @@ def test_a_broken_rule_names_field_rule_value_and_fix(overrides: list[str], mess
 
 # What is typed after the script's name, and the message.
 MISTAKES = {
-    "optimizer.lr=abc": r"optimizer\.lr=abc must have the type float: use optimizer\.lr=1e-06",
+    "optimizer.lr=abc": r"optimizer\.lr=abc must have the type float: for example, optimizer\.lr=1e-06",
     "-m optimizer.lr=1e-4,abc": r"optimizer\.lr=abc must have the type float",
     "train.epochs=1.5": r"train\.epochs=1\.5 must have the type int",
     "inference_model.backend=vlm": r"backend=vlm must be one of transformers, vllm: did you mean vllm\?",
@@ -124,8 +124,8 @@ MISTAKES = {
     "env.num_env=8": r"did you mean env\.num_envs\?",
     "++optimizer.lrr=2": r"optimizer\.lrr=2 names a config key that does not exist: did you mean optimizer\.lr\?",
     "ray.patience=1": r"ray\.patience=1 names a config key that does not exist: did you mean ray\.actor_timeout_s\?",
-    "ray.dead_s=soon": r"ray\.recovery_timeout_s=soon must have the type float: use ray\.recovery_timeout_s=900\.0",
-    "ref_model.devices=0": r"ref_model\.devices=0 must .*: use ref_model\.devices=null",
+    "ray.dead_s=soon": r"ray\.recovery_timeout_s=soon must have the type float: for example, ray\.recovery_timeout_s=900\.0",
+    "ref_model.devices=0": r"ref_model\.devices=0 must .*: for example, ref_model\.devices=null",
     "train_model.devices=[a]": r"train_model\.devices=a must have the type list\[int\] \| None",
     "policy.loss=my.Loss": r"must be a node with _target_: use policy\.loss\._target_=my\.Loss",
     "policy.loss=null": r"policy\.loss=None must be a node .*: use policy\.loss\._target_=torchrl_grpo",
@@ -134,7 +134,7 @@ MISTAKES = {
     "env.dataset=null": r"env\.dataset=null must be a data set: use env\.dataset=arithmetic, a file, a folder or",
     "env.datasets=[{dataset:gsm8k,wieght:2}]": r"wieght in env\.datasets names .*: did you mean weight\?",
     "env.datasets=gsm8k": r"env\.datasets must be a list of data sets, got gsm8k",
-    "train_model.lora.target_modules=3": r"must have .*: use train_model\.lora\.target_modules=\[all-linear\]",
+    "train_model.lora.target_modules=3": r"must have .*: for example, train_model\.lora\.target_modules=\[all-linear\]",
     "xyzzy=1": r"xyzzy=1 names a config key that does not exist: run with --cfg job",
     "optimizer.lr=${nope}": r"optimizer\.lr must be a value that can be found, and Interpolation key 'nope' not found",
     "model.name=${oc.env:NOPE}": r"model\.name must be .* Environment variable 'NOPE' not found: give the value itself",
@@ -226,7 +226,6 @@ def test_documented_command_lines_compose(name: str, overrides: list[str]) -> No
         "+inference_model.weight_transfer=file",
         "policy.clip_epsilon=0.1,[0.2,0.3]",
         "algo=grpo,dapo",
-        "--multirun",
     ],
 )
 def test_only_what_is_surely_no_choice_is_refused_before_hydra(override: str) -> None:

@@ -194,10 +194,10 @@ def test_a_field_that_cannot_be_filled_is_an_error(template: str, message: str) 
         (
             "ab",
             {},
-            "env.columns.prompt must name the column with the prompts of PATH, which has ['a', 'b']: set it to one ",
+            "the column with the prompts of PATH, which has ['a', 'b']: set it to one of them",
         ),
-        (("prompt", "query"), {}, "which has ['prompt', 'query']: for example, env.columns.prompt=prompt."),
-        (("A", "B", "Test question"), {}, "'Test question']: for example, env.columns.prompt=Test question."),
+        (("prompt", "query"), {}, "which has ['prompt', 'query']: for example, env.columns.prompt=prompt, or write"),
+        (("A", "B", "Test question"), {}, "'Test question']: for example, env.columns.prompt=Test question, or"),
         (
             ("prompt", "answer", "target"),
             {},
@@ -245,7 +245,7 @@ def test_an_unknown_split_lists_those_there(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", ROWS)
     write(tmp_path / "dev.jsonl", ROWS)
     told = error_of(DatasetTask(str(tmp_path), train_split="tran", test_split="dev"))
-    assert "with the split 'tran', as tran.jsonl, tran.jsonl is missing (found: ['dev.jsonl', 'train.jsonl'])" in told
+    assert "with the split 'tran', but tran.jsonl is missing (found: ['dev.jsonl', 'train.jsonl'])" in told
 
 
 def test_a_fraction_splits_by_the_prompt_whatever_the_order(tmp_path: Path) -> None:

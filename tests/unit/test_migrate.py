@@ -322,7 +322,7 @@ def test_a_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str])
         main(["nowhere.yaml"])
     assert (ended.value.code, capsys.readouterr().err) == (
         2,
-        "error: FILE=nowhere.yaml must be a file, and there is none: give the path of a config.\n",
+        "error: FILE=nowhere.yaml must be a file, but it does not exist: give the path of a script or a config.\n",
     )
 
 

@@ -88,8 +88,12 @@ def test_an_answer_that_no_problem_has_is_refused_before_a_run(
 
 
 def test_options_that_a_function_has_not_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"reward gsm8k .* has no mood: use some of \['answer', 'mode', 'response'\]"):
+    with pytest.raises(ValueError, match=r"reward gsm8k .* has no mood: did you mean mode\?"):
         make_rewards({"fn": "gsm8k", "mood": "lenient"})
+    with pytest.raises(ValueError, match=r"has no weigth: did you mean weight\?"):
+        make_rewards({"fn": "gsm8k", "weigth": 0.5})
+    with pytest.raises(ValueError, match=r"has no x: use some of \['answer', 'mode', 'name', 'response', 'weight'\]"):
+        make_rewards({"fn": "gsm8k", "x": 1})
     with pytest.raises(ValueError, match="reward f must take its arguments by name: remove the '/'"):
         make_rewards({"fn": lambda response, /: 1, "name": "f"})
 

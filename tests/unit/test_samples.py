@@ -116,7 +116,11 @@ def test_where_nothing_matches_it_says_what_there_is(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["/nowhere"], "RUN=/nowhere must be a run's folder, or its samples.jsonl"),
+        (
+            ["/nowhere"],
+            "RUN=/nowhere must be a run's folder, or its samples.jsonl, but it does not exist: use outputs/",
+        ),
+        (["/"], "RUN=/ must be a run's folder, or its samples.jsonl, but it has no samples.jsonl: use outputs/"),
         ([".", "--limit", "0"], "0 must be a whole number of at least 1"),
         ([__file__, "--sort", "change"], "give --compare too"),
     ],

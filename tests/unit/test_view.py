@@ -27,6 +27,7 @@ from tests.support.view_runs import append, make_run, metrics, served
 from torchrl_grpo.reporting.view.runs import RunView, panels
 from torchrl_grpo.reporting.view.server import title_of
 from torchrl_grpo.reporting.view.start import page_beside
+from torchrl_grpo.scripts.view import main
 
 
 @pytest.fixture(scope="module")
@@ -358,11 +359,15 @@ def test_a_run_serves_its_page_until_it_ends(tmp_path: Path) -> None:
         assert address not in (tmp_path / "grpo.log").read_text()
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torchrl_grpo.view", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert f"RUN={tmp_path} must be a run's folder, and has no metrics.jsonl: give such a path." in done.stderr
+@pytest.mark.parametrize(("name", "why"), [("", "it has no metrics.jsonl"), ("none", "there is no such folder")])
+def test_a_folder_that_is_no_run_is_refused(
+    name: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path / name)])
+    assert ended.value.code == 2
+    error = f"RUN={tmp_path / name} must be a run's folder, but {why}: use outputs/DATE/TIME."
+    assert error in capsys.readouterr().err
 
 
 def test_nothing_that_trains_is_imported() -> None:

@@ -13,6 +13,7 @@ verl's    ``solution_str``      ``data_source``, ``solution_str``, ``ground_trut
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -104,9 +105,11 @@ class RewardFunction:
         self.form: Form = "trl" if _OF_TRL & set(named) else "verl" if named.keys() & set(_OF_VERL) else "own"
         unknown = sorted(set(self.options) - self._names)
         if unknown and not self._takes_rest:
+            keys = sorted({"name", "weight"} | self._names)
+            close = difflib.get_close_matches(unknown[0], keys, 1)
             raise ValueError(
-                f"reward {self.name} must take the options that it is given, it has no {', '.join(unknown)}: use some "
-                f"of {sorted(self._names)}."
+                f"reward {self.name} must take the options that it is given, it has no {', '.join(unknown)}: "
+                + (f"did you mean {close[0]}?" if close else f"use some of {keys}.")
             )
         if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
             raise ValueError(f"reward {self.name} must take its arguments by name: remove the '/' from its parameters.")

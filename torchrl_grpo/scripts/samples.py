@@ -43,7 +43,10 @@ def main(arguments: Sequence[str] | None = None, file: IO[str] | None = None, wi
     path = Path(asked.run)
     path = path / SAMPLES_FILE if path.is_dir() else path
     if not path.is_file():
-        parser.error(f"RUN={asked.run} must be a run's folder, or its {SAMPLES_FILE}, and has none: give such a path.")
+        why = f"it has no {SAMPLES_FILE}" if Path(asked.run).exists() else "it does not exist"
+        parser.error(
+            f"RUN={asked.run} must be a run's folder, or its {SAMPLES_FILE}, but {why}: use outputs/DATE/TIME."
+        )
     if asked.sort == "change" and not asked.compare:
         parser.error("--sort=change needs two samples of a problem: give --compare too, or sort by reward.")
     rows = read_jsonl(path)

@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     for run in asked.runs:
         if not any((run / name).is_file() for name in (METRICS_FILE, SAMPLES_FILE)):
-            parser.error(f"RUN={run} must be a run's folder, and has no {METRICS_FILE}: give such a path.")
+            why = f"it has no {METRICS_FILE}" if run.is_dir() else "there is no such folder"
+            parser.error(f"RUN={run} must be a run's folder, but {why}: use outputs/DATE/TIME.")
     listening, token, address = listen()
     sys.stdout.write(f"The page: {address}\nCtrl-C ends it.\n")
     sys.stdout.flush()

@@ -214,7 +214,8 @@ class DatasetTask(Task):
             raise ValueError(
                 f"{self.field}.columns.prompt must name the column with the prompts of {self.dataset}, which has "
                 f"{sorted(names)}: "
-                + (f"for example, {self.field}.columns.prompt={likely[0]}." if likely else "set it to one of them.")
+                + (f"for example, {self.field}.columns.prompt={likely[0]}" if likely else "set it to one of them")
+                + f", or write the prompt as {self.field}.prompt_template."
             )
         answers = [name for name in ANSWER_COLUMNS if name in names and name != self.prompt_column]
         if self.answer_column is None and len(answers) > 1:

@@ -199,10 +199,10 @@ class Files:
         if paths is None and split == "train" and "test" not in named:
             paths = [path for part in named.values() for path in part]
         if not paths:
-            must = self.layout or f"a file or folder with the split {split!r}, as {split}.jsonl"
+            must = self.layout or f"a file or folder with the split {split!r}"
             found = sorted(p.name for p in self.path.iterdir())[:10] if self.path.is_dir() else "no folder"
             found = [self.path.name] if self.path.is_file() else found
-            raise UnknownSplitError(f"{self.what} must be {must}, {split}.jsonl is missing (found: {found})")
+            raise UnknownSplitError(f"{self.what} must be {must}, but {split}.jsonl is missing (found: {found})")
         kinds = {path.suffix for path in paths}
         if ".parquet" in kinds:
             return self._read_parquet(paths, most)

@@ -175,8 +175,8 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
         schema: dict[str, Any] = get_json_schema(twin)
     except Exception as error:
         raise ValueError(
-            f"env.tools: {name} must have type hints and a docstring that describes each argument under 'Args:', but "
-            f"{str(error).partition(chr(10))[0]}: write them as in examples/my_tools.py."
+            f"env.tools: {name} must have type hints and a docstring that describes each argument under 'Args:' "
+            f"(transformers: {str(error).partition(chr(10))[0].rstrip('.!')}): write them as in examples/my_tools.py."
         ) from error
     return schema
 

@@ -39,7 +39,7 @@ def read(path: Path) -> Settings:
         ValueError: there is no such file, it is broken, or it is none of the five peers'.
     """
     if not path.is_file():
-        raise ValueError(f"FILE={path} must be a file, and there is none: give the path of a config.")
+        raise ValueError(f"FILE={path} must be a file, but it does not exist: give the path of a script or a config.")
     try:
         data = _parse(path.suffix.lower(), path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, SyntaxError, RecursionError) as error:

@@ -106,7 +106,7 @@ def test_invalid_rewards_are_summed_up_by_cause(tmp_path: Path) -> None:
         logger.log(1, {"rewards/invalid_crash": 1.0})
         logger.log(2, {"rewards/invalid_crash": 3.0, "rewards/invalid_not_finite": 2.0, "workers/restarts_reward": 6.0})
     summary = summarize(tmp_path)
-    assert summary["invalid"] == {"crash": 3, "not finite": 2} and summary["restarts"] == 0
+    assert summary["invalid"] == {"crashed the worker": 3, "not finite": 2} and summary["restarts"] == 0
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_restarts_of_actors_are_summed_over_their_kinds_and_shown(tmp_path: Path
             logger.log(step + 1, {f"workers/{name}": count for name, count in counts.items()})
         logger.log(3, {"eval/pass@1": 0.5})
     assert (summarize(tmp_path)["restarts"], summarize(tmp_path)["groups_resampled"]) == (3, 4)
-    assert "Restarts34 groups again" in parse(write_report(tmp_path)).text().replace("\n", "")
+    assert "Restarts34 groups resampled" in parse(write_report(tmp_path)).text().replace("\n", "")
 
 
 def test_report_shows_accuracy_and_responses_before_and_after(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_puzzling_figures_have_a_sentence_and_throughput_matches_the_card(tmp_pa
     page = parse(write_report(tmp_path))
     notes = [text for tag, text in page.texts if tag == "p"]
     assert [panel.note for panel in PANELS if panel.note] == notes[1:]  # the first is the run's name
-    assert "Trained tokens/s200300 tokens, without evaluation" in page.text()
+    assert "Trained tokens/s200300 tokens, excluding evaluation" in page.text()
     assert "Throughput (trained tokens/s)" in page.text()
 
 

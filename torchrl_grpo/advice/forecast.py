@@ -90,15 +90,15 @@ class Forecast:
         """The same as rows of a table."""
         parts = ", ".join(f"{name} {duration(value)}" for name, value in self.seconds.items() if value >= 0.5)
         total = f"{self.total_s / 3600:.3g} hours ({self.total_s:.0f} s)"
-        rows = [{"what": "time", "takes": total, "of which": parts}]
+        rows = [{"resource": "time", "estimate": total, "details": parts}]
         if self.growth > 1:
             now, most = self.lengths
-            of = f"if responses grow from {now:.0f} to {most:,} tokens, the most that they may have"
-            rows.append({"what": "time at most", "takes": duration(self.longest_s), "of which": of})
-        rows.append({"what": "disk", "takes": size(self.disk_bytes), "of which": "at most, in the run's folder"})
+            of = f"if responses grow from {now:.0f} to {most:,} tokens, their limit"
+            rows.append({"resource": "time at most", "estimate": duration(self.longest_s), "details": of})
+        rows.append({"resource": "disk", "estimate": size(self.disk_bytes), "details": "at most, in the run's folder"})
         for device, peak in self.memory.items():
-            of = "all processes of the run" if device == "cpu" else "everything on the device"
-            rows.append({"what": f"memory of {device}", "takes": size(peak), "of which": of})
+            of = "all processes of the run" if device == "cpu" else "all that is in use on the device"
+            rows.append({"resource": f"memory ({device})", "estimate": size(peak), "details": of})
         return rows
 
 

@@ -110,7 +110,7 @@ class RolloutCollector(BaseCollector):
                 f"dialog_turns_per_batch={dialog_turns_per_batch} must be at least 1: use None for one rollout."
             )
         if total_dialog_turns < 1 and total_dialog_turns != -1:
-            raise ValueError(f"total_dialog_turns={total_dialog_turns} must be at least 1, or -1 to go on for ever.")
+            raise ValueError(f"total_dialog_turns={total_dialog_turns} must be at least 1, or -1 to run indefinitely.")
         self.env = env
         self.policy = policy
         # These three names are TorchRL's: __len__ and stats() of the base class read them.

@@ -176,7 +176,7 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
         try:
             check_finite(state["trainer"]["model"])
         except NonFiniteError as error:
-            raise ValueError(f"{path.name} is of no use: {error}") from error
+            raise ValueError(f"{path.name} cannot be used: {error}") from error
     return state
 
 

@@ -50,21 +50,21 @@ PANELS = (
     Panel(
         "Throughput (trained tokens/s)",
         ("throughput/trained_tokens_per_s",),
-        "Response tokens of a batch by the time of its step, evaluation left out.",
+        "Response tokens of a batch, divided by the time of its step excluding evaluation.",
     ),
-    Panel("Time per step (s)", ("time/*_s",), "Evaluation left out."),
+    Panel("Time per step (s)", ("time/*_s",), "Excluding evaluation."),
 )
 
 
 _LABELS = {
     "rollout/reward_mean": "mean reward",
-    "rollout/response_length": "mean length",
+    "rollout/response_length": "mean response length",
     "train/kl_k3_to_inference": "KL to the sampling policy",
     "train/kl_k3_to_ref": "KL to the reference",
     "train/clip_fraction_high": "clipped at the upper bound",
     "train/clip_fraction_low": "clipped at the lower bound",
     "throughput/trained_tokens_per_s": "trained tokens/s",
-    "time/step_s": "whole step",
+    "time/step_s": "full step",
 }
 """Metrics whose names are not words."""
 

@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 
 from torchrl_grpo.host.files import ENVIRONMENT_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl
-from torchrl_grpo.host.text import accuracy, clip, duration, number, percent, points, printable_lines
+from torchrl_grpo.host.text import accuracy, clip, duration, invalid_cause, number, percent, points, printable_lines
 from torchrl_grpo.reporting.alarms import MOSTLY_INVALID, alarms_of
 from torchrl_grpo.reporting.curves import panel_svg, save_png
 from torchrl_grpo.reporting.panels import COLORS, PANELS, TIME_PARTS, series, time_parts
@@ -164,7 +164,7 @@ def _latest_sum(records: Sequence[Row], prefix: str) -> int:
 def _invalid(records: Sequence[Row]) -> dict[str, int]:
     """Rewards that were not valid since the start, by cause."""
     latest = {name: int(value) for record in records for name, value in record.items() if name.startswith(_INVALID)}
-    return {name.removeprefix(_INVALID).replace("_", " "): count for name, count in latest.items() if count}
+    return {invalid_cause(name.removeprefix(_INVALID)): count for name, count in latest.items() if count}
 
 
 def _times(records: Sequence[Row]) -> list[dict[str, Any]]:

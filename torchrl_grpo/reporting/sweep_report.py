@@ -29,7 +29,7 @@ _PANELS = (
     Panel("KL to the reference (nats per token)", ("train/kl_k3_to_ref",)),
     Panel("Entropy (nats per token)", ("train/entropy",)),
     Panel("Response length (tokens)", ("rollout/response_length",)),
-    Panel("Time per step (s)", ("time/step_s",), "Evaluation left out."),
+    Panel("Time per step (s)", ("time/step_s",), "Excluding evaluation."),
 )
 _GREY = COLORS[6]
 _BRIGHT = [color for color in COLORS if color != _GREY]

@@ -47,7 +47,7 @@ class Rewards:
         self.asynchronous = any(function.asynchronous for function in functions)
 
     def check(self, columns: Collection[str], has_answer: bool = True) -> None:
-        """Refuses functions with an argument that nothing gives.
+        """Refuse functions with an argument that is neither a column nor built-in.
 
         Args:
             columns: of the data.

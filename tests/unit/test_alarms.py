@@ -142,7 +142,7 @@ def test_console_and_report_show_alarms_and_that_there_are_none(tmp_path: Path) 
         console.finish({"steps": 30, "alarms": [Alarm("kl", "a", 3, 9), Alarm("ess", "b", 5, 30)]}, {})
     lines = file.getvalue().splitlines()
     assert lines[0] == "alarm at step 5: look \\x1b[2J"
-    assert lines[-2:] == ["alarm, step 3 to 9: a", "alarm, from step 5 to the end: b"]
+    assert lines[-2:] == ["alarm, steps 3 to 9: a", "alarm, from step 5 to the end: b"]
 
 
 def test_a_run_without_rewards_says_so_and_ends_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ _PACKAGES = ("torch", "torchrl", "tensordict", "transformers")
 
 @dataclass
 class Check:
-    """What one check found.
+    """Result of one check.
 
     Attributes:
         name: of the check.
@@ -309,7 +309,7 @@ class _Rehearsal:
             )
 
     def _reward(self, check: Check) -> None:
-        """What the batch earned; a scorer that always fails is a failure, a batch without a signal only shown."""
+        """Look at the batch's rewards: a scorer that always fails is a failure, a batch without a signal a warning."""
         metrics = {"step": 1, **self._metrics, **self.source.metrics()}
         rows = self.learner.samples(2)
         self.measured.sample_bytes = sum(len(str(row)) for row in rows) / len(rows)
@@ -390,8 +390,8 @@ def _disk(directory: Path, expected: Forecast | None, check: Check) -> None:
         raise ValueError(f"hydra.run.dir={directory} must be writable: use another folder.")
     if expected is not None and free < expected.disk_bytes:
         raise ValueError(
-            f"hydra.run.dir={directory} must have room for {size(expected.disk_bytes)}, but only {size(free)} is free: use "
-            "another folder, train.keep_checkpoints=last:1, or a larger train.checkpoint_frequency."
+            f"hydra.run.dir={directory} must have room for {size(expected.disk_bytes)}, but only {size(free)} is free: "
+            "use another folder, train.keep_checkpoints=last:1, or a larger train.checkpoint_frequency."
         )
 
 

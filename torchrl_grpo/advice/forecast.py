@@ -1,4 +1,4 @@
-"""What a run will take, from a few measured steps: time, disk and memory."""
+"""Forecast of a run's time, disk and memory, from a few measured steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ROW_BYTES, _TENSORBOARD_BYTES, _REPORT_BYTES = 2_300, 2_300, 450_000
 
 @dataclass
 class Measured:
-    """What was measured of a run; seconds and bytes.
+    """Measurements of a run, in seconds and bytes.
 
     Attributes:
         start_s: until the first rollout, imports included.
@@ -60,7 +60,7 @@ class Measured:
 
 @dataclass
 class Forecast:
-    """What a run will take.
+    """Time, disk and memory that a run will take.
 
     Attributes:
         seconds: of each kind of work.
@@ -103,7 +103,7 @@ class Forecast:
 
 
 def forecast(config: GRPOConfig, measured: Measured) -> Forecast:
-    """What the rest of a run will take.
+    """Forecast the rest of a run.
 
     Args:
         config: with the number of steps.
@@ -138,7 +138,7 @@ def forecast(config: GRPOConfig, measured: Measured) -> Forecast:
 
 
 def memory_now() -> dict[str, int]:
-    """What the run takes: of each NVIDIA device what is used, or on a CPU the peak of this process and its children."""
+    """Memory in use on each NVIDIA device or, on a CPU, the peak of this process and its children."""
     used = {name: used for name, (used, _) in accelerators().items()}
     return used or {"cpu": _peak_of_processes()}
 

@@ -41,7 +41,7 @@ _BETWEEN_TURNS = 1024
 
 @dataclass
 class Blueprint:
-    """What is known before any weights are loaded; every check on user input has passed.
+    """All that is known of a run before any weights are loaded; every check on user input has passed.
 
     ``resume`` is the checkpoint to go on from. Actors are given the driver's blueprint, so that all processes draw the
     same problems, and only the driver needs the data.

@@ -218,7 +218,7 @@ class RolloutCollector(BaseCollector):
         return policy(data)
 
     def take_counts(self) -> dict[str, float]:
-        """What ``LLMEnv.take_counts`` says."""
+        """Return ``LLMEnv.take_counts``."""
         return self.base_env.take_counts()
 
     def update_policy_weights_(
@@ -279,7 +279,7 @@ class RolloutCollector(BaseCollector):
         return self.env.set_seed(seed, static_seed=static_seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next rollout depends on, apart from the weights."""
+        """Return the state that the next rollout depends on, apart from the weights."""
         return {
             "env": self.base_env.state_dict(),
             "engine": self.policy.engine.state_dict(),

@@ -1,4 +1,4 @@
-"""What is said where a device has no more memory: what is held there, and what each knob would save."""
+"""Out-of-memory messages: the contents of the device's memory, and what each knob would save."""
 
 from __future__ import annotations
 

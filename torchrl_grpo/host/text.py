@@ -8,7 +8,7 @@ from decimal import ROUND_HALF_UP, Context, Decimal
 from typing import Any
 
 NOISE = 1e-8
-"""What is nearer to 0 is rounding: no metric means that."""
+"""Magnitude below which a metric is rounding noise."""
 _ALL_DIGITS = Context(prec=400)
 """Takes any float."""
 MISSING = "-"

@@ -152,7 +152,7 @@ class Checkpointer:
 
 
 def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
-    """What ``Checkpointer.save`` wrote; the tensors stay in the file until they are used.
+    """Checkpoint that ``Checkpointer.save`` wrote; the tensors stay in the file until they are used.
 
     Args:
         path: the file.

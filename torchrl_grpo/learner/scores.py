@@ -1,4 +1,4 @@
-"""What the passes of the training step computed of each token, for the sequences that are logged: it costs nothing."""
+"""Scores of each token from the passes of the training step, for the sequences that are logged, at no cost."""
 
 from __future__ import annotations
 

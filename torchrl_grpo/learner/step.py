@@ -126,7 +126,7 @@ class GRPOTrainer:
         return named_weights(self.model)
 
     def adapters(self) -> Iterator[tuple[str, LoraDelta]]:
-        """What the adapters of a LoRA model add to its base model's weights; gathered as in ``weights``."""
+        """Return what the adapters of a LoRA model add to its base model's weights; gathered as in ``weights``."""
         return named_adapters(self.model)
 
     def train_batch(self, batch: TensorDictBase) -> dict[str, float]:
@@ -169,7 +169,7 @@ class GRPOTrainer:
         )
 
     def _memory_short(self, error: BaseException) -> MemoryShortError:
-        """What to say where memory ran out, with what each knob would save here."""
+        """Return the out-of-memory message, with what each knob would save here."""
         setup = self.setup()
         memory, knobs = step_memory(self.model, setup), savings(self.model, setup)
         holds = {

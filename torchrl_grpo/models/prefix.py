@@ -29,7 +29,7 @@ _sdpa = AttentionInterface()["sdpa"]
 
 @dataclass(frozen=True)
 class Layout:
-    """What a model is given, and where the predictions of the scored tokens are in what it gives.
+    """Inputs of a model, and positions of the scored tokens' predictions in its output.
 
     Args:
         tokens: [1, N] of sequences without padding, or [B, T - 1] of padded ones.

@@ -184,7 +184,7 @@ class GRPOLoss(LossModule):
 
     @property
     def in_keys(self) -> list[NestedKey]:
-        """What ``forward`` reads."""
+        """Keys that ``forward`` reads."""
         names = [self.tensor_keys.mask, self.tensor_keys.sample_log_prob, self.tensor_keys.advantage]
         names += [self.tensor_keys.prox_log_prob] if self.proximal == "recomputed" else []
         names += [self.tensor_keys.staleness] if self.proximal == "interpolated" else []
@@ -195,7 +195,7 @@ class GRPOLoss(LossModule):
 
     @property
     def out_keys(self) -> list[NestedKey]:
-        """What ``forward`` returns on a batch that holds just the ``in_keys``."""
+        """Keys that ``forward`` returns on a batch that holds just the ``in_keys``."""
         names = ["loss_objective"]
         names += ["loss_kl_to_ref"] if self.kl_to_ref_coeff else []
         names += ["loss_kl_to_inference"] if self.kl_to_inference_coeff else []

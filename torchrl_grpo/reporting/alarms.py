@@ -151,14 +151,14 @@ def _signal(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if equal is not None and equal >= _ZERO_VARIANCE and (accuracy or 0.0) < _SOLVED:
         yield (
             "zero_variance",
-            f"all rewards were equal in {_share(equal)} of the groups over {_SOME} steps, which gives no learning signal: "
-            "use policy.dynamic_sampling=true, env.difficulty_filter=[0.05,0.95], a larger env.repeats, or easier "
+            f"all rewards were equal in {_share(equal)} of the groups over {_SOME} steps, which gives no signal: use "
+            "policy.dynamic_sampling=true, env.difficulty_filter=[0.05,0.95], a larger env.repeats, or easier "
             "problems",
         )
 
 
 def _without_signal(rows: Sequence[Row], steps: int) -> Found:
-    """What to say where the rewards of every group were equal or not valid for so many steps."""
+    """Yield the alarm for rewards that were equal or invalid in every group for so many steps."""
     rows = rows[-steps:]
     last, when = rows[-1], f"{steps} steps" if steps > 1 else "the only step"
     if fmean(_invalid_shares(rows, steps)) > MOSTLY_INVALID:
@@ -241,7 +241,7 @@ def _mismatch(rows: Sequence[Row], first: Sequence[Row]) -> Found:
             "mismatch",
             f"the trained policy is far from the one that sampled (KL {kl or 0:.2g} nats per token, mean ratio "
             f"{1 if ratio is None else ratio:.3g}) over {_FEW} steps: inference_model.check_sync=true shows whether "
-            "the engine is wrong; if not, use fewer optimizer steps per batch, or lower optimizer.lr or train.max_staleness",
+            "the engine is wrong; if not, use fewer optimizer steps per batch, or lower optimizer.lr or max_staleness",
         )
 
 
@@ -250,8 +250,8 @@ def _ess(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if ess is not None and ess < _ESS:
         yield (
             "ess",
-            f"the effective sample size is {_share(ess)} over {_FEW} steps, so a few tokens dominate the gradient: lower "
-            "optimizer.lr, train.epochs or train.max_staleness, or use policy.behaviour_weight=truncate",
+            f"the effective sample size is {_share(ess)} over {_FEW} steps, so a few tokens dominate the gradient: "
+            "lower optimizer.lr, train.epochs or train.max_staleness, or use policy.behaviour_weight=truncate",
         )
 
 
@@ -276,7 +276,7 @@ def _entropy(rows: Sequence[Row], first: Sequence[Row]) -> Found:
         yield (
             "entropy",
             f"the entropy fell to {now:.2g} nats per token, {_share(now / before)} of what it was, before the "
-            "problems are solved: use policy.clip_epsilon=[0.2,0.28], policy.entropy_coef=0.001, or a lower optimizer.lr",
+            "problems are solved: use policy.clip_epsilon=[0.2,0.28], policy.entropy_coef=0.001 or lower optimizer.lr",
         )
 
 
@@ -285,8 +285,8 @@ def _truncation(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if cut is not None and cut > _TRUNCATED:
         yield (
             "truncated",
-            f"{_share(cut)} of the responses were truncated over {_FEW} steps: raise inference_model.max_new_tokens, or "
-            "check that the model ends its turn (chat template, stop tokens); policy.overlong_buffer=0.2 teaches it to",
+            f"{_share(cut)} of the responses were truncated over {_FEW} steps: raise inference_model.max_new_tokens, "
+            "or check that the model ends its turn (chat template, stop tokens); policy.overlong_buffer=0.2 trains it",
         )
 
 
@@ -306,8 +306,8 @@ def _kl(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if kl is not None and kl > _KL_TO_REF:
         yield (
             "kl",
-            f"the KL to the reference model is {kl:.2g} nats per token over {_FEW} steps, so the policy has drifted far "
-            "from it: lower optimizer.lr, raise policy.kl_coef, or set ref_model.refresh_every",
+            f"the KL to the reference model is {kl:.2g} nats per token over {_FEW} steps, so the policy has drifted "
+            "far from it: lower optimizer.lr, raise policy.kl_coef, or set ref_model.refresh_every",
         )
 
 

@@ -1,4 +1,4 @@
-"""What the curves of a run show, for the report and for the page: panels, their numbers and colors. Nothing heavy is
+"""Curves of a run, for the report and for the dashboard: panels, their numbers and colors. Nothing heavy is
 imported here."""
 
 from __future__ import annotations

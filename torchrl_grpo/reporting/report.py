@@ -119,7 +119,7 @@ def _summary(records: Sequence[Row]) -> dict[str, Any]:
 
 
 def objective(summary: Mapping[str, Any]) -> float | None:
-    """What a sweep is to raise: the last greedy test accuracy or, where nothing was evaluated, ``reward``.
+    """Objective of a sweep: the last greedy test accuracy or, where nothing was evaluated, ``reward``.
 
     None where most rewards of the last evaluation were invalid.
     """

@@ -23,7 +23,7 @@ from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.rewards.spec import RewardEntry
 
 FACTS = ("response", "prompt", "messages", "answer", "finish_reason", "tokens")
-"""What is known of a response beside the columns of its row."""
+"""Arguments that each response has besides the columns of its row."""
 
 Form = Literal["own", "trl", "verl"]
 Given = dict[str, Any]
@@ -149,7 +149,7 @@ class RewardFunction:
             )
 
     def call(self, facts: Given, columns: Given) -> Any:
-        """What the function returns, an awaitable where it is asynchronous.
+        """Call the function; the result is an awaitable where it is asynchronous.
 
         Args:
             facts: ``FACTS``; ``prompt_column``, ``written`` (the messages since the prompt) and ``dataset``.

@@ -1,4 +1,4 @@
-"""What ``env.reward`` says: which functions, under which names, with which weights and options. Nothing is loaded."""
+"""Parser of ``env.reward``: functions, their names, weights and options. Nothing is loaded."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def reward_weights(entries: Sequence[RewardEntry]) -> dict[str, float]:
 
 
 def part_weight(part: str, parts: Collection[str], weights: Mapping[str, float]) -> float:
-    """What a part counts in the reward.
+    """Weight of a part in the reward.
 
     A weight is that of the part, else that of its function, else 1. A part ``correct`` is only logged; so is ``name/x``
     where there is a part ``name``: verl's functions return one score, and other numbers beside it.

@@ -86,7 +86,7 @@ class Drawing:
         return drawn
 
     def again(self, group: int, index: int) -> Drawn:
-        """What ``draw`` gave for a group, from its id and the problem's index."""
+        """Rebuild what ``draw`` gave for a group, from its id and the problem's index."""
         return Drawn(group, index, self.problems[index])
 
     def record(self, outcomes: Outcomes) -> None:

@@ -108,7 +108,7 @@ class Source(Protocol):
 
 
 def data_name(dataset: str) -> str:
-    """What a data set is called: a file or folder by its name, one on the hub without its owner.
+    """Return the name of a data set: that of a file or folder, or on the hub the name without its owner.
 
     >>> data_name("data/a.jsonl"), data_name("org/set-1.5")
     ('a', 'set-1.5')

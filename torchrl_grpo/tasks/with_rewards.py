@@ -215,7 +215,7 @@ async def _guarded(result: Awaitable[Any]) -> Any:
 
 
 def _correct(name: str, parts: Mapping[str, float | None]) -> bool | None:
-    """What a function says, None where it does not apply."""
+    """Return the result of a function, None where it does not apply."""
     if f"{name}/{CORRECT}" in parts:
         value = parts[f"{name}/{CORRECT}"]
         return None if value is None else value > 0

@@ -211,7 +211,7 @@ class GroupAdvantage(Transform):
         return self
 
     def advantage(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-        """What is made of the rewards of whole groups. Subclasses put their own here.
+        """Turn the rewards of whole groups into advantages. Subclasses override this.
 
         Args:
             reward: [N] floating, of each sequence; at level token the estimate of each sampled token.

@@ -98,7 +98,7 @@ class Broadcast(PlainHandle):
 
 
 _links: dict[tuple[str, Reader], tuple[socket.socket | None, Any]] = {}
-"""What this process has of each reader in it: the connection on which it asks, and the process group."""
+"""State of each reader in this process: the connection on which it asks, and the process group."""
 _groups: Counter[Reader] = Counter()
 """How many groups each reader has made: their names differ."""
 
@@ -115,7 +115,7 @@ def _connect(handle: Broadcast, reader: Reader) -> tuple[socket.socket | None, A
 
 
 def _let_waits_raise(backend: str) -> None:
-    """Has nccl's waits raise in the thread that waits; otherwise a watchdog ends the trainer when an engine dies.
+    """Make nccl's waits raise in the thread that waits; otherwise a watchdog ends the trainer when an engine dies.
 
     Each new process group reads this. It is never unset, because another thread may be making a group.
     """

@@ -22,7 +22,7 @@ from torchrl_grpo.weights.named import LoraDelta
 
 Named = Iterable[tuple[str, Tensor]]
 Part = tuple[str, list[tuple[str, tuple[int, ...]]]]
-"""What lies in a flat tensor: its dtype, such as ``"float32"``, and name and shape of each weight, in order."""
+"""Layout of a flat tensor: its dtype, such as ``"float32"``, and name and shape of each weight, in order."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class PlainHandle(WeightHandle):
 
 
 class Source(Protocol):
-    """What a sender takes the weights from: a ``GRPOTrainer``."""
+    """Source of a sender's weights: a ``GRPOTrainer``."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]: ...
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Quantities = Mapping[str, Any]
-"""What a peer's keys say, by the names that its table has for them after ``@``."""
+"""Values of a peer's keys, by the names that its table has for them after ``@``."""
 Note = Callable[[str, str], object]
 """Takes a key of ours or theirs, and what there is to say about it."""
 

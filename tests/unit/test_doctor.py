@@ -40,7 +40,9 @@ def test_a_sound_run_passes_and_leaves_nothing(tmp_path: Path, capsys: pytest.Ca
     assert passed and list(table) == [*NAMES, *PLAYED, "evaluation", "report", "disk"]
     assert {result for result, _ in table.values()} == {"ok"}
     assert "427,776 parameters" in table["model"][1] and "4,096 training problems" in table["data"][1]
-    assert "prompts: 17 tokens (limit 2,016 with 32 new tokens)" in table["parts"][1] and "3 more" in table["steps"][1]
+    assert (
+        "prompts: 17 tokens (limit 2,016 with 32 new tokens)" in table["parts"][1] and "then 3 at " in table["steps"][1]
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["before"]
 
 

@@ -61,7 +61,7 @@ class Checkpointer:
             if (step_of(path) or 0) > step:
                 aside = next(name for name in numbered(path.with_suffix(".old")) if not name.exists())
                 path.rename(aside)
-                torchrl_logger.warning(f"{path} is of a later step than {step}: it is now {aside.name}.")
+                torchrl_logger.warning(f"{path} is of a later step than {step}: renamed to {aside.name}.")
         for path in self.directory.glob("checkpoint_*.tmp"):
             path.unlink()
 

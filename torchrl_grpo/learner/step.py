@@ -336,9 +336,9 @@ class GRPOTrainer:
             self._reason = f": {why()}"
         if empty and self._nonfinite_in_a_row >= self.max_nonfinite_steps:
             raise NoSignalError(
-                f"{self._nonfinite_in_a_row} optimizer steps in a row changed nothing, the last one because no token "
-                "of its batch counts: no reward is valid (a scorer that fails? see rollout/invalid), or all responses "
-                "are left out (policy.mask_truncated). train.max_nonfinite_steps is how many there may be."
+                f"{self._nonfinite_in_a_row} optimizer steps in a row changed nothing, the last one because its batch "
+                "has no token to train on: all rewards are invalid (a scorer that fails? see rollout/invalid), or all "
+                "responses are masked (policy.mask_truncated). train.max_nonfinite_steps is how many there may be."
             )
         if self._nonfinite_in_a_row >= self.max_nonfinite_steps:
             raise NonFiniteError(
@@ -347,7 +347,9 @@ class GRPOTrainer:
                 f"optimizer.lr={learning_rate:g}, or use train.mixed_precision=full or bf16."
             )
         if empty:
-            torchrl_logger.warning("Skipped an optimizer step: no token of its batch counts, e.g. no reward is valid.")
+            torchrl_logger.warning(
+                "Skipped an optimizer step: its batch has no token to train on (are all rewards invalid?)."
+            )
         elif not finite:
             torchrl_logger.warning(
                 f"Skipped an optimizer step: loss {loss_value}, gradient norm {norm_value}{self._reason}."

@@ -286,7 +286,7 @@ def _truncation(rows: Sequence[Row], first: Sequence[Row]) -> Found:
         yield (
             "truncated",
             f"{_share(cut)} of the responses were truncated over {_FEW} steps: raise inference_model.max_new_tokens, "
-            "or check that the model ends its turn (chat template, stop tokens); policy.overlong_buffer=0.2 trains it",
+            "or check that the model ends its turn (chat template, stop tokens); policy.overlong_buffer=0.2 teaches it",
         )
 
 

@@ -318,7 +318,9 @@ def _json(path: Path) -> Iterator[tuple[int | None, Row]]:
             yield from _lines(path)
             return
         line = getattr(error, "lineno", 1)
-        raise ValueError(f"{path}:{line} must be a list of JSON objects, got a mistake ({error}): fix it.") from error
+        raise ValueError(
+            f"{path}:{line} must be a list of JSON objects, got invalid JSON ({error}): fix it."
+        ) from error
     for index, row in enumerate(whole if isinstance(whole, list) else [whole]):
         where = f"{path}[{index}]"
         if not isinstance(row, dict):

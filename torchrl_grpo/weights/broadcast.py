@@ -238,7 +238,7 @@ class BroadcastSender(Sender):
                 stream = torch.cuda.Stream() if on_gpu else None
                 for version in map(int, requests):
                     if version not in self._kept:
-                        raise RuntimeError(f"version {version} is not kept any more.")
+                        raise RuntimeError(f"version {version} was dropped.")
                     for flat in self._kept[version]:
                         with torch.cuda.stream(stream):  # not behind what the trainer computes; None is no stream
                             group.broadcast(flat.cuda() if on_gpu else flat, 0).wait()

@@ -7,7 +7,7 @@ const KINDS = {
   sample: ["generates responses", "#3b82f6"],
   score: ["computes rewards or reference log-probs", "#f59e0b"],
   train: ["optimizer steps", "#10b981"],
-  publish: ["publishes new weights", "#8b5cf6"],
+  publish: ["sends new weights to the engines", "#8b5cf6"],
   update: ["loads new weights", "#06b6d4"],
   wait: ["waits for the next batch", "#94a3b8"],
   evaluate: ["generates and scores test responses", "#ec4899"],

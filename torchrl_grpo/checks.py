@@ -111,7 +111,7 @@ def check_behaviour_weight(weight: str, proximal: str, name: str = "behaviour_we
     """Refuses an importance weight that would always be 1."""
     if weight != "none" and proximal == "behaviour":
         raise ValueError(
-            f"{name}={weight} needs a proximal policy apart from the behaviour policy, proximal=behaviour makes every "
+            f"{name}={weight} needs a proximal policy apart from the behavior policy, proximal=behaviour makes every "
             "weight 1: use proximal=recomputed."
         )
 

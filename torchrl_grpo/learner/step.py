@@ -43,9 +43,9 @@ from torchrl_grpo.weights import LoraDelta, named_adapters, named_weights
 class GRPOTrainer:
     """Trains a policy on batches of sequences with advantages.
 
-    A batch is what was collected between two weight syncs. ``train_batch`` splits it into optimisation batches,
+    A batch is what was collected between two weight syncs. ``train_batch`` splits it into optimization batches,
     ``train_step`` makes one optimizer step of each: micro-batches -> ``forward_backward`` -> ``optim_step``. The loss
-    is normalised over the whole optimisation batch, so the split into micro-batches changes nothing but memory.
+    is normalized over the whole optimization batch, so the split into micro-batches changes nothing but memory.
 
     ``version`` counts trained batches. It is what engines call ``policy_version``. ``scores`` has what the passes over
     the latest batch computed of its tokens.
@@ -194,7 +194,7 @@ class GRPOTrainer:
         return scoring(batch.exclude(out_key))
 
     def train_step(self, batch: TensorDictBase) -> dict[str, float]:
-        """Makes one optimizer step of an optimisation batch [n], ragged or padded.
+        """Makes one optimizer step of an optimization batch [n], ragged or padded.
 
         Sequences whose reward is not valid have no effect. If no token counts at all, no weight is changed.
 
@@ -300,7 +300,7 @@ class GRPOTrainer:
         """Clips the gradients and steps, unless the loss or the gradient norm is not finite; clears the gradients.
 
         Args:
-            loss: the whole loss of the optimisation batch, scalar.
+            loss: the whole loss of the optimization batch, scalar.
             empty: whether no token counted: then there is no step, because the moments of earlier ones would make it.
             why: says where numbers that are not finite come from; called for the first such step in a row.
 

@@ -142,7 +142,7 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """At most 400 points: means over neighbours, so that the report of a long run stays small."""
+    """At most 400 points: means over neighbors, so that the report of a long run stays small."""
     size = math.ceil(len(steps) / _MOST_POINTS) or 1
     chunks = [slice(start, start + size) for start in range(0, len(steps), size)]
     return [sum(steps[c]) / len(steps[c]) for c in chunks], [sum(values[c]) / len(values[c]) for c in chunks]

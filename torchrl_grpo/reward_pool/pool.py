@@ -140,7 +140,7 @@ class _Worker:
             if self.connection.poll(_START_S):
                 refused = self.connection.recv_bytes(_LARGEST_ANSWER).decode()
             if refused:
-                raise RuntimeError(f"env.reward_workers needs processes that can load the task; one says: {refused}")
+                raise RuntimeError(f"env.reward_workers needs processes that can load the task; one failed: {refused}")
             self._task = None
             self._limit_transfers()
         self._requests += 1

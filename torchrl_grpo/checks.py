@@ -80,8 +80,8 @@ def check_keep(value: str | None) -> dict[str, int] | None:
     kept = {name: int(count) if count.isdecimal() else 0 for name, count in parts}
     if not {"last"} <= kept.keys() <= {"last", "best"} or min(kept.values()) < 1 or len(kept) < len(parts):
         raise ValueError(
-            f"train.keep_checkpoints={value} must be last:N or last:N,best:M, with numbers of at least 1: use last:3, "
-            "say, or null to keep all."
+            f"train.keep_checkpoints={value} must be last:N or last:N,best:M, with numbers of at least 1: for "
+            "example, last:3, or null to keep all."
         )
     return kept
 

@@ -333,7 +333,7 @@ def geometry_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
         "sequences": batch,
         f"groups of {config.env.repeats}": batch // config.env.repeats,
         "optimizer steps": config.optim_steps_per_batch,
-        "response tokens, at most": batch * config.inference_model.max_new_tokens,
+        "response tokens (max)": batch * config.inference_model.max_new_tokens,
     }
     rows: list[dict[str, Any]] = [{"quantity": "steps (weight syncs)", "per step": 1, "whole run": steps}]
     return rows + [

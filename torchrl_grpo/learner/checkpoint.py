@@ -135,8 +135,8 @@ class Checkpointer:
         if free < needed:
             raise ConfigError(
                 f"hydra.run.dir must have room for {most} checkpoints of {size(checkpoint_bytes)} and for {models} "
-                f"model{'s' * (models > 1)} of {size(model_bytes)}, {size(needed)} in all, but {self.directory} has "
-                f"{size(free)}: use another folder, train.keep_checkpoints=last:1 or larger frequencies."
+                f"model{'s' * (models > 1)} of {size(model_bytes)}, {size(needed)} in total, but {self.directory} has "
+                f"{size(free)} free: use another folder, train.keep_checkpoints=last:1 or larger frequencies."
             )
 
     def latest(self) -> Path | None:

@@ -201,8 +201,8 @@ def _invalid_rewards(rows: Sequence[Row], steps: int) -> Found:
     share = _share(fmean(_invalid_shares(rows, steps)))
     yield (
         "invalid_rewards",
-        f"{share} of the rewards are invalid{why}, and their responses do not count: the log has the first error of "
-        "each kind; call the reward function yourself on a row of samples.jsonl",
+        f"{share} of the rewards are invalid{why}, and their responses are left out of training: the log has the "
+        "first error of each kind; call the reward function yourself on a row of samples.jsonl",
     )
 
 

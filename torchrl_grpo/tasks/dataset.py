@@ -258,7 +258,7 @@ class DatasetTask(Task):
                 f"from one, or use {self.field}.test_fraction=0.1 without {self.field}.test_split."
             )
         if shared and split == "train":
-            _log.info(f"{self._what}: dropped {len(shared)} train problems that are in the test split too.")
+            _log.info(f"{self._what}: dropped {len(shared)} training problems that are also in the test split.")
             return table.select(sorted(set(range(len(prompts))).difference(shared)))
         return table
 

@@ -110,8 +110,8 @@ class Drawing:
                 out.add(index)
         if len(out) == len(self.usable):
             torchrl_logger.warning(
-                f"difficulty_filter=[{low}, {high}] leaves out all {len(out)} problems of {self.task.name!r}: all of "
-                "them are drawn again."
+                f"difficulty_filter=[{low}, {high}] leaves out all {len(out)} problems of {self.task.name!r}, so "
+                "none is left out."
             )
             return frozenset()
         return frozenset(out)

@@ -92,7 +92,7 @@ class Broadcast(PlainHandle):
             raise TimeoutError(
                 f"the weights of version {self.version} did not come: waited {time.monotonic() - start:.1f} s (at most "
                 f"{self.timeout_s:g}) for rank 0 of the trainer at {self.host}:{self.ports[0]} {what}, and got: "
-                f"{str(error).strip().partition(chr(10))[0]}. If this goes on, use "
+                f"{str(error).strip().partition(chr(10))[0]}. If this persists, use "
                 "inference_model.weight_transfer=object_store."
             ) from error
 

@@ -27,7 +27,7 @@ Part = tuple[str, list[tuple[str, tuple[int, ...]]]]
 
 @dataclass(frozen=True)
 class Reader:
-    """Who reads a handle: an engine, which may read with several processes.
+    """Reader of a handle: an engine, which may read with several processes.
 
     Attributes:
         name: of the engine. Each engine has another one, also an engine that replaces another.

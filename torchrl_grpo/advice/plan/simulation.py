@@ -46,7 +46,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Loop:
-    """Who there is, and how much may be under way.
+    """Actors of a run, and how much work may be in flight.
 
     Attributes:
         groups_per_batch: groups that train one batch.

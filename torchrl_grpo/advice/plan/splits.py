@@ -89,7 +89,7 @@ class Settings:
         return max(train, reference) <= self.room and self.places(split) > 0
 
     def loop(self, split: Split) -> Loop:
-        """Who there is."""
+        """Return the actors of a split, as the simulation needs them."""
         work, serial = self.work, self.work.backend == "transformers"
         samplers = split.inference // self.engine_size
         task_groups = self.num_envs(split) // work.group_size // samplers if serial else 1

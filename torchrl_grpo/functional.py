@@ -105,7 +105,7 @@ def group_advantage(
     if not values.isfinite().all():
         raise ValueError(
             f"reward has {int((~values.isfinite()).sum())} values that are not finite, and valid ones must be: mark "
-            "them as not valid, or fix what made them."
+            "them as invalid, or fix what made them."
         )
     signal = valid
     if mean == "batch":

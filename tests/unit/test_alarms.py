@@ -163,7 +163,7 @@ def test_a_run_without_rewards_says_so_and_ends_if_asked(tmp_path: Path, capsys:
     ("planned", "made", "message"),
     [
         (3, 3, r"env\.reward must give valid rewards, it gave none in the 3 steps of the run"),
-        (9, 4, "5 optimizer steps in a row changed nothing, .* no reward is valid"),
+        (9, 4, "5 optimizer steps in a row changed nothing, .* all rewards are invalid"),
     ],
 )
 def test_a_run_whose_rewards_are_never_valid_ends_with_an_error(

@@ -25,7 +25,7 @@ from torchrl_grpo.host.files import read_jsonl
 def test_a_scorer_that_always_fails_ends_the_run(tmp_path: Path) -> None:
     """It was a normal end: every optimizer step was skipped, and exit status 0."""
     (tmp_path / "broken.py").write_text("def score(response):\n    raise OSError('no judge')\n")
-    with pytest.raises(NoSignalError, match=r"3 optimizer steps in a row changed nothing, .* no reward is valid"):
+    with pytest.raises(NoSignalError, match=r"3 optimizer steps in a row changed nothing, .* all rewards are invalid"):
         run(tmp_path / "run", f"env.reward={tmp_path}/broken.py:score", steps(5), "train.max_nonfinite_steps=3")
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row.get("rollout/invalid") for row in rows] == [None, 16, 16]

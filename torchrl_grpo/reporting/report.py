@@ -162,7 +162,7 @@ def _latest_sum(records: Sequence[Row], prefix: str) -> int:
 
 
 def _invalid(records: Sequence[Row]) -> dict[str, int]:
-    """Rewards that were not valid since the start, by cause."""
+    """Invalid rewards since the start, by cause."""
     latest = {name: int(value) for record in records for name, value in record.items() if name.startswith(_INVALID)}
     return {invalid_cause(name.removeprefix(_INVALID)): count for name, count in latest.items() if count}
 

@@ -139,8 +139,8 @@ def test_scoring_without_memory_says_what_each_knob_saves(monkeypatch: pytest.Mo
         f"Scoring with the reference model ran out of memory (CUDA out of memory). On each device it holds about "
         f"{size(weights)} of weights and {size(240 * FORWARD)} of activations, besides other allocations. Options "
         f"that save memory: train.micro_batch_tokens=120 (about {size(120 * FORWARD)}), train.mixed_precision=bf16 "
-        f"(about {size(120 * FORWARD)}), train_model.lora.enabled=true (about {size(weights)}), ref_model.dtype=bfloat16 "
-        f"(about {size(weights // 2)})."
+        f"(about {size(120 * FORWARD)}), train_model.lora.enabled=true (about {size(weights)}), "
+        f"ref_model.dtype=bfloat16 (about {size(weights // 2)})."
     )
 
 

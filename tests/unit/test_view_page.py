@@ -137,7 +137,7 @@ def test_groups_are_filtered_and_the_link_keeps_it(page: Page, address: str) -> 
     expect(page).to_have_url(re.compile("run=1"))
     show(page, address, page.url.partition("#")[2])
     assert queries(page) == ["5+5="]
-    page.get_by_label("reward from").fill("2")
+    page.get_by_label("min reward").fill("2")
     page.wait_for_selector("text=0 of 21 groups")
 
 
@@ -261,7 +261,7 @@ def test_alarms_and_what_differs_between_configs(page: Page, address: str) -> No
     assert page.locator("#to-alarms").inner_text() == "Alarms (2)"
     show(page, address, "config")
     assert page.locator("tbody tr").all_inner_texts() == ["optimizer.lr\t1e-4\t1e-3"]
-    page.get_by_label("only what differs").uncheck()
+    page.get_by_label("only differences").uncheck()
     page.get_by_label("key or value").fill("repeats")
     expect(page.locator("tbody tr")).to_have_text(["env.repeats22"])
 

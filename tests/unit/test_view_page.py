@@ -203,7 +203,7 @@ def test_the_whole_page_works_by_keyboard(page: Page, address: str) -> None:
     page.wait_for_selector(".lanes")
     page.get_by_role("listbox").focus()
     page.keyboard.press("Home")
-    assert page.locator(".readout").inner_text() == "sampler 0: sample, step 1, 1 s from 0 s on"
+    assert page.locator(".readout").inner_text() == "sampler 0: sample, step 1, 1 s starting at 0 s"
 
 
 def test_a_part_of_the_timeline_is_zoomed_in_on(page: Page, address: str) -> None:
@@ -223,7 +223,7 @@ def test_kinds_of_spans_have_colors_apart_and_are_explained(browser: Browser, tm
     append(run, "timeline.jsonl", rows)
     with served(run) as address, browser.new_page() as page:
         show(page, address, "timeline")
-        expect(page.locator("main")).to_contain_text("One lane for each actor")
+        expect(page.locator("main")).to_contain_text("One lane per actor")
         legend = page.locator("main > div > .legend li")
         told = dict(text.split(": ") for text in legend.all_inner_texts())
         assert set(told) == set(kinds)

@@ -71,12 +71,12 @@ def compare(script: str, *arguments: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         printed, tried_s, _ = watched(*command, "dry_run=true", folder=folder)
-        table = printed.partition("What the run will take")[2]
+        table = printed.partition("Forecast for the whole run")[2]
         [seconds] = re.findall(r"hours \(([\d.]+) s\)", table)
         predicted = {
             "seconds": float(seconds),
             "disk": size_in(table, "disk"),
-            "memory": size_in(table, "memory of cpu"),
+            "memory": size_in(table, r"memory \(cpu\)"),
         }
         _, took_s, memory = watched(*command, f"hydra.run.dir={folder}/run", folder=folder)
         disk = sum(path.stat().st_size for path in (folder / "run").rglob("*") if path.is_file())

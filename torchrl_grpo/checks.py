@@ -22,12 +22,12 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Precision = Literal["full", "bf16", "fp16"]
 """Autocast of the training step; ``full`` is none."""
 InFlight = Literal["wait", "keep", "abort"]
-"""What new weights do to sequences that are being sampled."""
+"""Ways in which new weights treat sequences that are being sampled."""
 WeightTransfer = Literal["auto", "object_store", "broadcast", "cuda_ipc"]
 """How weights reach engines in other processes."""
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
-"""What the importance ratio is taken over."""
+"""Units that the importance ratio is taken over."""
 Aggregation = Literal["sequence_mean", "token_mean", "constant"]
 """How the objective is averaged over tokens."""
 Proximal = Literal["behaviour", "recomputed", "interpolated"]
@@ -35,7 +35,7 @@ Proximal = Literal["behaviour", "recomputed", "interpolated"]
 WeightBound = Literal["none", "truncate", "mask"]
 """How an importance weight is bounded."""
 WeightLevel = Literal["token", "sequence"]
-"""What an importance weight is taken over."""
+"""Units that an importance weight is taken over."""
 KLEstimator = Literal["k1", "k2", "k3"]
 """Estimators of the KL."""
 
@@ -46,7 +46,7 @@ AdvantageStd = Literal["group", "batch", "none"]
 RewardCombination = Literal["sum", "gdpo"]
 """How the parts of a reward become an advantage."""
 AdvantageLevel = Literal["sequence", "token"]
-"""What has one advantage."""
+"""Units that get one advantage each."""
 
 Optimizer = Literal["adamw", "adamw_8bit"]
 """Optimizers."""
@@ -54,9 +54,9 @@ LearningRate = Literal["constant", "linear", "cosine"]
 """How the learning rate falls after its warm-up."""
 
 ServiceMode = Literal["disabled", "offline", "online"]
-"""What Weights & Biases or MLflow does."""
+"""Modes of Weights & Biases and MLflow."""
 TrackioMode = Literal["disabled", "offline"]
-"""What Trackio does."""
+"""Modes of Trackio."""
 
 _has_torchao = find_spec("torchao") is not None
 
@@ -80,8 +80,8 @@ def check_keep(value: str | None) -> dict[str, int] | None:
     kept = {name: int(count) if count.isdecimal() else 0 for name, count in parts}
     if not {"last"} <= kept.keys() <= {"last", "best"} or min(kept.values()) < 1 or len(kept) < len(parts):
         raise ValueError(
-            f"train.keep_checkpoints={value} must be last:N or last:N,best:M, with numbers of at least 1: use last:3, "
-            "say, or null to keep all."
+            f"train.keep_checkpoints={value} must be last:N or last:N,best:M, with numbers of at least 1: for "
+            "example, last:3, or null to keep all."
         )
     return kept
 
@@ -111,7 +111,7 @@ def check_behaviour_weight(weight: str, proximal: str, name: str = "behaviour_we
     """Refuses an importance weight that would always be 1."""
     if weight != "none" and proximal == "behaviour":
         raise ValueError(
-            f"{name}={weight} needs a proximal policy apart from the behaviour policy, proximal=behaviour makes every "
+            f"{name}={weight} needs a proximal policy apart from the behavior policy, proximal=behaviour makes every "
             "weight 1: use proximal=recomputed."
         )
 

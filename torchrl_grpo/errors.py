@@ -56,7 +56,7 @@ class StalledError(BaseException):
 
 
 INVALID_CAUSES = ("exception", "not_finite", "none", "timeout", "crash")
-"""Why a reward is not valid, as in the names of metrics; ``none`` where no reward applies."""
+"""Why a reward is invalid, as in the names of metrics; ``none`` where no reward applies."""
 
 
 class InvalidRewardError(ValueError):

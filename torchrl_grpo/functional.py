@@ -105,7 +105,7 @@ def group_advantage(
     if not values.isfinite().all():
         raise ValueError(
             f"reward has {int((~values.isfinite()).sum())} values that are not finite, and valid ones must be: mark "
-            "them as not valid, or fix what made them."
+            "them as invalid, or fix what made them."
         )
     signal = valid
     if mean == "batch":
@@ -119,8 +119,10 @@ def group_advantage(
     values = torch.where(signal, values, 0.0)
     if std != "none":
         over = index if std == "group" else whole
-        centred, count, varies = _statistics(values, over, valid, groups)
-        variance = _total(torch.where(valid, (values - centred).square(), 0.0), over, groups) / (count - 1).clamp(min=1)
+        centered, count, varies = _statistics(values, over, valid, groups)
+        variance = _total(torch.where(valid, (values - centered).square(), 0.0), over, groups) / (count - 1).clamp(
+            min=1
+        )
         values, signal = values / (variance.sqrt() + eps), signal & varies
     return torch.where(signal, values, 0.0).to(torch.float32)
 
@@ -141,7 +143,7 @@ def _statistics(values: Tensor, index: Tensor, valid: Tensor, groups: int) -> tu
 
 
 def sampled_token_gae(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lmbda: float) -> Tensor:
-    """Generalised advantage estimate along the sampled tokens of each sequence (arXiv 1506.02438).
+    """Generalized advantage estimate along the sampled tokens of each sequence (arXiv 1506.02438).
 
     Tokens outside the mask are skipped, so that no time passes on them; after the last one the value is 0.
 
@@ -217,13 +219,13 @@ def clipped_surrogate(ratio: Tensor, advantage: Tensor, clip_low: float, clip_hi
     """PPO's pessimistic objective per token: ``min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)``.
 
     Args:
-        ratio: [N, T], current over behaviour probability.
+        ratio: [N, T], current over behavior probability.
         advantage: [N, 1] or [N, T].
         clip_low: distance below 1, in [0, 1).
         clip_high: distance above 1, at least 0 (arXiv 2503.14476 takes it larger than ``clip_low``).
 
     Returns:
-        [N, T], to be maximised. Its gradient is 0 where the clipped branch is the smaller one.
+        [N, T], to be maximized. Its gradient is 0 where the clipped branch is the smaller one.
     """
     return torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
 
@@ -232,7 +234,7 @@ def dual_clip(surrogate: Tensor, advantage: Tensor, bound: float) -> Tensor:
     """Bounds a surrogate from below by ``bound * A`` where the advantage is negative (arXiv 1912.09729).
 
     Args:
-        surrogate: [N, T], to be maximised.
+        surrogate: [N, T], to be maximized.
         advantage: [N, 1] or [N, T].
         bound: above 1.
     """
@@ -245,7 +247,7 @@ def cispo_objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor, clip_low
     The clipped ratio is a weight and carries no gradient, so no token loses its gradient to the clip.
 
     Args:
-        ratio: [N, T], current over behaviour probability.
+        ratio: [N, T], current over behavior probability.
         log_prob: [N, T], current log-probs: what the gradient flows through.
         advantage: [N, 1] or [N, T].
         clip_low: distance below 1; 1 and more is no lower bound.
@@ -260,7 +262,7 @@ def sapo_objective(ratio: Tensor, advantage: Tensor, tau_positive: float, tau_ne
     At ratio 1 its slope is A, as in the clipped surrogate; away from 1 it falls off smoothly, faster for a larger tau.
 
     Args:
-        ratio: [N, T], current over behaviour probability.
+        ratio: [N, T], current over behavior probability.
         advantage: [N, 1] or [N, T].
         tau_positive: temperature where the advantage is positive, above 0.
         tau_negative: temperature elsewhere, above 0.
@@ -271,7 +273,7 @@ def sapo_objective(ratio: Tensor, advantage: Tensor, tau_positive: float, tau_ne
 
 
 def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Mean log-ratio over the tokens of each sequence: GSPO's length-normalised ratio (arXiv 2507.18071, equation 7).
+    """Mean log-ratio over the tokens of each sequence: GSPO's length-normalized ratio (arXiv 2507.18071, equation 7).
 
     Args:
         log_ratio: [N, T].
@@ -285,12 +287,12 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 def interpolated_log_prob(log_prob: Tensor, sample_log_prob: Tensor, staleness: Tensor) -> Tensor:
-    """Proximal log-probs without a forward pass: between behaviour and current ones, by version, in log space.
+    """Proximal log-probs without a forward pass: between behavior and current ones, by version, in log space.
 
     The proximal policy is the one that the current step started from. With ``staleness`` versions between it and the
-    behaviour policy, and one more to the policy that the step makes, it lies ``staleness / (staleness + 1)`` of the way
+    behavior policy, and one more to the policy that the step makes, it lies ``staleness / (staleness + 1)`` of the way
     (log-linear, as AReaL's approximation of it, which counts one version less: ``(staleness - 1) / staleness``).
-    On-policy it is the behaviour policy itself.
+    On-policy it is the behavior policy itself.
 
     Args:
         log_prob: [N, T], current log-probs; no gradient flows through them here.
@@ -311,7 +313,7 @@ def behaviour_weight(log_ratio: Tensor, mask: Tensor, bound: WeightBound, level:
     Source: decoupled PPO, arXiv 2505.24298; it also corrects for an engine whose log-probs differ from the trainer's.
 
     Args:
-        log_ratio: [N, T], proximal less behaviour log-probs.
+        log_ratio: [N, T], proximal less behavior log-probs.
         mask: [N, T] bool, the tokens that count.
         bound: ``truncate`` makes ``cap`` of weights above it, ``mask`` makes them 0, ``none`` is weight 1 everywhere.
         level: ``token``, or ``sequence`` for the product over a sequence's tokens, given to each of them.

@@ -11,7 +11,7 @@ key                               shape, dtype       meaning
 ``("tokens", "full")``            [T] int64          prompt + response
 ``("masks", "all_attention_mask")``  [T] bool        True on real tokens (False only on padding)
 ``("masks", "all_assistant_mask")``  [T] bool        True on the tokens that the policy sampled
-``("log_probs", "full")``         [T] float32        behaviour log-probs, 0 on tokens that were not sampled
+``("log_probs", "full")``         [T] float32        behavior log-probs, 0 on tokens that were not sampled
 ``("next", "ref_log_probs", "full")``  [T] float32   reference log-probs, 0 on tokens that were not sampled
 ``("next", "reward")``            [1] float32        score of the trajectory, the sum over its turns; 0 where not valid
 ``("next", "turn_rewards")``      [T] float32        each turn's reward on the last token that the turn sampled, where a
@@ -40,7 +40,7 @@ key                               shape, dtype       meaning
 ``("cur_log_probs", "full")``     [T] float32        written by a scorer: log-probs of the policy that is trained
 ``("entropy", "full")``           [T] float32        likewise: its entropy where each token was sampled
 ``("loss", "weights")``           [T] float32        written by ``GRPOLoss.normalize``: each token's share of the loss
-``("loss", "num_tokens")``        [1] int64          likewise: tokens of the whole optimisation batch
+``("loss", "num_tokens")``        [1] int64          likewise: tokens of the whole optimization batch
 ================================  =================  ===========================================================
 """
 

@@ -97,7 +97,7 @@ def served(*folders: Path) -> Iterator[str]:
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        found = re.fullmatch(r"The page: (http://127\.0\.0\.1:\d+/[\w-]{43}/)\n", process.stdout.readline())
+        found = re.fullmatch(r"Run dashboard: (http://127\.0\.0\.1:\d+/[\w-]{43}/)\n", process.stdout.readline())
         assert found is not None
         yield found[1]
     finally:

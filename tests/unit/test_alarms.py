@@ -58,10 +58,10 @@ def rows(count: int, bad: dict[str, Any], start: int = 6) -> list[dict[str, Any]
 
 PROVOKED: dict[str, tuple[dict[str, float | Callable[[int], float] | None], int, str]] = {
     "zero_rewards": (EQUAL | {"rollout/reward_mean": 0.0, "rollout/accuracy": 0.0}, 10, "samples DIR"),
-    "no_signal": (EQUAL | {"rollout/reward_mean": 0.5}, 10, "larger env.repeats or temperature"),
+    "no_signal": (EQUAL | {"rollout/reward_mean": 0.5}, 10, "larger env.repeats or inference_model.temperature"),
     "zero_variance": ({"rollout/zero_variance_groups": 0.95}, 15, "95% of the groups .* policy.dynamic_sampling=true"),
-    "invalid_rewards": ({"rollout/invalid": 16.0, "rewards/invalid_timeout": 9.0}, 7, r"not valid \(timeout\)"),
-    "reward_part/format": ({"reward/format/mean": 0.0, "reward/format/std": 0.0}, 25, "'format' .* was 0 for every"),
+    "invalid_rewards": ({"rollout/invalid": 16.0, "rewards/invalid_timeout": 9.0}, 7, r"invalid \(timed out\)"),
+    "reward_part/format": ({"reward/format/mean": 0.0, "reward/format/std": 0.0}, 25, "'format' was 0 for every"),
     "mismatch": ({"train/kl_k3_to_inference": 0.2, "train/ratio_mean": 1.3}, 7, "inference_model.check_sync=true"),
     "ess": ({"train/ESS": 0.2}, 9, "36% .* policy.behaviour_weight=truncate"),
     "clip_fraction": ({"train/clip_fraction_low": 0.3, "train/clip_fraction_high": 0.4}, 8, "policy.clip_epsilon"),
@@ -71,8 +71,8 @@ PROVOKED: dict[str, tuple[dict[str, float | Callable[[int], float] | None], int,
     "kl": ({"train/kl_k3_to_ref": 3.0}, 7, "raise policy.kl_coef"),
     "repeated": ({"rollout/repeated": 0.95}, 10, "raise inference_model.temperature"),
     "staleness": ({"staleness/mean": 4.0, "staleness/max": 4.0}, 25, "4 steps old .* train.max_staleness"),
-    "restarts/rollout": ({"workers/restarts_rollout": lambda step: step - 4}, 7, "made again 3 times within 7 steps"),
-    "restarts/reward": ({"workers/restarts_reward": lambda step: step - 4}, 8, "one response ends its scorer"),
+    "restarts/rollout": ({"workers/restarts_rollout": lambda step: step - 4}, 7, "restarted 3 times within 7 steps"),
+    "restarts/reward": ({"workers/restarts_reward": lambda step: step - 4}, 8, "a response crashes its scorer"),
 }
 
 
@@ -115,7 +115,7 @@ def test_a_run_that_never_had_a_signal_says_so_at_its_end() -> None:
     bad = {"rollout/reward_mean": 0.0, "rollout/truncated": 1.0} | EQUAL
     assert alarms_of(rows(2, bad, start=1), ended=False) == []
     [alarm] = alarms_of(rows(2, bad, start=1))
-    assert alarm.name == "zero_rewards" and "over 2 steps" in alarm.text and "100% were cut off" in alarm.text
+    assert alarm.name == "zero_rewards" and "over 2 steps" in alarm.text and "100% were truncated" in alarm.text
 
 
 @pytest.mark.parametrize("count", [1, 5, 20])
@@ -123,7 +123,7 @@ def test_mostly_invalid_rewards_are_called_that_not_solved_problems(count: int) 
     few = EQUAL | {"rollout/sequences": 160.0, "rollout/invalid": 155.0, "rollout/accuracy": 1.0}
     found = alarms_of(rows(count, few | {"rollout/reward_mean": 1.0}, start=1))
     assert [alarm.name for alarm in found] == ["invalid_rewards"]
-    assert found[0].text.startswith("97% of the rewards are not valid")
+    assert found[0].text.startswith("97% of the rewards are invalid")
 
 
 def test_console_and_report_show_alarms_and_that_there_are_none(tmp_path: Path) -> None:
@@ -133,8 +133,8 @@ def test_console_and_report_show_alarms_and_that_there_are_none(tmp_path: Path) 
             for row in rows(30, changed, start=1):
                 logger.log(row.pop("step"), row)
     page = write_report(tmp_path / "bad").read_text(encoding="utf-8")
-    assert '<td class="number">5 to 30</td>' in page and "90% of the responses were cut off over 5 steps" in page
-    assert "the part &#39;&lt;b&gt;&#39; of the reward applied to no response" in page and "No alarms." not in page
+    assert '<td class="number">5 to 30</td>' in page and "90% of the responses were truncated over 5 steps" in page
+    assert "the reward component &#39;&lt;b&gt;&#39; applied to no response" in page and "No alarms." not in page
     assert "No alarms." in write_report(tmp_path / "good").read_text(encoding="utf-8")
     file = io.StringIO()
     with Console(file=file) as console:
@@ -142,7 +142,7 @@ def test_console_and_report_show_alarms_and_that_there_are_none(tmp_path: Path) 
         console.finish({"steps": 30, "alarms": [Alarm("kl", "a", 3, 9), Alarm("ess", "b", 5, 30)]}, {})
     lines = file.getvalue().splitlines()
     assert lines[0] == "alarm at step 5: look \\x1b[2J"
-    assert lines[-2:] == ["alarm, step 3 to 9: a", "alarm, from step 5 to the end: b"]
+    assert lines[-2:] == ["alarm, steps 3 to 9: a", "alarm, from step 5 to the end: b"]
 
 
 def test_a_run_without_rewards_says_so_and_ends_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +163,7 @@ def test_a_run_without_rewards_says_so_and_ends_if_asked(tmp_path: Path, capsys:
     ("planned", "made", "message"),
     [
         (3, 3, r"env\.reward must give valid rewards, it gave none in the 3 steps of the run"),
-        (9, 4, "5 optimizer steps in a row changed nothing, .* no reward is valid"),
+        (9, 4, "5 optimizer steps in a row changed nothing, .* all rewards are invalid"),
     ],
 )
 def test_a_run_whose_rewards_are_never_valid_ends_with_an_error(

@@ -51,7 +51,7 @@ def test_pipe_gets_one_line_at_the_first_step_every_tenth_and_the_last() -> None
         run(console, 23)
     lines = file.getvalue().splitlines()
     assert [line.partition(":")[0] for line in lines] == ["step 1", "step 10", "step 20", "step 23"]
-    numbers = "reward 0.5, accuracy 25.0%, kl_k3 0.0123, trained tokens/s 12,346"
+    numbers = "reward 0.5, accuracy 25.0%, KL to reference 0.0123, trained tokens/s 12,346"
     assert lines[1].startswith(f"step 10: 80/184 sequences, {numbers}, ")
 
 
@@ -167,8 +167,8 @@ def test_finish_prints_before_and_after_and_every_path_in_one_piece() -> None:
     assert file.getvalue().splitlines() == [
         "",
         "test accuracy (greedy) 33.8% -> 98.3% (+64.5 points)",
-        "200 steps, 12,800 sequences, 2:27 wall time, 1,234 trained tokens/s without evaluation",
-        "2 restarts of actors, 5 groups sampled again",
+        "200 steps, 12,800 sequences, 2:27 wall time, 1,234 trained tokens/s excluding evaluation",
+        "2 actor restarts, 5 groups resampled",
         f"  report  {path}",
         "  model   m",
     ]
@@ -248,5 +248,5 @@ def test_a_prompt_is_shown_as_the_model_gets_it_with_counts() -> None:
     file = io.StringIO()
     Console(file=file, width=40).problems(4096, 14, f"<|user|>[b]1+1?[/b]\x1b[2J<|end|>{'x' * 900}")
     first, second = file.getvalue().splitlines()
-    assert first == "4,096 problems to train on, 14 to test on; a prompt as the model gets it:"
+    assert first == "4,096 training problems, 14 test problems; the first prompt as the model sees it:"
     assert second.startswith("<|user|>[b]1+1?[/b]\\x1b[2J<|end|>xxx") and 600 < len(second) < 700

@@ -191,7 +191,7 @@ def test_a_prompt_that_spells_out_control_tokens_is_said_once(monkeypatch: pytes
     for split in ("train", "test"):
         prompts = Prompts(task, tokenizer, split, 1, 100, {})
         prompts.tokens(0)
-    assert len(said) == 1 and said[0].startswith("A prompt of 'chat' spells out a control token of the tokenizer")
+    assert len(said) == 1 and said[0].startswith("A prompt of 'chat' contains the text of a control token")
 
 
 # In the environment

@@ -57,7 +57,7 @@ def test_a_row_that_cannot_serve_is_named_by_file_and_line(line: bytes, message:
     ("name", "content", "message"),
     [
         ("a.json", b'[{"prompt": "a"},\n {"prompt": 1}, 7]', "a.json[2] must be a JSON object, got 7"),
-        ("a.json", b'[{"prompt": "a"},\n {"prompt"}]', "a.json:2 must be a list of JSON objects, got a mistake"),
+        ("a.json", b'[{"prompt": "a"},\n {"prompt"}]', "a.json:2 must be a list of JSON objects, got invalid JSON"),
         ("a.json", b'{"prompt": "a"}\n{"prompt"}\n', "a.json:2 must be one JSON object a line"),
         ("a.csv", b"prompt,b\na,1\nb,1,2\n", "a.csv:3 must be a row of a csv file, got 3 fields, and its first line 2"),
         ("a.csv", b'prompt,b\n"a\nb",1\n\nx\n', "a.csv:5 must be a row of a csv file, got 1 fields"),

@@ -112,8 +112,8 @@ def test_sampling_without_memory_says_what_each_knob_saves() -> None:
     whole, shorter = 2 * (20 + 4 * 100) * token + logits, 2 * (20 + 4 * 50) * token + logits
     assert str(raised.value) == (
         f"Sampling ran out of memory (CUDA out of memory). On each device it holds about {size(weights)} of weights "
-        f"and {size(whole)} of keys, values and logits of 8 responses, beside what else is there. What would be saved: "
-        f"half of env.num_envs (about {size(whole / 2)}), inference_model.max_new_tokens=50 (about "
+        f"and {size(whole)} of keys, values and logits of 8 responses, besides other allocations. Options that save "
+        f"memory: half of env.num_envs (about {size(whole / 2)}), inference_model.max_new_tokens=50 (about "
         f"{size(whole - shorter)}), inference_model.dtype=bfloat16 (about {size(weights // 2)})."
     )
 
@@ -137,10 +137,10 @@ def test_scoring_without_memory_says_what_each_knob_saves(monkeypatch: pytest.Mo
     said, weights = scored_without_memory(monkeypatch, 30)
     assert said == (
         f"Scoring with the reference model ran out of memory (CUDA out of memory). On each device it holds about "
-        f"{size(weights)} of weights and {size(240 * FORWARD)} of activations, beside what else is there. What would "
-        f"be saved: train.micro_batch_tokens=120 (about {size(120 * FORWARD)}), train.mixed_precision=bf16 (about "
-        f"{size(120 * FORWARD)}), train_model.lora.enabled=true (about {size(weights)}), ref_model.dtype=bfloat16 "
-        f"(about {size(weights // 2)})."
+        f"{size(weights)} of weights and {size(240 * FORWARD)} of activations, besides other allocations. Options "
+        f"that save memory: train.micro_batch_tokens=120 (about {size(120 * FORWARD)}), train.mixed_precision=bf16 "
+        f"(about {size(120 * FORWARD)}), train_model.lora.enabled=true (about {size(weights)}), "
+        f"ref_model.dtype=bfloat16 (about {size(weights // 2)})."
     )
 
 
@@ -148,8 +148,8 @@ def test_exact_rescoring_without_memory_names_only_knobs_it_reads(monkeypatch: p
     said, weights = scored_without_memory(monkeypatch, 1, out_key=keys.LOG_PROBS)
     assert said == (
         "Scoring the sampled responses once more (inference_model.exact=true) ran out of memory (CUDA out of memory). "
-        f"On each device it holds about {size(weights)} of weights and {size(8 * FORWARD)} of activations, beside what "
-        f"else is there. What would be saved: inference_model.exact=false (about {size(8 * FORWARD)}), "
+        f"On each device it holds about {size(weights)} of weights and {size(8 * FORWARD)} of activations, besides "
+        f"other allocations. Options that save memory: inference_model.exact=false (about {size(8 * FORWARD)}), "
         f"train.mixed_precision=bf16 (about {size(4 * FORWARD)}), inference_model.max_new_tokens=3 (about "
         f"{size(3 * FORWARD)})."
     )

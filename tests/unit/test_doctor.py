@@ -28,7 +28,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 def tried(capsys: pytest.CaptureFixture[str], folder: Path, *overrides: str) -> tuple[bool, dict[str, list[str]]]:
     """Whether a dry run passes, and its table: result and finding of each check."""
     passed = examine(compose_config(*SMALL, *overrides), folder)
-    table = capsys.readouterr().out.partition("What was tried")[2].partition("What the run will take")[0]
+    table = capsys.readouterr().out.partition("Checks")[2].partition("Forecast for the whole run")[0]
     rows = [line.split(maxsplit=5) for line in table.splitlines()[3:] if line.strip()]
     return passed, {row[0]: [row[1], row[5].strip() if len(row) > 5 else ""] for row in rows if len(row) > 3}
 
@@ -39,8 +39,10 @@ def test_a_sound_run_passes_and_leaves_nothing(tmp_path: Path, capsys: pytest.Ca
     passed, table = tried(capsys, tmp_path / "out", steps(4), "evaluation.num_prompts=8", "evaluation.k=2")
     assert passed and list(table) == [*NAMES, *PLAYED, "evaluation", "report", "disk"]
     assert {result for result, _ in table.values()} == {"ok"}
-    assert "427,776 parameters" in table["model"][1] and "4,096 problems to train on" in table["data"][1]
-    assert "prompts of 17 to 17 tokens" in table["parts"][1] and "3 more" in table["steps"][1]
+    assert "427,776 parameters" in table["model"][1] and "4,096 training problems" in table["data"][1]
+    assert (
+        "prompts: 17 tokens (limit 2,016 with 32 new tokens)" in table["parts"][1] and "then 3 at " in table["steps"][1]
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["before"]
 
 
@@ -50,7 +52,7 @@ def test_what_follows_a_failure_is_skipped_and_the_rest_is_tried(
     (tmp_path / "data.jsonl").write_text(json.dumps({"q": "1+1", "a": "2"}) + "\n")
     data = ("env.columns.prompt=question", "env.columns.answer=a", "env.reward=math")
     passed, table = tried(capsys, tmp_path / "out", f"env.dataset={tmp_path}/data.jsonl", *data)
-    assert not passed and table["data"][0] == "FAILS" and "env.columns.prompt=question" in table["data"][1]
+    assert not passed and table["data"][0] == "FAILED" and "env.columns.prompt=question" in table["data"][1]
     assert [table[name][0] for name in ("devices", "model", "disk")] == ["ok"] * 3
     assert table["parts"] == ["skipped", "see data"] and "rollout" not in table
 
@@ -61,9 +63,9 @@ def test_a_scorer_that_fails_and_one_that_gives_nothing_are_told_apart(
     text = "def broken(response):\n    raise OSError('no judge')\n\ndef nothing(response):\n    return 0.0\n"
     (tmp_path / "rewards.py").write_text(text)
     passed, table = tried(capsys, tmp_path, f"env.reward={tmp_path}/rewards.py:broken", steps(4))
-    assert not passed and table["reward"][0] == "FAILS" and "100% of the rewards are not valid" in table["reward"][1]
+    assert not passed and table["reward"][0] == "FAILED" and "100% of the rewards are invalid" in table["reward"][1]
     passed, table = tried(capsys, tmp_path, f"env.reward={tmp_path}/rewards.py:nothing", steps(4))
-    assert passed and table["reward"][0] == "look" and "all rewards were 0" in table["reward"][1]
+    assert passed and table["reward"][0] == "warning" and "all rewards were 0" in table["reward"][1]
 
 
 def test_problems_in_both_splits_and_prompts_that_are_too_long_are_shown(
@@ -82,9 +84,9 @@ def test_problems_in_both_splits_and_prompts_that_are_too_long_are_shown(
     monkeypatch.syspath_prepend(str(tmp_path))
     task = ("env.dataset=null", "env.task._target_=my_sums.Sums", "env.max_prompt_tokens=30")
     passed, table = tried(capsys, tmp_path / "out", *task, "evaluation.num_prompts=4", "evaluation.k=0", steps(2))
-    assert passed and "30 problems to train on" in table["data"][1]
-    assert table["data"][0] == "look" and "5 of the test problems are trained on too" in table["data"][1]
-    assert table["parts"][0] == "look" and "1 of 30 are longer and left out" in table["parts"][1]
+    assert passed and "30 training problems" in table["data"][1]
+    assert table["data"][0] == "warning" and "5 of the test problems are also training problems" in table["data"][1]
+    assert table["parts"][0] == "warning" and "1 of 30 prompts are longer and are left out" in table["parts"][1]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,7 @@ def test_the_script_has_the_exit_status_of_the_checks(
     small = ("--config-name", "grpo_arithmetic", *SMALL, "dry_run=true")
     assert run_here(script, *small, steps(2)) == 0
     assert run_here(script, *small, "model.name=/nowhere") == 1
-    assert "FAILS  model: model.name=/nowhere must be a folder" in capsys.readouterr().out
+    assert "FAILED  model: model.name=/nowhere must be a folder" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -134,7 +136,7 @@ def test_a_forecast_equals_the_sums_by_hand() -> None:
     samples = 2 * 16 + 11 * 20  # at steps 50 and 100; and the evaluations
     assert found.disk_bytes == 2 * 10**8 + 10**7 + 100 * 2300 + 450_000 + samples * 500
     assert found.longest_s == pytest.approx(104.55 + (40 / 20 - 1) * 92)  # 8 + 32 tokens in place of 8 + 12
-    assert found.rows()[0]["takes"] == "0.029 hours (105 s)" and found.memory == {"cpu": 10**9}
+    assert found.rows()[0]["estimate"] == "0.029 hours (105 s)" and found.memory == {"cpu": 10**9}
 
 
 def test_memory_is_the_peak_of_this_process_and_its_children() -> None:

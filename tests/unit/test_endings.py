@@ -25,7 +25,7 @@ from torchrl_grpo.host.files import read_jsonl
 def test_a_scorer_that_always_fails_ends_the_run(tmp_path: Path) -> None:
     """It was a normal end: every optimizer step was skipped, and exit status 0."""
     (tmp_path / "broken.py").write_text("def score(response):\n    raise OSError('no judge')\n")
-    with pytest.raises(NoSignalError, match=r"3 optimizer steps in a row changed nothing, .* no reward is valid"):
+    with pytest.raises(NoSignalError, match=r"3 optimizer steps in a row changed nothing, .* all rewards are invalid"):
         run(tmp_path / "run", f"env.reward={tmp_path}/broken.py:score", steps(5), "train.max_nonfinite_steps=3")
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row.get("rollout/invalid") for row in rows] == [None, 16, 16]
@@ -53,7 +53,9 @@ def test_a_run_whose_stacks_cannot_be_written_ends_all_the_same(
         run(tmp_path / "run", slow, steps(5), "train.stall_timeout_s=3")
     assert ended.value.code == STALLED_STATUS
     said = capfd.readouterr().err
-    assert "error: no progress for 3 s (train.stall_timeout_s); it was to sample and score the batch of step 3" in said
+    assert (
+        "error: no progress for 3 s (train.stall_timeout_s); current task: sample and score the batch of step 3" in said
+    )
     assert "Its stacks could not be written (IsADirectoryError" in said
     check_whole(at(tmp_path / "run", 2))
 
@@ -73,7 +75,7 @@ def test_a_run_that_stands_still_shows_where_and_saves(
     assert ended.value.code == STALLED_STATUS == 75
     assert time.monotonic() - start < 120
     stacks = (tmp_path / "run" / "stacks.txt").read_text()
-    assert "it was to sample and score the batch of step 3" in stacks.splitlines()[0]
+    assert "current task: sample and score the batch of step 3" in stacks.splitlines()[0]
     assert stacks.count('slow.py", line 8 in score') == 1
     assert ("reward_pool" in stacks and "\nprocess " in stacks) or not workers
     assert "error: no progress for 6 s (train.stall_timeout_s)" in capfd.readouterr().err

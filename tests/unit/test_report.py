@@ -106,21 +106,21 @@ def test_invalid_rewards_are_summed_up_by_cause(tmp_path: Path) -> None:
         logger.log(1, {"rewards/invalid_crash": 1.0})
         logger.log(2, {"rewards/invalid_crash": 3.0, "rewards/invalid_not_finite": 2.0, "workers/restarts_reward": 6.0})
     summary = summarize(tmp_path)
-    assert summary["invalid"] == {"crash": 3, "not finite": 2} and summary["restarts"] == 0
+    assert summary["invalid"] == {"crashed the worker": 3, "not finite": 2} and summary["restarts"] == 0
 
 
 @pytest.mark.parametrize(
     ("last", "shown", "outcome"),
     [
-        ({"eval/pass@1": None, "eval/invalid_fraction": 1.0}, "25.0% → no valid rewardstep 0 to 1", None),
+        ({"eval/pass@1": None, "eval/invalid_fraction": 1.0}, "25.0% → no valid rewardsteps 0 to 1", None),
         (
             {"eval/pass@1": 1.0, "eval/invalid_fraction": 0.9375},
-            "25.0% → 100.0% (93.8% invalid)+75.0 points, step 0 to 1",
+            "25.0% → 100.0% (93.8% invalid)+75.0 points, steps 0 to 1",
             None,
         ),
         (
             {"eval/pass@1": 0.5, "eval/invalid_fraction": 0.125},
-            "25.0% → 50.0% (12.5% invalid)+25.0 points, step 0 to 1",
+            "25.0% → 50.0% (12.5% invalid)+25.0 points, steps 0 to 1",
             0.5,
         ),
     ],
@@ -167,13 +167,13 @@ def test_restarts_of_actors_are_summed_over_their_kinds_and_shown(tmp_path: Path
             logger.log(step + 1, {f"workers/{name}": count for name, count in counts.items()})
         logger.log(3, {"eval/pass@1": 0.5})
     assert (summarize(tmp_path)["restarts"], summarize(tmp_path)["groups_resampled"]) == (3, 4)
-    assert "Restarts34 groups again" in parse(write_report(tmp_path)).text().replace("\n", "")
+    assert "Restarts34 groups resampled" in parse(write_report(tmp_path)).text().replace("\n", "")
 
 
 def test_report_shows_accuracy_and_responses_before_and_after(tmp_path: Path) -> None:
     log_run(tmp_path, steps=10)
     text = parse(write_report(tmp_path)).text()
-    assert "25.0% → 75.0%" in text and "+50.0 points, step 0 to 10" in text
+    assert "25.0% → 75.0%" in text and "+50.0 points, steps 0 to 10" in text
     assert "promptbefore trainingafter step 101+13reward 02reward 1" in text
     # 9 s in all: 2 s generating, 2 s training, 4 s evaluating, and 1 s that the steps spent elsewhere.
     assert "generate 22.2% 0:02" in text and "eval 44.4% 0:04" in text and "other 11.1% 0:01" in text
@@ -198,7 +198,7 @@ def test_puzzling_figures_have_a_sentence_and_throughput_matches_the_card(tmp_pa
     page = parse(write_report(tmp_path))
     notes = [text for tag, text in page.texts if tag == "p"]
     assert [panel.note for panel in PANELS if panel.note] == notes[1:]  # the first is the run's name
-    assert "Trained tokens/s200300 tokens, without evaluation" in page.text()
+    assert "Trained tokens/s200300 tokens, excluding evaluation" in page.text()
     assert "Throughput (trained tokens/s)" in page.text()
 
 

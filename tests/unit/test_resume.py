@@ -57,7 +57,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(
     whole: Path = request.getfixturevalue(f"{kind}_run")
     options = {"full": (*FULL, *TESTED), "lora": LORA, "adamw_8bit": (ADAMW_8BIT,)}[kind]
     rows = run(tmp_path, *options, steps(6), f"train.resume={at(whole, 3)}")
-    assert f"goes on after step 3, from {at(whole, 3)}" in capsys.readouterr().out.replace("\n", "")
+    assert f"Resuming after step 3 from {at(whole, 3)}" in capsys.readouterr().out.replace("\n", "")
     assert [row["step"] for row in rows] == [3, 4, 5, 6]
     expected = read_jsonl(whole / "metrics.jsonl")
     assert numbers(rows[1:], 4) == numbers(expected, 4)

@@ -59,7 +59,8 @@ def test_arguments_that_nothing_gives_are_refused_before_a_run() -> None:
 
     rewards = make_rewards(see)
     with pytest.raises(
-        ValueError, match=r"nothing gives hint: use names of these: answer, .*solution, tokens; or give"
+        ValueError,
+        match=r"needs hint, which is neither .*: use names of these: answer, .*solution, tokens; or give",
     ):
         rewards.check(["solution"])
     rewards.check(["solution", "hint"])
@@ -83,7 +84,7 @@ def test_an_answer_that_no_problem_has_is_refused_before_a_run(
     if missing is None:
         rewards.check(columns, has_answer=False)
     else:
-        with pytest.raises(ValueError, match=f"nothing gives {missing}: use names of these"):
+        with pytest.raises(ValueError, match=f"needs {missing}, which (is|are) neither .*: use names of these"):
             rewards.check(columns, has_answer=False)
 
 
@@ -169,7 +170,7 @@ def test_the_first_reward_that_applies_decides_what_is_correct(results: list[Any
         ([], r"env.reward=\[\] must name a reward"),
         (["gsm8k", {"fn": "gsm8k", "mode": "lenient"}], "different names, gsm8k is there twice: give one a `name`"),
         ({"weight": 1}, "env.reward must name a function as fn, got {'weight': 1}"),
-        ([3], "env.reward must name a function as fn, got 3: use"),
+        ([3], "env.reward must name a function as fn, got 3: for example"),
         ({"fn": "gsm8k", "name": "a/b"}, "env.reward.name='a/b' must be a text without '/'"),
         ({"fn": "gsm8k", "weight": "much"}, "env.reward.weight='much' of gsm8k must be a finite number"),
         ({"fn": "gsm8k", "weight": True}, "must be a finite number"),
@@ -200,7 +201,7 @@ def test_a_function_of_trl_gets_text_for_a_prompt_of_text() -> None:
     rewards = make_rewards(accuracy)
     rewards.check(["prompt", "solution"])
     assert rewards(dialog()) == Score(1.0, True, {"accuracy": 1.0})
-    with pytest.raises(ValueError, match="nothing gives solution"):
+    with pytest.raises(ValueError, match="needs solution, which is neither"):
         rewards.check(["prompt"])
 
 

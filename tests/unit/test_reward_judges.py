@@ -195,7 +195,9 @@ def test_a_judge_rates_many_at_a_time_up_to_its_concurrency(serve: Any) -> None:
 
 
 def test_options_that_a_judge_needs_are_asked_for_before_a_run() -> None:
-    with pytest.raises(ValueError, match=r"nothing gives model, url: .* give it as an option, \{fn: ..., model: ...\}"):
+    with pytest.raises(
+        ValueError, match=r"needs model and url, which are neither .* give it as an option, \{fn: ..., model: ...\}"
+    ):
         make_rewards("judge").check(["question"])
     with pytest.raises(ValueError, match=r"scale=\[3, 3\] of the reward judge must be \[low, high\]"):
         make_rewards({"fn": "judge", "url": "http://127.0.0.1:9", "model": "m", "scale": [3, 3]})(dialog())

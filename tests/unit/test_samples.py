@@ -79,7 +79,7 @@ def test_a_sample_is_shown_with_what_it_earned(folder: Path) -> None:
     text = printed(folder, "--split", "train")
     assert heads(text) == ["step 1 | train | group 7 | reward 0.5 (number 1, short -) | advantage -0.25"]
     assert "  THREE\n  or two" in "\n".join(line.rstrip() for line in text.splitlines())
-    assert "1 of 1 samples that match, of 7" in text
+    assert "1 of 1 matching samples, 7 in total" in text
     assert heads(printed(folder, "--text", "no")) == ["step 0 | test | words | reward invalid"]
 
 
@@ -109,8 +109,8 @@ def test_what_a_model_wrote_does_nothing_to_the_terminal(arguments: list[str], t
 
 def test_where_nothing_matches_it_says_what_there_is(folder: Path) -> None:
     text = printed(folder, "--dataset", "nothing")
-    assert "0 of 0 samples that match, of 7" in text
-    assert "there are the steps [0, 1, 9] and the data sets ['sums', 'words']" in text
+    assert "0 of 0 matching samples, 7 in total" in text
+    assert "available: steps [0, 1, 9] and data sets ['sums', 'words']" in text
 
 
 @pytest.mark.parametrize(
@@ -138,4 +138,4 @@ def test_the_command_imports_no_torch(folder: Path) -> None:
         "assert not {'torch', 'torchrl', 'transformers'} & sys.modules.keys()"
     )
     done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
-    assert "1 of 3 samples that match, of 7" in done.stdout
+    assert "1 of 3 matching samples, 7 in total" in done.stdout

@@ -155,6 +155,6 @@ def test_sigterm_ends_a_run_in_order_and_its_resume_line_works(
         f"hydra.run.dir={tmp_path / 'rest'}",
     )  # fmt: skip
     assert status == 0
-    assert f"goes on after step {step:,}, from" in capfd.readouterr().out
+    assert f"Resuming after step {step:,} from" in capfd.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "rest" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [step, step + 1, step + 2]

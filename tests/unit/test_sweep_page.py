@@ -74,8 +74,8 @@ def test_a_key_whose_values_have_one_run_each_explains_nothing(tmp_path: Path) -
 
 def test_the_page_has_the_best_setting_and_each_run(sweep: Path) -> None:
     text = text_of(write_sweep(sweep))
-    assert "Best test accuracy, greedy 85.0% optimizer.lr=1e-4" in text
-    assert "Runs 4 2 settings Time of all runs 1:30" in text
+    assert "Best greedy test accuracy 85.0% optimizer.lr=1e-4" in text
+    assert "Runs 4 2 settings Total run time 1:30" in text
     assert "optimizer.lr=1e-4 85.0% 80.0% to 90.0% in 2 runs" in text
     assert "optimizer.lr 97.6% 50.0% 1e-5: 30.0% 1 run 1e-4: 85.0% 2 runs" in text
     assert re.findall(r" (\d) (1e-\d) (\d) (25.0%) (\S+) (0.5) (\d) (\S+) none", text) == [
@@ -104,7 +104,7 @@ def test_a_job_whose_rewards_were_mostly_invalid_is_not_the_best(sweep: Path) ->
     with (sweep / "2" / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 1, "eval/pass@1": 1.0, "eval/invalid_fraction": 0.9975}\n')
     text = text_of(write_sweep(sweep))
-    assert "Best test accuracy, greedy 85.0% optimizer.lr=1e-4" in text
+    assert "Best greedy test accuracy 85.0% optimizer.lr=1e-4" in text
     assert "2 1e-5 0 25.0% 100.0% (99.8% invalid) 0.5 1 0:30" in text
 
 

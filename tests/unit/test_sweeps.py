@@ -38,7 +38,7 @@ def run(part: str, folder: Path) -> str:
         cwd=folder, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "The sweep's page: sweep/sweep.html" in done.stdout
+    assert "Sweep page: sweep/sweep.html" in done.stdout
     return done.stdout
 
 

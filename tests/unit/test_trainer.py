@@ -96,7 +96,7 @@ def test_steps_without_a_token_that_counts_end_the_run() -> None:
         row[keys.REWARD_VALID] = torch.tensor([False])
     for one in (batch, batch, make_batch(), batch, batch):  # a good step in between: the count starts again
         trainer.train_step(one)
-    with pytest.raises(NoSignalError, match=r"3 optimizer steps in a row changed nothing, .* no reward is valid"):
+    with pytest.raises(NoSignalError, match=r"3 optimizer steps in a row changed nothing, .* all rewards are invalid"):
         trainer.train_step(batch)
 
 

@@ -126,7 +126,7 @@ def test_curves_of_several_runs_are_in_one_panel(address: str) -> None:
     ]
     labels = ["test pass@1 (greedy)", "train accuracy (sampled)"]
     assert [curve["label"] for curve in panels["Accuracy"]["curves"]] == 2 * labels
-    assert [curve["label"] for curve in panels["Time per step (s)"]["curves"]] == 2 * ["whole step"]
+    assert [curve["label"] for curve in panels["Time per step (s)"]["curves"]] == 2 * ["full step"]
 
 
 def test_curves_are_named_in_words(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_curves_are_named_in_words(tmp_path: Path) -> None:
         "Accuracy": ["train accuracy (sampled)"],
         "KL (nats per token)": ["KL to the sampling policy", "KL to the reference"],
         "Entropy (nats per token)": ["entropy"],
-        "Response length (tokens)": ["mean length"],
+        "Response length (tokens)": ["mean response length"],
         "Clip fraction": ["clipped at the upper bound", "clipped at the lower bound"],
         "Throughput (trained tokens/s)": ["trained tokens/s"],
         "Time per step (s)": ["generate", "train", "other"],
@@ -313,7 +313,7 @@ def test_what_a_page_says_on_stderr_costs_the_run_no_memory(tmp_path: Path, monk
         assert tracemalloc.get_traced_memory()[1] < 500_000  # of 4 MB
     finally:
         tracemalloc.stop()
-    assert warnings == ["The page ended (the end); the run goes on without it."]
+    assert warnings == ["The run dashboard ended (the end); the run continues without it."]
 
 
 def test_a_page_that_dies_is_a_warning(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_a_page_that_dies_is_a_warning(tmp_path: Path) -> None:
     with page_beside(make_run(tmp_path / "run"), lambda address: None, warnings.append):
         page_process().kill()
         until(lambda: warnings)
-    assert warnings == ["The page ended (status -9); the run goes on without it."]
+    assert warnings == ["The run dashboard ended (status -9); the run continues without it."]
 
 
 def test_a_page_that_cannot_start_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +329,7 @@ def test_a_page_that_cannot_start_is_a_warning(tmp_path: Path, monkeypatch: pyte
     warnings: list[str] = []
     with page_beside(tmp_path, lambda address: None, warnings.append):
         pass
-    assert len(warnings) == 1 and warnings[0].startswith("The page could not be started (")
+    assert len(warnings) == 1 and warnings[0].startswith("The run dashboard could not be started (")
 
 
 def test_a_page_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_a_page_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_serves_its_page_until_it_ends(tmp_path: Path) -> None:
     with Script(SYNC, tmp_path, "logging.page=true", "train.total_dialog_turns=160") as script:
-        script.wait(lambda: "a page on this run: " in script.printed())
+        script.wait(lambda: "Run dashboard: " in script.printed())
         [address] = re.findall(r"http://\S+", script.printed())
         assert api(address, "status")[0]["ended"] is False
         script.wait()

@@ -137,7 +137,7 @@ def test_groups_are_filtered_and_the_link_keeps_it(page: Page, address: str) -> 
     expect(page).to_have_url(re.compile("run=1"))
     show(page, address, page.url.partition("#")[2])
     assert queries(page) == ["5+5="]
-    page.get_by_label("reward from").fill("2")
+    page.get_by_label("min reward").fill("2")
     page.wait_for_selector("text=0 of 21 groups")
 
 
@@ -203,7 +203,7 @@ def test_the_whole_page_works_by_keyboard(page: Page, address: str) -> None:
     page.wait_for_selector(".lanes")
     page.get_by_role("listbox").focus()
     page.keyboard.press("Home")
-    assert page.locator(".readout").inner_text() == "sampler 0: sample, step 1, 1 s from 0 s on"
+    assert page.locator(".readout").inner_text() == "sampler 0: sample, step 1, 1 s starting at 0 s"
 
 
 def test_a_part_of_the_timeline_is_zoomed_in_on(page: Page, address: str) -> None:
@@ -223,7 +223,7 @@ def test_kinds_of_spans_have_colors_apart_and_are_explained(browser: Browser, tm
     append(run, "timeline.jsonl", rows)
     with served(run) as address, browser.new_page() as page:
         show(page, address, "timeline")
-        expect(page.locator("main")).to_contain_text("One lane for each actor")
+        expect(page.locator("main")).to_contain_text("One lane per actor")
         legend = page.locator("main > div > .legend li")
         told = dict(text.split(": ") for text in legend.all_inner_texts())
         assert set(told) == set(kinds)
@@ -257,11 +257,11 @@ def test_the_axis_of_the_timeline_has_round_times(
 
 def test_alarms_and_what_differs_between_configs(page: Page, address: str) -> None:
     show(page, address, "alarms")
-    expect(page.locator("td.bad")).to_contain_text(["the entropy fell", "90% of the responses were cut off"])
+    expect(page.locator("td.bad")).to_contain_text(["the entropy fell", "90% of the responses were truncated"])
     assert page.locator("#to-alarms").inner_text() == "Alarms (2)"
     show(page, address, "config")
     assert page.locator("tbody tr").all_inner_texts() == ["optimizer.lr\t1e-4\t1e-3"]
-    page.get_by_label("only what differs").uncheck()
+    page.get_by_label("only differences").uncheck()
     page.get_by_label("key or value").fill("repeats")
     expect(page.locator("tbody tr")).to_have_text(["env.repeats22"])
 

@@ -1,4 +1,4 @@
-"""``examine``: tries a run before it is made (``dry_run=true``): what does not work, how to mend it, what it will take.
+"""``examine``: checks a run before it starts (``dry_run=true``): what fails, how to fix it, and what the run will cost.
 
 It makes the same parts as a run, in a temporary folder, and lets them work for some seconds. The optimizer's steps are
 real, so that their time and memory are those of a run, but have a learning rate that rounds to nothing. No file stays.
@@ -35,7 +35,7 @@ from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.records import one_of_each
 from torchrl_grpo.reporting.trackers import check_logging
 
-OK, LOOK, FAILS, SKIPPED = "ok", "look", "FAILS", "skipped"
+OK, LOOK, FAILS, SKIPPED = "ok", "warning", "FAILED", "skipped"
 
 _STEPS_S, _MOST_STEPS, _EVALUATION_S = 8.0, 12, 15.0
 """Seconds and steps for timing, and the longest evaluation that is played and not estimated."""
@@ -46,12 +46,12 @@ _PACKAGES = ("torch", "torchrl", "tensordict", "transformers")
 
 @dataclass
 class Check:
-    """What one check found.
+    """Result of one check.
 
     Attributes:
         name: of the check.
-        result: ok, look (it works, but may not be meant), FAILS, or skipped.
-        found: what it found or, of a failure, what is wrong and how to mend it.
+        result: ok, warning (it works, but may not be intended), FAILED, or skipped.
+        found: what it found or, of a failure, what is wrong and how to fix it.
         seconds: that it took.
         memory: afterwards, in bytes: the peak of all processes of the run, or what its accelerators have in use.
     """
@@ -63,7 +63,7 @@ class Check:
     memory: int = 0
 
     def look(self, what: str) -> None:
-        """Notes something that works, but may not be meant."""
+        """Note something that works, but may not be intended."""
         self.result, self.found = LOOK, f"{self.found}; {what}" if self.found else what
 
 
@@ -84,7 +84,7 @@ class Checks:
         check, start = Check(name), time.perf_counter()
         bad = [other for other in self.done if other.result in (FAILS, SKIPPED)]
         missing = [other.name for other in bad if other.name in needs]
-        startup.say(f"trying: {name}")
+        startup.say(f"checking: {name}")
         if missing:
             check.result, check.found = SKIPPED, f"needs {', '.join(missing)}"
         else:
@@ -102,7 +102,7 @@ class Checks:
 
 
 def examine(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous: bool = False) -> bool:
-    """Tries a run, and prints what was found, each failure with its fix, and what the run will take.
+    """Check a run, and print what was found, each failure with its fix, and the run's forecast.
 
     Args:
         config: validated.
@@ -129,9 +129,9 @@ def examine(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchrono
     checks.run("disk", partial(_disk, directory, expected))
     startup.end()
     _remove_empty(directory)
-    console.table("What was tried", [_row(check) for check in checks.done])
+    console.table("Checks", [_row(check) for check in checks.done])
     if expected is not None:
-        console.table("What the run will take", expected.rows())
+        console.table("Forecast for the whole run", expected.rows())
     failed = [f"{check.name}: {check.found}" for check in checks.done if check.result == FAILS]
     console.verdict(failed)
     return not failed
@@ -139,7 +139,7 @@ def examine(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchrono
 
 def _row(check: Check) -> dict[str, Any]:
     seen = {"check": check.name, "result": check.result, "s": f"{check.seconds:.2f}", "peak": size(check.memory)}
-    return seen | {"what was found": printable(check.found)}
+    return seen | {"details": printable(check.found)}
 
 
 def _versions(config: GRPOConfig, check: Check) -> None:
@@ -162,10 +162,10 @@ def _devices(check: Check) -> None:
     found = accelerators()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     parts = [f"{name}: {size(total - used)} of {size(total)} free" for name, (used, total) in found.items()]
-    check.found = "; ".join([*parts, f"{os.cpu_count()} cores, {size(memory)} of main memory"])
+    check.found = "; ".join([*parts, f"{os.cpu_count()} cores, {size(memory)} of RAM"])
     taken = [name for name, (used, total) in found.items() if used > 0.2 * total]
     if taken:
-        check.look(f"other processes use {', '.join(taken)}: end them (nvidia-smi names them), or use other devices")
+        check.look(f"other processes use {', '.join(taken)}: stop them (nvidia-smi lists them), or use other devices")
 
 
 def _logging(config: GRPOConfig) -> dict[str, Any]:
@@ -181,26 +181,26 @@ def _model(config: GRPOConfig, check: Check) -> None:
     count = loading.count_parameters(found, config.model.attn_implementation, trust_remote_code=remote)
     stops = loading.stop_token_ids(tokenizer, loading.load_generation_config(name))
     ends = " or ".join(map(repr, [*map(tokenizer.decode, stops), *config.inference_model.stop]))
-    check.found = f"{found.model_type} of {count:,} parameters, {len(tokenizer):,} tokens, a response ends at {ends}"
+    check.found = f"{found.model_type}, {count:,} parameters, vocabulary of {len(tokenizer):,}, responses end at {ends}"
     if tokenizer.chat_template == loading.FALLBACK_CHAT_TEMPLATE:
-        check.look("no chat template: set model.chat_template, unless it is a base model")
+        check.look("no chat template: set model.chat_template, unless this is a base model")
 
 
 def _data(config: GRPOConfig, check: Check) -> None:
     """Columns and rewards, as far as they are checked without a model, and problems that are in both splits."""
     task = make_task(config.env, tests=config.evaluation.datasets or ())
     train = task.problems("train")
-    check.found = f"{len(train):,} problems to train on"
+    check.found = f"{len(train):,} training problems"
     if not config.evaluation.num_prompts:
         return
     test = task.problems("test")
     known = {problem.query for problem in train}
     both = sum(problem.query in known for problem in test)
-    check.found += f", {len(test):,} to test on"
+    check.found += f", {len(test):,} test problems"
     if both:
         check.look(
-            f"{both:,} of the test problems are trained on too, so the accuracy will be too good: take them out of one "
-            "of the two, or use env.test_fraction=0.1 with the training data alone"
+            f"{both:,} of the test problems are also training problems, which inflates the test accuracy: remove them "
+            "from one of the two, or hold out test problems with env.test_fraction=0.1"
         )
 
 
@@ -228,14 +228,15 @@ def _parts(
     prompts, room = run.blueprint.train_env.prompts, run.blueprint.max_prompt_tokens
     lengths = [len(prompt) for prompt in prompts.first(500)]
     measured.prompt_tokens = median(lengths)
-    check.found = (
-        f"prompts of {min(lengths)} to {max(lengths)} tokens (median {median(lengths):.0f}) where {room:,} fit beside "
-        f"{config.inference_model.max_new_tokens:,} new ones"
+    shortest, longest = min(lengths), max(lengths)
+    shown = (
+        f"{shortest} to {longest} tokens, median {median(lengths):.0f}" if shortest < longest else f"{longest} tokens"
     )
+    check.found = f"prompts: {shown} (limit {room:,} with {config.inference_model.max_new_tokens:,} new tokens)"
     if prompts.num_dropped:
         check.look(
-            f"{prompts.num_dropped:,} of {len(prompts.problems):,} are longer and left out: raise "
-            "env.max_prompt_tokens or inference_model.max_model_len, or lower max_new_tokens"
+            f"{prompts.num_dropped:,} of {len(prompts.problems):,} prompts are longer and are left out: raise "
+            "env.max_prompt_tokens or inference_model.max_model_len, or lower inference_model.max_new_tokens"
         )
 
 
@@ -296,9 +297,10 @@ class _Rehearsal:
         metrics = self._metrics = self.learner.train_batch(self._batch)
         self.measured.steps_s[0] += time.perf_counter() - start
         self.measured.response_tokens = metrics["rollout/response_length"]
+        passes = f"{metrics['train/micro_batches']:.0f} micro-batch{'es' if metrics['train/micro_batches'] > 1 else ''}"
         check.found = (
             f"{metrics['rollout/sequences']:.0f} responses of {metrics['rollout/response_length']:.0f} tokens, "
-            f"{metrics['train/micro_batches']:.0f} passes, gradient norm {metrics['train/grad_norm']:.3g}"
+            f"{passes}, gradient norm {metrics['train/grad_norm']:.3g}"
         )
         scored = metrics["rollout/invalid"] < metrics["rollout/sequences"]
         if scored and metrics["train/skipped_steps"] and self.run.blueprint.config.train.mixed_precision != "fp16":
@@ -307,13 +309,13 @@ class _Rehearsal:
             )
 
     def _reward(self, check: Check) -> None:
-        """What the batch earned; a scorer that always fails is a failure, a batch without a signal only shown."""
+        """Look at the batch's rewards: a scorer that always fails is a failure, a batch without a signal a warning."""
         metrics = {"step": 1, **self._metrics, **self.source.metrics()}
         rows = self.learner.samples(2)
         self.measured.sample_bytes = sum(len(str(row)) for row in rows) / len(rows)
         self.console.samples(1, one_of_each(rows)[:2])
         reward, correct = number(metrics["rollout/reward_mean"]), percent(metrics["rollout/accuracy"])
-        check.found = f"mean {reward}, {correct} correct"
+        check.found = f"mean reward {reward}, {correct} correct"
         alarms = Alarms()
         found = alarms.take(metrics) + alarms.end()
         for alarm in found:
@@ -328,7 +330,7 @@ class _Rehearsal:
         self.measured.steps_s[0] += time.perf_counter() - start
         found = [self.learner.mismatch(probe) for probe in self.source.probes()]
         mean, largest = max(mean for mean, _ in found), max(largest for _, largest in found)
-        check.found = f"{mean:.2g} nats on average, {largest:.2g} at most, between engine and trainer"
+        check.found = f"log-probs of engine and trainer differ by {mean:.2g} nats on average, {largest:.2g} at most"
         if not mean <= inference.check_sync_tolerance:
             raise ValueError(
                 f"log-probs of engine and trainer differ by {mean:.3g} nats on average, more than inference_model."
@@ -346,7 +348,7 @@ class _Rehearsal:
             end = time.perf_counter()
             times.append(end - start)
             start = end
-        check.found = f"the first {times[0]:.2f} s, {len(times) - 1} more {self.measured.step_s:.2f} s each"
+        check.found = f"first step {times[0]:.2f} s, then {len(times) - 1} at {self.measured.step_s:.2f} s each"
 
     def _evaluation(self, check: Check) -> None:
         """An evaluation, played where it does not take long."""
@@ -358,16 +360,18 @@ class _Rehearsal:
         each = sampling_s / blueprint.config.dialog_turns_per_batch
         if (2 * greedy + sampled) * each > _EVALUATION_S:
             measured.greedy_s, measured.sampled_s = greedy * each, (greedy + sampled) * each
-            check.found = f"not played: about {measured.sampled_s:.0f} s with pass@{blueprint.config.evaluation.k}"
+            check.found = (
+                f"skipped: would take about {measured.sampled_s:.0f} s with pass@{blueprint.config.evaluation.k}"
+            )
             return
         for name in ("sampled_s", "greedy_s"):
             start = time.perf_counter()
             metrics, _ = self.source.evaluate(sampled=name == "sampled_s")
             setattr(measured, name, time.perf_counter() - start)
         name = "eval/pass@1"
-        check.found = f"pass@1 {accuracy(metrics, name)}" if name in metrics else "further test sets"
+        check.found = f"pass@1 {accuracy(metrics, name)}" if name in metrics else "other test sets only"
         if metrics.get("eval/invalid_fraction"):
-            check.look(f"{percent(metrics['eval/invalid_fraction'])} of the rewards were not valid")
+            check.look(f"{percent(metrics['eval/invalid_fraction'])} of the rewards are invalid")
 
     def _report(self, check: Check) -> None:
         start = time.perf_counter()
@@ -386,8 +390,8 @@ def _disk(directory: Path, expected: Forecast | None, check: Check) -> None:
         raise ValueError(f"hydra.run.dir={directory} must be writable: use another folder.")
     if expected is not None and free < expected.disk_bytes:
         raise ValueError(
-            f"hydra.run.dir={directory} must have room for {size(expected.disk_bytes)}, but {size(free)} are free: use "
-            "another folder, train.keep_checkpoints=last:1, or a larger train.checkpoint_frequency."
+            f"hydra.run.dir={directory} must have room for {size(expected.disk_bytes)}, but only {size(free)} is free: "
+            "use another folder, train.keep_checkpoints=last:1, or a larger train.checkpoint_frequency."
         )
 
 

@@ -1,4 +1,4 @@
-"""What a run will take, from a few measured steps: time, disk and memory."""
+"""Forecast of a run's time, disk and memory, from a few measured steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ROW_BYTES, _TENSORBOARD_BYTES, _REPORT_BYTES = 2_300, 2_300, 450_000
 
 @dataclass
 class Measured:
-    """What was measured of a run; seconds and bytes.
+    """Measurements of a run, in seconds and bytes.
 
     Attributes:
         start_s: until the first rollout, imports included.
@@ -60,7 +60,7 @@ class Measured:
 
 @dataclass
 class Forecast:
-    """What a run will take.
+    """Time, disk and memory that a run will take.
 
     Attributes:
         seconds: of each kind of work.
@@ -90,20 +90,20 @@ class Forecast:
         """The same as rows of a table."""
         parts = ", ".join(f"{name} {duration(value)}" for name, value in self.seconds.items() if value >= 0.5)
         total = f"{self.total_s / 3600:.3g} hours ({self.total_s:.0f} s)"
-        rows = [{"what": "time", "takes": total, "of which": parts}]
+        rows = [{"resource": "time", "estimate": total, "details": parts}]
         if self.growth > 1:
             now, most = self.lengths
-            of = f"if responses grow from {now:.0f} to {most:,} tokens, the most that they may have"
-            rows.append({"what": "time at most", "takes": duration(self.longest_s), "of which": of})
-        rows.append({"what": "disk", "takes": size(self.disk_bytes), "of which": "at most, in the run's folder"})
+            of = f"if responses grow from {now:.0f} to {most:,} tokens, their limit"
+            rows.append({"resource": "time at most", "estimate": duration(self.longest_s), "details": of})
+        rows.append({"resource": "disk", "estimate": size(self.disk_bytes), "details": "at most, in the run's folder"})
         for device, peak in self.memory.items():
-            of = "all processes of the run" if device == "cpu" else "everything on the device"
-            rows.append({"what": f"memory of {device}", "takes": size(peak), "of which": of})
+            of = "all processes of the run" if device == "cpu" else "all that is in use on the device"
+            rows.append({"resource": f"memory ({device})", "estimate": size(peak), "details": of})
         return rows
 
 
 def forecast(config: GRPOConfig, measured: Measured) -> Forecast:
-    """What the rest of a run will take.
+    """Forecast the rest of a run.
 
     Args:
         config: with the number of steps.
@@ -138,7 +138,7 @@ def forecast(config: GRPOConfig, measured: Measured) -> Forecast:
 
 
 def memory_now() -> dict[str, int]:
-    """What the run takes: of each NVIDIA device what is used, or on a CPU the peak of this process and its children."""
+    """Memory in use on each NVIDIA device or, on a CPU, the peak of this process and its children."""
     used = {name: used for name, (used, _) in accelerators().items()}
     return used or {"cpu": _peak_of_processes()}
 

@@ -50,7 +50,7 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
 
 
 def batch_transforms(config: GRPOConfig) -> list[tuple[str, Transform]]:
-    """What makes advantages of the rewards of a whole batch, after reference scoring, in order and by name."""
+    """Transforms from the rewards of a whole batch to advantages, after reference scoring, in order and by name."""
     policy, settings = config.policy, dict[str, Any]()
     transforms: list[tuple[str, Transform]] = []
     if config.shapes_reward:

@@ -41,7 +41,7 @@ _BETWEEN_TURNS = 1024
 
 @dataclass
 class Blueprint:
-    """What is known before any weights are loaded; every check on user input has passed.
+    """All that is known of a run before any weights are loaded; every check on user input has passed.
 
     ``resume`` is the checkpoint to go on from. Actors are given the driver's blueprint, so that all processes draw the
     same problems, and only the driver needs the data.
@@ -332,7 +332,7 @@ def geometry_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
         "sequences": batch,
         f"groups of {config.env.repeats}": batch // config.env.repeats,
         "optimizer steps": config.optim_steps_per_batch,
-        "response tokens, at most": batch * config.inference_model.max_new_tokens,
+        "response tokens (max)": batch * config.inference_model.max_new_tokens,
     }
     rows: list[dict[str, Any]] = [{"quantity": "steps (weight syncs)", "per step": 1, "whole run": steps}]
     return rows + [

@@ -194,7 +194,7 @@ def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool 
 
 
 def _rescorer(config: GRPOConfig, engine: Engine) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """What scores each response alone, as the trainer does with ``inference_model.exact``."""
+    """Scorer of each response alone, as the trainer does with ``inference_model.exact``."""
     if not config.inference_model.exact:
         return None
     model = cast(Any, engine).model  # of each engine whose ``EngineKind.exact`` is true
@@ -221,7 +221,7 @@ def _own_address() -> str:
 
 
 def _autocast_dtype(config: GRPOConfig) -> torch.dtype | None:
-    """What the training step computes in; None is the dtype of the weights."""
+    """Dtype that the training step computes in; None is the dtype of the weights."""
     return {"full": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.mixed_precision]
 
 

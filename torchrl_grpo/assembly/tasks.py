@@ -66,7 +66,7 @@ def make_task(env: EnvConfig, split: Split = "train", tests: Sequence[DatasetCon
 
 
 def dataset_names(entries: Sequence[DatasetConfig], field: str, taken: Sequence[str] = ()) -> list[str]:
-    """What the metrics of data sets are called.
+    """Return the names of data sets in metrics.
 
     Raises:
         ValueError: two have the same name, or one has a name that is ``taken``.

@@ -244,7 +244,7 @@ class TurnTemplate:
         return self._chats.plain(self._between(messages))
 
     def _between(self, messages: Sequence[Message]) -> str:
-        """What ``ChatEncoder.render`` gives after the assistant's text."""
+        """Return what ``ChatEncoder.render`` puts after the assistant's text."""
         roles = tuple(message.get("role") for message in messages)
         if roles not in self._kept:
             # Not looked for in their own words: a template may write a text as JSON, strip it or take a part out.

@@ -40,7 +40,7 @@ def trajectories(
 
 
 def _merge(turns: list[TensorDictBase]) -> TensorDictBase:
-    """What a sequence has of all its turns; each turn's tokens begin with all tokens of the turn before."""
+    """Join a dialog's turns into one sequence; each turn's tokens begin with all tokens of the turn before."""
     full, prompt = turns[-1].get(keys.FULL), turns[0].get(keys.PROMPT)
     sampled, versions = torch.zeros_like(full, dtype=torch.bool), torch.full_like(full, -1)
     written = [key for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS) if turns[0].get(key, None) is not None]

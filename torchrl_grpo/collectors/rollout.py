@@ -110,7 +110,7 @@ class RolloutCollector(BaseCollector):
                 f"dialog_turns_per_batch={dialog_turns_per_batch} must be at least 1: use None for one rollout."
             )
         if total_dialog_turns < 1 and total_dialog_turns != -1:
-            raise ValueError(f"total_dialog_turns={total_dialog_turns} must be at least 1, or -1 to go on for ever.")
+            raise ValueError(f"total_dialog_turns={total_dialog_turns} must be at least 1, or -1 to run indefinitely.")
         self.env = env
         self.policy = policy
         # These three names are TorchRL's: __len__ and stats() of the base class read them.
@@ -218,7 +218,7 @@ class RolloutCollector(BaseCollector):
         return policy(data)
 
     def take_counts(self) -> dict[str, float]:
-        """What ``LLMEnv.take_counts`` says."""
+        """Return ``LLMEnv.take_counts``."""
         return self.base_env.take_counts()
 
     def update_policy_weights_(
@@ -279,7 +279,7 @@ class RolloutCollector(BaseCollector):
         return self.env.set_seed(seed, static_seed=static_seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next rollout depends on, apart from the weights."""
+        """Return the state that the next rollout depends on, apart from the weights."""
         return {
             "env": self.base_env.state_dict(),
             "engine": self.policy.engine.state_dict(),

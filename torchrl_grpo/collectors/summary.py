@@ -1,4 +1,4 @@
-"""What a batch of sequences is reported as: numbers for ``metrics.jsonl`` and rows for ``samples.jsonl``."""
+"""Summary of a batch of sequences: numbers for ``metrics.jsonl`` and rows for ``samples.jsonl``."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _first_groups(groups: Sequence[int], most: int) -> set[int]:
 
 
 def _sample(row: TensorDictBase, split: str) -> dict[str, Any]:
-    """What is told of a whole sequence."""
+    """Facts of a whole sequence."""
     names = {"reward": keys.REWARD, "correct": keys.CORRECT, "valid": keys.REWARD_VALID, "advantage": keys.ADVANTAGE}
     entry = {"split": split, "query": row[keys.QUERY], "response": row[keys.RESPONSE_TEXT]}
     present = {name: row.get(key, None) for name, key in names.items()}

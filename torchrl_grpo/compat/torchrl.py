@@ -1,4 +1,4 @@
-"""What TorchRL's classes take and ours do not, with what to use in its place; and how a wrong choice is refused."""
+"""Arguments that TorchRL's classes take and ours do not, with their replacements; and errors for wrong choices."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class LLMEnv(EnvBase):
         return new
 
     def fake_tensordict(self) -> TensorDictBase:
-        """What a transition looks like; as in the real data, rows of tokens are a lazy stack."""
+        """Return an example transition; as in the real data, rows of tokens are a lazy stack."""
         fake = super().fake_tensordict()
         for key in ("tokens", ("next", "tokens")):
             fake.set(key, lazy_stack(list(fake.get(key).unbind(0))))
@@ -209,7 +209,7 @@ class LLMEnv(EnvBase):
     # Transitions
 
     def assign(self, drawn: Sequence[Drawn]) -> None:
-        """Has the next ``reset`` play these groups, one for each ``repeats`` rows, in place of drawing."""
+        """Make the next ``reset`` play these groups, one for each ``repeats`` rows, instead of drawing."""
         if len(drawn) * self.repeats != self.batch_size[0]:
             raise ValueError(f"assign() needs {self.batch_size[0] // self.repeats} groups, it was given {len(drawn)}.")
         self._assigned = list(drawn)
@@ -321,7 +321,7 @@ class LLMEnv(EnvBase):
         )
 
     def _advance(self, dialogs: Mapping[int, Dialog]) -> list[Turn | Failure]:
-        """What the task says of the dialogs of rows."""
+        """Ask the task about the dialogs of rows."""
         if self.reward_pool is None:
             return advance(self.task, list(dialogs.values()))
         futures = []
@@ -401,7 +401,7 @@ class LLMEnv(EnvBase):
         return longer
 
     def note_outcomes(self) -> None:
-        """Has the dialogs that ended in the latest step count for the drawing, where this environment draws."""
+        """Count the dialogs that ended in the latest step for the drawing, where this environment draws."""
         if self._draws:
             self.drawing.record(
                 (self._rows[row].drawn.index, self._rows[row].correct)
@@ -425,7 +425,7 @@ class LLMEnv(EnvBase):
             )
 
     def take_counts(self) -> dict[str, float]:
-        """What happened since this was last called, as metrics that add up; ``RewardPool.take_counts`` included."""
+        """Return the counts since the last call, as metrics that add up; ``RewardPool.take_counts`` included."""
         counts, self.counts = self.counts, Counter()
         tools = dict.fromkeys(("tools/calls", "tools/errors") if self.task.tools else (), 0)
         return {**tools, **counts, **({} if self.reward_pool is None else self.reward_pool.take_counts())}

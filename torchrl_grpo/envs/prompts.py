@@ -75,8 +75,8 @@ class Prompts:
         if not self._warned and self._chats.spells_control(text):
             self._warned = True
             torchrl_logger.warning(
-                f"A prompt of {self.task.name!r} spells out a control token of the tokenizer, which is tokenized as "
-                f"text: the chat template alone writes control tokens. Its query: {problem.query!r:.200}"
+                f"A prompt of {self.task.name!r} contains the text of a control token, which is tokenized as plain "
+                f"text: only the chat template writes control tokens. Its query: {problem.query!r:.200}"
             )
         return text
 

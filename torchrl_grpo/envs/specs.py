@@ -1,4 +1,4 @@
-"""What the transitions of ``LLMEnv`` look like, as TorchRL's specs."""
+"""TorchRL specs of the transitions of ``LLMEnv``."""
 
 from __future__ import annotations
 

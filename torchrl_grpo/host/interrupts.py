@@ -25,7 +25,7 @@ _longest_s: float | None = None
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Has the two signals handled here meanwhile. They raise ``SystemExit(143)`` and ``KeyboardInterrupt``."""
+    """Handle the two signals here meanwhile. They raise ``SystemExit(143)`` and ``KeyboardInterrupt``."""
     global _told, _status, _watching
     outer, _watching = (_told, _status), _watching + 1
     previous = [(number, signal.getsignal(number)) for number in _SIGNALS]
@@ -53,7 +53,7 @@ class _Pipe(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Has the standard streams of this process go on where they are pipes and their reader ends."""
+    """Keep this process alive where its standard streams are pipes and their reader ends."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # Not what a test or a notebook has put there.
@@ -84,7 +84,7 @@ def status() -> int | None:
 
 
 def end_with(status: int) -> None:
-    """Has the script end with this status, whatever comes of what it is in the middle of."""
+    """Make the script end with this status, whatever becomes of the work in progress."""
     global _status
     _status = status
 

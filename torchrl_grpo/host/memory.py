@@ -1,4 +1,4 @@
-"""What is said where a device has no more memory: what is held there, and what each knob would save."""
+"""Out-of-memory messages: the contents of the device's memory, and what each knob would save."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def memory_short(
     saves = ", ".join(f"{name} (about {size(saved)})" for name, saved in worth) or "nothing; use a smaller model"
     return MemoryShortError(
         f"{what} ran out of memory ({first}). On each device it holds about {', '.join(parts)}{' and ' * bool(parts)}"
-        f"{last}, beside what else is there. What would be saved: {saves}."
+        f"{last}, besides other allocations. Options that save memory: {saves}."
     )
 
 

@@ -123,7 +123,7 @@ def stack_of(pid: int) -> str:
 
 
 def _ask_kernel(parent: int, number: int) -> None:
-    """Has the kernel send this process a signal when the thread that started it ends."""
+    """Make the kernel send this process a signal when the thread that started it ends."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
     if os.getppid() != parent:

@@ -67,13 +67,13 @@ class Watch:
                 return
 
     def _stop(self) -> None:
-        why = f"no progress for {self._timeout_s:g} s (train.stall_timeout_s); it was to {self._doing}"
+        why = f"no progress for {self._timeout_s:g} s (train.stall_timeout_s); current task: {self._doing}"
         try:
             where, path = self.where(), self._folder / STACKS_FILE
             why += f": {where}" if where else ""
             self._write_stacks(path, why)
-            said = f"{why}. Where each process is lies in {path}."
-        except Exception as error:  # no room on the disk, say: the run is to end all the same
+            said = f"{why}. The stacks of all processes are in {path}."
+        except Exception as error:  # such as no room on the disk: the run is to end all the same
             said = f"{why}. Its stacks could not be written ({type(error).__name__}: {error})."
         sys.stderr.write(f"\nerror: {said}\n")
         sys.stderr.flush()

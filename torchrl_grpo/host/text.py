@@ -8,10 +8,17 @@ from decimal import ROUND_HALF_UP, Context, Decimal
 from typing import Any
 
 NOISE = 1e-8
-"""What is nearer to 0 is rounding: no metric means that."""
+"""Magnitude below which a metric is rounding noise."""
 _ALL_DIGITS = Context(prec=400)
 """Takes any float."""
 MISSING = "-"
+_INVALID_CAUSES = {
+    "exception": "raised an exception",
+    "not_finite": "not finite",
+    "none": "no reward applies",
+    "timeout": "timed out",
+    "crash": "crashed the worker",
+}
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
@@ -63,6 +70,15 @@ def accuracy(metrics: Mapping[str, Any], name: str, decoding: str = "") -> str:
         notes.append(f"mean reward {number(reward)}")
     shown = [percent(metrics[name]), decoding, f"({', '.join(notes)})" if notes else ""]
     return " ".join(filter(None, shown))
+
+
+def invalid_cause(cause: str) -> str:
+    """Why a reward is invalid, from the end of its metric's name.
+
+    >>> invalid_cause("not_finite"), invalid_cause("exception")
+    ('not finite', 'raised an exception')
+    """
+    return _INVALID_CAUSES.get(cause, cause.replace("_", " "))
 
 
 def decoding(name: str) -> str:

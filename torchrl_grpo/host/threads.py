@@ -14,7 +14,7 @@ which makes a step ten times as long as soon as something else needs a core."""
 
 
 def use_one_thread_if_small(model: nn.Module) -> None:
-    """Has this process compute on one thread if the model is small and on a CPU; ``OMP_NUM_THREADS`` has its way.
+    """Compute on one thread if the model is small and on a CPU; ``OMP_NUM_THREADS`` takes precedence.
 
     The backward pass and the optimizer use as many threads as the forward pass, so it holds for the whole process from
     here on; ``torch.set_num_threads`` undoes it.

@@ -61,7 +61,7 @@ class Checkpointer:
             if (step_of(path) or 0) > step:
                 aside = next(name for name in numbered(path.with_suffix(".old")) if not name.exists())
                 path.rename(aside)
-                torchrl_logger.warning(f"{path} is of a later step than {step}: it is now {aside.name}.")
+                torchrl_logger.warning(f"{path} is of a later step than {step}: renamed to {aside.name}.")
         for path in self.directory.glob("checkpoint_*.tmp"):
             path.unlink()
 
@@ -135,8 +135,8 @@ class Checkpointer:
         if free < needed:
             raise ConfigError(
                 f"hydra.run.dir must have room for {most} checkpoints of {size(checkpoint_bytes)} and for {models} "
-                f"model{'s' * (models > 1)} of {size(model_bytes)}, {size(needed)} in all, but {self.directory} has "
-                f"{size(free)}: use another folder, train.keep_checkpoints=last:1 or larger frequencies."
+                f"model{'s' * (models > 1)} of {size(model_bytes)}, {size(needed)} in total, but {self.directory} has "
+                f"{size(free)} free: use another folder, train.keep_checkpoints=last:1 or larger frequencies."
             )
 
     def latest(self) -> Path | None:
@@ -152,7 +152,7 @@ class Checkpointer:
 
 
 def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
-    """What ``Checkpointer.save`` wrote; the tensors stay in the file until they are used.
+    """Checkpoint that ``Checkpointer.save`` wrote; the tensors stay in the file until they are used.
 
     Args:
         path: the file.
@@ -176,7 +176,7 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
         try:
             check_finite(state["trainer"]["model"])
         except NonFiniteError as error:
-            raise ValueError(f"{path.name} is of no use: {error}") from error
+            raise ValueError(f"{path.name} cannot be used: {error}") from error
     return state
 
 

@@ -63,7 +63,7 @@ def where_not_finite(
 
 
 def _first_module(model: nn.Module, rows: Tensor, passes: Callable[[Tensor], Any]) -> str | None:
-    """What the pass of some rows has the first numbers of that are not finite."""
+    """Find the first numbers that are not finite in the pass of some rows."""
     found: list[str] = []
     with _watched(model, found):
         outputs = passes(rows)

@@ -1,4 +1,4 @@
-"""What the passes of the training step computed of each token, for the sequences that are logged: it costs nothing."""
+"""Scores of each token from the passes of the training step, for the sequences that are logged, at no cost."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class PassScores:
         self._latest = {name: value.detach() for name, value in found.items() if value is not None}
 
     def begin_batch(self, size: int) -> None:
-        """Forgets the batch before; the optimisation batches of the new one come in its order."""
+        """Forgets the batch before; the optimization batches of the new one come in its order."""
         self._size, self._first, self._next, self._passes, self._places = size, 0, 0, [], {}
 
     def begin_step(self, size: int) -> None:
-        """Begins the next optimisation batch."""
+        """Begins the next optimization batch."""
         self._first, self._next = self._next, self._next + size
 
     def note(self, index: Tensor) -> None:
-        """Notes that the latest pass was over these rows of the optimisation batch, [n] int64."""
+        """Notes that the latest pass was over these rows of the optimization batch, [n] int64."""
         if self._first < self._size:
             self._passes.append((self._first + index, self._latest))
 

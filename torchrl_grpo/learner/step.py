@@ -43,9 +43,9 @@ from torchrl_grpo.weights import LoraDelta, named_adapters, named_weights
 class GRPOTrainer:
     """Trains a policy on batches of sequences with advantages.
 
-    A batch is what was collected between two weight syncs. ``train_batch`` splits it into optimisation batches,
+    A batch is what was collected between two weight syncs. ``train_batch`` splits it into optimization batches,
     ``train_step`` makes one optimizer step of each: micro-batches -> ``forward_backward`` -> ``optim_step``. The loss
-    is normalised over the whole optimisation batch, so the split into micro-batches changes nothing but memory.
+    is normalized over the whole optimization batch, so the split into micro-batches changes nothing but memory.
 
     ``version`` counts trained batches. It is what engines call ``policy_version``. ``scores`` has what the passes over
     the latest batch computed of its tokens.
@@ -126,7 +126,7 @@ class GRPOTrainer:
         return named_weights(self.model)
 
     def adapters(self) -> Iterator[tuple[str, LoraDelta]]:
-        """What the adapters of a LoRA model add to its base model's weights; gathered as in ``weights``."""
+        """Return what the adapters of a LoRA model add to its base model's weights; gathered as in ``weights``."""
         return named_adapters(self.model)
 
     def train_batch(self, batch: TensorDictBase) -> dict[str, float]:
@@ -169,7 +169,7 @@ class GRPOTrainer:
         )
 
     def _memory_short(self, error: BaseException) -> MemoryShortError:
-        """What to say where memory ran out, with what each knob would save here."""
+        """Return the out-of-memory message, with what each knob would save here."""
         setup = self.setup()
         memory, knobs = step_memory(self.model, setup), savings(self.model, setup)
         holds = {
@@ -194,7 +194,7 @@ class GRPOTrainer:
         return scoring(batch.exclude(out_key))
 
     def train_step(self, batch: TensorDictBase) -> dict[str, float]:
-        """Makes one optimizer step of an optimisation batch [n], ragged or padded.
+        """Makes one optimizer step of an optimization batch [n], ragged or padded.
 
         Sequences whose reward is not valid have no effect. If no token counts at all, no weight is changed.
 
@@ -300,7 +300,7 @@ class GRPOTrainer:
         """Clips the gradients and steps, unless the loss or the gradient norm is not finite; clears the gradients.
 
         Args:
-            loss: the whole loss of the optimisation batch, scalar.
+            loss: the whole loss of the optimization batch, scalar.
             empty: whether no token counted: then there is no step, because the moments of earlier ones would make it.
             why: says where numbers that are not finite come from; called for the first such step in a row.
 
@@ -336,9 +336,9 @@ class GRPOTrainer:
             self._reason = f": {why()}"
         if empty and self._nonfinite_in_a_row >= self.max_nonfinite_steps:
             raise NoSignalError(
-                f"{self._nonfinite_in_a_row} optimizer steps in a row changed nothing, the last one because no token "
-                "of its batch counts: no reward is valid (a scorer that fails? see rollout/invalid), or all responses "
-                "are left out (policy.mask_truncated). train.max_nonfinite_steps is how many there may be."
+                f"{self._nonfinite_in_a_row} optimizer steps in a row changed nothing, the last one because its batch "
+                "has no token to train on: all rewards are invalid (a scorer that fails? see rollout/invalid), or all "
+                "responses are masked (policy.mask_truncated). train.max_nonfinite_steps is how many there may be."
             )
         if self._nonfinite_in_a_row >= self.max_nonfinite_steps:
             raise NonFiniteError(
@@ -347,7 +347,9 @@ class GRPOTrainer:
                 f"optimizer.lr={learning_rate:g}, or use train.mixed_precision=full or bf16."
             )
         if empty:
-            torchrl_logger.warning("Skipped an optimizer step: no token of its batch counts, e.g. no reward is valid.")
+            torchrl_logger.warning(
+                "Skipped an optimizer step: its batch has no token to train on (are all rewards invalid?)."
+            )
         elif not finite:
             torchrl_logger.warning(
                 f"Skipped an optimizer step: loss {loss_value}, gradient norm {norm_value}{self._reason}."

@@ -31,7 +31,7 @@ def _target_logits(
 ) -> Tensor | None:
     """The logits of the targets in float32, where those of ``_chunk_logits`` are rounded to 16 bits; else None.
 
-    Rounding moves a log-prob by what it does to the target's own logit: in the normaliser it averages out.
+    Rounding moves a log-prob by what it does to the target's own logit: in the normalizer it averages out.
     """
     if not rounds_logits(hidden_ND):
         return None
@@ -48,7 +48,7 @@ class _ChunkedLogProb(torch.autograd.Function):
     """``log_softmax(hidden @ weight.T / temperature)`` at the targets, and its entropy.
 
     It goes through the vocabulary in chunks, so that each part of the head and of its gradient is touched once. The
-    normaliser is that of the chunks so far.
+    normalizer is that of the chunks so far.
     """
 
     @staticmethod

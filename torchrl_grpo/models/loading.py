@@ -144,7 +144,7 @@ def prepare_tokenizer(
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-        torchrl_logger.info(f"The tokenizer of {name} has no pad token: {tokenizer.eos_token!r} is used, and masked.")
+        torchrl_logger.info(f"The tokenizer of {name} has no pad token: using {tokenizer.eos_token!r}, masked.")
     if chat_template is not None:
         tokenizer.chat_template = _template_text(chat_template)
     elif tokenizer.chat_template is None:

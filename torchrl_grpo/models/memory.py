@@ -1,4 +1,4 @@
-"""What a training step keeps in memory at its peak, and what would make it less."""
+"""Peak memory of a training step, and what would reduce it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StepSetup:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What a rank holds in a training step, in bytes.
+    """Memory of a rank in a training step, in bytes.
 
     Attributes:
         weights: of the model, with their copies in the 16 bits that it computes in.
@@ -111,7 +111,7 @@ def forward_memory(model: nn.Module, tokens: int, number: int) -> int:
 
 
 def savings(model: nn.Module, setup: StepSetup) -> dict[str, int]:
-    """What each knob that is not turned yet would save of a rank's peak, in bytes; below 0 where it would cost some.
+    """Bytes that each knob that is not turned yet would save of a rank's peak; below 0 where it would cost some.
 
     Args:
         model: as in ``step_memory``.
@@ -138,7 +138,7 @@ def savings(model: nn.Module, setup: StepSetup) -> dict[str, int]:
 
 
 def _layer_bytes(config: Any, number: int, lora: bool) -> int:
-    """What a layer keeps of a token for the backward pass.
+    """Bytes that a layer keeps of a token for the backward pass.
 
     The two norms compute in float32, and keep what they read and, where their weight is trained, what they made
     of it before. In ``number`` bytes there are queries, keys, values, attention's output, the two inputs of

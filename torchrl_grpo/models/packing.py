@@ -118,7 +118,7 @@ def sequences_of(batch: TensorDictBase) -> TensorDictBase:
 
     Tokens where ``("masks", "all_attention_mask")`` is False are dropped, on whichever side of a sequence they are.
     What the wrappers leave out is added: ``("masks", "all_assistant_mask")`` is True after the prompt, and
-    ``("log_probs", "full")`` is made of ``("log_probs", "response")``. A sampled token whose behaviour log-prob is not
+    ``("log_probs", "full")`` is made of ``("log_probs", "response")``. A sampled token whose behavior log-prob is not
     known leaves the mask: one with NaN, and, where only the response has log-probs, a first token with exactly 0
     (TorchRL 0.14 writes that there instead of the log-prob).
 

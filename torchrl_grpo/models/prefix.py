@@ -29,7 +29,7 @@ _sdpa = AttentionInterface()["sdpa"]
 
 @dataclass(frozen=True)
 class Layout:
-    """What a model is given, and where the predictions of the scored tokens are in what it gives.
+    """Inputs of a model, and positions of the scored tokens' predictions in its output.
 
     Args:
         tokens: [1, N] of sequences without padding, or [B, T - 1] of padded ones.
@@ -223,7 +223,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 class _FlashOnCPU(torch.autograd.Function):
     """PyTorch's flash attention for CPUs: of each sequence or response to itself, and of responses to their prompt.
 
-    The two outputs of a response are merged by their normalisers. With the merged output and normaliser, the backward
+    The two outputs of a response are merged by their normalizers. With the merged output and normalizer, the backward
     pass of each part gives its part of the gradient. Types below float32 are computed in it: on the machines measured
     the kernel's backward pass is up to 5 times slower in bfloat16.
     """
@@ -233,7 +233,7 @@ class _FlashOnCPU(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, groups: tuple[tuple[int, ...], ...], scale: float
     ) -> Tensor:
         """[1, N, H, D]."""
-        outs, normalisers = [], []
+        outs, normalizers = [], []
         for prompt, lengths, (q, k, v) in _by_group(groups, *_wide(query, key, value)):
             parts = [_flash(*part, 0.0, True, scale=scale) for part in _split(lengths, q, k, v)]
             if len(lengths) > 1:
@@ -243,9 +243,9 @@ class _FlashOnCPU(torch.autograd.Function):
                 own = own.lerp_(of_prompt, torch.sigmoid(seen - lse)[..., None])
                 parts = [parts[0], (own, torch.logaddexp(lse, seen))]
             outs += [part[0].permute(2, 1, 0, 3) for part in parts]
-            normalisers += [part[1].permute(2, 1, 0) for part in parts]
+            normalizers += [part[1].permute(2, 1, 0) for part in parts]
         out = torch.cat(outs).flatten(1, 2)[None].to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, torch.cat(normalisers))
+        ctx.save_for_backward(query, key, value, out, torch.cat(normalizers))
         ctx.groups, ctx.scale = groups, scale
         return out
 

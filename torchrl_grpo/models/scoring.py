@@ -236,7 +236,7 @@ class WrapperScorer(TokenScorer):
     the left and gives no mask that both sides understand. ``packing.sequences_of`` says what becomes of the batch.
 
     Reads ``("tokens", "full")`` and what else ``packing.sequences_of`` needs; writes what ``TokenScorer`` writes, the
-    mask and the behaviour log-probs.
+    mask and the behavior log-probs.
 
     Args:
         wrapper: a ``TransformersWrapper``. Its log-probs are those of temperature 1, whatever it samples with.

@@ -130,7 +130,7 @@ def shard_model(
     tensors = dict(_tensors(model)) if dist.get_rank() == 0 else {}
     for module in [*layers, base]:
         sharded = fully_shard(module, mesh=mesh["shard"], mp_policy=mixed, offload_policy=offload)
-        sharded.set_gradient_divide_factor(1.0)  # a sum: the loss is normalised over the batch of all ranks
+        sharded.set_gradient_divide_factor(1.0)  # a sum: the loss is normalized over the batch of all ranks
         sharded.set_force_sum_reduction_for_comms(True)  # the factor alone would ask for an operation gloo lacks
     base.call_gathered = lambda function, *args: function(*args)
     register_fsdp_forward_method(base, "call_gathered")

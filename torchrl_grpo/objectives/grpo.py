@@ -41,7 +41,7 @@ class GRPOLoss(LossModule):
     coefficient is not 0. Only entries named ``loss_*`` belong to the loss: add those up, and never average over the
     whole output. Everything else is a detached metric.
 
-    All outputs are sums whose weights were fixed over the whole optimisation batch, if ``normalize`` was called on it:
+    All outputs are sums whose weights were fixed over the whole optimization batch, if ``normalize`` was called on it:
     then the outputs of its micro-batches add up to those of the batch, and so do the gradients. On a batch without
     those weights they are taken from the batch itself.
 
@@ -65,14 +65,14 @@ class GRPOLoss(LossModule):
             ``prox_log_prob``, the trainer's own log-probs from before the batch's first step; ``"current"`` is what
             that amounts to with one optimizer step a batch, the current policy without its gradient;
             ``"interpolated"`` estimates it from ``staleness`` (``functional.interpolated_log_prob``).
-        behaviour_weight: the objective is multiplied by proximal / behaviour probability, bounded: ``"truncate"`` and
+        behaviour_weight: the objective is multiplied by proximal / behavior probability, bounded: ``"truncate"`` and
             ``"mask"`` are truncated and masked importance sampling; ``"none"`` is weight 1. See
             ``functional.behaviour_weight``.
         behaviour_level: the weight of each ``"token"``, or that of its ``"sequence"``.
         behaviour_cap: largest weight, above 0.
         mask_truncated: whether truncated responses leave the loss (they stay in their group's statistics).
         kl_to_ref_coeff: weight of the KL to the reference policy; 0 (or None) needs no reference log-probs.
-        kl_to_inference_coeff: weight of the KL to the behaviour policy, likewise.
+        kl_to_inference_coeff: weight of the KL to the behavior policy, likewise.
         kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, for both.
         entropy_coeff: weight of the entropy bonus.
 
@@ -184,7 +184,7 @@ class GRPOLoss(LossModule):
 
     @property
     def in_keys(self) -> list[NestedKey]:
-        """What ``forward`` reads."""
+        """Keys that ``forward`` reads."""
         names = [self.tensor_keys.mask, self.tensor_keys.sample_log_prob, self.tensor_keys.advantage]
         names += [self.tensor_keys.prox_log_prob] if self.proximal == "recomputed" else []
         names += [self.tensor_keys.staleness] if self.proximal == "interpolated" else []
@@ -195,7 +195,7 @@ class GRPOLoss(LossModule):
 
     @property
     def out_keys(self) -> list[NestedKey]:
-        """What ``forward`` returns on a batch that holds just the ``in_keys``."""
+        """Keys that ``forward`` returns on a batch that holds just the ``in_keys``."""
         names = ["loss_objective"]
         names += ["loss_kl_to_ref"] if self.kl_to_ref_coeff else []
         names += ["loss_kl_to_inference"] if self.kl_to_inference_coeff else []
@@ -212,7 +212,7 @@ class GRPOLoss(LossModule):
             self.actor_network.in_keys = [keys.FULL, self.tensor_keys.mask]
 
     def normalize(self, batch: TensorDictBase) -> TensorDictBase:
-        """Fixes the weight of each token and the token count over a whole optimisation batch, in place.
+        """Fixes the weight of each token and the token count over a whole optimization batch, in place.
 
         Call it on the padded batch before splitting it, so that micro-batches add up to the batch.
 
@@ -248,7 +248,7 @@ class GRPOLoss(LossModule):
         return F.importance_ratio(mean, torch.zeros_like(mean)).expand_as(log_prob)
 
     def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
-        """The objective per token, to be maximised: PPO's clipped surrogate. Subclasses put their own here.
+        """The objective per token, to be maximized: PPO's clipped surrogate. Subclasses put their own here.
 
         Args:
             ratio: [B, T], as ``ratio`` gives it.

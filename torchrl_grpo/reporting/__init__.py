@@ -1,4 +1,4 @@
-"""What a run shows and writes: terminal output, metrics, samples, curves and the report."""
+"""Output of a run: terminal, metrics, samples, curves and the report."""
 
 from __future__ import annotations
 

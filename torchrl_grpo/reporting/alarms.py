@@ -14,6 +14,8 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from torchrl_grpo.host.text import invalid_cause
+
 Row = Mapping[str, Any]
 Found = Iterator[tuple[str, str]]
 """Names and texts of alarms; a name is that of a section, and after a slash of what it is about."""
@@ -149,13 +151,14 @@ def _signal(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if equal is not None and equal >= _ZERO_VARIANCE and (accuracy or 0.0) < _SOLVED:
         yield (
             "zero_variance",
-            f"in {_share(equal)} of the groups all rewards were equal over {_SOME} steps, and these teach nothing: use "
-            "policy.dynamic_sampling=true, env.difficulty_filter=[0.05,0.95], a larger env.repeats, or easier problems",
+            f"all rewards were equal in {_share(equal)} of the groups over {_SOME} steps, which gives no signal: use "
+            "policy.dynamic_sampling=true, env.difficulty_filter=[0.05,0.95], a larger env.repeats, or easier "
+            "problems",
         )
 
 
 def _without_signal(rows: Sequence[Row], steps: int) -> Found:
-    """What to say where the rewards of every group were equal or not valid for so many steps."""
+    """Yield the alarm for rewards that were equal or invalid in every group for so many steps."""
     rows = rows[-steps:]
     last, when = rows[-1], f"{steps} steps" if steps > 1 else "the only step"
     if fmean(_invalid_shares(rows, steps)) > MOSTLY_INVALID:
@@ -163,12 +166,12 @@ def _without_signal(rows: Sequence[Row], steps: int) -> Found:
         return
     if all(_value(row, "rollout/reward_mean") == 0 == _value(row, "rollout/reward_std") for row in rows):
         cut = _value(last, "rollout/truncated") or 0.0
-        hint = "" if cut < _TRUNCATED else f"; {_share(cut)} were cut off: raise inference_model.max_new_tokens"
+        hint = "" if cut < _TRUNCATED else f"; {_share(cut)} were truncated: raise inference_model.max_new_tokens"
         yield (
             "zero_rewards",
             f"all rewards were 0 over {when}, so nothing is learned: read the responses (python -m "
-            "torchrl_grpo.samples DIR), and compare the prompt's format with what the model was trained on and what "
-            f"the reward asks for{hint}",
+            "torchrl_grpo.samples DIR), and check that the prompt has the format that the model was trained on and "
+            f"asks for the one that the reward expects{hint}",
         )
     elif (_value(last, "rollout/accuracy") or 0.0) >= _SOLVED:
         yield (
@@ -179,8 +182,8 @@ def _without_signal(rows: Sequence[Row], steps: int) -> Found:
     else:
         yield (
             "no_signal",
-            f"all rewards of each group were equal over {when}, so nothing is learned: use a reward that tells better "
-            "responses from worse ones, easier or harder problems, or a larger env.repeats or temperature",
+            f"all rewards of each group were equal over {when}, so nothing is learned: use a reward that ranks better "
+            "responses higher, easier or harder problems, or a larger env.repeats or inference_model.temperature",
         )
 
 
@@ -194,12 +197,12 @@ def _invalid(rows: Sequence[Row], first: Sequence[Row]) -> Found:
 
 def _invalid_rewards(rows: Sequence[Row], steps: int) -> Found:
     causes = [name.partition("invalid_")[2] for name in rows[-1] if name.startswith("rewards/invalid_")]
-    why = f" ({', '.join(causes).replace('_', ' ')})" if causes else ""
+    why = f" ({', '.join(map(invalid_cause, causes))})" if causes else ""
     share = _share(fmean(_invalid_shares(rows, steps)))
     yield (
         "invalid_rewards",
-        f"{share} of the rewards are not valid{why}, and their responses are left out: the log has the "
-        "first error of each kind; call the reward function by hand with a row of samples.jsonl",
+        f"{share} of the rewards are invalid{why}, and their responses are left out of training: the log has the "
+        "first error of each kind; call the reward function yourself on a row of samples.jsonl",
     )
 
 
@@ -216,14 +219,14 @@ def _parts(rows: Sequence[Row], first: Sequence[Row]) -> Found:
             what = "applied to no response" if never else "was 0 for every response"
             yield (
                 f"reward_part/{name}",
-                f"the part {name!r} of the reward {what} over {_MANY} steps, so it teaches nothing: check what it "
-                "looks for in samples.jsonl, or leave it out (a penalty that is never due is no fault)",
+                f"the reward component {name!r} {what} over {_MANY} steps, so it gives no signal: check in "
+                "samples.jsonl what it looks for, or remove it (a penalty that never applies is fine)",
             )
 
 
 def _mismatch(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     fix = (
-        "set inference_model.dtype=float32 to see whether rounding is the cause, or weigh it out with "
+        "set inference_model.dtype=float32 to see whether rounding is the cause, or correct for it with "
         "policy.proximal=recomputed policy.behaviour_weight=truncate"
     )
     measured = _mean(rows, "sync/mismatch_mean", _FEW)
@@ -237,8 +240,8 @@ def _mismatch(rows: Sequence[Row], first: Sequence[Row]) -> Found:
         yield (
             "mismatch",
             f"the trained policy is far from the one that sampled (KL {kl or 0:.2g} nats per token, mean ratio "
-            f"{1 if ratio is None else ratio:.3g}) over {_FEW} steps: inference_model.check_sync=true tells whether "
-            "the engine is wrong; if not, use fewer optimizer steps a batch, a lower optimizer.lr or max_staleness",
+            f"{1 if ratio is None else ratio:.3g}) over {_FEW} steps: inference_model.check_sync=true shows whether "
+            "the engine is wrong; if not, use fewer optimizer steps per batch, or lower optimizer.lr or max_staleness",
         )
 
 
@@ -247,8 +250,8 @@ def _ess(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if ess is not None and ess < _ESS:
         yield (
             "ess",
-            f"the effective sample size is {_share(ess)} over {_FEW} steps, so a few tokens make the gradient: lower "
-            "optimizer.lr, train.epochs or train.max_staleness, or use policy.behaviour_weight=truncate",
+            f"the effective sample size is {_share(ess)} over {_FEW} steps, so a few tokens dominate the gradient: "
+            "lower optimizer.lr, train.epochs or train.max_staleness, or use policy.behaviour_weight=truncate",
         )
 
 
@@ -258,7 +261,7 @@ def _clip(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if clipped > _CLIPPED:
         yield (
             "clip_fraction",
-            f"{_share(clipped)} of the tokens are clipped over {_FEW} steps, so most of a batch is thrown away: lower "
+            f"{_share(clipped)} of the tokens are clipped over {_FEW} steps, so much of each batch is wasted: lower "
             "optimizer.lr or train.epochs, use larger optimizer batches, or widen policy.clip_epsilon",
         )
 
@@ -272,8 +275,8 @@ def _entropy(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if before and now is not None and now < _ENTROPY * before and (accuracy or 0.0) < _SOLVED:
         yield (
             "entropy",
-            f"the entropy fell to {now:.2g} nats per token, {_share(now / before)} of what it was, and the problems "
-            "are not solved: use policy.clip_epsilon=[0.2,0.28], policy.entropy_coef=0.001, or a lower optimizer.lr",
+            f"the entropy fell to {now:.2g} nats per token, {_share(now / before)} of what it was, before the "
+            "problems are solved: use policy.clip_epsilon=[0.2,0.28], policy.entropy_coef=0.001 or lower optimizer.lr",
         )
 
 
@@ -282,8 +285,8 @@ def _truncation(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if cut is not None and cut > _TRUNCATED:
         yield (
             "truncated",
-            f"{_share(cut)} of the responses were cut off over {_FEW} steps: raise inference_model.max_new_tokens, or "
-            "check that the model ends its turn (chat template, stop tokens); policy.overlong_buffer=0.2 teaches it",
+            f"{_share(cut)} of the responses were truncated over {_FEW} steps: raise inference_model.max_new_tokens, "
+            "or check that the model ends its turn (chat template, stop tokens); policy.overlong_buffer=0.2 teaches it",
         )
 
 
@@ -303,8 +306,8 @@ def _kl(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if kl is not None and kl > _KL_TO_REF:
         yield (
             "kl",
-            f"the KL to the reference model is {kl:.2g} nats per token over {_FEW} steps, so the policy is no longer "
-            "close to it: lower optimizer.lr, raise policy.kl_coef, or set ref_model.refresh_every",
+            f"the KL to the reference model is {kl:.2g} nats per token over {_FEW} steps, so the policy has drifted "
+            "far from it: lower optimizer.lr, raise policy.kl_coef, or set ref_model.refresh_every",
         )
 
 
@@ -313,8 +316,8 @@ def _repeated(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if repeated is not None and repeated > _REPEATED and (accuracy or 0.0) < _HALF_SOLVED:
         yield (
             "repeated",
-            f"{_share(repeated)} of the responses equal another one of their group over {_FEW} steps: raise "
-            "inference_model.temperature, or lower optimizer.lr; from the first step on, look at the engine's seeds",
+            f"{_share(repeated)} of the responses duplicate another one in their group over {_FEW} steps: raise "
+            "inference_model.temperature, or lower optimizer.lr; if it began at step 1, check the engine's seeds",
         )
 
 
@@ -324,7 +327,7 @@ def _staleness(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if len(ages) == _MANY and oldest >= 2 and all(mean >= 0.95 * oldest for mean, _ in ages):
         yield (
             "staleness",
-            f"every group is {oldest:.0f} steps old when it is trained, as old as train.max_staleness allows, over "
+            f"every group is {oldest:.0f} steps old when it is trained on, as old as train.max_staleness allows, over "
             f"{_MANY} steps: the samplers wait for the learner; give it more devices, or lower train.max_staleness",
         )
 
@@ -337,9 +340,9 @@ def _restarts(rows: Sequence[Row], first: Sequence[Row]) -> Found:
         if sum(later > earlier for earlier, later in pairwise(counts)) >= _RESTARTS:
             yield (
                 f"restarts/{kind}",
-                f"a {name} was made again {counts[-1] - counts[0]:.0f} times within {len(rows)} steps: the log says "
-                "what ended it; often memory is short (env.num_envs, inference_model.gpu_memory_utilization), or one "
-                "response ends its scorer",
+                f"a {name} was restarted {counts[-1] - counts[0]:.0f} times within {len(rows)} steps: the log says why "
+                "it ended; often it is out of memory (env.num_envs, inference_model.gpu_memory_utilization), or a "
+                "response crashes its scorer",
             )
 
 

@@ -1,4 +1,4 @@
-"""What the user sees in the terminal: the plan, a progress bar, samples, evaluations and where everything lies.
+"""Terminal output of a run: the plan, a progress bar, samples, evaluations and the paths of its files.
 
 On a terminal there is a live bar, with the tables scrolling by above it; into a pipe or a file goes plain text, one
 line every few steps, without control characters. Text that a model wrote is never trusted: it is not read as markup,
@@ -76,7 +76,7 @@ class Console(AbstractContextManager["Console"]):
         self._started_at = time.monotonic()
         self._silent = True  # no step was printed yet
         for handler in torchrl_logger.handlers:
-            if type(handler) is logging.StreamHandler and not handler.stream.isatty():  # TorchRL's lines have colours
+            if type(handler) is logging.StreamHandler and not handler.stream.isatty():  # TorchRL's lines have colors
                 handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s: %(message)s"))
 
     def table(self, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -103,23 +103,23 @@ class Console(AbstractContextManager["Console"]):
             test: problems of an evaluation.
             prompt: the first one's prompt, chat template included.
         """
-        self._line(f"{train:,} problems to train on, {test:,} to test on; a prompt as the model gets it:")
+        self._line(f"{train:,} training problems, {test:,} test problems; the first prompt as the model sees it:")
         self._line(clip(prompt, 4 * _LONGEST_SAMPLE), "dim")
 
     def resume(self, step: int, path: str | os.PathLike[str]) -> None:
-        """Says where a resumed run goes on from."""
-        self._line(f"goes on after step {step:,}, from {os.fspath(path)}")
+        """Print the step and the checkpoint that a run resumes from."""
+        self._line(f"Resuming after step {step:,} from {os.fspath(path)}")
 
     def page(self, address: str) -> None:
-        """Says where the page on the run is."""
-        self._line(f"a page on this run: {address}", "bold")
+        """Print the address of the run dashboard."""
+        self._line(f"Run dashboard: {address}", "bold")
 
     def start(self, sequences_done: int, sequences_total: int) -> None:
         """Opens the progress bar. ``sequences_done`` is above 0 in a resumed run."""
         self._started_at = time.monotonic()
         if not self._live or self._progress is not None:
-            first = "evaluating before the first step, and sampling for it"
-            startup.say("sampling for the next step" if sequences_done else first)
+            first = "running the initial evaluation and the first rollout"
+            startup.say("running the next rollout" if sequences_done else first)
             return
         startup.end()
         wide, line = self._rich.width >= _WIDE, Column(no_wrap=True)
@@ -212,28 +212,28 @@ class Console(AbstractContextManager["Console"]):
         if wall_s := summary.get("wall_s"):
             parts.append(f"{duration(wall_s)} wall time")
         if speed := summary.get("trained_tokens_per_s"):
-            parts.append(f"{speed:,.0f} trained tokens/s without evaluation")
+            parts.append(f"{speed:,.0f} trained tokens/s excluding evaluation")
         if parts:
             self._line(", ".join(parts))
         if restarts := summary.get("restarts"):
-            self._line(f"{restarts:,} restarts of actors, {summary['groups_resampled']:,} groups sampled again")
+            self._line(f"{restarts:,} actor restarts, {summary['groups_resampled']:,} groups resampled")
         if invalid := summary.get("invalid"):
             causes = ", ".join(f"{count:,} {cause}" for cause, count in invalid.items())
-            self._line(f"{sum(invalid.values()):,} rewards were not valid: {causes}", style="yellow")
+            self._line(f"{sum(invalid.values()):,} invalid rewards: {causes}", style="yellow")
         for alarm in summary.get("alarms", ()):
             still = alarm.last == summary.get("steps")
-            when = f"from step {alarm.first} to the end" if still else f"step {alarm.first} to {alarm.last}"
+            when = f"from step {alarm.first} to the end" if still else f"steps {alarm.first} to {alarm.last}"
             self._line(f"alarm, {when}: {alarm.text}", style="bold yellow" if still else "yellow")
         width = max((len(name) for name in paths), default=0)
         for name, path in paths.items():
             self._line(f"  {name:<{width}}  {os.fspath(path)}")
 
     def verdict(self, failed: Sequence[str]) -> None:
-        """Says what a dry run found wrong, in a line each, or that nothing is."""
+        """Print one line for each failed check of a dry run, then the verdict."""
         for text in failed:
-            self._line(f"FAILS  {text}", style="bold red")
+            self._line(f"FAILED  {text}", style="bold red")
         self._line(
-            f"{len(failed)} of the checks failed: this run would not work." if failed else "Nothing failed.",
+            f"{len(failed)} failed: this run would not work." if failed else "No check failed.",
             style="bold red" if failed else "bold green",
         )
 
@@ -276,9 +276,9 @@ class _Clock(ProgressColumn):
 
 _BAR = {"reward": "rollout/reward_mean", "accuracy": "rollout/accuracy"}
 _LINE = _BAR | {
-    "kl_k3": "train/kl_k3_to_ref",
+    "KL to reference": "train/kl_k3_to_ref",
     "entropy": "train/entropy",
-    "length": "rollout/response_length",
+    "response length": "rollout/response_length",
     "trained tokens/s": "throughput/trained_tokens_per_s",
 }
 

@@ -1,4 +1,4 @@
-"""What a run writes down while it trains: ``metrics.jsonl``, ``samples.jsonl``, ``timeline.jsonl``,
+"""Files that a run writes while it trains: ``metrics.jsonl``, ``samples.jsonl``, ``timeline.jsonl``,
 ``environment.json``; and through ``trackers`` what other loggers show of it.
 
 The jsonl files are the record: strict JSON, one object a line, flushed line by line, so that a crash loses nothing.
@@ -241,7 +241,7 @@ class _Lines:
 
 
 def _write_environment(directory: Path) -> None:
-    """What the run runs on: command line, Python, machine, accelerators, versions of the packages that matter."""
+    """Return the run's environment: command line, Python, machine, accelerators, versions of main packages."""
     count = torch.cuda.device_count()
     # Asking for the names starts CUDA in this process, which workers that are forked later do not survive.
     names = sorted({torch.cuda.get_device_name(i) for i in range(count)}) if torch.cuda.is_initialized() else []

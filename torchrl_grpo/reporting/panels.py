@@ -1,4 +1,4 @@
-"""What the curves of a run show, for the report and for the page: panels, their numbers and colors. Nothing heavy is
+"""Curves of a run, for the report and for the dashboard: panels, their numbers and colors. Nothing heavy is
 imported here."""
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ PANELS = (
     Panel(
         "Throughput (trained tokens/s)",
         ("throughput/trained_tokens_per_s",),
-        "Response tokens of a batch by the time of its step, evaluation left out.",
+        "Response tokens of a batch, divided by the time of its step excluding evaluation.",
     ),
-    Panel("Time per step (s)", ("time/*_s",), "Evaluation left out."),
+    Panel("Time per step (s)", ("time/*_s",), "Excluding evaluation."),
 )
 
 
 _LABELS = {
     "rollout/reward_mean": "mean reward",
-    "rollout/response_length": "mean length",
+    "rollout/response_length": "mean response length",
     "train/kl_k3_to_inference": "KL to the sampling policy",
     "train/kl_k3_to_ref": "KL to the reference",
     "train/clip_fraction_high": "clipped at the upper bound",
     "train/clip_fraction_low": "clipped at the lower bound",
     "throughput/trained_tokens_per_s": "trained tokens/s",
-    "time/step_s": "whole step",
+    "time/step_s": "full step",
 }
 """Metrics whose names are not words."""
 
@@ -142,7 +142,7 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """At most 400 points: means over neighbours, so that the report of a long run stays small."""
+    """At most 400 points: means over neighbors, so that the report of a long run stays small."""
     size = math.ceil(len(steps) / _MOST_POINTS) or 1
     chunks = [slice(start, start + size) for start in range(0, len(steps), size)]
     return [sum(steps[c]) / len(steps[c]) for c in chunks], [sum(values[c]) / len(values[c]) for c in chunks]

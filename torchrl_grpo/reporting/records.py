@@ -27,7 +27,7 @@ def one_of_each(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def earned(row: Mapping[str, Any]) -> Any:
-    """A sample's reward, none where it is not valid."""
+    """A sample's reward, none where it is invalid."""
     return None if row.get("valid") is False else row.get("reward")
 
 
@@ -36,7 +36,7 @@ def passes(
 ) -> bool:
     """Whether a sample's reward lies within these bounds and its prompt or response has the text, in capitals or not.
 
-    A reward that is not valid is neither high nor low.
+    An invalid reward is neither high nor low.
     """
     reward = earned(row)
     if (least, most) != (None, None) and reward is None:

@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 
 from torchrl_grpo.host.files import ENVIRONMENT_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl
-from torchrl_grpo.host.text import accuracy, clip, duration, number, percent, points, printable_lines
+from torchrl_grpo.host.text import accuracy, clip, duration, invalid_cause, number, percent, points, printable_lines
 from torchrl_grpo.reporting.alarms import MOSTLY_INVALID, alarms_of
 from torchrl_grpo.reporting.curves import panel_svg, save_png
 from torchrl_grpo.reporting.panels import COLORS, PANELS, TIME_PARTS, series, time_parts
@@ -119,7 +119,7 @@ def _summary(records: Sequence[Row]) -> dict[str, Any]:
 
 
 def objective(summary: Mapping[str, Any]) -> float | None:
-    """What a sweep is to raise: the last greedy test accuracy or, where nothing was evaluated, ``reward``.
+    """Objective of a sweep: the last greedy test accuracy or, where nothing was evaluated, ``reward``.
 
     None where most rewards of the last evaluation were invalid.
     """
@@ -162,9 +162,9 @@ def _latest_sum(records: Sequence[Row], prefix: str) -> int:
 
 
 def _invalid(records: Sequence[Row]) -> dict[str, int]:
-    """Rewards that were not valid since the start, by cause."""
+    """Invalid rewards since the start, by cause."""
     latest = {name: int(value) for record in records for name, value in record.items() if name.startswith(_INVALID)}
-    return {name.removeprefix(_INVALID).replace("_", " "): count for name, count in latest.items() if count}
+    return {invalid_cause(name.removeprefix(_INVALID)): count for name, count in latest.items() if count}
 
 
 def _times(records: Sequence[Row]) -> list[dict[str, Any]]:

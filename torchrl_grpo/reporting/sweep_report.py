@@ -29,7 +29,7 @@ _PANELS = (
     Panel("KL to the reference (nats per token)", ("train/kl_k3_to_ref",)),
     Panel("Entropy (nats per token)", ("train/entropy",)),
     Panel("Response length (tokens)", ("rollout/response_length",)),
-    Panel("Time per step (s)", ("time/step_s",), "Evaluation left out."),
+    Panel("Time per step (s)", ("time/step_s",), "Excluding evaluation."),
 )
 _GREY = COLORS[6]
 _BRIGHT = [color for color in COLORS if color != _GREY]
@@ -65,7 +65,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Influence:
-    """What a key explains of the differences between the jobs' outcomes.
+    """Share of the differences between the jobs' outcomes that a key explains.
 
     Attributes:
         key: its name.
@@ -150,7 +150,7 @@ def shown(value: str) -> str:
 
 
 def influence(jobs: Sequence[Job], key: str) -> Influence:
-    """What a key by itself explains of the outcomes (eta squared of a one-way analysis of variance)."""
+    """Compute how much of the outcomes a key explains on its own (eta squared of a one-way analysis of variance)."""
     pairs = [(job.values.get(key, "-"), job.outcome) for job in jobs]
     scored = [(value, outcome) for value, outcome in pairs if outcome is not None and math.isfinite(outcome)]
     levels = _levels(scored)

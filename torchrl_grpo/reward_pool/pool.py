@@ -68,7 +68,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """What a task raised; its kind is the type and the place. The package's own lines are left out of the text."""
+        """Failure that a task raised; its kind is the type and the place. The text omits the package's own lines."""
         places = traceback.extract_tb(error.__traceback__)
         place = (places[-1].filename, places[-1].lineno) if places else ()
         theirs = [place for place in places if not place.filename.startswith(_PACKAGE)]
@@ -87,7 +87,7 @@ def _short(text: str) -> str:
 
 
 def advance(task: Task, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Failure]:
-    """What ``task.advance`` says of each dialog, with finite rewards, or why it says nothing."""
+    """Return the answer of ``task.advance`` for each dialog, with finite rewards, or why there is none."""
     try:
         turns = task.advance(dialogs, timeout_s)
     except Exception as error:  # of a task whose advance is the user's
@@ -127,7 +127,7 @@ class _Worker:
         self._requests = 0
 
     def advance(self, dialogs: Sequence[Dialog], timeout_s: float) -> list[Turn | Failure] | None:
-        """What the task says of dialogs, None where it said nothing in time.
+        """Return the task's answers to dialogs, None where there is none in time.
 
         Raises:
             EOFError or OSError: the process has ended, or closed its pipe.
@@ -140,7 +140,7 @@ class _Worker:
             if self.connection.poll(_START_S):
                 refused = self.connection.recv_bytes(_LARGEST_ANSWER).decode()
             if refused:
-                raise RuntimeError(f"env.reward_workers needs processes that can load the task; one says: {refused}")
+                raise RuntimeError(f"env.reward_workers needs processes that can load the task; one failed: {refused}")
             self._task = None
             self._limit_transfers()
         self._requests += 1
@@ -187,7 +187,7 @@ class _Worker:
 
 
 class RewardPool(AbstractContextManager["RewardPool"]):
-    """Has dialogs answered and scored in worker processes, which are made when they are first needed.
+    """Pool of worker processes that answer and score dialogs, made when they are first needed.
 
     A scorer or tool that takes too long is killed. A worker that dies is replaced, and its dialog tried once more. May
     be used by several threads at a time, and be pickled: the copy makes its own workers. On Linux the workers, and all
@@ -229,7 +229,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._init(*state)
 
     def submit(self, dialog: Dialog) -> Future[Turn | Failure]:
-        """Has a dialog answered or scored as soon as a worker is free.
+        """Give a dialog to a worker as soon as one is free.
 
         Raises:
             RuntimeError: the pool is closed; or, from the future, a worker process cannot load the task.
@@ -240,7 +240,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         return future
 
     def take_counts(self) -> dict[str, int]:
-        """What happened since this was last called, as metrics: workers that died, and dialogs that took too long."""
+        """Return the counts since the last call, as metrics: workers that died, and dialogs that took too long."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return {name: counts[name] for name in (RESTARTS, TIMED_OUT)}
@@ -386,7 +386,7 @@ def _number(value: Any) -> float | None:
 
 
 def serve(fd: int, parent: int) -> None:
-    """What a worker process does: it loads the task that it is sent, and advances dialogs until the pipe is closed.
+    """Main function of a worker process: load the task that it is sent, and advance dialogs until the pipe is closed.
 
     Args:
         fd: its end of the pipe.

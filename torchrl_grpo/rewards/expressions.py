@@ -67,7 +67,7 @@ def _apply(operator: ast.operator, left: Fraction, right: Fraction) -> Fraction:
             return left / right
         case ast.Pow():
             if right.denominator != 1 or _bits(left) * abs(right) > MAX_BITS:
-                raise ValueError(f"the power {left}**{right} is no whole or too large a one")
+                raise ValueError(f"the exponent of {left}**{right} is not a whole number, or is too large")
             return left**right.numerator
     raise ValueError(f"{type(operator).__name__} is not allowed")
 

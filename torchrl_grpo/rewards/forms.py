@@ -24,7 +24,7 @@ from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.rewards.spec import RewardEntry
 
 FACTS = ("response", "prompt", "messages", "answer", "finish_reason", "tokens")
-"""What is known of a response beside the columns of its row."""
+"""Arguments that each response has besides the columns of its row."""
 
 Form = Literal["own", "trl", "verl"]
 Given = dict[str, Any]
@@ -125,7 +125,7 @@ class RewardFunction:
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
     def check(self, columns: Collection[str], has_answer: bool = True) -> None:
-        """Refuses arguments that nothing gives.
+        """Refuse arguments that are neither columns nor built-in.
 
         Args:
             columns: of the data.
@@ -146,12 +146,13 @@ class RewardFunction:
         missing = sorted(self._needed - set(self.options) - there)
         if missing:
             raise ValueError(
-                f"reward {self.name} must have arguments that something gives, nothing gives {', '.join(missing)}: use "
-                f"names of these: {', '.join(sorted(there))}; or give it as an option, {{fn: ..., {missing[0]}: ...}}."
+                f"reward {self.name} needs {' and '.join(missing)}, {'which is' if len(missing) == 1 else 'which are'} "
+                f"neither a column nor a built-in argument: use names of these: {', '.join(sorted(there))}; or give it "
+                f"as an option, {{fn: ..., {missing[0]}: ...}}."
             )
 
     def call(self, facts: Given, columns: Given) -> Any:
-        """What the function returns, an awaitable where it is asynchronous.
+        """Call the function; the result is an awaitable where it is asynchronous.
 
         Args:
             facts: ``FACTS``; ``prompt_column``, ``written`` (the messages since the prompt) and ``dataset``.

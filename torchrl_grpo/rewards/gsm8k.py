@@ -169,7 +169,7 @@ def tagged_answer(text: str) -> tuple[int, str]:
 
 
 def _in_braces(text: str) -> str:
-    """What the braces at the start of ``text`` enclose, nothing when they do not close."""
+    """Return the contents of the braces at the start of ``text``, nothing when they do not close."""
     depth = 0
     for i, character in enumerate(text):
         depth += (character == "{") - (character == "}")

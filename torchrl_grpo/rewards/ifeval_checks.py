@@ -181,7 +181,7 @@ def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
 
 
 def _parts(text: str, divider: str) -> list[str] | None:
-    """What a divider separates, without an empty first or last part; None when a part between two dividers is empty."""
+    """Split at a divider, without an empty first or last part; None when a part between two dividers is empty."""
     parts = text.split(divider)
     inner = [part.strip() for i, part in enumerate(parts) if part.strip() or 0 < i < len(parts) - 1]
     return inner if all(inner) else None

@@ -1,4 +1,4 @@
-"""A language model as judge, behind any endpoint that speaks OpenAI's chat completions (``vllm serve``, say)."""
+"""A language model as judge, behind any endpoint that speaks OpenAI's chat completions (such as ``vllm serve``)."""
 
 from __future__ import annotations
 

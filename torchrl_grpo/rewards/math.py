@@ -99,7 +99,7 @@ class _Judge:
         atexit.register(self.end)
 
     def verdict(self, text: str, reference: str) -> bool | None:
-        """What ``_verdict`` says in the process; False where it takes too long.
+        """Ask the process for ``_verdict``; False where it takes too long.
 
         Raises:
             ImportError: math-verify cannot be imported.
@@ -159,7 +159,7 @@ _judges: dict[int, _Judge] = {}
 
 
 def serve(fd: int) -> None:
-    """What the process does: it compares answers until the pipe is closed. One that takes too long ends it.
+    """Main function of the process: compare answers until the pipe is closed. One that takes too long ends it.
 
     Args:
         fd: its end of the pipe.

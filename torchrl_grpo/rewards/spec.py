@@ -1,4 +1,4 @@
-"""What ``env.reward`` says: which functions, under which names, with which weights and options. Nothing is loaded."""
+"""Parser of ``env.reward``: functions, their names, weights and options. Nothing is loaded."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def parse_rewards(spec: RewardSpec, field: str = "env.reward") -> list[RewardEnt
     several: list[Any] = list(spec) if isinstance(spec, Sequence) and not isinstance(spec, str) else [spec]
     entries = [_entry(one, field) for one in several]
     if not entries:
-        raise ValueError(f"{field}=[] must name a reward: use [gsm8k], say, or leave {field} out for the task's own.")
+        raise ValueError(
+            f"{field}=[] must name a reward: for example, [gsm8k], or leave {field} out for the task's own."
+        )
     names = [entry.name for entry in entries]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -59,7 +61,7 @@ def _entry(one: OneReward, field: str) -> RewardEntry:
     given: dict[str, Any] = dict(one) if isinstance(one, Mapping) else {"fn": one}
     fn = given.pop("fn", None)
     if not (isinstance(fn, str) or callable(fn)):
-        raise ValueError(f"{field} must name a function as fn, got {one!r}: use {{fn: gsm8k, weight: 1}}, say.")
+        raise ValueError(f"{field} must name a function as fn, got {one!r}: for example, {{fn: gsm8k, weight: 1}}.")
     default = fn.rpartition(":")[2] if isinstance(fn, str) else getattr(fn, "__name__", type(fn).__name__)
     name, weight = given.pop("name", default), given.pop("weight", 1.0)
     if not isinstance(name, str) or not name or "/" in name:
@@ -87,7 +89,7 @@ def reward_weights(entries: Sequence[RewardEntry]) -> dict[str, float]:
 
 
 def part_weight(part: str, parts: Collection[str], weights: Mapping[str, float]) -> float:
-    """What a part counts in the reward.
+    """Weight of a part in the reward.
 
     A weight is that of the part, else that of its function, else 1. A part ``correct`` is only logged; so is ``name/x``
     where there is a part ``name``: verl's functions return one score, and other numbers beside it.

@@ -187,8 +187,8 @@ def _report(folder: Path) -> None:
     from torchrl_grpo.reporting.sweep_report import write_sweep
 
     try:
-        sys.stdout.write(f"The sweep's page: {write_sweep(folder)}\n")
+        sys.stdout.write(f"Sweep page: {write_sweep(folder)}\n")
     except ValueError:
         return  # no job came to a step
     except Exception as error:  # how the jobs ended is what counts
-        sys.stderr.write(f"warning: the sweep's page could not be made: {type(error).__name__}: {error}\n")
+        sys.stderr.write(f"warning: the sweep page could not be written: {type(error).__name__}: {error}\n")

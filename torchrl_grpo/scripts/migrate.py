@@ -61,11 +61,11 @@ def report(made: Translation, width: int) -> str:
     """What is printed about a translation."""
     parts = [" \\\n    ".join(command(made)) + "\n"]
     lines = {
-        f"Set these, which are {SET_ME} above: the file does not tell them": _lines(made.unset),
-        f"Means something else in {made.table.title}": [*_lines(made.differs), *made.table.differs],
-        "Has no counterpart": _lines(made.lacks),
-        "Left out": [f"{why}: {', '.join(keys)}" for why, keys in made.ignored.items()],
-        "Not in our table of their keys: look at these yourself": [", ".join(made.unknown)],
+        f"Set these ({SET_ME} above): the file does not give their values": _lines(made.unset),
+        f"Different meaning in {made.table.title}": [*_lines(made.differs), *made.table.differs],
+        "No equivalent": _lines(made.lacks),
+        "Ignored: not relevant here": [f"{why}: {', '.join(keys)}" for why, keys in made.ignored.items()],
+        "Unknown keys: check these yourself": [", ".join(made.unknown)],
     }
     for title, texts in lines.items():
         if any(texts):

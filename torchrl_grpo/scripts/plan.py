@@ -127,31 +127,29 @@ def _show(console: Console, settings: Settings, rows: Sequence[Row], asked: argp
     console.print(
         f"{asked.devices:,} x {asked.gpu}, {work.shape.parameters / 1e9:.3g}B parameters, batches of {work.groups:,} "
         f"groups of {work.group_size}, prompts of {work.prompt:.0f} tokens and responses of {work.response:.0f} on "
-        f"average, staleness {settings.max_staleness}. Simulated from published figures: trust the order more than the "
-        "hours."
+        f"average, staleness {settings.max_staleness}. Simulated from published figures: trust the ranking more than "
+        "the speeds."
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-    for name in ("train", "ref", "inference", "steps/h", "tokens/s", "idle %", "binds", "GB a device"):
+    for name in ("train", "ref", "inference", "steps/h", "tokens/s", "idle %", "bottleneck", "GB/device"):
         table.add_column(name, justify="right" if name in ("steps/h", "tokens/s") else "left", no_wrap=True)
     for row in rows:
         table.add_row(*_cells(settings, row))
     console.print(table)
-    console.print(
-        "idle % and GB are of train, ref and inference; where inference is idle there is room for more groups."
-    )
+    console.print("idle % and GB/device: train/ref/inference. Where inference is idle there is room for more groups.")
     helps = [
         f"{_CHANGES.get(name, f'half of the {name}')} {gain:+.0%}"
         for name, gain in sorted(best.gains.items(), key=lambda item: -item[1])
         if gain > _LITTLE
     ]
-    console.print(f"What would speed up the first split: {', '.join(helps) or 'nothing alone'}.")
+    console.print(f"The first split would be faster with: {', '.join(helps) or 'nothing alone'}.")
     split, loop = best.split, settings.loop(best.split)
     at_once = simulate(replace(loop, max_staleness=0), settings.costs(split, loop))
-    console.print(f"The same split with grpo.py, that is, without overlap: {3600 / at_once.step_s:,.0f} steps/h.")
+    console.print(f"The same split with grpo.py (no overlap): {3600 / at_once.step_s:,.0f} steps/h.")
     if split.devices < asked.devices:
         console.print(
-            f"{asked.devices - split.devices:,} devices are left, with which it would be hardly faster: a larger "
-            f"train.dialog_turns_per_batch (now {work.groups * work.group_size:,}) could use them."
+            f"{asked.devices - split.devices:,} devices are left over and would hardly make it faster: a larger "
+            f"train.dialog_turns_per_batch ({work.groups * work.group_size:,} here) could use them."
         )
     name = "" if asked.config_name == "grpo_gsm8k" else f"--config-name {asked.config_name} "
     console.print(f"\npython sota/grpo/grpo-async.py {name}{' '.join(_advice(settings, best, asked))}")

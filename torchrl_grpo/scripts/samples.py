@@ -62,10 +62,10 @@ def main(arguments: Sequence[str] | None = None, file: IO[str] | None = None, wi
         found = [row for row in found if _passes(row, asked)]
         for row in _first(found, asked, _key):
             _show(row, console)
-        _line(f"{min(asked.limit, len(found)):,} of {len(found):,} samples that match, of {len(rows):,}", console)
+        _line(f"{min(asked.limit, len(found)):,} of {len(found):,} matching samples, {len(rows):,} in total", console)
     if not found:
         steps, sets = ({row[name] for row in rows if name in row} for name in ("step", "dataset"))
-        _line(f"there are the steps {sorted(steps)}" + (f" and the data sets {sorted(sets)}" if sets else ""), console)
+        _line(f"available: steps {sorted(steps)}" + (f" and data sets {sorted(sets)}" if sets else ""), console)
 
 
 def compare(rows: Iterable[Row]) -> list[Pair]:

@@ -1,4 +1,4 @@
-"""Writes one page over the runs of a sweep: which key mattered, their curves on top of each other, a table.
+"""Writes one page over the runs of a sweep: which key mattered, their curves overlaid, a table.
 
     python -m torchrl_grpo.sweep multirun/DATE/TIME
 
@@ -17,8 +17,10 @@ from torchrl_grpo.reporting.sweep_report import write_sweep
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Answers a command line."""
-    parser = argparse.ArgumentParser("python -m torchrl_grpo.sweep", description="Writes one page over a sweep's runs.")
-    parser.add_argument("folder", type=Path, help="of the sweep: the page is sweep.html in it")
+    parser = argparse.ArgumentParser(
+        "python -m torchrl_grpo.sweep", description="Writes a page that compares the runs of a sweep."
+    )
+    parser.add_argument("folder", type=Path, help="folder of the sweep; the page is written to sweep.html in it")
     asked = parser.parse_args(arguments)
     try:
         path = write_sweep(asked.folder)

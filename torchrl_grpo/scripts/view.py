@@ -1,4 +1,4 @@
-"""Serves a page on runs that go on or have ended: curves, groups of responses, tokens, a timeline, alarms, configs.
+"""Serves a dashboard of running or finished runs: curves, groups of responses, tokens, a timeline, alarms, configs.
 
     python -m torchrl_grpo.view outputs/DATE/TIME
     python -m torchrl_grpo.view outputs/first outputs/second
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: of the command line; by default this process'.
     """
     parser = argparse.ArgumentParser(
-        "python -m torchrl_grpo.view", description="Serves a page on runs that go on or have ended."
+        "python -m torchrl_grpo.view", description="Serves a dashboard of running or finished runs."
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run's folder; several are compared")
     asked = parser.parse_args(arguments)
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             why = f"it has no {METRICS_FILE}" if run.is_dir() else "there is no such folder"
             parser.error(f"RUN={run} must be a run's folder, but {why}: use outputs/DATE/TIME.")
     listening, token, address = listen()
-    sys.stdout.write(f"The page: {address}\nCtrl-C ends it.\n")
+    sys.stdout.write(f"Run dashboard: {address}\nPress Ctrl-C to stop.\n")
     sys.stdout.flush()
     serve(asked.runs, listening, token)
 

@@ -1,4 +1,4 @@
-"""What a task is: problems, how a problem becomes a chat, what answers the policy, and how a dialog is scored."""
+"""Interface of a task: problems, how a problem becomes a chat, what answers the policy, and how a dialog is scored."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Dialog:
 
 @dataclass(frozen=True)
 class Score:
-    """What a dialog earned.
+    """Reward of a dialog.
 
     Attributes:
         reward: trains the policy.
@@ -71,7 +71,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a task makes of the policy's latest turn.
+    """Outcome of the policy's latest turn.
 
     Attributes:
         messages: its answer; None where the dialog is over.
@@ -85,7 +85,7 @@ class Turn:
 
 
 def attempt(function: Callable[[Dialog], T], dialog: Dialog) -> T | Exception:
-    """What a function gives, or raises."""
+    """Call a function; return its result or its exception."""
     try:
         return function(dialog)
     except Exception as error:
@@ -140,7 +140,7 @@ class Task(ABC):
         return self.score(dialog.problem, dialog.responses)
 
     def judge_all(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Score | Exception]:
-        """What ``judge`` says of each, or raises.
+        """Return the outcome of ``judge`` for each, or the exception it raised.
 
         Args:
             dialogs: finished.
@@ -183,7 +183,7 @@ class Task(ABC):
         return out
 
     def excuse(self, dialog: Dialog, why: str) -> list[Message] | None:
-        """What the policy is told when answering its latest turn took too long or ended the process; None ends it."""
+        """Answer the policy whose latest turn took too long or ended the process; None ends the dialog."""
         return None
 
     @property

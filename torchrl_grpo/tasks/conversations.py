@@ -1,4 +1,4 @@
-"""Tasks that go on after a response: with tools, or with a further try. They wrap any task."""
+"""Tasks that go on after a response: with tools, or with retries. They wrap any task."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class WithTools(WrappedTask):
 
 
 class WithRetry(WrappedTask):
-    """A task whose policy has a further try after a wrong answer, as long as it has turns left.
+    """A task whose policy may retry after a wrong answer, as long as it has turns left.
 
     The dialog's score is that of the last try.
 

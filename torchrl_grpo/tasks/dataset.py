@@ -88,7 +88,7 @@ class DatasetTask(Task):
     """
 
     reward: ClassVar[Any] = None
-    """What scores it when ``env.reward`` does not say."""
+    """Reward when ``env.reward`` is not set."""
     drops_shared = False
     """Whether train problems that are also in the test split are dropped; otherwise they are an error."""
 
@@ -259,7 +259,7 @@ class DatasetTask(Task):
                 f"from one, or use {self.field}.test_fraction=0.1 without {self.field}.test_split."
             )
         if shared and split == "train":
-            _log.info(f"{self._what}: dropped {len(shared)} train problems that are in the test split too.")
+            _log.info(f"{self._what}: dropped {len(shared)} training problems that are also in the test split.")
             return table.select(sorted(set(range(len(prompts))).difference(shared)))
         return table
 
@@ -309,7 +309,7 @@ class PresetTask(DatasetTask):
     hub_config: str | None = None
     title: str
     files: str
-    """What its folder must have."""
+    """Files that a folder must have, as named in errors."""
     defaults: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, dataset_path: str | None = None, **options: Any) -> None:

@@ -86,7 +86,7 @@ class Drawing:
         return drawn
 
     def again(self, group: int, index: int) -> Drawn:
-        """What ``draw`` gave for a group, from its id and the problem's index."""
+        """Rebuild what ``draw`` gave for a group, from its id and the problem's index."""
         return Drawn(group, index, self.problems[index])
 
     def record(self, outcomes: Outcomes) -> None:
@@ -110,8 +110,8 @@ class Drawing:
                 out.add(index)
         if len(out) == len(self.usable):
             torchrl_logger.warning(
-                f"difficulty_filter=[{low}, {high}] leaves out all {len(out)} problems of {self.task.name!r}: all of "
-                "them are drawn again."
+                f"difficulty_filter=[{low}, {high}] leaves out all {len(out)} problems of {self.task.name!r}, so "
+                "none is left out."
             )
             return frozenset()
         return frozenset(out)

@@ -1,4 +1,4 @@
-"""What a row of a data set must have, and what is made of it: a text, a chat, a template with the columns filled in."""
+"""Checks on a row of a data set, and its conversion to a text, a chat, or a template with the columns filled in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tasks share whose problems a seeded generator draws: sizes, and which split a problem belongs to."""
+"""Base of tasks whose problems a seeded generator draws: sizes, and which split a problem belongs to."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ INSTRUCTION = r"Reason step by step, and put your final answer within \boxed{}."
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last ``\boxed{}`` of a text encloses; None where there is none that is closed and has something in it.
+    r"""Return the contents of the last ``\boxed{}`` of a text; None where none is closed and not empty.
 
     ``\boxed 5`` and ``\fbox{5}`` count, as in the data set.
 

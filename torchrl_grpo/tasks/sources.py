@@ -108,7 +108,7 @@ class Source(Protocol):
 
 
 def data_name(dataset: str) -> str:
-    """What a data set is called: a file or folder by its name, one on the hub without its owner.
+    """Return the name of a data set: that of a file or folder, or on the hub the name without its owner.
 
     >>> data_name("data/a.jsonl"), data_name("org/set-1.5")
     ('a', 'set-1.5')
@@ -318,7 +318,9 @@ def _json(path: Path) -> Iterator[tuple[int | None, Row]]:
             yield from _lines(path)
             return
         line = getattr(error, "lineno", 1)
-        raise ValueError(f"{path}:{line} must be a list of JSON objects, got a mistake ({error}): fix it.") from error
+        raise ValueError(
+            f"{path}:{line} must be a list of JSON objects, got invalid JSON ({error}): fix it."
+        ) from error
     for index, row in enumerate(whole if isinstance(whole, list) else [whole]):
         where = f"{path}[{index}]"
         if not isinstance(row, dict):

@@ -47,7 +47,7 @@ class Rewards:
         self.asynchronous = any(function.asynchronous for function in functions)
 
     def check(self, columns: Collection[str], has_answer: bool = True) -> None:
-        """Refuses functions with an argument that nothing gives.
+        """Refuse functions with an argument that is neither a column nor built-in.
 
         Args:
             columns: of the data.
@@ -215,7 +215,7 @@ async def _guarded(result: Awaitable[Any]) -> Any:
 
 
 def _correct(name: str, parts: Mapping[str, float | None]) -> bool | None:
-    """What a function says, None where it does not apply."""
+    """Return the result of a function, None where it does not apply."""
     if f"{name}/{CORRECT}" in parts:
         value = parts[f"{name}/{CORRECT}"]
         return None if value is None else value > 0

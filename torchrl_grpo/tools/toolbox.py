@@ -121,7 +121,7 @@ class Toolbox:
         self.calls = parser
 
     def run(self, call: ToolCall) -> tuple[str, bool]:
-        """What the policy is told, and whether the call went well."""
+        """Return the message to the policy, and whether the call succeeded."""
         problem = call.error or self._problem(call)
         if problem:
             return f"error: {problem}", False

@@ -49,14 +49,14 @@ class GroupAdvantage(Transform):
     A member of a group is a trajectory: the rows of a batch up to one that is done, or one row where nothing says
     ``done``. Its reward ``r_i`` is made of all rewards of its steps, and all of them get its advantage.
 
-    With ``level="token"`` the advantage is one for each sampled token: the generalised advantage estimate (arXiv
+    With ``level="token"`` the advantage is one for each sampled token: the generalized advantage estimate (arXiv
     1506.02438, TorchRL's function) over ``token_reward`` along the tokens that the policy sampled; tokens of the
-    environment in between take no time. It is then centred and scaled as the rewards are, over all sampled tokens of
+    environment in between take no time. It is then centered and scaled as the rewards are, over all sampled tokens of
     the valid sequences of the group or the batch. With ``RewardShaping(kl_coef=...)`` before it and ``mean="batch",
     std="batch"`` this is REINFORCE++ (arXiv 2501.03262). Not in a ``TransformedEnv``, where no sequence is whole.
 
-    With ``part_weights`` the parts of the reward are normalised one by one, then summed by weight, and the sums
-    normalised over the batch: GDPO (arXiv 2601.05242), see ``decoupled_advantage``. The parts are those of a
+    With ``part_weights`` the parts of the reward are normalized one by one, then summed by weight, and the sums
+    normalized over the batch: GDPO (arXiv 2601.05242), see ``decoupled_advantage``. The parts are those of a
     trajectory's last step.
 
     In a replay buffer a group may get more members than ``repeats`` to choose from, and be dropped where no choice has
@@ -211,7 +211,7 @@ class GroupAdvantage(Transform):
         return self
 
     def advantage(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-        """What is made of the rewards of whole groups. Subclasses put their own here.
+        """Turn the rewards of whole groups into advantages. Subclasses override this.
 
         Args:
             reward: [N] floating, of each sequence; at level token the estimate of each sampled token.

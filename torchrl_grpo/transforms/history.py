@@ -130,7 +130,7 @@ class HistoryTransforms(Compose):
         before: TensorDictBase,
         after: TensorDictBase,
     ) -> TensorDictBase:
-        """What a row's step comes to, from what the environment and then the transforms said."""
+        """Combine the environment's and then the transforms' results into a row's step."""
         if row not in env.latest:
             return self._ended.get(row, after) if before["done"] else after
         after.set("reward", after.get("reward").reshape(1))

@@ -27,7 +27,7 @@ _PURPOSES: dict[NestedKey, str] = {
     keys.PROX_LOG_PROBS: "Scoring with the policy as it is before the step (policy.proximal=recomputed)",
     keys.LOG_PROBS: "Scoring the sampled responses once more (inference_model.exact=true)",
 }
-"""What log-probs are for, by where they go."""
+"""Purposes of log-probs, by the key they are written to."""
 
 
 class KLScoring(Transform):
@@ -117,7 +117,7 @@ class KLScoring(Transform):
         return out
 
     def _memory_short(self, error: BaseException, tokens: int, mask: Tensor) -> MemoryShortError:
-        """What to say where memory ran out in a pass of so many tokens, with what each knob would save here."""
+        """Return the out-of-memory message of a pass of so many tokens, with what each knob would save here."""
         model = self.scorer.model
         of_weights = next(model.parameters()).element_size()
         of_pass = of_weights if self.autocast_dtype is None else 2

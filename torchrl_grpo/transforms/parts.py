@@ -1,4 +1,4 @@
-"""The advantage of a reward in parts, each normalised on its own: GDPO."""
+"""The advantage of a reward in parts, each normalized on its own: GDPO."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def decoupled_advantage(
     weights: Mapping[str, float],
     group: Tensor,
     valid: Tensor,
-    normalise: Callable[[Tensor, Tensor, Tensor], Tensor],
+    normalize: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """GDPO's advantage (arXiv 2601.05242): the weighted sum of each part's own, normalised over the batch.
+    """GDPO's advantage (arXiv 2601.05242): the weighted sum of each part's own, normalized over the batch.
 
     ``A_i = (S_i - mean(S)) / (std(S) + eps)`` over the batch, where ``S_i`` is the sum over the parts k of ``w_k A_ki``
-    and ``A_ki`` is what ``normalise`` makes of part k in its group. A response that a part does not apply to (None, or
+    and ``A_ki`` is what ``normalize`` makes of part k in its group. A response that a part does not apply to (None, or
     no entry) is left out of that part's statistics and gets nothing from it; so does a group in which all have the same
     value.
 
@@ -45,7 +45,7 @@ def decoupled_advantage(
         weights: see ``rewards.spec.part_weight``.
         group: [N] int64.
         valid: [N] bool, False where the reward is unknown.
-        normalise: from a part's values, the groups and where it applies to the part's advantages, all [N].
+        normalize: from a part's values, the groups and where it applies to the part's advantages, all [N].
 
     Returns:
         [N] float32, exactly 0 where no part gives anything or they cancel each other.
@@ -71,7 +71,7 @@ def decoupled_advantage(
             values = [row.get(name) for row in parts]
             there = torch.tensor([value is not None for value in values], device=group.device)
             reward = torch.tensor([value or 0.0 for value in values], dtype=torch.float64, device=group.device)
-            own = weight * normalise(reward, group, valid & there).double()
+            own = weight * normalize(reward, group, valid & there).double()
             total, size = total + own, size + own.abs()
     # Where parts cancel, their epsilons and rounding are left, which the batch's deviation could blow up. The mean over
     # the batch is 0 but for the same, as each part's advantages add up to 0 in a group.

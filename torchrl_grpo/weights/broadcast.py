@@ -92,13 +92,13 @@ class Broadcast(PlainHandle):
             raise TimeoutError(
                 f"the weights of version {self.version} did not come: waited {time.monotonic() - start:.1f} s (at most "
                 f"{self.timeout_s:g}) for rank 0 of the trainer at {self.host}:{self.ports[0]} {what}, and got: "
-                f"{str(error).strip().partition(chr(10))[0]}. If this goes on, use "
+                f"{str(error).strip().partition(chr(10))[0]}. If this persists, use "
                 "inference_model.weight_transfer=object_store."
             ) from error
 
 
 _links: dict[tuple[str, Reader], tuple[socket.socket | None, Any]] = {}
-"""What this process has of each reader in it: the connection on which it asks, and the process group."""
+"""State of each reader in this process: the connection on which it asks, and the process group."""
 _groups: Counter[Reader] = Counter()
 """How many groups each reader has made: their names differ."""
 
@@ -115,7 +115,7 @@ def _connect(handle: Broadcast, reader: Reader) -> tuple[socket.socket | None, A
 
 
 def _let_waits_raise(backend: str) -> None:
-    """Has nccl's waits raise in the thread that waits; otherwise a watchdog ends the trainer when an engine dies.
+    """Make nccl's waits raise in the thread that waits; otherwise a watchdog ends the trainer when an engine dies.
 
     Each new process group reads this. It is never unset, because another thread may be making a group.
     """
@@ -238,7 +238,7 @@ class BroadcastSender(Sender):
                 stream = torch.cuda.Stream() if on_gpu else None
                 for version in map(int, requests):
                     if version not in self._kept:
-                        raise RuntimeError(f"version {version} is not kept any more.")
+                        raise RuntimeError(f"version {version} was dropped.")
                     for flat in self._kept[version]:
                         with torch.cuda.stream(stream):  # not behind what the trainer computes; None is no stream
                             group.broadcast(flat.cuda() if on_gpu else flat, 0).wait()

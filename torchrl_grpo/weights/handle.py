@@ -22,12 +22,12 @@ from torchrl_grpo.weights.named import LoraDelta
 
 Named = Iterable[tuple[str, Tensor]]
 Part = tuple[str, list[tuple[str, tuple[int, ...]]]]
-"""What lies in a flat tensor: its dtype, such as ``"float32"``, and name and shape of each weight, in order."""
+"""Layout of a flat tensor: its dtype, such as ``"float32"``, and name and shape of each weight, in order."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Who reads a handle: an engine, which may read with several processes.
+    """Reader of a handle: an engine, which may read with several processes.
 
     Attributes:
         name: of the engine. Each engine has another one, also an engine that replaces another.
@@ -89,7 +89,7 @@ class PlainHandle(WeightHandle):
 
 
 class Source(Protocol):
-    """What a sender takes the weights from: a ``GRPOTrainer``."""
+    """Source of a sender's weights: a ``GRPOTrainer``."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]: ...
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class LoraDelta:
-    """What one adapter adds to one weight: ``scaling * b @ a`` (arXiv 2106.09685).
+    """Update of one weight by one adapter: ``scaling * b @ a`` (arXiv 2106.09685).
 
     Attributes:
         a: [r, in], or [experts, r, in] for the weights of all experts of a layer in one tensor.
@@ -66,7 +66,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def named_adapters(model: nn.Module) -> Iterator[tuple[str, LoraDelta]]:
-    """What the active adapters of a LoRA model add to its base model's parameters.
+    """Return what the active adapters of a LoRA model add to its base model's parameters.
 
     Args:
         model: a peft model; sharded or not. A sharded matrix is gathered when it is asked for, which all ranks must do.
@@ -185,7 +185,7 @@ def _lora_layers(base: nn.Module) -> dict[str, Any]:
 
 
 def _deltas(name: str, layer: Any) -> list[LoraDelta]:
-    """What each active adapter adds to a parameter."""
+    """Return what each active adapter adds to a parameter."""
     deltas = []
     for adapter in layer.active_adapters:
         if getattr(layer, "num_experts", 1) > 1:

@@ -1,4 +1,4 @@
-"""What runs in vLLM's worker processes, and how an engine gives them weights.
+"""Extension that runs in vLLM's worker processes, and how an engine gives them weights.
 
 Nothing here imports vLLM: vLLM itself adds the extension to its workers.
 """

@@ -21,7 +21,7 @@ _REFERENCE = re.compile(r"\$\{(?:oc\.(select|env):)?\s*([\w.]+)\s*(?:,([^${}]*))
 
 @dataclass(frozen=True)
 class Settings:
-    """What a file of a peer says.
+    """Contents of a peer's file.
 
     Attributes:
         table: of the peer.
@@ -33,7 +33,7 @@ class Settings:
 
 
 def read(path: Path) -> Settings:
-    """What a file says, and whose it is.
+    """Read a file, and tell which library it belongs to.
 
     Raises:
         ValueError: there is no such file, it is broken, or it is none of the five peers'.

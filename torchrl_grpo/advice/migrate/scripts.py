@@ -128,7 +128,7 @@ class _Script:
         return None
 
     def value(self, node: ast.expr) -> Any:
-        """What an expression is, of literals, names of constants and arithmetic on numbers."""
+        """Evaluate an expression of literals, names of constants and arithmetic on numbers."""
         found = self.source(node)
         if isinstance(found, ast.BinOp) and type(found.op) in _ARITHMETIC:
             left, right = self.value(found.left), self.value(found.right)
@@ -170,7 +170,7 @@ class _Script:
         return next((item.value for item in call.keywords if item.arg == name), by_place)
 
     def settings_after(self, name: str) -> dict[str, Any]:
-        """What is set on an object of a class, or on the trainer's ``args``, after it was made: ``config.x = ...``."""
+        """Attributes set on objects of a class, or on the trainer's ``args``, after creation: ``config.x = 1``."""
         owners = {*self._made_of(name), *(f"{one}.args" for one in self._made_of("GRPOTrainer"))}
         found: dict[str, Any] = {}
         for node in self._nodes:
@@ -213,7 +213,7 @@ def _conditional(node: ast.AST, inside: bool) -> Iterator[int]:
 
 
 def _trainer(script: _Script, trainer: ast.Call | None) -> dict[str, Any]:
-    """What the trainer is given: the model, rewards by their names, tools."""
+    """Arguments of the trainer: the model, rewards by their names, tools."""
     made: dict[str, Any] = {}
     if (model := script.argument(trainer, "model", 0)) is not None:
         made["model_name_or_path"] = _model(script, model)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Quantities = Mapping[str, Any]
-"""What a peer's keys say, by the names that its table has for them after ``@``."""
+"""Values of a peer's keys, by the names that its table has for them after ``@``."""
 Note = Callable[[str, str], object]
 """Takes a key of ours or theirs, and what there is to say about it."""
 
@@ -272,7 +272,7 @@ def _reward(asked: Quantities, chosen: Mapping[str, Any], ours: dict[str, Any], 
     elif "kl_in_reward" in asked:
         ours |= {"policy.advantage_mean": "none", "policy.advantage_std": "none"}
     if len(both) > 1:
-        lacks("actor.adv_norm", "advantages are normalised once, as actor.reward_norm says")
+        lacks("actor.adv_norm", "advantages are normalized once, as actor.reward_norm says")
     if asked.get("overlong") and asked.get("overlong_tokens"):
         ours["policy.overlong_buffer"] = round(asked["overlong_tokens"] / chosen["inference_model.max_new_tokens"], 6)
 

@@ -16,7 +16,7 @@ NAMES = ("verl", "areal", "torchrl", "prime_rl", "trl")
 
 @dataclass(frozen=True)
 class Row:
-    """What one of their keys is here.
+    """Translation of one of their keys.
 
     Attributes:
         ours: our key, or ``@name`` for a quantity that ``sizes`` and ``problems`` turn into ours.
@@ -49,7 +49,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Refusal:
-    """What makes a peer's file none that trains as GRPO does.
+    """Sign that a peer's file does not train as GRPO does.
 
     Attributes:
         key: a pattern of their keys; without one, the file has none of ``unless``.
@@ -80,7 +80,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Table:
-    """What the keys of one peer are here.
+    """Translations of the keys of one peer.
 
     Attributes:
         title: its name.
@@ -244,4 +244,4 @@ BASE: dict[str, Any] = {
     "logging.wandb.group": None,
     "logging.wandb.tags": [],
 }
-"""What ``config/grpo_gsm8k.yaml`` makes of each key that may be printed: what is so anyway need not be said."""
+"""Value of each key that may be printed, in ``config/grpo_gsm8k.yaml``: a key that has it is not printed."""

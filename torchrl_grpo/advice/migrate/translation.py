@@ -16,7 +16,7 @@ from torchrl_grpo.advice.migrate.tables import BASE, SET_ME, Row, Table
 
 @dataclass
 class Translation:
-    """What a file says, in our words.
+    """Translation of a file into our keys.
 
     Attributes:
         table: of the peer whose file it is.

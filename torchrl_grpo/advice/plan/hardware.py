@@ -1,4 +1,4 @@
-"""What the stages of a run take on an accelerator, and what each role holds in its memory: from published figures.
+"""Time of a run's stages on an accelerator, and memory that each role holds: from published figures.
 
 Decoding reads the weights and the KV cache of all rows for each token, so it takes bytes over bandwidth; training and
 scoring take operations over the matrix rate. docs/performance.md says where each figure comes from, and which ones are
@@ -132,7 +132,7 @@ def model_shape(name: str, folder: Path, parameters: float | None = None) -> Sha
 
 
 def _read(config: Mapping[str, Any], name: str) -> Shape:
-    """What a dense decoder's config.json says."""
+    """Shape of a dense decoder, from its config.json."""
     try:
         hidden, layers, heads = (config[f] for f in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
         width = config.get("head_dim") or hidden // heads
@@ -151,7 +151,7 @@ def _read(config: Mapping[str, Any], name: str) -> Shape:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run computes, apart from who does it.
+    """Work that a run computes, whichever device does it.
 
     Attributes:
         shape: of the model.

@@ -23,7 +23,7 @@ Action = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Costs:
-    """What the stages take: work, which a pool of one job does at one unit a second unless its speed says otherwise.
+    """Costs of the stages: work, which a pool of one job does at one unit per second unless its speed says otherwise.
 
     Attributes:
         sample: work of sampling one task; tasks take these in turns.
@@ -46,7 +46,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Loop:
-    """Who there is, and how much may be under way.
+    """Actors of a run, and how much work may be in flight.
 
     Attributes:
         groups_per_batch: groups that train one batch.
@@ -75,7 +75,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Result:
-    """What the loop did once it was running.
+    """Measurements of the simulated loop in its steady state.
 
     Attributes:
         step_s: seconds a batch.

@@ -36,7 +36,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds for all splits.
+    """Settings that all splits share.
 
     Attributes:
         gpu: the devices.
@@ -61,7 +61,7 @@ class Settings:
 
     @property
     def has_reference(self) -> bool:
-        """Whether there is a model of its own for it."""
+        """Whether the reference is a model of its own."""
         return self.work.score_s(self.gpu, 1) > 0
 
     @property
@@ -90,7 +90,7 @@ class Settings:
         return max(train, reference) <= self.room and self.places(split) > 0
 
     def loop(self, split: Split) -> Loop:
-        """Who there is."""
+        """Return the actors of a split, as the simulation needs them."""
         work = self.work
         serial = not ENGINES[work.backend].concurrent
         samplers = split.inference // self.engine_size
@@ -110,7 +110,7 @@ class Settings:
         )
 
     def costs(self, split: Split, loop: Loop) -> Costs:
-        """What its stages take."""
+        """Costs of the split's stages."""
         work, gpu = self.work, self.gpu
         draw = random.Random(0)
         rows = loop.task_groups * work.group_size
@@ -158,7 +158,7 @@ class Row:
 
     @property
     def binds(self) -> str:
-        """What to make cheaper first."""
+        """Stage to make cheaper first."""
         name, gain = max(self.gains.items(), key=lambda item: item[1])
         return name if gain > 0.02 else "nothing alone"
 

@@ -224,7 +224,7 @@ def _curves(run: int, panel: Panel, records: Sequence[Record]) -> list[dict[str,
 
 
 def _cell(row: dict[str, Any], number: int, longest: int | None = _LONGEST_TEXT) -> dict[str, Any]:
-    """What is shown of a row; its texts hold nothing that a browser would not print."""
+    """Return the columns of a row that are shown; its texts hold nothing that a browser would not print."""
     texts = {name: str(row.get(name)) for name in ("query", "response")}
     facts = {name: row[name] for name in _FACTS if row.get(name) is not None}
     return {

@@ -74,7 +74,7 @@ class Guard:
 
 
 class Api:
-    """What the page asks for.
+    """Answers to the dashboard's requests.
 
     Args:
         runs: that are shown.
@@ -132,7 +132,7 @@ class Api:
 
 
 class Asked:
-    """What a request asks for, in its query.
+    """Parse the query of a request.
 
     Raises:
         ValueError: a value is not as it must be; in each method.

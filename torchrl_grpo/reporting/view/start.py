@@ -61,7 +61,7 @@ def serve(folders: Sequence[Path], listening: socket.socket, token: str) -> None
 
 @contextmanager
 def page_beside(folder: Path, say: Callable[[str], object], warn: Callable[[str], object]) -> Iterator[None]:
-    """Serves the page on a run from a process of its own, which has lowest priority and ends with this one.
+    """Serve the run dashboard from a process of its own, which has lowest priority and ends with this one.
 
     Whatever goes wrong with it is a warning.
 
@@ -84,7 +84,7 @@ def page_beside(folder: Path, say: Callable[[str], object], warn: Callable[[str]
                 process_group=0,  # Ctrl-C is for the run
             )
     except OSError as error:
-        warn(f"The page could not be started ({error}); the run goes on without it.")
+        warn(f"The run dashboard could not be started ({error}); the run continues without it.")
         yield
         return
     say(address)
@@ -118,11 +118,11 @@ def _watch(
     process.wait()
     if not ending.is_set():
         last = errors.decode(errors="replace").strip().rpartition("\n")[2] or f"status {process.returncode}"
-        warn(f"The page ended ({last:.300}); the run goes on without it.")
+        warn(f"The run dashboard ended ({last:.300}); the run continues without it.")
 
 
 def serve_beside(folder: str, descriptor: int, parent: int) -> None:
-    """Serves the page on a run, in a process that gets its token on standard input, until the run's process ends.
+    """Serve the run dashboard, in a process that gets its token on standard input, until the run's process ends.
 
     Args:
         folder: of the run.

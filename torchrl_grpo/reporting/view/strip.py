@@ -18,7 +18,7 @@ Numbers = list[float | None]
 
 
 def strip_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What is shown of the tokens of a row of ``samples.jsonl``, none where it has none.
+    """Return the tokens of a row of ``samples.jsonl`` as they are shown, none where it has none.
 
     Returns:
         ``text`` of each token, whether it was ``sampled``, ``values`` by name (as many, None where not known) and

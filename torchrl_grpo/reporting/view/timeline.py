@@ -19,7 +19,7 @@ _LATEST_S = 1e12
 
 
 class Span(NamedTuple):
-    """What an actor did, from a time in seconds since 1970, for so many seconds."""
+    """Work of an actor, from a time in seconds since 1970, for so many seconds."""
 
     actor: str
     kind: str
@@ -56,7 +56,7 @@ class Timeline:
                 self._spans.append(span)
 
     def window(self, first: float | None = None, last: float | None = None) -> dict[str, Any]:
-        """What is drawn of a part of the time.
+        """Return a window of the timeline as it is drawn.
 
         Args:
             first: seconds after the first span's start at which the part begins, None is 0.

@@ -46,13 +46,13 @@ export function curves(box) {
       const steps = d3.extent(panels.flatMap((panel) => panel.curves.flatMap((curve) => d3.extent(curve.steps))));
       charts.forEach((chart, at) => chart.set(panels[at], steps, runs.length > 1 ? runs : null));
       point(pointed);
-      if (!panels.length) grid.replaceChildren(el("p", {}, "No step was logged yet."));
+      if (!panels.length) grid.replaceChildren(el("p", {}, "No steps logged yet."));
     };
   };
 }
 
 function runChoices(runs) {
-  return [el("legend", { class: "hidden" }, "Runs that are shown"), ...runs.map((run, at) => {
+  return [el("legend", { class: "hidden" }, "Runs shown"), ...runs.map((run, at) => {
     const input = el("input", { type: "checkbox", value: at, change: () => {
       const boxes = [...input.closest("fieldset").querySelectorAll("input")];
       change({ hide: boxes.filter((one) => !one.checked).map((one) => one.value).join() });

@@ -6,7 +6,7 @@ const PAGE = 10;
 const FACTS = {
   advantage: "advantage", length: "tokens", finish_reason: "finished", version: "version", staleness: "staleness",
 };
-const RANGES = [["from", "from step"], ["to", "to step"], ["least", "reward from"], ["most", "reward to"]];
+const RANGES = [["from", "from step"], ["to", "to step"], ["least", "min reward"], ["most", "max reward"]];
 
 export function groups(box) {
   const form = el("form", { role: "search", "aria-label": "Filter", submit: (event) => event.preventDefault() });
@@ -36,7 +36,7 @@ export function groups(box) {
       if (grown && !reading && list.childElementCount && found.found > count) return offer(found.found - count);
       [count, reading] = [found.found, run?.reading];
       const counts = [found.found, found.all, found.rows].map(number);
-      notice.textContent = `${counts[0]} of ${counts[1]} groups, ${counts[2]} responses in all`;
+      notice.textContent = `${counts[0]} of ${counts[1]} groups, ${counts[2]} responses in total`;
       list.replaceChildren(...found.groups.map((rows) => section(rows, asked)));
       for (const text of list.querySelectorAll(".prompt, .response")) {
         if (text.scrollHeight > text.clientHeight) text.tabIndex = 0; // to be scrolled by keyboard

@@ -7,13 +7,13 @@ const KINDS = {
   sample: ["generates responses", "#3b82f6"],
   score: ["computes rewards or reference log-probs", "#f59e0b"],
   train: ["optimizer steps", "#10b981"],
-  publish: ["makes new weights available", "#8b5cf6"],
+  publish: ["sends new weights to the engines", "#8b5cf6"],
   update: ["loads new weights", "#06b6d4"],
   wait: ["waits for the next batch", "#94a3b8"],
   evaluate: ["generates and scores test responses", "#ec4899"],
   save: ["writes logs and checkpoints", "#854d0e"],
   start: ["starts up", "#84cc16"],
-  restart: ["starts up again after it was lost", "#dc2626"],
+  restart: ["restarts after a failure", "#dc2626"],
 };
 const LANE = 24;
 const ROW = 46;
@@ -67,7 +67,7 @@ function color(kind) {
 }
 
 function drawn(found, width) {
-  const hint = "Point at a span, or walk through them with the arrow keys.";
+  const hint = "Hover over a span, or step through them with the arrow keys.";
   const readout = el("p", { class: "readout", role: "status" }, hint);
   const { actors, first, last } = found;
   const inner = Math.max(width - 30, 100);
@@ -83,7 +83,7 @@ function drawn(found, width) {
     for (const [kind, start, end, step, low, high] of actor.spans) {
       const share = found.shares ? `${percent(high - low)} of ` : "";
       const text = `${actor.name}: ${kind}${step === null ? "" : `, step ${number(step)}`}, `
-        + `${share}${duration(end - start)} from ${duration(start)} on`;
+        + `${share}${duration(end - start)} starting at ${duration(start)}`;
       svg.append("rect").attr("x", x(start)).attr("width", Math.max(x(end) - x(start), 0.5))
         .attr("y", top + low * LANE)
         .attr("height", (high - low) * LANE).attr("fill", color(kind))
@@ -105,9 +105,9 @@ function drawn(found, width) {
   }
   walk(svg.node(), spans.length, (at) => (readout.textContent = spans[at]));
   const kinds = [...new Set(actors.flatMap((actor) => Object.keys(actor.seconds)))].sort();
-  const lanes = "One lane for each actor: a process, or a role that takes turns in one. A gap is time without a task. " + (
-    found.shares ? "There are too many spans to draw one by one, so each column is divided by what its time went to; "
-      + "zoom in to see single spans." : "Spans that overlap share the height of their lane.");
+  const lanes = "One lane per actor: a process, or one of several roles that take turns in a process. Gaps are idle time. " + (
+    found.shares ? "There are too many spans to draw individually, so each column shows how its time was split; "
+      + "zoom in to see individual spans." : "Overlapping spans share the height of their lane.");
   return [el("p", { class: "dim" }, lanes), legend(kinds), readout, el("div", { class: "lanes" }, svg.node()), table(actors, kinds, last - first)];
 }
 

@@ -21,7 +21,7 @@ export function tokens(box) {
     return () => {
       box.replaceChildren(...[
         ...heading(found, asked),
-        strip ? null : el("p", {}, "This run logged no tokens; the text of the response:"),
+        strip ? null : el("p", {}, "This run logged no tokens. The response as text:"),
         strip ? null : el("div", { class: "strip" }, el("span", { class: "turn" }, found.response)),
         ...(strip ? stripOf(strip, by) : []),
       ].filter(Boolean));
@@ -55,7 +55,7 @@ function heading(found, asked) {
 
 function stripOf(strip, by) {
   const names = Object.keys(COLORINGS).filter((name) => name in strip.values || name === "mask");
-  const hint = "Point at a token, or walk through them with the arrow keys.";
+  const hint = "Hover over a token, or step through them with the arrow keys.";
   const readout = el("p", { class: "readout", role: "status" }, hint);
   const turns = strip.turns.map((turn, at) => {
     const own = [];

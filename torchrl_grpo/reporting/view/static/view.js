@@ -84,9 +84,9 @@ function tell() {
 }
 
 function where(run) {
-  const step = run.step === null ? "no step yet" : `step ${run.step.toLocaleString("en")}`;
+  const step = run.step === null ? "no steps yet" : `step ${run.step.toLocaleString("en")}`;
   if (run.ended) return `${run.name}: ended at ${step}`;
-  return `${run.name}: ${step}${run.age === null ? "" : `, written ${duration(Math.round(run.age))} ago`}`;
+  return `${run.name}: ${step}${run.age === null ? "" : `, updated ${duration(Math.round(run.age))} ago`}`;
 }
 
 function alarms(box) {
@@ -121,7 +121,7 @@ function config(box) {
       box.replaceChildren(
         el("h2", {}, "Config"),
         el("form", { submit: (event) => event.preventDefault() }, field("key or value", text),
-          runs.length > 1 && el("label", { class: "row" }, alone, "only what differs")),
+          runs.length > 1 && el("label", { class: "row" }, alone, "only differences")),
         found,
         scroll("Config", el("table", { class: "facts" },
           el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "key"), head)), body)));

@@ -206,7 +206,7 @@ def test_an_evaluation_with_mostly_invalid_rewards_is_not_the_best(tmp_path: Pat
 
 def test_a_model_card_has_no_accuracy_that_no_valid_reward_stands_behind() -> None:
     config = {"env": {"dataset": "gsm8k", "task": {}}, "model": {"name": "base"}}
-    assert "| pass@1 | not measured |" in model_card(config, 3, {"eval/pass@1": math.nan})
+    assert "| pass@1 | no valid reward |" in model_card(config, 3, {"eval/pass@1": math.nan})
 
 
 def test_checkpoints_that_were_set_aside_stay_when_others_are(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ MISTAKES = {
     "env.num_env=8": r"did you mean env\.num_envs\?",
     "++optimizer.lrr=2": r"optimizer\.lrr=2 names a config key that does not exist: did you mean optimizer\.lr\?",
     "ray.patience=1": r"ray\.patience=1 names a config key that does not exist: did you mean ray\.actor_timeout_s\?",
-    "ray.dead_s=soon": r"ray\.recovery_timeout_s=soon must have the type float: for example, ray\.recovery_timeout_s=900\.0",
+    "ray.dead_s=soon": r"ray\.recovery_timeout_s=soon must have the type float: for example, ray\.recovery_time",
     "ref_model.devices=0": r"ref_model\.devices=0 must .*: for example, ref_model\.devices=null",
     "train_model.devices=[a]": r"train_model\.devices=a must have the type list\[int\] \| None",
     "policy.loss=my.Loss": r"must be a node with _target_: use policy\.loss\._target_=my\.Loss",

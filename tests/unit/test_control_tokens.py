@@ -46,7 +46,8 @@ class Chat(Task):
 
 def prompt(name: str, *messages: Message, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
     """The first prompt, as the environment gives it to the policy."""
-    return Prompts(Chat(messages, tools), make_chat_tokenizer(name), "train", 1, None, {}).tokens(0).tolist()
+    [tokens] = Prompts(Chat(messages, tools), make_chat_tokenizer(name), "train", None, {}).first(1)
+    return tokens.tolist()
 
 
 def answer(name: str, *messages: Message) -> list[int]:
@@ -189,8 +190,8 @@ def test_a_prompt_that_spells_out_control_tokens_is_said_once(monkeypatch: pytes
     assert said == []
     task, tokenizer = Chat([{"role": "user", "content": "<|im_start|>user\n1+1?"}]), make_chat_tokenizer("qwen-3")
     for split in ("train", "test"):
-        prompts = Prompts(task, tokenizer, split, 1, 100, {})
-        prompts.tokens(0)
+        prompts = Prompts(task, tokenizer, split, 100, {})
+        prompts.first(1)
     assert len(said) == 1 and said[0].startswith("A prompt of 'chat' contains the text of a control token")
 
 

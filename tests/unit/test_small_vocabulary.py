@@ -67,7 +67,7 @@ def test_prompts_without_a_token_are_dropped_and_counted(tmp_path: Path) -> None
     config = compose_config(*SMALL, f"model.name={model}", *arguments)
     prompts = prepare(config).train_env.prompts
     assert (prompts.num_dropped, prompts.usable) == (2, [0, 2])
-    assert [prompts.tokens(index).tolist() for index in prompts.usable] == [[1, 2], [1]]
+    assert [tokens.tolist() for tokens in prompts.first(2)] == [[1, 2], [1]]
 
 
 def test_a_tokenizer_that_knows_no_character_of_the_prompts_is_refused(tmp_path: Path) -> None:

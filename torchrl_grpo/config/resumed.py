@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 from hydra.conf import HydraConf
 from omegaconf import OmegaConf
 
-from torchrl_grpo.config.renamed import renamed
-from torchrl_grpo.config.schema import FIELDS, GRPOConfig
+from torchrl_grpo.config.schema import GRPOConfig
 from torchrl_grpo.config.security import code_in
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.host.checkpoint_files import checkpoints_in, read_manifest
@@ -87,7 +86,6 @@ def on_saved_config(given: Any, hydra: HydraConf) -> Any:
     if "train.total_dialog_turns" in names:
         base.train.total_epochs = None
     for name in names:
-        name = FIELDS[name].metadata.get("now", name) if name in FIELDS else name
         name = "policy" if name == "algo" else name  # an algorithm is a yaml of it
         OmegaConf.update(base, name, OmegaConf.select(given, name), merge=False)
     check_options(saved, OmegaConf.to_container(base), path)  # type: ignore[arg-type]
@@ -96,9 +94,9 @@ def on_saved_config(given: Any, hydra: HydraConf) -> Any:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The config in a checkpoint's manifest, with today's names; a ``ValueError`` where there is none."""
+    """The config in a checkpoint's manifest; a ``ValueError`` where there is none."""
     try:
-        return renamed(read_manifest(path)["config"])
+        return dict(read_manifest(path)["config"])
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path.name} has no config that can be read") from error
 
@@ -117,7 +115,7 @@ def _check_code(base: Mapping[str, Any], given: Mapping[str, Any], path: Path) -
 
 def from_saved(saved: Mapping[str, Any]) -> GRPOConfig:
     """The config that a checkpoint keeps as plain types."""
-    made: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(GRPOConfig), renamed(saved)))
+    made: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(GRPOConfig), saved))
     return made
 
 
@@ -198,7 +196,7 @@ def check_options(saved: Mapping[str, Any], here: Mapping[str, Any], path: Path)
     """Checks that the options which a checkpoint's state is made for are as before.
 
     Args:
-        saved: the config of the checkpoint at ``path``, as plain types, with today's names.
+        saved: the config of the checkpoint at ``path``, as plain types.
         here: that of this run.
         path: for the message.
 

@@ -100,7 +100,7 @@ def _check_working_directory() -> None:
         ) from None
 
 
-def train(cfg: DictConfig, *, asynchronous: bool = False) -> float | None:
+def train(cfg: DictConfig, *, asynchronous: bool) -> float | None:
     """Does the job that a config describes.
 
     Returns:

@@ -20,6 +20,7 @@ from torchrl_grpo.config.security import code_in
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.host.checkpoint_files import checkpoints_in, read_manifest
 from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
+from torchrl_grpo.host.trees import dotted
 
 AUTO = "auto"
 """``train.resume=auto``: the newest checkpoint in the run's own folder, or a fresh start."""
@@ -215,7 +216,7 @@ def check_options(saved: Mapping[str, Any], here: Mapping[str, Any], path: Path)
 
 def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What differs between the config of a checkpoint and that of this run, a row an option."""
-    before, now = dict(_leaves(saved)), dict(_leaves(here))
+    before, now = dict(dotted(saved)), dict(dotted(here))
     return [
         {"option": name, "there": written(before.get(name)), "here": written(now.get(name))}
         for name in sorted({*before, *now} - {"train.resume"})
@@ -225,18 +226,10 @@ def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[dict[
 
 def _made_for(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The options that must be as before, by their dotted names, with the defaults that follow from others."""
-    leaves = dict(_leaves(config))
+    leaves = dict(dotted(config))
     for name, value in leaves.items():
         if any(name == fixed or name.startswith(f"{fixed}.") for fixed in _AS_BEFORE):
             yield name, leaves["env.num_envs"] if name == "train.dialog_turns_per_batch" and value is None else value
-
-
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in node.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def written(value: Any) -> str:

@@ -44,7 +44,7 @@ def _tables(node: Any, name: str) -> Iterator[str]:
     }
     yield f"## `{name}`\n\n{_prose(type(node).__doc__ or '')}\n" if name else "## At the top\n"
     yield "| key | default | what it is |\n|---|---|---|"
-    fields = {item: getattr(node, item.name) for item in dataclasses.fields(node) if "now" not in item.metadata}
+    fields = {item: getattr(node, item.name) for item in dataclasses.fields(node)}
     for item, value in fields.items():
         if not dataclasses.is_dataclass(value):
             doc = docs[item.name]

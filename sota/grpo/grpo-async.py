@@ -16,4 +16,4 @@ from __future__ import annotations
 from torchrl_grpo.scripts import start_grpo_async
 
 if __name__ == "__main__":
-    start_grpo_async()  # torchrl_grpo/scripts/grpo_async.py; the command `grpo-async` does the same
+    start_grpo_async()  # torchrl_grpo/scripts/grpo.py; the command `grpo-async` does the same

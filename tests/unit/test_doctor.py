@@ -15,6 +15,7 @@ from torchrl_grpo.advice.doctor import examine
 from torchrl_grpo.advice.forecast import Measured, forecast, memory_now
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.models import loading
 
 NAMES = ["versions", "devices", "logging", "model", "data", "parts"]
 PLAYED = ["sync", "rollout", "train", "reward", "mismatch", "steps"]
@@ -55,6 +56,18 @@ def test_what_follows_a_failure_is_skipped_and_the_rest_is_tried(
     assert not passed and table["data"][0] == "FAILED" and "env.columns.prompt=question" in table["data"][1]
     assert [table[name][0] for name in ("devices", "model", "disk")] == ["ok"] * 3
     assert table["parts"] == ["skipped", "see data"] and "rollout" not in table
+
+
+def test_a_dry_run_tries_the_revision_that_a_run_would_load(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wide: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str, **_: object) -> None:
+        raise ValueError(f"{name} was asked for")
+
+    monkeypatch.setattr(loading, "load_config", refuse)
+    passed, table = tried(capsys, tmp_path / "out", "model.name=org/model", "model.revision=abc")
+    assert not passed and table["model"] == ["FAILS", "org/model@abc was asked for"]
+    assert table["parts"] == ["skipped", "see model"]
 
 
 def test_a_scorer_that_fails_and_one_that_gives_nothing_are_told_apart(

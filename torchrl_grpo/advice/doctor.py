@@ -22,6 +22,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from torchrl_grpo.advice.forecast import Forecast, Measured, accelerators, forecast, memory_now
+from torchrl_grpo.assembly.blueprint import check_loggers, describe_model
 from torchrl_grpo.assembly.run import Run, build
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config import GRPOConfig
@@ -33,7 +34,6 @@ from torchrl_grpo.models import loading
 from torchrl_grpo.reporting.alarms import Alarms
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.records import one_of_each
-from torchrl_grpo.reporting.trackers import check_logging
 
 OK, LOOK, FAILS, SKIPPED = "ok", "warning", "FAILED", "skipped"
 
@@ -116,7 +116,7 @@ def examine(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchrono
     measured = Measured(start_s=startup.elapsed())
     checks.run("versions", partial(_versions, config))
     checks.run("devices", _devices)
-    checks.run("logging", lambda _: check_logging(**_logging(config)))
+    checks.run("logging", lambda _: check_loggers(config))
     checks.run("model", partial(_model, config))
     checks.run("data", partial(_data, config))
     expected: Forecast | None = None
@@ -168,18 +168,11 @@ def _devices(check: Check) -> None:
         check.look(f"other processes use {', '.join(taken)}: stop them (nvidia-smi lists them), or use other devices")
 
 
-def _logging(config: GRPOConfig) -> dict[str, Any]:
-    return {"tensorboard": config.logging.tensorboard, "services": config.logging.services}
-
-
 def _model(config: GRPOConfig, check: Check) -> None:
     """Architecture, tokenizer and chat template, without weights."""
-    name, remote = config.model.name, config.model.trust_remote_code
-    found = loading.load_config(name, trust_remote_code=remote)
-    tokenizer = loading.load_tokenizer(name, chat_template=config.model.chat_template, trust_remote_code=remote)
-    loading.check_vocabulary(found, tokenizer, name)
-    count = loading.count_parameters(found, config.model.attn_implementation, trust_remote_code=remote)
-    stops = loading.stop_token_ids(tokenizer, loading.load_generation_config(name))
+    found, tokenizer, stops = describe_model(config)
+    model = config.model
+    count = loading.count_parameters(found, model.attn_implementation, trust_remote_code=model.trust_remote_code)
     ends = " or ".join(map(repr, [*map(tokenizer.decode, stops), *config.inference_model.stop]))
     check.found = f"{found.model_type}, {count:,} parameters, vocabulary of {len(tokenizer):,}, responses end at {ends}"
     if tokenizer.chat_template == loading.FALLBACK_CHAT_TEMPLATE:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -13,6 +15,7 @@ from typing import Any
 
 from torchrl_grpo.checks import check_keep
 from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.host.processes import descendants
 from torchrl_grpo.host.text import duration, size
 
 _DISK_BYTES_PER_S = 2e8
@@ -159,19 +162,9 @@ def _peak_of_processes() -> int:
     """Sum of the largest resident sizes that this process and its children had."""
     if not sys.platform.startswith("linux"):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    parents: dict[int, int] = {}
-    peaks: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            status = dict(line.split(":", 1) for line in (entry / "status").read_text().splitlines() if ":" in line)
-        except OSError:  # it has ended
-            continue
-        parents[int(entry.name)] = int(status["PPid"])
-        peaks[int(entry.name)] = int(status.get("VmHWM", "0 kB").split()[0]) * 1024
-    family, new = set[int](), {os.getpid()}
-    while new:
-        family |= new
-        new = {child for child, parent in parents.items() if parent in new}
-    return sum(peaks.get(process, 0) for process in family)
+    peak = 0
+    for pid in (os.getpid(), *descendants(os.getpid())):
+        with suppress(OSError):  # it has ended
+            found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+            peak += int(found[1]) * 1024 if found else 0
+    return peak

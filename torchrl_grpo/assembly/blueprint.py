@@ -91,21 +91,16 @@ def prepare(
         plan = _plan(config, available_accelerators() if accelerators is None else accelerators)
         make_loss(config, TensorDictModule(torch.nn.Identity(), [keys.FULL], [("cur_log_probs", "full")]))
         batch_transforms(config)
-        check_logging(tensorboard=config.logging.tensorboard, services=config.logging.services)
+        check_loggers(config)
         task = make_task(config.env, tests=config.evaluation.datasets or ())
-        name, remote_code = config.model.source, config.model.trust_remote_code
-        model_config = loading.load_config(name, trust_remote_code=remote_code)
-        tokenizer = loading.load_tokenizer(
-            name, chat_template=config.model.chat_template, trust_remote_code=remote_code
-        )
-        loading.check_vocabulary(model_config, tokenizer, name)
+        model_config, tokenizer, stop_token_ids = describe_model(config)
         check_optimizer(config.optimizer.name, len(plan.train))
         _check_sharding(config, len(plan.train), model_config.get_text_config())
         env, inference = config.env, config.inference_model
         params = SamplingParams(
             inference.max_new_tokens,
             temperature=inference.temperature,
-            stop_token_ids=loading.stop_token_ids(tokenizer, loading.load_generation_config(name)),
+            stop_token_ids=stop_token_ids,
             stop=StopStrings(inference.stop, tokenizer) if inference.stop else None,
         )
         max_prompt_tokens, max_dialog_tokens = _max_prompt_tokens(config, model_config)
@@ -146,6 +141,28 @@ def prepare(
             sampled_env=sampled_env,
             resume=resume,
         )
+
+
+def check_loggers(config: GRPOConfig) -> None:
+    """Check that what ``logging`` asks for is installed and can be used.
+
+    Raises:
+        ValueError: it is not.
+    """
+    check_logging(tensorboard=config.logging.tensorboard, services=config.logging.services)
+
+
+def describe_model(config: GRPOConfig) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, tuple[int, ...]]:
+    """Return what is known of the model without its weights: its config, its tokenizer, and the tokens that end a turn.
+
+    Raises:
+        ValueError: one of them cannot be read, or they do not fit together.
+    """
+    name, remote_code = config.model.source, config.model.trust_remote_code
+    model_config = loading.load_config(name, trust_remote_code=remote_code)
+    tokenizer = loading.load_tokenizer(name, chat_template=config.model.chat_template, trust_remote_code=remote_code)
+    loading.check_vocabulary(model_config, tokenizer, name)
+    return model_config, tokenizer, loading.stop_token_ids(tokenizer, loading.load_generation_config(name))
 
 
 def engine_request(

@@ -15,8 +15,7 @@ from torchrl_grpo.config.command_line import (
     split_command_line,
     starting,
 )
-from torchrl_grpo.config.fields import leaves
-from torchrl_grpo.config.renamed import plain, renamed
+from torchrl_grpo.config.fields import leaves, plain
 from torchrl_grpo.config.rules import check_one_process, staleness_bound, validate
 from torchrl_grpo.config.schema import GRPOConfig
 from torchrl_grpo.errors import ConfigError
@@ -33,7 +32,6 @@ __all__ = [
     "orderly_exit",
     "plain",
     "register",
-    "renamed",
     "split_command_line",
     "staleness_bound",
     "starting",

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import difflib
 import functools
-import logging
 import os
 import re
 import sys
@@ -31,7 +30,6 @@ from omegaconf.errors import (
 )
 
 from torchrl_grpo.config.data import ColumnsConfig, DatasetConfig
-from torchrl_grpo.config.renamed import take_old_names
 from torchrl_grpo.config.resumed import on_saved_config
 from torchrl_grpo.config.rules import check_choice, check_integers, check_script, validate
 from torchrl_grpo.config.schema import COMPONENTS, ENTRY_FIELDS, FIELDS, RETRY_PROMPT, GRPOConfig
@@ -41,7 +39,6 @@ from torchrl_grpo.host import interrupts
 from torchrl_grpo.host.files import is_full
 from torchrl_grpo.host.startup import begin, end, quick_imports, say
 
-_log = logging.getLogger(__name__)
 _CUT = ("top_p", "top_k", "min_p")
 _ENTRY = re.compile(r"([\w.-]+)['\"]?\s*:\s*([^,{}\[\]]+)")
 """A key and its value, in a node on the command line."""
@@ -71,11 +68,13 @@ def from_hydra(cfg: DictConfig, hydra: HydraConf | None = None) -> GRPOConfig:
         composed: Any = OmegaConf.to_container(cfg)
         check_integers("", composed)
         merged: Any = OmegaConf.merge(_schema(), composed)
-        for line in take_old_names(merged):
-            _log.warning(line)
+        _check_turns(merged.env)
         if hydra is not None:
             merged = on_saved_config(merged, hydra)
             check_integers("", OmegaConf.to_container(merged))
+        if merged.env.max_steps is not None:
+            merged.env.max_turns = merged.env.max_steps
+            merged.env.max_steps = None
         if merged.env.reasoning:
             merged.env.retry_prompt = merged.env.retry_prompt or RETRY_PROMPT
             merged.env.max_turns = max(merged.env.max_turns, 2)
@@ -84,6 +83,15 @@ def from_hydra(cfg: DictConfig, hydra: HydraConf | None = None) -> GRPOConfig:
         raise ConfigError(_explained(error, sys.argv[1:])) from error
     validate(config)
     return config
+
+
+def _check_turns(env: DictConfig) -> None:
+    """Refuse two values for the number of turns, which has TorchRL's name as well as ours."""
+    if env.max_steps is not None and env.max_turns not in (FIELDS["env.max_turns"].default, env.max_steps):
+        raise ConfigError(
+            f"env.max_steps={env.max_steps} must be left out with env.max_turns={env.max_turns}, because both name the "
+            "same key: use env.max_turns alone."
+        )
 
 
 @functools.cache
@@ -178,7 +186,7 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
         if item is not None and "choices" in item.metadata and not re.search(r"[($]", values):
             also = ["null"] if item.default is None else []
             for value in re.findall(r"[^,'\"\s]+", values):
-                check_choice(name, value, item.metadata["choices"], also=[*item.metadata["removed"], *also])
+                check_choice(name, value, item.metadata["choices"], also=also)
     dry = given.get("dry_run") in ("true", "True")
     added = ["hydra.output_subdir=null", "hydra/job_logging=stdout"] if dry else []
     if given.get("hydra/sweeper") == "optuna" and "hydra.sweeper.direction" not in given:
@@ -265,7 +273,6 @@ def _unknown(name: str, text: str) -> str:
     same_leaf = [leaf for leaf in FIELDS if re.search("[._]", name) and leaf.rpartition(".")[2] in also]
     cutoff = 0.0 if same_leaf else 0.4
     close = difflib.get_close_matches(name, same_leaf or [*FIELDS, *groups], 1, cutoff)
-    close = [FIELDS[found].metadata.get("now", found) if found in FIELDS else found for found in close]
     hint = f"did you mean {close[0]}?" if close else "run with --cfg job to see all keys."
     return f"{text} names a config key that does not exist: {hint}"
 
@@ -284,8 +291,6 @@ def _mistyped(name: str, value: Any) -> str:
     if item is None:
         instead = f"algo={value}" if name == "policy" else "its keys, one by one"
         return f"{name}={value} must name a single value, and {name} is a group: use {instead}."
-    name = item.metadata.get("now", name)
-    item = FIELDS[name]
     default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
     if name in COMPONENTS:
         target = value if isinstance(value, str) else default["_target_"] or "my_tasks.MyTask"

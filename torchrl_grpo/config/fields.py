@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import Any, get_args
 
 
@@ -13,23 +12,18 @@ def limited(default: Any, **limits: float) -> Any:
     return dataclasses.field(default=default, metadata={"limits": limits})
 
 
-def choice(literal: Any, default: str | None, removed: Mapping[str, str] = MappingProxyType({})) -> Any:
-    """A field that takes the values of a ``Literal``. Each of those ``removed`` stands, for a release, for another."""
-    return dataclasses.field(default=default, metadata={"choices": get_args(literal), "removed": removed})
+def choice(literal: Any, default: str | None) -> Any:
+    """A field that takes the values of a ``Literal``."""
+    return dataclasses.field(default=default, metadata={"choices": get_args(literal)})
 
 
-def old_name(now: str) -> Any:
-    """The old name of the field that is called ``now`` in full: for a release a value given by it is that field's."""
-    return dataclasses.field(default=None, metadata={"now": now})
-
-
-def torchrl_name(now: str) -> Any:
-    """TorchRL's name of the field that is called ``now`` in full."""
-    return dataclasses.field(default=None, metadata={"now": now, "stays": True})
+def plain(config: Any) -> dict[str, Any]:
+    """Return a config as nested dictionaries of plain types."""
+    return dataclasses.asdict(config)
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Every leaf of a config, those with old names included: its dotted name, its field and its value."""
+    """Every leaf of a config: its dotted name, its field and its value."""
     for item in dataclasses.fields(node):
         value = getattr(node, item.name)
         if dataclasses.is_dataclass(value):

@@ -8,8 +8,6 @@ from torchrl_grpo import checks
 from torchrl_grpo.checks import MIN_TEMPERATURE
 from torchrl_grpo.config.fields import choice, limited
 
-_REMOVED_TRANSFERS = {"shared_memory": "object_store", "file": "object_store", "adapters": "auto"}
-
 
 @dataclass
 class ModelConfig:
@@ -99,7 +97,7 @@ class InferenceModelConfig(DevicesConfig):
     in_flight: str = choice(checks.InFlight, "wait")
     """What new weights do to responses in flight, that is, being sampled: wait for their end, keep them and go on with
     the new weights, or abort them and start them again. keep and abort need vllm."""
-    weight_transfer: str = choice(checks.WeightTransfer, "auto", _REMOVED_TRANSFERS)
+    weight_transfer: str = choice(checks.WeightTransfer, "auto")
     """How the trained weights reach engines in other processes: object_store (Ray's, anywhere), broadcast (nccl between
     GPUs, gloo between CPUs) or cuda_ipc (one GPU). auto is object_store. With LoRA, each sends the adapters alone."""
     exact: bool = False

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 from hydra.conf import HydraConf
 from omegaconf import OmegaConf
 
-from torchrl_grpo.config.renamed import renamed
-from torchrl_grpo.config.schema import FIELDS, GRPOConfig
+from torchrl_grpo.config.schema import GRPOConfig
 from torchrl_grpo.config.security import code_in
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.host.checkpoint_files import checkpoints_in, read_manifest
 from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
+from torchrl_grpo.host.trees import dotted
 
 AUTO = "auto"
 """``train.resume=auto``: the newest checkpoint in the run's own folder, or a fresh start."""
@@ -87,7 +87,6 @@ def on_saved_config(given: Any, hydra: HydraConf) -> Any:
     if "train.total_dialog_turns" in names:
         base.train.total_epochs = None
     for name in names:
-        name = FIELDS[name].metadata.get("now", name) if name in FIELDS else name
         name = "policy" if name == "algo" else name  # an algorithm is a yaml of it
         OmegaConf.update(base, name, OmegaConf.select(given, name), merge=False)
     check_options(saved, OmegaConf.to_container(base), path)  # type: ignore[arg-type]
@@ -96,9 +95,9 @@ def on_saved_config(given: Any, hydra: HydraConf) -> Any:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The config in a checkpoint's manifest, with today's names; a ``ValueError`` where there is none."""
+    """The config in a checkpoint's manifest; a ``ValueError`` where there is none."""
     try:
-        return renamed(read_manifest(path)["config"])
+        return dict(read_manifest(path)["config"])
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path.name} has no config that can be read") from error
 
@@ -117,7 +116,7 @@ def _check_code(base: Mapping[str, Any], given: Mapping[str, Any], path: Path) -
 
 def from_saved(saved: Mapping[str, Any]) -> GRPOConfig:
     """The config that a checkpoint keeps as plain types."""
-    made: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(GRPOConfig), renamed(saved)))
+    made: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(GRPOConfig), saved))
     return made
 
 
@@ -198,7 +197,7 @@ def check_options(saved: Mapping[str, Any], here: Mapping[str, Any], path: Path)
     """Checks that the options which a checkpoint's state is made for are as before.
 
     Args:
-        saved: the config of the checkpoint at ``path``, as plain types, with today's names.
+        saved: the config of the checkpoint at ``path``, as plain types.
         here: that of this run.
         path: for the message.
 
@@ -217,7 +216,7 @@ def check_options(saved: Mapping[str, Any], here: Mapping[str, Any], path: Path)
 
 def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What differs between the config of a checkpoint and that of this run, a row an option."""
-    before, now = dict(_leaves(saved)), dict(_leaves(here))
+    before, now = dict(dotted(saved)), dict(dotted(here))
     return [
         {"option": name, "there": written(before.get(name)), "here": written(now.get(name))}
         for name in sorted({*before, *now} - {"train.resume"})
@@ -227,18 +226,10 @@ def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[dict[
 
 def _made_for(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The options that must be as before, by their dotted names, with the defaults that follow from others."""
-    leaves = dict(_leaves(config))
+    leaves = dict(dotted(config))
     for name, value in leaves.items():
         if any(name == fixed or name.startswith(f"{fixed}.") for fixed in _AS_BEFORE):
             yield name, leaves["env.num_envs"] if name == "train.dialog_turns_per_batch" and value is None else value
-
-
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in node.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def written(value: Any) -> str:

@@ -28,6 +28,7 @@ from torchrl_grpo.config.schema import EnvConfig, GRPOConfig
 from torchrl_grpo.config.security import check_no_secrets
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.engines import ENGINES, engines_with
+from torchrl_grpo.host.trees import dotted
 
 MOST_STOP_BYTES = 256
 """In ``inference_model.stop``: an engine has a table with a row of the vocabulary for each."""
@@ -124,18 +125,13 @@ def check_choice(name: str, value: Any, names: Sequence[str], also: Sequence[str
 
 def check_integers(name: str, value: Any) -> None:
     """Refuses whole numbers, also within lists and groups of keys, that no 64 bits can hold."""
-    if isinstance(value, Mapping):
-        for key, one in value.items():
-            check_integers(f"{name}.{key}".lstrip("."), one)
-    elif isinstance(value, list):
-        for one in value:
-            check_integers(name, one)
-    elif isinstance(value, int) and abs(value) >= 2**63:
-        text = str(value)
-        raise ConfigError(
-            f"{name}={text[:20]}... must be a number within 64 bits, it has {len(text.lstrip('-'))} digits: use a "
-            "smaller one."
-        )
+    for key, one in dotted(value, name, into_lists=True):
+        if isinstance(one, int) and abs(one) >= 2**63:
+            text = str(one)
+            raise ConfigError(
+                f"{key}={text[:20]}... must be a number within 64 bits, it has {len(text.lstrip('-'))} digits: use a "
+                "smaller one."
+            )
 
 
 def _check_limits(name: str, value: float, default: Any, limits: Mapping[str, float]) -> None:

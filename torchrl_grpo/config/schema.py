@@ -8,7 +8,7 @@ from typing import Any
 from torchrl_grpo import checks
 from torchrl_grpo.checks import check_clip_epsilon
 from torchrl_grpo.config.data import DataConfig, DatasetConfig
-from torchrl_grpo.config.fields import choice, leaves, limited, old_name, torchrl_name
+from torchrl_grpo.config.fields import choice, leaves, limited
 from torchrl_grpo.config.measuring import EvaluationConfig, LoggingConfig
 from torchrl_grpo.config.models import InferenceModelConfig, ModelConfig, RefModelConfig, TrainModelConfig
 from torchrl_grpo.config.optimizer import OptimizerConfig
@@ -52,7 +52,8 @@ class EnvConfig(DataConfig):
     """What the policy is told after a wrong answer, if it has a turn left to try again; null ends the dialog."""
     reasoning: bool = False
     """TorchRL's name for a further try: true stands for a retry_prompt that it has by itself, and max_turns of 2."""
-    max_steps: int | None = torchrl_name("env.max_turns")
+    max_steps: int | None = None
+    """TorchRL's name for max_turns, which it sets; null leaves max_turns as it is."""
     reward_combination: str = choice(checks.RewardCombination, "sum")
     """How the parts of the reward make the advantage: their weighted sum is normalised, or each part is normalised in
     its group before the sum, which is normalised over the batch (gdpo, arXiv 2601.05242)."""
@@ -123,7 +124,6 @@ class PolicyConfig:
     """Whether that KL is taken off the reward, token by token, instead of being part of the loss."""
     kl_to_behaviour_coef: float = limited(0.0, ge=0)
     """Weight of the KL to the behaviour policy, the one that sampled."""
-    kl_to_inference_coef: float | None = old_name("policy.kl_to_behaviour_coef")
     entropy_coef: float = limited(0.0, ge=0)
     """Weight of the entropy bonus."""
 
@@ -193,8 +193,6 @@ class RayConfig:
     recovery_timeout_s: float = limited(900.0, gt=0)
     """Seconds for which all samplers, or all reference models, may be gone before the run ends; more than one takes to
     start."""
-    patience_s: float | None = old_name("ray.actor_timeout_s")
-    dead_s: float | None = old_name("ray.recovery_timeout_s")
 
 
 @dataclass
@@ -288,4 +286,4 @@ ENTRY_FIELDS: dict[str, Any] = {name: item for name, item, _ in leaves(DatasetCo
 """The same of an entry of ``env.datasets``."""
 
 FIELDS: dict[str, Any] = {name: item for name, item, _ in leaves(GRPOConfig())}
-"""The dataclass field of every key by its dotted name, the old names included."""
+"""The dataclass field of every key by its dotted name."""

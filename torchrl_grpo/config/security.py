@@ -7,10 +7,11 @@ code that the command line does not name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.host.trees import dotted
 
 _NAME = re.compile(
     r"(?:^|[._-])(?:(?:api|access|secret)_?key|auth|(?:(?:api|access|auth|hf|bearer)_?)?token|secret|password|passwd"
@@ -31,7 +32,7 @@ def check_no_secrets(node: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: something does; the message names the key and not the value.
     """
-    for name, value in _leaves(node, ""):
+    for name, value in dotted(node, into_lists=True):
         check_not_secret(name, value)
 
 
@@ -53,7 +54,7 @@ def check_not_secret(name: str, value: Any) -> None:
 
 def code_in(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a config, as plain types, runs beside this package's own code: values by their dotted names."""
-    return {name: value for name, value in _leaves(config, "") if _is_code(name, value)}
+    return {name: value for name, value in dotted(config, into_lists=True) if _is_code(name, value)}
 
 
 def _is_code(name: str, value: Any) -> bool:
@@ -64,14 +65,3 @@ def _is_code(name: str, value: Any) -> bool:
     if name.endswith("_target_"):
         return not value.startswith(("torchrl_grpo.objectives.", "torchrl_grpo.transforms."))
     return ":" in value and any(part in name for part in ("reward", "tool"))
-
-
-def _leaves(node: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from _leaves(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(node, Sequence) and not isinstance(node, str):
-        for index, value in enumerate(node):
-            yield from _leaves(value, f"{name}[{index}]")
-    else:
-        yield name, node

@@ -74,7 +74,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         file.seek(start)
         try:
             manifest = dict(json.loads(file.read(length)))
-            if manifest.pop(_CHECK, None) not in (None, _digest(manifest)):  # None: an earlier version wrote it
+            if manifest.pop(_CHECK, None) != _digest(manifest):
                 raise ValueError
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path.name} has a manifest that cannot be read") from error

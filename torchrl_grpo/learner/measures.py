@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torchrl_grpo.compat.torch import norms
+
 _MOST = 1024
 """Numbers of a parameter that are looked at: in all, far fewer than a step computes with."""
 
@@ -82,4 +84,4 @@ class StepMeasures:
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor:
     """Sum of the squares of all of their numbers."""
-    return torch.stack([norm.float() for norm in torch._foreach_norm(list(tensors))]).square().sum()
+    return torch.stack([norm.float() for norm in norms(tensors)]).square().sum()

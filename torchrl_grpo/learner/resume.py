@@ -12,7 +12,7 @@ from typing import Any
 
 from torchrl._utils import logger as torchrl_logger
 
-from torchrl_grpo.config import GRPOConfig, renamed
+from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.config.resumed import AUTO, check_options, differences, newest
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.learner.checkpoint import read_checkpoint, set_rng_state
@@ -56,17 +56,12 @@ def find_resume(config: GRPOConfig, plain: Mapping[str, Any], directory: Path = 
         return None
     path, state = found
     step, source = state["step"], dict(state["source"])
-    if "ahead" not in source:
-        raise ConfigError(
-            f"train.resume={path} must be a checkpoint of this version, but an earlier one wrote it: resume it with "
-            "that one, or start a new run."
-        )
-    saved = renamed(state["config"])
+    saved = state["config"]
     check_options(saved, plain, path)
     if config.only_evaluates:
         source["ahead"] = []
     every = saved["ref_model"]["refresh_every"]
-    reference = source.get("reference_version", step - step % every if every else 0)
+    reference = source["reference_version"]
     if config.has_own_reference and reference not in (0, step):
         raise ConfigError(
             f"train.resume={path} must be a checkpoint whose reference model is known, but that had the weights of "

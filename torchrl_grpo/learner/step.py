@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo import keys
+from torchrl_grpo.compat.torch import mark_overflow
 from torchrl_grpo.errors import MemoryShortError, NonFiniteError, NoSignalError
 from torchrl_grpo.functional import effective_sample_size
 from torchrl_grpo.host.memory import memory_short
@@ -328,8 +329,7 @@ class GRPOTrainer:
             self._nonfinite_in_a_row += 0 if rescaling and not empty else 1
         if self.scaler.is_enabled():
             if not math.isfinite(norm_value):  # perhaps in another rank's part of a layer
-                for found in self.scaler._found_inf_per_device(self.optimizer).values():
-                    found.fill_(1.0)
+                mark_overflow(self.scaler, self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         if not finite and not empty and self._nonfinite_in_a_row == 1 and why is not None:

@@ -23,6 +23,7 @@ from torchrl.record.loggers.trackio import TrackioLogger
 from torchrl.record.loggers.wandb import WandbLogger
 
 from torchrl_grpo.host.files import is_full
+from torchrl_grpo.host.trees import dotted
 
 Row = Mapping[str, Any]
 
@@ -158,7 +159,7 @@ class MLflow(Tracker):
             ) from error
         _keep(folders[0], "mlflow", f"{self._logger.experiment.info.run_id}\n{store}")
         if not known:  # what is known of a run cannot be changed
-            self._logger.log_hparams(_flat(json.loads(config)))
+            self._logger.log_hparams(dict(dotted(json.loads(config))))
             mlflow.set_tags({"mlflow.runName": name} | ({"group": settings["group"]} if settings["group"] else {}))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -301,14 +302,6 @@ def _keep(folder: Path, service: str, run: str) -> None:
 def _columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
     """A table of samples, column by column."""
     return {name: [row.get(name) for row in rows] for name in _COLUMNS if any(name in row for row in rows)}
-
-
-def _flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of a config by their dotted names."""
-    flat: dict[str, Any] = {}
-    for key, value in node.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _mlflow_name(name: str) -> str:

@@ -1,6 +1,8 @@
-"""Synchronous GRPO: collect a batch, train on it, send the weights to the engine, repeat."""
+"""GRPO, synchronous or, on Ray, asynchronous."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import hydra
 from omegaconf import DictConfig
@@ -10,10 +12,15 @@ from torchrl_grpo.scripts import start_grpo
 from torchrl_grpo.scripts.job import train
 
 
-@hydra.main(version_base="1.3", config_path=CONFIG_FILES, config_name="grpo_gsm8k")
-def main(cfg: DictConfig) -> float | None:
-    """The run that the config describes; gives what a sweep is to raise."""
-    return train(cfg)
+def job(*, asynchronous: bool) -> Callable[[], None]:
+    """Return the entry point of ``grpo`` or, if asynchronous, of ``grpo-async``: it reads the command line."""
+
+    @hydra.main(version_base="1.3", config_path=CONFIG_FILES, config_name="grpo_gsm8k")
+    def main(cfg: DictConfig) -> float | None:
+        """Train as the config says; return what a sweep is to raise."""
+        return train(cfg, asynchronous=asynchronous)
+
+    return main
 
 
 if __name__ == "__main__":

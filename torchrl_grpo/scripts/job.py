@@ -42,14 +42,24 @@ class Sweep(Callback):
     folder: Path | None = None
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        with orderly_exit():  # Hydra makes a warning of any other error
+        with _refusing():
             folder = _own_folder(config.hydra, "run")
             if not config.dry_run:
                 FolderLock(folder).close()  # refuses before Hydra writes into the folder of a run; build takes it again
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        with orderly_exit():
+        with _refusing():
             Sweep.folder = _own_folder(config.hydra, "sweep")
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """End the process with what is refused: Hydra makes a warning of an error in a callback."""
+    try:
+        yield
+    except ConfigError as error:
+        sys.stderr.write(f"\nerror: {error}\n")
+        sys.exit(2)
 
 
 def _own_folder(hydra: DictConfig, kind: str) -> Path:
@@ -100,7 +110,7 @@ def _check_working_directory() -> None:
         ) from None
 
 
-def train(cfg: DictConfig, *, asynchronous: bool = False) -> float | None:
+def train(cfg: DictConfig, *, asynchronous: bool) -> float | None:
     """Does the job that a config describes.
 
     Returns:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from torchrl_grpo.compat.torch import release_shared_memory
 from torchrl_grpo.weights.handle import Named, Part, PlainHandle, Reader, Sender, in_parts
 
 
@@ -68,7 +69,7 @@ class CudaIpcSender(Sender):
         # Torch keeps memory that was shared until a reader has opened and closed it. A version that was skipped has no
         # reader, so its side is taken here; where there was one, the count goes below 0, which is as good.
         for counter in kept[1]:
-            torch.UntypedStorage._release_ipc_counter_cuda(*counter)
+            release_shared_memory(*counter)
         del kept
         torch.cuda.ipc_collect()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import yaml
 
 from torchrl_grpo.advice.migrate.scripts import Unknown, read_python, read_shell
 from torchrl_grpo.advice.migrate.tables import NAMES, Table, read_table
+from torchrl_grpo.host.trees import dotted
 
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _REFERENCE = re.compile(r"\$\{(?:oc\.(select|env):)?\s*([\w.]+)\s*(?:,([^${}]*))?\}")
@@ -45,7 +46,7 @@ def read(path: Path) -> Settings:
     except (yaml.YAMLError, ValueError, SyntaxError, RecursionError) as error:
         why = " ".join(str(error).split())
         raise ValueError(f"FILE={path} must be whole {path.suffix or 'yaml'}, and it is not: {why}.") from error
-    values = dict(_flat(data, "")) if isinstance(data, Mapping) else {}
+    values = _flat(data) if isinstance(data, Mapping) else {}
     values = {key: _known(_number(_resolved(value, values))) for key, value in values.items()}
     for name in ("trl",) if path.suffix == ".py" else NAMES:
         table = read_table(name)
@@ -70,9 +71,11 @@ def _folded(values: Mapping[str, Any], table: Table) -> dict[str, Any]:
 
 def _refuse(table: Table, values: Mapping[str, Any], path: Path) -> None:
     lists = {
-        f"{key}[{n}].": one for key, value in values.items() if isinstance(value, list) for n, one in enumerate(value)
+        f"{key}[{n}]": one for key, value in values.items() if isinstance(value, list) for n, one in enumerate(value)
     }
-    entries = {key: value for name, one in lists.items() if isinstance(one, Mapping) for key, value in _flat(one, name)}
+    entries = {
+        key: value for name, one in lists.items() if isinstance(one, Mapping) for key, value in _flat(one, name).items()
+    }
     for refusal in table.refused:
         if (why := refusal.found_in({**values, **entries})) is not None:
             raise ValueError(
@@ -93,14 +96,9 @@ def _parse(suffix: str, text: str) -> Any:
     return yaml.safe_load(text)
 
 
-def _flat(node: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """The leaves of nested tables by their dotted names; what must be given still is None."""
-    for name, value in node.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{key}.")
-        else:
-            yield key, None if value == "???" else value
+def _flat(node: Mapping[Any, Any], name: str = "") -> dict[str, Any]:
+    """Return the leaves of nested tables by their dotted names; one that is still to be set is None."""
+    return {key: None if value == "???" else value for key, value in dotted(node, name) if key}
 
 
 def _resolved(value: Any, values: Mapping[str, Any]) -> Any:

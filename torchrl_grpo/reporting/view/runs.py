@@ -14,6 +14,7 @@ import yaml
 
 from torchrl_grpo.host.files import ENVIRONMENT_FILE, METRICS_FILE, load_yaml
 from torchrl_grpo.host.text import clip, printable_lines
+from torchrl_grpo.host.trees import dotted
 from torchrl_grpo.reporting.alarms import Alarm, Alarms
 from torchrl_grpo.reporting.panels import COLORS, PANELS, TIME_PARTS, Panel, Record, curve_of, label_of, series, times
 from torchrl_grpo.reporting.records import reward_text, run_title
@@ -126,7 +127,10 @@ class RunView:
             config = {"config": f"not shown: {error}"}
         environment = read_row(read_inside(self.folder, ENVIRONMENT_FILE).encode())
         try:
-            shown = _flat(config | {"environment": environment})
+            shown = {
+                key: value if isinstance(value, str) else json.dumps(value, default=str)
+                for key, value in dotted(config | {"environment": environment})
+            }
         except RecursionError:
             shown = {"config": "not shown: it, or environment.json, is nested too deeply"}
         return {key: printable_lines(text) for key, text in shown.items()}
@@ -234,11 +238,3 @@ def _cell(row: dict[str, Any], number: int, longest: int | None = _LONGEST_TEXT)
         **{name: printable_lines(text if longest is None else clip(text, longest)) for name, text in texts.items()},
         **facts,
     }
-
-
-def _flat(value: Any, name: str = "") -> dict[str, str]:
-    """A tree as dotted names and texts."""
-    if isinstance(value, dict) and value:
-        parts = [_flat(one, f"{name}.{key}" if name else str(key)) for key, one in value.items()]
-        return {key: text for part in parts for key, text in part.items()}
-    return {name: value if isinstance(value, str) else json.dumps(value, default=str)}

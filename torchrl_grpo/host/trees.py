@@ -1,0 +1,29 @@
+"""Nested mappings, such as configs, as flat ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def dotted(node: Any, name: str = "", *, into_lists: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested mappings by their dotted names; an empty mapping is a leaf.
+
+    Args:
+        node: the mappings.
+        name: of ``node`` itself.
+        into_lists: whether a list is no leaf but its elements are, as ``name[0]``.
+
+    >>> dict(dotted({"a": {"b": [1, 2]}, "c": {}}))
+    {'a.b': [1, 2], 'c': {}}
+    >>> dict(dotted([1, {"b": 2}], "a", into_lists=True))
+    {'a[0]': 1, 'a[1].b': 2}
+    """
+    if isinstance(node, Mapping) and node:
+        for key, value in node.items():
+            yield from dotted(value, f"{name}.{key}" if name else str(key), into_lists=into_lists)
+    elif into_lists and isinstance(node, list | tuple):
+        for index, value in enumerate(node):
+            yield from dotted(value, f"{name}[{index}]", into_lists=into_lists)
+    else:
+        yield name, node

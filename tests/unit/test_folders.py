@@ -152,6 +152,11 @@ def test_the_lock_ends_with_a_process_that_is_killed(
         assert (tmp_path / LOCK_FILE).read_text().split()[1] == str(os.getpid())
 
 
+def has_open(pid: int, name: str) -> bool:
+    """Whether a process has a file of this name open."""
+    return any(os.readlink(file).endswith(name) for file in Path(f"/proc/{pid}/fd").iterdir())
+
+
 CHILDREN = {
     "forked": "import os; child = os.fork(); child or time.sleep(600); ",
     "forked by multiprocessing": (
@@ -169,9 +174,13 @@ def test_no_child_process_keeps_the_lock(
     """Such as reward workers, Ray's processes and vLLM's, which may outlive a run that is killed."""
     process = holder(f"{CHILDREN[kind]}open({str(tmp_path / 'child')!r}, 'w').write(str(child)); ")
     child = int((tmp_path / "child").read_text())
-    process.kill()
-    process.wait()
     try:
+        deadline = time.monotonic() + 30
+        while has_open(child, LOCK_FILE):  # a child that was just forked has not run yet
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
         os.kill(child, 0)
         FolderLock(tmp_path).close()
     finally:

@@ -24,6 +24,8 @@ from torchrl_grpo.weights.broadcast import open_store
 _TICK_S = 1.0
 _HEARD_S = 10.0
 """How long after the first failure of a rank the others are listened to."""
+_HARMLESS = (NotSavedError, NonFiniteError)
+"""Errors that leave ``resumable`` as it was."""
 
 
 class RayLearner:
@@ -119,11 +121,7 @@ class RayLearner:
 
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
         """See ``Learner.save``; rank 0 writes the file."""
-        try:
-            self._last_checkpoint = self._ask_all("save", "save", checkpointer, source)
-        except (NotSavedError, NonFiniteError):
-            self.resumable = True  # the weights are those between two batches all the same
-            raise
+        self._last_checkpoint = self._ask_all("save", "save", checkpointer, source)
         return self._last_checkpoint
 
     def sizes(self) -> tuple[int, int]:
@@ -132,11 +130,7 @@ class RayLearner:
 
     def export(self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase, ended: bool = True) -> Path:
         """See ``Learner.export``; rank 0 writes the files."""
-        try:
-            return self._ask_all("export", "export", checkpointer, tokenizer, ended)
-        except NotSavedError:
-            self.resumable = True  # the weights are those between two batches all the same
-            raise
+        return self._ask_all("export", "export", checkpointer, tokenizer, ended)
 
     def samples(self, most: int | None) -> list[dict[str, Any]]:
         """See ``Learner.samples``."""
@@ -175,8 +169,9 @@ class RayLearner:
                 for reference in done:
                     ray.get(reference)
             except Exception as first:
-                self.resumable = False
                 error = _root_cause(first, references)
+                if not isinstance(cause_of(error), _HARMLESS):
+                    self.resumable = False
                 if not is_loss(error):
                     raise cause_of(error) from None
                 raise LearnerLostError(

@@ -24,6 +24,7 @@ from torchrl_grpo.weights.broadcast import open_store
 _TICK_S = 1.0
 _HEARD_S = 10.0
 """How long after the first failure of a rank the others are listened to."""
+_ROLE = "LearnerActor"
 _HARMLESS = (NotSavedError, NonFiniteError)
 """Errors that leave ``resumable`` as it was."""
 
@@ -66,7 +67,7 @@ class RayLearner:
         self._last_checkpoint = resumed_from
         self._store: TCPStore | None = None  # in which the ranks find each other
         make = partial(make_rank, factory, world_size=len(options), tensor_parallel_size=tensor_parallel_size)
-        self._ranks = [start_actor("LearnerActor", partial(make, rank), given) for rank, given in enumerate(options)]
+        self._ranks = [start_actor(_ROLE, partial(make, rank), given) for rank, given in enumerate(options)]
 
     def start(self) -> None:
         """Makes the learners of all ranks.
@@ -86,7 +87,7 @@ class RayLearner:
     def train_batch(self, batch: RayBatch) -> dict[str, float]:
         """See ``Learner.train_batch``."""
         self.resumable = False
-        steps = [rank.call.remote("train_groups", *batch.refs) for rank in self._ranks]
+        steps = [_call(rank, "train_groups", *batch.refs) for rank in self._ranks]
         try:
             [metrics, *_] = self._ask("train a batch", steps)
         except (KeyboardInterrupt, SystemExit):
@@ -117,7 +118,7 @@ class RayLearner:
     def release(self, version: int) -> None:
         """Frees the weights of a version that nobody reads or will read any more. Returns at once."""
         if self._ranks:
-            self._ranks[0].call.remote("release", version)
+            _call(self._ranks[0], "release", version)
 
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
         """See ``Learner.save``; rank 0 writes the file."""
@@ -151,11 +152,11 @@ class RayLearner:
 
     def _ask_first(self, what: str, method: str, *arguments: Any) -> Any:
         """Rank 0's answer to what it does alone."""
-        return self._ask(what, [self._ranks[0].call.remote(method, *arguments)])[0]
+        return self._ask(what, [_call(self._ranks[0], method, *arguments)])[0]
 
     def _ask_all(self, what: str, method: str, *arguments: Any) -> Any:
         """Rank 0's answer to what all ranks do together."""
-        return self._ask(what, [rank.call.remote(method, *arguments) for rank in self._ranks])[0]
+        return self._ask(what, [_call(rank, method, *arguments) for rank in self._ranks])[0]
 
     def _ask(self, what: str, references: list[Any]) -> list[Any]:
         """The answers of the ranks; the first failure ends the wait, because the other ranks may wait for that one."""
@@ -190,6 +191,11 @@ class RayLearner:
         """How the run goes on from its last checkpoint, in words."""
         saved = self._last_checkpoint
         return f"go on with train.resume={saved}" if saved else "no checkpoint was written before"
+
+
+def _call(rank: Any, method: str, *arguments: Any) -> Any:
+    """A reference to what a method of a rank's learner gives; the process has the method in its name meanwhile."""
+    return rank.call.options(name=f"{_ROLE}.{method}").remote(method, *arguments)
 
 
 def _root_cause(first: Exception, references: Sequence[Any]) -> Exception:

@@ -602,10 +602,9 @@ def test_ranks_that_do_not_answer_end_the_run(ray_cluster: cluster.Cluster) -> N
 
 def test_the_port_that_the_ranks_meet_at_is_held_from_the_start(ray_cluster: cluster.Cluster) -> None:
     store = open_store(own_address(), timeout_s=10.0)
-    host, port = store.host, store.port
     with socket.socket() as other, pytest.raises(OSError):
-        other.bind(("", port))
-    TCPStore(host, port, timeout=timedelta(seconds=10)).set("there", "yes")
+        other.bind(("", store.port))
+    TCPStore(store.host, store.port, timeout=timedelta(seconds=10)).set("there", "yes")
 
 
 def test_a_dead_training_rank_ends_the_run_with_the_last_checkpoint_named(

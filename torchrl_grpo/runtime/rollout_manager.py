@@ -78,7 +78,6 @@ class RolloutManager:
         self._concurrent_tasks = concurrent_tasks
         self._in_flight = in_flight
         self._references_first = references_first
-        self._seed = seed
         self._release = release
         self._recovery_timeout_s = recovery_timeout_s
         self.actor_timeout_s = actor_timeout_s
@@ -89,7 +88,7 @@ class RolloutManager:
         self.samplers = [
             SamplerWorker(
                 f"sampler {index}",
-                partial(make_seeded, factory),
+                partial(make_seeded, factory, seed + index),
                 {**options, "max_concurrency": threads},
                 actor_timeout_s,
             )
@@ -236,7 +235,7 @@ class RolloutManager:
         try:
             if worker in self.samplers:
                 worker.version = worker.updating = None
-                await worker.start(self._seed + self.samplers.index(worker), worker.engine_state)
+                await worker.start(worker.engine_state)
             else:
                 worker.weights = None
                 await worker.start()

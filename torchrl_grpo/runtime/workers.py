@@ -28,6 +28,7 @@ class Worker:
     """One actor and its successors. All of it belongs to the event loop in which ``start`` was called.
 
     Attributes:
+        role: kind of part, and its process's name: ``ray::SamplerActor.play`` while it plays.
         name: for messages.
         actor: the handle of the current actor, None while there is none.
         ready: whether the actor has made its part.
@@ -47,7 +48,7 @@ class Worker:
         timeout_s: longest wait for an answer, and for the start of an actor.
     """
 
-    role: str  # of its kind, as Ray names the process
+    role: str
 
     def __init__(self, name: str, factory: Callable[..., Any], options: Mapping[str, Any], timeout_s: float) -> None:
         self.name = name
@@ -105,7 +106,9 @@ class Worker:
 
     async def _answer(self, what: str, method: str, reference: Any, timeout_s: float) -> Any:
         """What a reference gives; see ``ask``."""
-        lost, answer, began_at = self._lost, asyncio.wrap_future(reference.future()), time.time()
+        lost = self._lost
+        answer = asyncio.wrap_future(reference.future())
+        began_at = time.time()
         self._asked += 1
         try:
             await asyncio.wait({answer, lost}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -23,12 +23,12 @@ from unittest import mock
 from hydra import compose, initialize_config_dir
 from machine import report, surroundings
 
-from torchrl_grpo.assembly.run import build
+from torchrl_grpo.assembly import run as assembly
 from torchrl_grpo.collectors import evaluation
 from torchrl_grpo.config import from_hydra, register
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.scores import PassScores
-from torchrl_grpo.loop import _Steps
+from torchrl_grpo.loop import Observer, fit
 from torchrl_grpo.reporting.metrics import MetricsLogger
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,25 +65,31 @@ def main() -> None:
 
         return call
 
-    step = _Steps.step
+    class Turns(Observer):
+        """Times the steps, and switches the parts off for every other one."""
 
-    def make_step(steps: Any) -> None:
-        nonlocal off
-        off = not off
-        start = time.process_time()
-        step(steps)
-        seconds["without" if off else "with"].append(time.process_time() - start)
+        def stage(self, kind: str, step: int, what: str) -> None:
+            nonlocal off
+            if kind == "wait":
+                off = not off
+                self._start = time.process_time()
+
+        def checked(self, step: int) -> None:
+            seconds["without" if off else "with"].append(time.process_time() - self._start)
+
+    def fit_in_turns(learner: Any, rollouts: Any, schedule: Any, observers: Any, **named: Any) -> None:
+        fit(learner, rollouts, schedule, [*observers, Turns()], **named)
 
     turns, rare = f"train.total_dialog_turns={128 * args.steps}", f"logging.sample_frequency={10 * args.steps}"
     overrides = [turns, rare, "evaluation.frequency=0", "logging.tensorboard=false"]
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "config")):
         config = from_hydra(compose("grpo_arithmetic", overrides=overrides))
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(_Steps, "step", make_step):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(assembly, "fit", fit_in_turns):
         for owner, name in IN_EACH_STEP:
             mock.patch.object(owner, name, switched(getattr(owner, name))).start()
         for owner, name in OF_SAMPLES:
             mock.patch.object(owner, name, timed(name, getattr(owner, name))).start()
-        run = build(config, folder)
+        run = assembly.build(config, folder)
         try:
             run.fit()
         finally:

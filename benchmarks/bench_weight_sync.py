@@ -34,7 +34,7 @@ from torchrl_grpo.generation import Engine, SamplingParams, TransformersEngine
 from torchrl_grpo.learner import Learner
 from torchrl_grpo.models.loading import CheckpointModel, add_lora, resolve_name
 from torchrl_grpo.runtime import cluster
-from torchrl_grpo.runtime.actors import SamplerActor, own_address
+from torchrl_grpo.runtime.actors import Actor, own_address
 from torchrl_grpo.runtime.learner import RayLearner
 from torchrl_grpo.weights import LoraDelta, Sender, WeightHandle, make_sender, named_adapters, named_weights
 
@@ -135,7 +135,7 @@ def measure(learner: RayLearner, sampler: Any, repeats: int) -> dict[str, list[t
         start = time.perf_counter()
         handle = learner.weights()
         published = time.perf_counter()
-        ray.get(sampler.update.remote(handle, version))
+        ray.get(sampler.call.remote("update", handle, version))
         seconds[KINDS[version % len(KINDS)]].append((published - start, time.perf_counter() - published))
         learner.release(version)
     return {kind: times[1:] for kind, times in seconds.items()}
@@ -161,12 +161,12 @@ def main() -> None:
         stack.callback(cluster.start().shutdown)
         learner = RayLearner(partial(make_learner, name, dtype), options=[{"num_cpus": 1}])
         factory = partial(make_sampler, name, args.engine, dtype)
-        sampler: Any = ray.remote(SamplerActor).options(num_cpus=1).remote(factory)
-        ready = sampler.setup.remote(0, None)
+        sampler: Any = ray.remote(Actor).options(num_cpus=1).remote(factory)
+        ready = sampler.setup.remote()
         learner.start()
         ray.get(ready)
         seconds = measure(learner, sampler, args.repeats)
-        ray.get(sampler.close.remote())
+        ray.get(sampler.call.remote("close"))
     medians = {
         kind: {
             "publish": statistics.median(publish for publish, _ in times),

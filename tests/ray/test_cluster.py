@@ -187,7 +187,7 @@ def test_a_malformed_address_ends_a_run_before_anything_starts(tmp_path: Path) -
     with pytest.raises(ConfigError, match=message):
         build(compose_config("ray.address=somewhere"), tmp_path / "run")
     assert not ray.is_initialized()
-    assert not (tmp_path / "run").exists()
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 DRIVER = """

@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.models import make_tiny_model
 from torchrl_grpo import keys
+from torchrl_grpo.assembly.observers import Recorder, Saver
 from torchrl_grpo.collectors import RolloutCollector, Sampler
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.envs import LLMEnv
@@ -38,6 +39,7 @@ from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.loop import Schedule, fit
 from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.reporting.alarms import Alarms
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger, read_jsonl
 from torchrl_grpo.runtime import cluster
@@ -48,13 +50,15 @@ from torchrl_grpo.transforms.kl_scoring import KLScoring
 pytest.importorskip("ray")
 
 from torchrl_grpo.errors import LearnerLostError, MemoryShortError, WaitedTooLongError, WorkersLostError
-from torchrl_grpo.runtime.actors import LearnerActor
+from torchrl_grpo.runtime.actors import own_address
 from torchrl_grpo.runtime.learner import RayLearner
+from torchrl_grpo.runtime.reference import Reference
 from torchrl_grpo.runtime.rollout_manager import RolloutManager
 from torchrl_grpo.runtime.source import RayBatch, RaySource
 from torchrl_grpo.runtime.tasks import TaskQueue
-from torchrl_grpo.runtime.workers import ActorLostError, Worker
+from torchrl_grpo.runtime.workers import ActorLostError, SamplerWorker, Worker
 from torchrl_grpo.weights import ObjectSender, WeightHandle
+from torchrl_grpo.weights.broadcast import open_store
 
 REPEATS, TASK, BATCH = 2, 2, 4  # rows in a group, groups in a task, groups in a batch
 
@@ -113,6 +117,10 @@ def make_sampler(
     return Sampler(engine, make_collector, evaluator, params, [torch.tensor([7])], groups_at_a_time=TASK)
 
 
+def make_scored(scoring: Callable[[], Any]) -> Reference:
+    return Reference(scoring())
+
+
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[cluster.Cluster]:
     started = cluster.start()
@@ -143,7 +151,7 @@ def source_of(ray_cluster: cluster.Cluster, tokenizer: PreTrainedTokenizerFast) 
         manager = RolloutManager(
             TaskQueue(env.drawing, buffer, task_groups=TASK, total_groups=total_groups, group_size=REPEATS),
             samplers=[(partial(make_sampler, tokenizer, pause_s, broken, engine), options)] * samplers,
-            references=[(reference, options)] * references,
+            references=[(partial(make_scored, reference), options)] * references,
             **({"actor_timeout_s": 120.0} | settings),
         )
         source = RaySource(manager)
@@ -512,7 +520,9 @@ def test_a_run_whose_engines_stay_dead_is_saved_and_says_why(
         Console(file=(tmp_path / "out").open("w")) as console,
         pytest.raises(WorkersLostError, match=r"all of sampler 0 have been dead for \d+ s, more than the 2 s"),
     ):
-        fit(learner, source, Checkpointer(tmp_path, {}), logger, console, Schedule(100, 8))
+        recorder = Recorder(learner, logger, console, Alarms(), num_batches=100, sequences_per_batch=8)
+        saver = Saver(learner, source, Checkpointer(tmp_path, {}), lambda: None, num_batches=100)
+        fit(learner, source, Schedule(100), [recorder, saver])
     [checkpoint] = tmp_path.glob("checkpoint_*.pt")
     step = len([row for row in read_jsonl(tmp_path / "metrics.jsonl") if "train/loss" in row])
     state = torch.load(checkpoint, weights_only=True)
@@ -591,11 +601,10 @@ def test_ranks_that_do_not_answer_end_the_run(ray_cluster: cluster.Cluster) -> N
 
 
 def test_the_port_that_the_ranks_meet_at_is_held_from_the_start(ray_cluster: cluster.Cluster) -> None:
-    rank = LearnerActor(make_learner, 0, 2, 1)
-    host, port = rank.open_store(timeout_s=10.0)
+    store = open_store(own_address(), timeout_s=10.0)
     with socket.socket() as other, pytest.raises(OSError):
-        other.bind(("", port))
-    TCPStore(host, port, timeout=timedelta(seconds=10)).set("there", "yes")
+        other.bind(("", store.port))
+    TCPStore(store.host, store.port, timeout=timedelta(seconds=10)).set("there", "yes")
 
 
 def test_a_dead_training_rank_ends_the_run_with_the_last_checkpoint_named(
@@ -698,17 +707,17 @@ def test_time_with_nothing_to_do_does_not_count_as_dead() -> None:
     """Else a second loss after a long pause would count the pause as dead time."""
 
     async def lose_it(worker: Worker, asked: bool) -> None:
-        worker.actor, worker.ready = SimpleNamespace(setup=Answer()), True
+        worker.actor, worker.ready = SimpleNamespace(call=Answer()), True
         worker._lost = asyncio.get_running_loop().create_future()
         if asked:
-            question = asyncio.create_task(worker.ask("load weights", "setup"))
+            question = asyncio.create_task(worker.ask("load weights", "update"))
             await asyncio.sleep(0.01)
         worker.lose(RuntimeError("gone"))
         if asked:
             with pytest.raises(ActorLostError, match="gone"):
                 await question
 
-    worker = Worker("worker", lambda: None, timeout_s=60.0)
+    worker = SamplerWorker("worker", lambda: None, {}, timeout_s=60.0)
     worker.kill = lambda: setattr(worker, "actor", None)  # type: ignore[method-assign]
     asyncio.run(lose_it(worker, asked=False))
     first = worker.alive_at

@@ -21,7 +21,7 @@ from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.learner import Learner
 from torchrl_grpo.models.sharding import shard_model
 from torchrl_grpo.runtime import cluster
-from torchrl_grpo.runtime.actors import SamplerActor, own_address
+from torchrl_grpo.runtime.actors import Actor, own_address
 from torchrl_grpo.runtime.learner import RayLearner
 from torchrl_grpo.weights import BroadcastSender, ObjectSender, Sender, WeightHandle, named_weights
 
@@ -60,11 +60,11 @@ class Several(Sender):
         self._by_version[version].release(version)
 
 
-class ShownActor(SamplerActor):
+class Shown(Sampler):
     """Shows its engine's weights."""
 
     def weights(self) -> dict[str, Tensor]:
-        engine: Any = self._sampler.engine
+        engine: Any = self.engine
         return dict(engine.model.named_parameters())
 
 
@@ -76,9 +76,7 @@ def make_learner(mesh: DeviceMesh | None) -> Learner:
 
 
 def make_sampler() -> Sampler:
-    return Sampler(
-        TransformersEngine(make_tiny_model(1)), plays_nothing, None, SamplingParams(1), [], groups_at_a_time=1
-    )
+    return Shown(TransformersEngine(make_tiny_model(1)), plays_nothing, None, SamplingParams(1), [], groups_at_a_time=1)
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +87,8 @@ def roles() -> Iterator[tuple[RayLearner, list[Any]]]:
     options: dict[str, Any] = {"num_cpus": 0}
     try:
         learner = RayLearner(make_learner, options=[options] * 2)
-        engines = [ray.remote(ShownActor).options(**options).remote(make_sampler) for _ in range(2)]
-        ready = [engine.setup.remote(0, None) for engine in engines]
+        engines = [ray.remote(Actor).options(**options).remote(make_sampler) for _ in range(2)]
+        ready = [engine.setup.remote() for engine in engines]
         learner.start()
         ray.get(ready)
         yield learner, engines
@@ -105,10 +103,13 @@ def test_two_engines_get_the_weights_of_two_ranks_at_their_own_pace(roles: tuple
     previous = learner.weights()
     for version in range(1, 7):  # each kind three times
         handle = learner.weights()
-        updates = [fast.update.remote(handle, version), slow.update.remote(previous, version - 1)]
+        updates = [
+            fast.call.remote("update", handle, version),
+            slow.call.remote("update", previous, version - 1),
+        ]
         ray.get(updates, timeout=200)
         for engine, at in ((fast, version), (slow, version - 1)):
-            got = ray.get(engine.weights.remote(), timeout=200)
+            got = ray.get(engine.call.remote("weights"), timeout=200)
             assert got.keys() == expected(at).keys()
             assert all(torch.equal(got[name], weight) for name, weight in expected(at).items())
         learner.release(version - 1)

@@ -16,6 +16,7 @@ from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.runtime.in_turn import InTurn
+from torchrl_grpo.runtime.reference import Reference
 from torchrl_grpo.runtime.staleness import GroupBuffer
 from torchrl_grpo.runtime.tasks import TaskQueue
 from torchrl_grpo.tasks import ArithmeticTask
@@ -43,7 +44,7 @@ class Recorder(Engine):
         self.calls.append("wake")
 
 
-class Reference:
+class Scoring:
     """Stands for KLScoring."""
 
     def __init__(self, calls: list[str]) -> None:
@@ -67,7 +68,7 @@ def make_source(tokenizer: PreTrainedTokenizerFast, engine: Recorder, *, sleeps:
         return RolloutCollector(env.with_rows(2 * groups), GenerationPolicy(engine, params))
 
     sampler = Sampler(engine, make_collector, None, params, [], groups_at_a_time=2, sleeps=sleeps)
-    return InTurn(make_tasks(env), sampler, Reference(engine.calls))  # type: ignore[arg-type]
+    return InTurn(make_tasks(env), sampler, Reference(Scoring(engine.calls)))  # type: ignore[arg-type]
 
 
 def weights(version: int) -> WeightHandle:

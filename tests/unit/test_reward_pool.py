@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,7 +31,7 @@ from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.reward_pool import pool as reward_pool
 from torchrl_grpo.reward_pool.pool import RESTARTS, TIMED_OUT, Failure, RewardPool
-from torchrl_grpo.runtime.actors import SamplerActor
+from torchrl_grpo.runtime.actors import Actor, make_seeded
 from torchrl_grpo.tasks.base import Dialog, Problem, Score
 
 
@@ -310,16 +311,16 @@ def test_a_replica_plays_on_while_a_unit_is_scored(
             reward_pool=pool,
         )
 
-    actor = SamplerActor(parts)
+    actor = Actor(partial(make_seeded, parts))
     actor.setup(0, None)
     drawing = make_env(None, 2).drawing
     slow_task, fast_task = (RolloutTask((drawing.draw(),)) for _ in range(2))
     with ThreadPoolExecutor(1) as thread:
-        first = thread.submit(actor.play, slow_task)
+        first = thread.submit(actor.call_for_groups, "play", slow_task)
         while not begun.exists():
             time.sleep(0.01)
         assert not first.done()
-        through_report, group = actor.play(fast_task)
+        through_report, group = actor.call_for_groups("play", fast_task)
         assert pickle.loads(pickle.dumps(group))["next", "reward"].reshape(-1).tolist() == [3.0, 3.0]
         assert not first.done()
         through.touch()
@@ -328,7 +329,7 @@ def test_a_replica_plays_on_while_a_unit_is_scored(
     assert [group.group for group in (*report.groups, *through_report.groups)] == [0, 1]
     assert report.engine is None  # what an engine's state is, is not known while others sample
     assert report.rewards == {RESTARTS: 0, TIMED_OUT: 0}
-    actor.close()
+    actor.call("close")
     with pytest.raises(RuntimeError):
         score(pool, "1")
 

@@ -35,6 +35,7 @@ from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
 from torchrl_grpo.models.sharding import loading_device, shard_model
 from torchrl_grpo.runtime.placement import own_device
+from torchrl_grpo.runtime.reference import Reference
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weights import make_sender
 
@@ -202,11 +203,11 @@ def _rescorer(config: GRPOConfig, engine: Engine) -> Callable[[Tensor, Tensor, T
     return KLScoring(scorer, autocast_dtype=_autocast_dtype(config), out_key=keys.LOG_PROBS).log_probs
 
 
-def make_reference(blueprint: Blueprint, device: torch.device | None = None) -> KLScoring:
+def make_reference(blueprint: Blueprint, device: torch.device | None = None) -> Reference:
     """A reference model of its own, which scores in passes as large and as precise as the trainer's."""
     config = blueprint.config
     model = _load(config, "ref_model", device or own_device()).requires_grad_(False)
-    return _kl_scoring(config, TokenScorer(model, temperature=config.inference_model.temperature))
+    return Reference(_kl_scoring(config, TokenScorer(model, temperature=config.inference_model.temperature)))
 
 
 def _kl_scoring(config: GRPOConfig, scorer: TokenScorer) -> KLScoring:

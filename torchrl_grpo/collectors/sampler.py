@@ -185,7 +185,7 @@ class Sampler:
                     return collector
         return self._make_collector(groups)
 
-    def evaluate(self, *, sampled: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    def evaluate(self, sampled: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """What ``Evaluator.evaluate`` gives; nothing without an evaluator."""
         return ({}, []) if self.evaluator is None else self.evaluator.evaluate(sampled=sampled)
 

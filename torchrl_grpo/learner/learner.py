@@ -19,6 +19,7 @@ from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models.scoring import TokenScorer, autocast
 from torchrl_grpo.models.sharding import is_writer
+from torchrl_grpo.transforms.ragged import join_groups
 from torchrl_grpo.weights import ObjectSender, Sender, WeightHandle
 from torchrl_grpo.weights.mismatch import Probe, log_prob_mismatch
 
@@ -86,6 +87,13 @@ class Learner:
         self._trained_steps = self.trainer.optim_steps
         self._batch = batch
         return metrics | rollout_metrics(batch) | seconds
+
+    def train_groups(self, *groups: TensorDictBase) -> dict[str, float]:
+        """Trains a batch that comes in groups, and adds to its metrics the seconds that joining them took."""
+        start = time.perf_counter()
+        batch = join_groups(groups)
+        seconds = {"time/transfer_s": time.perf_counter() - start}
+        return self.train_batch(batch) | seconds
 
     def samples(self, most: int | None) -> list[dict[str, Any]]:
         """So many sequences of the latest batch, in whole groups, as rows of ``samples.jsonl``; None is all."""

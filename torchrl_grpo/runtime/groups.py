@@ -1,4 +1,4 @@
-"""Groups of sequences: several as a batch, and one on its way from actor to actor.
+"""``Travelling``: a group of sequences on its way from actor to actor.
 
 A group travels as one flat tensor for each key, instead of one for each sequence. Pickling costs by the object: a lazy
 stack of 64 short sequences has more than a thousand tensors and TensorDicts.
@@ -6,29 +6,15 @@ stack of 64 short sequences has more than a thousand tensors and TensorDicts.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, is_leaf_nontensor, lazy_stack
 from torch import Tensor
-from torchrl.envs import Transform
 
 _Column = tuple[tuple[str, ...], Any, list[torch.Size] | None]
 """A key, and its values: a flat tensor and the shapes of its parts, or a list of what is no tensor and None."""
-
-
-def join_groups(groups: Sequence[TensorDictBase]) -> TensorDictBase:
-    """The sequences of several groups as one batch, a flat lazy stack."""
-    return lazy_stack([row for group in groups for row in group.unbind(0)])
-
-
-def score_groups(reference: Transform, groups: Sequence[TensorDictBase]) -> list[TensorDictBase]:
-    """The groups as a reference model scores them, all in one batch."""
-    rows = reference(join_groups(groups)).unbind(0)
-    ends = list(itertools.accumulate(map(len, groups)))
-    return [lazy_stack(list(rows[end - len(group) : end])) for end, group in zip(ends, groups, strict=True)]
 
 
 class Travelling:

@@ -8,9 +8,9 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from torchrl_grpo.collectors.sampler import Sampler
-from torchrl_grpo.runtime.groups import join_groups, score_groups
+from torchrl_grpo.runtime.reference import Reference
 from torchrl_grpo.runtime.tasks import TaskQueue
-from torchrl_grpo.transforms.kl_scoring import KLScoring
+from torchrl_grpo.transforms.ragged import join_groups
 from torchrl_grpo.weights import WeightHandle
 from torchrl_grpo.weights.mismatch import Probe
 
@@ -27,7 +27,7 @@ class InTurn:
         reference: scores it; None where that is not needed, or the learner does it.
     """
 
-    def __init__(self, tasks: TaskQueue, sampler: Sampler, reference: KLScoring | None = None) -> None:
+    def __init__(self, tasks: TaskQueue, sampler: Sampler, reference: Reference | None = None) -> None:
         self.tasks = tasks
         self.sampler = sampler
         self.reference = reference
@@ -54,9 +54,8 @@ class InTurn:
             self._spans.extend(report.spans("sampler 0", began_at))
             self.tasks.played(progress, report, groups)
             if progress.kept and self.reference is not None:
-                start, began_at = time.perf_counter(), time.time()
-                progress.refs = score_groups(self.reference, progress.refs)
-                progress.reference_s = time.perf_counter() - start
+                began_at = time.time()
+                progress.reference_s, progress.refs = self.reference.score(*progress.refs)
                 span = {"actor": "reference model 0", "kind": "score", "start": began_at}
                 self._spans.append(span | {"seconds": progress.reference_s})
             self.tasks.finish(progress)
@@ -75,11 +74,11 @@ class InTurn:
     def update_reference(self, handle: WeightHandle) -> None:
         """See ``RolloutSource``."""
         assert self.reference is not None
-        self.reference.update_weights(handle.weights())
+        self.reference.update(handle)
 
     def evaluate(self, *, sampled: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """See ``RolloutSource``."""
-        return self.sampler.evaluate(sampled=sampled)
+        return self.sampler.evaluate(sampled)
 
     def probes(self) -> list[Probe]:
         """See ``RolloutSource``."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedTokenizerBase
@@ -14,13 +16,17 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_grpo.errors import LearnerLostError, NonFiniteError, NotSavedError, WaitedTooLongError
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
-from torchrl_grpo.runtime.actors import LearnerActor
+from torchrl_grpo.runtime.actors import make_rank, own_address, start_actor
 from torchrl_grpo.runtime.source import RayBatch
 from torchrl_grpo.runtime.workers import cause_of, is_loss
+from torchrl_grpo.weights.broadcast import open_store
 
 _TICK_S = 1.0
 _HEARD_S = 10.0
 """How long after the first failure of a rank the others are listened to."""
+_ROLE = "LearnerActor"
+_HARMLESS = (NotSavedError, NonFiniteError)
+"""Errors that leave ``resumable`` as it was."""
 
 
 class RayLearner:
@@ -54,18 +60,14 @@ class RayLearner:
         actor_timeout_s: float = 1800.0,
         resumed_from: Path | None = None,
     ) -> None:
-        import ray
-
         self.version = 0
         self.resumable = True
         self.pids: list[int] = []
         self.actor_timeout_s = actor_timeout_s
         self._last_checkpoint = resumed_from
-        remote = ray.remote(LearnerActor)
-        self._ranks = [
-            remote.options(**given).remote(factory, rank, len(options), tensor_parallel_size)
-            for rank, given in enumerate(options)
-        ]
+        self._store: TCPStore | None = None  # in which the ranks find each other
+        make = partial(make_rank, factory, world_size=len(options), tensor_parallel_size=tensor_parallel_size)
+        self._ranks = [start_actor(_ROLE, partial(make, rank), given) for rank, given in enumerate(options)]
 
     def start(self) -> None:
         """Makes the learners of all ranks.
@@ -75,25 +77,30 @@ class RayLearner:
         """
         address = None
         if len(self._ranks) > 1:
-            [address] = self._ask("open a port", [self._ranks[0].open_store.remote(self.actor_timeout_s)])
-        setup = [rank.setup.remote(address, self.actor_timeout_s) for rank in self._ranks]
-        started = self._ask("load the model", setup)
-        self.pids, self.version = [pid for pid, _ in started], started[0][1]
+            host = own_address()
+            self._store = open_store(host, self.actor_timeout_s)
+            address = host, self._store.port
+        setup = [rank.setup.remote(self.actor_timeout_s, address) for rank in self._ranks]
+        self.pids = self._ask("load the model", setup)
+        self.version = self._ask_first("say its version", "version")
 
     def train_batch(self, batch: RayBatch) -> dict[str, float]:
         """See ``Learner.train_batch``."""
         self.resumable = False
-        steps = [rank.train.remote(*batch.refs) for rank in self._ranks]
+        steps = [_call(rank, "train_groups", *batch.refs) for rank in self._ranks]
         try:
-            answers = self._ask("train a batch", steps)
+            [metrics, *_] = self._ask("train a batch", steps)
         except (KeyboardInterrupt, SystemExit):
             torchrl_logger.warning("The ranks end their step first, so that the run can be saved.")
-            self.version, _ = self._ask("train a batch", steps)[0]
-            self.resumable = True
+            self._ask("train a batch", steps)
+            self._trained()
             raise
-        self.version, metrics = answers[0]
-        self.resumable = True
+        self._trained()
         return metrics
+
+    def _trained(self) -> None:
+        self.version += 1
+        self.resumable = True
 
     def weights(self) -> Any:
         """A reference to the ``WeightHandle`` of the current version, which is there until ``release``."""
@@ -104,39 +111,31 @@ class RayLearner:
         return self._send("reference_weights")
 
     def _send(self, method: str) -> Any:
-        answers = [rank.send.options(num_returns=2).remote(method) for rank in self._ranks]
-        self._ask("gather the weights", [version for version, _ in answers])
+        answers = [rank.call_and_keep.options(num_returns=2).remote(method) for rank in self._ranks]
+        self._ask("gather the weights", [done for done, _ in answers])
         return answers[0][1]
 
     def release(self, version: int) -> None:
         """Frees the weights of a version that nobody reads or will read any more. Returns at once."""
         if self._ranks:
-            self._ranks[0].call.remote("release", version)
+            _call(self._ranks[0], "release", version)
 
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
         """See ``Learner.save``; rank 0 writes the file."""
-        try:
-            self._last_checkpoint = self._ask_all("save", "save", checkpointer, source)
-        except (NotSavedError, NonFiniteError):
-            self.resumable = True  # the weights are those between two batches all the same
-            raise
+        self._last_checkpoint = self._ask_all("save", "save", checkpointer, source)
         return self._last_checkpoint
 
     def sizes(self) -> tuple[int, int]:
         """See ``Learner.sizes``."""
-        return self._ask("measure the model", [self._ranks[0].call.remote("sizes")])[0]
+        return self._ask_first("measure the model", "sizes")
 
     def export(self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase, ended: bool = True) -> Path:
         """See ``Learner.export``; rank 0 writes the files."""
-        try:
-            return self._ask_all("export", "export", checkpointer, tokenizer, ended)
-        except NotSavedError:
-            self.resumable = True  # the weights are those between two batches all the same
-            raise
+        return self._ask_all("export", "export", checkpointer, tokenizer, ended)
 
     def samples(self, most: int | None) -> list[dict[str, Any]]:
         """See ``Learner.samples``."""
-        return self._ask("show samples", [self._ranks[0].call.remote("samples", most)])[0]
+        return self._ask_first("show samples", "samples", most)
 
     def mismatch(self, probe: Any) -> tuple[float, float]:
         """See ``Learner.mismatch``."""
@@ -149,10 +148,15 @@ class RayLearner:
         for rank in self._ranks:
             ray.kill(rank)
         self._ranks = []
+        self._store = None
+
+    def _ask_first(self, what: str, method: str, *arguments: Any) -> Any:
+        """Rank 0's answer to what it does alone."""
+        return self._ask(what, [_call(self._ranks[0], method, *arguments)])[0]
 
     def _ask_all(self, what: str, method: str, *arguments: Any) -> Any:
         """Rank 0's answer to what all ranks do together."""
-        return self._ask(what, [rank.call.remote(method, *arguments) for rank in self._ranks])[0]
+        return self._ask(what, [_call(rank, method, *arguments) for rank in self._ranks])[0]
 
     def _ask(self, what: str, references: list[Any]) -> list[Any]:
         """The answers of the ranks; the first failure ends the wait, because the other ranks may wait for that one."""
@@ -166,8 +170,9 @@ class RayLearner:
                 for reference in done:
                     ray.get(reference)
             except Exception as first:
-                self.resumable = False
                 error = _root_cause(first, references)
+                if not isinstance(cause_of(error), _HARMLESS):
+                    self.resumable = False
                 if not is_loss(error):
                     raise cause_of(error) from None
                 raise LearnerLostError(
@@ -186,6 +191,11 @@ class RayLearner:
         """How the run goes on from its last checkpoint, in words."""
         saved = self._last_checkpoint
         return f"go on with train.resume={saved}" if saved else "no checkpoint was written before"
+
+
+def _call(rank: Any, method: str, *arguments: Any) -> Any:
+    """A reference to what a method of a rank's learner gives; the process has the method in its name meanwhile."""
+    return rank.call.options(name=f"{_ROLE}.{method}").remote(method, *arguments)
 
 
 def _root_cause(first: Exception, references: Sequence[Any]) -> Exception:

@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 from torchrl_grpo.checks import InFlight
 from torchrl_grpo.collectors.sampler import Sampler
 from torchrl_grpo.errors import WorkersLostError
-from torchrl_grpo.runtime.actors import ReferenceActor, SamplerActor
+from torchrl_grpo.runtime.actors import make_seeded
+from torchrl_grpo.runtime.reference import Reference
 from torchrl_grpo.runtime.tasks import Progress, TaskQueue
 from torchrl_grpo.runtime.workers import ActorLostError, ReferenceWorker, SamplerWorker, Worker, first_line
-from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 MOST_ATTEMPTS = 3
 """After so many actors were lost over the same thing, another one is not tried."""
@@ -65,7 +65,7 @@ class RolloutManager:
         tasks: TaskQueue,
         *,
         samplers: Sequence[tuple[Callable[[], Sampler], Mapping[str, Any]]],
-        references: Sequence[tuple[Callable[[], KLScoring], Mapping[str, Any]]] = (),
+        references: Sequence[tuple[Callable[[], Reference], Mapping[str, Any]]] = (),
         concurrent_tasks: int = 1,
         in_flight: InFlight = "wait",
         references_first: bool = False,
@@ -74,13 +74,10 @@ class RolloutManager:
         actor_timeout_s: float = 1800.0,
         recovery_timeout_s: float = 900.0,
     ) -> None:
-        import ray
-
         self.tasks = tasks
         self._concurrent_tasks = concurrent_tasks
         self._in_flight = in_flight
         self._references_first = references_first
-        self._seed = seed
         self._release = release
         self._recovery_timeout_s = recovery_timeout_s
         self.actor_timeout_s = actor_timeout_s
@@ -88,14 +85,17 @@ class RolloutManager:
         self.heard_at = time.monotonic()
         # Beside the tasks, an update and an evaluation, where the engine can take several calls at a time.
         threads = concurrent_tasks + 2 if concurrent_tasks > 1 or in_flight != "wait" else 1
-        make_sampler = partial(_make, ray.remote(SamplerActor), max_concurrency=threads)
-        make_reference = partial(_make, ray.remote(ReferenceActor))
         self.samplers = [
-            SamplerWorker(f"sampler {index}", partial(make_sampler, factory, **options), actor_timeout_s)
+            SamplerWorker(
+                f"sampler {index}",
+                partial(make_seeded, factory, seed + index),
+                {**options, "max_concurrency": threads},
+                actor_timeout_s,
+            )
             for index, (factory, options) in enumerate(samplers)
         ]
         self.references = [
-            ReferenceWorker(f"reference model {index}", partial(make_reference, factory, **options), actor_timeout_s)
+            ReferenceWorker(f"reference model {index}", factory, options, actor_timeout_s)
             for index, (factory, options) in enumerate(references)
         ]
         self.workers: list[Worker] = [*self.samplers, *self.references]
@@ -197,7 +197,7 @@ class RolloutManager:
         for life in self._lives:
             life.cancel()
         await asyncio.gather(*self._lives, return_exceptions=True)
-        closing = [asyncio.wrap_future(s.actor.close.remote().future()) for s in self.samplers if s.ready]
+        closing = [asyncio.wrap_future(s.actor.call.remote("close").future()) for s in self.samplers if s.ready]
         if closing:
             await asyncio.wait(closing, timeout=10)
         for worker in self.workers:
@@ -235,7 +235,7 @@ class RolloutManager:
         try:
             if worker in self.samplers:
                 worker.version = worker.updating = None
-                await worker.start(self._seed + self.samplers.index(worker), worker.engine_state)
+                await worker.start(worker.engine_state)
             else:
                 worker.weights = None
                 await worker.start()
@@ -290,10 +290,9 @@ class RolloutManager:
 
         while True:
             progress = await self._until(next_task)
-            returns = 1 + len(progress.task.groups)
             with self._at(sampler, progress, self.tasks.give_back):
                 what = f"sample {progress.task}"
-                report, *groups = await sampler.ask(what, "play", progress.task, returns=returns)
+                report, groups = await sampler.ask(what, "play", progress.task, groups=len(progress.task.groups))
             sampler.engine_state = report.engine
             sampler.responses += self.tasks.played(progress, report, groups)
             if progress.kept and self.references:
@@ -312,11 +311,10 @@ class RolloutManager:
 
         while True:
             progress = await self._until(next_task)
-            returns = 1 + len(progress.refs)
             with self._at(reference, progress, self.tasks.unscored.append):
                 what = f"score {progress.task}"
-                progress.reference_s, *progress.refs = await reference.ask(
-                    what, "score", *progress.refs, returns=returns
+                progress.reference_s, progress.refs = await reference.ask(
+                    what, "score", *progress.refs, groups=len(progress.refs)
                 )
             self.tasks.finish(progress)
             self._notify()
@@ -393,7 +391,3 @@ class RolloutManager:
 def _is_next(worker: Worker, workers: Sequence[Worker], most: int) -> bool:
     """Whether a worker is the first of those with the fewest tasks, and has room for one more."""
     return bool(workers) and min(workers, key=lambda other: len(other.tasks)) is worker and len(worker.tasks) < most
-
-
-def _make(remote_class: Any, factory: Callable[[], Any], **options: Any) -> Any:
-    return remote_class.options(**options).remote(factory)

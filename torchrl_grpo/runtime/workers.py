@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo.collectors.sampler import RolloutReport
 from torchrl_grpo.generation.base import EngineDeadError
+from torchrl_grpo.runtime.actors import start_actor
 
 _LONGEST_PAUSE_S = 30.0
 _KINDS = {"setup": "start", "play": "sample", "score": "score", "update": "update", "evaluate": "evaluate"}
@@ -27,6 +28,7 @@ class Worker:
     """One actor and its successors. All of it belongs to the event loop in which ``start`` was called.
 
     Attributes:
+        role: kind of part, and its process's name: ``ray::SamplerActor.play`` while it plays.
         name: for messages.
         actor: the handle of the current actor, None while there is none.
         ready: whether the actor has made its part.
@@ -41,11 +43,14 @@ class Worker:
 
     Args:
         name: for messages.
-        make: makes an actor and returns its handle.
+        factory: makes the part of an actor.
+        options: Ray's, for the actor.
         timeout_s: longest wait for an answer, and for the start of an actor.
     """
 
-    def __init__(self, name: str, make: Callable[[], Any], timeout_s: float) -> None:
+    role: str
+
+    def __init__(self, name: str, factory: Callable[..., Any], options: Mapping[str, Any], timeout_s: float) -> None:
         self.name = name
         self.actor: Any = None
         self.ready = False
@@ -56,7 +61,8 @@ class Worker:
         self.error: BaseException | None = None
         self.spans: deque[dict[str, Any]] = deque(maxlen=_MOST_SPANS)
         self.timeout_s = timeout_s
-        self._make = make
+        self._factory = factory
+        self._options = options
         self._start_timeout_s = timeout_s
         self._failures = 0  # in a row
         self._useful = True
@@ -71,30 +77,38 @@ class Worker:
             Exception: what making the part raised.
         """
         await asyncio.sleep(0 if self._failures < 2 else min(2.0 ** (self._failures - 1), _LONGEST_PAUSE_S))
-        self.actor, self._lost = self._make(), asyncio.get_running_loop().create_future()
-        self.pid = await self.ask("start", "setup", *arguments, timeout_s=self._start_timeout_s)
+        self.actor = start_actor(self.role, self._factory, self._options)
+        self._lost = asyncio.get_running_loop().create_future()
+        self.pid = await self._answer("start", "setup", self.actor.setup.remote(*arguments), self._start_timeout_s)
         self.ready = True
 
-    async def ask(self, what: str, method: str, *arguments: Any, returns: int = 1, timeout_s: float = 0) -> Any:
-        """The answer of the actor.
+    async def ask(self, what: str, method: str, *arguments: Any, groups: int = 0) -> Any:
+        """The answer of the actor's part.
 
         Args:
             what: what it is to do, in words.
             method: its name.
             *arguments: of the method.
-            returns: number of results; of several, all but the first are given as references.
-            timeout_s: instead of the worker's.
+            groups: number of groups that the method gives beside something else: they are given as references.
 
         Raises:
-            ActorLostError: the actor is gone or late; ``lost`` has been called.
+            ActorLostError: the actor is gone or late; ``lose`` has been called.
             Exception: what the method raised.
         """
-        actor, lost, timeout_s = self.actor, self._lost, timeout_s or self.timeout_s
-        if lost.done():
-            raise ActorLostError(lost.result())
-        given = getattr(actor, method).options(num_returns=returns).remote(*arguments)
-        first, *others = [given] if returns == 1 else given
-        answer, began_at = asyncio.wrap_future(first.future()), time.time()
+        if self._lost.done():
+            raise ActorLostError(self._lost.result())
+        remote = self.actor.call_for_groups if groups else self.actor.call
+        options = {"name": f"{self.role}.{method}", "num_returns": 1 + groups}  # the name is that of the process
+        given = remote.options(**options).remote(method, *arguments)
+        first, *references = given if groups else [given]
+        answer = await self._answer(what, method, first, self.timeout_s)
+        return (answer, references) if groups else answer
+
+    async def _answer(self, what: str, method: str, reference: Any, timeout_s: float) -> Any:
+        """What a reference gives; see ``ask``."""
+        lost = self._lost
+        answer = asyncio.wrap_future(reference.future())
+        began_at = time.time()
         self._asked += 1
         try:
             await asyncio.wait({answer, lost}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -108,7 +122,7 @@ class Worker:
             raise ActorLostError(lost.result())
         if answered and error is None:
             self._asked -= 1
-            return (answer.result(), *others) if others else answer.result()
+            return answer.result()
         if error is None:
             error = TimeoutError(f"it was to {what}, and did not within {timeout_s:g} s (ray.actor_timeout_s)")
         elif not is_loss(error) and not isinstance(cause_of(error), TimeoutError):
@@ -161,6 +175,7 @@ class SamplerWorker(Worker):
     """A sampler's actor: the weights and the engine's state that it has, and how many responses it and its predecessors
     gave."""
 
+    role = "SamplerActor"
     version: int | None = None  # None also while it is being given others
     updating: int | None = None
     engine_state: dict[str, Any] | None = None
@@ -170,6 +185,7 @@ class SamplerWorker(Worker):
 class ReferenceWorker(Worker):
     """A reference model's actor, and the weights that it was given last; None is the base model."""
 
+    role = "ReferenceActor"
     weights: Any = None
 
 

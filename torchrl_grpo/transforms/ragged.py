@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack
@@ -14,6 +14,11 @@ from torchrl_grpo.models.packing import entry
 def flatten(batch: TensorDictBase) -> TensorDictBase:
     """The sequences of a batch of any shape as a flat batch [N]; a single sequence is a batch of one."""
     return lazy_stack([batch]) if batch.ndim == 0 else batch.reshape(-1)
+
+
+def join_groups(groups: Iterable[TensorDictBase]) -> TensorDictBase:
+    """The sequences of several groups as one batch, a flat lazy stack."""
+    return lazy_stack([row for group in groups for row in group.unbind(0)])
 
 
 def set_rows(batch: TensorDictBase, key: NestedKey, rows: Sequence[Tensor]) -> TensorDictBase:

@@ -1,0 +1,35 @@
+"""``Reference``: a reference model that scores the groups of rollout tasks."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+from tensordict import TensorDictBase, lazy_stack
+
+from torchrl_grpo.transforms.kl_scoring import KLScoring
+from torchrl_grpo.transforms.ragged import join_groups
+from torchrl_grpo.weights import WeightHandle
+
+
+class Reference:
+    """A reference model on its own device.
+
+    Args:
+        scoring: writes the model's log-probs into a batch.
+    """
+
+    def __init__(self, scoring: KLScoring) -> None:
+        self._scoring = scoring
+
+    def update(self, handle: WeightHandle) -> None:
+        """Replace the model's weights."""
+        self._scoring.update_weights(handle.weights())
+
+    def score(self, *groups: TensorDictBase) -> tuple[float, list[TensorDictBase]]:
+        """Score the groups of a task in one batch; return the seconds and the groups."""
+        start = time.perf_counter()
+        rows = self._scoring(join_groups(groups)).unbind(0)
+        ends = list(itertools.accumulate(map(len, groups)))
+        scored = [lazy_stack(list(rows[end - len(group) : end])) for end, group in zip(ends, groups, strict=True)]
+        return time.perf_counter() - start, scored

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -176,6 +178,14 @@ def test_the_learners_spans_follow_one_another_and_are_what_was_timed(folder: Pa
         assert seconds["sampler 0", "sample"] == pytest.approx(metrics[step]["time/generate_s"], abs=1e-3)
         assert seconds["sampler 0", "score"] == pytest.approx(metrics[step]["time/reward_s"], abs=1e-3)
         assert seconds["reference model 0", "score"] == pytest.approx(metrics[step]["time/reference_s"], abs=1e-3)
+
+
+def test_a_clock_that_is_set_back_makes_no_span_negative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, readings = time.time, itertools.count()
+    monkeypatch.setattr(time, "time", lambda: real() - 100 * next(readings))
+    run(tmp_path, steps(2))
+    spans = read_jsonl(tmp_path / "timeline.jsonl")
+    assert len(spans) > 8 and min(span["seconds"] for span in spans) >= 0
 
 
 def test_a_rollout_is_sampling_and_then_rewards() -> None:

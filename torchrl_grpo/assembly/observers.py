@@ -5,7 +5,6 @@ An observer writes down what the loop says, and decides nothing about training. 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo.errors import FolderLostError, NonFiniteError, NoSignalError, NotSavedError, RunLostError
-from torchrl_grpo.host import stalls
+from torchrl_grpo.host import clock, stalls
 from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
 from torchrl_grpo.host.interrupts import shielded
 from torchrl_grpo.learner.checkpoint import Checkpointer
@@ -275,7 +274,7 @@ class Timeline(Observer):
 
     def stage(self, kind: str, step: int, what: str) -> None:
         self._end_span()
-        self._spans.append({"step": step, "actor": "learner", "kind": kind, "start": time.time()})
+        self._spans.append({"step": step, "actor": "learner", "kind": kind, "start": clock.now()})
         stalls.note(what)
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -296,4 +295,4 @@ class Timeline(Observer):
 
     def _end_span(self) -> None:
         if self._spans and "seconds" not in self._spans[-1]:
-            self._spans[-1]["seconds"] = time.time() - self._spans[-1]["start"]
+            self._spans[-1]["seconds"] = clock.now() - self._spans[-1]["start"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from tensordict import TensorDictBase
 
 from torchrl_grpo.collectors.sampler import Sampler
+from torchrl_grpo.host import clock
 from torchrl_grpo.runtime.reference import Reference
 from torchrl_grpo.runtime.tasks import TaskQueue
 from torchrl_grpo.transforms.ragged import join_groups
@@ -49,12 +49,12 @@ class InTurn:
         while (taken := self.tasks.take()) is None:
             progress = self.tasks.next_unplayed()
             assert progress is not None  # with a bound of 0, a batch that is not there has tasks to play
-            began_at = time.time()
+            began_at = clock.now()
             report, groups = self.sampler.play(progress.task)
             self._spans.extend(report.spans("sampler 0", began_at))
             self.tasks.played(progress, report, groups)
             if progress.kept and self.reference is not None:
-                began_at = time.time()
+                began_at = clock.now()
                 progress.reference_s, progress.refs = self.reference.score(*progress.refs)
                 span = {"actor": "reference model 0", "kind": "score", "start": began_at}
                 self._spans.append(span | {"seconds": progress.reference_s})

@@ -12,6 +12,7 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo.collectors.sampler import RolloutReport
 from torchrl_grpo.generation.base import EngineDeadError
+from torchrl_grpo.host import clock
 from torchrl_grpo.runtime.actors import start_actor
 
 _LONGEST_PAUSE_S = 30.0
@@ -108,7 +109,7 @@ class Worker:
         """What a reference gives; see ``ask``."""
         lost = self._lost
         answer = asyncio.wrap_future(reference.future())
-        began_at = time.time()
+        began_at = clock.now()
         self._asked += 1
         try:
             await asyncio.wait({answer, lost}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -136,7 +137,7 @@ class Worker:
             self.spans.extend(result.spans(self.name, began_at))
         elif method in _KINDS:
             kind = "restart" if method == "setup" and self.restarts else _KINDS[method]
-            seconds = time.time() - began_at
+            seconds = clock.now() - began_at
             self.spans.append({"actor": self.name, "kind": kind, "start": began_at, "seconds": seconds})
 
     async def until_lost(self) -> None:

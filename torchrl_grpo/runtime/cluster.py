@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
@@ -283,11 +284,11 @@ def start(address: str | None = None) -> Cluster:
 
 def _show_token() -> None:
     """Has this process show its token: ``ray start`` asks for one wherever it finds one, and joining does not look."""
-    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
-
-    if "RAY_AUTH_MODE" not in os.environ and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+    raylet: Any = import_module("ray._raylet")
+    loader = raylet.AuthenticationTokenLoader.instance()
+    if "RAY_AUTH_MODE" not in os.environ and loader.has_token(ignore_auth_mode=True):
         os.environ["RAY_AUTH_MODE"] = "token"
-        Config.initialize("")  # else Ray keeps what it read at its import
+        raylet.Config.initialize("")  # else Ray keeps what it read at its import
 
 
 def _start_here(folder: str) -> None:

@@ -101,19 +101,19 @@ class RolloutSource(Protocol):
         """Makes other weights the reference model's, for all that is scored from here on."""
 
     def evaluate(self, *, sampled: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """What ``Evaluator.evaluate`` gives for the published weights; nothing without a test split."""
+        """Return what ``Evaluator.evaluate`` gives for the published weights; nothing without a test split."""
 
     def probes(self) -> list[Any]:
-        """What ``Sampler.probe`` gives for each sampler, with the published weights."""
+        """Return what ``Sampler.probe`` gives for each sampler, with the published weights."""
 
     def metrics(self) -> dict[str, float]:
-        """What is known here of the latest batch, named ``section/name``: seconds, staleness, counts."""
+        """Return metrics of the latest batch, named ``section/name``: seconds, staleness, counts."""
 
     def spans(self) -> list[dict[str, Any]]:
-        """What the actors did since this was last called, as spans of ``timeline.jsonl`` (``RolloutReport.spans``)."""
+        """Return what the actors did since the last call, as spans of ``timeline.jsonl`` (``RolloutReport.spans``)."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next batches depend on, apart from the weights.
+        """Return what the next batches depend on, apart from the weights.
 
         ``drawing`` (where the problems are), ``ahead`` (group and problem of what was drawn and no batch has taken) and
         ``engines`` (the state of each, None where it cannot be told).
@@ -127,7 +127,7 @@ class RolloutSource(Protocol):
 
 
 class LearnerLike(Protocol):
-    """What ``fit`` asks of a learner, in this process or in others. ``Learner`` says what each member means."""
+    """The learner as ``fit`` sees it, in this process or in others. ``Learner`` says what each member means."""
 
     @property
     def version(self) -> int: ...
@@ -285,7 +285,7 @@ def _evaluate(rollouts: RolloutSource, tell: Observer, step: int, *, sampled: bo
 
 
 def _mismatch(learner: LearnerLike, rollouts: RolloutSource, tolerance: float) -> dict[str, float]:
-    """How far the log-probs of a few sampled tokens are apart; too far ends the run."""
+    """Return how far the log-probs of a few sampled tokens are apart; too far ends the run."""
     found = [learner.mismatch(probe) for probe in rollouts.probes()]
     mean, largest = max(mean for mean, _ in found), max(largest for _, largest in found)
     if not mean <= tolerance:
@@ -298,7 +298,7 @@ def _mismatch(learner: LearnerLike, rollouts: RolloutSource, tolerance: float) -
 
 
 def _check_on_policy(metrics: dict[str, float]) -> None:
-    """Ends a run whose engine samples from another distribution than the trainer trains."""
+    """End a run whose engine samples from another distribution than the trainer trains."""
     kl = metrics.get("train/kl_k3_to_inference", 0.0)
     if metrics.get("staleness/max") == 0 and kl > _LARGEST_ON_POLICY_KL:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""What listens to a run: its metrics, console, alarms, samples, checkpoints and timeline.
+"""Observers of a run: its metrics, console, alarms, samples, checkpoints and timeline.
 
 An observer writes down what the loop says, and decides nothing about training. ``Limits`` alone may end the run.
 """

@@ -128,7 +128,7 @@ class Run:
         return "" if path is None else f" It goes on with train.resume={path}"
 
     def _checkpointer(self) -> Checkpointer:
-        """What writes the run's checkpoints; there is room for them."""
+        """Return what writes the run's checkpoints, after checking that there is room for them."""
         config = self.blueprint.config
         made = Checkpointer(self.directory / "checkpoints", plain(config), config.train.keep_checkpoints)
         if not config.only_evaluates:
@@ -301,7 +301,7 @@ def _local(blueprint: Blueprint, resources: ExitStack) -> tuple[Learner, InTurn]
 
 
 def _tasks(blueprint: Blueprint, task_groups: int, buffer: GroupBuffer) -> TaskQueue:
-    """What is to be played in a run."""
+    """Return the queue of a run's rollout tasks."""
     config = blueprint.config
     rounds, rows = config.policy.max_sampling_rounds, config.env.num_envs
     return TaskQueue(

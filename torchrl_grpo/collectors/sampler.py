@@ -39,7 +39,7 @@ class RolloutTask:
 
 @dataclass(frozen=True)
 class GroupReport:
-    """What is known of a group that was played.
+    """Report on a group that was played.
 
     Attributes:
         group: its id.
@@ -56,7 +56,7 @@ class GroupReport:
 
 @dataclass(frozen=True)
 class RolloutReport:
-    """What a rollout did.
+    """Report on a rollout.
 
     Attributes:
         groups: in the order of the task.
@@ -186,7 +186,7 @@ class Sampler:
         return self._make_collector(groups)
 
     def evaluate(self, sampled: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """What ``Evaluator.evaluate`` gives; nothing without an evaluator."""
+        """Return what ``Evaluator.evaluate`` gives; nothing without an evaluator."""
         return ({}, []) if self.evaluator is None else self.evaluator.evaluate(sampled=sampled)
 
     def probe(self) -> Probe:

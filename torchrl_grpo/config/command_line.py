@@ -215,7 +215,7 @@ def _check_folder(name: str, folder: Path) -> None:
 
 
 def _explained(error: Exception, arguments: Sequence[str]) -> str:
-    """What Hydra found wrong with the config, in plainer words where there are any."""
+    """Return Hydra's complaint about the config, in plainer words where there are any."""
     if isinstance(error, MissingConfigException) and "primary config" in str(error):
         return _unknown_config(str(error.missing_cfg_file))
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
@@ -241,7 +241,7 @@ def _explained(error: Exception, arguments: Sequence[str]) -> str:
 
 
 def _explained_entry(cause: Any, name: str, listed: str) -> str:
-    """What is wrong with a key of a data set in the list ``listed``."""
+    """Return the complaint about a key of a data set in the list ``listed``."""
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         close = difflib.get_close_matches(name, ENTRY_FIELDS, 1, cutoff=0.4)
         hint = f"did you mean {close[0]}?" if close else f"use {', '.join(ENTRY_FIELDS)}."
@@ -301,7 +301,7 @@ def _mistyped(name: str, value: Any) -> str:
 
 
 def starting(config: GRPOConfig, *, asynchronous: bool = False) -> AbstractContextManager[None]:
-    """What a script imports a run in: the user sees signs of life from here until the first step.
+    """Context in which a script imports a run: the user sees signs of life from here until the first step.
 
     Raises:
         ConfigError: the script, ``grpo.py`` or the asynchronous one, cannot do what the config asks for.

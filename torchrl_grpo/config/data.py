@@ -1,4 +1,4 @@
-"""What the config says about a data set: ``env`` itself does, and each entry of ``env.datasets``."""
+"""Settings of a data set: those of ``env`` itself, and of each entry of ``env.datasets``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ColumnsConfig:
     """A text, or a list of chat messages; by default prompt, question, problem, query or instruction, if there is one
     of them."""
     answer: str | None = None
-    """What the reward gets as answer; by default answer, solution, ground_truth or target, if there is one of them."""
+    """Column that the reward gets as answer; by default answer, solution, ground_truth or target, if there is one."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class DataConfig:
     """Share of the train split to test on instead, in (0, 1). A hash of the prompt decides, so it is the same problems
     in every run. ifeval: by default 0.1."""
     max_samples: int | None = limited(None, ge=1)
-    """Most rows that are read of a split, the first ones; null is all."""
+    """Maximum number of rows that are read of a split, the first ones; null is all."""
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     prompt_template: str | None = None
     """The user's message, such as "{question} Answer with a number.", with columns in braces; other braces stay, and
@@ -51,7 +51,7 @@ class DataConfig:
     system_prompt: str | None = None
     """The system's message, in place of one in the data."""
     reward: Any = None
-    """What scores a response: a built-in name, file.py:function, package.module:function; or a list of these or of {fn,
+    """Scorer of a response: a built-in name, file.py:function, package.module:function; or a list of these or of {fn,
     weight, name, and options of the function} (docs/rewards.md). null is the data set's own, if it has one."""
 
 
@@ -62,4 +62,4 @@ class DatasetConfig(DataConfig):
     weight: float = limited(1.0, gt=0)
     """Its share of the training problems is this over the sum of all weights."""
     name: str | None = None
-    """What its metrics are called; by default the name of the file, of the folder, or of the data set."""
+    """Name of its metrics; by default the name of the file, of the folder, or of the data set."""

@@ -1,4 +1,4 @@
-"""What a field of the config's dataclasses says beside its type and default, and the fields of a whole config."""
+"""Metadata of a field of the config's dataclasses beside its type and default, and the fields of a whole config."""
 
 from __future__ import annotations
 

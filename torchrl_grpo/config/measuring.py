@@ -1,4 +1,4 @@
-"""What the config says about how a run is measured, and what it writes."""
+"""Settings of how a run is measured, and of the files that it writes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EvaluationConfig:
 
 @dataclass
 class ServiceConfig:
-    """What the loggers that are services have in common."""
+    """Settings that all logging services share."""
 
     mode: str = choice(checks.ServiceMode, "disabled")
     """disabled, offline (files in the run's folder) or online."""
@@ -46,7 +46,7 @@ class ServiceConfig:
     name: str | None = None
     """Run name; by default the run folder's."""
     group: str | None = None
-    """What runs that belong together have in common, such as the seeds of a setting."""
+    """Name that runs which belong together share, such as the seeds of one setting."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class TrackioConfig(ServiceConfig):
 
 @dataclass
 class LoggingConfig:
-    """What is written beside metrics.jsonl."""
+    """Records and logs beside metrics.jsonl."""
 
     page: bool = False
     """Whether a page on the run is served while it goes on; its address is printed. For a run that has ended:

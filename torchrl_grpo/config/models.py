@@ -1,4 +1,4 @@
-"""What the config says about models: which one, and how each role holds it and where."""
+"""Settings of the models: which one, and how each role holds it and where."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class InferenceModelConfig(DevicesConfig):
     temperature: float = limited(1.0, ge=MIN_TEMPERATURE)
     """Sampling temperature, at least 0.01. The trainer scores with the same one."""
     max_new_tokens: int = limited(256, ge=1)
-    """Most tokens in one response, at least 1."""
+    """Maximum number of tokens in one response, at least 1."""
     stop: list[str] = field(default_factory=list)
     """Strings that end a response, beside the end of the model's turn. The tokens that hold one stay in the response,
     as they were sampled. At most 256 bytes together."""
@@ -95,8 +95,8 @@ class InferenceModelConfig(DevicesConfig):
     enforce_eager: bool = False
     """vllm: start faster, without compiled graphs."""
     in_flight: str = choice(checks.InFlight, "wait")
-    """What new weights do to responses in flight, that is, being sampled: wait for their end, keep them and go on with
-    the new weights, or abort them and start them again. keep and abort need vllm."""
+    """Effect of new weights on responses that are being sampled: wait for their end, keep them and go on with the new
+    weights, or abort them and start them again. keep and abort need vllm."""
     weight_transfer: str = choice(checks.WeightTransfer, "auto")
     """How the trained weights reach engines in other processes: object_store (Ray's, anywhere), broadcast (nccl between
     GPUs, gloo between CPUs) or cuda_ipc (one GPU). auto is object_store. With LoRA, each sends the adapters alone."""

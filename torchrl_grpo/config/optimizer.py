@@ -1,4 +1,4 @@
-"""What the config says about the optimizer."""
+"""Settings of the optimizer."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ class OptimizerConfig:
     warmup_steps: int = limited(0, ge=0)
     """Optimizer steps over which the learning rate rises from 0."""
     schedule: str = choice(checks.LearningRate, "constant")
-    """What the learning rate does after that, over the run's optimizer steps."""
+    """Shape of the learning rate after that, over the run's optimizer steps."""
     lr_floor: float = limited(0.0, ge=0, le=1)
     """Share of lr that a linear or cosine schedule ends at, in [0, 1]."""

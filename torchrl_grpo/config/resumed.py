@@ -1,4 +1,4 @@
-"""What ``train.resume`` means for the config: where the checkpoint is, what it keeps of its run, what may differ.
+"""``train.resume`` and the config: where the checkpoint is, what it keeps of its run, what may differ.
 
 The saved config is the base, what the command line says goes on top. What a checkpoint's state is made for must be as
 it was: the model, the data and its order, the sizes of a batch, the shape of the optimizer. All that only steers the
@@ -215,7 +215,7 @@ def check_options(saved: Mapping[str, Any], here: Mapping[str, Any], path: Path)
 
 
 def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What differs between the config of a checkpoint and that of this run, a row an option."""
+    """Return the differences between the config of a checkpoint and that of this run, a row per option."""
     before, now = dict(dotted(saved)), dict(dotted(here))
     return [
         {"option": name, "there": written(before.get(name)), "here": written(now.get(name))}

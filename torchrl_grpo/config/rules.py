@@ -362,7 +362,7 @@ def _validate_exact(config: GRPOConfig) -> None:
 
 
 def _validate_unread(config: GRPOConfig) -> None:
-    """What was set, and nothing would read: someone believes that it does something."""
+    """Refuse what was set and nothing would read: someone believes that it does something."""
     values, defaults = ({name: value for name, _, value in leaves(node)} for node in (config, GRPOConfig()))
     for name, (switch, reads, use) in _READ_WITH.items():
         if values[switch] not in reads and values[name] != defaults[name]:

@@ -37,8 +37,8 @@ class EnvConfig(DataConfig):
     """Bounds [low, high] of the share of correct responses between which a problem is drawn again: [0.05, 0.95] leaves
     out what was never or always solved in the epochs before, for good. null draws all in each epoch."""
     max_turns: int = limited(1, ge=1)
-    """Most turns of the policy in one dialog, at least 1. More than 1 needs tools, transforms, a retry_prompt, or a
-    task that answers."""
+    """Maximum number of turns of the policy in one dialog, at least 1. More than 1 needs tools, transforms, a
+    retry_prompt, or a task that answers."""
     tools: list[str] = field(default_factory=list)
     """Functions that the policy may call, as file.py:function or package.module:function; their type hints and
     docstrings are what it is told about them. They run in reward workers, of which there is then at least one."""
@@ -49,9 +49,9 @@ class EnvConfig(DataConfig):
     """TorchRL's transforms to append to each environment, in order, each with arguments beside its _target_, such as
     [{_target_: torchrl.envs.StepCounter}]; docs/torchrl.md says which work. They run in the process that samples."""
     retry_prompt: str | None = None
-    """What the policy is told after a wrong answer, if it has a turn left to try again; null ends the dialog."""
+    """Message to the policy after a wrong answer, if it has a turn left to try again; null ends the dialog."""
     reasoning: bool = False
-    """TorchRL's name for a further try: true stands for a retry_prompt that it has by itself, and max_turns of 2."""
+    """TorchRL's name for a retry: true stands for a retry_prompt that it has by itself, and max_turns of 2."""
     max_steps: int | None = None
     """TorchRL's name for max_turns, which it sets; null leaves max_turns as it is."""
     reward_combination: str = choice(checks.RewardCombination, "sum")
@@ -146,10 +146,10 @@ class TrainConfig:
     epochs: int = limited(1, ge=1)
     """Passes over each collected batch, at least 1."""
     micro_batch_tokens: int = limited(16_384, ge=1)
-    """Most tokens that one forward and backward pass computes; gradients add up exactly."""
+    """Maximum number of tokens that one forward and backward pass computes; gradients add up exactly."""
     max_staleness: int | None = limited(None, ge=0)
-    """Most steps by which the weights that sampled a trajectory may be older than those that train on it: 0 in grpo.py,
-    any number in grpo-async.py, whose default is 1."""
+    """Maximum number of steps by which the weights that sampled a trajectory may be older than those that train on it:
+    0 in grpo.py, any number in grpo-async.py, whose default is 1."""
     mixed_precision: str = choice(checks.Precision, "full")
     """Autocast of the training step: full (none), bf16 or fp16 (with a loss scaler)."""
     resume: str | None = None
@@ -171,7 +171,7 @@ class TrainConfig:
     in time. null is none."""
     stall_timeout_s: float | None = limited(3600.0, gt=0)
     """Seconds without progress (a batch, a step, a response of an evaluation), after which the run writes where its
-    processes are into stacks.txt, saves, and ends with exit status 75. null waits for ever."""
+    processes are into stacks.txt, saves, and ends with exit status 75. null waits indefinitely."""
     max_nonfinite_steps: int = limited(5, ge=1)
     """Optimizer steps in a row with a non-finite loss or gradient, or without a token that counts (no reward is valid),
     after which the run ends, at least 1."""
@@ -200,7 +200,7 @@ class GRPOConfig:
     """The whole config of ``sota/grpo/grpo.py``."""
 
     dry_run: bool = False
-    """Whether the run is only tried: what does not work and how to mend it, and the time, disk and memory that it will
+    """Whether the run is only tried: what does not work and how to fix it, and the time, disk and memory that it will
     take. Nothing is trained or written."""
     seed: int = limited(0, ge=0, lt=2**32)
     """Seed of everything that is drawn."""
@@ -228,7 +228,7 @@ class GRPOConfig:
 
     @property
     def max_response_tokens(self) -> int:
-        """Most tokens that the policy samples in one trajectory."""
+        """Maximum number of tokens that the policy samples in one trajectory."""
         return self.inference_model.max_new_tokens * self.env.max_turns
 
     @property
@@ -277,7 +277,7 @@ class GRPOConfig:
 
 
 RETRY_PROMPT = "That answer is not right. Think again, step by step, and give another one."
-"""What ``env.reasoning`` stands for."""
+"""Meaning of ``env.reasoning``."""
 
 COMPONENTS = ("policy.loss", "policy.advantage", "env.task")
 """Nodes that name a class as ``_target_``, with arguments beside it."""

@@ -1,4 +1,4 @@
-"""What a config must not carry.
+"""Checks of what a config must not carry.
 
 Secrets, because it is written into checkpoints, reports and to W&B; and, where it comes out of a checkpoint, names of
 code that the command line does not name.
@@ -53,7 +53,7 @@ def check_not_secret(name: str, value: Any) -> None:
 
 
 def code_in(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config, as plain types, runs beside this package's own code: values by their dotted names."""
+    """Return what a config, as plain types, runs beside this package's own code: values by their dotted names."""
     return {name: value for name, value in dotted(config, into_lists=True) if _is_code(name, value)}
 
 

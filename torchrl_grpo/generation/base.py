@@ -1,4 +1,4 @@
-"""What every generation engine has in common: the sampling parameters, the result, and the interface.
+"""Common ground of the generation engines: the sampling parameters, the result, and the interface.
 
 An engine is given token ids and gives back token ids with the log-probabilities of the distribution that they were
 sampled from (temperature, min-p, top-k and top-p included). Text never enters and never leaves.

@@ -16,7 +16,7 @@ from torch import Tensor
 _LEAST = 2**17
 """Elements from which on a weight is packed: below, the call costs more than it saves."""
 _ROWS = 64
-"""What the order is chosen for; it suits other numbers as well."""
+"""Rows that the order is chosen for; it suits other numbers as well."""
 
 _ops: Any = torch.ops.mkldnn
 

@@ -152,7 +152,7 @@ class TransformersEngine(Engine):
     def _memory_short(
         self, error: BaseException, longest: int, prompts: int, n: int, params: SamplingParams
     ) -> MemoryShortError:
-        """What to say where memory ran out, with what each knob would save here."""
+        """Return the error to raise where memory ran out, with what each knob would save here."""
         weights = sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
 
         def batch(prompts: int, max_new_tokens: int) -> int:

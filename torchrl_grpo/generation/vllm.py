@@ -61,7 +61,7 @@ _CPU_BLOCK = 32
 """Tokens of a block of the KV cache on a CPU."""
 
 _STATES = ("sampler_state", "numpy_state")
-"""What ``WeightSyncExtension.sampler_state`` gives, in an engine's ``state_dict``."""
+"""Key of ``WeightSyncExtension.sampler_state`` in an engine's ``state_dict``."""
 
 
 def require_vllm(*, on_cpu: bool = False) -> None:
@@ -282,7 +282,7 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
 
 
 class VLLMBase(Engine):
-    """What the vLLM engines have in common: requests, answers, and how weights reach the workers.
+    """Common ground of the vLLM engines: requests, answers, and how weights reach the workers.
 
     Attributes:
         max_model_len: longest prompt plus response, in tokens.
@@ -322,7 +322,7 @@ class VLLMBase(Engine):
 
     @abstractmethod
     def _read(self, handle: PlainHandle, version: int) -> None:
-        """Has the workers read a handle, drops what was computed with the old weights, and sets ``policy_version``."""
+        """Let the workers read a handle, drop what was computed with the old weights, and set ``policy_version``."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._open()

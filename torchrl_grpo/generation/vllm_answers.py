@@ -1,4 +1,4 @@
-"""What vLLM answers to a request, as completions, and how stop strings end one. vLLM itself is not imported here."""
+"""vLLM's answers to a request as completions, and how stop strings end one. vLLM itself is not imported here."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _completion(parts: Sequence[Any]) -> Completion:
 
 
 def watch_for_stops(processor: Any, known: Mapping[tuple[str, ...], StopStrings]) -> None:
-    """Has vLLM end each sample with the token that completes a stop string.
+    """Make vLLM end each sample with the token that completes a stop string.
 
     vLLM looks for its own in text, and is given no tokenizer here. Its ``OutputProcessor`` asks an object for each
     sample whether new tokens end it, and takes what it says to the scheduler: that question is answered here.

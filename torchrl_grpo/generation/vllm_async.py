@@ -279,7 +279,7 @@ class AsyncVLLMEngine(VLLMBase):
         await self._set_version(version)
 
     async def _set_version(self, version: int) -> None:
-        """Has vLLM's scheduler label what is sampled from here on."""
+        """Make vLLM's scheduler label what is sampled from here on."""
         await self._llm.update_weight_version(str(version))
         self.policy_version = version
 

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one, whether its state fits this run, and what of it goes into the trainer.
+"""Resuming from a checkpoint: which one, whether its state fits this run, and what of it goes into the trainer.
 
 Which options may differ says ``config.resumed``.
 """

@@ -41,7 +41,7 @@ MIN_RAY = (2, 59)  # asks for a token by itself: before that, whoever reached th
 
 @dataclass(frozen=True)
 class Seat:
-    """What one process takes of one bundle of the placement group.
+    """Share that one process takes of one bundle of the placement group.
 
     Attributes:
         bundle: index of the bundle. Processes that share a device share a bundle.
@@ -283,7 +283,7 @@ def start(address: str | None = None) -> Cluster:
 
 
 def _show_token() -> None:
-    """Has this process show its token: ``ray start`` asks for one wherever it finds one, and joining does not look."""
+    """Make this process show its token: ``ray start`` asks for one wherever it finds one, and joining does not look."""
     raylet: Any = import_module("ray._raylet")
     loader = raylet.AuthenticationTokenLoader.instance()
     if "RAY_AUTH_MODE" not in os.environ and loader.has_token(ignore_auth_mode=True):
@@ -394,7 +394,7 @@ def _environment(seat: Seat, threads: int, *, pinned: bool) -> dict[str, str]:
 
 
 def _missing(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]], free: dict[str, float]) -> str:
-    """What keeps the bundles from being placed, with the numbers."""
+    """Return what keeps the bundles from being placed, with the numbers."""
     lacks = []
     for resource in ("GPU", "CPU"):
         wanted = sum(bundle.get(resource, 0) for bundle in bundles)

@@ -18,7 +18,7 @@ _FIELDS = {"train": "train_model", "inference": "inference_model", "reference": 
 
 @dataclass(frozen=True)
 class RoleRequest:
-    """What was asked for one role: a number, or indices of accelerators, or neither."""
+    """Request for one role: a number, or indices of accelerators, or neither."""
 
     num_devices: int | None = None
     devices: Sequence[int] | None = None
@@ -56,7 +56,7 @@ def available_accelerators() -> list[torch.device]:
 
 
 def own_device() -> torch.device:
-    """What this process computes on by default: its first accelerator, or the CPU."""
+    """Return the default device of this process: its first accelerator, or the CPU."""
     return next(iter(available_accelerators()), torch.device("cpu"))
 
 

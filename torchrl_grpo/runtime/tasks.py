@@ -213,7 +213,7 @@ class TaskQueue:
         return [(number, ref) for number, (*_, ref) in taken], metrics
 
     def _metrics(self, tasks: Sequence[Progress]) -> dict[str, float]:
-        """What is known of the batch that was taken, given the task of each of its groups."""
+        """Return the metrics of the batch that was taken, given the task of each of its groups."""
         staleness = self.buffer.staleness()
         seconds = self._released_s
         self._released_s = Counter()

@@ -106,7 +106,7 @@ class Worker:
         return (answer, references) if groups else answer
 
     async def _answer(self, what: str, method: str, reference: Any, timeout_s: float) -> Any:
-        """What a reference gives; see ``ask``."""
+        """Return what a reference gives; see ``ask``."""
         lost = self._lost
         answer = asyncio.wrap_future(reference.future())
         began_at = clock.now()
@@ -205,10 +205,10 @@ def is_loss(error: BaseException) -> bool:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What was raised in the actor, without Ray's wrapping."""
+    """Return what was raised in the actor, without Ray's wrapping."""
     return getattr(error, "cause", None) or error
 
 
 def first_line(error: BaseException | None) -> str:
-    """What was raised in the actor, in one line."""
+    """Return what was raised in the actor, in one line."""
     return "" if error is None else str(cause_of(error)).strip().split("\n", 1)[0]

@@ -1,4 +1,4 @@
-"""What both scripts do: a job, from its config to its outcome, and the page over the jobs of a sweep."""
+"""The job of both scripts, from its config to its outcome, and the page over the jobs of a sweep."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ ConfigStore.instance().store(
 
 
 def command(main: Callable[[], object]) -> None:
-    """Has ``main`` answer the command line, and writes the page over a sweep."""
+    """Let ``main`` answer the command line, and write the page over a sweep."""
     Sweep.folder = None
     with orderly_exit():
         _check_working_directory()
@@ -160,7 +160,7 @@ def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> floa
 
 @contextmanager
 def _writing_log() -> Iterator[None]:
-    """Has what TorchRL's logger prints go into Hydra's log file too: it hands nothing on to other loggers."""
+    """Write what TorchRL's logger prints into Hydra's log file too: it hands nothing on to other loggers."""
     from torchrl._utils import logger
 
     files = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
@@ -180,7 +180,7 @@ def _say_nothing(record: logging.LogRecord) -> None:
 
 @contextmanager
 def _printing_to(path: Path) -> Iterator[None]:
-    """Has all that this process prints go to a file: jobs side by side have one terminal."""
+    """Write all that this process prints to a file: jobs side by side have one terminal."""
     sys.stdout.flush()
     terminal = os.dup(1)
     with path.open("a") as file:

@@ -58,7 +58,7 @@ def _count(text: str) -> int:
 
 
 def report(made: Translation, width: int) -> str:
-    """What is printed about a translation."""
+    """Return the text that is printed about a translation."""
     parts = [" \\\n    ".join(command(made)) + "\n"]
     lines = {
         f"Set these ({SET_ME} above): the file does not give their values": _lines(made.unset),

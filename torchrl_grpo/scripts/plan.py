@@ -77,7 +77,7 @@ def _positive(text: str) -> float:
 
 
 def _settings(config: GRPOConfig, asked: argparse.Namespace) -> Settings:
-    """What the config says of a run, as far as its speed depends on it."""
+    """Return the settings of a run that its speed depends on."""
     env, engine, train = config.env, config.inference_model, config.train
     name = config.model.name
     folder = starter_path() if name == "starter" else Path(name)

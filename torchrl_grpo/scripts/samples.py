@@ -173,7 +173,7 @@ def _show_pairs(pairs: Sequence[Pair], console: Console) -> None:
 
 
 def _compared(pairs: Sequence[Pair]) -> str:
-    """What all the pairs are like."""
+    """Return a summary of all the pairs."""
     valid = [pair for pair in pairs if None not in map(earned, pair)]
     changes = [_change(pair) for pair in valid]
     better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)

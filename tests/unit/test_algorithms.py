@@ -555,7 +555,7 @@ def test_the_reference_model_is_refreshed_every_n_steps(tmp_path: Path) -> None:
     """At first it has the weights of the start; from step 2 on, before the engine has them, those of step 2."""
     overrides = ["ref_model.refresh_every=2", "train.total_dialog_turns=48", "policy.kl_coef=0.01"]
     run = build(compose_config(*SMALL, *overrides), tmp_path)
-    reference, trained = run.source.reference.scorer.model, run.learner.trainer.model
+    reference, trained = run.source.reference.scoring.scorer.model, run.learner.trainer.model
     weights = {0: _copy(trained)}
     seen: dict[int, dict[str, Tensor]] = {}
     train_batch, send = run.learner.train_batch, run.source.publish

@@ -66,7 +66,7 @@ def test_a_dry_run_tries_the_revision_that_a_run_would_load(
 
     monkeypatch.setattr(loading, "load_config", refuse)
     passed, table = tried(capsys, tmp_path / "out", "model.name=org/model", "model.revision=abc")
-    assert not passed and table["model"] == ["FAILS", "org/model@abc was asked for"]
+    assert not passed and table["model"] == ["FAILED", "org/model@abc was asked for"]
     assert table["parts"] == ["skipped", "see model"]
 
 

@@ -55,7 +55,7 @@ def test_missing_pad_token_and_template_are_filled_in_and_said(
     bare.pad_token, bare.chat_template = None, None
     ready = loading.prepare_tokenizer(bare, "bare")
     assert len(said) == 2
-    assert "no pad token: '<|end|>' is used" in said[0]
+    assert "no pad token: using '<|end|>'" in said[0]
     assert "no chat template: prompts are the plain text" in said[1]
     assert ready.pad_token_id == ready.eos_token_id
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]

@@ -20,16 +20,16 @@ class Reference:
     """
 
     def __init__(self, scoring: KLScoring) -> None:
-        self._scoring = scoring
+        self.scoring = scoring
 
     def update(self, handle: WeightHandle) -> None:
         """Replace the model's weights."""
-        self._scoring.update_weights(handle.weights())
+        self.scoring.update_weights(handle.weights())
 
     def score(self, *groups: TensorDictBase) -> tuple[float, list[TensorDictBase]]:
         """Score the groups of a task in one batch; return the seconds and the groups."""
         start = time.perf_counter()
-        rows = self._scoring(join_groups(groups)).unbind(0)
+        rows = self.scoring(join_groups(groups)).unbind(0)
         ends = list(itertools.accumulate(map(len, groups)))
         scored = [lazy_stack(list(rows[end - len(group) : end])) for end, group in zip(ends, groups, strict=True)]
         return time.perf_counter() - start, scored

@@ -1,6 +1,6 @@
 """Your own data and reward, from a file to a learning curve:
 
-    python examples/my_data.py sums.csv        # or any csv, json, jsonl or parquet file
+    python examples/my_data.py sums.csv        # your own may be any csv, json, jsonl or parquet file
     python sota/grpo/grpo.py --config-name grpo_arithmetic env.dataset=sums.csv env.columns.prompt=question \\
         env.columns.answer=sum 'env.prompt_template="{question} #### n"' env.test_fraction=0.2 \\
         env.reward=examples/my_data.py:exact_match
@@ -19,6 +19,8 @@ def exact_match(response, answer):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/my_data.py FILE.csv")
     with open(sys.argv[1], "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["question", "sum"])

@@ -25,6 +25,7 @@ key                               shape, dtype       meaning
 ``("next", "truncated")``         [1] bool           cut off by a token or turn limit; recorded, never inferred
 ``("next", "correct")``           [1] bool           the task's verdict, used for accuracy and pass@k
 ``"reward_valid"``                [1] bool           False where the reward crashed or timed out
+``"reward_error"``                non-tensor str     why, and where; only in sequences whose reward is not valid
 ``"group_id"``                    [1] int64          equal for the G responses to one prompt, unique in a run
 ``"policy_version"``              [1] int64          the oldest weights that sampled a token of the sequence
 ``("policy_versions", "full")``   [T] int64          the weights that sampled each token, -1 on tokens not sampled
@@ -63,6 +64,7 @@ TERMINATED = ("next", "terminated")
 TRUNCATED = ("next", "truncated")
 CORRECT = ("next", "correct")
 REWARD_VALID = "reward_valid"
+REWARD_ERROR = "reward_error"
 GROUP_ID = "group_id"
 POLICY_VERSION = "policy_version"
 POLICY_VERSIONS = ("policy_versions", "full")

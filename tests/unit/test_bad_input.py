@@ -5,6 +5,7 @@ Each is answered from the config alone, before anything loads: one ``ConfigError
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 import types
@@ -82,6 +83,23 @@ def test_every_key_refuses_what_it_cannot_have_and_says_so() -> None:
         except Exception as error:
             failed.append((name, kind, f"{type(error).__name__}: {error}"[:200]))
     assert failed == []
+
+
+def test_a_value_that_a_limit_suggests_is_within_it() -> None:
+    for name in (name for name, item in FIELDS.items() if "limits" in item.metadata):
+        outside = re.compile(rf"{re.escape(name)}=.* must be (at least|above|at most|below) .*: for example, .*=(.*)\.")
+        found = outside.fullmatch(said_to((name, float("nan") if float in kinds(name) else -(2**40))))
+        if found is None:  # the key has another name, or a rule of its own
+            continue
+        try:
+            from_hydra(tree((name, yaml.safe_load(found[2]))))
+        except ConfigError as error:
+            assert not outside.fullmatch(str(error)), error
+
+
+def test_every_missing_value_is_refused_by_name() -> None:
+    said = said_to(("optimizer.lr", "???"), ("env.system_prompt", "???"))
+    assert said.startswith("env.system_prompt=???, optimizer.lr=??? must have a value, ??? stands for a missing one: ")
 
 
 def said_to(*settings: tuple[str, Any]) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import re
+import shlex
 import subprocess
 import sys
 from typing import Any
@@ -81,6 +82,7 @@ def test_defaults_of_every_config_file_are_valid() -> None:
         ),
         (["inference_model.tensor_parallel_size=2"], r"tensor_parallel_size=2 must be 1 with .*: use .*backend=vllm"),
         (["ref_model.devices=[1,1]"], r"ref_model\.devices=\[1, 1\] must be different indices"),
+        (["env.test_fraction=2"], r"fraction=2\.0 must be above 0 and below 1: for example, env\.test_fraction=0\.5\."),
         (["policy.dual_clip=1"], r"policy\.dual_clip=1\.0 must be above 1: for example, policy\.dual_clip=2"),
         (["policy.overlong_buffer=0"], r"overlong_buffer=0\.0 must be above 0 and at most 1: for example, .*=1"),
         (["env.difficulty=11"], r"env\.difficulty=11 must be at least 1 and at most 10"),
@@ -137,7 +139,10 @@ MISTAKES = {
     f"optimizer.lr={'9' * 400}": r"optimizer\.lr=9{20}\.\.\. must be a number within 64 bits",
     "env.system_prompt=\udcff": r"env\.system_prompt='\\udcff' must be text in UTF-8",
     "algo=dapp": r"Could not find 'algo/dapp'",
-    "optimizer.lr=[1": r"no viable alternative at input '\[1'",
+    "optimizer.lr=[1": r"optimizer\.lr=\[1 must be .*:\nno viable alternative at input '\[1'",
+    "env.prompt_template={a}+{b}=?": r"_template=.* must .*: use 'env\.prompt_template=\"\{a\}\+\{b\}=\?\"'\.",
+    "optimizer.lr=???": r"optimizer\.lr=\?\?\? must have a value",
+    "--cfg job env.datasets=[{dataset:gsm8k,weight:???}]": r"env\.datasets\.weight=\?\?\? must have a value",
     "~optimizer.lr": r"Error merging override ~optimizer\.lr\. .*does not support deletion",
     "env.num_envs=30": r"env\.num_envs=30 must be a multiple of env\.repeats=8",
     "--cfg job train.epochs=x": r"train\.epochs=x must have the type int",
@@ -177,6 +182,14 @@ def test_a_mistake_on_the_command_line_is_one_message(typed: str, answers: tuple
     assert status == 2
     assert re.search(MISTAKES[typed], printed, re.DOTALL)
     assert printed.startswith("\nerror: ") and "Traceback" not in printed
+
+
+@pytest.mark.parametrize("text", ["{a}+{b}=?", 'Say "hi" (now', "Don't", '{x}\\"\\', '"abc', "{a}\n#### {b}"])
+def test_the_quotes_that_a_text_needs_are_shown(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), orderly_exit():
+        compose_config(f"env.retry_prompt={text}")
+    (quoted,) = shlex.split(capsys.readouterr().err.rpartition(": use ")[2].rstrip(".\n"))
+    assert compose_config(quoted, "env.max_turns=2").env.retry_prompt == text
 
 
 def test_mistakes_are_answered_without_importing_torch(answers: tuple[Any, bool]) -> None:

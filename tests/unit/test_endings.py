@@ -25,8 +25,13 @@ from torchrl_grpo.host.files import read_jsonl
 def test_a_scorer_that_always_fails_ends_the_run(tmp_path: Path) -> None:
     """It was a normal end: every optimizer step was skipped, and exit status 0."""
     (tmp_path / "broken.py").write_text("def score(response):\n    raise OSError('no judge')\n")
-    with pytest.raises(NoSignalError, match=r"3 optimizer steps in a row changed nothing, .* all rewards are invalid"):
+    said = r"3 optimizer steps in a row changed nothing, .* all rewards are invalid"
+    with pytest.raises(NoSignalError, match=said) as ended:
         run(tmp_path / "run", f"env.reward={tmp_path}/broken.py:score", steps(5), "train.max_nonfinite_steps=3")
+    failed = (
+        f"The scorer failed on 16 of 16 responses, the first time with OSError: no judge at {tmp_path}/broken.py:2."
+    )
+    assert failed in str(ended.value)
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row.get("rollout/invalid") for row in rows] == [None, 16, 16]
 
@@ -128,7 +133,7 @@ def test_time_that_is_over_before_the_first_step_names_no_checkpoint(
     run(tmp_path / "b", steps(2))
     run(tmp_path / "c", steps(4), f"train.resume={tmp_path / 'b'}", "train.time_limit=0.001")
     newest = at(tmp_path / "b", 2)
-    assert said[-1] == f"train.time_limit=0.001 ended the run after step 2. It goes on with train.resume={newest}"
+    assert said[-1] == f"train.time_limit=0.001 ended the run after step 2. Resume with train.resume={newest}"
 
 
 def test_a_report_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:

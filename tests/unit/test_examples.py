@@ -7,6 +7,7 @@ import csv
 import json
 import runpy
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,11 @@ def test_an_example_s_own_command_line_trains(
         assert set(samples[-1]["parts"]) == {"exact_match/right", "exact_match/short"}
     if name == "my_tasks":
         assert any("\n" in sample["response"] for sample in samples)  # two turns
+
+
+def test_the_example_that_writes_a_file_asks_for_its_name() -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "examples" / "my_data.py")], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "usage: python examples/my_data.py FILE.csv\n")
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -94,6 +94,24 @@ def test_a_live_run_is_not_gone_on_with_by_another_start(tmp_path: Path) -> None
     assert not (tmp_path / LOCK_FILE).exists()
 
 
+@pytest.mark.parametrize("refused", ["train.max_staleness=1", "env.dataset=nowhere.jsonl"])
+@pytest.mark.parametrize("given", [(), ("hydra.run.dir=some/where",)])
+def test_a_refused_start_leaves_no_folder(
+    refused: str, given: tuple[str, ...], run_here: Callable[..., int], tmp_path: Path
+) -> None:
+    assert run_here(SYNC, *SHORT, refused, *given) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("stopped_clock")
+def test_a_refused_start_leaves_the_folders_that_were_there(run_here: Callable[..., int], tmp_path: Path) -> None:
+    folder = tmp_path / "outputs" / "12-00-00" / "12-00-00"
+    folder.mkdir(parents=True)
+    for given in ((), (f"hydra.run.dir={folder}",)):
+        assert run_here(SYNC, *SHORT, "train.max_staleness=1", *given) == 2
+        assert list(folder.parent.iterdir()) == [folder]
+
+
 def test_a_refused_start_changes_no_file_of_the_live_run(
     run_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

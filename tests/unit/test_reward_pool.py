@@ -32,7 +32,9 @@ from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.reward_pool import pool as reward_pool
 from torchrl_grpo.reward_pool.pool import RESTARTS, TIMED_OUT, Failure, RewardPool
 from torchrl_grpo.runtime.actors import Actor, make_seeded
+from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Dialog, Problem, Score
+from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
 
 
 @pytest.fixture
@@ -63,6 +65,21 @@ def test_scores_come_in_order_and_what_hangs_crashes_or_raises_has_none() -> Non
         assert pool.take_counts() == {RESTARTS: 4, TIMED_OUT: 1}  # two deaths are tried twice, the timeout once
         assert score(pool, *"3456789") == [Score(float(number), True) for number in "3456789"]
         assert pool.take_counts() == {RESTARTS: 0, TIMED_OUT: 0}
+
+
+def test_an_error_on_one_line_has_the_place_in_the_file_of_the_scorer(tmp_path: Path) -> None:
+    """Not the one in ``json`` that raised, and not the package's own."""
+    file = tmp_path / "strict.py"
+    file.write_text(
+        "import json\n\ndef parsed(response):\n    return json.loads(response)\n\n"
+        "def score(response):\n    return parsed(response)\n\nasync def later(response):\n    return parsed(response)\n"
+    )
+    for function in ("score", "later"):
+        task = WithRewards(ArithmeticTask(), make_rewards(f"{file}:{function}"))
+        with RewardPool(task, 1, timeout_s=30) as pool:
+            (failed,) = score(pool, "no\nJSON")
+        assert isinstance(failed, Failure)
+        assert failed.line == f"JSONDecodeError: Expecting value: line 1 column 1 (char 0) at {file}:4"
 
 
 def test_a_dialog_whose_worker_dies_once_has_its_score(pool: RewardPool, tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_sigterm_ends_a_run_in_order_and_its_resume_line_works(
     [checkpoint] = (folder / "checkpoints").glob("checkpoint_*.pt")
     assert (folder / "report.html").exists()
     for log in (tmp_path / "printed", folder / "grpo.log"):
-        assert f"It goes on with train.resume={checkpoint}" in log.read_text()
+        assert f"Resume with train.resume={checkpoint}" in log.read_text()
 
     step = int(checkpoint.stem.removeprefix("checkpoint_"))
     status = run_here(

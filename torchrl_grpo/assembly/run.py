@@ -125,7 +125,7 @@ class Run:
         """How the run goes on from its last checkpoint, if there is one."""
         resume = self.blueprint.resume
         path = checkpointer.latest() or (None if resume is None else resume.path)
-        return "" if path is None else f" It goes on with train.resume={path}"
+        return "" if path is None else f" Resume with train.resume={path}"
 
     def _checkpointer(self) -> Checkpointer:
         """Return what writes the run's checkpoints, after checking that there is room for them."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorData, TensorDict, TensorDictBase
 
 from torchrl_grpo import keys
 
@@ -15,7 +15,7 @@ _OF_SEQUENCE = (keys.REWARD_VALID, keys.ADVANTAGE)
 
 
 def trajectories(
-    last: TensorDictBase, turns: list[list[TensorDictBase]], transcripts: Sequence[str]
+    last: TensorDictBase, turns: list[list[TensorDictBase]], transcripts: Sequence[str], errors: Sequence[str]
 ) -> Sequence[TensorDictBase]:
     """The rows of the last transition with the token entries of all turns.
 
@@ -23,6 +23,7 @@ def trajectories(
         last: [B] the last transition; rows that were done before it repeat their outcome.
         turns: for each row, its turns.
         transcripts: for each row, the text of its dialog.
+        errors: for each row, why its reward is not valid; empty where it is.
 
     Raises:
         RuntimeError: a later turn did not keep the tokens of an earlier one.
@@ -36,6 +37,9 @@ def trajectories(
     if any(len(row) > 1 for row in turns):
         for trajectory, row, text in zip(rows, turns, transcripts, strict=True):
             trajectory.update(_merge(row).set(keys.RESPONSE_TEXT, text))
+    for trajectory, error in zip(rows, errors, strict=True):
+        if error:
+            trajectory.set(keys.REWARD_ERROR, NonTensorData(error))
     return rows
 
 

@@ -198,7 +198,7 @@ class RolloutCollector(BaseCollector):
             stepping = ~data.get(keys.DONE).reshape(-1)
             active = stepping.nonzero().reshape(-1).tolist()
             if not active:
-                return trajectories(data, turns, self.base_env.transcripts)
+                return trajectories(data, turns, self.base_env.transcripts, self.base_env.errors)
             data = self.env.step_mdp(data)
             data.set(keys.STEPPING, stepping)
 

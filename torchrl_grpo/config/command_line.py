@@ -8,6 +8,7 @@ import difflib
 import functools
 import os
 import re
+import shlex
 import sys
 import typing
 from collections.abc import Iterator, Sequence
@@ -19,8 +20,8 @@ import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -67,6 +68,7 @@ def from_hydra(cfg: DictConfig, hydra: HydraConf | None = None) -> GRPOConfig:
     try:
         composed: Any = OmegaConf.to_container(cfg)
         check_integers("", composed)
+        _check_not_missing(sorted(OmegaConf.missing_keys(cfg)))
         merged: Any = OmegaConf.merge(_schema(), composed)
         _check_turns(merged.env)
         if hydra is not None:
@@ -83,6 +85,15 @@ def from_hydra(cfg: DictConfig, hydra: HydraConf | None = None) -> GRPOConfig:
         raise ConfigError(_explained(error, sys.argv[1:])) from error
     validate(config)
     return config
+
+
+def _check_not_missing(names: Sequence[str]) -> None:
+    """Refuse keys with OmegaConf's ``???``, a missing value: a merge takes them for keys that were not given."""
+    if names:
+        given = ", ".join(f"{name}={MISSING}" for name in names)
+        raise ConfigError(
+            f"{given} must have a value, {MISSING} stands for a missing one: give it, or leave the key out."
+        )
 
 
 def _check_turns(env: DictConfig) -> None:
@@ -154,17 +165,22 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
         overrides that go with them: in a dry run those with which Hydra writes nothing, and that Optuna maximizes.
 
     Raises:
-        ConfigError: a value looks like a secret or is not one of the key's choices, or both keys that say how long a
-            run is are given.
+        ConfigError: a value looks like a secret, is ``???`` or is not one of the key's choices, or both keys that say
+            how long a run is are given.
     """
     _check_form(arguments)
     given = dict(text.lstrip("+").partition("=")[::2] for text in arguments)
+    missing: list[str] = []
     for name, value in given.items():
         if any("\ud800" <= character <= "\udfff" for character in value):
             raise ConfigError(f"{name}={value!a:.80} must be text in UTF-8: use a terminal and files in that encoding.")
         check_not_secret(name, value)
-        for key, inner in _ENTRY.findall(value) if value.startswith(("{", "[")) else ():
+        entries = _ENTRY.findall(value) if value.startswith(("{", "[")) else []
+        for key, inner in entries:
             check_not_secret(f"{name}.{key}", None if inner.strip() == "null" else inner)
+        missing += [name] if value.strip("'\"") == MISSING else []
+        missing += [f"{name}.{key}" for key, inner in entries if inner.strip(" '\"") == MISSING]
+    _check_not_missing(missing)
     if given.get("train.total_dialog_turns") == "null":
         raise ConfigError(
             "train.total_dialog_turns=null must be a number: leave it out, with train.total_epochs it is not read."
@@ -218,6 +234,8 @@ def _explained(error: Exception, arguments: Sequence[str]) -> str:
     """Return Hydra's complaint about the config, in plainer words where there are any."""
     if isinstance(error, MissingConfigException) and "primary config" in str(error):
         return _unknown_config(str(error.missing_cfg_file))
+    if isinstance(error, OverrideParseException):
+        return _unreadable(error)
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     key = str(getattr(cause, "full_key", None) or "")
     if isinstance(cause, InterpolationResolutionError):
@@ -238,6 +256,18 @@ def _explained(error: Exception, arguments: Sequence[str]) -> str:
     if isinstance(cause, ValidationError):
         return _mistyped(name, cause.value)
     return f"{error}. {cause}" if error.__cause__ is cause else str(error)
+
+
+def _unreadable(error: OverrideParseException) -> str:
+    """Return that Hydra's grammar does not allow an override, which for a text is a matter of quotes."""
+    key, _, value = error.override.partition("=")
+    name = key.lstrip("+")
+    if name not in FIELDS or "str" not in _type_of(GRPOConfig, name).split(" | "):
+        return f"{error.override} must be an override that Hydra can read:\n{error}"
+    # Hydra reads a backslash as an escape before a quote only.
+    text = re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + found[2].replace('"', '\\"'), value)
+    quoted = shlex.quote(f'{key}="{text}"')
+    return f"{error.override} must have quotes that Hydra sees, for characters of its grammar: use {quoted}."
 
 
 def _explained_entry(cause: Any, name: str, listed: str) -> str:

@@ -139,8 +139,16 @@ def _check_limits(name: str, value: float, default: Any, limits: Mapping[str, fl
         return
     rule = " and ".join(f"{_COMPARISONS[kind][1]} {limit:g}" for kind, limit in limits.items())
     rule = rule if math.isfinite(value) else f"{rule}, and finite"
-    works = limits.get("le", limits.get("ge", limits.get("gt", 0) + 1)) if default is None else default
+    works = _within(limits) if default is None else default
     raise ConfigError(f"{name}={value} must be {rule}: for example, {name}={works}.")
+
+
+def _within(limits: Mapping[str, float]) -> float:
+    """Return a value that limits allow."""
+    for kind in ("le", "ge"):
+        if kind in limits:
+            return limits[kind]
+    return (limits["gt"] + limits["lt"]) / 2 if "lt" in limits else limits["gt"] + 1
 
 
 def _validate_data(env: EnvConfig) -> None:

@@ -43,6 +43,7 @@ class _Row:
     correct: bool = False
     parts: dict[str, float | None] = field(default_factory=dict)
     valid: bool = True
+    error: str = ""
     terminated: bool = False
     truncated: bool = False
 
@@ -382,6 +383,11 @@ class LLMEnv(EnvBase):
 
         return ["\n".join(map(line, row.between)) for row in self._rows]
 
+    @property
+    def errors(self) -> list[str]:
+        """Why each row's reward is not valid, in a line; empty where it is."""
+        return [row.error for row in self._rows]
+
     def check_role(self, role: str) -> None:
         """Raises a ``ValueError`` where the chat template does not take messages of a role after the policy's turn."""
         self._template.text([{"role": role, "content": "@"}])
@@ -415,7 +421,7 @@ class LLMEnv(EnvBase):
 
     def _invalidate(self, row: _Row, failure: Failure) -> None:
         """Marks the dialog as not scored; one log entry for each kind of failure."""
-        row.valid = False
+        row.valid, row.error = False, failure.line
         self.counts[f"rewards/invalid_{failure.cause}"] += 1
         if failure.kind not in self._logged_failures:
             self._logged_failures.add(failure.kind)

@@ -38,12 +38,16 @@ def numbered(path: Path) -> Iterator[Path]:
 
 def claim(folder: Path) -> Path:
     """Make a new folder and return it: the first of ``numbered(folder)`` whose name is free."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     for claimed in numbered(folder):
         with suppress(FileExistsError):
-            claimed.mkdir()
+            claimed.mkdir(parents=True)
             break
     return claimed
+
+
+def absent(folder: Path) -> list[Path]:
+    """Return the folders that must be made for a folder to be there, itself included, the innermost first."""
+    return list(itertools.takewhile(lambda path: not path.exists(), (folder, *folder.parents)))
 
 
 class FolderLock(AbstractContextManager["FolderLock"]):

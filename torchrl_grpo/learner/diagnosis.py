@@ -119,3 +119,12 @@ def queries_of(batch: Any) -> list[str] | None:
     """The problems of a batch's sequences, where it has them."""
     rows = batch.unbind(0)
     return [row[keys.QUERY] for row in rows] if all(keys.QUERY in row.keys() for row in rows) else None  # noqa: SIM118
+
+
+def scorer_failed(batch: Any) -> str:
+    """Return a sentence on how many responses of a batch the scorer failed on, and how; empty if on none."""
+    rows = batch.unbind(0)
+    errors = [row[keys.REWARD_ERROR] for row in rows if keys.REWARD_ERROR in row.keys()]  # noqa: SIM118
+    if not errors:
+        return ""
+    return f" The scorer failed on {len(errors)} of {len(rows)} responses, the first time with {errors[0].rstrip('.')}."

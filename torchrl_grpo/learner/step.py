@@ -21,7 +21,7 @@ from torchrl_grpo.compat.torch import mark_overflow
 from torchrl_grpo.errors import MemoryShortError, NonFiniteError, NoSignalError
 from torchrl_grpo.functional import effective_sample_size
 from torchrl_grpo.host.memory import memory_short
-from torchrl_grpo.learner.diagnosis import queries_of, where_not_finite
+from torchrl_grpo.learner.diagnosis import queries_of, scorer_failed, where_not_finite
 from torchrl_grpo.learner.measures import StepMeasures
 from torchrl_grpo.learner.scores import PassScores
 from torchrl_grpo.models.loading import base_model_of
@@ -220,9 +220,9 @@ class GRPOTrainer:
         totals = self._over_ranks(totals)
         efficiency = float(lengths.sum() / totals.pop("computed"))
         loss = sum((value for name, value in totals.items() if name.startswith("loss_")), torch.zeros(()))
-        metrics = self.optim_step(
-            loss, empty=not data.get(keys.LOSS_WEIGHTS).any(), why=partial(self._why, batch, data, parts)
-        )
+        empty = not data.get(keys.LOSS_WEIGHTS).any()
+        why = partial(scorer_failed, batch) if empty else partial(self._why, batch, data, parts)
+        metrics = self.optim_step(loss, empty=empty, why=why)
         totals |= {name: value.to(self.device) for name, value in self._measured.items()}
         totals["ESS"] = effective_sample_size(totals["ratio_mean"], totals["ratio_square_mean"])
         values = torch.stack([value.float() for value in totals.values()]).tolist()
@@ -303,7 +303,8 @@ class GRPOTrainer:
         Args:
             loss: the whole loss of the optimization batch, scalar.
             empty: whether no token counted: then there is no step, because the moments of earlier ones would make it.
-            why: says where numbers that are not finite come from; called for the first such step in a row.
+            why: says where numbers that are not finite come from, called for the first such step in a row; or why no
+                token counted, called for the last one.
 
         Raises:
             NonFiniteError: too many bad steps in a row.
@@ -338,7 +339,8 @@ class GRPOTrainer:
             raise NoSignalError(
                 f"{self._nonfinite_in_a_row} optimizer steps in a row changed nothing, the last one because its batch "
                 "has no token to train on: all rewards are invalid (a scorer that fails? see rollout/invalid), or all "
-                "responses are masked (policy.mask_truncated). train.max_nonfinite_steps is how many there may be."
+                f"responses are masked (policy.mask_truncated).{'' if why is None else why()} There may be "
+                f"train.max_nonfinite_steps={self.max_nonfinite_steps} such steps."
             )
         if self._nonfinite_in_a_row >= self.max_nonfinite_steps:
             raise NonFiniteError(

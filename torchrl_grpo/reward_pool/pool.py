@@ -31,6 +31,7 @@ import cloudpickle
 from torchrl_grpo.errors import INVALID_CAUSES, InvalidRewardError
 from torchrl_grpo.host import interrupts
 from torchrl_grpo.host.processes import go_on_in_guarded_child, show_stack_when_asked
+from torchrl_grpo.host.text import clip, printable
 from torchrl_grpo.tasks.base import Dialog, Score, Task, Turn
 
 RESTARTS = "workers/restarts_reward"
@@ -38,12 +39,14 @@ TIMED_OUT = "workers/rewards_timed_out"
 
 _MOST_ATTEMPTS = 2
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _LARGEST = 3.4e38  # of float32
 _START_S = 600.0  # a machine that is busy, or a slow file system: only something stuck takes longer
 _LONGEST_END_S = 10.0
 _OWN_END_S = 2.0
 """Seconds in which a worker whose pipe is closed ends by itself: its status is then its own and not that of a kill."""
 _LONGEST_TEXT = 4000  # characters of an error
+_LONGEST_LINE = 200  # of its message on one line
 _LARGEST_ANSWER = 2**26  # bytes
 _LONGEST_TRANSFER_S = 30
 """Seconds for which a pipe may be full, or a message incomplete: then the process at its other end is stopped."""
@@ -59,12 +62,14 @@ class Failure:
         text: for the log; a traceback where there is one.
         cause: one of ``INVALID_CAUSES``; ``crash`` is that of a process.
         told: what the policy is told, if a tool took too long or ended its process.
+        line: the same on one line: of an exception its type, its message, and the place in the user's file.
     """
 
     kind: tuple[Any, ...]
     text: str
     cause: str = "exception"
     told: str = ""
+    line: str = ""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
@@ -76,7 +81,12 @@ class Failure:
         text = "".join([*traceback.format_list(shown), *traceback.format_exception_only(error)]).rstrip()
         said = error.cause if isinstance(error, InvalidRewardError) else None
         cause = said if isinstance(said, str) and said in INVALID_CAUSES else "exception"
-        return cls((type(error).__name__, *place), _short(text), cause)
+        line = f"{type(error).__name__}: {printable(clip(str(error), _LONGEST_LINE))}"
+        own = [place for place in theirs if not place.filename.startswith(_STANDARD_LIBRARY)] or theirs
+        if own:  # the deepest line of the file that was called
+            last = [place for place in own if place.filename == own[0].filename][-1]
+            line += f" at {last.filename}:{last.lineno}"
+        return cls((type(error).__name__, *place), _short(text), cause, line=line)
 
 
 def _short(text: str) -> str:
@@ -301,12 +311,12 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             self._drop(worker, TIMED_OUT)
             if len(dialogs) == 1:
                 text = f"there was no score within env.reward_timeout_s={self.timeout_s:g}."
-                return [Failure(("timeout",), text, "timeout", f"it took longer than {self.timeout_s:g} s")]
+                return [Failure(("timeout",), text, "timeout", f"it took longer than {self.timeout_s:g} s", text)]
             break
         if len(dialogs) > 1:  # one of them took the others with it: which, they show alone
             return [turn for dialog in dialogs for turn in self._advance([dialog])]
         text = f"{_MOST_ATTEMPTS} processes ended while they scored it ({how})."
-        return [Failure(("died", how), text, "crash", "its process ended")]
+        return [Failure(("died", how), text, "crash", "its process ended", text)]
 
     def _living_worker(self) -> _Worker:
         worker: _Worker | None = getattr(self._own, "worker", None)
@@ -350,7 +360,7 @@ def _as_json(turn: Turn | Failure) -> Any:
             failed = Failure.of(error)
     else:
         failed = turn
-    return {"kind": list(failed.kind), "text": failed.text, "cause": failed.cause}
+    return {"kind": list(failed.kind), "text": failed.text, "cause": failed.cause, "line": failed.line}
 
 
 def _decoded(answer: bytes, number: int, count: int) -> list[Turn | Failure]:
@@ -372,7 +382,7 @@ def _decoded(answer: bytes, number: int, count: int) -> list[Turn | Failure]:
 def _from_json(one: dict[str, Any]) -> Turn | Failure:
     if "cause" in one:
         cause = INVALID_CAUSES[INVALID_CAUSES.index(one["cause"])]
-        return Failure(tuple(map(str, one["kind"])), str(one["text"]), cause)
+        return Failure(tuple(map(str, one["kind"])), str(one["text"]), cause, line=str(one["line"]))
     score = None
     if one["score"] is not None:
         reward, correct, parts = one["score"]

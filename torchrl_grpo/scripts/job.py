@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torchrl_grpo.config import (
     starting,
 )
 from torchrl_grpo.host import interrupts, startup
-from torchrl_grpo.host.folders import FolderLock, claim
+from torchrl_grpo.host.folders import FolderLock, absent, claim
 
 _log = logging.getLogger(__name__)
 
@@ -37,13 +38,18 @@ class Sweep(Callback):
 
     Attributes:
         folder: of the one that this process started; None in a single run, and in a process that a launcher made.
+        made: folders that were not there before this start: of a single run and around it, the innermost first.
     """
 
     folder: Path | None = None
+    made: Sequence[Path] = ()
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         with _refusing():
-            folder = _own_folder(config.hydra, "run")
+            wanted = Path(config.hydra.run.dir).absolute()
+            made = absent(wanted)
+            folder = _own_folder(config.hydra, "run").absolute()
+            Sweep.made = made if folder == wanted else [folder]
             if not config.dry_run:
                 FolderLock(folder).close()  # refuses before Hydra writes into the folder of a run; build takes it again
 
@@ -89,7 +95,7 @@ ConfigStore.instance().store(
 
 def command(main: Callable[[], object]) -> None:
     """Let ``main`` answer the command line, and write the page over a sweep."""
-    Sweep.folder = None
+    Sweep.folder, Sweep.made = None, ()
     with orderly_exit():
         _check_working_directory()
         options, overrides = split_command_line(sys.argv[1:])
@@ -119,8 +125,26 @@ def train(cfg: DictConfig, *, asynchronous: bool) -> float | None:
     hydra_config = HydraConfig.get()
     if hydra_config.mode == RunMode.MULTIRUN:
         return _train_in_sweep(cfg, hydra_config, asynchronous)
-    with orderly_exit():
+    with orderly_exit(), _leaving_nothing(hydra_config):
         return _train(cfg, hydra_config, asynchronous)
+
+
+@contextmanager
+def _leaving_nothing(hydra_config: HydraConf) -> Iterator[None]:
+    """Remove the folder of a run that is refused, if this start made it and only Hydra has written into it."""
+    try:
+        yield
+    except ConfigError:
+        if Sweep.made:
+            folder, *around = Sweep.made
+            log = folder / f"{hydra_config.job.name}.log"
+            others = set(folder.iterdir()) - {folder / str(hydra_config.output_subdir), log}
+            if not others and not (log.exists() and log.stat().st_size):
+                shutil.rmtree(folder)
+                with suppress(OSError):  # another start has made a folder beside it
+                    for parent in around:
+                        parent.rmdir()
+        raise
 
 
 def _train_in_sweep(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> float | None:

@@ -7,15 +7,16 @@ import math
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.hostile import HOSTILE, SHOWN
 from tests.support.view_runs import append, group, make_run, metrics
-from torchrl_grpo.reporting.view.files import open_inside
+from torchrl_grpo.reporting.view.files import Tail, open_inside
 from torchrl_grpo.reporting.view.index import Samples, Wanted
-from torchrl_grpo.reporting.view.runs import RunView, panels
+from torchrl_grpo.reporting.view.runs import Metrics, RunView, panels
 from torchrl_grpo.reporting.view.strip import strip_of
 from torchrl_grpo.reporting.view.timeline import Timeline
 
@@ -190,6 +191,25 @@ def test_threads_that_ask_while_samples_are_read_see_whole_rows(tmp_path: Path) 
         for rows in view.groups(Wanted(split="train"), 0, 10)["groups"]:
             assert rows[0]["response"]
     assert view.groups(Wanted(split="train"), 0, 10)["found"] == 1499
+
+
+def test_a_file_that_is_written_anew_empties_no_curve_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Metrics(make_run(tmp_path / "run"))
+    read.refresh()
+    (tmp_path / "run" / "metrics.jsonl").rename(tmp_path / "before")  # keeps its inode
+    append(tmp_path / "run", "metrics.jsonl", [{"step": 0, "rollout/reward_mean": 0.5}])
+    seen: list[int] = []
+    lines = Tail.lines
+
+    def watched(tail: Tail) -> Iterator[tuple[int, bytes]]:
+        seen.append(len(read.records))
+        return lines(tail)
+
+    monkeypatch.setattr(Tail, "lines", watched)
+    read.refresh()
+    assert (seen, len(read.records)) == ([4], 1)
 
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{at}: &a{at} [{9 * f'*a{at - 1}, '}*a{at - 1}]\n" for at in range(1, 30))

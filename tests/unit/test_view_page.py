@@ -20,7 +20,7 @@ if MISSING is None:
     from playwright.sync_api import expect
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, Page
+    from playwright.sync_api import Browser, BrowserContext, Page, Route
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 VIEWS = ("curves", "groups", "tokens?row=1", "timeline", "alarms", "config")
@@ -288,6 +288,21 @@ def test_it_grows_with_a_run(page: Page, browser: Browser, tmp_path: Path) -> No
         page.get_by_role("button", name="Show 1 newer group").click()
         expect(page.locator("section")).to_have_count(5)
         assert queries(page)[0] == "4+4="
+
+
+def test_a_run_that_is_being_read_is_not_called_one_without_steps(browser: Browser, tmp_path: Path) -> None:
+    with served(make_run(tmp_path / "run")) as address, browser.new_page() as page:
+
+        def reading(route: Route) -> None:
+            found = route.fetch().json()
+            route.fulfill(json=[one | {"reading": True, "versions": {"metrics": 0}} for one in found])
+
+        page.route("**/api/status", reading)
+        page.route("**/api/curves", lambda route: route.fulfill(json=[]))
+        page.goto(f"{address}#curves")
+        expect(page.get_by_text("Reading the run's files.")).to_be_visible()
+        page.unroute_all(behavior="wait")
+        expect(page.get_by_role("slider", name="Reward")).to_be_visible()
 
 
 def test_a_first_test_row_leaves_what_is_being_typed(browser: Browser, tmp_path: Path) -> None:

@@ -147,22 +147,23 @@ class Metrics:
     def __init__(self, folder: Path) -> None:
         self._tail = Tail(folder, METRICS_FILE)
         self._watching = threading.Lock()  # of the alarms: one thread adds to them while others copy
-        self._begin()
+        self.records: list[dict[str, Any]] = []
         self.version = 0
+        self._begin()
 
     def _begin(self) -> None:
         self._steps: dict[int, dict[str, Any]] = {}
-        self.records: list[dict[str, Any]] = []
         self._alarms, self._watched = Alarms(), -1
 
     def refresh(self) -> None:
         """Reads what was added; in one thread at a time."""
-        if self._tail.reopen():
+        anew = self._tail.reopen()
+        if anew:
             self._begin()
         added = [row for _, line in self._tail.lines() if _can_be_drawn(row := read_row(line))]
         for row in added:
             self._steps[row["step"]] = self._steps.get(row["step"], {}) | row
-        if added:
+        if added or anew:  # until here others see the records of the file before
             self.records = [self._steps[step] for step in sorted(self._steps)]
             self.version += 1
             for record in self.records[:-1]:  # the last one may still get more lines

@@ -46,7 +46,8 @@ export function curves(box) {
       const steps = d3.extent(panels.flatMap((panel) => panel.curves.flatMap((curve) => d3.extent(curve.steps))));
       charts.forEach((chart, at) => chart.set(panels[at], steps, runs.length > 1 ? runs : null));
       point(pointed);
-      if (!panels.length) grid.replaceChildren(el("p", {}, "No steps logged yet."));
+      const reading = runs.some((run) => run.reading);
+      if (!panels.length) grid.replaceChildren(el("p", {}, reading ? "Reading the run's files." : "No steps logged yet."));
     };
   };
 }

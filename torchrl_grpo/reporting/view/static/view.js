@@ -44,7 +44,7 @@ async function show(grown = false) {
 
 function versions(name, params) {
   const of = name === "curves" ? runs : [runs[Number(params.get("run") ?? 0)]];
-  return of.map((run) => run?.versions[FILES[name]]).join();
+  return of.map((run) => [run?.versions[FILES[name]], name === "curves" && run?.reading]).join();
 }
 
 function say(error, of) {

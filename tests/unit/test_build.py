@@ -77,7 +77,10 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
             ["train_model.num_devices=2", "train_model.tensor_parallel_size=2", "train_model.lora.enabled=true"],
             r"tensor_parallel_size=2 must be 1 with train_model\.lora\.enabled=true",
         ),
-        (["train_model.cpu_offload=true"], r"cpu_offload=true needs a model that is sharded"),
+        (
+            ["train_model.cpu_offload=true", "optimizer.name=adamw_8bit"],
+            r"optimizer\.name=adamw_8bit must be adamw with train_model\.cpu_offload=true",
+        ),
         (["train.max_staleness=1"], r"train\.max_staleness=1 must be 0 in grpo\.py.*grpo-async\.py"),
         (["inference_model.devices=[0]"], r"inference_model\.devices=\[0\] must be accelerators of this machine"),
         (["inference_model.max_new_tokens=2048"], r"max_new_tokens=2048 must leave room for a prompt in the context"),

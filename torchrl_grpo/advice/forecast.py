@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import resource
-import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 
 from torchrl_grpo.checks import check_keep
 from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.host.accelerators import accelerators_in_use
 from torchrl_grpo.host.processes import descendants
 from torchrl_grpo.host.text import duration, size
 
@@ -142,20 +142,8 @@ def forecast(config: GRPOConfig, measured: Measured) -> Forecast:
 
 def memory_now() -> dict[str, int]:
     """Memory in use on each NVIDIA device or, on a CPU, the peak of this process and its children."""
-    used = {name: used for name, (used, _) in accelerators().items()}
+    used = {name: used for name, (used, _) in accelerators_in_use().items()}
     return used or {"cpu": _peak_of_processes()}
-
-
-def accelerators() -> dict[str, tuple[int, int]]:
-    """Of each NVIDIA device the bytes that are used, and all; asked of the driver, so that CUDA is not started here."""
-    query = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
-    numbers = [[int(cell) for cell in row] for row in rows if all(map(str.isdecimal, row))]
-    return {f"cuda:{index}": (used << 20, total << 20) for index, used, total in numbers}
 
 
 def _peak_of_processes() -> int:

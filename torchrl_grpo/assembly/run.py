@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from torchrl_grpo.assembly.blueprint import (
     Blueprint,
     as_config_errors,
+    check_room,
     geometry_rows,
     plan_rows,
     prepare,
@@ -39,6 +40,7 @@ from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.resume import Resume, find_resume
 from torchrl_grpo.loop import Observer, Schedule, fit
+from torchrl_grpo.models.sharding import leave_mesh
 from torchrl_grpo.reporting.alarms import Alarms
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
@@ -227,6 +229,8 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         blueprint = prepare(config, None if cluster is None else cluster.accelerators(), resume)
         config = blueprint.config
         distributed = asynchronous or cluster is not None or blueprint.plan.distributed
+        if cluster is None:
+            check_room(blueprint, sleeps=not distributed)
         transfer = _check_distributed(blueprint) if distributed else "direct"
         if not distributed:
             check_one_process(config)
@@ -285,6 +289,8 @@ def _local(blueprint: Blueprint, resources: ExitStack) -> tuple[Learner, InTurn]
     """The roles in this process; what must be ended is put into ``resources``."""
     config, plan = blueprint.config, blueprint.plan
     say(f"loading {config.model.name} to train")
+    if config.train_model.cpu_offload:
+        resources.callback(leave_mesh)
     learner = make_learner(blueprint, "direct", device=plan.train[0])
     resources.callback(learner.close)
     say(f"starting the engine: {config.inference_model.backend}")

@@ -156,6 +156,11 @@ class Engine(ABC):
         """
 
     @classmethod
+    def device_share(cls, request: EngineRequest) -> float | None:
+        """Return the share of an accelerator's memory that the engine takes at its start; None takes what it needs."""
+        return None
+
+    @classmethod
     def make(
         cls,
         request: EngineRequest,

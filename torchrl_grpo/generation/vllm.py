@@ -439,6 +439,10 @@ class VLLMEngine(VLLMBase):
         check_vllm_model(request.model_config, vllm_settings(request), on_cpu=request.on_cpu)
 
     @classmethod
+    def device_share(cls, request: EngineRequest) -> float | None:
+        return None if request.on_cpu else vllm_settings(request)["gpu_memory_utilization"]
+
+    @classmethod
     def make(
         cls,
         request: EngineRequest,

@@ -21,7 +21,9 @@ from rich.table import Table
 
 from torchrl_grpo.advice.plan.hardware import GPUS, Workload, model_shape
 from torchrl_grpo.advice.plan.splits import Row, Settings, best_splits, simulate
+from torchrl_grpo.assembly.memory import step_setup
 from torchrl_grpo.config import ConfigError, GRPOConfig, compose, orderly_exit, staleness_bound
+from torchrl_grpo.models.memory import BYTES
 from torchrl_grpo.starter import starter_path
 
 _PROMPT = 256  # tokens, where the config has no limit
@@ -88,7 +90,6 @@ def _settings(config: GRPOConfig, asked: argparse.Namespace) -> Settings:
             f"--response-tokens={response:g} must not be above the {longest} of inference_model.max_new_tokens: use "
             f"{longest} or less."
         )
-    precision = {"full": config.train_model.dtype, "bf16": "bfloat16", "fp16": "float16"}[train.mixed_precision]
     work = Workload(
         shape=model_shape(name, folder, asked.params),
         group_size=env.repeats,
@@ -98,15 +99,10 @@ def _settings(config: GRPOConfig, asked: argparse.Namespace) -> Settings:
         groups=config.dialog_turns_per_batch // env.repeats,
         passes=train.epochs,
         optim_steps=config.optim_steps_per_batch,
-        micro_batch_tokens=train.micro_batch_tokens,
-        train_dtype=precision,
-        master_dtype=config.train_model.dtype,
-        engine_dtype=engine.dtype,
-        reference_dtype=config.ref_model.dtype,
+        step=step_setup(config),
+        engine_number=BYTES[engine.dtype],
+        reference_number=BYTES[config.ref_model.dtype],
         backend=engine.backend,
-        checkpointing=config.train_model.gradient_checkpointing,
-        offload=config.train_model.cpu_offload,
-        lora=config.train_model.lora.enabled,
         recomputes=config.policy.proximal == "recomputed",
         scores=config.needs_reference,
         broadcast=engine.weight_transfer in ("broadcast", "cuda_ipc"),

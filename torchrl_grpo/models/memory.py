@@ -186,7 +186,7 @@ def step_memory(shape: Shape, setup: StepSetup) -> StepMemory:
         weights = trained = moments = 0
     copies, outside = 0, shape.head * (1 if shape.tied else 2)
     if setup.ranks > 1 or setup.offloads:  # gathered: for the whole pass what belongs to no layer, and a layer
-        copies = int(outside + (shape.parameters - outside) / shape.layers) * number
+        copies = int((outside + (shape.parameters - outside) / shape.layers) * number)
     elif number < master and not setup.checkpoints:  # for the backward pass
         copies = weights * number // master
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -89,7 +89,7 @@ def init_mesh(
 
 def lone_mesh(device: torch.device) -> DeviceMesh:
     """Return the mesh of a single rank, for a model that is offloaded and not shared. It is this process' only mesh."""
-    return init_mesh(0, 1, dist.HashStore(), device=device, timeout_s=_LONE_TIMEOUT_S)
+    return init_mesh(0, 1, HashStore(), device=device, timeout_s=_LONE_TIMEOUT_S)
 
 
 def leave_mesh() -> None:

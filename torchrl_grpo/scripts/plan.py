@@ -39,17 +39,18 @@ def main(arguments: Sequence[str] | None = None, file: IO[str] | None = None, wi
         file: where to print; standard output by default.
         width: columns; those of the terminal by default.
     """
-    asked = _parser().parse_intermixed_args(arguments)
+    asked = parse(arguments)
     with orderly_exit():
         config = compose(asked.config_name, asked.overrides)
-        settings = _settings(config, asked)
+        settings = settings_of(config, asked)
         rows = best_splits(settings, asked.devices)
         compose(asked.config_name, _advice(settings, rows[0], asked))  # what is advised breaks no rule
         console = Console(file=file, width=width, highlight=False, soft_wrap=True)
         _show(console, settings, rows, asked)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return what a command line asks for; None is this process'."""
     parser = argparse.ArgumentParser(
         "python -m torchrl_grpo.plan", description="Advises how to split accelerators over the roles of grpo-async.py."
     )
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--reward-s", type=float, default=0.0, metavar="X", help="seconds of a task's rewards (0)")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the config, as for the scripts")
-    return parser
+    return parser.parse_intermixed_args(arguments)
 
 
 def _positive(text: str) -> float:
@@ -78,7 +79,7 @@ def _positive(text: str) -> float:
     return value
 
 
-def _settings(config: GRPOConfig, asked: argparse.Namespace) -> Settings:
+def settings_of(config: GRPOConfig, asked: argparse.Namespace) -> Settings:
     """Return the settings of a run that its speed depends on."""
     env, engine, train = config.env, config.inference_model, config.train
     name = config.model.name

@@ -82,7 +82,9 @@ def test_full_training_takes_four_numbers_a_parameter_and_a_16_bit_copy() -> Non
 
 def test_passes_are_as_large_as_the_budget_and_no_sequence_is_divided() -> None:
     setup = StepSetup(100, 8, passes=1, number=4)
-    of = [(made.tokens, made.passes) for made in (setup.of_batch(*sizes) for sizes in ((60, 20), (250, 20), (250, 120)))]
+    of = [
+        (made.tokens, made.passes) for made in (setup.of_batch(*sizes) for sizes in ((60, 20), (250, 20), (250, 120)))
+    ]
     assert of == [(60, 1), (100, 3), (120, 3)]
     assert dataclasses.replace(setup, ranks=4).of_batch(250, 20).tokens == 63
 
@@ -96,7 +98,7 @@ def shared(monkeypatch: pytest.MonkeyPatch, total: int, *overrides: str) -> Blue
 
 
 def check(blueprint: Blueprint, *, sleeps: bool = True) -> None:
-    blueprint_module.check_room(blueprint, sleeps=sleeps)
+    blueprint_module.check_devices(blueprint, sleeps=sleeps)
 
 
 def test_a_shared_gpu_without_room_for_the_moments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +137,9 @@ def test_a_device_that_cannot_hold_its_part_of_the_training_is_refused(monkeypat
     gpus = [torch.device("cuda", index) for index in range(3)]
     plan = DevicePlan((gpus[0],), ((gpus[1],),), (gpus[2],), colocated=False)
     blueprint = dataclasses.replace(shared(monkeypatch, 15 * STARTER), plan=plan)
-    with pytest.raises(ConfigError, match=r"train_model\.num_devices=1 must .* cuda:0 of .* would hold .* of gradients"):
+    with pytest.raises(
+        ConfigError, match=r"train_model\.num_devices=1 must .* cuda:0 of .* would hold .* of gradients"
+    ):
         check(blueprint)
     check(dataclasses.replace(blueprint, plan=dataclasses.replace(plan, train=(gpus[0], gpus[2]), reference=())))
 

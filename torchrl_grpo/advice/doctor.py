@@ -7,7 +7,6 @@ real, so that their time and memory are those of a run, but have a learning rate
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -32,6 +31,8 @@ from torchrl_grpo.host.accelerators import accelerators_in_use
 from torchrl_grpo.host.checkpoint_files import read_manifest
 from torchrl_grpo.host.memory import in_words
 from torchrl_grpo.host.text import accuracy, number, percent, printable, size
+from torchrl_grpo.learner.checkpoint import room_at
+from torchrl_grpo.loop import check_mismatch
 from torchrl_grpo.models import loading
 from torchrl_grpo.reporting.alarms import Alarms
 from torchrl_grpo.reporting.console import Console
@@ -264,7 +265,7 @@ class _Rehearsal:
         self.run, self.checks, self.console, self.measured = run, checks, console, measured
         self.learner: Any = run.learner
         self.source: Any = run.source
-        self.left = run.blueprint.config.num_batches - run.learner.version
+        self.left = run.schedule.left(run.learner.version)
         self._batch: Any = None
         self._metrics: dict[str, float] = {}
 
@@ -338,15 +339,8 @@ class _Rehearsal:
         start = time.perf_counter()
         self.source.publish(self.learner.weights(), self.learner.version)
         self.measured.steps_s[0] += time.perf_counter() - start
-        found = [self.learner.mismatch(probe) for probe in self.source.probes()]
-        mean, largest = max(mean for mean, _ in found), max(largest for _, largest in found)
+        mean, largest = check_mismatch(self.learner, self.source, inference.check_sync_tolerance)
         check.found = f"log-probs of engine and trainer differ by {mean:.2g} nats on average, {largest:.2g} at most"
-        if not mean <= inference.check_sync_tolerance:
-            raise ValueError(
-                f"log-probs of engine and trainer differ by {mean:.3g} nats on average, more than inference_model."
-                f"check_sync_tolerance={inference.check_sync_tolerance}: use inference_model.dtype=float32, or another "
-                "backend."
-            )
 
     def _steps(self, check: Check) -> None:
         """Steps as in ``fit``, as long as there is time."""
@@ -393,16 +387,12 @@ class _Rehearsal:
 
 def _disk(directory: Path, expected: Forecast | None, check: Check) -> None:
     """Room for what the run will write."""
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    there, free = room_at(directory)
     check.found = f"{size(free)} free in {there}"
     if not os.access(there, os.W_OK):
         raise ValueError(f"hydra.run.dir={directory} must be writable: use another folder.")
-    if expected is not None and free < expected.disk_bytes:
-        raise ValueError(
-            f"hydra.run.dir={directory} must have room for {size(expected.disk_bytes)}, but only {size(free)} is free: "
-            "use another folder, train.keep_checkpoints=last:1, or a larger train.checkpoint_frequency."
-        )
+    if expected is not None:
+        expected.writes.check_room(directory, expected.beside_bytes)
 
 
 def _remove_empty(directory: Path) -> None:

@@ -326,7 +326,7 @@ def task_geometry(config: GRPOConfig, samplers: int) -> tuple[int, int]:
     return (1, groups) if ENGINES[config.inference_model.backend].concurrent else (groups, 1)
 
 
-def check_room(blueprint: Blueprint, *, sleeps: bool) -> None:
+def check_devices(blueprint: Blueprint, *, sleeps: bool) -> None:
     """Check that each accelerator of this machine holds what its roles surely take: weights, gradients, moments, and
     the engine's share. Activations and what CUDA takes for itself come on top.
 
@@ -416,7 +416,7 @@ def geometry_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
     batch, steps = config.dialog_turns_per_batch, config.num_batches
     per_step = {
         "sequences": batch,
-        f"groups of {config.env.repeats}": batch // config.env.repeats,
+        f"groups of {config.env.repeats}": config.groups_per_batch,
         "optimizer steps": config.optim_steps_per_batch,
         "response tokens (max)": batch * config.inference_model.max_new_tokens,
     }

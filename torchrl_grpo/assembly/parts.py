@@ -104,7 +104,7 @@ def make_trainer(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | 
         learning_rate_factor,
         kind=settings.schedule,  # type: ignore[arg-type]
         warmup=settings.warmup_steps,
-        total=config.num_batches * config.optim_steps_per_batch,
+        total=config.num_optim_steps,
         floor=settings.lr_floor,
     )
     return GRPOTrainer(

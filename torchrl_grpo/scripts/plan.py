@@ -97,7 +97,7 @@ def settings_of(config: GRPOConfig, asked: argparse.Namespace) -> Settings:
         prompt=asked.prompt_tokens or (env.max_prompt_tokens or 2 * _PROMPT) / 2,
         response=response,
         longest=longest,
-        groups=config.dialog_turns_per_batch // env.repeats,
+        groups=config.groups_per_batch,
         passes=train.epochs,
         optim_steps=config.optim_steps_per_batch,
         step=step_setup(config),

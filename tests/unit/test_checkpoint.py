@@ -27,7 +27,14 @@ from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, plain
 from torchrl_grpo.config.resumed import on_saved_config
 from torchrl_grpo.errors import DiskFullError, NonFiniteError
-from torchrl_grpo.host.checkpoint_files import SealedFile, check_whole, checkpoints_in, read_manifest, step_of
+from torchrl_grpo.host.checkpoint_files import (
+    SealedFile,
+    check_whole,
+    checkpoints_in,
+    read_manifest,
+    saved_config,
+    step_of,
+)
 from torchrl_grpo.learner.checkpoint import Checkpointer, Writes, read_checkpoint
 from torchrl_grpo.learner.export import export_model, model_card
 from torchrl_grpo.learner.resume import Resume, find_resume
@@ -90,8 +97,8 @@ def test_what_is_only_named_like_a_checkpoint_is_passed_over(saved: Path, tmp_pa
             sealed.seal(manifest)
     assert found(tmp_path).step == 1
     given = OmegaConf.structured(compose_config(*SMALL, f"train.resume={tmp_path}"))
-    hydra = OmegaConf.create({"runtime": {"output_dir": str(tmp_path / "new")}, "overrides": {"task": []}})
-    assert on_saved_config(given, hydra).train.total_dialog_turns == 32
+    path, config = saved_config(str(tmp_path), tmp_path / "new") or (tmp_path, {})
+    assert path == at(tmp_path, 1) and on_saved_config(given, [], path, config).train.total_dialog_turns == 32
 
 
 def test_the_checkpoint_with_the_most_steps_is_the_newest(tmp_path: Path) -> None:

@@ -25,10 +25,9 @@ from torchrl_grpo.assembly.blueprint import Blueprint, check_loggers, describe_m
 from torchrl_grpo.assembly.run import Run, build
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config import GRPOConfig
-from torchrl_grpo.config.resumed import AUTO, newest
 from torchrl_grpo.host import startup
 from torchrl_grpo.host.accelerators import accelerators_in_use
-from torchrl_grpo.host.checkpoint_files import read_manifest
+from torchrl_grpo.host.checkpoint_files import AUTO, newest, read_manifest
 from torchrl_grpo.host.memory import in_words
 from torchrl_grpo.host.text import accuracy, number, percent, printable, size
 from torchrl_grpo.learner.checkpoint import room_at

@@ -31,9 +31,9 @@ from torchrl_grpo.assembly.observers import FolderGuard, Limits, Recorder, Saver
 from torchrl_grpo.assembly.parts import make_learner, make_reference, make_sampler
 from torchrl_grpo.assembly.schedule import schedule_of, writes_of
 from torchrl_grpo.config import GRPOConfig, check_one_process, plain, staleness_bound
-from torchrl_grpo.config.resumed import check_unused
 from torchrl_grpo.errors import FolderLostError
 from torchrl_grpo.host import stalls
+from torchrl_grpo.host.checkpoint_files import check_unused
 from torchrl_grpo.host.files import METRICS_FILE, is_full
 from torchrl_grpo.host.folders import FolderLock, claim
 from torchrl_grpo.host.startup import say

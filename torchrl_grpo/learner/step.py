@@ -157,14 +157,15 @@ class GRPOTrainer:
     def setup(self) -> StepSetup:
         """How the step at hand, or the latest one, is made, as far as its memory depends on it."""
         tokens, sequences = max(self._passes, default=(self.micro_batch_tokens, 1))
-        adapters, master = getattr(self.model, "peft_config", None), self.parameters[0].element_size()
+        adapters, base = getattr(self.model, "peft_config", None), base_model_of(self.model)
+        master = next(base.parameters()).element_size()
         return StepSetup(
             tokens,
             sequences,
             max(1, len(self._passes)),
             number=master if self.autocast_dtype is None else 2,
             master=master,
-            checkpoints=bool(base_model_of(self.model).is_gradient_checkpointing),
+            checkpoints=bool(base.is_gradient_checkpointing),
             adapters=adapters["default"].r if adapters else 0,
             small_states=type(self.optimizer).__name__.endswith("8bit"),
             ranks=self.world_size,

@@ -12,6 +12,8 @@ from typing import Any
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number, by the dtypes of the config."""
+_ADAPTER_NUMBER = 4
+"""Bytes of a number of adapters: peft keeps them in float32, whatever the model is in."""
 _LORA_RANK = 16
 """Of adapters where ``train_model.lora.r`` is not set."""
 
@@ -94,7 +96,7 @@ class StepSetup:
         sequences: in that pass.
         passes: in a step.
         number: bytes of an activation.
-        master: bytes of a trained weight, its gradient and each of its moments.
+        master: bytes of a weight of the model; where it is trained, of its gradient and each of its moments too.
         checkpoints: whether gradient checkpointing is on.
         adapters: rank of the adapters that alone are trained; 0 trains all weights.
         small_states: whether the optimizer keeps 8 bits a moment.
@@ -177,10 +179,9 @@ def step_memory(shape: Shape, setup: StepSetup) -> StepMemory:
         setup: of the step.
     """
     number, master = setup.number, setup.master
-    adapters = shape.adapted * setup.adapters
-    whole = int((shape.parameters + adapters) * master)
-    trained = int((adapters if setup.adapters else shape.parameters) * master) // setup.ranks
-    weights = whole // setup.ranks
+    adapters = shape.adapted * setup.adapters * _ADAPTER_NUMBER
+    weights = int(shape.parameters * master + adapters) // setup.ranks
+    trained = int(adapters or shape.parameters * master) // setup.ranks
     moments = trained // 2 if setup.small_states else 2 * trained
     if setup.offloads:
         weights = trained = moments = 0

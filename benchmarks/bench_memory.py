@@ -94,7 +94,7 @@ def measure(name: str, names: tuple[str, ...], libc: ctypes.CDLL) -> dict[str, f
         del trainer
     trainer = make_trainer(name, dict(knob.split("=") for knob in names[:-1]))
     trainer.train_step(batch)
-    said = savings(trainer.model, trainer.setup())
+    said = savings(loading.shape_of(trainer.model), trainer.setup())
     return figures | ({"said_mib": said[names[-1]] / 2**20} if names and names[-1] in said else {})
 
 

@@ -150,11 +150,13 @@ class LearnerLike(Protocol):
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long a run is, and how often its weights are evaluated and given to the reference model.
+    """How long a run is, and how often its weights are evaluated, saved, exported and given to the reference model.
 
     Attributes:
         num_batches: steps of the run; one step trains one batch.
         evaluation_frequency: between evaluations; 0 is before and after the run alone.
+        checkpoint_frequency: between checkpoints; 0 is at the end alone.
+        export_frequency: between models that are written beside the checkpoints; 0 is none but the one at the end.
         refresh_every: between updates of the reference model with the trained weights; None is never.
         reference_version: of the weights that the reference model of a resumed run had; 0 is the base model.
         mismatch_tolerance: largest mean difference of the log-probs of engine and trainer after a weight sync, in nats;
@@ -165,6 +167,8 @@ class Schedule:
 
     num_batches: int
     evaluation_frequency: int = 0
+    checkpoint_frequency: int = 0
+    export_frequency: int = 0
     refresh_every: int | None = None
     reference_version: int = 0
     mismatch_tolerance: float | None = None
@@ -173,7 +177,27 @@ class Schedule:
 
     def evaluates(self, step: int) -> bool:
         """Whether the weights after so many steps are evaluated, apart from the first and last ones."""
-        return self.evaluation_frequency > 0 and step % self.evaluation_frequency == 0
+        return _is_turn(step, self.evaluation_frequency)
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint is written after this step, apart from the last one."""
+        return _is_turn(step, self.checkpoint_frequency)
+
+    def exports(self, step: int) -> bool:
+        """Whether the model of this step is written beside the one of the end."""
+        return _is_turn(step, self.export_frequency) and step < self.num_batches
+
+    def left(self, done: int) -> int:
+        """Return the steps that are left after so many."""
+        return max(0, self.num_batches - done)
+
+    def turns(self, frequency: int, done: int) -> int:
+        """Return how often it is the turn of something after ``done`` steps and before the last one."""
+        return max(0, (self.num_batches - 1) // frequency - done // frequency) if frequency else 0
+
+    def checkpoints(self, done: int) -> int:
+        """Return the checkpoints that a run writes after so many steps."""
+        return self.turns(self.checkpoint_frequency, done) + bool(self.left(done))
 
     def leaves_time_for(self, seconds: float) -> bool:
         """Whether a step of so many seconds ends before the run's time is over."""
@@ -181,7 +205,11 @@ class Schedule:
 
     def refreshes(self, version: int) -> bool:
         """Whether the reference model gets the weights of this version."""
-        return self.refresh_every is not None and version > 0 and version % self.refresh_every == 0
+        return version > 0 and _is_turn(version, self.refresh_every)
+
+
+def _is_turn(step: int, frequency: int | None) -> bool:
+    return bool(frequency) and step % (frequency or 1) == 0
 
 
 def fit(
@@ -215,7 +243,7 @@ def fit(
     longest_s = 0.0
     _begin(learner, rollouts, schedule, tell, written)
     try:
-        while step < schedule.num_batches and schedule.leaves_time_for(longest_s):
+        while schedule.left(step) and schedule.leaves_time_for(longest_s):
             step, start = step + 1, time.perf_counter()
             tell.stage("wait", step, f"sample and score the batch of step {step}")
             batch = rollouts.next_batch()
@@ -270,7 +298,10 @@ def _publish(
     rollouts.publish(learner.weights(), version)
     metrics = {"time/sync_s": time.perf_counter() - start}
     tolerance = schedule.mismatch_tolerance
-    return metrics if tolerance is None else metrics | _mismatch(learner, rollouts, tolerance)
+    if tolerance is None:
+        return metrics
+    mean, largest = check_mismatch(learner, rollouts, tolerance)
+    return metrics | {"sync/mismatch_mean": mean, "sync/mismatch_max": largest}
 
 
 def _evaluate(rollouts: RolloutSource, tell: Observer, step: int, *, sampled: bool) -> dict[str, float]:
@@ -284,17 +315,21 @@ def _evaluate(rollouts: RolloutSource, tell: Observer, step: int, *, sampled: bo
     return metrics
 
 
-def _mismatch(learner: LearnerLike, rollouts: RolloutSource, tolerance: float) -> dict[str, float]:
-    """Return how far the log-probs of a few sampled tokens are apart; too far ends the run."""
+def check_mismatch(learner: LearnerLike, rollouts: RolloutSource, tolerance: float) -> tuple[float, float]:
+    """Return how far the log-probs of engine and trainer are apart on a few sampled tokens: mean and largest, in nats.
+
+    Raises:
+        RuntimeError: the mean is more than the tolerance.
+    """
     found = [learner.mismatch(probe) for probe in rollouts.probes()]
     mean, largest = max(mean for mean, _ in found), max(largest for _, largest in found)
     if not mean <= tolerance:
         raise RuntimeError(
             f"after a weight sync, log-probs of engine and trainer differ by {mean:.3g} on average ({largest:.3g} at "
             f"most), more than inference_model.check_sync_tolerance={tolerance}: the engine does not have the "
-            "trainer's weights."
+            "trainer's weights, or computes too coarsely: use inference_model.dtype=float32, or another backend."
         )
-    return {"sync/mismatch_mean": mean, "sync/mismatch_max": largest}
+    return mean, largest
 
 
 def _check_on_policy(metrics: dict[str, float]) -> None:

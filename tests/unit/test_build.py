@@ -77,7 +77,10 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
             ["train_model.num_devices=2", "train_model.tensor_parallel_size=2", "train_model.lora.enabled=true"],
             r"tensor_parallel_size=2 must be 1 with train_model\.lora\.enabled=true",
         ),
-        (["train_model.cpu_offload=true"], r"cpu_offload=true needs a model that is sharded"),
+        (
+            ["train_model.cpu_offload=true", "optimizer.name=adamw_8bit"],
+            r"optimizer\.name=adamw_8bit must be adamw with train_model\.cpu_offload=true",
+        ),
         (["train.max_staleness=1"], r"train\.max_staleness=1 must be 0 in grpo\.py.*grpo-async\.py"),
         (["inference_model.devices=[0]"], r"inference_model\.devices=\[0\] must be accelerators of this machine"),
         (["inference_model.max_new_tokens=2048"], r"max_new_tokens=2048 must leave room for a prompt in the context"),
@@ -153,24 +156,27 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_weights")
 def test_the_plan_table_lists_the_devices_and_what_one_of_them_holds() -> None:
     def table(plan: DevicePlan, *overrides: str) -> list[tuple[str, str, float]]:
-        rows = plan_rows(dataclasses.replace(prepare(compose_config(*SMALL, *overrides)), plan=plan))
-        return [(row["role"], row["devices"], row["memory per device"] / row["parameters"]) for row in rows]
+        blueprint = dataclasses.replace(prepare(compose_config(*SMALL, *overrides)), plan=plan)
+        roles, count = blueprint.memory.roles(), blueprint.shape.parameters
+        rows = plan_rows(blueprint)
+        held = {role.partition(" ")[0]: one.parts()["weights"] / count for role, one in roles.items()}
+        assert [row["memory per device"] for row in rows][: len(roles)] == [one.peak for one in roles.values()]
+        return [(row["role"], row["devices"], held.get(row["role"].partition(" (")[0], 0)) for row in rows]
 
     cpu, gpu = torch.device("cpu"), [torch.device("cuda", index) for index in range(8)]
     plan = DevicePlan((cpu,), ((cpu,),), (cpu,), colocated=False)
-    assert table(plan) == [("train", "cpu", 16), ("inference (transformers)", "cpu", 4), ("reference", "cpu", 4)]
+    assert table(plan) == [("train", "cpu", 4), ("inference (transformers)", "cpu", 4), ("reference", "cpu", 4)]
     plan = DevicePlan((cpu,) * 2, ((cpu,),) * 3, (), colocated=False)
-    assert table(plan, "train_model.lora.enabled=true") == [
-        ("train (LoRA)", "2 x cpu", 2),
-        ("inference (transformers)", "3 x cpu", 4),
-        ("reference (adapters off)", "2 x cpu", 0),
+    adapted = table(plan, "train_model.lora.enabled=true", "env.num_envs=24")
+    assert [row[:2] for row in adapted] == [
+        ("train (LoRA)", "2 x cpu"),
+        ("inference (transformers)", "3 x cpu"),
+        ("reference (adapters off)", "2 x cpu"),
     ]
     plan = DevicePlan(tuple(gpu[:4]), (tuple(gpu[4:6]), tuple(gpu[6:8])), (gpu[0],), colocated=False)
-    assert table(plan, "inference_model.dtype=bfloat16", "ref_model.dtype=bfloat16") == [
-        ("train", "cuda:0, cuda:1, cuda:2, cuda:3", 4),
-        ("inference (transformers)", "cuda:4+cuda:5, cuda:6+cuda:7", 1),
-        ("reference", "cuda:0", 2),
-    ]
+    four = table(plan, "inference_model.dtype=bfloat16", "ref_model.dtype=bfloat16")
+    assert [row[1] for row in four] == ["cuda:0, cuda:1, cuda:2, cuda:3", "cuda:4+cuda:5, cuda:6+cuda:7", "cuda:0"]
+    assert [row[2] for row in four[1:]] == [2, 2]  # the engine's tensor_parallel_size is 1
 
 
 def test_vllm_use_v1_is_answered_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

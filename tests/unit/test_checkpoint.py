@@ -27,8 +27,15 @@ from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, plain
 from torchrl_grpo.config.resumed import on_saved_config
 from torchrl_grpo.errors import DiskFullError, NonFiniteError
-from torchrl_grpo.host.checkpoint_files import SealedFile, check_whole, checkpoints_in, read_manifest, step_of
-from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
+from torchrl_grpo.host.checkpoint_files import (
+    SealedFile,
+    check_whole,
+    checkpoints_in,
+    read_manifest,
+    saved_config,
+    step_of,
+)
+from torchrl_grpo.learner.checkpoint import Checkpointer, Writes, read_checkpoint
 from torchrl_grpo.learner.export import export_model, model_card
 from torchrl_grpo.learner.resume import Resume, find_resume
 from torchrl_grpo.reporting.metrics import MetricsLogger, read_jsonl
@@ -90,8 +97,8 @@ def test_what_is_only_named_like_a_checkpoint_is_passed_over(saved: Path, tmp_pa
             sealed.seal(manifest)
     assert found(tmp_path).step == 1
     given = OmegaConf.structured(compose_config(*SMALL, f"train.resume={tmp_path}"))
-    hydra = OmegaConf.create({"runtime": {"output_dir": str(tmp_path / "new")}, "overrides": {"task": []}})
-    assert on_saved_config(given, hydra).train.total_dialog_turns == 32
+    path, config = saved_config(str(tmp_path), tmp_path / "new") or (tmp_path, {})
+    assert path == at(tmp_path, 1) and on_saved_config(given, [], path, config).train.total_dialog_turns == 32
 
 
 def test_the_checkpoint_with_the_most_steps_is_the_newest(tmp_path: Path) -> None:
@@ -248,8 +255,8 @@ def test_a_save_that_fails_leaves_the_one_before_and_no_staging_file(
 def test_the_room_that_a_run_needs_is_known_before_it_starts(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     with pytest.raises(ConfigError, match=r"room for 3 checkpoints of .* train\.keep_checkpoints=last:1"):
-        checkpointer(tmp_path, "last:2").check_room(9, free // 2, 1, 0)
-    checkpointer(tmp_path, "last:2").check_room(9, free // 4, 1, 0)
+        Writes(9, free // 2, 1, 0, "last:2").check_room(tmp_path)
+    Writes(9, free // 4, 1, 0, "last:2").check_room(tmp_path)
 
 
 @pytest.mark.parametrize("value", ["3", "last:0", "best:1", "last:1,last:2", "last:x", "first:1"])

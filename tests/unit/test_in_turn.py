@@ -91,7 +91,19 @@ def test_a_colocated_engine_sleeps_while_the_other_roles_work(tokenizer: PreTrai
     source.publish(weights(1), 1)
     source.next_batch()
     source.publish(weights(2), 2)
-    assert engine.calls == ["wake", "update", "generate", "sleep", "reference", "wake", "update"]
+    assert engine.calls == ["update", "generate", "sleep", "reference", "update"]  # new weights wake it
+    assert not source.sampler._asleep
+
+
+def test_a_colocated_engine_is_woken_for_a_second_task_of_a_batch(tokenizer: PreTrainedTokenizerFast) -> None:
+    engine = Recorder()
+    source = make_source(tokenizer, engine, sleeps=True)
+    source.publish(weights(1), 1)
+    progress = source.tasks.next_unplayed()
+    assert progress is not None
+    for _ in range(2):
+        source.sampler.play(progress.task)
+    assert engine.calls == ["update", "generate", "sleep", "wake", "generate", "sleep"]
 
 
 def test_an_engine_of_its_own_never_sleeps(tokenizer: PreTrainedTokenizerFast) -> None:

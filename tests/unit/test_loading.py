@@ -42,7 +42,7 @@ def test_a_saved_model_loads_as_it_was(tmp_path: Path, tokenizer: PreTrainedToke
 
 def test_parameters_are_counted_without_weights() -> None:
     model = make_tiny_model()
-    assert loading.count_parameters(model.config) == sum(parameter.numel() for parameter in model.parameters())
+    assert loading.config_shape(model.config).parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_missing_pad_token_and_template_are_filled_in_and_said(
@@ -251,7 +251,7 @@ def test_remote_code_runs_where_it_is_trusted_and_asks_nobody(tmp_path: Path, mo
     mine = loading.load_config(str(tmp_path), trust_remote_code=True)
     model = loading.CheckpointModel(str(tmp_path), torch.float32, trust_remote_code=True)()
     assert type(model).__name__ == "MineForCausalLM"
-    count = loading.count_parameters(mine, trust_remote_code=True)
+    count = loading.config_shape(mine, trust_remote_code=True).parameters
     assert count == sum(parameter.numel() for parameter in model.parameters())
     with pytest.raises(ValueError, match="its config could not be loaded"):
         loading.load_config(str(tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.configs import ROOT
-from torchrl_grpo.advice.plan.hardware import GPUS, SHAPES, Shape, Workload, model_shape
+from torchrl_grpo.advice.plan.hardware import GPUS, SHAPES, Workload, model_shape
 from torchrl_grpo.advice.plan.simulation import Costs, Loop, Simulation
 from torchrl_grpo.advice.plan.splits import Settings, Split, best_splits
 from torchrl_grpo.config import ConfigError
+from torchrl_grpo.models.memory import Shape, StepSetup
 from torchrl_grpo.scripts.plan import main
 from torchrl_grpo.starter import starter_path
 
@@ -28,15 +30,10 @@ WORK = Workload(
     groups=64,
     passes=1,
     optim_steps=1,
-    micro_batch_tokens=16_384,
-    train_dtype="bfloat16",
-    master_dtype="float32",
-    engine_dtype="bfloat16",
-    reference_dtype="bfloat16",
+    step=StepSetup(16_384, 512, passes=1, number=2, master=4, checkpoints=True),
+    engine_number=2,
+    reference_number=2,
     backend="vllm",
-    checkpointing=True,
-    offload=False,
-    lora=False,
     recomputes=False,
     scores=True,
     broadcast=False,
@@ -114,12 +111,26 @@ def test_the_same_loop_gives_the_same_result() -> None:
     assert Simulation(loop, costs).run() == Simulation(loop, costs).run()
 
 
-def test_a_shape_is_read_from_the_models_config() -> None:
-    assert model_shape("starter", starter_path()) == Shape(427_776, 2, 128, 64)
+def test_a_shape_is_read_from_the_models_config(tmp_path: Path) -> None:
+    starter = model_shape("starter", starter_path())
+    linear = 2 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 384))
+    assert starter == Shape(427_776, 427_776, 2, 128, 128, 64, 384, 261 * 128, True, linear)
     assert model_shape("Qwen/Qwen2.5-7B-Instruct", Path("Qwen")) == SHAPES["qwen2.5-7b"]
-    assert model_shape("a/b", Path("a"), 8e9) == Shape(8e9, 32, 4096, 1024)
+    near = replace(SHAPES["llama-3-8b"], parameters=8e9, active=8e9)
+    assert model_shape("a/b", Path("a"), 8e9) == near
     with pytest.raises(ConfigError, match=r"model.name=a/b must be a folder .* --params=7e9"):
         model_shape("a/b", Path("a"))
+    (tmp_path / "config.json").write_text('{"n_embd": 8}')
+    with pytest.raises(ConfigError, match=r"model.name=mine must be a decoder whose config.json has hidden_size"):
+        model_shape("mine", tmp_path)
+
+
+def test_known_models_have_the_parameters_that_their_names_say() -> None:
+    for name, shape in SHAPES.items():
+        billions = float(re.findall(r"-([\d.]+)b", name)[0])
+        assert shape.parameters / 1e9 == pytest.approx(billions, rel=0.25), name
+    assert SHAPES["qwen2.5-0.5b"].parameters == 494_032_768  # as its model card says
+    assert SHAPES["qwen3-30b-a3b"].active / 1e9 == pytest.approx(3.3, abs=0.1)
 
 
 def test_stages_take_what_their_figures_say() -> None:
@@ -132,21 +143,26 @@ def test_stages_take_what_their_figures_say() -> None:
     assert WORK.train_s(gpu, 1) == pytest.approx(seconds)
     assert WORK.train_s(gpu, 8) == pytest.approx(seconds / 8)
     assert WORK.score_s(gpu, 64) == pytest.approx(a_token * tokens / (0.4 * 989e12))
-    assert WORK.sync_s(gpu) == pytest.approx(2 * 7.62e9 / 5e9)
+    assert WORK.sync_s(gpu) == pytest.approx(2 * p.parameters / 5e9)
     # One group, of which 300 / 533 of the rows are there on average: the weights are most of what is read.
     kv = 2 * p.layers * p.kv_width * 2
     rows = 8 * 300 / (600 * 8 / 9)
-    read = 2 * 7.62e9 + 100 * kv + rows * 150 * kv
+    read = 2 * p.parameters + 100 * kv + rows * 150 * kv
     assert WORK.step_s(gpu, 1, 1) == pytest.approx(read / (0.6 * 3.35e12) + 0.002)
 
 
 def test_memory_is_weights_gradients_and_moments_over_the_ranks() -> None:
-    activations = 16_384 * 3584 * (2 * 28 + 34)
-    gathered = 7.62e9 / 28 * 2
-    assert WORK.train_memory(4) == pytest.approx(16 * 7.62e9 / 4 + activations + gathered)
-    assert WORK.train_memory(1) == pytest.approx(16 * 7.62e9 + activations)
+    count, head = 7_615_616_512, 3584 * 152_064
+    norms, attention, gates = 2 * 4 * 2 * 3584, 2 * (7 * 3584 + 2 * 512), 2 * 4 * 18_944
+    inputs, backward = 28 * 3584 * 4, 4 * 2 * (18_944 + 3584)
+    activations = 16_384 * (inputs + norms + attention + gates + backward)
+    gathered = 2 * (2 * head + (count - 2 * head) / 28)
+    four, alone = WORK.train_memory(4), WORK.train_memory(1)
+    assert (four.weights, four.states) == pytest.approx((count + gathered, 3 * count))
+    assert (alone.weights, alone.states) == (4 * count, 12 * count)
+    assert four.activations == alone.activations == activations
     assert SETTINGS.memory(Split(4, 1, 2))[1:] == pytest.approx(
-        (15.24e9, 15.24e9 + 32 * (100 + 8 * 1000) * WORK.kv_bytes)
+        (2 * count, 2 * count + 32 * (100 + 8 * 1000) * WORK.kv_bytes)
     )
 
 

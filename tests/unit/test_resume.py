@@ -116,6 +116,20 @@ def test_files_of_the_same_folder_are_gone_on_with(lora_run: Path, tmp_path: Pat
     assert numbers(rows[3:], 3) == numbers(read_jsonl(lora_run / "metrics.jsonl"), 3)[:2]
 
 
+def test_fewer_sequences_at_a_time_change_neither_groups_nor_problems(full_run: Path, tmp_path: Path) -> None:
+    sizes = ("env.num_envs=8", "train.dialog_turns_per_batch=16")
+    rows = run(tmp_path, *FULL, *TESTED, *sizes, steps(6), f"train.resume={at(full_run, 3)}")
+    assert [row["step"] for row in rows] == [3, 4, 5, 6]
+    drawn, expected = (state_of(at(folder, 6))["source"] for folder in (tmp_path, full_run))
+    assert drawn["drawing"] == expected["drawing"] and drawn["ahead"] == expected["ahead"]
+    of = [
+        [(row["group"], row["prompt"]) for row in read_jsonl(folder / "samples.jsonl") if row["step"] == 6]
+        for folder in (tmp_path, full_run)
+    ]
+    assert of[0] == of[1] and len(of[0]) >= 16
+    assert all(row["train/grad_norm"] > 0 for row in rows[1:])
+
+
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_model(*_: object, **__: object) -> None:
@@ -131,7 +145,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (["env.repeats=8"], r"env\.repeats=8 must be 4, as in .*checkpoint_000006\.pt, whose .*: use env\.repeats=4\."),
         (["seed=1"], r"seed=1 must be 0"),
         (["env.difficulty=3"], r"env\.difficulty=3 must be 2"),
-        (["env.num_envs=32"], r"env\.num_envs=32 must be 16"),
+        (["env.num_envs=32"], r"dialog_turns_per_batch=32 must be 16"),
         (["train.dialog_turns_per_batch=32"], r"dialog_turns_per_batch=32 must be 16"),
         (["train_model.lora.enabled=true"], r"train_model\.lora\.enabled=true must be false"),
         (["optimizer.warmup_steps=0"], r"optimizer\.warmup_steps=0 must be 20"),

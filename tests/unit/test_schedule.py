@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.support.runs import at, differences, run, state_of, steps
+from tests.support.configs import compose_config
+from tests.support.runs import SMALL, at, differences, run, state_of, steps
+from torchrl_grpo.advice.forecast import Measured, forecast
+from torchrl_grpo.assembly.run import build
 from torchrl_grpo.host.files import read_jsonl
 from torchrl_grpo.learner.schedule import learning_rate_factor
+from torchrl_grpo.loop import Schedule
 
 
 def test_cosine_has_its_closed_form_between_warm_up_and_floor() -> None:
@@ -18,6 +23,30 @@ def test_cosine_has_its_closed_form_between_warm_up_and_floor() -> None:
     assert got[9] == pytest.approx(0.1 + 0.9 * 0.5)
     assert got[6] == pytest.approx(0.1 + 0.9 * (1 + math.cos(0.2 * math.pi)) / 2)
     assert got[14:] == [pytest.approx(0.1)] * 2
+
+
+@pytest.mark.parametrize("done", range(12))
+def test_the_schedule_counts_what_a_run_does_step_by_step(done: int) -> None:
+    schedule = Schedule(11, evaluation_frequency=2, checkpoint_frequency=5, export_frequency=11)
+    steps = range(done + 1, 12)
+    assert schedule.left(done) == len(steps)
+    assert schedule.checkpoints(done) == len([step for step in steps if schedule.saves(step) or step == 11])
+    assert schedule.turns(2, done) == len([step for step in steps if schedule.evaluates(step) and step != 11])
+    assert schedule.turns(11, done) == len([step for step in steps if schedule.exports(step)]) == 0
+    assert Schedule(11).checkpoints(done) == (done < 11) and Schedule(11).turns(0, done) == 0
+
+
+def test_a_dry_run_and_the_run_expect_the_same_files(tmp_path: Path) -> None:
+    frequencies = ("train.checkpoint_frequency=2", "train.export_frequency=3", "train.keep_checkpoints=null")
+    config = compose_config(*SMALL, steps(5), *frequencies)
+    with closing(build(config, tmp_path)) as started:
+        expected = started.writes()
+        measured = Measured(checkpoint_bytes=expected.checkpoint_bytes, model_bytes=expected.model_bytes)
+        assert forecast(config, measured).writes == expected
+        started.fit()
+    written = list((tmp_path / "checkpoints").iterdir())
+    assert len([path for path in written if path.suffix == ".pt"]) == expected.checkpoints == 3
+    assert len([path for path in written if path.is_dir()]) == expected.models == 2
 
 
 def test_a_resumed_run_has_the_learning_rates_of_the_whole_one(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ real, so that their time and memory are those of a run, but have a learning rate
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,15 +20,18 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from torchrl_grpo.advice.forecast import Forecast, Measured, accelerators, forecast, memory_now
-from torchrl_grpo.assembly.blueprint import check_loggers, describe_model
+from torchrl_grpo.advice.forecast import Forecast, Measured, forecast, memory_now
+from torchrl_grpo.assembly.blueprint import Blueprint, check_loggers, describe_model
 from torchrl_grpo.assembly.run import Run, build
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config import GRPOConfig
-from torchrl_grpo.config.resumed import AUTO, newest
 from torchrl_grpo.host import startup
-from torchrl_grpo.host.checkpoint_files import read_manifest
+from torchrl_grpo.host.accelerators import accelerators_in_use
+from torchrl_grpo.host.checkpoint_files import AUTO, newest, read_manifest
+from torchrl_grpo.host.memory import in_words
 from torchrl_grpo.host.text import accuracy, number, percent, printable, size
+from torchrl_grpo.learner.checkpoint import room_at
+from torchrl_grpo.loop import check_mismatch
 from torchrl_grpo.models import loading
 from torchrl_grpo.reporting.alarms import Alarms
 from torchrl_grpo.reporting.console import Console
@@ -120,18 +122,20 @@ def examine(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchrono
     checks.run("model", partial(_model, config))
     checks.run("data", partial(_data, config))
     expected: Forecast | None = None
+    computed: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="dry_run_") as folder:
         made: list[Run] = []
         checks.run("parts", partial(_parts, config, directory, Path(folder), asynchronous, made, measured))
         for run in made:
             with closing(run):
+                computed = _memory_rows(run.blueprint)
                 expected = _Rehearsal(run, checks, console, measured).play()
     checks.run("disk", partial(_disk, directory, expected))
     startup.end()
     _remove_empty(directory)
     console.table("Checks", [_row(check) for check in checks.done])
     if expected is not None:
-        console.table("Forecast for the whole run", expected.rows())
+        console.table("Forecast for the whole run", [*expected.rows(), *computed])
     failed = [f"{check.name}: {check.found}" for check in checks.done if check.result == FAILS]
     console.verdict(failed)
     return not failed
@@ -140,6 +144,18 @@ def examine(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchrono
 def _row(check: Check) -> dict[str, Any]:
     seen = {"check": check.name, "result": check.result, "s": f"{check.seconds:.2f}", "peak": size(check.memory)}
     return seen | {"details": printable(check.found)}
+
+
+def _memory_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
+    """What one device of each role holds at most, as rows of the forecast."""
+    return [
+        {
+            "resource": f"memory of {role}",
+            "estimate": size(held.peak),
+            "details": f"computed, on a device: {in_words(held.parts())}",
+        }
+        for role, held in blueprint.memory.roles().items()
+    ]
 
 
 def _versions(config: GRPOConfig, check: Check) -> None:
@@ -159,7 +175,7 @@ def _versions(config: GRPOConfig, check: Check) -> None:
 
 def _devices(check: Check) -> None:
     """Accelerators and their free memory, cores and main memory."""
-    found = accelerators()
+    found = accelerators_in_use()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     parts = [f"{name}: {size(total - used)} of {size(total)} free" for name, (used, total) in found.items()]
     check.found = "; ".join([*parts, f"{os.cpu_count()} cores, {size(memory)} of RAM"])
@@ -172,9 +188,10 @@ def _model(config: GRPOConfig, check: Check) -> None:
     """Architecture, tokenizer and chat template, without weights."""
     found, tokenizer, stops = describe_model(config)
     model = config.model
-    count = loading.count_parameters(found, model.attn_implementation, trust_remote_code=model.trust_remote_code)
+    shape = loading.config_shape(found, model.attn_implementation, trust_remote_code=model.trust_remote_code)
     ends = " or ".join(map(repr, [*map(tokenizer.decode, stops), *config.inference_model.stop]))
-    check.found = f"{found.model_type}, {count:,} parameters, vocabulary of {len(tokenizer):,}, responses end at {ends}"
+    sizes = f"{shape.parameters:,} parameters, vocabulary of {len(tokenizer):,}"
+    check.found = f"{found.model_type}, {sizes}, responses end at {ends}"
     if tokenizer.chat_template == loading.FALLBACK_CHAT_TEMPLATE:
         check.look("no chat template: set model.chat_template, unless this is a base model")
 
@@ -247,7 +264,7 @@ class _Rehearsal:
         self.run, self.checks, self.console, self.measured = run, checks, console, measured
         self.learner: Any = run.learner
         self.source: Any = run.source
-        self.left = run.blueprint.config.num_batches - run.learner.version
+        self.left = run.schedule.left(run.learner.version)
         self._batch: Any = None
         self._metrics: dict[str, float] = {}
 
@@ -321,15 +338,8 @@ class _Rehearsal:
         start = time.perf_counter()
         self.source.publish(self.learner.weights(), self.learner.version)
         self.measured.steps_s[0] += time.perf_counter() - start
-        found = [self.learner.mismatch(probe) for probe in self.source.probes()]
-        mean, largest = max(mean for mean, _ in found), max(largest for _, largest in found)
+        mean, largest = check_mismatch(self.learner, self.source, inference.check_sync_tolerance)
         check.found = f"log-probs of engine and trainer differ by {mean:.2g} nats on average, {largest:.2g} at most"
-        if not mean <= inference.check_sync_tolerance:
-            raise ValueError(
-                f"log-probs of engine and trainer differ by {mean:.3g} nats on average, more than inference_model."
-                f"check_sync_tolerance={inference.check_sync_tolerance}: use inference_model.dtype=float32, or another "
-                "backend."
-            )
 
     def _steps(self, check: Check) -> None:
         """Steps as in ``fit``, as long as there is time."""
@@ -376,16 +386,12 @@ class _Rehearsal:
 
 def _disk(directory: Path, expected: Forecast | None, check: Check) -> None:
     """Room for what the run will write."""
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    there, free = room_at(directory)
     check.found = f"{size(free)} free in {there}"
     if not os.access(there, os.W_OK):
         raise ValueError(f"hydra.run.dir={directory} must be writable: use another folder.")
-    if expected is not None and free < expected.disk_bytes:
-        raise ValueError(
-            f"hydra.run.dir={directory} must have room for {size(expected.disk_bytes)}, but only {size(free)} is free: "
-            "use another folder, train.keep_checkpoints=last:1, or a larger train.checkpoint_frequency."
-        )
+    if expected is not None:
+        expected.writes.check_room(directory, expected.beside_bytes)
 
 
 def _remove_empty(directory: Path) -> None:

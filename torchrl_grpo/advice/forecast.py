@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import resource
-import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,10 +12,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from torchrl_grpo.checks import check_keep
+from torchrl_grpo.assembly.schedule import schedule_of, writes_of
 from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.host.accelerators import accelerators_in_use
 from torchrl_grpo.host.processes import descendants
 from torchrl_grpo.host.text import duration, size
+from torchrl_grpo.learner.checkpoint import Writes
 
 _DISK_BYTES_PER_S = 2e8
 """At which a checkpoint is hashed and written."""
@@ -67,17 +68,24 @@ class Forecast:
 
     Attributes:
         seconds: of each kind of work.
-        disk_bytes: of its folder, at most.
+        writes: checkpoints and models.
+        beside_bytes: of everything else in its folder.
         memory: peak, by device.
         lengths: tokens of a response as measured, and the most that it may have.
         growth: of the tokens of a sequence, from the ones to the others.
     """
 
     seconds: dict[str, float]
-    disk_bytes: int
+    writes: Writes
+    beside_bytes: int
     memory: dict[str, int]
     lengths: tuple[float, int] = (0.0, 0)
     growth: float = 1.0
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of its folder, at most."""
+        return self.writes.bytes + self.beside_bytes
 
     @property
     def total_s(self) -> float:
@@ -112,13 +120,12 @@ def forecast(config: GRPOConfig, measured: Measured) -> Forecast:
         config: with the number of steps.
         measured: of a few of its steps.
     """
-    train, evaluation, logging = config.train, config.evaluation, config.logging
-    steps = max(0, config.num_batches - measured.steps_done)
-    between = max(0, (steps - 1) // evaluation.frequency) if evaluation.frequency else 0
+    evaluation, logging, schedule, done = config.evaluation, config.logging, schedule_of(config), measured.steps_done
+    steps = schedule.left(done)
+    between = schedule.turns(schedule.evaluation_frequency, done)
     evaluations = (2 if steps else 1) if evaluation.num_prompts else 0
-    checkpoints = (steps - 1) // train.checkpoint_frequency + 1 if train.checkpoint_frequency else 1
-    checkpoints = checkpoints if steps else 0
-    written = checkpoints * measured.checkpoint_bytes + measured.model_bytes
+    writes = writes_of(config, schedule, done, measured.checkpoint_bytes, measured.model_bytes)
+    written = writes.checkpoints * writes.checkpoint_bytes + writes.models * writes.model_bytes
     seconds = {
         "start": measured.start_s,
         "steps": steps * measured.step_s,
@@ -127,35 +134,21 @@ def forecast(config: GRPOConfig, measured: Measured) -> Forecast:
         "report": measured.report_s,
         "end": _END_S,
     }
-    kept = check_keep(train.keep_checkpoints)
-    most = checkpoints if kept is None else min(checkpoints, sum(kept.values()))
     batch, group = config.dialog_turns_per_batch, config.env.repeats
     rows = steps // logging.sample_frequency * min(batch, -(-(logging.train_rows or batch) // group) * group)
     rows += (between + evaluations) * min(evaluation.num_prompts, logging.test_rows or evaluation.num_prompts)
-    disk = most * measured.checkpoint_bytes + bool(steps) * measured.model_bytes + rows * measured.sample_bytes
-    disk += steps * (_ROW_BYTES + logging.tensorboard * _TENSORBOARD_BYTES) + _REPORT_BYTES
-    longest = config.inference_model.max_new_tokens * config.env.max_turns
+    beside = rows * measured.sample_bytes
+    beside += steps * (_ROW_BYTES + logging.tensorboard * _TENSORBOARD_BYTES) + _REPORT_BYTES
+    longest = config.max_response_tokens
     now, prompt = measured.response_tokens, measured.prompt_tokens
     growth = max(1.0, (prompt + longest) / (prompt + now)) if now else 1.0
-    return Forecast(seconds, int(disk), dict(measured.memory), (now, longest), growth)
+    return Forecast(seconds, writes, int(beside), dict(measured.memory), (now, longest), growth)
 
 
 def memory_now() -> dict[str, int]:
     """Memory in use on each NVIDIA device or, on a CPU, the peak of this process and its children."""
-    used = {name: used for name, (used, _) in accelerators().items()}
+    used = {name: used for name, (used, _) in accelerators_in_use().items()}
     return used or {"cpu": _peak_of_processes()}
-
-
-def accelerators() -> dict[str, tuple[int, int]]:
-    """Of each NVIDIA device the bytes that are used, and all; asked of the driver, so that CUDA is not started here."""
-    query = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
-    numbers = [[int(cell) for cell in row] for row in rows if all(map(str.isdecimal, row))]
-    return {f"cuda:{index}": (used << 20, total << 20) for index, used, total in numbers}
 
 
 def _peak_of_processes() -> int:

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
+from torchrl_grpo.assembly.memory import RunMemory, run_memory
 from torchrl_grpo.assembly.tasks import dataset_names, make_task
 from torchrl_grpo.checks import check_multiple, check_optimizer
 from torchrl_grpo.config import GRPOConfig
@@ -28,8 +29,12 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import EngineRequest, SamplingParams, engine_class
 from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.generation.stops import StopStrings
+from torchrl_grpo.host.accelerators import accelerators_in_use
+from torchrl_grpo.host.memory import in_words
+from torchrl_grpo.host.text import size
 from torchrl_grpo.learner.resume import Resume, check_length
 from torchrl_grpo.models import loading
+from torchrl_grpo.models.memory import Shape
 from torchrl_grpo.reporting.trackers import check_logging
 from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.runtime.placement import DevicePlan, RoleRequest, available_accelerators, plan_devices
@@ -37,6 +42,13 @@ from torchrl_grpo.tasks.base import Task
 
 _BETWEEN_TURNS = 1024
 """Tokens that each answer to the policy may add to a dialog."""
+_SMALLER = (
+    "train_model.cpu_offload=true, train_model.lora.enabled=true, or bfloat16 as inference_model.dtype and "
+    "ref_model.dtype"
+)
+"""Ways to take less of a device."""
+_LOOKED_AT = 100
+"""Prompts of which the longest counts as the longest of all."""
 
 
 @dataclass
@@ -59,7 +71,21 @@ class Blueprint:
     train_env: LLMEnv
     greedy_env: LLMEnv | None
     sampled_env: LLMEnv | None
+    shape: Shape
     resume: Resume | None = None
+
+    @property
+    def memory(self) -> RunMemory:
+        """What each role holds on one of its devices when responses are as long as they may be."""
+        return run_memory(
+            self.config,
+            self.shape,
+            prompt=max(map(len, self.train_env.prompts.first(_LOOKED_AT))),
+            response=self.config.max_response_tokens,
+            ranks=len(self.plan.train),
+            samplers=len(self.plan.inference),
+            on_cpu=self.plan.train[0].type == "cpu",
+        )
 
 
 @contextmanager
@@ -126,6 +152,8 @@ def prepare(
             train_env.load_state_dict(resume.source["drawing"])
         transformed(config, train_env.with_rows(env.num_envs)).close()  # what it refuses, it refuses here
         greedy_env, sampled_env = _test_envs(config, task, partial(make, split="test"))
+        model = config.model
+        shape = loading.config_shape(model_config, model.attn_implementation, trust_remote_code=model.trust_remote_code)
         return Blueprint(
             config=config,
             plan=plan,
@@ -139,6 +167,7 @@ def prepare(
             train_env=train_env,
             greedy_env=greedy_env,
             sampled_env=sampled_env,
+            shape=shape,
             resume=resume,
         )
 
@@ -254,10 +283,10 @@ def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedCo
             f"train_model.tensor_parallel_size={size} must be 1 with train_model.lora.enabled=true: leave it out, and "
             "the model is sharded over all devices."
         )
-    if train.cpu_offload and devices == 1:
+    if train.cpu_offload and config.optimizer.name != "adamw":
         raise ConfigError(
-            "train_model.cpu_offload=true needs a model that is sharded, but the trainer has 1 device: use "
-            "train_model.num_devices=2 or more, or train_model.gradient_checkpointing=true to save memory."
+            f"optimizer.name={config.optimizer.name} must be adamw with train_model.cpu_offload=true, because its "
+            "state cannot be sharded: leave one of them out."
         )
 
 
@@ -297,39 +326,79 @@ def task_geometry(config: GRPOConfig, samplers: int) -> tuple[int, int]:
     return (1, groups) if ENGINES[config.inference_model.backend].concurrent else (groups, 1)
 
 
+def check_devices(blueprint: Blueprint, *, sleeps: bool) -> None:
+    """Check that each accelerator of this machine holds what its roles surely take: weights, gradients, moments, and
+    the engine's share. Activations and what CUDA takes for itself come on top.
+
+    Args:
+        blueprint: with the plan.
+        sleeps: whether an engine that shares its device gives its share back while the others work.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    total = max((total for _, total in accelerators_in_use().values()), default=None)
+    for device in blueprint.plan.devices:
+        if total is not None and device.type == "cuda":
+            with as_config_errors():
+                _check_device(blueprint, device, total, sleeps)
+
+
+def _check_device(blueprint: Blueprint, device: torch.device, total: int, sleeps: bool) -> None:
+    config, plan, memory = blueprint.config, blueprint.plan, blueprint.memory
+    request = engine_request(config, plan, blueprint.model_config, blueprint.max_dialog_tokens)
+    share = engine_class(config.inference_model.backend).device_share(request)
+    samples, train = any(device in group for group in plan.inference), memory.train
+    holds: dict[str, float] = {}
+    if device in plan.train:
+        holds = {"trained weights and optimizer state": train.resting, "gradients": train.gradients}
+    if device in plan.reference and memory.reference is not None:
+        holds["the reference model"] = memory.reference.weights
+    if not samples or share is None:
+        holds |= {"the engine's weights": memory.engine.weights} if samples else {}
+        if sum(holds.values()) > total:
+            raise ConfigError(
+                f"train_model.num_devices={len(plan.train)} must leave each device with room for its part, but "
+                f"{device} of {size(total)} would hold {in_words(holds)}: use more devices, {_SMALLER}."
+            )
+        return
+    if sleeps:  # the engine's share and the gradients are never there at the same time
+        holds.pop("gradients", None)
+    needed, most = memory.engine.weights / total, 1 - sum(holds.values()) / total
+    if share > most or share < needed:
+        lower, upper = math.ceil(needed * 100) / 100, math.floor(most * 100) / 100
+        held = f" beside {in_words(holds)}" if holds else ""
+        fix = f"inference_model.gpu_memory_utilization={upper:g}" if lower <= upper and upper > 0 else "more devices"
+        raise ConfigError(
+            f"inference_model.gpu_memory_utilization={share:g} must be a share of {device} that holds the engine's "
+            f"{size(memory.engine.weights)} of weights and fits{held}, but that is {size(share * total)} of "
+            f"{size(total)}: use {fix}, {_SMALLER}."
+        )
+
+
 def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
-    """The device plan: a row a role, with what its weights (and the optimizer's state) take on one device."""
-    config, plan = blueprint.config, blueprint.plan
-    model = config.model
-    count = loading.count_parameters(
-        blueprint.model_config, model.attn_implementation, trust_remote_code=model.trust_remote_code
-    )
-    lora = config.train_model.lora.enabled
+    """The device plan: a row a role, with what one of its devices holds at most, as far as it can be computed."""
+    config, plan, memory = blueprint.config, blueprint.plan, blueprint.memory.roles()
+    train, inference = config.train_model, config.inference_model
     ranks = [(device,) for device in plan.train]
-    copies = 1 if lora else 4  # weights, gradients and Adam's two moments
-    # Of each role: its devices in groups, and how many times the model's weights one device holds.
-    roles: list[tuple[str, Sequence[tuple[torch.device, ...]], str, float]] = [
-        ("train (LoRA)" if lora else "train", ranks, config.train_model.dtype, copies / len(ranks)),
-        (
-            f"inference ({config.inference_model.backend})",
-            plan.inference,
-            config.inference_model.dtype,
-            1 / len(plan.inference[0]),
-        ),
+    roles: list[tuple[str, Sequence[tuple[torch.device, ...]], str, int]] = [
+        ("train (LoRA)" if train.lora.enabled else "train", ranks, train.dtype, memory["train"].peak),
+        (f"inference ({inference.backend})", plan.inference, inference.dtype, memory["inference"].peak),
     ]
-    if plan.reference:
-        roles.append(("reference", [(device,) for device in plan.reference], config.ref_model.dtype, 1))
+    if "reference" in memory:
+        own = [(device,) for device in plan.reference]
+        roles.append(("reference", own, config.ref_model.dtype, memory["reference"].peak))
     elif config.needs_reference:
-        roles.append(("reference (adapters off)", ranks, config.train_model.dtype, 0))
+        roles.append(("reference (adapters off)", ranks, train.dtype, 0))
     return [
         {
             "role": role,
             "devices": _listed(devices),
             "dtype": dtype,
-            "parameters": count,
-            "memory per device": math.ceil(count * getattr(torch, dtype).itemsize * share),
+            "parameters": blueprint.shape.parameters,
+            "memory per device": peak,
         }
-        for role, devices, dtype, share in roles
+        for role, devices, dtype, peak in roles
     ]
 
 
@@ -347,7 +416,7 @@ def geometry_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
     batch, steps = config.dialog_turns_per_batch, config.num_batches
     per_step = {
         "sequences": batch,
-        f"groups of {config.env.repeats}": batch // config.env.repeats,
+        f"groups of {config.env.repeats}": config.groups_per_batch,
         "optimizer steps": config.optim_steps_per_batch,
         "response tokens (max)": batch * config.inference_model.max_new_tokens,
     }

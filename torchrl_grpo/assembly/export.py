@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from torchrl_grpo.assembly.parts import make_model
-from torchrl_grpo.config.resumed import from_saved, newest
+from torchrl_grpo.config.resumed import from_saved
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.host.checkpoint_files import read_manifest
+from torchrl_grpo.host.checkpoint_files import newest, read_manifest
 from torchrl_grpo.learner.checkpoint import read_checkpoint
 from torchrl_grpo.learner.export import export_model, model_card
 from torchrl_grpo.models import loading

@@ -16,7 +16,7 @@ from torchrl_grpo.host import clock, stalls
 from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
 from torchrl_grpo.host.interrupts import shielded
 from torchrl_grpo.learner.checkpoint import Checkpointer
-from torchrl_grpo.loop import LearnerLike, Observer, RolloutSource
+from torchrl_grpo.loop import LearnerLike, Observer, RolloutSource, Schedule
 from torchrl_grpo.reporting.alarms import Alarms
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
@@ -57,7 +57,7 @@ class Recorder(Observer):
         alarms: judges the steps.
 
     Keyword Args:
-        num_batches: steps of the run.
+        schedule: of the run.
         sequences_per_batch: for the progress bar.
         sample_frequency: steps between tables of samples.
         sample_rows: samples that are written then, rounded up to whole groups; None is all.
@@ -70,7 +70,7 @@ class Recorder(Observer):
         console: Console,
         alarms: Alarms,
         *,
-        num_batches: int,
+        schedule: Schedule,
         sequences_per_batch: int,
         sample_frequency: int = 50,
         sample_rows: int | None = 32,
@@ -79,7 +79,7 @@ class Recorder(Observer):
         self._logger = logger
         self._console = console
         self._alarms = alarms
-        self._num_batches = num_batches
+        self._num_batches = schedule.num_batches
         self._sequences = sequences_per_batch
         self._sample_frequency = sample_frequency
         self._sample_rows = sample_rows
@@ -138,19 +138,19 @@ class Limits(Observer):
         alarms: have judged the steps.
 
     Keyword Args:
-        num_batches: steps of the run.
+        schedule: of the run.
         max_steps_without_signal: steps in a row without a difference of rewards in any group that end the run; None
             never does.
     """
 
-    def __init__(self, alarms: Alarms, *, num_batches: int, max_steps_without_signal: int | None) -> None:
+    def __init__(self, alarms: Alarms, *, schedule: Schedule, max_steps_without_signal: int | None) -> None:
         self._alarms = alarms
-        self._num_batches = num_batches
+        self._schedule = schedule
         self._limit = max_steps_without_signal
 
     def checked(self, step: int) -> None:
         without = self._alarms.steps_without_signal
-        if self._limit is not None and without >= self._limit and step < self._num_batches:
+        if self._limit is not None and without >= self._limit and self._schedule.left(step):
             raise NoSignalError(
                 f"{without} steps in a row had no learning signal: all rewards of each group are equal or not valid; "
                 f"train.max_steps_without_signal={self._limit}. The alarms above and docs/troubleshooting.md say what "
@@ -175,11 +175,7 @@ class Saver(Observer):
         rollouts: have a state.
         checkpointer: writes the files.
         export: writes the model of the current step.
-
-    Keyword Args:
-        checkpoint_frequency: steps between checkpoints; 0 is at the end alone.
-        export_frequency: steps between models that are written beside them; 0 is none.
-        num_batches: steps of the run.
+        schedule: of the run.
     """
 
     def __init__(
@@ -188,18 +184,13 @@ class Saver(Observer):
         rollouts: RolloutSource,
         checkpointer: Checkpointer,
         export: Callable[[], Any],
-        *,
-        checkpoint_frequency: int = 0,
-        export_frequency: int = 0,
-        num_batches: int = 0,
+        schedule: Schedule,
     ) -> None:
         self._learner = learner
         self._rollouts = rollouts
         self._checkpointer = checkpointer
         self._export = export
-        self._checkpoint_frequency = checkpoint_frequency
-        self._export_frequency = export_frequency
-        self._num_batches = num_batches
+        self._schedule = schedule
         self._first = self._saved = learner.version
         self._reference_version = 0
         self._evaluated: dict[int, Mapping[str, float]] = {}
@@ -216,9 +207,9 @@ class Saver(Observer):
         self._evaluated = {step: metrics}
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._checkpoint_frequency and step % self._checkpoint_frequency == 0:
+        if self._schedule.saves(step):
             self._save_or_say_why(NotSavedError)
-        if self._export_frequency and step % self._export_frequency == 0 and step < self._num_batches:
+        if self._schedule.exports(step):
             self._export_or_say_why()
 
     def interrupted(self) -> None:

@@ -32,8 +32,9 @@ from torchrl_grpo.learner.resume import restore
 from torchrl_grpo.learner.schedule import learning_rate_factor
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models import loading
+from torchrl_grpo.models.memory import BYTES, weight_bytes
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
-from torchrl_grpo.models.sharding import loading_device, shard_model
+from torchrl_grpo.models.sharding import loading_device, lone_mesh, shard_model
 from torchrl_grpo.runtime.placement import own_device
 from torchrl_grpo.runtime.reference import Reference
 from torchrl_grpo.transforms.kl_scoring import KLScoring
@@ -53,6 +54,8 @@ def make_learner(
     """
     device = device or own_device()
     config, lora = blueprint.config, blueprint.config.train_model.lora.enabled
+    if mesh is None and config.train_model.cpu_offload:  # which is a matter of sharding
+        mesh = lone_mesh(device)
     random.seed(config.seed)
     torch.manual_seed(config.seed)
     trainer = make_trainer(blueprint, device, mesh)
@@ -101,7 +104,7 @@ def make_trainer(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | 
         learning_rate_factor,
         kind=settings.schedule,  # type: ignore[arg-type]
         warmup=settings.warmup_steps,
-        total=config.num_batches * config.optim_steps_per_batch,
+        total=config.num_optim_steps,
         floor=settings.lr_floor,
     )
     return GRPOTrainer(
@@ -247,11 +250,9 @@ def _load(config: GRPOConfig, role: str, device: torch.device) -> Any:
             trust_remote_code=model.trust_remote_code,
         )
     except torch.OutOfMemoryError as error:
-        count = loading.count_parameters(
-            loading.load_config(model.source, trust_remote_code=model.trust_remote_code),
-            trust_remote_code=model.trust_remote_code,
-        )
-        weights = count * _dtype(dtype).itemsize
+        found = loading.load_config(model.source, trust_remote_code=model.trust_remote_code)
+        shape = loading.config_shape(found, trust_remote_code=model.trust_remote_code)
+        weights = weight_bytes(shape, BYTES[dtype])
         knobs = {f"{role}.dtype=bfloat16": weights // 2} if dtype == "float32" and role != "train_model" else {}
         knobs |= {"train_model.num_devices=2": weights // 2} if role == "train_model" else {}
         raise memory_short(error, f"Loading {model.name} for {role}", {"weights": weights}, knobs) from error

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from torchrl_grpo.assembly.blueprint import (
     Blueprint,
     as_config_errors,
+    check_devices,
     geometry_rows,
     plan_rows,
     prepare,
@@ -28,17 +29,19 @@ from torchrl_grpo.assembly.blueprint import (
 )
 from torchrl_grpo.assembly.observers import FolderGuard, Limits, Recorder, Saver, Timeline
 from torchrl_grpo.assembly.parts import make_learner, make_reference, make_sampler
+from torchrl_grpo.assembly.schedule import schedule_of, writes_of
 from torchrl_grpo.config import GRPOConfig, check_one_process, plain, staleness_bound
-from torchrl_grpo.config.resumed import check_unused
 from torchrl_grpo.errors import FolderLostError
 from torchrl_grpo.host import stalls
+from torchrl_grpo.host.checkpoint_files import check_unused
 from torchrl_grpo.host.files import METRICS_FILE, is_full
 from torchrl_grpo.host.folders import FolderLock, claim
 from torchrl_grpo.host.startup import say
-from torchrl_grpo.learner.checkpoint import Checkpointer
+from torchrl_grpo.learner.checkpoint import Checkpointer, Writes
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.resume import Resume, find_resume
 from torchrl_grpo.loop import Observer, Schedule, fit
+from torchrl_grpo.models.sharding import leave_mesh
 from torchrl_grpo.reporting.alarms import Alarms
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
@@ -77,10 +80,10 @@ class Run:
             export = partial(learner.export, checkpointer, blueprint.tokenizer, ended=False)
             check_folder = partial(self._check_folder, checkpointer)
             observers = self._observers(checkpointer, export, check_folder)
-            fit(learner, self.source, self._schedule(), observers, written=self.logger.last_row)
+            fit(learner, self.source, self.schedule, observers, written=self.logger.last_row)
             trained = not blueprint.config.only_evaluates
             written = {"checkpoints": checkpointer.directory} if trained else {}
-            if learner.version < blueprint.config.num_batches:
+            if self.schedule.left(learner.version):
                 torchrl_logger.warning(
                     f"train.time_limit={blueprint.config.train.time_limit:g} ended the run after step "
                     f"{learner.version}.{self._goes_on(checkpointer)}"
@@ -127,19 +130,27 @@ class Run:
         path = checkpointer.latest() or (None if resume is None else resume.path)
         return "" if path is None else f" Resume with train.resume={path}"
 
+    @cached_property
+    def schedule(self) -> Schedule:
+        """How long the run is, and when it evaluates and saves."""
+        config, resume = self.blueprint.config, self.blueprint.resume
+        limit = config.train.time_limit
+        return schedule_of(
+            config,
+            reference_version=resume.reference_version if resume and config.has_own_reference else 0,
+            ends_at=None if limit is None else self.started_at + limit,
+        )
+
+    def writes(self) -> Writes:
+        """Return the checkpoints and models that are left to write."""
+        config = self.blueprint.config
+        return writes_of(config, self.schedule, self.learner.version, *self.learner.sizes())
+
     def _checkpointer(self) -> Checkpointer:
         """Return what writes the run's checkpoints, after checking that there is room for them."""
         config = self.blueprint.config
-        made = Checkpointer(self.directory / "checkpoints", plain(config), config.train.keep_checkpoints)
-        if not config.only_evaluates:
-            left = max(0, config.num_batches - self.learner.version)
-            models, every = 1, config.train.export_frequency
-            if every and not config.train_model.lora.enabled:  # adapters alone are small
-                models += left // every
-            checkpoint_bytes, model_bytes = self.learner.sizes()
-            checkpoints = -(-left // (config.train.checkpoint_frequency or left or 1))
-            made.check_room(checkpoints, checkpoint_bytes, models, model_bytes)
-        return made
+        self.writes().check_room(self.directory)
+        return Checkpointer(self.directory / "checkpoints", plain(config), config.train.keep_checkpoints)
 
     def _report(self) -> Path:
         """Where the report is or, without one, the numbers: how the run ended is what counts."""
@@ -156,7 +167,7 @@ class Run:
         self, checkpointer: Checkpointer, export: Callable[[], Any], check_folder: Callable[[], None]
     ) -> list[Observer]:
         """Those who listen: a step is written and shown, then saved, and then it may be the last."""
-        config, alarms, steps = self.blueprint.config, Alarms(), self.blueprint.config.num_batches
+        config, alarms, schedule = self.blueprint.config, Alarms(), self.schedule
         return [
             FolderGuard(check_folder),
             Recorder(
@@ -164,36 +175,15 @@ class Run:
                 self.logger,
                 self.console,
                 alarms,
-                num_batches=steps,
+                schedule=schedule,
                 sequences_per_batch=config.dialog_turns_per_batch,
                 sample_frequency=config.logging.sample_frequency,
                 sample_rows=config.logging.train_rows,
             ),
             Timeline(self.source, self.logger),
-            Saver(
-                self.learner,
-                self.source,
-                checkpointer,
-                export,
-                checkpoint_frequency=config.train.checkpoint_frequency,
-                export_frequency=config.train.export_frequency,
-                num_batches=steps,
-            ),
-            Limits(alarms, num_batches=steps, max_steps_without_signal=config.train.max_steps_without_signal),
+            Saver(self.learner, self.source, checkpointer, export, schedule),
+            Limits(alarms, schedule=schedule, max_steps_without_signal=config.train.max_steps_without_signal),
         ]
-
-    def _schedule(self) -> Schedule:
-        config, resume = self.blueprint.config, self.blueprint.resume
-        check = config.inference_model.check_sync
-        return Schedule(
-            num_batches=config.num_batches,
-            evaluation_frequency=config.evaluation.frequency,
-            refresh_every=config.ref_model.refresh_every,
-            reference_version=resume.reference_version if resume and config.has_own_reference else 0,
-            mismatch_tolerance=config.inference_model.check_sync_tolerance if check else None,
-            on_policy=config.optim_steps_per_batch == 1,
-            ends_at=None if config.train.time_limit is None else self.started_at + config.train.time_limit,
-        )
 
     def close(self) -> None:
         """Ends engine, files and terminal output. May be called again."""
@@ -227,6 +217,8 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         blueprint = prepare(config, None if cluster is None else cluster.accelerators(), resume)
         config = blueprint.config
         distributed = asynchronous or cluster is not None or blueprint.plan.distributed
+        if cluster is None:
+            check_devices(blueprint, sleeps=not distributed)
         transfer = _check_distributed(blueprint) if distributed else "direct"
         if not distributed:
             check_one_process(config)
@@ -285,6 +277,8 @@ def _local(blueprint: Blueprint, resources: ExitStack) -> tuple[Learner, InTurn]
     """The roles in this process; what must be ended is put into ``resources``."""
     config, plan = blueprint.config, blueprint.plan
     say(f"loading {config.model.name} to train")
+    if config.train_model.cpu_offload:
+        resources.callback(leave_mesh)
     learner = make_learner(blueprint, "direct", device=plan.train[0])
     resources.callback(learner.close)
     say(f"starting the engine: {config.inference_model.backend}")
@@ -293,7 +287,7 @@ def _local(blueprint: Blueprint, resources: ExitStack) -> tuple[Learner, InTurn]
     if config.has_own_reference:
         say("loading the reference model")
     reference = make_reference(blueprint, plan.reference[0]) if config.has_own_reference else None
-    groups = config.dialog_turns_per_batch // config.env.repeats
+    groups = config.groups_per_batch
     source = InTurn(_tasks(blueprint, groups, GroupBuffer(groups, 0)), sampler, reference)
     if blueprint.resume is not None:
         source.load_state_dict(blueprint.resume.source)
@@ -308,7 +302,7 @@ def _tasks(blueprint: Blueprint, task_groups: int, buffer: GroupBuffer) -> TaskQ
         blueprint.train_env.drawing,
         buffer,
         task_groups=task_groups,
-        total_groups=buffer.groups_per_batch * config.num_batches,
+        total_groups=config.num_batches * config.groups_per_batch,
         group_size=config.env.repeats,
         most_played=rounds * rows // config.env.repeats if config.policy.dynamic_sampling else None,
     )
@@ -355,7 +349,7 @@ def _distributed(
     if max_staleness and blueprint.reward_pool is not None and config.inference_model.backend == "transformers":
         # While one task is scored others are sampled, as many as may be under way, and weights may come in between.
         concurrent_tasks, in_flight = max_staleness + 1, "keep"
-    buffer = GroupBuffer(config.dialog_turns_per_batch // config.env.repeats, max_staleness)
+    buffer = GroupBuffer(config.groups_per_batch, max_staleness)
     tasks = _tasks(blueprint, task_groups, buffer)
     sampler = partial(make_sampler, blueprint, task_groups, concurrent_tasks)
     manager = RolloutManager(

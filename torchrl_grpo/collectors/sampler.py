@@ -129,8 +129,9 @@ class Sampler:
     def update(self, handle: WeightHandle, version: int) -> float:
         """Gives the engine new weights; returns the seconds that it took."""
         start = time.perf_counter()
-        self._wake()
-        self.engine.load(handle, version)
+        self._make_room()
+        self.engine.load(handle, version)  # which wakes it
+        self._asleep = False
         return time.perf_counter() - start
 
     def play(self, task: RolloutTask) -> tuple[RolloutReport, list[TensorDictBase]]:
@@ -171,10 +172,14 @@ class Sampler:
     def _wake(self) -> None:
         """Ends the engine's sleep."""
         if self._asleep:
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # what the trainer's allocator holds is not there for the engine's process
+            self._make_room()
             self.engine.wake()
             self._asleep = False
+
+    def _make_room(self) -> None:
+        """Gives back what the trainer's allocator holds, which is not there for a waking engine's process."""
+        if self._asleep and torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _take(self, groups: int) -> RolloutCollector:
         """A collector of so many groups that nobody uses."""

@@ -11,14 +11,13 @@ import re
 import shlex
 import sys
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra._internal.utils import get_args_parser
-from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -40,6 +39,8 @@ from torchrl_grpo.host import interrupts
 from torchrl_grpo.host.files import is_full
 from torchrl_grpo.host.startup import begin, end, quick_imports, say
 
+FindSaved = Callable[[str | None], tuple[Path, Mapping[str, Any]] | None]
+
 _CUT = ("top_p", "top_k", "min_p")
 _ENTRY = re.compile(r"([\w.-]+)['\"]?\s*:\s*([^,{}\[\]]+)")
 """A key and its value, in a node on the command line."""
@@ -54,13 +55,14 @@ def register() -> None:
     ConfigStore.instance().store(name="grpo_schema", node=GRPOConfig)
 
 
-def from_hydra(cfg: DictConfig, hydra: HydraConf | None = None) -> GRPOConfig:
+def from_hydra(cfg: DictConfig, overrides: Sequence[str] = (), find_saved: FindSaved | None = None) -> GRPOConfig:
     """The typed, validated config of what Hydra composed.
 
     Args:
         cfg: what it composed.
-        hydra: its own config, in a script: with ``train.resume`` the saved config is the base of the overrides, and
-            the folder of any other run must be unused.
+        overrides: of the command line.
+        find_saved: given ``train.resume``, finds the checkpoint that the run goes on from and the config in it, which
+            is then the base of the overrides; None, or where it finds none, the run has the config that was composed.
 
     Raises:
         ConfigError: a rule is broken, or a key does not exist (``+`` adds any to what Hydra composes).
@@ -71,8 +73,8 @@ def from_hydra(cfg: DictConfig, hydra: HydraConf | None = None) -> GRPOConfig:
         _check_not_missing(sorted(OmegaConf.missing_keys(cfg)))
         merged: Any = OmegaConf.merge(_schema(), composed)
         _check_turns(merged.env)
-        if hydra is not None:
-            merged = on_saved_config(merged, hydra)
+        if find_saved is not None and (saved := find_saved(merged.train.resume)) is not None:
+            merged = on_saved_config(merged, overrides, *saved)
             check_integers("", OmegaConf.to_container(merged))
         if merged.env.max_steps is not None:
             merged.env.max_turns = merged.env.max_steps

@@ -242,6 +242,16 @@ class GRPOConfig:
         return -(-self.train.total_dialog_turns // self.dialog_turns_per_batch)
 
     @property
+    def num_optim_steps(self) -> int:
+        """Optimizer steps in the run."""
+        return self.num_batches * self.optim_steps_per_batch
+
+    @property
+    def groups_per_batch(self) -> int:
+        """Groups in a batch."""
+        return self.dialog_turns_per_batch // self.env.repeats
+
+    @property
     def only_evaluates(self) -> bool:
         """Whether nothing is trained."""
         return self.train.total_dialog_turns == 0 and self.train.total_epochs is None

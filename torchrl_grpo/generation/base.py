@@ -156,6 +156,11 @@ class Engine(ABC):
         """
 
     @classmethod
+    def device_share(cls, request: EngineRequest) -> float | None:
+        """Return the share of an accelerator's memory that the engine takes at its start; None takes what it needs."""
+        return None
+
+    @classmethod
     def make(
         cls,
         request: EngineRequest,
@@ -209,7 +214,7 @@ class Engine(ABC):
         """
 
     def load(self, handle: WeightHandle, version: int) -> None:
-        """Replaces all weights by those that another process sends.
+        """Replaces all weights by those that another process sends. An engine that sleeps is then awake.
 
         Args:
             handle: says where they are; it must stay valid until the call returns.
@@ -224,7 +229,7 @@ class Engine(ABC):
         """Makes the draws from here on reproducible, as far as the engine can."""
 
     def sleep(self) -> None:  # noqa: B027
-        """Gives back the device memory that is needed only while generating."""
+        """Gives back the device memory that is needed only while generating, until ``wake`` or new weights."""
 
     def wake(self) -> None:  # noqa: B027
         """Undoes ``sleep``."""

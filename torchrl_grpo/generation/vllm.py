@@ -44,6 +44,7 @@ from torchrl_grpo.generation.base import (
 )
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.generation.vllm_answers import STOP, Answer, watch_for_stops
+from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.weights import PlainHandle, WeightHandle, check_weights, expected_weights
 from torchrl_grpo.weights.worker import SharedWeights, unname_queues
 
@@ -415,7 +416,9 @@ class VLLMEngine(VLLMBase):
         **settings: Unpack[VLLMSettings],
     ) -> None:
         require_vllm()
-        self._asleep = False
+        self._asleep: list[str] = []  # vLLM's names of what is off the device
+        self._latest: WeightHandle | None = None  # of weights that can be read again
+        self._device, self._share = device, settings.get("gpu_memory_utilization", 0.9)
         with starting_vllm(device):
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             from vllm import LLM
@@ -437,6 +440,10 @@ class VLLMEngine(VLLMBase):
     def check(cls, request: EngineRequest) -> None:
         check_text_only(request.model_config, request.name)
         check_vllm_model(request.model_config, vllm_settings(request), on_cpu=request.on_cpu)
+
+    @classmethod
+    def device_share(cls, request: EngineRequest) -> float | None:
+        return None if request.on_cpu else vllm_settings(request)["gpu_memory_utilization"]
 
     @classmethod
     def make(
@@ -481,9 +488,18 @@ class VLLMEngine(VLLMBase):
                 answers[output.request_id].add(output.outputs)
         return [answer.completions() for answer in answers.values()]
 
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._latest = None
+        super().update_weights(weights, version)
+
+    def load(self, handle: WeightHandle, version: int) -> None:
+        super().load(handle, version)
+        self._latest = None if isinstance(handle, PlainHandle) else handle
+
     def _read(self, handle: PlainHandle, version: int) -> None:
-        self.wake()
+        self._bring_back("weights")  # the cache follows once they are read, which takes memory too
         self._rpc("load_handle", *handle.plain(), self._name)
+        self._bring_back("kv_cache")
         if not self._open().reset_prefix_cache():  # keys and values of the old weights
             raise RuntimeError(f"vLLM did not drop its prefix cache in the update to version {version}.")
         self.policy_version = version
@@ -491,14 +507,37 @@ class VLLMEngine(VLLMBase):
     def sleep(self) -> None:
         llm = self._open()
         if self._enable_sleep and not self._asleep:
-            llm.sleep(level=1)
-            self._asleep = True
+            # At level 2 the weights are dropped, and not kept in main memory: the next ones are sent anyway, and these
+            # are read again if they are needed once more.
+            llm.sleep(level=1 if self._latest is None else 2)
+            self._asleep = ["weights", "kv_cache"]
 
     def wake(self) -> None:
-        llm = self._open()
-        if self._asleep:
-            llm.wake_up()
-            self._asleep = False
+        self._open()
+        if self._asleep and self._latest is not None:
+            self.load(self._latest, self.policy_version)
+        for part in list(self._asleep):
+            self._bring_back(part)
+
+    def _bring_back(self, part: str) -> None:
+        """Give a part of a sleeping engine its memory on the device again.
+
+        Raises:
+            MemoryShortError: the other roles have left no room for it.
+        """
+        if part not in self._asleep:
+            return
+        try:
+            self._open().wake_up(tags=[part])
+        except RuntimeError as error:
+            if "out of memory" not in str(error).lower():
+                raise
+            free, total = torch.cuda.mem_get_info(self._device)
+            holds = {"the engine's share": self._share * total, "what is in use without it": total - free}
+            half = self._share / 2
+            knobs = {f"inference_model.gpu_memory_utilization={half:.2g}": half * total}
+            raise memory_short(error, f"Waking vLLM ({part})", holds, knobs) from error
+        self._asleep.remove(part)
 
     def close(self) -> None:
         llm, self._llm = self._llm, None

@@ -23,13 +23,18 @@ def memory_short(
         knobs: bytes that an override would save, by the override.
     """
     first = str(error).split(". ")[0].strip() or "out of memory"
-    *parts, last = [f"{size(count)} of {name}" for name, count in holds.items()]
     worth = sorted(((name, saved) for name, saved in knobs.items() if saved > _LEAST * sum(holds.values())), key=_saved)
     saves = ", ".join(f"{name} (about {size(saved)})" for name, saved in worth) or "nothing; use a smaller model"
     return MemoryShortError(
-        f"{what} ran out of memory ({first}). On each device it holds about {', '.join(parts)}{' and ' * bool(parts)}"
-        f"{last}, besides other allocations. Options that save memory: {saves}."
+        f"{what} ran out of memory ({first}). On each device it holds about {in_words(holds)}, besides other "
+        f"allocations. Options that save memory: {saves}."
     )
+
+
+def in_words(holds: Mapping[str, float]) -> str:
+    """Return bytes by what they are for as words: "1.0 kB of weights and 2.0 kB of activations"."""
+    *parts, last = [f"{size(count)} of {name}" for name, count in holds.items()]
+    return f"{', '.join(parts)}{' and ' * bool(parts)}{last}"
 
 
 def _saved(knob: tuple[str, float]) -> float:

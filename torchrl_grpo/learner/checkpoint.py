@@ -8,6 +8,7 @@ import random
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,61 @@ from torchrl_grpo.learner.export import ACCURACY, INVALID, check_room, export_mo
 _MOST_INVALID = 0.5
 """Share of invalid rewards above which an evaluation does not count for ``best``: it is of the few problems left."""
 _ENTRIES = {"step", "trainer", "source", "rng", "config"}
+
+
+@dataclass(frozen=True)
+class Writes:
+    """Checkpoints and models that a run writes.
+
+    Attributes:
+        checkpoints: how many.
+        checkpoint_bytes: of each.
+        models: how many.
+        model_bytes: of each.
+        keep: which checkpoints stay when a newer one is written, as in ``train.keep_checkpoints``.
+    """
+
+    checkpoints: int
+    checkpoint_bytes: int
+    models: int
+    model_bytes: int
+    keep: str | None
+
+    @property
+    def most(self) -> int:
+        """Checkpoints that are there at a time, at most: the newest is, before one goes."""
+        kept = check_keep(self.keep)
+        return self.checkpoints if kept is None else min(self.checkpoints, sum(kept.values()) + 1)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are there at a time, at most."""
+        return self.most * self.checkpoint_bytes + self.models * self.model_bytes
+
+    def check_room(self, directory: Path, beside: int = 0) -> None:
+        """Checks that there is room for them.
+
+        Args:
+            directory: of the run; it need not exist.
+            beside: bytes of what else is written there.
+
+        Raises:
+            ConfigError: there is not.
+        """
+        needed, (there, free) = self.bytes + beside, room_at(directory)
+        if free < needed:
+            raise ConfigError(
+                f"hydra.run.dir={directory} must have room for {self.most} checkpoints of "
+                f"{size(self.checkpoint_bytes)} and for {self.models} model{'s' * (self.models != 1)} of "
+                f"{size(self.model_bytes)}, {size(needed)} in total, but {there} has {size(free)} free: use another "
+                "folder, train.keep_checkpoints=last:1 or larger frequencies."
+            )
+
+
+def room_at(directory: Path) -> tuple[Path, int]:
+    """The folder in which a folder is or would be made, and the bytes that are free there."""
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    return there, shutil.disk_usage(there).free
 
 
 class Checkpointer:
@@ -114,30 +170,6 @@ class Checkpointer:
         for path in found:
             if path not in stay:
                 path.unlink()
-
-    def check_room(self, checkpoints: int, checkpoint_bytes: int, models: int, model_bytes: int) -> None:
-        """Checks that there is room for what a run will write.
-
-        Args:
-            checkpoints: that the run will write.
-            checkpoint_bytes: of each.
-            models: that the run will write.
-            model_bytes: of each.
-
-        Raises:
-            ConfigError: there is not.
-        """
-        kept = self._kept
-        most = checkpoints if kept is None else min(checkpoints, sum(kept.values()) + 1)  # the newest before one goes
-        needed = most * checkpoint_bytes + models * model_bytes
-        self.directory.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self.directory).free
-        if free < needed:
-            raise ConfigError(
-                f"hydra.run.dir must have room for {most} checkpoints of {size(checkpoint_bytes)} and for {models} "
-                f"model{'s' * (models > 1)} of {size(model_bytes)}, {size(needed)} in total, but {self.directory} has "
-                f"{size(free)} free: use another folder, train.keep_checkpoints=last:1 or larger frequencies."
-            )
 
     def latest(self) -> Path | None:
         """The checkpoint with the most steps, None when there is none."""

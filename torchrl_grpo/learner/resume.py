@@ -13,8 +13,9 @@ from typing import Any
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo.config import GRPOConfig
-from torchrl_grpo.config.resumed import AUTO, check_options, differences, newest
+from torchrl_grpo.config.resumed import check_options, differences
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.host.checkpoint_files import AUTO, newest
 from torchrl_grpo.learner.checkpoint import read_checkpoint, set_rng_state
 from torchrl_grpo.learner.learner import Learner
 

@@ -24,7 +24,7 @@ from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.learner.diagnosis import queries_of, scorer_failed, where_not_finite
 from torchrl_grpo.learner.measures import StepMeasures
 from torchrl_grpo.learner.scores import PassScores
-from torchrl_grpo.models.loading import base_model_of
+from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import StepSetup, savings, step_memory
 from torchrl_grpo.models.packing import has, pad, pad_batch, pass_tokens, rank_micro_batches, slice_tokens
 from torchrl_grpo.models.prefix import Prompt, shared_prompts
@@ -157,13 +157,16 @@ class GRPOTrainer:
     def setup(self) -> StepSetup:
         """How the step at hand, or the latest one, is made, as far as its memory depends on it."""
         tokens, sequences = max(self._passes, default=(self.micro_batch_tokens, 1))
+        adapters, base = getattr(self.model, "peft_config", None), base_model_of(self.model)
+        master = next(base.parameters()).element_size()
         return StepSetup(
             tokens,
             sequences,
             max(1, len(self._passes)),
-            number=next(self.model.parameters()).element_size() if self.autocast_dtype is None else 2,
-            checkpoints=bool(base_model_of(self.model).is_gradient_checkpointing),
-            lora=hasattr(self.model, "peft_config"),
+            number=master if self.autocast_dtype is None else 2,
+            master=master,
+            checkpoints=bool(base.is_gradient_checkpointing),
+            adapters=adapters["default"].r if adapters else 0,
             small_states=type(self.optimizer).__name__.endswith("8bit"),
             ranks=self.world_size,
             offloads=self.parameters[0].device.type != self.device.type,
@@ -171,14 +174,9 @@ class GRPOTrainer:
 
     def _memory_short(self, error: BaseException) -> MemoryShortError:
         """Return the out-of-memory message, with what each knob would save here."""
-        setup = self.setup()
-        memory, knobs = step_memory(self.model, setup), savings(self.model, setup)
-        holds = {
-            "weights": memory.weights,
-            "gradients and optimizer state": memory.states,
-            "activations": memory.activations,
-        }
-        return memory_short(error, "The training step", holds, knobs)
+        shape, setup = shape_of(self.model), self.setup()
+        holds = step_memory(shape, setup).parts()
+        return memory_short(error, "The training step", holds, savings(shape, setup))
 
     def _with_proximal_log_probs(self, batch: TensorDictBase) -> TensorDictBase:
         """The batch with the log-probs that the policy has now, before the first step that it takes on it."""

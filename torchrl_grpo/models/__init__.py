@@ -1,5 +1,18 @@
-"""Loading models, scoring tokens, and splitting batches."""
+"""Loading models, scoring tokens, splitting batches, and counting the memory that all of it takes."""
 
-from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer, WrapperScorer
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer, WrapperScorer
 
 __all__ = ["AdapterOffScorer", "TokenScorer", "WrapperScorer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # It imports torch, which ``memory`` and those who plan a run with it do without.
+    return getattr(import_module("torchrl_grpo.models.scoring"), name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torchrl_grpo.chat.template import render_chat
+from torchrl_grpo.models.memory import Shape, shape_of_config
 from torchrl_grpo.starter import starter_path
 
 STARTER = "starter"
@@ -286,15 +287,30 @@ class CheckpointModel:
         return load_model(self.name, dtype=self.dtype, device=cpu, trust_remote_code=self.trust_remote_code)
 
 
-def count_parameters(
+def shape_of(model: Any) -> Shape:
+    """The shape of a causal LM, its parameters and linear layers counted; it may be sharded, and have adapters."""
+    base = base_model_of(model)
+    shape, head = shape_of_config(base.config.get_text_config()), base.get_output_embeddings()
+    count, adapters = sum(parameter.numel() for parameter in model.parameters()), getattr(model, "peft_config", None)
+    if adapters:
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        adapted, count = trained // adapters["default"].r, count - trained
+    else:
+        linear = [module for module in base.modules() if isinstance(module, nn.Linear) and module is not head]
+        adapted = sum(sum(module.weight.shape) for module in linear)
+    active = count - (shape.parameters - shape.active)
+    return replace(shape, parameters=count, active=active, adapted=adapted)
+
+
+def config_shape(
     config: PretrainedConfig, attn_implementation: str = "sdpa", *, trust_remote_code: bool = False
-) -> int:
-    """Parameters of the causal LM of a config, counted without allocating them; tied ones once.
+) -> Shape:
+    """The shape of the causal LM of a config, counted without allocating it.
 
     Raises:
         ValueError: there is no such attention here.
     """
-    return sum(parameter.numel() for parameter in _shapes(config, attn_implementation, trust_remote_code).parameters())
+    return shape_of(_shapes(config, attn_implementation, trust_remote_code))
 
 
 def _shapes(

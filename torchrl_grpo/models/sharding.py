@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -40,6 +40,9 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torchrl_grpo.models.loading import base_model_of
+
+_LONE_TIMEOUT_S = 60.0
+"""Of a rank that waits for nobody."""
 
 
 def init_mesh(
@@ -82,6 +85,17 @@ def init_mesh(
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     shape = (world_size // tensor_parallel_size, tensor_parallel_size)
     return init_device_mesh(device.type, shape, mesh_dim_names=("shard", "tensor"))
+
+
+def lone_mesh(device: torch.device) -> DeviceMesh:
+    """Return the mesh of a single rank, for a model that is offloaded and not shared. It is this process' only mesh."""
+    return init_mesh(0, 1, HashStore(), device=device, timeout_s=_LONE_TIMEOUT_S)
+
+
+def leave_mesh() -> None:
+    """Leaves the process group, if this process joined one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def loading_device(mesh: DeviceMesh) -> torch.device:

@@ -41,6 +41,11 @@ class DevicePlan:
     colocated: bool
 
     @property
+    def devices(self) -> list[torch.device]:
+        """All devices, each once."""
+        return list(dict.fromkeys([*self.train, *(one for group in self.inference for one in group), *self.reference]))
+
+    @property
     def distributed(self) -> bool:
         """Whether a role has more than one device, which takes more than one process."""
         return max(len(self.train), sum(map(len, self.inference)), len(self.reference)) > 1

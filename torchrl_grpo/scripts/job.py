@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torchrl_grpo.config import (
     starting,
 )
 from torchrl_grpo.host import interrupts, startup
+from torchrl_grpo.host.checkpoint_files import saved_config
 from torchrl_grpo.host.folders import FolderLock, absent, claim
 
 _log = logging.getLogger(__name__)
@@ -166,7 +168,8 @@ def _train_in_sweep(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool
 
 def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> float | None:
     """Builds the run that the config describes, trains, and closes it whatever happens."""
-    config, directory = from_hydra(cfg, hydra_config), hydra_config.runtime.output_dir
+    directory = Path(hydra_config.runtime.output_dir)
+    config = from_hydra(cfg, hydra_config.overrides.task, partial(saved_config, directory=directory))
     with starting(config, asynchronous=asynchronous):  # takes seconds; --help and mistakes are answered before
         from torchrl_grpo.advice.doctor import examine
         from torchrl_grpo.assembly.run import build

@@ -21,7 +21,9 @@ from rich.table import Table
 
 from torchrl_grpo.advice.plan.hardware import GPUS, Workload, model_shape
 from torchrl_grpo.advice.plan.splits import Row, Settings, best_splits, simulate
+from torchrl_grpo.assembly.memory import step_setup
 from torchrl_grpo.config import ConfigError, GRPOConfig, compose, orderly_exit, staleness_bound
+from torchrl_grpo.models.memory import BYTES
 from torchrl_grpo.starter import starter_path
 
 _PROMPT = 256  # tokens, where the config has no limit
@@ -37,17 +39,18 @@ def main(arguments: Sequence[str] | None = None, file: IO[str] | None = None, wi
         file: where to print; standard output by default.
         width: columns; those of the terminal by default.
     """
-    asked = _parser().parse_intermixed_args(arguments)
+    asked = parse(arguments)
     with orderly_exit():
         config = compose(asked.config_name, asked.overrides)
-        settings = _settings(config, asked)
+        settings = settings_of(config, asked)
         rows = best_splits(settings, asked.devices)
         compose(asked.config_name, _advice(settings, rows[0], asked))  # what is advised breaks no rule
         console = Console(file=file, width=width, highlight=False, soft_wrap=True)
         _show(console, settings, rows, asked)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return what a command line asks for; None is this process'."""
     parser = argparse.ArgumentParser(
         "python -m torchrl_grpo.plan", description="Advises how to split accelerators over the roles of grpo-async.py."
     )
@@ -66,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--reward-s", type=float, default=0.0, metavar="X", help="seconds of a task's rewards (0)")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the config, as for the scripts")
-    return parser
+    return parser.parse_intermixed_args(arguments)
 
 
 def _positive(text: str) -> float:
@@ -76,7 +79,7 @@ def _positive(text: str) -> float:
     return value
 
 
-def _settings(config: GRPOConfig, asked: argparse.Namespace) -> Settings:
+def settings_of(config: GRPOConfig, asked: argparse.Namespace) -> Settings:
     """Return the settings of a run that its speed depends on."""
     env, engine, train = config.env, config.inference_model, config.train
     name = config.model.name
@@ -88,25 +91,19 @@ def _settings(config: GRPOConfig, asked: argparse.Namespace) -> Settings:
             f"--response-tokens={response:g} must not be above the {longest} of inference_model.max_new_tokens: use "
             f"{longest} or less."
         )
-    precision = {"full": config.train_model.dtype, "bf16": "bfloat16", "fp16": "float16"}[train.mixed_precision]
     work = Workload(
         shape=model_shape(name, folder, asked.params),
         group_size=env.repeats,
         prompt=asked.prompt_tokens or (env.max_prompt_tokens or 2 * _PROMPT) / 2,
         response=response,
         longest=longest,
-        groups=config.dialog_turns_per_batch // env.repeats,
+        groups=config.groups_per_batch,
         passes=train.epochs,
         optim_steps=config.optim_steps_per_batch,
-        micro_batch_tokens=train.micro_batch_tokens,
-        train_dtype=precision,
-        master_dtype=config.train_model.dtype,
-        engine_dtype=engine.dtype,
-        reference_dtype=config.ref_model.dtype,
+        step=step_setup(config),
+        engine_number=BYTES[engine.dtype],
+        reference_number=BYTES[config.ref_model.dtype],
         backend=engine.backend,
-        checkpointing=config.train_model.gradient_checkpointing,
-        offload=config.train_model.cpu_offload,
-        lora=config.train_model.lora.enabled,
         recomputes=config.policy.proximal == "recomputed",
         scores=config.needs_reference,
         broadcast=engine.weight_transfer in ("broadcast", "cuda_ipc"),

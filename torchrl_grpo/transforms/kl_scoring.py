@@ -13,7 +13,7 @@ from torchrl.envs.transforms import Transform
 from torchrl_grpo import keys
 from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.host.memory import memory_short
-from torchrl_grpo.models.loading import base_model_of
+from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import forward_memory
 from torchrl_grpo.models.packing import has, micro_batches, pad, pass_tokens
 from torchrl_grpo.models.prefix import shared_prompts
@@ -122,7 +122,7 @@ class KLScoring(Transform):
         of_weights = next(model.parameters()).element_size()
         of_pass = of_weights if self.autocast_dtype is None else 2
         weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-        activations = forward_memory(model, tokens, of_pass)
+        activations = forward_memory(shape_of(model), tokens, of_pass)
         half = int(mask.sum()) // 2  # of the tokens that were sampled
         knobs: dict[str, float] = {}
         if len(mask) > 1:

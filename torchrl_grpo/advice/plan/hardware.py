@@ -10,12 +10,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.engines import ENGINES
+from torchrl_grpo.models.memory import (
+    Shape,
+    StepMemory,
+    StepSetup,
+    group_cache_bytes,
+    shape_of_config,
+    step_memory,
+    token_cache_bytes,
+    weight_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -37,9 +48,9 @@ class Gpu:
     network: float
     pcie: float
 
-    def rate(self, dtype: str) -> float:
-        """Operations a second in a type of the config's."""
-        return self.single if dtype == "float32" else self.half
+    def rate(self, number: int) -> float:
+        """Operations a second with numbers of so many bytes."""
+        return self.single if number == 4 else self.half
 
 
 GPUS: Mapping[str, Gpu] = {
@@ -59,49 +70,43 @@ HOP_S = 0.005
 """Seconds from one actor to the next: assumed."""
 MEMORY_SHARE = 0.9
 """Of an accelerator's memory that a role may fill."""
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A dense transformer's size.
-
-    Attributes:
-        parameters: how many.
-        layers: how many.
-        hidden: width.
-        kv_width: numbers that a token leaves in the key cache of a layer, and again in the value cache.
-    """
-
-    parameters: float
-    layers: int
-    hidden: int
-    kv_width: int
+def _config(
+    layers: int, hidden: int, heads: int, kv_heads: int, inner: int, vocabulary: int, family: str = "llama", **more: Any
+) -> dict[str, Any]:
+    """Return what the shape of a model is read from, as its config.json has it."""
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner, "vocab_size": vocabulary}
+    return {**sizes, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "model_type": family, **more}
 
 
-SHAPES: Mapping[str, Shape] = {
-    "qwen2.5-0.5b": Shape(494e6, 24, 896, 128),
-    "qwen2.5-1.5b": Shape(1.54e9, 28, 1536, 256),
-    "qwen2.5-3b": Shape(3.09e9, 36, 2048, 256),
-    "qwen2.5-7b": Shape(7.62e9, 28, 3584, 512),
-    "qwen2.5-14b": Shape(14.8e9, 48, 5120, 1024),
-    "qwen2.5-32b": Shape(32.8e9, 64, 5120, 1024),
-    "qwen2.5-72b": Shape(72.7e9, 80, 8192, 1024),
-    "qwen3-0.6b": Shape(596e6, 28, 1024, 1024),
-    "qwen3-1.7b": Shape(1.72e9, 28, 2048, 1024),
-    "qwen3-4b": Shape(4.02e9, 36, 2560, 1024),
-    "qwen3-8b": Shape(8.19e9, 36, 4096, 1024),
-    "qwen3-14b": Shape(14.8e9, 40, 5120, 1024),
-    "qwen3-32b": Shape(32.8e9, 64, 5120, 1024),
-    "llama-2-7b": Shape(6.74e9, 32, 4096, 4096),
-    "llama-2-13b": Shape(13.0e9, 40, 5120, 5120),
-    "llama-3-8b": Shape(8.03e9, 32, 4096, 1024),
-    "llama-3.1-8b": Shape(8.03e9, 32, 4096, 1024),
-    "llama-3.1-70b": Shape(70.6e9, 80, 8192, 1024),
-    "llama-3.2-1b": Shape(1.24e9, 16, 2048, 512),
-    "llama-3.2-3b": Shape(3.21e9, 28, 3072, 1024),
-    "mistral-7b": Shape(7.24e9, 32, 4096, 1024),
+_TIED: dict[str, Any] = {"tie_word_embeddings": True}
+_EXPERTS: dict[str, Any] = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+_CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2.5-0.5b": _config(24, 896, 14, 2, 4864, 151936, "qwen2", **_TIED),
+    "qwen2.5-1.5b": _config(28, 1536, 12, 2, 8960, 151936, "qwen2", **_TIED),
+    "qwen2.5-3b": _config(36, 2048, 16, 2, 11008, 151936, "qwen2", **_TIED),
+    "qwen2.5-7b": _config(28, 3584, 28, 4, 18944, 152064, "qwen2"),
+    "qwen2.5-14b": _config(48, 5120, 40, 8, 13824, 152064, "qwen2"),
+    "qwen2.5-32b": _config(64, 5120, 40, 8, 27648, 152064, "qwen2"),
+    "qwen2.5-72b": _config(80, 8192, 64, 8, 29568, 152064, "qwen2"),
+    "qwen3-0.6b": _config(28, 1024, 16, 8, 3072, 151936, "qwen3", head_dim=128, **_TIED),
+    "qwen3-1.7b": _config(28, 2048, 16, 8, 6144, 151936, "qwen3", head_dim=128, **_TIED),
+    "qwen3-4b": _config(36, 2560, 32, 8, 9728, 151936, "qwen3", head_dim=128, **_TIED),
+    "qwen3-8b": _config(36, 4096, 32, 8, 12288, 151936, "qwen3", head_dim=128),
+    "qwen3-14b": _config(40, 5120, 40, 8, 17408, 151936, "qwen3", head_dim=128),
+    "qwen3-32b": _config(64, 5120, 64, 8, 25600, 151936, "qwen3", head_dim=128),
+    "qwen3-30b-a3b": _config(48, 2048, 32, 4, 6144, 151936, "qwen3_moe", **_EXPERTS),
+    "llama-2-7b": _config(32, 4096, 32, 32, 11008, 32000),
+    "llama-2-13b": _config(40, 5120, 40, 40, 13824, 32000),
+    "llama-3-8b": _config(32, 4096, 32, 8, 14336, 128256),
+    "llama-3.1-8b": _config(32, 4096, 32, 8, 14336, 128256),
+    "llama-3.1-70b": _config(80, 8192, 64, 8, 28672, 128256),
+    "llama-3.2-1b": _config(16, 2048, 32, 8, 8192, 128256, **_TIED),
+    "llama-3.2-3b": _config(28, 3072, 24, 8, 8192, 128256, **_TIED),
+    "mistral-7b": _config(32, 4096, 32, 8, 14336, 32000),
 }
+SHAPES: Mapping[str, Shape] = {name: shape_of_config(SimpleNamespace(**config)) for name, config in _CONFIGS.items()}
 """From the models' own config.json on the Hugging Face hub, by the start of their names."""
 
 
@@ -117,10 +122,17 @@ def model_shape(name: str, folder: Path, parameters: float | None = None) -> Sha
         ConfigError: nothing is known of the model.
     """
     if parameters is not None:
-        near = min(SHAPES.values(), key=lambda shape: abs(math.log(shape.parameters / parameters)))
-        return Shape(parameters, near.layers, near.hidden, near.kv_width)
+        dense = (shape for shape in SHAPES.values() if shape.active == shape.parameters)
+        near = min(dense, key=lambda shape: abs(math.log(shape.parameters / parameters)))
+        return replace(near, parameters=parameters, active=parameters)
     if (folder / "config.json").is_file():
-        return _read(json.loads((folder / "config.json").read_text(encoding="utf-8")), name)
+        try:
+            return shape_of_config(SimpleNamespace(**json.loads((folder / "config.json").read_text(encoding="utf-8"))))
+        except AttributeError as error:
+            raise ConfigError(
+                f"model.name={name} must be a decoder whose config.json has {error.name}: say how many parameters it "
+                "has (for example, --params=7e9)."
+            ) from error
     plain = name.rpartition("/")[2].lower().removeprefix("meta-").replace("-math", "").replace("-coder", "")
     found = [known for known in SHAPES if plain == known or plain.startswith(f"{known}-")]
     if not found:
@@ -129,24 +141,6 @@ def model_shape(name: str, folder: Path, parameters: float | None = None) -> Sha
             "these, or say how many parameters it has (for example, --params=7e9)."
         )
     return SHAPES[found[0]]
-
-
-def _read(config: Mapping[str, Any], name: str) -> Shape:
-    """Shape of a dense decoder, from its config.json."""
-    try:
-        hidden, layers, heads = (config[f] for f in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-        width = config.get("head_dim") or hidden // heads
-        kv_width = width * config.get("num_key_value_heads", heads)
-        embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
-        attention = 2 * hidden * width * heads + 2 * hidden * kv_width
-        biases = width * heads + 2 * kv_width if config["model_type"] == "qwen2" else 0
-        layer = attention + biases + 3 * hidden * config["intermediate_size"] + 2 * hidden
-    except KeyError as error:
-        raise ConfigError(
-            f"model.name={name} must be a dense decoder whose config.json has {error}: say how many parameters it has "
-            "(for example, --params=7e9)."
-        ) from error
-    return Shape(embeddings + layers * layer + hidden, layers, hidden, kv_width)
 
 
 @dataclass(frozen=True)
@@ -161,12 +155,10 @@ class Workload:
         groups: in a batch.
         passes: over each batch.
         optim_steps: in each batch, all passes together.
-        micro_batch_tokens: see the config.
-        train_dtype: of the operations of training.
-        master_dtype, engine_dtype, reference_dtype: of weights.
+        step: how a training step is made on one device, in passes as large as they may be.
+        engine_number, reference_number: bytes of a weight.
         backend: of the engine.
-        checkpointing, offload, lora, recomputes: whether layers are computed again, the state rests on the host,
-            adapters alone are trained, and proximal log-probs are computed by a pass of their own.
+        recomputes: whether proximal log-probs are computed by a pass of their own.
         scores: whether there are reference log-probs.
         broadcast: whether weights travel from accelerator to accelerator, not through Ray's object store.
         reward_s: seconds for the rewards of a task.
@@ -180,15 +172,10 @@ class Workload:
     groups: int
     passes: int
     optim_steps: int
-    micro_batch_tokens: int
-    train_dtype: str
-    master_dtype: str
-    engine_dtype: str
-    reference_dtype: str
+    step: StepSetup
+    engine_number: int
+    reference_number: int
     backend: str
-    checkpointing: bool
-    offload: bool
-    lora: bool
     recomputes: bool
     scores: bool
     broadcast: bool
@@ -203,42 +190,48 @@ class Workload:
         """For one token, where a forward pass counts 2 for each parameter; attention included."""
         shape = self.shape
         attention = shape.layers * shape.hidden * (self.prompt + self.response / 2)
-        return passes * 2 * (shape.parameters + attention)
+        return passes * 2 * (shape.active + attention)
 
     def train_s(self, gpu: Gpu, ranks: int) -> float:
         """Seconds of training one batch on so many devices."""
         backward = 1 if self.lora else 2  # adapters alone: no gradient of the other weights
-        passes = (1 + backward + self.checkpointing) * self.passes + self.recomputes
+        passes = (1 + backward + self.step.checkpoints) * self.passes + self.recomputes
         passes += self.scores and self.lora  # with LoRA the learner gives the reference log-probs
         sequences = self.groups * self.group_size
         share = max(1 / ranks, 1 / sequences)  # a sequence is not divided
         tokens = self.groups * self.group_tokens * share
-        compute = tokens * self.operations(passes) / (gpu.rate(self.train_dtype) * COMPUTE_SHARE)
-        weights = self.shape.parameters * BYTES[self.train_dtype]
-        micro_batches = max(self.optim_steps, math.ceil(tokens * self.passes / self.micro_batch_tokens))
+        compute = tokens * self.operations(passes) / (gpu.rate(self.step.number) * COMPUTE_SHARE)
+        weights = self.shape.parameters * self.step.number
+        micro_batches = max(self.optim_steps, math.ceil(tokens * self.passes / self.step.tokens))
         link = gpu.nvlink if ranks <= PER_MACHINE else gpu.network
         gathers = (2 + (not self.lora)) * micro_batches * weights * (1 - 1 / ranks) / link
-        state = 7 * 4 * self._trained / ranks  # Adam reads four numbers of each parameter and writes three
-        update = self.optim_steps * state / (gpu.pcie if self.offload else gpu.bandwidth)
+        state = 7 * 4 * self.trained / ranks  # Adam reads four numbers of each parameter and writes three
+        update = self.optim_steps * state / (gpu.pcie if self.step.offloads else gpu.bandwidth)
         return max(compute, gathers) + update
 
     @property
-    def _trained(self) -> float:
-        """Parameters with gradient and optimizer state; adapters are about a hundredth of a model."""
-        return self.shape.parameters * (0.01 if self.lora else 1)
+    def lora(self) -> bool:
+        """Whether adapters alone are trained."""
+        return self.step.adapters > 0
+
+    @property
+    def trained(self) -> float:
+        """Parameters with gradient and optimizer state."""
+        return self.shape.adapted * self.step.adapters if self.lora else self.shape.parameters
 
     def score_s(self, gpu: Gpu, groups: int) -> float:
         """Seconds of scoring so many groups on one device; 0 without a reference model."""
         if not self.scores or self.lora:
             return 0.0
-        return groups * self.group_tokens * self.operations(1) / (gpu.rate(self.reference_dtype) * COMPUTE_SHARE)
+        return groups * self.group_tokens * self.operations(1) / (gpu.rate(self.reference_number) * COMPUTE_SHARE)
 
     def step_s(self, gpu: Gpu, groups: int, size: int) -> float:
         """Seconds of one token of all rows of so many groups, in an engine of so many devices."""
         rows = groups * self.group_size * self.response / self.longest_of_group  # some have ended
         read = self.weight_bytes + groups * self.prompt * self.kv_bytes + rows * self.response / 2 * self.kv_bytes
-        compute = (rows + groups * self.prompt / self.longest_of_group) * self.operations(1)
-        seconds = max(read / (gpu.bandwidth * BANDWIDTH_SHARE), compute / (gpu.rate(self.engine_dtype) * COMPUTE_SHARE))
+        operations = (rows + groups * self.prompt / self.longest_of_group) * self.operations(1)
+        compute_s = operations / (gpu.rate(self.engine_number) * COMPUTE_SHARE)
+        seconds = max(read / (gpu.bandwidth * BANDWIDTH_SHARE), compute_s)
         return seconds / size + ENGINES[self.backend].step_overhead_s
 
     @property
@@ -247,34 +240,30 @@ class Workload:
         return min(self.longest, 2 * self.response * self.group_size / (self.group_size + 1))
 
     @property
-    def weight_bytes(self) -> float:
+    def weight_bytes(self) -> int:
         """Of the weights that an engine holds."""
-        return self.shape.parameters * BYTES[self.engine_dtype]
+        return weight_bytes(self.shape, self.engine_number)
 
     @property
-    def kv_bytes(self) -> float:
+    def kv_bytes(self) -> int:
         """Of one token in the KV cache."""
-        return 2 * self.shape.layers * self.shape.kv_width * BYTES[self.engine_dtype]
+        return token_cache_bytes(self.shape, self.engine_number)
 
     def sync_s(self, gpu: Gpu) -> float:
         """Seconds of a publish, and again of an update."""
-        travels = self.weight_bytes * (0.01 if self.lora else 1)
+        travels = self.trained * self.engine_number
         return travels / (min(gpu.network, gpu.pcie) if self.broadcast else STORE_RATE)
 
-    def train_memory(self, ranks: int) -> float:
-        """Bytes on each of so many training devices: weights, gradients, Adam's moments, activations."""
-        shape, half = self.shape, BYTES[self.train_dtype]
-        state = (shape.parameters + 3 * self._trained) * BYTES[self.master_dtype] / ranks
-        tokens = min(self.micro_batch_tokens, self.groups * self.group_tokens)
-        # A layer keeps 34 bytes for each number of its input in 16 bits, without attention's own (arXiv 2205.05198).
-        kept = half * shape.layers + 17 * half if self.checkpointing else 17 * half * shape.layers
-        gathered = shape.parameters / shape.layers * half if ranks > 1 else 0.0
-        return (0.0 if self.offload else state) + tokens * shape.hidden * kept + gathered
+    def train_memory(self, ranks: int) -> StepMemory:
+        """Memory of a training step on each of so many devices."""
+        tokens = self.groups * self.group_tokens * self.passes / self.optim_steps
+        setup = replace(self.step, ranks=ranks).of_batch(tokens, self.prompt + self.response)
+        return step_memory(self.shape, setup)
 
-    def reference_memory(self) -> float:
-        """Bytes of a reference model."""
-        return self.shape.parameters * BYTES[self.reference_dtype]
+    def reference_memory(self) -> int:
+        """Bytes of a reference model; 0 without one of its own."""
+        return weight_bytes(self.shape, self.reference_number) if self.scores and not self.lora else 0
 
     def group_memory(self) -> float:
         """Bytes of the KV cache of a group whose responses are all as long as they may be."""
-        return (self.prompt + self.group_size * self.longest) * self.kv_bytes
+        return group_cache_bytes(self.shape, self.engine_number, self.prompt, self.group_size, self.longest)

@@ -72,8 +72,8 @@ class Settings:
     def memory(self, split: Split) -> tuple[float, float, float]:
         """Bytes on one device of each role, with the KV cache of the groups that a sampler has at a time."""
         groups = max(1, self.places(split))
-        reference = self.work.reference_memory() if self.has_reference else 0.0
-        train = self.work.train_memory(split.train) + (0.0 if split.reference else reference)
+        reference = self.work.reference_memory()
+        train = self.work.train_memory(split.train).peak + (0 if split.reference else reference)
         engine = (self.work.weight_bytes + groups * self.work.group_memory()) / self.engine_size
         return train, reference, engine
 

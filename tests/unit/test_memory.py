@@ -1,0 +1,152 @@
+"""One count of memory: all who speak of it say the same, and what cannot fit is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchrl_grpo.generation.vllm as vllm_module
+from tests.support.configs import compose_config
+from tests.support.runs import SMALL
+from torchrl_grpo.advice import doctor
+from torchrl_grpo.assembly import blueprint as blueprint_module
+from torchrl_grpo.assembly import parts
+from torchrl_grpo.assembly.blueprint import Blueprint, plan_rows, prepare
+from torchrl_grpo.assembly.run import build
+from torchrl_grpo.config import ConfigError
+from torchrl_grpo.errors import MemoryShortError
+from torchrl_grpo.host.memory import in_words
+from torchrl_grpo.host.text import size
+from torchrl_grpo.models import loading
+from torchrl_grpo.models.memory import StepSetup
+from torchrl_grpo.runtime.placement import DevicePlan
+from torchrl_grpo.scripts.plan import parse, settings_of
+
+MIB = 2**20
+STARTER = 427_776
+"""Parameters."""
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        (),
+        ("train_model.lora.enabled=true", "train_model.lora.r=8"),
+        ("train.mixed_precision=bf16", "inference_model.dtype=bfloat16", "ref_model.dtype=bfloat16"),
+        ("train_model.gradient_checkpointing=true", "train_model.dtype=bfloat16", "train_model.lora.enabled=true"),
+    ],
+    ids=["full", "lora", "bf16", "checkpointing"],
+)
+def test_all_who_speak_of_memory_say_the_same(job: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose_config(*SMALL, "train.micro_batch_tokens=100", *job)
+    blueprint = prepare(config)
+    memory = blueprint.memory
+
+    rows = {row["role"].partition(" ")[0]: row["memory per device"] for row in plan_rows(blueprint)}
+    assert rows["train"] == memory.train.peak and rows["inference"] == memory.engine.peak
+    assert rows["reference"] == (memory.reference.peak if memory.reference else 0)
+
+    said = {row["resource"]: row["details"] for row in doctor._memory_rows(blueprint)}
+    for role, held in memory.roles().items():
+        assert in_words(held.parts()) in said[f"memory of {role}"]
+
+    prompt = max(map(len, blueprint.train_env.prompts.first(100)))
+    asked = parse([f"--prompt-tokens={prompt}", f"--response-tokens={config.max_response_tokens}"])
+    settings = settings_of(config, asked)
+    work = settings.work
+    assert work.shape == blueprint.shape
+    assert work.train_memory(1) == memory.train
+    assert work.reference_memory() == (memory.reference.weights if memory.reference else 0)
+    assert (work.weight_bytes, 4 * work.group_memory()) == (memory.engine.weights, memory.engine.cache)
+
+    trainer = parts.make_trainer(blueprint, torch.device("cpu"))
+    monkeypatch.setattr(trainer, "train_step", full)  # before a pass is made: the largest one that may come
+    with pytest.raises(MemoryShortError) as raised:
+        trainer.train_batch(torch.zeros(16))  # type: ignore[arg-type]
+    assert in_words(memory.train.parts()) in str(raised.value)
+
+
+def test_full_training_takes_four_numbers_a_parameter_and_a_16_bit_copy() -> None:
+    train = prepare(compose_config(*SMALL, "train.mixed_precision=bf16")).memory.train
+    assert (train.parameters, train.copies) == (4 * STARTER, 2 * STARTER)
+    assert (train.gradients, train.moments, train.resting) == (4 * STARTER, 8 * STARTER, 12 * STARTER)
+
+
+def test_passes_are_as_large_as_the_budget_and_no_sequence_is_divided() -> None:
+    setup = StepSetup(100, 8, passes=1, number=4)
+    of = [
+        (made.tokens, made.passes) for made in (setup.of_batch(*sizes) for sizes in ((60, 20), (250, 20), (250, 120)))
+    ]
+    assert of == [(60, 1), (100, 3), (120, 3)]
+    assert dataclasses.replace(setup, ranks=4).of_batch(250, 20).tokens == 63
+
+
+def shared(monkeypatch: pytest.MonkeyPatch, total: int, *overrides: str) -> Blueprint:
+    """The blueprint of a run with vLLM whose roles share a GPU of so many bytes."""
+    monkeypatch.setattr(blueprint_module, "accelerators_in_use", lambda: {"cuda:0": (0, total)})
+    monkeypatch.setattr(vllm_module, "require_vllm", lambda **_: None)
+    gpu = torch.device("cuda:0")
+    return prepare(compose_config(*SMALL, "inference_model.backend=vllm", *overrides), [gpu])
+
+
+def check(blueprint: Blueprint, *, sleeps: bool = True) -> None:
+    blueprint_module.check_devices(blueprint, sleeps=sleeps)
+
+
+def test_a_shared_gpu_without_room_for_the_moments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and moments (12 bytes a parameter), reference (4) and vLLM's 40% are there when the engine wakes."""
+    total = STARTER * 16 * 10 // 6
+    check(shared(monkeypatch, total + 100))
+    blueprint = shared(monkeypatch, total - 100)
+    with pytest.raises(ConfigError) as raised:
+        check(blueprint)
+    assert str(raised.value) == (
+        f"inference_model.gpu_memory_utilization=0.4 must be a share of cuda:0 that holds the engine's "
+        f"{size(4 * STARTER)} of weights and fits beside {size(12 * STARTER)} of trained weights and optimizer state "
+        f"and {size(4 * STARTER)} of the reference model, but that is {size(0.4 * (total - 100))} of "
+        f"{size(total - 100)}: use inference_model.gpu_memory_utilization=0.39, train_model.cpu_offload=true, "
+        "train_model.lora.enabled=true, or bfloat16 as inference_model.dtype and ref_model.dtype."
+    )
+    check(shared(monkeypatch, total - 100, "inference_model.gpu_memory_utilization=0.39"))
+    check(shared(monkeypatch, total - 100, "ref_model.dtype=bfloat16"))
+    check(shared(monkeypatch, total - 100, "train_model.cpu_offload=true"))
+
+
+def test_processes_that_keep_their_memory_need_room_for_the_gradients_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    blueprint = shared(monkeypatch, STARTER * 16 * 10 // 6 + 100)
+    check(blueprint)
+    with pytest.raises(ConfigError, match=r"of gradients and 1\.71 MB of the reference model"):
+        check(blueprint, sleeps=False)
+
+
+def test_a_share_that_cannot_hold_the_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    blueprint = shared(monkeypatch, 40 * STARTER, "inference_model.gpu_memory_utilization=0.05")
+    with pytest.raises(ConfigError, match=r"utilization=0\.05 must be .* holds the engine's 1\.71 MB"):
+        check(blueprint)
+
+
+def test_a_device_that_cannot_hold_its_part_of_the_training_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [torch.device("cuda", index) for index in range(3)]
+    plan = DevicePlan((gpus[0],), ((gpus[1],),), (gpus[2],), colocated=False)
+    blueprint = dataclasses.replace(shared(monkeypatch, 15 * STARTER), plan=plan)
+    with pytest.raises(ConfigError, match=r"train_model\.num_devices=1 must .* cuda:0 of .* would hold .* gradients"):
+        check(blueprint)
+    check(dataclasses.replace(blueprint, plan=dataclasses.replace(plan, train=(gpus[0], gpus[2]), reference=())))
+
+
+def test_a_run_asks_for_room_before_it_loads_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = [torch.device("cuda:0")]
+    monkeypatch.setattr(blueprint_module, "available_accelerators", lambda: gpu)
+    monkeypatch.setattr(blueprint_module, "accelerators_in_use", lambda: {"cuda:0": (0, 15 * STARTER)})
+    monkeypatch.setattr(vllm_module, "require_vllm", lambda **_: None)
+    monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("weights were loaded"))
+    with pytest.raises(ConfigError, match=r"inference_model\.gpu_memory_utilization=0\.4 must be a share of cuda:0"):
+        build(compose_config(*SMALL, "inference_model.backend=vllm"), tmp_path)

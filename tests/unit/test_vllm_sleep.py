@@ -1,0 +1,98 @@
+"""How the vLLM engine sleeps and wakes on a device that it shares, with vLLM's calls replaced at the border."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.models import make_tiny_model
+from torchrl_grpo.errors import MemoryShortError
+from torchrl_grpo.generation.vllm import VLLMEngine
+from torchrl_grpo.weights import named_weights
+from torchrl_grpo.weights.handle import DirectHandle
+
+GIB = 2**30
+
+
+class Library:
+    """``vllm.LLM``, which writes down what is asked of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.error: RuntimeError | None = None
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(tags)
+        if self.error is not None:
+            raise self.error
+
+    def collective_rpc(self, method: str, **_: Any) -> list[Any]:
+        self.calls.append(method)
+        return []
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+
+def make_engine() -> tuple[VLLMEngine, Library]:
+    engine, library = VLLMEngine.__new__(VLLMEngine), Library()
+    engine._llm, engine._enable_sleep, engine._asleep, engine._latest = library, True, [], None
+    engine._device, engine._share = torch.device("cuda:0"), 0.4
+    engine._name, engine._dtype = "engine", torch.float32
+    engine._hf_config, engine._trust_remote_code = make_tiny_model().config, False
+    return engine, library
+
+
+def handle_of(model: torch.nn.Module) -> DirectHandle:
+    return DirectHandle(lambda: named_weights(model))
+
+
+def test_new_weights_come_before_the_cache_has_its_memory_back() -> None:
+    engine, library = make_engine()
+    engine.load(handle_of(make_tiny_model()), 1)
+    engine.sleep()
+    engine.load(handle_of(make_tiny_model()), 2)
+    assert library.calls == ["load_handle", "sleep 2", ["weights"], "load_handle", ["kv_cache"]]
+    assert engine.policy_version == 2
+    engine.wake()  # it is awake
+    assert len(library.calls) == 5
+
+
+def test_weights_that_sleep_has_dropped_are_read_again_to_wake() -> None:
+    engine, library = make_engine()
+    engine.load(handle_of(make_tiny_model()), 7)
+    engine.sleep()
+    engine.wake()
+    assert library.calls[1:] == ["sleep 2", ["weights"], "load_handle", ["kv_cache"]]
+    assert engine.policy_version == 7
+
+
+def test_weights_that_cannot_be_read_again_are_kept_in_main_memory() -> None:
+    engine, library = make_engine()
+    engine.load(handle_of(make_tiny_model()), 1)
+    engine.update_weights(named_weights(make_tiny_model()), 2)
+    library.calls.clear()
+    engine.sleep()
+    engine.wake()
+    assert library.calls == ["sleep 1", ["weights"], ["kv_cache"]]
+
+
+def test_a_device_that_is_full_when_the_engine_wakes_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, 80 * GIB))
+    engine, library = make_engine()
+    engine.sleep()
+    library.error = RuntimeError("Worker failed with error 'CUDA Error: out of memory at cumem.cpp:62', please check")
+    with pytest.raises(MemoryShortError) as raised:
+        engine.wake()
+    assert str(raised.value).startswith("Waking vLLM (weights) ran out of memory (Worker failed with error 'CUDA Error")
+    assert "about 34.4 GB of the engine's share and 64.4 GB of what is in use without it" in str(raised.value)
+    assert "inference_model.gpu_memory_utilization=0.2 (about 17.2 GB)" in str(raised.value)
+    library.error = RuntimeError("Worker failed with error 'something else'")
+    with pytest.raises(RuntimeError, match="something else") as other:
+        engine.wake()
+    assert not isinstance(other.value, MemoryShortError)

@@ -1,0 +1,94 @@
+"""``run_memory``: what each role of a config holds on one of its devices.
+
+It imports no torch, so that a plan can ask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.models.memory import (
+    BYTES,
+    ModelMemory,
+    Shape,
+    StepMemory,
+    StepSetup,
+    group_cache_bytes,
+    step_memory,
+    weight_bytes,
+)
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """Memory on one device of each role, in bytes.
+
+    Attributes:
+        train: of a rank of the learner.
+        engine: of one of an engine's devices.
+        reference: of a reference model of its own; None without one.
+    """
+
+    train: StepMemory
+    engine: ModelMemory
+    reference: ModelMemory | None
+
+    def roles(self) -> dict[str, StepMemory | ModelMemory]:
+        """The same by role; those that there are."""
+        roles: dict[str, StepMemory | ModelMemory] = {"train": self.train, "inference": self.engine}
+        return roles if self.reference is None else roles | {"reference": self.reference}
+
+
+def run_memory(
+    config: GRPOConfig,
+    shape: Shape,
+    *,
+    prompt: float,
+    response: float,
+    ranks: int = 1,
+    samplers: int = 1,
+    on_cpu: bool = False,
+) -> RunMemory:
+    """Return what each role holds.
+
+    Args:
+        config: validated.
+        shape: of the model.
+        prompt: tokens of a prompt.
+        response: tokens of a response in the training step; the engine has room for the longest one.
+        ranks: devices of the learner.
+        samplers: engines, each on ``inference_model.tensor_parallel_size`` devices.
+        on_cpu: whether the learner computes on a CPU, which has nowhere to offload to.
+    """
+    env, engine = config.env, config.inference_model
+    number = BYTES[engine.dtype]
+    groups = max(1, env.num_envs // env.repeats // samplers)
+    cache = groups * group_cache_bytes(shape, number, prompt, env.repeats, config.max_response_tokens)
+    size, sequences = engine.tensor_parallel_size, config.optim_batch_size
+    tokens = -(-sequences // env.repeats) * prompt + sequences * response
+    setup = replace(step_setup(config), ranks=ranks).of_batch(tokens, prompt + response)
+    if on_cpu:
+        setup = replace(setup, offloads=False)
+    return RunMemory(
+        train=step_memory(shape, setup),
+        engine=ModelMemory(weight_bytes(shape, number, size), int(cache / size)),
+        reference=ModelMemory(weight_bytes(shape, BYTES[config.ref_model.dtype])) if config.has_own_reference else None,
+    )
+
+
+def step_setup(config: GRPOConfig) -> StepSetup:
+    """Return how a training step of a config is made on one device, in passes as large as they may be."""
+    train, model = config.train, config.train_model
+    master = BYTES[model.dtype]
+    return StepSetup(
+        tokens=1 if config.inference_model.exact else train.micro_batch_tokens,
+        sequences=config.optim_batch_size,
+        passes=1,
+        number=master if train.mixed_precision == "full" else 2,
+        master=master,
+        checkpoints=model.gradient_checkpointing,
+        adapters=model.lora.r if model.lora.enabled else 0,
+        small_states=config.optimizer.name == "adamw_8bit",
+        offloads=model.cpu_offload,
+    )

@@ -1,0 +1,33 @@
+"""How long the run of a config is, when it evaluates, saves and refreshes, and what it writes."""
+
+from __future__ import annotations
+
+from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.learner.checkpoint import Writes
+from torchrl_grpo.loop import Schedule
+
+
+def schedule_of(config: GRPOConfig, *, reference_version: int = 0, ends_at: float | None = None) -> Schedule:
+    """Return the schedule of a config whose length is known (``blueprint.prepare``); see ``Schedule``."""
+    engine = config.inference_model
+    return Schedule(
+        num_batches=config.num_batches,
+        evaluation_frequency=config.evaluation.frequency,
+        checkpoint_frequency=config.train.checkpoint_frequency,
+        export_frequency=config.train.export_frequency,
+        refresh_every=config.ref_model.refresh_every,
+        reference_version=reference_version,
+        mismatch_tolerance=engine.check_sync_tolerance if engine.check_sync else None,
+        on_policy=config.optim_steps_per_batch == 1,
+        ends_at=ends_at,
+    )
+
+
+def writes_of(config: GRPOConfig, schedule: Schedule, done: int, checkpoint_bytes: int, model_bytes: int) -> Writes:
+    """Return the checkpoints and models that a run writes after ``done`` steps; bytes are those of one."""
+    if config.only_evaluates:
+        return Writes(0, checkpoint_bytes, 0, model_bytes, config.train.keep_checkpoints)
+    models = 1  # and of adapters alone any number, which are small
+    if not config.train_model.lora.enabled:
+        models += schedule.turns(schedule.export_frequency, done)
+    return Writes(schedule.checkpoints(done), checkpoint_bytes, models, model_bytes, config.train.keep_checkpoints)

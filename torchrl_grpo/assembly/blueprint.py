@@ -32,7 +32,13 @@ from torchrl_grpo.learner.resume import Resume, check_length
 from torchrl_grpo.models import loading
 from torchrl_grpo.reporting.trackers import check_logging
 from torchrl_grpo.reward_pool import RewardPool
-from torchrl_grpo.runtime.placement import DevicePlan, RoleRequest, available_accelerators, plan_devices
+from torchrl_grpo.runtime.placement import (
+    DevicePlan,
+    RoleRequest,
+    available_accelerators,
+    num_unused,
+    plan_devices,
+)
 from torchrl_grpo.tasks.base import Task
 
 _BETWEEN_TURNS = 1024
@@ -179,6 +185,7 @@ def engine_request(
         trust_remote_code=config.model.trust_remote_code,
         on_cpu=plan.inference[0][0].type == "cpu",
         colocated=plan.colocated,
+        num_sequences=-(-config.env.num_envs // len(plan.inference)),
     )
 
 
@@ -206,13 +213,19 @@ def _plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePla
         torchrl_logger.info("VLLM_USE_V1 has no effect: vLLM's V0 engine is gone, and V1 is the only one left.")
     engine_class(inference.backend).require(on_cpu=not accelerators)
     nodes = (("train", config.train_model), ("inference", inference), ("reference", config.ref_model))
-    return plan_devices(
+    plan = plan_devices(
         {role: RoleRequest(node.num_devices, node.devices) for role, node in nodes},
         accelerators,
         needs_reference=config.has_own_reference,
-        tensor_parallel_size=inference.tensor_parallel_size,
+        engine_devices=inference.devices_per_engine,
         cluster=config.ray.address,
     )
+    if unused := num_unused(plan, accelerators):
+        torchrl_logger.warning(
+            f"{unused} of the {len(accelerators)} accelerators stay unused: inference_model.num_devices=all, for "
+            "example, gives a role all that the others leave."
+        )
+    return plan
 
 
 def _test_envs(config: GRPOConfig, task: Task, make: partial[LLMEnv]) -> tuple[LLMEnv | None, LLMEnv | None]:

@@ -106,6 +106,7 @@ class EngineRequest:
         trust_remote_code: whether code from the model's repository may run.
         on_cpu: whether the engine is to run on a CPU.
         colocated: whether it shares its device with the other roles.
+        num_sequences: responses that training samples at a time.
     """
 
     name: str
@@ -117,6 +118,7 @@ class EngineRequest:
     trust_remote_code: bool
     on_cpu: bool
     colocated: bool
+    num_sequences: int
 
 
 class Engine(ABC):

@@ -22,7 +22,7 @@ import tempfile
 import uuid
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from importlib import metadata
@@ -44,6 +44,7 @@ from torchrl_grpo.generation.base import (
 )
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.generation.vllm_answers import STOP, Answer, watch_for_stops
+from torchrl_grpo.generation.vllm_arguments import check_engine_kwargs
 from torchrl_grpo.weights import PlainHandle, WeightHandle, check_weights, expected_weights
 from torchrl_grpo.weights.worker import SharedWeights, unname_queues
 
@@ -125,6 +126,9 @@ class VLLMSettings(TypedDict, total=False):
         kv_cache_gib: CPU only: size of the KV cache in GiB; by default 1.
         enforce_eager: do not compile the model: a faster start, and on CUDA slower decoding; by default False.
         trust_remote_code: whether the repository's own code may run; by default False.
+        num_sequences: responses that are to be sampled at a time; vLLM's default is at least 256, and by default it
+            stays.
+        engine_kwargs: further arguments of ``vllm.EngineArgs``, which win over all others.
     """
 
     dtype: str
@@ -135,6 +139,8 @@ class VLLMSettings(TypedDict, total=False):
     kv_cache_gib: float
     enforce_eager: bool
     trust_remote_code: bool
+    num_sequences: int
+    engine_kwargs: Mapping[str, Any]
 
 
 def vllm_settings(request: EngineRequest) -> VLLMSettings:
@@ -149,6 +155,8 @@ def vllm_settings(request: EngineRequest) -> VLLMSettings:
         "kv_cache_gib": options.kv_cache_gib,
         "enforce_eager": options.enforce_eager,
         "trust_remote_code": request.trust_remote_code,
+        "num_sequences": request.num_sequences,
+        "engine_kwargs": options.engine_kwargs or {},
     }
 
 
@@ -252,17 +260,25 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
     Raises:
         ValueError: vLLM cannot run this model on this machine.
     """
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.transformers_utils.config import get_config
+    from vllm.usage.usage_lib import UsageContext
 
     arguments: dict[str, Any] = {"dtype": "float32", "gpu_memory_utilization": 0.9, "kv_cache_gib": 1.0, **settings}
+    num_sequences, engine_kwargs = arguments.pop("num_sequences", 0), dict(arguments.pop("engine_kwargs", {}))
     cache_bytes = int(arguments.pop("kv_cache_gib") * 2**30)
     trust_remote_code = arguments.get("trust_remote_code", False)
     config = get_config(model_path, trust_remote_code=trust_remote_code).get_text_config()
     on_cpu = current_platform.is_cpu()
     check_vllm_model(config, settings, on_cpu=on_cpu)
     if not on_cpu and arguments["dtype"] != "float32":
-        arguments["hf_overrides"] = {"head_dtype": "float32"}  # as the trainer's head; on a CPU it would be too slow
+        # As the trainer's head; on a CPU it would be too slow.
+        engine_kwargs["hf_overrides"] = {"head_dtype": "float32", **engine_kwargs.get("hf_overrides", {})}
+    workers = arguments.get("tensor_parallel_size", 1) * engine_kwargs.get("pipeline_parallel_size", 1)
+    most_tokens, most_sequences = EngineArgs.get_batch_defaults(workers)
+    if num_sequences > most_sequences[UsageContext.LLM_CLASS]:
+        arguments["max_num_seqs"] = min(num_sequences, most_tokens[UsageContext.LLM_CLASS])  # each takes a token a step
     if on_cpu:
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would win over kv_cache_gib
         if arguments.get("enforce_eager"):  # else the worker compiles the ranks of log-probs, with a C++ compiler
@@ -278,6 +294,7 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
         "generation_config": "vllm",  # no sampling defaults from the checkpoint
         "skip_tokenizer_init": True,
         "use_tqdm_on_load": False,
+        **engine_kwargs,
     }
 
 
@@ -435,6 +452,7 @@ class VLLMEngine(VLLMBase):
 
     @classmethod
     def check(cls, request: EngineRequest) -> None:
+        check_engine_kwargs(request.options.engine_kwargs or {})
         check_text_only(request.model_config, request.name)
         check_vllm_model(request.model_config, vllm_settings(request), on_cpu=request.on_cpu)
 

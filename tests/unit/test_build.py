@@ -77,6 +77,14 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
             ["train_model.num_devices=2", "train_model.tensor_parallel_size=2", "train_model.lora.enabled=true"],
             r"tensor_parallel_size=2 must be 1 with train_model\.lora\.enabled=true",
         ),
+        (
+            ["train_model.model_kwargs={attention_dropuot: 0.1}"],
+            r"train_model\.model_kwargs\.attention_dropuot=0\.1 must be a field .*: did you mean attention_dropout\?",
+        ),
+        (
+            ["train_model.model_kwargs={torch_dtype: bfloat16}"],
+            r"model_kwargs\.torch_dtype=bfloat16 must be left out, because another key sets it: use train_model\.dtype",
+        ),
         (["train_model.cpu_offload=true"], r"cpu_offload=true needs a model that is sharded"),
         (["train.max_staleness=1"], r"train\.max_staleness=1 must be 0 in grpo\.py.*grpo-async\.py"),
         (["inference_model.devices=[0]"], r"inference_model\.devices=\[0\] must be accelerators of this machine"),

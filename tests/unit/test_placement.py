@@ -109,8 +109,16 @@ def test_all_devices_are_those_that_the_other_roles_leave() -> None:
 @pytest.mark.parametrize(
     ("count", "requests", "message"),
     [
-        (4, {"train": ALL, "inference": ALL}, r"train_model\.num_devices=all and inference_model\.num_devices=all excl"),
-        (0, {"train": ALL}, r"train_model\.num_devices=all needs accelerators, and this machine has none.*num_devices=1"),
+        (
+            4,
+            {"train": ALL, "inference": ALL},
+            r"train_model\.num_devices=all and inference_model\.num_devices=all excl",
+        ),
+        (
+            0,
+            {"train": ALL},
+            r"train_model\.num_devices=all needs accelerators, and this machine has none.*num_devices=1",
+        ),
         (4, {"train": ALL, "inference": RoleRequest(num_devices=4)}, r"=all must leave a role 1 or more of the 4 acc"),
     ],
 )

@@ -28,7 +28,10 @@ def test_the_arguments_read_from_the_source_are_vllms_own() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("max_num_sequences", r"engine_kwargs\.max_num_sequences=1 must be an argument of .*: did you mean max_num_seqs\?"),
+        (
+            "max_num_sequences",
+            r"engine_kwargs\.max_num_sequences=1 must be an argument of .*: did you mean max_num_seqs\?",
+        ),
         ("qqq", r"engine_kwargs\.qqq=1 must be an argument of .*: see vLLM's documentation"),
         ("dtype", r"engine_kwargs\.dtype=1 must be left out, .* use inference_model\.dtype\."),
         ("data_parallel_size", r"must be left out, because another key sets it: use inference_model\.num_devices\."),

@@ -165,7 +165,9 @@ def describe_model(config: GRPOConfig) -> tuple[PretrainedConfig, PreTrainedToke
         ValueError: one of them cannot be read, or they do not fit together.
     """
     name, remote_code = config.model.source, config.model.trust_remote_code
-    model_config = loading.load_config(name, trust_remote_code=remote_code)
+    arguments = config.train_model.model_kwargs or {}
+    loading.check_model_kwargs(arguments, loading.load_config(name, trust_remote_code=remote_code))
+    model_config = loading.load_config(name, trust_remote_code=remote_code, arguments=arguments)
     tokenizer = loading.load_tokenizer(name, chat_template=config.model.chat_template, trust_remote_code=remote_code)
     loading.check_vocabulary(model_config, tokenizer, name)
     return model_config, tokenizer, loading.stop_token_ids(tokenizer, loading.load_generation_config(name))
@@ -308,6 +310,23 @@ def task_geometry(config: GRPOConfig, samplers: int) -> tuple[int, int]:
     check_multiple("env.num_envs", rows, samplers * repeats, what)
     groups = rows // samplers // repeats
     return (1, groups) if ENGINES[config.inference_model.backend].concurrent else (groups, 1)
+
+
+def stored_bytes(blueprint: Blueprint, transfer: str) -> int:
+    """Return the bytes of weights that are in Ray's object store at a time.
+
+    That is two versions for the engines, the one that is read and the next one. Adapters, and weights that reach the
+    engines in another way, do not count.
+    """
+    config = blueprint.config
+    if transfer != "object_store" or config.train_model.lora.enabled:
+        return 0
+    model = config.model
+    count = loading.count_parameters(
+        blueprint.model_config, model.attn_implementation, trust_remote_code=model.trust_remote_code
+    )
+    itemsize: int = getattr(torch, config.inference_model.dtype).itemsize
+    return 2 * count * itemsize
 
 
 def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:

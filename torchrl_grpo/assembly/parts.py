@@ -61,7 +61,9 @@ def make_learner(
         scorer = AdapterOffScorer(trainer.model, temperature=config.inference_model.temperature)
         transforms.insert(0, ("reference", _kl_scoring(config, scorer)))
     model = config.model
-    base = loading.CheckpointModel(model.source, _dtype(config.train_model.dtype), model.trust_remote_code)
+    base = loading.CheckpointModel(
+        model.source, _dtype(config.train_model.dtype), model.trust_remote_code, config.train_model.model_kwargs
+    )
     sender = make_sender(
         transfer,
         dtype=_dtype(config.inference_model.dtype),
@@ -245,10 +247,13 @@ def _load(config: GRPOConfig, role: str, device: torch.device) -> Any:
             device=device,
             attn_implementation=model.attn_implementation,
             trust_remote_code=model.trust_remote_code,
+            arguments=config.train_model.model_kwargs,
         )
     except torch.OutOfMemoryError as error:
         count = loading.count_parameters(
-            loading.load_config(model.source, trust_remote_code=model.trust_remote_code),
+            loading.load_config(
+                model.source, trust_remote_code=model.trust_remote_code, arguments=config.train_model.model_kwargs
+            ),
             trust_remote_code=model.trust_remote_code,
         )
         weights = count * _dtype(dtype).itemsize

@@ -65,6 +65,9 @@ class TrainModelConfig(DevicesConfig):
     """Whether layers are computed again in backward to save memory."""
     tensor_parallel_size: int = limited(1, ge=1)
     """Devices that compute each layer together, at least 1; it divides the number of devices. The rest is sharding."""
+    model_kwargs: Any = None
+    """Further arguments of from_pretrained for all models that Transformers loads, such as {experts_implementation:
+    grouped_mm}, or fields of config.json. vllm is told of the latter by engine_kwargs.hf_overrides. null is none."""
     cpu_offload: bool = False
     """Whether weights, gradients and optimizer state rest in the CPU's memory while they are not used."""
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -339,6 +339,7 @@ def _validate_models(config: GRPOConfig) -> None:
             f"inference_model.engine_kwargs.pipeline_parallel_size={stages} must be a whole number of at least 1: "
             "for example, 2."
         )
+    _check_arguments("train_model.model_kwargs", config.train_model.model_kwargs, "experts_implementation: grouped_mm")
     kind = ENGINES[engine.backend]
     for name, only, capability in _ENGINE_OPTIONS:
         if getattr(engine, name) != only and not getattr(kind, capability):

@@ -50,7 +50,9 @@ def check_engine_kwargs(arguments: Mapping[str, Any]) -> None:
         if name in _SET_BY:
             raise ValueError(f"{given} must be left out, because another key sets it: use {_SET_BY[name]}.")
         if name in _OURS:
-            raise ValueError(f"{given} must be left out: exact log-probs and weight updates need the package's own value.")
+            raise ValueError(
+                f"{given} must be left out: exact log-probs and weight updates need the package's own value."
+            )
         if name not in argument_names():
             close = difflib.get_close_matches(name, argument_names(), 1)
             hint = f"did you mean {close[0]}?" if close else "see vLLM's documentation of its engine arguments."

@@ -119,7 +119,9 @@ def _numbered(
     [role, *more] = greedy
     asked = f"{_FIELDS[role]}.num_devices=all"
     if more:
-        raise ValueError(f"{asked} and {_FIELDS[more[0]]}.num_devices=all exclude each other: give one of them a number.")
+        raise ValueError(
+            f"{asked} and {_FIELDS[more[0]]}.num_devices=all exclude each other: give one of them a number."
+        )
     if total == 0:
         raise ValueError(
             f"{asked} needs accelerators, and {where} has none, where a device is a process: use "

@@ -116,7 +116,7 @@ def _settings(config: GRPOConfig, asked: argparse.Namespace) -> Settings:
         gpu=GPUS[asked.gpu],
         work=work,
         max_staleness=staleness_bound(config, True),
-        engine_size=engine.tensor_parallel_size,
+        engine_size=engine.devices_per_engine,
         waits=engine.in_flight == "wait",
         rows=env.num_envs,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,14 +56,25 @@ def test_own_arguments_win_and_reach_the_engine() -> None:
         assert [len(completion.tokens) for completion in group] == [4] * 8
 
 
-def test_an_asynchronous_engine_serves_as_many_at_a_time_as_are_sampled() -> None:
+def test_an_asynchronous_engine_serves_as_many_at_a_time_as_are_sampled(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "vllm.log"
     with AsyncVLLMEngine(
-        str(starter_path()), max_model_len=128, enforce_eager=True, kv_cache_gib=0.1, num_sequences=300
+        str(starter_path()),
+        max_model_len=128,
+        enforce_eager=True,
+        kv_cache_gib=0.1,
+        num_sequences=300,
+        log_file=str(log),
     ) as engine:
         scheduler = engine._llm.vllm_config.scheduler_config  # type: ignore[attr-defined]
         # vLLM's own for many requests at a time are 256 and 4,096 on a CPU; without a context they are 128 and 2,048.
         assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (300, 4096)
         assert len(engine.generate([PROMPT], 8, PARAMS)[0]) == 8
+    lines = log.read_text().splitlines()
+    assert len({line.split()[4] for line in lines if line.startswith("INFO ")}) == 3  # engine, scheduler, worker
+    assert "INFO" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize(("num_sequences", "given"), [(256, None), (257, 257), (10_000, 4096)])

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class Blueprint:
     """All that is known of a run before any weights are loaded; every check on user input has passed.
 
     ``resume`` is the checkpoint to go on from. Actors are given the driver's blueprint, so that all processes draw the
-    same problems, and only the driver needs the data.
+    same problems, and only the driver needs the data. ``folder`` is the run's, for what its processes log.
     """
 
     config: GRPOConfig
@@ -66,6 +67,7 @@ class Blueprint:
     greedy_env: LLMEnv | None
     sampled_env: LLMEnv | None
     resume: Resume | None = None
+    folder: Path | None = None
 
 
 @contextmanager

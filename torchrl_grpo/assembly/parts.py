@@ -192,6 +192,7 @@ def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool 
     """The generation engine with its model; ``concurrent`` is one that many threads may call at a time, if it can."""
     config = blueprint.config
     request = engine_request(config, blueprint.plan, blueprint.model_config, blueprint.max_dialog_tokens)
+    request = replace(request, folder=blueprint.folder)
     load_model = partial(_load, config, "inference_model", device)
     return engine_class(config.inference_model.backend).make(request, device, load_model, concurrent=concurrent)
 

@@ -226,6 +226,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
             cluster = _start_ray(config.ray.address, resources)
         say("reading data and tokenizer")
         blueprint = prepare(config, None if cluster is None else cluster.accelerators(), resume)
+        blueprint = replace(blueprint, folder=directory)
         config = blueprint.config
         distributed = asynchronous or cluster is not None or blueprint.plan.distributed
         transfer = _check_distributed(blueprint) if distributed else "direct"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -107,6 +108,7 @@ class EngineRequest:
         on_cpu: whether the engine is to run on a CPU.
         colocated: whether it shares its device with the other roles.
         num_sequences: responses that training samples at a time.
+        folder: of the run, for a log; None is none.
     """
 
     name: str
@@ -119,6 +121,7 @@ class EngineRequest:
     on_cpu: bool
     colocated: bool
     num_sequences: int
+    folder: Path | None = None
 
 
 class Engine(ABC):

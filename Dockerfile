@@ -9,14 +9,18 @@ FROM python:3.11-slim-bookworm
 ENV PATH=/app/.venv/bin:$PATH PIP_NO_CACHE_DIR=1 PYTHONUNBUFFERED=1 \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
-# Kernels are compiled when a run starts. Debian's newest versions, for their security updates.
+# Triton compiles kernels when a run starts, and NCCL finds InfiniBand and RoCE cards through the verbs libraries.
+# Debian's newest versions, for their security updates.
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install --yes --no-install-recommends g++ make && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && \
+    apt-get install --yes --no-install-recommends g++ make ibverbs-providers libibverbs1 librdmacm1 && \
+    rm -rf /var/lib/apt/lists/*
 
 RUN useradd --create-home --uid 1000 grpo && install --directory --owner grpo /app
 USER 1000
 WORKDIR /app
 COPY --chown=1000 . .
-RUN make install && pip install --requirement sota/grpo/requirements_gsm8k.txt
+# There is no nvcc, so FlashInfer's kernels, which vLLM samples with, come compiled.
+RUN make install && pip install --requirement sota/grpo/requirements_gsm8k.txt && vllm download-kernels
 
 CMD ["python", "sota/grpo/grpo.py", "--config-name", "grpo_arithmetic"]

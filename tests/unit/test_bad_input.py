@@ -164,6 +164,10 @@ PAIRS = {
     "inference_model.stop=['']": "inference_model.stop=[''] must be texts that are not empty, of at most 256 bytes",
     f"inference_model.stop=[{'x' * 257}]": "must be texts that are not empty, of at most 256 bytes together",
     "env.chat_template_kwargs=3": "must be arguments by name",
+    "train_model.model_kwargs=3": "must be arguments by name",
+    "inference_model.backend=vllm inference_model.engine_kwargs=3": "must be arguments by name",
+    "train_model.num_devices=0": "must be a whole number of at least 1, or all",
+    "train_model.num_devices=most": "must be a whole number of at least 1, or all",
 }
 
 

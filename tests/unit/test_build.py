@@ -81,6 +81,14 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
             ["train_model.cpu_offload=true", "optimizer.name=adamw_8bit"],
             r"optimizer\.name=adamw_8bit must be adamw with train_model\.cpu_offload=true",
         ),
+        (
+            ["train_model.model_kwargs={attention_dropuot: 0.1}"],
+            r"train_model\.model_kwargs\.attention_dropuot=0\.1 must be a field .*: did you mean attention_dropout\?",
+        ),
+        (
+            ["train_model.model_kwargs={torch_dtype: bfloat16}"],
+            r"model_kwargs\.torch_dtype=bfloat16 must be left out, because another key sets it: use train_model\.dtype",
+        ),
         (["train.max_staleness=1"], r"train\.max_staleness=1 must be 0 in grpo\.py.*grpo-async\.py"),
         (["inference_model.devices=[0]"], r"inference_model\.devices=\[0\] must be accelerators of this machine"),
         (["inference_model.max_new_tokens=2048"], r"max_new_tokens=2048 must leave room for a prompt in the context"),

@@ -13,7 +13,7 @@ from tests.support.configs import ROOT
 from tests.support.devices import SPREAD, gpus
 from torchrl_grpo.host import startup
 from torchrl_grpo.runtime import cluster as cluster_module
-from torchrl_grpo.runtime.cluster import Seat, require_ray, seats, start
+from torchrl_grpo.runtime.cluster import Seat, by_machine, require_ray, seats, start
 from torchrl_grpo.runtime.placement import DevicePlan
 
 
@@ -107,3 +107,46 @@ def test_folders_of_killed_runs_are_removed_by_the_next_one(monkeypatch: pytest.
         assert list(folder.iterdir()) == [other]
     finally:
         shutil.rmtree(folder)
+
+
+def test_ranks_that_compute_layers_together_are_one_bundle() -> None:
+    plan = DevicePlan(gpus(0, 1, 2, 3), (gpus(4),), gpus(0), colocated=False)
+    bundles, taken = seats(plan, [16.0], tensor_parallel_size=2)
+    assert bundles == [{"CPU": 3.0, "GPU": 2.0}, {"CPU": 2.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 1.0}]
+    assert [seat.bundle for seat in taken["train"]] == [0, 0, 1, 1]
+    assert [seat.num_gpus for seat in taken["train"]] == [0.5, 1, 1, 1]
+    assert taken["reference"] == [Seat(0, gpus(0), 1.0, 0.5)]
+    cpu = torch.device("cpu")
+    bundles, taken = seats(DevicePlan((cpu,) * 4, ((cpu,),), (), colocated=False), [8.0], tensor_parallel_size=2)
+    assert bundles == [{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 1.0}]
+    assert [seat.bundle for seat in taken["train"]] == [0, 0, 1, 1]
+
+
+def test_the_ranks_of_a_machine_follow_each_other() -> None:
+    plan = DevicePlan(gpus(0, 1, 2, 3, 4, 5), (gpus(6),), (), colocated=False)
+    _, taken = seats(plan, [16.0])
+    got = by_machine(taken["train"], ["b", "a", "c", "b", "a", "c", "a"])
+    assert [seat.bundle for seat in got] == [0, 3, 1, 4, 2, 5]
+    _, taken = seats(plan, [16.0], tensor_parallel_size=2)
+    assert [seat.bundle for seat in by_machine(taken["train"], ["b", "a", "b", "a"])] == [0, 0, 2, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("memory", "shared", "store", "warned"),
+    [
+        (1000, 900, 500, False),  # a half of the memory, where Ray takes 30%
+        (1000, 400, 380, False),
+        (1000, 100, 95, False),
+        (100, 0.064, 10, True),  # a container without --ipc host: Ray's least, in files
+    ],
+)
+def test_the_object_store_takes_what_the_memory_and_dev_shm_allow(
+    memory: float, shared: float, store: float, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utils = pytest.importorskip("ray._private.utils")
+    said: list[str] = []
+    monkeypatch.setattr(utils, "estimate_available_memory", lambda: int(memory * 1e9))
+    monkeypatch.setattr(utils, "get_shared_memory_bytes", lambda: int(shared * 1e9))
+    monkeypatch.setattr(cluster_module.torchrl_logger, "warning", said.append)
+    assert cluster_module._object_store_memory() == pytest.approx(store * 1e9)
+    assert bool(said) == warned

@@ -77,6 +77,14 @@ def test_defaults_of_every_config_file_are_valid() -> None:
         (["policy.clip_epsilon=[0.2]"], r"policy\.clip_epsilon=\[0\.2\] must be a number, or a pair"),
         (["policy.clip_epsilon=1.5"], r"policy\.clip_epsilon=1\.5 must be a number, or a pair"),
         (
+            ["inference_model.engine_kwargs={max_num_seqs: 4}"],
+            r"engine_kwargs=\{'max_num_seqs': 4\} must be None with .*=transformers: .* inference_model\.backend=vllm",
+        ),
+        (
+            ["inference_model.backend=vllm", "inference_model.engine_kwargs={pipeline_parallel_size: 0}"],
+            r"engine_kwargs\.pipeline_parallel_size=0 must be a whole number of at least 1",
+        ),
+        (
             ["train_model.num_devices=1", "train_model.devices=[0]"],
             r"train_model\.num_devices=1 and train_model\.devices=\[0\] exclude each other",
         ),

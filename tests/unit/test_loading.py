@@ -288,3 +288,12 @@ def test_a_path_without_a_folder_is_said_to_be_none(
         loading.load_config(name)
     assert f"{name} must" in str(error.value) and wrong.replace("TMP", str(tmp_path)) in str(error.value)
     assert "alphanumeric" not in str(error.value) and "Repo id" not in str(error.value)
+
+
+def test_further_arguments_of_from_pretrained_change_the_model_on_every_rank(tmp_path: Path) -> None:
+    make_tiny_model().save_pretrained(tmp_path)
+    arguments = {"attention_dropout": 0.25, "disable_mmap": True}
+    for device in ("cpu", "meta"):
+        model = loading.load_model(str(tmp_path), dtype=torch.float32, device=torch.device(device), arguments=arguments)
+        assert model.config.attention_dropout == 0.25
+    assert loading.load_config(str(tmp_path), arguments=arguments).attention_dropout == 0.25

@@ -521,6 +521,8 @@ def test_checkpoints_of_areal_are_kept(timer: str, value: Any, tmp_path: Path) -
         ("reward_model.enable=True reward_model.model.path=m", "env.reward", [{"fn": "reward_model", "model": "m"}]),
         ("actor_rollout_ref.actor.megatron.param_offload=True", "train_model.cpu_offload", True),
         ("+data.apply_chat_template_kwargs.thinking=False", "env.chat_template_kwargs", {"thinking": False}),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8", "inference_model.engine_kwargs",
+         {"kv_cache_dtype": "fp8"}),
         ("actor_rollout_ref.actor.clip_ratio_low=10", "policy.clip_epsilon", [1.0, 0.2]),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=cispo", "policy.loss._target_",
          "torchrl_grpo.objectives.CISPOLoss"),

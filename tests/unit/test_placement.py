@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from tests.support.devices import gpus
-from torchrl_grpo.runtime.placement import ROLES, DevicePlan, RoleRequest, plan_devices
+from torchrl_grpo.runtime.placement import ROLES, DevicePlan, RoleRequest, num_unused, plan_devices
 
 CPU = torch.device("cpu")
 TWO = {role: RoleRequest(num_devices=2) for role in ROLES}
+ALL = RoleRequest(num_devices="all")
 PAIRS = {
     "train": RoleRequest(devices=[0, 1]),
     "reference": RoleRequest(devices=[2, 3]),
@@ -20,7 +21,7 @@ PAIRS = {
 def plan(
     count: int,
     needs_reference: bool = True,
-    tensor_parallel_size: int = 1,
+    engine_devices: int = 1,
     cluster: str | None = None,
     **requests: RoleRequest,
 ) -> DevicePlan:
@@ -29,7 +30,7 @@ def plan(
         everything,
         gpus(*range(count)),
         needs_reference=needs_reference,
-        tensor_parallel_size=tensor_parallel_size,
+        engine_devices=engine_devices,
         cluster=cluster,
     )
 
@@ -90,11 +91,46 @@ def test_given_devices_are_kept_and_the_others_placed_around_them() -> None:
 
 
 def test_tensor_parallel_devices_are_one_replica() -> None:
-    got = plan(8, tensor_parallel_size=2, train=RoleRequest(num_devices=2), inference=RoleRequest(num_devices=4))
+    got = plan(8, engine_devices=2, train=RoleRequest(num_devices=2), inference=RoleRequest(num_devices=4))
     assert got == DevicePlan(gpus(0, 1), (gpus(2, 3), gpus(4, 5)), gpus(6), colocated=False)
-    assert plan(4, tensor_parallel_size=2) == DevicePlan(gpus(0), (gpus(1, 2),), gpus(3), colocated=False)
-    assert plan(0, tensor_parallel_size=2).inference == ((CPU, CPU),)
-    assert plan(0, tensor_parallel_size=2).distributed
+    assert plan(4, engine_devices=2) == DevicePlan(gpus(0), (gpus(1, 2),), gpus(3), colocated=False)
+    assert plan(0, engine_devices=2).inference == ((CPU, CPU),)
+    assert plan(0, engine_devices=2).distributed
+
+
+def test_all_devices_are_those_that_the_other_roles_leave() -> None:
+    assert plan(8, inference=ALL) == DevicePlan(gpus(0), tuple(gpus(i) for i in range(1, 7)), gpus(7), colocated=False)
+    assert plan(8, needs_reference=False, train=ALL, inference=RoleRequest(devices=[0, 1])).train == gpus(*range(2, 8))
+    assert plan(8, engine_devices=2, inference=ALL).inference == (gpus(1, 2), gpus(3, 4), gpus(5, 6))
+    assert plan(2, train=ALL) == plan(2)
+    assert plan(1, train=ALL) == plan(1)
+
+
+@pytest.mark.parametrize(
+    ("count", "requests", "message"),
+    [
+        (
+            4,
+            {"train": ALL, "inference": ALL},
+            r"train_model\.num_devices=all and inference_model\.num_devices=all excl",
+        ),
+        (
+            0,
+            {"train": ALL},
+            r"train_model\.num_devices=all needs accelerators, and this machine has none.*num_devices=1",
+        ),
+        (4, {"train": ALL, "inference": RoleRequest(num_devices=4)}, r"=all must leave a role 1 or more of the 4 acc"),
+    ],
+)
+def test_all_devices_are_refused_where_there_are_none(count: int, requests: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(count, **requests)
+
+
+def test_accelerators_without_a_role_are_counted() -> None:
+    assert num_unused(plan(8), gpus(*range(8))) == 5
+    assert [num_unused(plan(count), gpus(*range(count))) for count in (0, 1, 2)] == [0, 0, 0]
+    assert num_unused(plan(8, inference=ALL), gpus(*range(8))) == 0
 
 
 def test_the_plan_of_a_cluster_has_the_clusters_accelerators() -> None:
@@ -131,10 +167,8 @@ def test_what_cannot_be_placed_is_refused_with_numbers(count: int, requests: dic
 
 def test_a_replica_must_have_all_its_devices() -> None:
     request = RoleRequest(num_devices=3)
-    with pytest.raises(
-        ValueError, match=r"num_devices=3 must be a multiple of .*tensor_parallel_size=2: use 4 devices"
-    ):
-        plan(8, tensor_parallel_size=2, inference=request)
+    with pytest.raises(ValueError, match=r"num_devices=3 must be a multiple of the 2 devices of an engine.*: use 4"):
+        plan(8, engine_devices=2, inference=request)
 
 
 def test_indices_are_refused_on_a_cluster_and_its_address_is_named() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +38,13 @@ from torchrl_grpo.models import loading
 from torchrl_grpo.models.memory import Shape
 from torchrl_grpo.reporting.trackers import check_logging
 from torchrl_grpo.reward_pool import RewardPool
-from torchrl_grpo.runtime.placement import DevicePlan, RoleRequest, available_accelerators, plan_devices
+from torchrl_grpo.runtime.placement import (
+    DevicePlan,
+    RoleRequest,
+    available_accelerators,
+    num_unused,
+    plan_devices,
+)
 from torchrl_grpo.tasks.base import Task
 
 _BETWEEN_TURNS = 1024
@@ -56,7 +63,7 @@ class Blueprint:
     """All that is known of a run before any weights are loaded; every check on user input has passed.
 
     ``resume`` is the checkpoint to go on from. Actors are given the driver's blueprint, so that all processes draw the
-    same problems, and only the driver needs the data.
+    same problems, and only the driver needs the data. ``folder`` is the run's, for what its processes log.
     """
 
     config: GRPOConfig
@@ -73,6 +80,7 @@ class Blueprint:
     sampled_env: LLMEnv | None
     shape: Shape
     resume: Resume | None = None
+    folder: Path | None = None
 
     @property
     def memory(self) -> RunMemory:
@@ -188,7 +196,9 @@ def describe_model(config: GRPOConfig) -> tuple[PretrainedConfig, PreTrainedToke
         ValueError: one of them cannot be read, or they do not fit together.
     """
     name, remote_code = config.model.source, config.model.trust_remote_code
-    model_config = loading.load_config(name, trust_remote_code=remote_code)
+    arguments = config.train_model.model_kwargs or {}
+    loading.check_model_kwargs(arguments, loading.load_config(name, trust_remote_code=remote_code))
+    model_config = loading.load_config(name, trust_remote_code=remote_code, arguments=arguments)
     tokenizer = loading.load_tokenizer(name, chat_template=config.model.chat_template, trust_remote_code=remote_code)
     loading.check_vocabulary(model_config, tokenizer, name)
     return model_config, tokenizer, loading.stop_token_ids(tokenizer, loading.load_generation_config(name))
@@ -208,6 +218,7 @@ def engine_request(
         trust_remote_code=config.model.trust_remote_code,
         on_cpu=plan.inference[0][0].type == "cpu",
         colocated=plan.colocated,
+        num_sequences=-(-config.env.num_envs // len(plan.inference)),
     )
 
 
@@ -235,13 +246,19 @@ def _plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePla
         torchrl_logger.info("VLLM_USE_V1 has no effect: vLLM's V0 engine is gone, and V1 is the only one left.")
     engine_class(inference.backend).require(on_cpu=not accelerators)
     nodes = (("train", config.train_model), ("inference", inference), ("reference", config.ref_model))
-    return plan_devices(
+    plan = plan_devices(
         {role: RoleRequest(node.num_devices, node.devices) for role, node in nodes},
         accelerators,
         needs_reference=config.has_own_reference,
-        tensor_parallel_size=inference.tensor_parallel_size,
+        engine_devices=inference.devices_per_engine,
         cluster=config.ray.address,
     )
+    if unused := num_unused(plan, accelerators):
+        torchrl_logger.warning(
+            f"{unused} of the {len(accelerators)} accelerators stay unused: inference_model.num_devices=all, for "
+            "example, gives a role all that the others leave."
+        )
+    return plan
 
 
 def _test_envs(config: GRPOConfig, task: Task, make: partial[LLMEnv]) -> tuple[LLMEnv | None, LLMEnv | None]:
@@ -374,6 +391,19 @@ def _check_device(blueprint: Blueprint, device: torch.device, total: int, sleeps
             f"{size(memory.engine.weights)} of weights and fits{held}, but that is {size(share * total)} of "
             f"{size(total)}: use {fix}, {_SMALLER}."
         )
+
+
+def stored_bytes(blueprint: Blueprint, transfer: str) -> int:
+    """Return the bytes of weights that are in Ray's object store at a time.
+
+    That is two versions for the engines, the one that is read and the next one. Adapters, and weights that reach the
+    engines in another way, do not count.
+    """
+    config = blueprint.config
+    if transfer != "object_store" or config.train_model.lora.enabled:
+        return 0
+    itemsize: int = getattr(torch, config.inference_model.dtype).itemsize
+    return 2 * int(blueprint.shape.parameters) * itemsize
 
 
 def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:

@@ -64,7 +64,9 @@ def make_learner(
         scorer = AdapterOffScorer(trainer.model, temperature=config.inference_model.temperature)
         transforms.insert(0, ("reference", _kl_scoring(config, scorer)))
     model = config.model
-    base = loading.CheckpointModel(model.source, _dtype(config.train_model.dtype), model.trust_remote_code)
+    base = loading.CheckpointModel(
+        model.source, _dtype(config.train_model.dtype), model.trust_remote_code, config.train_model.model_kwargs
+    )
     sender = make_sender(
         transfer,
         dtype=_dtype(config.inference_model.dtype),
@@ -193,6 +195,7 @@ def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool 
     """The generation engine with its model; ``concurrent`` is one that many threads may call at a time, if it can."""
     config = blueprint.config
     request = engine_request(config, blueprint.plan, blueprint.model_config, blueprint.max_dialog_tokens)
+    request = replace(request, folder=blueprint.folder)
     load_model = partial(_load, config, "inference_model", device)
     return engine_class(config.inference_model.backend).make(request, device, load_model, concurrent=concurrent)
 
@@ -248,9 +251,12 @@ def _load(config: GRPOConfig, role: str, device: torch.device) -> Any:
             device=device,
             attn_implementation=model.attn_implementation,
             trust_remote_code=model.trust_remote_code,
+            arguments=config.train_model.model_kwargs,
         )
     except torch.OutOfMemoryError as error:
-        found = loading.load_config(model.source, trust_remote_code=model.trust_remote_code)
+        found = loading.load_config(
+            model.source, trust_remote_code=model.trust_remote_code, arguments=config.train_model.model_kwargs
+        )
         shape = loading.config_shape(found, trust_remote_code=model.trust_remote_code)
         weights = weight_bytes(shape, BYTES[dtype])
         knobs = {f"{role}.dtype=bfloat16": weights // 2} if dtype == "float32" and role != "train_model" else {}

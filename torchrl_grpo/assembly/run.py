@@ -25,6 +25,7 @@ from torchrl_grpo.assembly.blueprint import (
     geometry_rows,
     plan_rows,
     prepare,
+    stored_bytes,
     task_geometry,
 )
 from torchrl_grpo.assembly.observers import FolderGuard, Limits, Recorder, Saver, Timeline
@@ -215,6 +216,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
             cluster = _start_ray(config.ray.address, resources)
         say("reading data and tokenizer")
         blueprint = prepare(config, None if cluster is None else cluster.accelerators(), resume)
+        blueprint = replace(blueprint, folder=directory)
         config = blueprint.config
         distributed = asynchronous or cluster is not None or blueprint.plan.distributed
         if cluster is None:
@@ -243,9 +245,11 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         learner: Learner | RayLearner
         source: InTurn | RaySource
         if distributed:
+            cluster = cluster or _start_ray(None, resources)
             learner, source = ranks, remote = _distributed(blueprint, max_staleness, transfer, resources, cluster)
             if watch is not None:
                 watch.where, watch.pids = remote.manager.what_is_missing, lambda: [*remote.pids().values(), *ranks.pids]
+                watch.elsewhere = partial(_stacks_elsewhere, cluster, watch)
         else:
             learner, source = _local(blueprint, resources)
         return Run(blueprint, directory, lock, learner, source, logger, console, resources.pop_all(), started_at)
@@ -308,6 +312,10 @@ def _tasks(blueprint: Blueprint, task_groups: int, buffer: GroupBuffer) -> TaskQ
     )
 
 
+def _stacks_elsewhere(cluster: Cluster, watch: stalls.Watch) -> str:
+    return cluster.stacks(watch.pids())
+
+
 def _start_ray(address: str | None, resources: ExitStack) -> Cluster:
     from torchrl_grpo.runtime.cluster import start
 
@@ -318,7 +326,7 @@ def _start_ray(address: str | None, resources: ExitStack) -> Cluster:
 
 
 def _distributed(
-    blueprint: Blueprint, max_staleness: int, transfer: str, resources: ExitStack, cluster: Cluster | None
+    blueprint: Blueprint, max_staleness: int, transfer: str, resources: ExitStack, cluster: Cluster
 ) -> tuple[RayLearner, RaySource]:
     """The roles as actors on Ray, started; what must be ended is put into ``resources``.
 
@@ -332,8 +340,8 @@ def _distributed(
     config, plan, resume = blueprint.config, blueprint.plan, blueprint.resume
     actor_timeout_s, recovery_timeout_s = config.ray.actor_timeout_s, config.ray.recovery_timeout_s
     torchrl_logger.info(f"The weights reach the engines by inference_model.weight_transfer={transfer}.")
-    cluster = cluster or _start_ray(None, resources)
-    place = cluster.place(plan)
+    place = cluster.place(plan, tensor_parallel_size=config.train_model.tensor_parallel_size)
+    cluster.check_object_store(stored_bytes(blueprint, transfer))
     untested = replace(blueprint, greedy_env=None, sampled_env=None)  # of the test split, for those who need none
     learner = RayLearner(
         partial(make_learner, untested, transfer),

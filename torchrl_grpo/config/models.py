@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torchrl_grpo import checks
 from torchrl_grpo.checks import MIN_TEMPERATURE
@@ -48,8 +49,8 @@ class LoraConfig:
 class DevicesConfig:
     """Where a role computes."""
 
-    num_devices: int | None = limited(None, ge=1)
-    """How many devices, at least 1; by default placed by itself."""
+    num_devices: Any = None
+    """How many devices, at least 1, or all that the other roles leave (all); by default placed by itself."""
     devices: list[int] | None = None
     """Which accelerators, by index, instead of num_devices."""
 
@@ -64,6 +65,9 @@ class TrainModelConfig(DevicesConfig):
     """Whether layers are computed again in backward to save memory."""
     tensor_parallel_size: int = limited(1, ge=1)
     """Devices that compute each layer together, at least 1; it divides the number of devices. The rest is sharding."""
+    model_kwargs: Any = None
+    """Further arguments of from_pretrained for all models that Transformers loads, such as {experts_implementation:
+    grouped_mm}, or fields of config.json. vllm is told of the latter by engine_kwargs.hf_overrides. null is none."""
     cpu_offload: bool = False
     """Whether weights, gradients and optimizer state rest in the CPU's memory while they are not used."""
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -94,6 +98,9 @@ class InferenceModelConfig(DevicesConfig):
     """vllm on a CPU: memory for the KV cache in GiB, above 0."""
     enforce_eager: bool = False
     """vllm: start faster, without compiled graphs."""
+    engine_kwargs: Any = None
+    """vllm: further arguments of its EngineArgs, such as {max_num_seqs: 512, kv_cache_dtype: fp8}, which win over the
+    package's; null is none. With pipeline_parallel_size a sampler has so many times tensor_parallel_size devices."""
     in_flight: str = choice(checks.InFlight, "wait")
     """Effect of new weights on responses that are being sampled: wait for their end, keep them and go on with the new
     weights, or abort them and start them again. keep and abort need vllm."""
@@ -107,6 +114,11 @@ class InferenceModelConfig(DevicesConfig):
     """Whether the log-probs of engine and learner are compared on a few tokens after each weight sync."""
     check_sync_tolerance: float = limited(0.05, gt=0)
     """Largest mean log-prob mismatch that check_sync accepts, in nats."""
+
+    @property
+    def devices_per_engine(self) -> int:
+        """Devices that share one sampler's weights."""
+        return self.tensor_parallel_size * (self.engine_kwargs or {}).get("pipeline_parallel_size", 1)
 
 
 @dataclass

@@ -26,6 +26,7 @@ _AS_BEFORE = (
     "model.chat_template",
     "train_model.dtype",
     "train_model.lora",
+    "train_model.model_kwargs",
     "inference_model.backend",
     "env.dataset",
     "env.difficulty",

@@ -103,8 +103,8 @@ def check_script(config: GRPOConfig, asynchronous: bool) -> None:
     """
     staleness_bound(config, asynchronous)
     roles = (config.train_model, config.inference_model, config.ref_model)
-    several = any((role.num_devices or len(role.devices or [0])) > 1 for role in roles)
-    if not (asynchronous or several or config.ray.address or config.inference_model.tensor_parallel_size > 1):
+    several = any(role.num_devices not in (None, 1) or len(role.devices or ()) > 1 for role in roles)
+    if not (asynchronous or several or config.ray.address or config.inference_model.devices_per_engine > 1):
         check_one_process(config)
 
 
@@ -153,11 +153,7 @@ def _within(limits: Mapping[str, float]) -> float:
 
 def _validate_data(env: EnvConfig) -> None:
     """That there is one data set, several or a task, and that what is set is read."""
-    if not isinstance(env.chat_template_kwargs, dict | None):
-        raise ConfigError(
-            f"env.chat_template_kwargs={env.chat_template_kwargs} must be arguments by name: for example, "
-            "'env.chat_template_kwargs={enable_thinking: false}'."
-        )
+    _check_arguments("env.chat_template_kwargs", env.chat_template_kwargs, "enable_thinking: false")
     own_task = env.task.get("_target_")
     if len(env.task) > 1 and own_task is None:
         raise ConfigError(f"env.task={env.task} must have _target_: for example, env.task._target_=my_tasks.MyTask.")
@@ -175,6 +171,11 @@ def _validate_data(env: EnvConfig) -> None:
         raise ConfigError("env.datasets=[] must have a data set: for example, [{dataset: gsm8k}].")
     for index, entry in enumerate(env.datasets or []):
         _validate_dataset(entry, f"env.datasets[{index}]")
+
+
+def _check_arguments(name: str, value: Any, example: str) -> None:
+    if not isinstance(value, dict | None):
+        raise ConfigError(f"{name}={value} must be arguments by name: for example, '{name}={{{example}}}'.")
 
 
 def _validate_tests(evaluation: EvaluationConfig) -> None:
@@ -318,6 +319,11 @@ def _validate_models(config: GRPOConfig) -> None:
         )
     for role in ("train_model", "inference_model", "ref_model"):
         number, devices = getattr(config, role).num_devices, getattr(config, role).devices
+        if number not in (None, "all") and not (type(number) is int and number >= 1):
+            raise ConfigError(
+                f"{role}.num_devices={number} must be a whole number of at least 1, or all: for example, "
+                f"{role}.num_devices=2."
+            )
         if number is not None and devices is not None:
             raise ConfigError(
                 f"{role}.num_devices={number} and {role}.devices={list(devices)} exclude each other: give the number "
@@ -334,6 +340,14 @@ def _validate_models(config: GRPOConfig) -> None:
             f"inference_model.stop={stop!s:.200} must be texts that are not empty, of at most {MOST_STOP_BYTES} "
             "bytes together: for example, inference_model.stop=['</answer>']."
         )
+    _check_arguments("inference_model.engine_kwargs", engine.engine_kwargs, "max_num_seqs: 512")
+    stages = (engine.engine_kwargs or {}).get("pipeline_parallel_size", 1)
+    if not isinstance(stages, int) or stages < 1:
+        raise ConfigError(
+            f"inference_model.engine_kwargs.pipeline_parallel_size={stages} must be a whole number of at least 1: "
+            "for example, 2."
+        )
+    _check_arguments("train_model.model_kwargs", config.train_model.model_kwargs, "experts_implementation: grouped_mm")
     kind = ENGINES[engine.backend]
     for name, only, capability in _ENGINE_OPTIONS:
         if getattr(engine, name) != only and not getattr(kind, capability):
@@ -389,6 +403,7 @@ _ENGINE_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("in_flight", "wait", "updates_in_flight"),
     ("tensor_parallel_size", 1, "tensor_parallel"),
     ("stop", [], "stop_strings"),
+    ("engine_kwargs", None, "own_arguments"),
 )
 
 # Keys that are read with some values of another key alone: that key, those values, one of them as it is written.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -106,6 +107,8 @@ class EngineRequest:
         trust_remote_code: whether code from the model's repository may run.
         on_cpu: whether the engine is to run on a CPU.
         colocated: whether it shares its device with the other roles.
+        num_sequences: responses that training samples at a time.
+        folder: of the run, for a log; None is none.
     """
 
     name: str
@@ -117,6 +120,8 @@ class EngineRequest:
     trust_remote_code: bool
     on_cpu: bool
     colocated: bool
+    num_sequences: int
+    folder: Path | None = None
 
 
 class Engine(ABC):

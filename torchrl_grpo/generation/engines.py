@@ -24,6 +24,7 @@ class EngineKind:
         exact: whether its log-probs can be the trainer's to the last bit (``exact``). It has the PyTorch model that it
             samples with as ``model``.
         stop_strings: whether it ends responses at strings (``stop``).
+        own_arguments: whether it takes further arguments of its library (``engine_kwargs``).
         weight_transfers: values of ``weight_transfer`` that it takes.
         step_overhead_s: seconds of each decoding step beside the accelerator's work, as ``torchrl_grpo.plan`` assumes.
     """
@@ -35,6 +36,7 @@ class EngineKind:
     tensor_parallel: bool = False
     exact: bool = False
     stop_strings: bool = True
+    own_arguments: bool = False
     weight_transfers: tuple[str, ...] = get_args(WeightTransfer)
 
 
@@ -50,6 +52,7 @@ ENGINES: dict[str, EngineKind] = {
         concurrent=True,
         updates_in_flight=True,
         tensor_parallel=True,
+        own_arguments=True,
     ),
 }
 """Engines by name; the names are those of ``checks.Backend``."""

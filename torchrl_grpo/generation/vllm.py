@@ -14,6 +14,8 @@ script, since workers are spawned.
 from __future__ import annotations
 
 import gc
+import json
+import logging
 import math
 import os
 import shutil
@@ -22,11 +24,12 @@ import tempfile
 import uuid
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -44,6 +47,7 @@ from torchrl_grpo.generation.base import (
 )
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.generation.vllm_answers import STOP, Answer, watch_for_stops
+from torchrl_grpo.generation.vllm_arguments import check_engine_kwargs
 from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.weights import PlainHandle, WeightHandle, check_weights, expected_weights
 from torchrl_grpo.weights.worker import SharedWeights, unname_queues
@@ -60,6 +64,9 @@ NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
 
 _CPU_BLOCK = 32
 """Tokens of a block of the KV cache on a CPU."""
+
+LOG_FILE = "vllm.log"
+"""Name of the log of vLLM's processes in a run's folder."""
 
 _STATES = ("sampler_state", "numpy_state")
 """Key of ``WeightSyncExtension.sampler_state`` in an engine's ``state_dict``."""
@@ -87,9 +94,29 @@ def require_vllm(*, on_cpu: bool = False) -> None:
         )
 
 
+def _logging_config(log_file: str, shown: str) -> dict[str, Any]:
+    """Python's logging settings for vLLM's processes: all of INFO into a file, and what is ``shown`` to the output."""
+    least = min("INFO", shown, key=logging.getLevelName)
+    line = {"format": "%(levelname)s %(asctime)s process %(process)d [%(name)s:%(lineno)d] %(message)s"}
+    shows = {"class": "logging.StreamHandler", "level": shown, "formatter": "line", "stream": "ext://sys.stdout"}
+    writes = {"class": "logging.FileHandler", "level": least, "formatter": "line", "filename": log_file}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": line},
+        "handlers": {"shows": shows, "writes": writes},
+        "loggers": {"vllm": {"handlers": ["shows", "writes"], "level": least, "propagate": False}},
+    }
+
+
 @contextmanager
-def starting_vllm(device: torch.device | None) -> Iterator[None]:
-    """Sets what vLLM reads while it starts, and afterwards puts back what it changed in this process."""
+def starting_vllm(device: torch.device | None, log_file: str | None = None) -> Iterator[None]:
+    """Sets what vLLM reads while it starts, and afterwards puts back what it changed in this process.
+
+    Args:
+        device: the accelerator that its workers see; None is all that are visible here.
+        log_file: what its processes add their log to; None, or a folder that this machine does not have, is no file.
+    """
     environ, num_threads = dict(os.environ), torch.get_num_threads()
     # At WARNING it reports, with tracebacks, that it has no tokenizer; it is not meant to have one.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -106,6 +133,11 @@ def starting_vllm(device: torch.device | None) -> Iterator[None]:
         with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="v-") as sockets:
             warnings.simplefilter("ignore")
             os.environ["VLLM_RPC_BASE_PATH"] = sockets
+            own = {"VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING_CONFIG_PATH"} & environ.keys()
+            if log_file is not None and Path(log_file).parent.is_dir() and not own:
+                settings = Path(sockets) / "logging.json"
+                settings.write_text(json.dumps(_logging_config(log_file, os.environ["VLLM_LOGGING_LEVEL"].upper())))
+                os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(settings)
             yield
     finally:
         os.environ.clear()
@@ -126,6 +158,10 @@ class VLLMSettings(TypedDict, total=False):
         kv_cache_gib: CPU only: size of the KV cache in GiB; by default 1.
         enforce_eager: do not compile the model: a faster start, and on CUDA slower decoding; by default False.
         trust_remote_code: whether the repository's own code may run; by default False.
+        log_file: what vLLM's processes add their log to, beside the errors that they print; by default nothing.
+        num_sequences: responses that are to be sampled at a time; vLLM's default is at least 256, and by default it
+            stays.
+        engine_kwargs: further arguments of ``vllm.EngineArgs``, which win over all others.
     """
 
     dtype: str
@@ -136,6 +172,9 @@ class VLLMSettings(TypedDict, total=False):
     kv_cache_gib: float
     enforce_eager: bool
     trust_remote_code: bool
+    log_file: str | None
+    num_sequences: int
+    engine_kwargs: Mapping[str, Any]
 
 
 def vllm_settings(request: EngineRequest) -> VLLMSettings:
@@ -150,6 +189,9 @@ def vllm_settings(request: EngineRequest) -> VLLMSettings:
         "kv_cache_gib": options.kv_cache_gib,
         "enforce_eager": options.enforce_eager,
         "trust_remote_code": request.trust_remote_code,
+        "log_file": None if request.folder is None else str(request.folder / LOG_FILE),
+        "num_sequences": request.num_sequences,
+        "engine_kwargs": options.engine_kwargs or {},
     }
 
 
@@ -253,17 +295,26 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
     Raises:
         ValueError: vLLM cannot run this model on this machine.
     """
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.transformers_utils.config import get_config
+    from vllm.usage.usage_lib import UsageContext
 
     arguments: dict[str, Any] = {"dtype": "float32", "gpu_memory_utilization": 0.9, "kv_cache_gib": 1.0, **settings}
+    num_sequences, engine_kwargs = arguments.pop("num_sequences", 0), dict(arguments.pop("engine_kwargs", {}))
+    arguments.pop("log_file", None)
     cache_bytes = int(arguments.pop("kv_cache_gib") * 2**30)
     trust_remote_code = arguments.get("trust_remote_code", False)
     config = get_config(model_path, trust_remote_code=trust_remote_code).get_text_config()
     on_cpu = current_platform.is_cpu()
     check_vllm_model(config, settings, on_cpu=on_cpu)
     if not on_cpu and arguments["dtype"] != "float32":
-        arguments["hf_overrides"] = {"head_dtype": "float32"}  # as the trainer's head; on a CPU it would be too slow
+        # As the trainer's head; on a CPU it would be too slow.
+        engine_kwargs["hf_overrides"] = {"head_dtype": "float32", **engine_kwargs.get("hf_overrides", {})}
+    workers = arguments.get("tensor_parallel_size", 1) * engine_kwargs.get("pipeline_parallel_size", 1)
+    most_tokens, most_sequences = EngineArgs.get_batch_defaults(workers)
+    if num_sequences > most_sequences[UsageContext.LLM_CLASS]:
+        arguments["max_num_seqs"] = min(num_sequences, most_tokens[UsageContext.LLM_CLASS])  # each takes a token a step
     if on_cpu:
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would win over kv_cache_gib
         if arguments.get("enforce_eager"):  # else the worker compiles the ranks of log-probs, with a C++ compiler
@@ -279,6 +330,7 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
         "generation_config": "vllm",  # no sampling defaults from the checkpoint
         "skip_tokenizer_init": True,
         "use_tqdm_on_load": False,
+        **engine_kwargs,
     }
 
 
@@ -419,7 +471,7 @@ class VLLMEngine(VLLMBase):
         self._asleep: list[str] = []  # vLLM's names of what is off the device
         self._latest: WeightHandle | None = None  # of weights that can be read again
         self._device, self._share = device, settings.get("gpu_memory_utilization", 0.9)
-        with starting_vllm(device):
+        with starting_vllm(device, settings.get("log_file")):
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             from vllm import LLM
             from vllm.platforms import current_platform
@@ -438,6 +490,7 @@ class VLLMEngine(VLLMBase):
 
     @classmethod
     def check(cls, request: EngineRequest) -> None:
+        check_engine_kwargs(request.options.engine_kwargs or {})
         check_text_only(request.model_config, request.name)
         check_vllm_model(request.model_config, vllm_settings(request), on_cpu=request.on_cpu)
 

@@ -104,7 +104,7 @@ class AsyncVLLMEngine(VLLMBase):
         self._thread = threading.Thread(target=self._loop.run_forever, name="AsyncVLLMEngine", daemon=True)
         self._thread.start()
         try:
-            with starting_vllm(None):
+            with starting_vllm(None, settings.get("log_file")):
                 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads and must not fork
                 config, arguments = engine_arguments(model_path, settings)
                 # All of vLLM's objects live in the loop's thread. A process that is to die with its parent dies, in
@@ -123,6 +123,7 @@ class AsyncVLLMEngine(VLLMBase):
 
     async def _start(self, arguments: dict[str, Any]) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._admitting, self._idle = asyncio.Event(), asyncio.Event()
@@ -130,7 +131,9 @@ class AsyncVLLMEngine(VLLMBase):
         self._idle.set()
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why nothing can be done any more
         self._llm = AsyncLLM(
-            AsyncEngineArgs(**arguments).create_engine_config(),
+            # Without a context it serves 128 sequences and 2,048 tokens a step on any device; the server's, with
+            # smaller steps for shorter waits, is not for us.
+            AsyncEngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS),
             executor_class=_guarded_executor(),
             log_stats=False,
             log_requests=False,

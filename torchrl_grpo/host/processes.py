@@ -7,6 +7,7 @@ import faulthandler
 import os
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,13 @@ def stack_of(pid: int) -> str:
             command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
             return f"{command:.100}\n{text or f'(no answer in {longest_s:g} s: it is stopped)'}"
     return ""
+
+
+def stacks_of(pids: Sequence[int]) -> str:
+    """Command lines and stacks of processes of ours on this machine, and of all below them; see ``stack_of``."""
+    found = sorted({*pids, *(below for pid in pids for below in descendants(pid))})
+    stacks = ((pid, stack_of(pid)) for pid in found)
+    return "".join(f"\nprocess {pid}, {stack}\n" for pid, stack in stacks if stack)
 
 
 def _ask_kernel(parent: int, number: int) -> None:

@@ -1,7 +1,7 @@
 """A run that stands still: it says where all its processes are, saves, and ends.
 
 ``note`` names what a run does next, and is its sign of progress. Where none comes for too long, a thread writes the
-stacks of the run's processes on this machine into ``stacks.txt`` and raises ``StalledError`` in the main thread.
+stacks of the run's processes into ``stacks.txt`` and raises ``StalledError`` in the main thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from torchrl_grpo.errors import STALLED_STATUS, StalledError
 from torchrl_grpo.host import interrupts
-from torchrl_grpo.host.processes import descendants, stack_of
+from torchrl_grpo.host.processes import descendants, stacks_of
 
 STACKS_FILE = "stacks.txt"
 _LONGEST_END_S = 300.0
@@ -35,6 +35,7 @@ class Watch:
     Attributes:
         where: says where the groups of the batch are, if that is known beyond what was noted.
         pids: further processes of the run on this machine, beside the descendants of this one.
+        elsewhere: says where the processes of the run on other machines are.
 
     Args:
         timeout_s: longest time without progress.
@@ -44,6 +45,7 @@ class Watch:
     def __init__(self, timeout_s: float, folder: Path) -> None:
         self.where: Callable[[], str] = str
         self.pids: Callable[[], list[int]] = list
+        self.elsewhere: Callable[[], str] = str
         self._timeout_s, self._folder = timeout_s, folder
         self._ended = threading.Event()
         self._doing, self._since = "", math.inf  # nothing is late before the first note
@@ -84,13 +86,13 @@ class Watch:
             os._exit(STALLED_STATUS)
 
     def _write_stacks(self, path: Path, why: str) -> None:
-        own, others = os.getpid(), sorted({*descendants(os.getpid()), *self.pids()})
         with path.open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {why}\n\nprocess {own}, the run itself\n")
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {why}\n\nprocess {os.getpid()}, the run itself\n")
             file.flush()
             faulthandler.dump_traceback(file)
-            for pid, stack in ((pid, stack_of(pid)) for pid in others):
-                file.write(f"\nprocess {pid}, {stack}\n" if stack else "")
+            file.write(stacks_of([*descendants(os.getpid()), *self.pids()]))
+            file.flush()
+            file.write(self.elsewhere())
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -87,15 +89,57 @@ def _check_name(name: str) -> None:
     )
 
 
-def load_config(name: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+_ARGUMENTS = ("disable_mmap", "experts_implementation", "key_mapping", "variant")
+_ARGUMENTS_SET_BY = {
+    "attn_implementation": "model.attn_implementation",
+    "dtype": "train_model.dtype",
+    "revision": "model.revision",
+    "torch_dtype": "train_model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+}
+
+
+def check_model_kwargs(arguments: Mapping[str, Any], config: PretrainedConfig) -> None:
+    """Refuse arguments of ``from_pretrained`` that are not the user's to set.
+
+    Args:
+        arguments: by name.
+        config: of the model, whose fields may all be given.
+
+    Raises:
+        ValueError: one of them is refused.
+    """
+    names = sorted({*_ARGUMENTS, *config.to_dict()} - {"quantization_config"})
+    for name, value in arguments.items():
+        given = f"train_model.model_kwargs.{name}={value}"
+        if name in _ARGUMENTS_SET_BY:
+            raise ValueError(f"{given} must be left out, because another key sets it: use {_ARGUMENTS_SET_BY[name]}.")
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {close[0]}?" if close else "leave it out."
+            raise ValueError(
+                f"{given} must be a field of the model's config.json or one of {', '.join(_ARGUMENTS)}: {hint}"
+            )
+
+
+def load_config(
+    name: str, *, trust_remote_code: bool = False, arguments: Mapping[str, Any] | None = None
+) -> PretrainedConfig:
     """The architecture alone, without weights.
+
+    Args:
+        name: folder or hub name.
+        trust_remote_code: whether the repository's own code may run.
+        arguments: of ``from_pretrained``; those that are fields of the config change it.
 
     Raises:
         ValueError: there is no such model, it cannot be reached, or it is no causal language model.
     """
     _check_name(name)
     try:
-        config = AutoConfig.from_pretrained(resolve_name(name), trust_remote_code=trust_remote_code)
+        config, _ = AutoConfig.from_pretrained(
+            resolve_name(name), trust_remote_code=trust_remote_code, return_unused_kwargs=True, **(arguments or {})
+        )
     except (OSError, ValueError) as error:
         raise _unreachable(name, "config", error) from error
     auto_map = getattr(config, "auto_map", None) or {}
@@ -229,15 +273,26 @@ def load_model(
     device: torch.device,
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
+    arguments: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """A causal LM in eval mode (dropout off) on its device; on the meta device it has shapes and no weights.
+
+    Args:
+        name: folder or hub name.
+        dtype: of the weights.
+        device: where the model goes.
+        attn_implementation: as Transformers calls it.
+        trust_remote_code: whether the repository's own code may run.
+        arguments: further ones of ``from_pretrained``.
 
     Raises:
         ValueError: the weights cannot be loaded, or are not all there and finite.
     """
+    arguments = arguments or {}
     if device.type == "meta":
-        config = load_config(name, trust_remote_code=trust_remote_code)
-        return _shapes(config, attn_implementation, trust_remote_code, dtype=dtype).eval()
+        config = load_config(name, trust_remote_code=trust_remote_code, arguments=arguments)
+        options = {key: value for key, value in arguments.items() if key == "experts_implementation"}
+        return _shapes(config, attn_implementation, trust_remote_code, dtype=dtype, **options).eval()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             resolve_name(name),
@@ -247,6 +302,7 @@ def load_model(
             use_safetensors=True,  # the other kind is pickled
             ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
+            **arguments,
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise _unreachable(name, "weights", error) from error
@@ -276,15 +332,23 @@ class CheckpointModel:
         name: folder or hub name.
         dtype: of the weights.
         trust_remote_code: whether the repository's own code may run.
+        arguments: further ones of ``from_pretrained``.
     """
 
     name: str
     dtype: torch.dtype
     trust_remote_code: bool = False
+    arguments: Mapping[str, Any] | None = None
 
     def __call__(self) -> PreTrainedModel:
         cpu = torch.device("cpu")
-        return load_model(self.name, dtype=self.dtype, device=cpu, trust_remote_code=self.trust_remote_code)
+        return load_model(
+            self.name,
+            dtype=self.dtype,
+            device=cpu,
+            trust_remote_code=self.trust_remote_code,
+            arguments=self.arguments,
+        )
 
 
 def shape_of(model: Any) -> Shape:

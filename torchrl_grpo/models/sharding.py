@@ -141,14 +141,17 @@ def shard_model(
     mixed = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32 if param_dtype else None)
     offload = CPUOffloadPolicy() if cpu_offload and mesh.device_type != "cpu" else OffloadPolicy()
     layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
-    tensors = dict(_tensors(model)) if dist.get_rank() == 0 else {}
+    # Aliases of the CPU's memory: fully_shard moves the Parameters themselves to the device, each until its last user
+    # is gone.
+    filled = mesh["tensor"].size() == 1
+    tensors = {name: tensor.detach() for name, tensor in _tensors(model)} if filled and dist.get_rank() == 0 else {}
     for module in [*layers, base]:
         sharded = fully_shard(module, mesh=mesh["shard"], mp_policy=mixed, offload_policy=offload)
         sharded.set_gradient_divide_factor(1.0)  # a sum: the loss is normalized over the batch of all ranks
         sharded.set_force_sum_reduction_for_comms(True)  # the factor alone would ask for an operation gloo lacks
     base.call_gathered = lambda function, *args: function(*args)
     register_fsdp_forward_method(base, "call_gathered")
-    if mesh["tensor"].size() == 1:
+    if filled:
         _fill(model, tensors, torch.device("cpu" if cpu_offload else mesh.device_type), mesh)
     checked = [getattr(base, "unpacked_because", None)]  # by rank 0's TokenScorer: on the meta device it saw nothing
     dist.broadcast_object_list(checked, 0, device=torch.device(mesh.device_type))

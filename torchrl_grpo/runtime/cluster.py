@@ -26,13 +26,15 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torchrl._utils import logger as torchrl_logger
 
 from torchrl_grpo.host import interrupts
-from torchrl_grpo.host.processes import descendants
+from torchrl_grpo.host.processes import descendants, stacks_of
 from torchrl_grpo.host.startup import actor_environment
 from torchrl_grpo.runtime.placement import DevicePlan
 
 _LONGEST_END_S = 10.0
+_LONGEST_STACKS_S = 30.0
 _TICK_S = 0.1
 _CRASHES = [-number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)]
 _SIOCGIFADDR = 0x8915  # Linux's question for an interface's address
@@ -77,38 +79,59 @@ def require_ray() -> None:
         )
 
 
-def seats(plan: DevicePlan, node_cpus: Sequence[float]) -> tuple[list[dict[str, float]], dict[str, list[Seat]]]:
+def seats(
+    plan: DevicePlan, node_cpus: Sequence[float], tensor_parallel_size: int = 1
+) -> tuple[list[dict[str, float]], dict[str, list[Seat]]]:
     """Bundles for a plan, and who sits where.
 
-    A tensor-parallel engine is one bundle, which is never spread over machines. CPUs are only tokens for Ray's
+    An engine is one bundle, which is never spread over machines, and so are the training ranks that compute each layer
+    together. CPUs are only tokens for Ray's
     scheduler: one for a device or, where there are fewer, as much less as makes all processes fit.
 
     Args:
         plan: which role runs where.
         node_cpus: CPUs of each machine.
+        tensor_parallel_size: training ranks that compute each layer together.
 
     Returns:
         the bundles, as resources and amounts, and for each role its processes' seats in the plan's order.
     """
-    processes: list[tuple[str, tuple[torch.device, ...]]] = [("train", (device,)) for device in plan.train]
-    processes += [("inference", devices) for devices in plan.inference]
-    processes += [("reference", (device,)) for device in plan.reference]
-    share = _cpu_share([len(devices) for _, devices in processes], node_cpus)
+    ranks: list[tuple[str, tuple[torch.device, ...]]] = [("train", (device,)) for device in plan.train]
+    starts = range(0, len(ranks), tensor_parallel_size)
+    together = [ranks[start : start + tensor_parallel_size] for start in starts]
+    together += [[("inference", devices)] for devices in plan.inference]
+    together += [[("reference", (device,))] for device in plan.reference]
+    share = _cpu_share([sum(len(devices) for _, devices in members) for members in together], node_cpus)
     bundles: list[dict[str, float]] = []
-    of_devices: dict[tuple[torch.device, ...], int] = {}
+    of_device: dict[torch.device, int] = {}
     taken: dict[str, list[Seat]] = {"train": [], "inference": [], "reference": []}
-    for role, devices in processes:
-        cuda = devices[0].type == "cuda"
-        index = of_devices.get(devices, len(bundles)) if cuda else len(bundles)
+    for members in together:
+        all_devices = [device for _, devices in members for device in devices]
+        cuda = all_devices[0].type == "cuda"
+        index = of_device.get(all_devices[0], len(bundles)) if cuda else len(bundles)
         if index == len(bundles):
-            bundles.append({"CPU": 0.0} | ({"GPU": float(len(devices))} if cuda else {}))
-            of_devices[devices] = index
-        cpus = len(devices) * share
-        bundles[index]["CPU"] += cpus
-        sharers = sum(other == devices for _, other in processes)
-        gpus = len(devices) if sharers == 1 else int(10_000 / sharers) / 10_000  # Ray counts in 10,000ths
-        taken[role].append(Seat(index, devices, cpus, gpus if cuda else 0))
+            bundles.append({"CPU": 0.0} | ({"GPU": float(len(all_devices))} if cuda else {}))
+            of_device |= dict.fromkeys(all_devices, index)
+        for role, devices in members:
+            cpus = len(devices) * share
+            bundles[index]["CPU"] += cpus
+            sharers = sum(other == devices for some in together for _, other in some)
+            gpus = len(devices) if sharers == 1 else int(10_000 / sharers) / 10_000  # Ray counts in 10,000ths
+            taken[role].append(Seat(index, devices, cpus, gpus if cuda else 0))
     return bundles, taken
+
+
+def by_machine(ranks: Sequence[Seat], machines: Sequence[str]) -> list[Seat]:
+    """Return the seats of the training ranks, those on one machine one after the other, beginning with rank 0's.
+
+    So a collective operation between neighbors crosses from one machine to another as rarely as it can.
+
+    Args:
+        ranks: in the plan's order.
+        machines: of each bundle.
+    """
+    met = list(dict.fromkeys(machines[seat.bundle] for seat in ranks))
+    return sorted(ranks, key=lambda seat: (met.index(machines[seat.bundle]), seat.bundle))
 
 
 def _cpu_share(widths: Sequence[int], node_cpus: Sequence[float]) -> float:
@@ -135,6 +158,7 @@ class Cluster:
         self.address = address
         self._folder_lock = folder_lock
         self._group: Any = None
+        self._machines: set[str] = set()  # of the run, by Ray's id
         self._closed = False
 
     def watch(self, what_to_say: Callable[[], str]) -> None:
@@ -173,38 +197,51 @@ class Cluster:
 
         return [torch.device("cuda", index) for index in range(int(ray.cluster_resources().get("GPU", 0)))]
 
-    def place(self, plan: DevicePlan, *, timeout_s: float = 120.0) -> dict[str, list[dict[str, Any]]]:
+    def place(
+        self, plan: DevicePlan, *, tensor_parallel_size: int = 1, timeout_s: float = 120.0
+    ) -> dict[str, list[dict[str, Any]]]:
         """Reserves what a plan needs. To be called once.
 
         Args:
             plan: which role runs where.
+            tensor_parallel_size: training ranks that compute each layer together, on one machine.
             timeout_s: how long to wait for the resources, which others may still hold.
 
         Returns:
             for each role, the keyword arguments of ``ActorClass.options`` for each of its processes, in the plan's
-            order. A process on CUDA sees its own devices only: the first is ``cuda:0`` there, whatever the plan calls
-            it.
+            order, but that the training ranks of a machine follow each other. A process on CUDA sees its own devices
+            only: the first is ``cuda:0`` there, whatever the plan calls it.
 
         Raises:
-            ValueError: the resources were not free in time; the message says which, and how much is missing.
+            ValueError: the resources were not free in time; the message says which, and how much is missing. Or no
+                machine has the accelerators of ``tensor_parallel_size`` ranks.
         """
         import ray
-        from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         cpus = [node.get("CPU", 0.0) for node in nodes]
-        bundles, taken = seats(plan, cpus)
+        place = f"the Ray cluster at {self.address}" if self.address else "this machine"
+        most = int(max(node.get("GPU", 0) for node in nodes))
+        if 0 < most < tensor_parallel_size:
+            raise ValueError(
+                f"train_model.tensor_parallel_size={tensor_parallel_size} must be at most the GPUs of one machine, and "
+                f"no machine of {place} has more than {most}: use {most}, or leave it out and shard over all devices."
+            )
+        bundles, taken = seats(plan, cpus, tensor_parallel_size)
         group = self._group = placement_group(bundles, strategy="PACK")
         if not group.wait(timeout_s):
             missing = _missing(bundles, nodes, ray.available_resources())
             remove_placement_group(group)
             self._group = None
-            place = f"the Ray cluster at {self.address}" if self.address else "this machine"
             raise ValueError(
                 f"the device plan's processes must find room on {place} within {timeout_s:g} s, but {missing}: lower "
                 "num_devices, or wait for others to finish."
             )
+        table: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+        machines = [table[index] for index in range(len(bundles))]
+        taken["train"], self._machines = by_machine(taken["train"], machines), set(machines)
         # Ray gives a process one thread; the CPUs there are, shared out, are what torch would use in one process.
         threads = max(1, int(sum(cpus) // sum(len(seat.devices) for role in taken.values() for seat in role)))
 
@@ -219,6 +256,60 @@ class Cluster:
             }
 
         return {role: [options(seat) for seat in places] for role, places in taken.items()}
+
+    def check_object_store(self, wanted: int) -> None:
+        """Check that weights fit into Ray's object store on each machine of the run; to be called after ``place``.
+
+        Args:
+            wanted: bytes of all versions that are there at a time.
+
+        Raises:
+            ValueError: they do not.
+        """
+        import ray
+
+        stores = [
+            (node["Resources"].get("object_store_memory", 0.0), node["NodeManagerHostname"])
+            for node in ray.nodes()
+            if node["NodeID"] in self._machines
+        ]
+        there, machine = min(stores)
+        if wanted > there:
+            how = f"start Ray there with --object-store-memory={wanted}" if self.address else "use a machine with more"
+            raise ValueError(
+                f"inference_model.weight_transfer=object_store needs {wanted / 1e9:.1f} GB of Ray's object store for "
+                f"two versions of the weights, and it has {there / 1e9:.1f} GB on {machine}: use "
+                "inference_model.weight_transfer=broadcast or inference_model.dtype=bfloat16, start a container with "
+                f"--ipc host, which gives it the machine's /dev/shm, or {how}."
+            )
+
+    def stacks(self, pids: Sequence[int]) -> str:
+        """Return where processes of the run on other machines than this one are, as far as they answer.
+
+        Args:
+            pids: processes of the run, on any machine; those below them count too.
+        """
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        here = ray.get_runtime_context().get_node_id()
+        others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] in self._machines - {here}]
+        ask = ray.remote(num_cpus=0, max_retries=0)(stacks_of)
+        asked = {
+            ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
+                list(pids)
+            ): node["NodeManagerHostname"]
+            for node in others
+        }
+        done = set(ray.wait([*asked], num_returns=len(asked), timeout=_LONGEST_STACKS_S)[0]) if asked else set()
+        texts = []
+        for answer, machine in asked.items():
+            try:
+                text = ray.get(answer) if answer in done else f"\n(no answer in {_LONGEST_STACKS_S:g} s)\n"
+            except ray.exceptions.RayError as error:
+                text = f"\n(no answer: {type(error).__name__})\n"
+            texts.append(f"\non {machine}\n{text}")
+        return "".join(texts)
 
     def shutdown(self) -> None:
         """Ends the run's actors and gives back what was reserved; also the cluster, if it was started here. May be
@@ -305,6 +396,8 @@ def _start_here(folder: str) -> None:
 
     options: dict[str, Any] = {"include_dashboard": False, "logging_level": "error", "_temp_dir": folder}
     options["_system_config"] = {"prestart_worker_first_driver": False}
+    if sys.platform == "linux":
+        options["object_store_memory"] = _object_store_memory()
     usual = ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen, Node.start_monitor, Node.start_api_server
     ray_constants.ENABLE_RAY_CLUSTER = False
     if sys.platform == "linux":  # elsewhere Ray itself ends them by their group
@@ -320,6 +413,23 @@ def _start_here(folder: str) -> None:
                     raise
     finally:
         ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen, Node.start_monitor, Node.start_api_server = usual
+
+
+def _object_store_memory() -> int:
+    """Return the bytes of the object store of a Ray of our own: it has the weights, of which Ray knows nothing.
+
+    Ray itself takes 30% of the free memory, and at most 200 GB. Memory is taken as it is used.
+    """
+    from ray._private import utils
+
+    memory, shared = utils.estimate_available_memory(), utils.get_shared_memory_bytes()
+    usual: int = utils.resolve_object_store_memory(memory)
+    if shared < usual:  # Ray's own warning is not shown
+        torchrl_logger.warning(
+            f"/dev/shm has {shared / 1e9:.1f} GB, and Ray's object store is {usual / 1e9:.1f} GB: it lies in files on "
+            "disk, which is slow. Start a container with --ipc host, or with a larger --shm-size."
+        )
+    return max(usual, min(int(0.95 * shared), memory // 2))
 
 
 def interface_of(address: str) -> str | None:

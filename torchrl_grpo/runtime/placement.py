@@ -2,13 +2,14 @@
 
 On a machine without accelerators a device is a process, and there is no limit to them. With one accelerator the roles
 take turns on it (colocated). With more, each role gets its own; if only the reference model is left without one, and
-nobody asked for one, it shares the trained model's.
+nobody asked for one, it shares the trained model's. One role may ask for all that the others leave.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -18,9 +19,9 @@ _FIELDS = {"train": "train_model", "inference": "inference_model", "reference": 
 
 @dataclass(frozen=True)
 class RoleRequest:
-    """Request for one role: a number, or indices of accelerators, or neither."""
+    """Request for one role: a number, all that the other roles leave, or indices of accelerators, or neither."""
 
-    num_devices: int | None = None
+    num_devices: int | Literal["all"] | None = None
     devices: Sequence[int] | None = None
 
 
@@ -30,7 +31,7 @@ class DevicePlan:
 
     Attributes:
         train: the trained model's devices, one for each rank of the learner.
-        inference: the engines, each with its devices: as many as ``tensor_parallel_size``.
+        inference: the engines, each with its devices: as many as ``engine_devices``.
         reference: the reference model's devices, each with a whole copy; empty when there is no such model.
         colocated: whether the engine shares its accelerator, and must give its memory back while the others work.
     """
@@ -70,7 +71,7 @@ def plan_devices(
     accelerators: Sequence[torch.device],
     *,
     needs_reference: bool,
-    tensor_parallel_size: int = 1,
+    engine_devices: int = 1,
     cluster: str | None = None,
 ) -> DevicePlan:
     """Places the roles.
@@ -79,24 +80,26 @@ def plan_devices(
         requests: what was asked for each role of ``ROLES``; the reference model's request counts only if it is needed.
         accelerators: those of the machine or of the cluster, empty if it has CPUs only.
         needs_reference: whether there is a separate reference model.
-        tensor_parallel_size: devices of one engine.
+        engine_devices: devices of one engine.
         cluster: address of the Ray cluster that the accelerators belong to, None for this machine. Ray decides which
             of its accelerators a process gets, so in the plan of a cluster the indices only tell them apart.
 
     Raises:
         ValueError: more devices than there are, an index that does not exist or that names a cluster's accelerator,
-            overlapping devices, or a number of the engine's devices that is no multiple of ``tensor_parallel_size``.
+            overlapping devices, a number of the engine's devices that is no multiple of ``engine_devices``, or all
+            devices for two roles, or where there are none.
     """
     where = "this machine" if cluster is None else f"the Ray cluster at {cluster}"
     roles = [role for role in ROLES if role != "reference" or needs_reference]
-    counts = {role: _count(role, requests[role], tensor_parallel_size) for role in roles}
+    requests = _numbered(requests, roles, len(accelerators), engine_devices, where)
+    counts = {role: _count(role, requests[role], engine_devices) for role in roles}
     for role in roles:
         _check_indices(role, requests[role], len(accelerators), cluster)
     if not accelerators:
         placed = {role: [torch.device("cpu")] * counts[role] for role in roles}
     else:
         placed = _place(requests, counts, accelerators, where)
-    engine, size = placed["inference"], tensor_parallel_size
+    engine, size = placed["inference"], engine_devices
     others = {device for role in roles if role != "inference" for device in placed[role]}
     return DevicePlan(
         train=tuple(placed["train"]),
@@ -106,20 +109,57 @@ def plan_devices(
     )
 
 
+def num_unused(plan: DevicePlan, accelerators: Sequence[torch.device]) -> int:
+    """Return how many of the accelerators no role of a plan has."""
+    return len(set(accelerators).difference(plan.train, plan.reference, *plan.inference))
+
+
+def _numbered(
+    requests: Mapping[str, RoleRequest], roles: Sequence[str], total: int, engine_devices: int, where: str
+) -> Mapping[str, RoleRequest]:
+    """The requests with a number in place of ``all``."""
+    greedy = [role for role in roles if requests[role].num_devices == "all"]
+    if not greedy:
+        return requests
+    [role, *more] = greedy
+    asked = f"{_FIELDS[role]}.num_devices=all"
+    if more:
+        raise ValueError(
+            f"{asked} and {_FIELDS[more[0]]}.num_devices=all exclude each other: give one of them a number."
+        )
+    if total == 0:
+        raise ValueError(
+            f"{asked} needs accelerators, and {where} has none, where a device is a process: use "
+            f"{_FIELDS[role]}.num_devices=1."
+        )
+    group = engine_devices if role == "inference" else 1
+    left = total - sum(_count(other, requests[other], engine_devices) for other in roles if other != role)
+    if left < group and role != "reference" and "reference" in roles and requests["reference"] == RoleRequest():
+        left += 1  # it shares the trained model's
+    left = 1 if total == 1 else left // group * group
+    if left < 1:
+        raise ValueError(
+            f"{asked} must leave a role {group} or more of the {total} accelerators of {where}: give the others fewer."
+        )
+    return {**requests, role: replace(requests[role], num_devices=left)}
+
+
 def _asked(role: str, request: RoleRequest, count: int) -> str:
     """The config override that stands for a request."""
     devices = request.devices
     return f"{_FIELDS[role]}." + (f"devices={list(devices)}" if devices is not None else f"num_devices={count}")
 
 
-def _count(role: str, request: RoleRequest, tensor_parallel_size: int) -> int:
-    """How many devices a role gets."""
-    group = tensor_parallel_size if role == "inference" else 1
+def _count(role: str, request: RoleRequest, engine_devices: int) -> int:
+    """How many devices a role gets; ``all`` is a number by now."""
+    group = engine_devices if role == "inference" else 1
+    assert request.num_devices != "all"
     count = request.num_devices or group if request.devices is None else len(request.devices)
     if count % group:
         raise ValueError(
-            f"{_asked(role, request, count)} must be a multiple of inference_model.tensor_parallel_size={group}: "
-            f"use {-(-count // group) * group} devices, or a tensor_parallel_size that divides {count}."
+            f"{_asked(role, request, count)} must be a multiple of the {group} devices of an engine "
+            f"(inference_model.tensor_parallel_size): use {-(-count // group) * group} devices, or a "
+            f"tensor_parallel_size that divides {count}."
         )
     return count
 

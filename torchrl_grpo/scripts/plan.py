@@ -113,7 +113,7 @@ def settings_of(config: GRPOConfig, asked: argparse.Namespace) -> Settings:
         gpu=GPUS[asked.gpu],
         work=work,
         max_staleness=staleness_bound(config, True),
-        engine_size=engine.tensor_parallel_size,
+        engine_size=engine.devices_per_engine,
         waits=engine.in_flight == "wait",
         rows=env.num_envs,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data import Composite, Unbounded
@@ -15,10 +16,10 @@ from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import forward_memory
-from torchrl_grpo.models.packing import has, micro_batches, pad, pass_tokens
+from torchrl_grpo.models.packing import has, pad, pass_tokens, rank_micro_batches
 from torchrl_grpo.models.prefix import shared_prompts
 from torchrl_grpo.models.scoring import TokenScorer, autocast
-from torchrl_grpo.models.sharding import compute_device
+from torchrl_grpo.models.sharding import compute_device, mesh_of
 from torchrl_grpo.transforms.ragged import flatten, set_rows
 from torchrl_grpo.weights import load_weights
 
@@ -90,6 +91,8 @@ class KLScoring(Transform):
     def log_probs(self, tokens: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
         """Reference log-probs of right-padded sequences.
 
+        The ranks of a sharded model share the sequences out as they do in a training step, and each gets all log-probs.
+
         Args:
             tokens: [B, T] int64.
             mask: [B, T] bool, the tokens to score.
@@ -105,7 +108,12 @@ class KLScoring(Transform):
         out = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         packs = self.scorer.packs(tokens.shape[1])
         prompts = shared_prompts(tokens, mask) if packs else None
-        for index in micro_batches(lengths, self.max_tokens, prompts):
+        mesh = mesh_of(self.scorer.model)
+        rank, world_size = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+        for index in rank_micro_batches(lengths, self.max_tokens, rank, world_size, prompts):
+            if not len(index):  # the others' passes are collective: a row of which nothing is scored
+                self.scorer.score(tokens[:1, :2].to(device), torch.zeros_like(mask[:1, :2]).to(device))
+                continue
             width = int(lengths[index].max())
             try:
                 with autocast(device, self.autocast_dtype):
@@ -114,7 +122,11 @@ class KLScoring(Transform):
                 computed = pass_tokens(lengths[index].tolist(), prompts and [prompts[row] for row in index.tolist()])
                 raise self._memory_short(error, computed, mask[index]) from error
             out[index, :width] = scores.to(tokens.device, torch.float32)
-        return out
+        if mesh is None:
+            return out
+        whole = out.to(device)
+        dist.all_reduce(whole, group=mesh.get_group())  # the other ranks' rows are 0 here, so nothing is rounded
+        return whole.to(tokens.device)
 
     def _memory_short(self, error: BaseException, tokens: int, mask: Tensor) -> MemoryShortError:
         """Return the out-of-memory message of a pass of so many tokens, with what each knob would save here."""

@@ -61,7 +61,7 @@ def read(path: Path) -> Settings:
 def _folded(values: Mapping[str, Any], table: Table) -> dict[str, Any]:
     """The settings with arguments of functions together, where they are one key here."""
     folded = dict(values)
-    for key in (key for key in table.rows if key.endswith("_kwargs")):
+    for key in (key for key in table.rows if key.endswith(("_kwargs", "_kwargs.vllm"))):
         own = (name for name in values if name not in table.rows and table.ignores(name) is None)
         inner = {name.removeprefix(f"{key}."): folded.pop(name) for name in own if name.startswith(f"{key}.")}
         if inner:

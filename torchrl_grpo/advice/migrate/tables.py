@@ -167,6 +167,7 @@ BASE: dict[str, Any] = {
     "inference_model.stop": [],
     "inference_model.gpu_memory_utilization": None,
     "inference_model.enforce_eager": False,
+    "inference_model.engine_kwargs": None,
     "inference_model.num_devices": None,
     "inference_model.tensor_parallel_size": 1,
     "train_model.num_devices": None,

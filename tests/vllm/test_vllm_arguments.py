@@ -1,0 +1,83 @@
+"""vLLM's own arguments: which the engines are started with, and which a config may give."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchrl_grpo.generation.vllm as vllm_module
+from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.vllm import VLLMEngine, engine_arguments
+from torchrl_grpo.generation.vllm_arguments import argument_names, check_engine_kwargs
+from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
+from torchrl_grpo.starter import starter_path
+
+pytestmark = pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
+PROMPT = torch.tensor([5, 6, 7])
+PARAMS = SamplingParams(max_new_tokens=4)
+
+
+def test_the_arguments_read_from_the_source_are_vllms_own() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    assert argument_names() == tuple(field.name for field in dataclasses.fields(EngineArgs))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "max_num_sequences",
+            r"engine_kwargs\.max_num_sequences=1 must be an argument of .*: did you mean max_num_seqs\?",
+        ),
+        ("qqq", r"engine_kwargs\.qqq=1 must be an argument of .*: see vLLM's documentation"),
+        ("dtype", r"engine_kwargs\.dtype=1 must be left out, .* use inference_model\.dtype\."),
+        ("data_parallel_size", r"must be left out, because another key sets it: use inference_model\.num_devices\."),
+        ("logprobs_mode", r"engine_kwargs\.logprobs_mode=1 must be left out: exact log-probs"),
+    ],
+)
+def test_an_argument_that_is_not_the_users_is_refused_by_name(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_engine_kwargs({"max_num_seqs": 4, name: 1})
+
+
+def test_own_arguments_win_and_reach_the_engine() -> None:
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 512}
+    with VLLMEngine(
+        str(starter_path()), max_model_len=128, enforce_eager=True, kv_cache_gib=0.1, num_sequences=300,
+        engine_kwargs=settings,
+    ) as engine:  # fmt: skip
+        scheduler = engine._llm.llm_engine.vllm_config.scheduler_config  # type: ignore[attr-defined]
+        assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (4, 512)
+        [group] = engine.generate([PROMPT], 8, PARAMS)
+        assert [len(completion.tokens) for completion in group] == [4] * 8
+
+
+def test_an_asynchronous_engine_serves_as_many_at_a_time_as_are_sampled(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "vllm.log"
+    with AsyncVLLMEngine(
+        str(starter_path()),
+        max_model_len=128,
+        enforce_eager=True,
+        kv_cache_gib=0.1,
+        num_sequences=300,
+        log_file=str(log),
+    ) as engine:
+        scheduler = engine._llm.vllm_config.scheduler_config  # type: ignore[attr-defined]
+        # vLLM's own for many requests at a time are 256 and 4,096 on a CPU; without a context they are 128 and 2,048.
+        assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (300, 4096)
+        assert len(engine.generate([PROMPT], 8, PARAMS)[0]) == 8
+    lines = log.read_text().splitlines()
+    assert len({line.split()[4] for line in lines if line.startswith("INFO ")}) == 3  # engine, scheduler, worker
+    assert "INFO" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(("num_sequences", "given"), [(256, None), (257, 257), (10_000, 4096)])
+def test_the_number_of_sequences_is_raised_and_never_lowered(num_sequences: int, given: int | None) -> None:
+    _, arguments = engine_arguments(str(starter_path()), {"num_sequences": num_sequences, "enforce_eager": True})
+    assert arguments.get("max_num_seqs") == given

@@ -1,0 +1,72 @@
+"""``inference_model.engine_kwargs``: which of vLLM's arguments a config may give, told without importing vLLM."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+_SET_BY = {
+    "model": "model.name",
+    "tokenizer": "model.name",
+    "revision": "model.revision",
+    "trust_remote_code": "model.trust_remote_code",
+    "seed": "seed",
+    "dtype": "inference_model.dtype",
+    "max_model_len": "inference_model.max_model_len",
+    "tensor_parallel_size": "inference_model.tensor_parallel_size",
+    "gpu_memory_utilization": "inference_model.gpu_memory_utilization",
+    "enforce_eager": "inference_model.enforce_eager",
+    "data_parallel_size": "inference_model.num_devices",
+}
+"""Keys of the config that set an argument."""
+
+_OURS = (
+    "distributed_executor_backend",
+    "enable_sleep_mode",
+    "generation_config",
+    "logprobs_mode",
+    "skip_tokenizer_init",
+    "worker_extension_cls",
+)
+"""Arguments that log-probs and weight updates depend on."""
+
+
+def check_engine_kwargs(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments that vLLM does not have, and those that are not the user's to set.
+
+    Args:
+        arguments: of ``vllm.EngineArgs``, by name.
+
+    Raises:
+        ValueError: one of them is refused.
+    """
+    for name, value in arguments.items():
+        given = f"inference_model.engine_kwargs.{name}={value}"
+        if name in _SET_BY:
+            raise ValueError(f"{given} must be left out, because another key sets it: use {_SET_BY[name]}.")
+        if name in _OURS:
+            raise ValueError(
+                f"{given} must be left out: exact log-probs and weight updates need the package's own value."
+            )
+        if name not in argument_names():
+            close = difflib.get_close_matches(name, argument_names(), 1)
+            hint = f"did you mean {close[0]}?" if close else "see vLLM's documentation of its engine arguments."
+            raise ValueError(f"{given} must be an argument of the installed vLLM's EngineArgs: {hint}")
+
+
+@cache
+def argument_names() -> tuple[str, ...]:
+    """Return the fields of ``vllm.EngineArgs``, read from the installed source: importing vLLM takes many seconds."""
+    spec = find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+            fields = (item.target for item in node.body if isinstance(item, ast.AnnAssign))
+            return tuple(target.id for target in fields if isinstance(target, ast.Name))
+    raise AssertionError("vllm/engine/arg_utils.py has no class EngineArgs")

@@ -14,9 +14,12 @@ from tests.support.families import make_family
 from tests.support.models import make_lora, make_tiny_model
 from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
+from torchrl_grpo.learner import step
 from torchrl_grpo.models import loading, prefix, scoring
 from torchrl_grpo.models.prefix import packed, padded, shared_prompts
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
+from torchrl_grpo.transforms import kl_scoring
+from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 ENDS = (12, 9, 6, 7, 15, 8, 0, 11)
 PROMPTS = (5, 5, 5, 5, 3, 3, 3, 7)
@@ -263,11 +266,28 @@ def test_packing_leaves_a_models_own_forward_and_config_as_they_are() -> None:
 
 
 def test_reference_and_proximal_scoring_compute_a_prompt_once() -> None:
-    from torchrl_grpo.transforms.kl_scoring import KLScoring
-
     model, seen = make_tiny_model(), []
     scoring_ = KLScoring(TokenScorer(model))
     model.model.layers[0].mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
     batch = make_batch(repeats=4)
     scoring_(batch.exclude(keys.REF_LOG_PROBS))
     assert seen == [sum((9, 14, 6, 11, 8, 12, 7, 10)) - 8 - 6 * 3]
+
+
+def test_a_step_and_scoring_lay_out_all_passes_before_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, events = make_tiny_model(), []
+    trainer, scoring_ = make_trainer(model, micro_batch_tokens=30), KLScoring(TokenScorer(model), max_tokens=30)
+    model.model.register_forward_pre_hook(lambda *_: events.append("pass"))
+
+    def noted(module: Any, name: str) -> None:
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given: (events.append(name), function(*given))[1])
+
+    noted(scoring, "packed")
+    for module in (prefix, step, kl_scoring):
+        noted(module, "shared_prompts")
+    trainer.train_step(make_batch(repeats=4))
+    assert events == ["shared_prompts", *["packed"] * 3, *["pass"] * 3]
+    events.clear()
+    scoring_(make_batch(repeats=4).exclude(keys.REF_LOG_PROBS))
+    assert events == ["shared_prompts", *["packed"] * 3, *["pass"] * 3]

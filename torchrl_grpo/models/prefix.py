@@ -5,6 +5,8 @@ others are their responses alone, at the positions that they have in their seque
 know; attention does, and is therefore registered in Hugging Face's interface, in the place of ``sdpa``. A model gets
 the layout as an argument of its forward and hands it to its attention. Without one, ``sdpa`` is what it was.
 
+A layout is made on the CPU, because its sizes depend on values, and sent to the model's device as a whole.
+
 Shape suffixes: B sequences, T tokens, N tokens of a row, S scored tokens.
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,11 +29,17 @@ Prompt = tuple[int, int]
 _sdpa = AttentionInterface()["sdpa"]
 
 
-@dataclass(frozen=True)
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on a device, without waiting until it is there."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Inputs of a model, and positions of the scored tokens' predictions in its output.
 
     Args:
+        source: the tokens and the mask that it is the layout of, [B, T] each.
         tokens: [1, N] of sequences without padding, or [B, T - 1] of padded ones.
         predictors: [S] int64, the flat index in ``tokens`` of the token that each scored one is predicted from.
         targets: [S] int64, the scored tokens.
@@ -40,12 +48,20 @@ class Layout:
         groups: for each prompt its length, that of the first sequence, and those of the other responses.
     """
 
+    source: tuple[Tensor, Tensor]
     tokens: Tensor
     predictors: Tensor
     targets: Tensor
     places: Tensor
     positions: Tensor | None = None
     groups: tuple[tuple[int, ...], ...] = ()
+
+    def to(self, device: torch.device) -> Layout:
+        """Return the layout on a device, without waiting until it is there; ``source`` stays where it is."""
+        if self.tokens.device == device:
+            return self
+        there = {name: send(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **there)
 
     def model_inputs(self) -> dict[str, Any]:
         """The arguments of a model's forward."""
@@ -73,13 +89,13 @@ class Layout:
             for i, own in enumerate(parts):
                 places += [shared] * bool(i) + [torch.arange(start, start + own)]
                 start += own
-        return torch.cat(places).to(self.tokens.device)
+        return send(torch.cat(places), self.tokens.device)
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
         """Where the queries and the keys of each sequence begin and end, int32, as ``varlen_attn`` takes them."""
-        device = self.tokens.device
-        queries, keys = (torch.tensor([0, *part]).cumsum(0).to(device, torch.int32) for part in self.lengths)
+        bounds = (torch.tensor([0, *part]).cumsum(0, dtype=torch.int32) for part in self.lengths)
+        queries, keys = (send(part, self.tokens.device) for part in bounds)
         return queries, keys
 
 
@@ -98,25 +114,31 @@ def shared_prompts(tokens_BT: Tensor, mask_BT: Tensor) -> list[Prompt]:
 
 def padded(tokens_BT: Tensor, mask_BT: Tensor) -> Layout:
     """The layout of sequences that are padded on the right; see ``packed``."""
+    source = tokens_BT, mask_BT
+    tokens_BT, mask_BT = tokens_BT.cpu(), mask_BT.cpu()
     width = tokens_BT.shape[1] - 1
     predictors = mask_BT[:, 1:].flatten().nonzero().squeeze(-1)
     targets = tokens_BT[:, 1:].flatten().index_select(0, predictors)
-    return Layout(tokens_BT[:, :-1], predictors, targets, predictors + predictors // max(width, 1) + 1)
+    return Layout(source, tokens_BT[:, :-1], predictors, targets, predictors + predictors // max(width, 1) + 1)
 
 
-def packed(tokens_BT: Tensor, mask_BT: Tensor) -> Layout:
+def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None = None) -> Layout:
     """The layout without padding and with one copy of each prompt; tokens after the last scored one are left out.
 
     Args:
         tokens_BT: int64, padding on the right.
         mask_BT: bool, the tokens to score.
+        prompts: of the sequences, where ``shared_prompts`` has found them in this batch or a larger one.
+
+    Returns:
+        the layout, on the CPU.
     """
-    device, width = tokens_BT.device, tokens_BT.shape[1] - 1
+    source, width = (tokens_BT, mask_BT), tokens_BT.shape[1] - 1
     tokens_BT, mask_BT = tokens_BT.cpu(), mask_BT.cpu()
     scored = mask_BT[:, 1:]
     ends = torch.where(scored.any(1), width - scored.flip(1).int().argmax(1), 0).tolist()
     rows_of: dict[Prompt, list[int]] = {}
-    for row, prompt in enumerate(shared_prompts(tokens_BT, mask_BT)):
+    for row, prompt in enumerate(shared_prompts(tokens_BT, mask_BT) if prompts is None else prompts):
         if ends[row]:
             rows_of.setdefault(prompt, []).append(row)
     if not rows_of:  # a pass that scores nothing is still one
@@ -140,14 +162,7 @@ def packed(tokens_BT: Tensor, mask_BT: Tensor) -> Layout:
     predictors = position + torch.where(position < begin[of_row], lead[of_row], shift[of_row])
     targets = tokens_BT[:, 1:].flatten()[flat]
     tokens = tokens_BT[index.repeat_interleave(size), positions]
-    return Layout(
-        tokens[None].to(device),
-        predictors.to(device),
-        targets.to(device),
-        (flat + of_row + 1).to(device),
-        positions[None].to(device),
-        tuple(groups),
-    )
+    return Layout(source, tokens[None], predictors, targets, flat + of_row + 1, positions[None], tuple(groups))
 
 
 def attention(

@@ -101,20 +101,29 @@ class KLScoring(Transform):
         Raises:
             MemoryShortError: the model's device has no more memory.
         """
-        device = compute_device(self.scorer.model)
-        out = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
-        packs = self.scorer.packs(tokens.shape[1])
-        prompts = shared_prompts(tokens, mask) if packs else None
-        for index in micro_batches(lengths, self.max_tokens, prompts):
-            width = int(lengths[index].max())
+        device, of_tokens = compute_device(self.scorer.model), tokens.device
+        tokens, mask, lengths = tokens.cpu(), mask.cpu(), lengths.cpu()
+        prompts = shared_prompts(tokens, mask) if self.scorer.packs(tokens.shape[1]) else None
+        parts = micro_batches(lengths, self.max_tokens, prompts)
+        own = [prompts and [prompts[row] for row in index.tolist()] for index in parts]
+        widths = [int(lengths[index].max()) for index in parts]
+        layouts = [
+            self.scorer.layout(tokens[index, :width], mask[index, :width], of_rows)
+            for index, width, of_rows in zip(parts, widths, own, strict=True)
+        ]
+        passes = []
+        for index, of_rows, layout in zip(parts, own, layouts, strict=True):
             try:
                 with autocast(device, self.autocast_dtype):
-                    scores, _ = self.scorer.score(tokens[index, :width].to(device), mask[index, :width].to(device))
+                    scores, _ = self.scorer.score_layout(layout)
             except torch.OutOfMemoryError as error:
-                computed = pass_tokens(lengths[index].tolist(), prompts and [prompts[row] for row in index.tolist()])
+                computed = pass_tokens(lengths[index].tolist(), of_rows)
                 raise self._memory_short(error, computed, mask[index]) from error
-            out[index, :width] = scores.to(tokens.device, torch.float32)
-        return out
+            passes.append(scores)
+        out = torch.zeros(tokens.shape, dtype=torch.float32)
+        for index, width, scores in zip(parts, widths, passes, strict=True):
+            out[index, :width] = scores.to("cpu", torch.float32)  # here it waits, for passes that were all begun
+        return out.to(of_tokens)
 
     def _memory_short(self, error: BaseException, tokens: int, mask: Tensor) -> MemoryShortError:
         """Return the out-of-memory message of a pass of so many tokens, with what each knob would save here."""

@@ -16,7 +16,7 @@ from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
 from torchrl_grpo.learner import step
 from torchrl_grpo.models import loading, prefix, scoring
-from torchrl_grpo.models.prefix import packed, padded, shared_prompts
+from torchrl_grpo.models.prefix import Picks, packed, padded, pick, shared_prompts
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
 from torchrl_grpo.transforms import kl_scoring
 from torchrl_grpo.transforms.kl_scoring import KLScoring
@@ -60,7 +60,7 @@ def test_a_row_holds_each_prompt_once_and_each_token_at_its_position() -> None:
     assert layout.tokens[0, :11].equal(tokens[0, :11]) and layout.tokens[0, 11:14].equal(tokens[1, 5:8])
     same = padded(tokens, mask)
     assert layout.targets.equal(same.targets) and layout.places.equal(same.places)
-    for predictor, place in zip(layout.predictors.tolist(), layout.places.tolist(), strict=True):
+    for predictor, place in zip(layout.predictors.places.tolist(), layout.places.tolist(), strict=True):
         row, at = divmod(place, tokens.shape[1])
         assert layout.tokens[0, predictor] == tokens[row, at - 1] and layout.positions[0, predictor] == at - 1
 
@@ -68,7 +68,7 @@ def test_a_row_holds_each_prompt_once_and_each_token_at_its_position() -> None:
 def test_a_pass_that_scores_nothing_is_one_token() -> None:
     tokens, mask = make_group()
     layout = packed(tokens, torch.zeros_like(mask))
-    assert (layout.tokens.tolist(), layout.groups, len(layout.predictors)) == ([[tokens[0, 0]]], ((1, 1),), 0)
+    assert (layout.tokens.tolist(), layout.groups, len(layout.predictors.places)) == ([[tokens[0, 0]]], ((1, 1),), 0)
     scores, _ = TokenScorer(make_tiny_model()).score(tokens, torch.zeros_like(mask))
     scores.sum().backward()
     assert scores.abs().max() == 0
@@ -196,13 +196,52 @@ def test_the_way_of_other_devices_gives_the_same_attention() -> None:
     size = layout.tokens.shape[1]
     query, key, value = (torch.randn(1, heads, size, 8, dtype=torch.float64) for heads in (4, 2, 2))
     expected, _ = prefix.attention(nn.Identity(), query, key, value, None, layout=layout)
-    key, value = (tensor.index_select(2, layout.keys) for tensor in (key, value))
+    key, value = (tensor.index_select(2, layout.keys.places) for tensor in (key, value))
     got = prefix._each_sequence(query, key, value, layout, 8**-0.5, 0.0)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     assert [bound.tolist() for bound in layout.bounds] == [
         [0, 11, 14, 15, 29, 33, 43],
         [0, 11, 19, 25, 39, 46, 56],
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_of_what_is_picked_several_times_are_summed_in_order_and_without_rounding(dtype: torch.dtype) -> None:
+    places = torch.tensor([0, 1, 2, 4, 1, 2, 3, 2, 1, 2])  # 5 is left out
+    picks = Picks(places)
+    sums = picks._sums()
+    assert [part.tolist() for part in sums] == [
+        [0, 1, 2, 3, 4], [0, 1, 2, 6, 3], [1, 2], [[4, 5], [8, 7], [-1, 9]],
+    ]  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randn(2, 3, 6, 4, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(2, 3, len(places), 4, generator=generator).to(dtype)
+    out = pick(tensor, 2, Picks(places, sums))
+    assert torch.equal(out, tensor[:, :, places])
+    out.backward(weight)
+    exact = torch.zeros(2, 3, 6, 4, dtype=torch.float64).index_add_(2, places, weight.double())
+    if dtype == torch.float64:
+        torch.testing.assert_close(tensor.grad, exact, rtol=0, atol=1e-15)
+    else:
+        assert torch.equal(tensor.grad, exact.float().to(dtype))
+        assert not torch.equal(tensor.grad, torch.zeros_like(tensor).index_add_(2, places, weight))  # rounds each sum
+
+
+def test_nothing_to_pick_is_summed_to_zeros() -> None:
+    tensor = torch.ones(3, 2, requires_grad=True)
+    places = torch.empty(0, dtype=torch.int64)
+    pick(tensor, 0, Picks(places, Picks(places)._sums())).sum().backward()
+    assert tensor.grad.tolist() == [[0.0, 0.0]] * 3
+
+
+def test_what_goes_to_a_gpu_is_pinned_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: (calls.append("pinned"), self)[1])
+    monkeypatch.setattr(Tensor, "to", lambda self, *given, **named: (calls.append((*given, named)), self)[1])
+    for device in (torch.device("cuda", 1), torch.device("cpu")):
+        prefix.send(torch.ones(2), device)
+        assert calls.pop() == (device, {"non_blocking": True})
+    assert calls == ["pinned"]
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -35,13 +35,73 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
+class Picks:
+    """Places along a dimension of a tensor, some of them several times.
+
+    Args:
+        places: [M] int64.
+        sums: how ``pick`` sums the gradients of each place; empty where it leaves that to PyTorch.
+    """
+
+    places: Tensor
+    sums: tuple[Tensor, ...] = ()
+
+    def to(self, device: torch.device) -> Picks:
+        """Return them on a device, without waiting until they are there."""
+        if device.type == "cpu":  # which sums one after another, in the order of the places
+            return self
+        return Picks(send(self.places, device), tuple(send(tensor, device) for tensor in self._sums()))
+
+    def _sums(self) -> tuple[Tensor, ...]:
+        """Each place once [R], where in ``places`` it comes first [R], the places that come again [P], and where
+        [K, P], -1 where one does not come so often."""
+        order = self.places.argsort(stable=True)
+        once, counts = self.places[order].unique_consecutive(return_counts=True)
+        begin, several = counts.cumsum(0) - counts, counts > 1
+        nth = torch.arange(1, max(counts.tolist(), default=1))[:, None]
+        again = order[torch.where(nth < counts[several], begin[several] + nth, 0)]
+        return once, order[begin], once[several], torch.where(nth < counts[several], again, -1)
+
+
+class _Pick(torch.autograd.Function):
+    """``tensor.index_select(dim, picks.places)``, with a gradient that is the same each time.
+
+    PyTorch's adds on CUDA in the order in which threads come, and rounds each sum to the tensor's type. This adds in
+    the order of the places, in float32 or wider.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, picks: Picks) -> Tensor:
+        ctx.dim, ctx.sums, ctx.size = dim, picks.sums, tensor.shape[dim]
+        return tensor.index_select(dim, picks.places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        once, first, several, again = ctx.sums
+        grad = grads[0].movedim(ctx.dim, 0)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.new_zeros((ctx.size, *grad.shape[1:]), dtype=wide)
+        total.index_copy_(0, once, grad.index_select(0, first).to(wide))
+        if again.numel():
+            more = grad.index_select(0, again.flatten().clamp(min=0)).unflatten(0, again.shape)
+            there = (again >= 0).view(*again.shape, *[1] * (grad.ndim - 1))
+            total.index_add_(0, several, torch.where(there, more, 0).sum(0, dtype=wide))  # to each place once
+        return total.to(grad.dtype).movedim(0, ctx.dim), None, None
+
+
+def pick(tensor: Tensor, dim: int, picks: Picks) -> Tensor:
+    """Return the parts of a tensor at some places along a dimension; its gradient is the same each time."""
+    return _Pick.apply(tensor, dim, picks) if picks.sums else tensor.index_select(dim, picks.places)
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Inputs of a model, and positions of the scored tokens' predictions in its output.
 
     Args:
         source: the tokens and the mask that it is the layout of, [B, T] each.
         tokens: [1, N] of sequences without padding, or [B, T - 1] of padded ones.
-        predictors: [S] int64, the flat index in ``tokens`` of the token that each scored one is predicted from.
+        predictors: S flat indices in ``tokens``, of the token that each scored one is predicted from.
         targets: [S] int64, the scored tokens.
         places: [S] int64, their flat index in [B, T].
         positions: [1, N] int64, or None for padded sequences.
@@ -50,7 +110,7 @@ class Layout:
 
     source: tuple[Tensor, Tensor]
     tokens: Tensor
-    predictors: Tensor
+    predictors: Picks
     targets: Tensor
     places: Tensor
     positions: Tensor | None = None
@@ -60,8 +120,10 @@ class Layout:
         """Return the layout on a device, without waiting until it is there; ``source`` stays where it is."""
         if self.tokens.device == device:
             return self
-        there = {name: send(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **there)
+        there: dict[str, Any] = {
+            name: send(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, predictors=self.predictors.to(device), **there)
 
     def model_inputs(self) -> dict[str, Any]:
         """The arguments of a model's forward."""
@@ -81,15 +143,15 @@ class Layout:
         return queries, keys
 
     @cached_property
-    def keys(self) -> Tensor:
-        """[keys of all sequences] int64, the places in the row of the tokens that each sequence looks at."""
+    def keys(self) -> Picks:
+        """The places in the row of the tokens that each sequence looks at, one sequence after another."""
         places, start = [], 0
         for prompt, *parts in self.groups:
             shared = torch.arange(start, start + prompt)
             for i, own in enumerate(parts):
                 places += [shared] * bool(i) + [torch.arange(start, start + own)]
                 start += own
-        return send(torch.cat(places), self.tokens.device)
+        return Picks(torch.cat(places)).to(self.tokens.device)
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
@@ -119,7 +181,8 @@ def padded(tokens_BT: Tensor, mask_BT: Tensor) -> Layout:
     width = tokens_BT.shape[1] - 1
     predictors = mask_BT[:, 1:].flatten().nonzero().squeeze(-1)
     targets = tokens_BT[:, 1:].flatten().index_select(0, predictors)
-    return Layout(source, tokens_BT[:, :-1], predictors, targets, predictors + predictors // max(width, 1) + 1)
+    places = predictors + predictors // max(width, 1) + 1
+    return Layout(source, tokens_BT[:, :-1], Picks(predictors), targets, places)
 
 
 def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None = None) -> Layout:
@@ -159,7 +222,7 @@ def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None 
         lead[rows] = shift[rows[0]]
     flat = scored.flatten().nonzero().squeeze(-1)
     of_row, position = flat // max(width, 1), flat % max(width, 1)
-    predictors = position + torch.where(position < begin[of_row], lead[of_row], shift[of_row])
+    predictors = Picks(position + torch.where(position < begin[of_row], lead[of_row], shift[of_row]))
     targets = tokens_BT[:, 1:].flatten()[flat]
     tokens = tokens_BT[index.repeat_interleave(size), positions]
     return Layout(source, tokens[None], predictors, targets, flat + of_row + 1, positions[None], tuple(groups))
@@ -197,7 +260,7 @@ def attention(
     plain = dropout == 0.0 and query.shape[-1] == value.shape[-1]
     if plain and query.device.type == "cpu":
         return _FlashOnCPU.apply(query, key, value, layout.groups, scale), None
-    key, value = (tensor.index_select(2, layout.keys) for tensor in (key, value))
+    key, value = (pick(tensor, 2, layout.keys) for tensor in (key, value))
     if plain and query.is_cuda and query.itemsize == 2:
         return _flash_on_cuda(query, key, value, layout, scale), None
     return _each_sequence(query, key, value, layout, scale, dropout), None

@@ -26,7 +26,7 @@ from torchrl_grpo.host.threads import use_one_thread_if_small
 from torchrl_grpo.models.head import chunked_log_probs
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import pad, sequences_of
-from torchrl_grpo.models.prefix import Layout, Prompt, packed, padded
+from torchrl_grpo.models.prefix import Layout, Prompt, packed, padded, pick
 from torchrl_grpo.models.sharding import call_gathered, compute_device, mesh_of
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class TokenScorer(TensorDictModuleBase):
         hidden = body(**layout.model_inputs()).last_hidden_state
         head = base.get_output_embeddings()
         log_prob_N, entropy_N = chunked_log_probs(
-            hidden.flatten(0, 1).index_select(0, layout.predictors),
+            pick(hidden.flatten(0, 1), 0, layout.predictors),
             head.weight,
             layout.targets,
             bias_V=head.bias,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface
 
 from tests.support.families import make_family
@@ -291,6 +292,65 @@ def test_an_attention_that_ignores_the_layout_is_noticed(monkeypatch: pytest.Mon
     model = make_tiny_model()
     assert not TokenScorer(model).packs(10)
     assert "nats on average" in model.unpacked_because
+
+
+@pytest.mark.parametrize(
+    ("capability", "size", "dtype", "varlen"),
+    [
+        ((8, 0), 64, torch.bfloat16, True),
+        ((9, 0), 256, torch.float16, True),
+        ((7, 5), 64, torch.float16, False),  # T4
+        ((7, 0), 64, torch.float16, False),  # V100
+        ((9, 0), 512, torch.bfloat16, False),
+        ((9, 0), 100, torch.bfloat16, False),
+        ((9, 0), 64, torch.float32, False),
+    ],
+)
+def test_a_card_takes_the_attention_that_it_has(
+    capability: tuple[int, int], size: int, dtype: torch.dtype, varlen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a card that is not there: shapes and devices alone."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    taken = []
+    for name in ("_flash_on_cuda", "_each_sequence"):
+        way = getattr(prefix, name)
+        monkeypatch.setattr(prefix, name, lambda *given, name=name, way=way: (taken.append(name), way(*given))[1])
+    layout = packed(*make_group())
+    rows = layout.tokens.shape[1]
+    lengths = layout.keys.places, *layout.bounds  # made on the CPU, of values
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        query, key, value = (torch.empty(1, heads, rows, size, dtype=dtype, device="cuda:0") for heads in (4, 2, 2))
+        there = prefix.replace(layout, tokens=torch.empty(1, rows, dtype=torch.int64, device="cuda:0"))
+        on_card = [torch.empty_like(part, device="cuda:0") for part in lengths]
+        vars(there).update(keys=Picks(on_card[0]), bounds=tuple(on_card[1:]))
+        out, _ = prefix.attention(nn.Identity(), query, key, value, None, layout=there)
+    assert taken == ["_flash_on_cuda" if varlen else "_each_sequence"]
+    assert (out.shape, out.dtype) == ((1, rows, 4, size), dtype)
+
+
+def test_packing_is_checked_once_in_the_precision_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    """An attention whose kernel for mixed precision is missing, as it may be on a card."""
+    asked, attention = [], prefix.attention
+
+    def without_kernel(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("layout") is not None and torch.is_autocast_enabled("cpu"):
+            asked.append(torch.get_autocast_dtype("cpu"))
+            raise RuntimeError("no kernel for this")
+        return attention(*args, **kwargs)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", without_kernel)
+    model = make_tiny_model()
+    assert TokenScorer(model).packs(14)
+    got = make_trainer(model, autocast_dtype=torch.bfloat16).train_batch(make_batch(repeats=4))
+    for _ in range(2):
+        KLScoring(TokenScorer(make_tiny_model()), autocast_dtype=torch.bfloat16)
+    assert asked == [torch.bfloat16] * 3  # one for each model
+    assert model.unpacked_because == "RuntimeError: no kernel for this"
+    assert got["train/token_efficiency"] < 1
+    assert make_trainer().train_batch(make_batch(repeats=4))["train/token_efficiency"] > 1
 
 
 def test_packing_leaves_a_models_own_forward_and_config_as_they_are() -> None:

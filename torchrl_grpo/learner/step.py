@@ -29,7 +29,7 @@ from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.memory import StepSetup, savings, step_memory
 from torchrl_grpo.models.packing import has, pad, pad_batch, pass_tokens, rank_micro_batches, slice_tokens
 from torchrl_grpo.models.prefix import Prompt, send, shared_prompts
-from torchrl_grpo.models.scoring import TokenScorer, autocast
+from torchrl_grpo.models.scoring import TokenScorer, autocast, check_packing
 from torchrl_grpo.models.sharding import (
     clip_grad_norm,
     compute_device,
@@ -104,6 +104,8 @@ class GRPOTrainer:
         self.rank, self.world_size = (0, 1) if self.mesh is None else (self.mesh.get_local_rank(), self.mesh.size())
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=autocast_dtype == torch.float16)
         self.scores = PassScores(loss.actor_network)
+        if isinstance(loss.actor_network, TokenScorer):
+            check_packing(loss.actor_network, autocast_dtype)
         self.version = 0
         self.optim_steps = 0
         self.skipped_steps = 0

@@ -261,7 +261,7 @@ def attention(
     if plain and query.device.type == "cpu":
         return _FlashOnCPU.apply(query, key, value, layout.groups, scale), None
     key, value = (pick(tensor, 2, layout.keys) for tensor in (key, value))
-    if plain and query.is_cuda and query.itemsize == 2:
+    if plain and _has_varlen(query):
         return _flash_on_cuda(query, key, value, layout, scale), None
     return _each_sequence(query, key, value, layout, scale, dropout), None
 
@@ -282,16 +282,23 @@ def _each_sequence(query: Tensor, key: Tensor, value: Tensor, layout: Layout, sc
     return torch.cat(outs, 2).transpose(1, 2)
 
 
+def _has_varlen(query: Tensor) -> bool:
+    """Whether PyTorch has flash attention for sequences of different lengths on this device, for such heads."""
+    size = query.shape[-1]
+    fits = query.is_cuda and query.itemsize == 2 and size <= 256 and size % 8 == 0
+    return fits and torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
 def _flash_on_cuda(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
     """[1, N, H, D], all sequences in one call."""
     from torch.nn.attention.varlen import varlen_attn  # slow to import, and only CUDA has it
 
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     begin_q, begin_k = layout.bounds
     most_q, most_k = (max(lengths) for lengths in layout.lengths)
     causal = (-1, 0)  # aligned with the last query and the last key of a sequence
     out: Any = varlen_attn(q, k, v, begin_q, begin_k, most_q, most_k, scale=scale, window_size=causal, enable_gqa=True)
-    return out[None]
+    return out.unsqueeze(0)
 
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -182,16 +182,13 @@ def check_scorer(scorer: TokenScorer) -> None:
     """
     base, head = scorer.base, scorer.base.get_output_embeddings().weight
     base.unpacked_because = "it is being checked"
-    tokens = torch.randint(len(head), (1, 12), generator=torch.Generator().manual_seed(0))
-    tokens = tokens.to(compute_device(scorer.model))
-    training = [(module, module.training) for module in scorer.model.modules()]
-    scorer.model.eval()
+    tokens = _some_tokens(scorer)
     try:
-        with torch.autocast(tokens.device.type, enabled=False):
+        with _evaluated(scorer.model), torch.autocast(tokens.device.type, enabled=False):
             scores = _scores(scorer, tokens, torch.ones_like(tokens, dtype=torch.bool))
             # The model is given the last token too, which the scorer leaves out: nothing may depend on it.
             logits = base(input_ids=tokens, use_cache=False).logits[0, :-1].float() / scorer.temperature
-            rounding = max(1e-4, 2 * torch.finfo(head.dtype).eps) * max(1.0, logits.abs().max().item())
+            rounding = _rounding(head.dtype, logits)
             base.unpacked_because = _check_packing(scorer, tokens, rounding)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         problem = f"cannot be had ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
@@ -199,9 +196,6 @@ def check_scorer(scorer: TokenScorer) -> None:
         expected = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(-1)
         difference = (scores[0, 1:] - expected).abs().mean().item()
         problem = "" if difference <= rounding else f"are off by {difference:.2g} nats on average"
-    finally:
-        for module, mode in training:
-            module.training = mode
     # Rounding in bfloat16 may be larger than what a soft cap does to a few tokens.
     config = base.config.get_text_config()
     for name in ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier"):
@@ -213,6 +207,53 @@ def check_scorer(scorer: TokenScorer) -> None:
             f"log-probs are computed from the head in chunks: those {problem}; use another model (docs/models.md has a "
             "table)."
         )
+
+
+@torch.no_grad()
+def check_packing(scorer: TokenScorer, autocast_dtype: torch.dtype | None) -> None:
+    """Compares a scorer with itself with and without packing in mixed precision, which may take other kernels.
+
+    Where they differ, its sequences are padded from here on. A model is checked once for each dtype; one that is
+    sharded is not. Trainer and ``KLScoring`` do this when they are made.
+
+    Args:
+        scorer: checked by ``check_scorer``.
+        autocast_dtype: of the passes to come; None is the precision that ``check_scorer`` has checked.
+    """
+    base = scorer.base
+    checked = vars(base).setdefault("packing_checked_in", {None})
+    if autocast_dtype in checked or getattr(base, "unpacked_because", None) != "" or mesh_of(base) is not None:
+        return
+    checked.add(autocast_dtype)
+    base.unpacked_because = "it is being checked"
+    tokens = _some_tokens(scorer)
+    with _evaluated(scorer.model), autocast(tokens.device, autocast_dtype):
+        logits = base(input_ids=tokens, use_cache=False).logits.float() / scorer.temperature
+        base.unpacked_because = _check_packing(scorer, tokens, _rounding(autocast_dtype, logits))
+
+
+def _some_tokens(scorer: TokenScorer) -> Tensor:
+    """[1, 12] int64 on the model's device, the same each time."""
+    vocabulary = len(scorer.base.get_output_embeddings().weight)
+    tokens = torch.randint(vocabulary, (1, 12), generator=torch.Generator().manual_seed(0))
+    return tokens.to(compute_device(scorer.model))
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """Puts a model into eval mode, and its modules back into the modes that they were in."""
+    training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training:
+            module.training = mode
+
+
+def _rounding(dtype: torch.dtype, logits: Tensor) -> float:
+    """How far log-probs made of such logits may be off on average, in nats."""
+    return max(1e-4, 2 * torch.finfo(dtype).eps) * max(1.0, logits.abs().max().item())
 
 
 def _scores(scorer: TokenScorer, tokens: Tensor, mask: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.memory import forward_memory
 from torchrl_grpo.models.packing import has, micro_batches, pad, pass_tokens
 from torchrl_grpo.models.prefix import shared_prompts
-from torchrl_grpo.models.scoring import TokenScorer, autocast
+from torchrl_grpo.models.scoring import TokenScorer, autocast, check_packing
 from torchrl_grpo.models.sharding import compute_device
 from torchrl_grpo.transforms.ragged import flatten, set_rows
 from torchrl_grpo.weights import load_weights
@@ -74,6 +74,7 @@ class KLScoring(Transform):
         self.max_tokens = max_tokens
         self.autocast_dtype = autocast_dtype
         self.out_key = out_key
+        check_packing(scorer, autocast_dtype)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Makes other weights the reference from here on.

@@ -206,6 +206,25 @@ def test_the_way_of_other_devices_gives_the_same_attention() -> None:
     ]
 
 
+def test_layers_share_their_masks_and_a_whole_sequence_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, given = packed(*make_group()), []
+
+    def noted(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any, is_causal: bool, **named: Any
+    ) -> Tensor:
+        given.append((mask, is_causal))
+        return v[:, :, -q.shape[2] :]
+
+    monkeypatch.setattr(prefix, "scaled_dot_product_attention", noted)
+    for _ in range(2):
+        query, key = (torch.randn(1, 4, sum(part), 8) for part in layout.lengths)
+        prefix._each_sequence(query, key, key, layout, 1.0, 0.0)
+    first, second = given[:6], given[6:]
+    assert [(mask is None, causal) for mask, causal in first] == [(at in (0, 3, 5),) * 2 for at in range(6)]
+    assert all(one is other for (one, _), (other, _) in zip(first, second, strict=True))
+    assert (first[1][0] == 0).tolist() == torch.ones(3, 8, dtype=torch.bool).tril(5).tolist()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_gradients_of_what_is_picked_several_times_are_summed_in_order_and_without_rounding(dtype: torch.dtype) -> None:
     places = torch.tensor([0, 1, 2, 4, 1, 2, 3, 2, 1, 2])  # 5 is left out

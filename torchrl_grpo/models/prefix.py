@@ -160,6 +160,11 @@ class Layout:
         queries, keys = (send(part, self.tokens.device) for part in bounds)
         return queries, keys
 
+    @cached_property
+    def masks(self) -> dict[tuple[int, int, torch.dtype], Tensor]:
+        """Masks that layers before have made, for the others."""
+        return {}
+
 
 def shared_prompts(tokens_BT: Tensor, mask_BT: Tensor) -> list[Prompt]:
     """The prompt of each sequence: its tokens before the first one of the mask. Equal prompts have one number.
@@ -276,10 +281,24 @@ def _each_sequence(query: Tensor, key: Tensor, value: Tensor, layout: Layout, sc
     queries, keys = layout.lengths
     outs = []
     for q, k, v in zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True):
-        shape = (q.shape[2], k.shape[2])
-        mask = torch.ones(shape, dtype=torch.bool, device=q.device).tril(shape[1] - shape[0])
-        outs.append(scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale))
+        whole = q.shape[2] == k.shape[2]
+        mask = None if whole else _causal_mask(q, k.shape[2], layout)
+        outs.append(scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=whole, scale=scale))
     return torch.cat(outs, 2).transpose(1, 2)
+
+
+def _causal_mask(query: Tensor, keys: int, layout: Layout) -> Tensor:
+    """[queries, keys], what is added to the scores of a sequence's last tokens: one tensor for all layers of a pass.
+
+    Its rows begin at multiples of 8 numbers, as CUDA's kernels want them: they copy another one in each layer.
+    """
+    queries = query.shape[2]
+    found = layout.masks.get((queries, keys, query.dtype))
+    if found is None:
+        found = query.new_full((queries, -(-keys // 8) * 8), -math.inf)
+        found = found.triu_(keys - queries + 1).narrow(1, 0, keys)
+        layout.masks[queries, keys, query.dtype] = found
+    return found
 
 
 def _has_varlen(query: Tensor) -> bool:

@@ -221,8 +221,9 @@ def check_packing(scorer: TokenScorer, autocast_dtype: torch.dtype | None) -> No
         autocast_dtype: of the passes to come; None is the precision that ``check_scorer`` has checked.
     """
     base = scorer.base
-    checked = vars(base).setdefault("packing_checked_in", {None})
-    if autocast_dtype in checked or getattr(base, "unpacked_because", None) != "" or mesh_of(base) is not None:
+    checked = vars(base).setdefault("packing_checked_in", set())
+    packs = mesh_of(base) is None and getattr(base, "unpacked_because", None) == ""
+    if autocast_dtype is None or autocast_dtype in checked or not packs:
         return
     checked.add(autocast_dtype)
     base.unpacked_because = "it is being checked"

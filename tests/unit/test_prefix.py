@@ -262,6 +262,9 @@ def test_what_goes_to_a_gpu_is_pinned_and_not_waited_for(monkeypatch: pytest.Mon
         prefix.send(torch.ones(2), device)
         assert calls.pop() == (device, {"non_blocking": True})
     assert calls == ["pinned"]
+    with FakeTensorMode():
+        prefix.send(torch.empty(2, device="cuda:0"), torch.device("cuda", 0))
+    assert calls[1:] == [(torch.device("cuda", 0), {"non_blocking": True})]  # CUDA's own memory cannot be pinned
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -30,8 +30,10 @@ _sdpa = AttentionInterface()["sdpa"]
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the CPU on a device, without waiting until it is there."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    """Return a tensor on a device, without waiting until it is there."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -123,7 +123,7 @@ class KLScoring(Transform):
             passes.append(scores)
         out = torch.zeros(tokens.shape, dtype=torch.float32)
         for index, width, scores in zip(parts, widths, passes, strict=True):
-            out[index, :width] = scores.to("cpu", torch.float32)  # here it waits, for passes that were all begun
+            out[index, :width] = scores.to("cpu", torch.float32)  # waits for passes that were all begun
         return out.to(of_tokens)
 
     def _memory_short(self, error: BaseException, tokens: int, mask: Tensor) -> MemoryShortError:

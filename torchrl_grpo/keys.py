@@ -42,6 +42,7 @@ key                               shape, dtype       meaning
 ``("entropy", "full")``           [T] float32        likewise: its entropy where each token was sampled
 ``("loss", "weights")``           [T] float32        written by ``GRPOLoss.normalize``: each token's share of the loss
 ``("loss", "num_tokens")``        [1] int64          likewise: tokens of the whole optimization batch
+``"layout"``                      non-tensor         written by the trainer: how a pass computes its micro-batch
 ================================  =================  ===========================================================
 """
 
@@ -81,3 +82,4 @@ CUR_LOG_PROBS = ("cur_log_probs", "full")
 ENTROPY = ("entropy", "full")
 LOSS_WEIGHTS = ("loss", "weights")
 TOKEN_COUNT = ("loss", "num_tokens")
+LAYOUT = "layout"

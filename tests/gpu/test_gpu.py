@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.support.models import make_tiny_model
 from tests.support.training import make_batch, make_trainer
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
+from torchrl_grpo.models.prefix import Picks, pick
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.models.sharding import compute_device, init_mesh, shard_model
 from torchrl_grpo.weights import BroadcastSender, CudaIpcSender, Sender, WeightHandle, named_weights
@@ -48,6 +50,30 @@ def test_packed_sequences_on_cuda_score_like_padded_ones(dtype: torch.dtype, mon
     monkeypatch.setattr(TokenScorer, "packs", lambda *_: False)
     expected, _ = scorer.score(tokens, mask)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.2)
+
+
+def test_a_step_on_cuda_waits_for_it_twice() -> None:
+    trainer, batch = make_trainer(make_tiny_model().cuda(), micro_batch_tokens=30), make_batch(repeats=4)
+    trainer.train_step(batch)  # kernels are loaded
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train_step(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum("synchronizing" in str(warning.message) for warning in caught) == 2
+
+
+def test_gradients_of_shared_prompts_are_the_same_each_time() -> None:
+    places = torch.arange(64).repeat(16)
+    tensor = torch.randn(1, 2, 64, 8, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(1, 2, len(places), 8, device="cuda", dtype=torch.bfloat16)
+    picks = Picks(places).to(tensor.device)
+    first, *others = (torch.autograd.grad(pick(tensor, 2, picks), tensor, weight)[0] for _ in range(5))
+    assert all(torch.equal(first, other) for other in others)
+    exact = weight.double().unflatten(2, (16, 64)).sum(2)
+    torch.testing.assert_close(first.double(), exact, rtol=2**-8, atol=1e-5)
 
 
 def test_the_engine_on_cuda_gives_the_scorers_log_probs() -> None:

@@ -1,7 +1,8 @@
 """Accelerators that are not there: tensors that say they are on ``meta:N``, with their values on the CPU.
 
 ``torch``'s ``FakeTensorMode`` has no values, and what is packed, sampled or skipped here depends on them. This mode has
-both: each operation runs on the CPU, and raises where a GPU would, because its tensors are on different devices.
+both: each operation runs on the CPU, and raises where a GPU would, because its tensors are on different devices. It
+notes where the CPU would wait for a GPU: where it reads values, or sends some and does not say that it may go on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 aten = torch.ops.aten
 _COPIES = (aten._to_copy, aten.copy_, aten.copy, aten.to)
 _INDICES_MAY_BE_ON_THE_CPU = (aten.index, aten.index_put_, aten.index_put, aten._index_put_impl_)
+_READS = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.is_nonzero, aten._unique2)
 _CPU = torch.device("cpu")
 
 
@@ -38,7 +40,7 @@ class OnDevice(torch.Tensor):
         return f"OnDevice({self.held!r}, {self.device})"
 
     def tolist(self) -> Any:
-        return self.held.tolist()
+        return self.cpu().tolist()
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -50,6 +52,23 @@ class OnDevice(torch.Tensor):
 def _indexed(device: Any) -> torch.device:
     device = torch.device(device)
     return torch.device("meta", 0) if device.type == "meta" and device.index is None else device
+
+
+def waits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the CPU would wait for a device until it has the result of an operation."""
+    flat = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
+    there = [value for value in flat if value.device != _CPU]
+    packet = func.overloadpacket
+    if packet in _COPIES:
+        to = flat[0].device if len(flat) == 2 else _indexed(kwargs.get("device") or flat[0].device)
+        source = flat[-1].device
+        free = kwargs.get("non_blocking") or (len(flat) == 2 and len(args) > 2 and args[2])
+        return source != to and (to == _CPU or not free)
+    if packet in _INDICES_MAY_BE_ON_THE_CPU:
+        return any(index is not None and index.device != _CPU and index.dtype == torch.bool for index in args[1])
+    if packet is aten.repeat_interleave:
+        return bool(there) and kwargs.get("output_size") is None
+    return bool(there) and packet in _READS
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -86,9 +105,13 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 class PretendedCuda(TorchDispatchMode):
-    """While it is entered, ``meta:N`` are devices that tensors can be on."""
+    """While it is entered, ``meta:N`` are devices that tensors can be on.
+
+    ``waited`` has the operations for which the CPU waited for one of them, in their order.
+    """
 
     def __enter__(self) -> Any:
+        self.waited: list[str] = []
         # Autocast does not know the type.
         self._patches, enabled, autocast = MonkeyPatch(), torch.is_autocast_enabled, torch.autocast
         self._patches.setattr(torch, "is_autocast_enabled", lambda kind=None: kind != "meta" and enabled(kind))
@@ -102,4 +125,6 @@ class PretendedCuda(TorchDispatchMode):
         self._patches.undo()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if waits(func, args, kwargs or {}):
+            self.waited.append(str(func.overloadpacket))
         return _run(func, args, kwargs or {})

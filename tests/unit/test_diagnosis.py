@@ -125,7 +125,7 @@ FORWARD = (3 * 64 + 2 * 32) * 4
 def scored_without_memory(monkeypatch: pytest.MonkeyPatch, rows: int, **settings: Any) -> tuple[str, int]:
     """What is said where scoring some rows of 8 tokens, of which 6 were sampled, has no memory; bytes of weights."""
     scoring = KLScoring(TokenScorer(make_tiny_model()), **settings)
-    monkeypatch.setattr(scoring.scorer, "score", full)
+    monkeypatch.setattr(scoring.scorer, "score_layout", full)
     tokens = torch.arange(5, 5 + rows * 8).view(rows, 8)
     mask = (torch.arange(8) >= 2).expand(rows, -1)
     with pytest.raises(MemoryShortError) as raised:

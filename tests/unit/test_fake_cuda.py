@@ -71,6 +71,41 @@ def test_reference_and_trainer_work_on_devices_of_their_own() -> None:
     assert abs(metrics["train/kl_k3_to_ref"]) < 1e-5  # of a model to itself
 
 
+def test_a_pretended_device_notes_where_the_cpu_waits_for_it() -> None:
+    with PretendedCuda() as cuda:
+        one = torch.arange(3.0).to(FIRST, non_blocking=True)
+        two = one * 2 + torch.full((3,), 1.0, device=FIRST)
+        assert cuda.waited == []
+        for wait in (
+            lambda: two.sum().item(),
+            lambda: two.tolist(),
+            lambda: two.cpu(),
+            lambda: torch.ones(3).to(FIRST),
+            lambda: two.nonzero(),
+            lambda: two[two > 1],
+            lambda: bool(two.any()),
+            lambda: torch.equal(one, two),
+            lambda: two.repeat_interleave(torch.tensor([1, 2, 3]).to(FIRST, non_blocking=True)),
+        ):
+            before = len(cuda.waited)
+            wait()
+            assert len(cuda.waited) == before + 1
+
+
+def test_a_step_waits_for_its_device_twice_and_scoring_once_a_pass() -> None:
+    """A step reads loss and gradient norm, to know whether to go on, and at its end the metrics."""
+    with PretendedCuda() as cuda:
+        trainer = make_trainer(on(FIRST, packs=True), micro_batch_tokens=30)
+        batch = make_batch(repeats=4)
+        cuda.waited.clear()
+        metrics = trainer.train_step(batch)
+        assert (metrics["train/micro_batches"], cuda.waited) == (3, ["aten._to_copy"] * 2)
+        scoring = KLScoring(TokenScorer(on(FIRST, packs=True)), max_tokens=30)
+        cuda.waited.clear()
+        scoring(batch.exclude(keys.REF_LOG_PROBS))
+        assert cuda.waited == ["aten._to_copy"] * 3
+
+
 def test_cuda_ipc_hands_on_what_torch_asks_for_and_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     names = list(inspect.signature(rebuild_cuda_tensor).parameters)
     assert names == [

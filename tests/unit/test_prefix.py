@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface
 
 from tests.support.families import make_family
 from tests.support.models import make_lora, make_tiny_model
 from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
+from torchrl_grpo.learner import step
 from torchrl_grpo.models import loading, prefix, scoring
-from torchrl_grpo.models.prefix import packed, padded, shared_prompts
+from torchrl_grpo.models.prefix import Picks, packed, padded, pick, shared_prompts
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
+from torchrl_grpo.transforms import kl_scoring
+from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 ENDS = (12, 9, 6, 7, 15, 8, 0, 11)
 PROMPTS = (5, 5, 5, 5, 3, 3, 3, 7)
@@ -57,7 +61,7 @@ def test_a_row_holds_each_prompt_once_and_each_token_at_its_position() -> None:
     assert layout.tokens[0, :11].equal(tokens[0, :11]) and layout.tokens[0, 11:14].equal(tokens[1, 5:8])
     same = padded(tokens, mask)
     assert layout.targets.equal(same.targets) and layout.places.equal(same.places)
-    for predictor, place in zip(layout.predictors.tolist(), layout.places.tolist(), strict=True):
+    for predictor, place in zip(layout.predictors.places.tolist(), layout.places.tolist(), strict=True):
         row, at = divmod(place, tokens.shape[1])
         assert layout.tokens[0, predictor] == tokens[row, at - 1] and layout.positions[0, predictor] == at - 1
 
@@ -65,7 +69,7 @@ def test_a_row_holds_each_prompt_once_and_each_token_at_its_position() -> None:
 def test_a_pass_that_scores_nothing_is_one_token() -> None:
     tokens, mask = make_group()
     layout = packed(tokens, torch.zeros_like(mask))
-    assert (layout.tokens.tolist(), layout.groups, len(layout.predictors)) == ([[tokens[0, 0]]], ((1, 1),), 0)
+    assert (layout.tokens.tolist(), layout.groups, len(layout.predictors.places)) == ([[tokens[0, 0]]], ((1, 1),), 0)
     scores, _ = TokenScorer(make_tiny_model()).score(tokens, torch.zeros_like(mask))
     scores.sum().backward()
     assert scores.abs().max() == 0
@@ -193,13 +197,74 @@ def test_the_way_of_other_devices_gives_the_same_attention() -> None:
     size = layout.tokens.shape[1]
     query, key, value = (torch.randn(1, heads, size, 8, dtype=torch.float64) for heads in (4, 2, 2))
     expected, _ = prefix.attention(nn.Identity(), query, key, value, None, layout=layout)
-    key, value = (tensor.index_select(2, layout.keys) for tensor in (key, value))
+    key, value = (tensor.index_select(2, layout.keys.places) for tensor in (key, value))
     got = prefix._each_sequence(query, key, value, layout, 8**-0.5, 0.0)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     assert [bound.tolist() for bound in layout.bounds] == [
         [0, 11, 14, 15, 29, 33, 43],
         [0, 11, 19, 25, 39, 46, 56],
     ]
+
+
+def test_layers_share_their_masks_and_a_whole_sequence_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, given = packed(*make_group()), []
+
+    def noted(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any, is_causal: bool, **named: Any
+    ) -> Tensor:
+        given.append((mask, is_causal))
+        return v[:, :, -q.shape[2] :]
+
+    monkeypatch.setattr(prefix, "scaled_dot_product_attention", noted)
+    for _ in range(2):
+        query, key = (torch.randn(1, 4, sum(part), 8) for part in layout.lengths)
+        prefix._each_sequence(query, key, key, layout, 1.0, 0.0)
+    first, second = given[:6], given[6:]
+    assert [(mask is None, causal) for mask, causal in first] == [(at in (0, 3, 5),) * 2 for at in range(6)]
+    assert all(one is other for (one, _), (other, _) in zip(first, second, strict=True))
+    assert (first[1][0] == 0).tolist() == torch.ones(3, 8, dtype=torch.bool).tril(5).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_of_what_is_picked_several_times_are_summed_in_order_and_without_rounding(dtype: torch.dtype) -> None:
+    places = torch.tensor([0, 1, 2, 4, 1, 2, 3, 2, 1, 2])  # 5 is left out
+    picks = Picks(places)
+    sums = picks._sums()
+    assert [part.tolist() for part in sums] == [
+        [0, 1, 2, 3, 4], [0, 1, 2, 6, 3], [1, 2], [[4, 5], [8, 7], [-1, 9]],
+    ]  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randn(2, 3, 6, 4, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(2, 3, len(places), 4, generator=generator).to(dtype)
+    out = pick(tensor, 2, Picks(places, sums))
+    assert torch.equal(out, tensor[:, :, places])
+    out.backward(weight)
+    exact = torch.zeros(2, 3, 6, 4, dtype=torch.float64).index_add_(2, places, weight.double())
+    if dtype == torch.float64:
+        torch.testing.assert_close(tensor.grad, exact, rtol=0, atol=1e-15)
+    else:
+        assert torch.equal(tensor.grad, exact.float().to(dtype))
+        assert not torch.equal(tensor.grad, torch.zeros_like(tensor).index_add_(2, places, weight))  # rounds each sum
+
+
+def test_nothing_to_pick_is_summed_to_zeros() -> None:
+    tensor = torch.ones(3, 2, requires_grad=True)
+    places = torch.empty(0, dtype=torch.int64)
+    pick(tensor, 0, Picks(places, Picks(places)._sums())).sum().backward()
+    assert tensor.grad.tolist() == [[0.0, 0.0]] * 3
+
+
+def test_what_goes_to_a_gpu_is_pinned_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: (calls.append("pinned"), self)[1])
+    monkeypatch.setattr(Tensor, "to", lambda self, *given, **named: (calls.append((*given, named)), self)[1])
+    for device in (torch.device("cuda", 1), torch.device("cpu")):
+        prefix.send(torch.ones(2), device)
+        assert calls.pop() == (device, {"non_blocking": True})
+    assert calls == ["pinned"]
+    with FakeTensorMode():
+        prefix.send(torch.empty(2, device="cuda:0"), torch.device("cuda", 0))
+    assert calls[1:] == [(torch.device("cuda", 0), {"non_blocking": True})]  # CUDA's own memory cannot be pinned
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -251,6 +316,65 @@ def test_an_attention_that_ignores_the_layout_is_noticed(monkeypatch: pytest.Mon
     assert "nats on average" in model.unpacked_because
 
 
+@pytest.mark.parametrize(
+    ("capability", "size", "dtype", "varlen"),
+    [
+        ((8, 0), 64, torch.bfloat16, True),
+        ((9, 0), 256, torch.float16, True),
+        ((7, 5), 64, torch.float16, False),  # T4
+        ((7, 0), 64, torch.float16, False),  # V100
+        ((9, 0), 512, torch.bfloat16, False),
+        ((9, 0), 100, torch.bfloat16, False),
+        ((9, 0), 64, torch.float32, False),
+    ],
+)
+def test_a_card_takes_the_attention_that_it_has(
+    capability: tuple[int, int], size: int, dtype: torch.dtype, varlen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a card that is not there: shapes and devices alone."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    taken = []
+    for name in ("_flash_on_cuda", "_each_sequence"):
+        way = getattr(prefix, name)
+        monkeypatch.setattr(prefix, name, lambda *given, name=name, way=way: (taken.append(name), way(*given))[1])
+    layout = packed(*make_group())
+    rows = layout.tokens.shape[1]
+    lengths = layout.keys.places, *layout.bounds  # made on the CPU, of values
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        query, key, value = (torch.empty(1, heads, rows, size, dtype=dtype, device="cuda:0") for heads in (4, 2, 2))
+        there = prefix.replace(layout, tokens=torch.empty(1, rows, dtype=torch.int64, device="cuda:0"))
+        on_card = [torch.empty_like(part, device="cuda:0") for part in lengths]
+        vars(there).update(keys=Picks(on_card[0]), bounds=tuple(on_card[1:]))
+        out, _ = prefix.attention(nn.Identity(), query, key, value, None, layout=there)
+    assert taken == ["_flash_on_cuda" if varlen else "_each_sequence"]
+    assert (out.shape, out.dtype) == ((1, rows, 4, size), dtype)
+
+
+def test_packing_is_checked_once_in_the_precision_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    """An attention whose kernel for mixed precision is missing, as it may be on a card."""
+    asked, attention = [], prefix.attention
+
+    def without_kernel(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("layout") is not None and torch.is_autocast_enabled("cpu"):
+            asked.append(torch.get_autocast_dtype("cpu"))
+            raise RuntimeError("no kernel for this")
+        return attention(*args, **kwargs)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", without_kernel)
+    model = make_tiny_model()
+    assert TokenScorer(model).packs(14)
+    got = make_trainer(model, autocast_dtype=torch.bfloat16).train_batch(make_batch(repeats=4))
+    for _ in range(2):
+        KLScoring(TokenScorer(make_tiny_model()), autocast_dtype=torch.bfloat16)
+    assert asked == [torch.bfloat16] * 3  # one for each model
+    assert model.unpacked_because == "RuntimeError: no kernel for this"
+    assert got["train/token_efficiency"] < 1
+    assert make_trainer().train_batch(make_batch(repeats=4))["train/token_efficiency"] > 1
+
+
 def test_packing_leaves_a_models_own_forward_and_config_as_they_are() -> None:
     model = make_tiny_model()
     tokens, _ = make_group()
@@ -263,11 +387,28 @@ def test_packing_leaves_a_models_own_forward_and_config_as_they_are() -> None:
 
 
 def test_reference_and_proximal_scoring_compute_a_prompt_once() -> None:
-    from torchrl_grpo.transforms.kl_scoring import KLScoring
-
     model, seen = make_tiny_model(), []
     scoring_ = KLScoring(TokenScorer(model))
     model.model.layers[0].mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
     batch = make_batch(repeats=4)
     scoring_(batch.exclude(keys.REF_LOG_PROBS))
     assert seen == [sum((9, 14, 6, 11, 8, 12, 7, 10)) - 8 - 6 * 3]
+
+
+def test_a_step_and_scoring_lay_out_all_passes_before_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, events = make_tiny_model(), []
+    trainer, scoring_ = make_trainer(model, micro_batch_tokens=30), KLScoring(TokenScorer(model), max_tokens=30)
+    model.model.register_forward_pre_hook(lambda *_: events.append("pass"))
+
+    def noted(module: Any, name: str) -> None:
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given: (events.append(name), function(*given))[1])
+
+    noted(scoring, "packed")
+    for module in (prefix, step, kl_scoring):
+        noted(module, "shared_prompts")
+    trainer.train_step(make_batch(repeats=4))
+    assert events == ["shared_prompts", *["packed"] * 3, *["pass"] * 3]
+    events.clear()
+    scoring_(make_batch(repeats=4).exclude(keys.REF_LOG_PROBS))
+    assert events == ["shared_prompts", *["packed"] * 3, *["pass"] * 3]

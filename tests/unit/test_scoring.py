@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.support.models import make_tiny_model
-from torchrl_grpo.keys import CUR_LOG_PROBS, ENTROPY
+from torchrl_grpo.keys import ASSISTANT_MASK, CUR_LOG_PROBS, ENTROPY, FULL, LAYOUT
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.head import chunked_log_probs
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
@@ -129,6 +129,25 @@ def test_forward_takes_ragged_batches_and_writes_its_out_keys() -> None:
     alone, alone_entropy = scorer.score(rows[0]["tokens", "full"][None], rows[0]["masks", "all_assistant_mask"][None])
     torch.testing.assert_close(out[CUR_LOG_PROBS][0, :5], alone[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(out[ENTROPY][0, :5], alone_entropy[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_layout_in_the_batch_is_used_for_the_tensors_it_is_of_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = TokenScorer(make_tiny_model())
+    tokens, mask = make_batch()
+    batch = TensorDict({FULL: tokens, ASSISTANT_MASK: mask}, [4])
+    expected = scorer(batch.copy())[CUR_LOG_PROBS]
+    batch.set_non_tensor(LAYOUT, scorer.layout(tokens, mask))
+    made = []
+    layout = scorer.layout
+    monkeypatch.setattr(scorer, "layout", lambda *given: (made.append(len(given[0])), layout(*given))[1])
+    assert torch.equal(scorer(batch.copy())[CUR_LOG_PROBS], expected) and made == []
+    for rows in (torch.tensor([3, 0, 2, 1]), torch.tensor([1, 0])):  # what a loss of one's own may give it
+        torch.testing.assert_close(scorer(batch[rows])[CUR_LOG_PROBS], expected[rows], rtol=1e-5, atol=1e-6)
+    shifted = batch.copy().set(ASSISTANT_MASK, mask & (torch.arange(12) > 8))
+    torch.testing.assert_close(
+        scorer(shifted)[CUR_LOG_PROBS], torch.where(shifted[ASSISTANT_MASK], expected, 0.0), rtol=1e-5, atol=1e-6
+    )
+    assert made == [4, 2, 4]
 
 
 def test_a_head_with_bias_and_another_architecture() -> None:

@@ -120,12 +120,12 @@ class Learner:
     @torch.no_grad()
     def mismatch(self, probe: Probe) -> tuple[float, float]:
         """Mean and largest difference between the trainer's log-probs and those that an engine gave, in nats."""
-        scorer, device = self.trainer.loss.actor_network, self.trainer.device
+        scorer = self.trainer.loss.actor_network
         assert isinstance(scorer, TokenScorer)
         scored = []
         for prompt, sampled, _ in probe:
-            tokens = torch.cat([prompt, sampled])[None].to(device)
-            mask = torch.arange(tokens.shape[1], device=device)[None] >= len(prompt)
+            tokens = torch.cat([prompt, sampled])[None]
+            mask = torch.arange(tokens.shape[1])[None] >= len(prompt)
             scored.append(scorer.score(tokens, mask)[0][0, len(prompt) :])
         return log_prob_mismatch(probe, scored)
 
@@ -155,9 +155,9 @@ class Learner:
         scorer, device = self.trainer.loss.actor_network, self.trainer.device
         if self._batch is None or not isinstance(scorer, TokenScorer):
             return
-        tokens = self._batch[0].get(keys.FULL)[:_CHECKED].to(device).clamp(min=0)[None]
+        tokens = self._batch[0].get(keys.FULL)[:_CHECKED].clamp(min=0)[None]
         with autocast(device, self.trainer.autocast_dtype):
-            log_probs, _ = scorer.score(tokens, torch.arange(tokens.shape[1], device=device)[None] > 0)
+            log_probs, _ = scorer.score(tokens, torch.arange(tokens.shape[1])[None] > 0)
         if not log_probs.isfinite().all():
             raise NonFiniteError(
                 f"the policy's log-probs are not finite after step {self.version}, which made its weights useless: use "

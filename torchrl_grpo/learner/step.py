@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,8 +28,8 @@ from torchrl_grpo.learner.scores import PassScores
 from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import StepSetup, savings, step_memory
 from torchrl_grpo.models.packing import has, pad, pad_batch, pass_tokens, rank_micro_batches, slice_tokens
-from torchrl_grpo.models.prefix import Prompt, shared_prompts
-from torchrl_grpo.models.scoring import TokenScorer, autocast
+from torchrl_grpo.models.prefix import Prompt, send, shared_prompts
+from torchrl_grpo.models.scoring import TokenScorer, autocast, check_packing
 from torchrl_grpo.models.sharding import (
     clip_grad_norm,
     compute_device,
@@ -103,6 +104,8 @@ class GRPOTrainer:
         self.rank, self.world_size = (0, 1) if self.mesh is None else (self.mesh.get_local_rank(), self.mesh.size())
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=autocast_dtype == torch.float16)
         self.scores = PassScores(loss.actor_network)
+        if isinstance(loss.actor_network, TokenScorer):
+            check_packing(loss.actor_network, autocast_dtype)
         self.version = 0
         self.optim_steps = 0
         self.skipped_steps = 0
@@ -204,38 +207,43 @@ class GRPOTrainer:
         lengths, prompts = data.get("length"), self._prompts(data)
         parts = rank_micro_batches(lengths, self.micro_batch_tokens, self.rank, self.world_size, prompts)
         self._passes = [
-            (pass_tokens(lengths[part].tolist(), prompts and [prompts[row] for row in part]), len(part))
+            (pass_tokens(lengths[part].tolist(), prompts and [prompts[row] for row in part.tolist()]), len(part))
             for part in parts
         ]
+        micro_batches = [self._micro_batch(data, index, prompts) for index in parts]
         totals: dict[str, Tensor] = {}
         self.scores.begin_step(len(batch))
-        for index in parts:
-            out = self.forward_backward(self._micro_batch(data, index))
+        for index, micro_batch in zip(parts, micro_batches, strict=True):
+            out = self.forward_backward(self._sent(micro_batch))
             self.scores.note(index)
             for name, value in out.items():
                 totals[name] = totals[name] + value if name in totals else value
-        totals["computed"] = torch.tensor(float(sum(tokens for tokens, _ in self._passes)))
+        totals["computed"] = self._number(sum(tokens for tokens, _ in self._passes))
         totals = self._over_ranks(totals)
-        efficiency = float(lengths.sum() / totals.pop("computed"))
+        totals["token_efficiency"] = self._number(int(lengths.sum())) / totals.pop("computed")
         loss = sum((value for name, value in totals.items() if name.startswith("loss_")), torch.zeros(()))
         empty = not data.get(keys.LOSS_WEIGHTS).any()
         why = partial(scorer_failed, batch) if empty else partial(self._why, batch, data, parts)
         metrics = self.optim_step(loss, empty=empty, why=why)
-        totals |= {name: value.to(self.device) for name, value in self._measured.items()}
+        totals |= {name: send(value, self.device) for name, value in self._measured.items()}
         totals["ESS"] = effective_sample_size(totals["ratio_mean"], totals["ratio_square_mean"])
         values = torch.stack([value.float() for value in totals.values()]).tolist()
         metrics |= {f"train/{name}": value for name, value in zip(totals, values, strict=True)}
-        return metrics | {"train/micro_batches": float(len(parts)), "train/token_efficiency": efficiency}
+        return metrics | {"train/micro_batches": float(len(parts))}
+
+    def _number(self, value: float) -> Tensor:
+        """A number on the model's device, scalar float32; nothing waits for it."""
+        return torch.full((), float(value), device=self.device)
 
     def _prompts(self, data: TensorDict) -> list[Prompt] | None:
         """The prompts that sequences share, where the model can compute each of them once."""
         scorer = self.loss.actor_network
         if not isinstance(scorer, TokenScorer) or not scorer.packs(data.get(keys.FULL).shape[1]):
             return None
-        return shared_prompts(data.get(keys.FULL), data.get(self.loss.tensor_keys.mask))
+        return shared_prompts(data.get(keys.FULL), data.get(scorer.mask_key))
 
     def _prepare(self, batch: TensorDictBase) -> TensorDict:
-        """The padded batch on the model's device, with the weight of each token over the whole batch."""
+        """The padded batch on the CPU, with the weight of each token over the whole batch."""
         names = self.loss.tensor_keys
         per_token = {keys.FULL: 0, names.mask: False, names.sample_log_prob: 0.0, names.advantage: 0.0}
         for name in (names.ref_log_probs, names.prox_log_prob):
@@ -256,16 +264,30 @@ class GRPOTrainer:
         masked = has(batch, keys.ATTENTION_MASK)
         real = pad(batch, keys.ATTENTION_MASK, False) if masked else pad(batch, keys.FULL, -1) >= 0
         data.set("length", real.sum(-1))
-        return self.loss.normalize(data).to(self.device)
+        return self.loss.normalize(data).cpu()
 
-    def _micro_batch(self, data: TensorDict, index: Tensor) -> TensorDict:
-        """The rows of a micro-batch; of an empty one, a row in which no token counts."""
+    def _micro_batch(self, data: TensorDict, index: Tensor, prompts: Sequence[Prompt] | None = None) -> TensorDict:
+        """The rows of a micro-batch and their layout; of an empty one, a row in which no token counts."""
+        own = prompts and [prompts[row] for row in index.tolist()]
         if len(index):
-            return slice_tokens(data, index, int(data.get("length")[index].max()))
-        idle = slice_tokens(data, torch.tensor([0]), 2)
-        for key in (self.loss.tensor_keys.mask, keys.LOSS_WEIGHTS):
-            idle.set(key, torch.zeros_like(idle.get(key)))
-        return idle
+            part = slice_tokens(data, index, int(data.get("length")[index].max()))
+        else:
+            part, own = slice_tokens(data, torch.tensor([0]), 2), None
+            for key in (self.loss.tensor_keys.mask, keys.LOSS_WEIGHTS):
+                part.set(key, torch.zeros_like(part.get(key)))
+        scorer = self.loss.actor_network
+        if isinstance(scorer, TokenScorer):
+            part.set_non_tensor(keys.LAYOUT, scorer.layout(part.get(keys.FULL), part.get(scorer.mask_key), own))
+        return part
+
+    def _sent(self, part: TensorDict) -> TensorDict:
+        """A micro-batch on the model's device, with its layout; nothing waits until it is there."""
+        device, scorer = self.device, self.loss.actor_network
+        there = part.apply(partial(send, device=device), device=device)
+        if isinstance(scorer, TokenScorer):
+            source = there.get(keys.FULL), there.get(scorer.mask_key)
+            there.set_non_tensor(keys.LAYOUT, replace(part[keys.LAYOUT].to(device), source=source))
+        return there
 
     def _over_ranks(self, totals: dict[str, Tensor]) -> dict[str, Tensor]:
         """Sums over micro-batches, summed over the ranks too: the same numbers, bit for bit, on all of them."""
@@ -289,7 +311,7 @@ class GRPOTrainer:
         """Where the numbers of a step that are not finite come from; its weights are as they were."""
 
         def passes(rows: Tensor) -> dict[str, Tensor]:
-            return self.forward_backward(self._micro_batch(data, rows))
+            return self.forward_backward(self._sent(self._micro_batch(data, rows)))
 
         return where_not_finite(self.model, data, parts, passes, queries_of(batch), one_by_one=self.mesh is None)
 
@@ -309,7 +331,7 @@ class GRPOTrainer:
             NoSignalError: too many steps in a row without a token that counts.
         """
         learning_rate = self.optimizer.param_groups[0]["lr"]
-        self._measured = dict.fromkeys(self._measured, torch.tensor(math.nan))
+        self._measured = dict.fromkeys(self._measured, self._number(math.nan))
         self.scaler.unscale_(self.optimizer)
         norm = clip_grad_norm(self.parameters, self.clip_grad_norm)
         loss_value, norm_value = torch.stack([loss.to(norm.device, torch.float32), norm.float()]).tolist()

@@ -5,6 +5,8 @@ others are their responses alone, at the positions that they have in their seque
 know; attention does, and is therefore registered in Hugging Face's interface, in the place of ``sdpa``. A model gets
 the layout as an argument of its forward and hands it to its attention. Without one, ``sdpa`` is what it was.
 
+A layout is made on the CPU, because its sizes depend on values, and sent to the model's device as a whole.
+
 Shape suffixes: B sequences, T tokens, N tokens of a row, S scored tokens.
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,25 +29,103 @@ Prompt = tuple[int, int]
 _sdpa = AttentionInterface()["sdpa"]
 
 
-@dataclass(frozen=True)
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, without waiting until it is there."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Picks:
+    """Places along a dimension of a tensor, some of them several times.
+
+    Args:
+        places: [M] int64.
+        sums: how ``pick`` sums the gradients of each place; empty where it leaves that to PyTorch.
+    """
+
+    places: Tensor
+    sums: tuple[Tensor, ...] = ()
+
+    def to(self, device: torch.device) -> Picks:
+        """Return them on a device, without waiting until they are there."""
+        if device.type == "cpu":  # which sums one after another, in the order of the places
+            return self
+        return Picks(send(self.places, device), tuple(send(tensor, device) for tensor in self._sums()))
+
+    def _sums(self) -> tuple[Tensor, ...]:
+        """Each place once [R], where in ``places`` it comes first [R], the places that come again [P], and where
+        [K, P], -1 where one does not come so often."""
+        order = self.places.argsort(stable=True)
+        once, counts = self.places[order].unique_consecutive(return_counts=True)
+        begin, several = counts.cumsum(0) - counts, counts > 1
+        nth = torch.arange(1, max(counts.tolist(), default=1))[:, None]
+        again = order[torch.where(nth < counts[several], begin[several] + nth, 0)]
+        return once, order[begin], once[several], torch.where(nth < counts[several], again, -1)
+
+
+class _Pick(torch.autograd.Function):
+    """``tensor.index_select(dim, picks.places)``, with a gradient that is the same each time.
+
+    PyTorch's adds on CUDA in the order in which threads come, and rounds each sum to the tensor's type. This adds in
+    the order of the places, in float32 or wider.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, picks: Picks) -> Tensor:
+        ctx.dim, ctx.sums, ctx.size = dim, picks.sums, tensor.shape[dim]
+        return tensor.index_select(dim, picks.places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        once, first, several, again = ctx.sums
+        grad = grads[0].movedim(ctx.dim, 0)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.new_zeros((ctx.size, *grad.shape[1:]), dtype=wide)
+        total.index_copy_(0, once, grad.index_select(0, first).to(wide))
+        if again.numel():
+            more = grad.index_select(0, again.flatten().clamp(min=0)).unflatten(0, again.shape)
+            there = (again >= 0).view(*again.shape, *[1] * (grad.ndim - 1))
+            total.index_add_(0, several, torch.where(there, more, 0).sum(0, dtype=wide))  # to each place once
+        return total.to(grad.dtype).movedim(0, ctx.dim), None, None
+
+
+def pick(tensor: Tensor, dim: int, picks: Picks) -> Tensor:
+    """Return the parts of a tensor at some places along a dimension; its gradient is the same each time."""
+    return _Pick.apply(tensor, dim, picks) if picks.sums else tensor.index_select(dim, picks.places)
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Inputs of a model, and positions of the scored tokens' predictions in its output.
 
     Args:
+        source: the tokens and the mask that it is the layout of, [B, T] each.
         tokens: [1, N] of sequences without padding, or [B, T - 1] of padded ones.
-        predictors: [S] int64, the flat index in ``tokens`` of the token that each scored one is predicted from.
+        predictors: S flat indices in ``tokens``, of the token that each scored one is predicted from.
         targets: [S] int64, the scored tokens.
         places: [S] int64, their flat index in [B, T].
         positions: [1, N] int64, or None for padded sequences.
         groups: for each prompt its length, that of the first sequence, and those of the other responses.
     """
 
+    source: tuple[Tensor, Tensor]
     tokens: Tensor
-    predictors: Tensor
+    predictors: Picks
     targets: Tensor
     places: Tensor
     positions: Tensor | None = None
     groups: tuple[tuple[int, ...], ...] = ()
+
+    def to(self, device: torch.device) -> Layout:
+        """Return the layout on a device, without waiting until it is there; ``source`` stays where it is."""
+        if self.tokens.device == device:
+            return self
+        there: dict[str, Any] = {
+            name: send(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, predictors=self.predictors.to(device), **there)
 
     def model_inputs(self) -> dict[str, Any]:
         """The arguments of a model's forward."""
@@ -65,22 +145,27 @@ class Layout:
         return queries, keys
 
     @cached_property
-    def keys(self) -> Tensor:
-        """[keys of all sequences] int64, the places in the row of the tokens that each sequence looks at."""
+    def keys(self) -> Picks:
+        """The places in the row of the tokens that each sequence looks at, one sequence after another."""
         places, start = [], 0
         for prompt, *parts in self.groups:
             shared = torch.arange(start, start + prompt)
             for i, own in enumerate(parts):
                 places += [shared] * bool(i) + [torch.arange(start, start + own)]
                 start += own
-        return torch.cat(places).to(self.tokens.device)
+        return Picks(torch.cat(places)).to(self.tokens.device)
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
         """Where the queries and the keys of each sequence begin and end, int32, as ``varlen_attn`` takes them."""
-        device = self.tokens.device
-        queries, keys = (torch.tensor([0, *part]).cumsum(0).to(device, torch.int32) for part in self.lengths)
+        bounds = (torch.tensor([0, *part]).cumsum(0, dtype=torch.int32) for part in self.lengths)
+        queries, keys = (send(part, self.tokens.device) for part in bounds)
         return queries, keys
+
+    @cached_property
+    def masks(self) -> dict[tuple[int, int, torch.dtype], Tensor]:
+        """Masks that layers before have made, for the others."""
+        return {}
 
 
 def shared_prompts(tokens_BT: Tensor, mask_BT: Tensor) -> list[Prompt]:
@@ -98,25 +183,32 @@ def shared_prompts(tokens_BT: Tensor, mask_BT: Tensor) -> list[Prompt]:
 
 def padded(tokens_BT: Tensor, mask_BT: Tensor) -> Layout:
     """The layout of sequences that are padded on the right; see ``packed``."""
+    source = tokens_BT, mask_BT
+    tokens_BT, mask_BT = tokens_BT.cpu(), mask_BT.cpu()
     width = tokens_BT.shape[1] - 1
     predictors = mask_BT[:, 1:].flatten().nonzero().squeeze(-1)
     targets = tokens_BT[:, 1:].flatten().index_select(0, predictors)
-    return Layout(tokens_BT[:, :-1], predictors, targets, predictors + predictors // max(width, 1) + 1)
+    places = predictors + predictors // max(width, 1) + 1
+    return Layout(source, tokens_BT[:, :-1], Picks(predictors), targets, places)
 
 
-def packed(tokens_BT: Tensor, mask_BT: Tensor) -> Layout:
+def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None = None) -> Layout:
     """The layout without padding and with one copy of each prompt; tokens after the last scored one are left out.
 
     Args:
         tokens_BT: int64, padding on the right.
         mask_BT: bool, the tokens to score.
+        prompts: of the sequences, where ``shared_prompts`` has found them in this batch or a larger one.
+
+    Returns:
+        the layout, on the CPU.
     """
-    device, width = tokens_BT.device, tokens_BT.shape[1] - 1
+    source, width = (tokens_BT, mask_BT), tokens_BT.shape[1] - 1
     tokens_BT, mask_BT = tokens_BT.cpu(), mask_BT.cpu()
     scored = mask_BT[:, 1:]
     ends = torch.where(scored.any(1), width - scored.flip(1).int().argmax(1), 0).tolist()
     rows_of: dict[Prompt, list[int]] = {}
-    for row, prompt in enumerate(shared_prompts(tokens_BT, mask_BT)):
+    for row, prompt in enumerate(shared_prompts(tokens_BT, mask_BT) if prompts is None else prompts):
         if ends[row]:
             rows_of.setdefault(prompt, []).append(row)
     if not rows_of:  # a pass that scores nothing is still one
@@ -137,17 +229,10 @@ def packed(tokens_BT: Tensor, mask_BT: Tensor) -> Layout:
         lead[rows] = shift[rows[0]]
     flat = scored.flatten().nonzero().squeeze(-1)
     of_row, position = flat // max(width, 1), flat % max(width, 1)
-    predictors = position + torch.where(position < begin[of_row], lead[of_row], shift[of_row])
+    predictors = Picks(position + torch.where(position < begin[of_row], lead[of_row], shift[of_row]))
     targets = tokens_BT[:, 1:].flatten()[flat]
     tokens = tokens_BT[index.repeat_interleave(size), positions]
-    return Layout(
-        tokens[None].to(device),
-        predictors.to(device),
-        targets.to(device),
-        (flat + of_row + 1).to(device),
-        positions[None].to(device),
-        tuple(groups),
-    )
+    return Layout(source, tokens[None], predictors, targets, flat + of_row + 1, positions[None], tuple(groups))
 
 
 def attention(
@@ -182,8 +267,8 @@ def attention(
     plain = dropout == 0.0 and query.shape[-1] == value.shape[-1]
     if plain and query.device.type == "cpu":
         return _FlashOnCPU.apply(query, key, value, layout.groups, scale), None
-    key, value = (tensor.index_select(2, layout.keys) for tensor in (key, value))
-    if plain and query.is_cuda and query.itemsize == 2:
+    key, value = (pick(tensor, 2, layout.keys) for tensor in (key, value))
+    if plain and _has_varlen(query):
         return _flash_on_cuda(query, key, value, layout, scale), None
     return _each_sequence(query, key, value, layout, scale, dropout), None
 
@@ -198,22 +283,43 @@ def _each_sequence(query: Tensor, key: Tensor, value: Tensor, layout: Layout, sc
     queries, keys = layout.lengths
     outs = []
     for q, k, v in zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True):
-        shape = (q.shape[2], k.shape[2])
-        mask = torch.ones(shape, dtype=torch.bool, device=q.device).tril(shape[1] - shape[0])
-        outs.append(scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale))
+        whole = q.shape[2] == k.shape[2]
+        mask = None if whole else _causal_mask(q, k.shape[2], layout)
+        outs.append(scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=whole, scale=scale))
     return torch.cat(outs, 2).transpose(1, 2)
+
+
+def _causal_mask(query: Tensor, keys: int, layout: Layout) -> Tensor:
+    """[queries, keys], what is added to the scores of a sequence's last tokens: one tensor for all layers of a pass.
+
+    Its rows begin at multiples of 8 numbers, as CUDA's kernels want them: they copy another one in each layer.
+    """
+    queries = query.shape[2]
+    found = layout.masks.get((queries, keys, query.dtype))
+    if found is None:
+        found = query.new_full((queries, -(-keys // 8) * 8), -math.inf)
+        found = found.triu_(keys - queries + 1).narrow(1, 0, keys)
+        layout.masks[queries, keys, query.dtype] = found
+    return found
+
+
+def _has_varlen(query: Tensor) -> bool:
+    """Whether PyTorch has flash attention for sequences of different lengths on this device, for such heads."""
+    size = query.shape[-1]
+    fits = query.is_cuda and query.itemsize == 2 and size <= 256 and size % 8 == 0
+    return fits and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def _flash_on_cuda(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
     """[1, N, H, D], all sequences in one call."""
     from torch.nn.attention.varlen import varlen_attn  # slow to import, and only CUDA has it
 
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     begin_q, begin_k = layout.bounds
     most_q, most_k = (max(lengths) for lengths in layout.lengths)
     causal = (-1, 0)  # aligned with the last query and the last key of a sequence
     out: Any = varlen_attn(q, k, v, begin_q, begin_k, most_q, most_k, scale=scale, window_size=causal, enable_gqa=True)
-    return out[None]
+    return out.unsqueeze(0)
 
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from torchrl_grpo.host.threads import use_one_thread_if_small
 from torchrl_grpo.models.head import chunked_log_probs
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import pad, sequences_of
-from torchrl_grpo.models.prefix import Layout, packed, padded
+from torchrl_grpo.models.prefix import Layout, Prompt, packed, padded, pick
 from torchrl_grpo.models.sharding import call_gathered, compute_device, mesh_of
 
 if TYPE_CHECKING:
@@ -44,8 +45,9 @@ class TokenScorer(TensorDictModuleBase):
     """Scores the sampled tokens of a batch under a Hugging Face causal LM, as a TensorDict module.
 
     Reads ``("tokens", "full")`` and ``("masks", "all_assistant_mask")`` (``mask_key``), ragged or padded; writes padded
-    ``("cur_log_probs", "full")`` and ``("entropy", "full")``, [B, T] float32, 0 on tokens outside the mask. A small
-    model on a CPU is computed on one thread (``threads``).
+    ``("cur_log_probs", "full")`` and ``("entropy", "full")``, [B, T] float32, 0 on tokens outside the mask. Where
+    ``"layout"`` is the layout of these very tensors, it is used; otherwise one is made. A small model on a CPU is
+    computed on one thread (``threads``).
 
     Args:
         model: a Hugging Face causal LM, or a peft model around one.
@@ -108,15 +110,32 @@ class TokenScorer(TensorDictModuleBase):
         """Scores right-padded sequences.
 
         Args:
-            tokens_BT: [B, T] int64, padding on the right (any valid id).
+            tokens_BT: [B, T] int64, padding on the right (any valid id); best on the CPU, where their layout is made.
             mask_BT: [B, T] bool, the tokens to score; the first token of a sequence has no prediction and scores 0.
 
         Returns:
-            log-probs and entropies, both [B, T] float32, 0 outside the mask.
+            log-probs and entropies, both [B, T] float32, 0 outside the mask, on the model's device.
         """
-        layout = packed(tokens_BT, mask_BT) if self.packs(tokens_BT.shape[1]) else padded(tokens_BT, mask_BT)
-        log_prob, entropy = call_gathered(self.base, self._score, layout, tokens_BT.numel())
-        return log_prob.view(tokens_BT.shape), entropy.view(tokens_BT.shape)
+        return self.score_layout(self.layout(tokens_BT, mask_BT))
+
+    def layout(self, tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None = None) -> Layout:
+        """Return how a pass over right-padded sequences computes them, on the CPU.
+
+        Args:
+            tokens_BT: as in ``score``.
+            mask_BT: as in ``score``.
+            prompts: of the sequences, where ``shared_prompts`` has found them already.
+        """
+        if self.packs(tokens_BT.shape[1]):
+            return packed(tokens_BT, mask_BT, prompts)
+        return padded(tokens_BT, mask_BT)
+
+    def score_layout(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        """As ``score``, of sequences whose layout there is, on any device."""
+        shape = layout.source[0].shape
+        layout = layout.to(compute_device(self.model))
+        log_prob, entropy = call_gathered(self.base, self._score, layout, shape.numel())
+        return log_prob.view(shape), entropy.view(shape)
 
     def _score(self, layout: Layout, numel: int) -> tuple[Tensor, Tensor]:
         """As ``score``, but [B * T], and with the LM head gathered: FSDP2 wants no views from what it calls."""
@@ -127,7 +146,7 @@ class TokenScorer(TensorDictModuleBase):
         hidden = body(**layout.model_inputs()).last_hidden_state
         head = base.get_output_embeddings()
         log_prob_N, entropy_N = chunked_log_probs(
-            hidden.flatten(0, 1).index_select(0, layout.predictors),
+            pick(hidden.flatten(0, 1), 0, layout.predictors),
             head.weight,
             layout.targets,
             bias_V=head.bias,
@@ -139,10 +158,11 @@ class TokenScorer(TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Writes the log-probs and entropies of the sampled tokens; see the class."""
-        device = compute_device(self.model)
-        tokens = pad(tensordict, keys.FULL).to(device)
-        mask = pad(tensordict, self.mask_key, False).to(device)
-        log_probs, entropy = self.score(tokens, mask)
+        tokens, mask = pad(tensordict, keys.FULL), pad(tensordict, self.mask_key, False)
+        layout = getattr(tensordict.get(keys.LAYOUT, None), "data", None)
+        if not (isinstance(layout, Layout) and layout.source[0] is tokens and layout.source[1] is mask):
+            layout = self.layout(tokens, mask)
+        log_probs, entropy = self.score_layout(layout)
         tensordict.set(keys.CUR_LOG_PROBS, log_probs)
         tensordict.set(keys.ENTROPY, entropy)
         return tensordict
@@ -162,16 +182,13 @@ def check_scorer(scorer: TokenScorer) -> None:
     """
     base, head = scorer.base, scorer.base.get_output_embeddings().weight
     base.unpacked_because = "it is being checked"
-    tokens = torch.randint(len(head), (1, 12), generator=torch.Generator().manual_seed(0))
-    tokens = tokens.to(compute_device(scorer.model))
-    training = [(module, module.training) for module in scorer.model.modules()]
-    scorer.model.eval()
+    tokens = _some_tokens(scorer)
     try:
-        with torch.autocast(tokens.device.type, enabled=False):
-            scores, _ = TokenScorer.score(scorer, tokens, torch.ones_like(tokens, dtype=torch.bool))
+        with _evaluated(scorer.model), torch.autocast(tokens.device.type, enabled=False):
+            scores = _scores(scorer, tokens, torch.ones_like(tokens, dtype=torch.bool))
             # The model is given the last token too, which the scorer leaves out: nothing may depend on it.
             logits = base(input_ids=tokens, use_cache=False).logits[0, :-1].float() / scorer.temperature
-            rounding = max(1e-4, 2 * torch.finfo(head.dtype).eps) * max(1.0, logits.abs().max().item())
+            rounding = _rounding(head.dtype, logits)
             base.unpacked_because = _check_packing(scorer, tokens, rounding)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         problem = f"cannot be had ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
@@ -179,9 +196,6 @@ def check_scorer(scorer: TokenScorer) -> None:
         expected = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(-1)
         difference = (scores[0, 1:] - expected).abs().mean().item()
         problem = "" if difference <= rounding else f"are off by {difference:.2g} nats on average"
-    finally:
-        for module, mode in training:
-            module.training = mode
     # Rounding in bfloat16 may be larger than what a soft cap does to a few tokens.
     config = base.config.get_text_config()
     for name in ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier"):
@@ -195,15 +209,68 @@ def check_scorer(scorer: TokenScorer) -> None:
         )
 
 
+@torch.no_grad()
+def check_packing(scorer: TokenScorer, autocast_dtype: torch.dtype | None) -> None:
+    """Compares a scorer with itself with and without packing in mixed precision, which may take other kernels.
+
+    Where they differ, its sequences are padded from here on. A model is checked once for each dtype; one that is
+    sharded is not. Trainer and ``KLScoring`` do this when they are made.
+
+    Args:
+        scorer: checked by ``check_scorer``.
+        autocast_dtype: of the passes to come; None is the precision that ``check_scorer`` has checked.
+    """
+    base = scorer.base
+    checked = vars(base).setdefault("packing_checked_in", set())
+    packs = mesh_of(base) is None and getattr(base, "unpacked_because", None) == ""
+    if autocast_dtype is None or autocast_dtype in checked or not packs:
+        return
+    checked.add(autocast_dtype)
+    base.unpacked_because = "it is being checked"
+    tokens = _some_tokens(scorer)
+    with _evaluated(scorer.model), autocast(tokens.device, autocast_dtype):
+        logits = base(input_ids=tokens, use_cache=False).logits.float() / scorer.temperature
+        base.unpacked_because = _check_packing(scorer, tokens, _rounding(autocast_dtype, logits))
+
+
+def _some_tokens(scorer: TokenScorer) -> Tensor:
+    """[1, 12] int64 on the model's device, the same each time."""
+    vocabulary = len(scorer.base.get_output_embeddings().weight)
+    tokens = torch.randint(vocabulary, (1, 12), generator=torch.Generator().manual_seed(0))
+    return tokens.to(compute_device(scorer.model))
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """Puts a model into eval mode, and its modules back into the modes that they were in."""
+    training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training:
+            module.training = mode
+
+
+def _rounding(dtype: torch.dtype, logits: Tensor) -> float:
+    """How far log-probs made of such logits may be off on average, in nats."""
+    return max(1e-4, 2 * torch.finfo(dtype).eps) * max(1.0, logits.abs().max().item())
+
+
+def _scores(scorer: TokenScorer, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Log-probs [B, T] of the model as it is, with its adapters."""
+    return TokenScorer.score_layout(scorer, scorer.layout(tokens, mask))[0]
+
+
 def _check_packing(scorer: TokenScorer, tokens: Tensor, rounding: float) -> str:
     """Why a model cannot be packed: its log-probs of two groups of two would differ by more than rounding; or ""."""
     tokens = tokens.view(2, 6)[[0, 0, 1, 1]]
     tokens[1::2, 3:] = tokens[0::2, 2:5]  # the same prompt of three tokens, another response
     mask = torch.arange(6, device=tokens.device) >= torch.tensor([[3], [3], [2], [3]], device=tokens.device)
-    expected, _ = TokenScorer.score(scorer, tokens, mask)
+    expected = _scores(scorer, tokens, mask)
     scorer.base.unpacked_because = ""
     try:
-        scores, _ = TokenScorer.score(scorer, tokens, mask)
+        scores = _scores(scorer, tokens, mask)
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     difference = (scores - expected)[mask].abs().mean().item()
@@ -218,15 +285,15 @@ def _warn_once(message: str) -> None:
 class AdapterOffScorer(TokenScorer):
     """Scores with a peft model's adapters switched off: the reference policy of a LoRA run, without a second model."""
 
-    def score(self, tokens_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``TokenScorer.score``, by the base model alone."""
+    def score_layout(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        """As ``TokenScorer.score_layout``, by the base model alone."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with self.model.disable_adapter():
             # peft turns this off meanwhile. If this is the first forward, FSDP2 would then believe
             # that nothing is trained, and not cast the gradients.
             for parameter in trained:
                 parameter.requires_grad_(True)
-            return super().score(tokens_BT, mask_BT)
+            return super().score_layout(layout)
 
 
 class WrapperScorer(TokenScorer):

@@ -18,7 +18,7 @@ from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import forward_memory
 from torchrl_grpo.models.packing import has, pad, pass_tokens, rank_micro_batches
 from torchrl_grpo.models.prefix import shared_prompts
-from torchrl_grpo.models.scoring import TokenScorer, autocast
+from torchrl_grpo.models.scoring import TokenScorer, autocast, check_packing
 from torchrl_grpo.models.sharding import compute_device, mesh_of
 from torchrl_grpo.transforms.ragged import flatten, set_rows
 from torchrl_grpo.weights import load_weights
@@ -75,6 +75,7 @@ class KLScoring(Transform):
         self.max_tokens = max_tokens
         self.autocast_dtype = autocast_dtype
         self.out_key = out_key
+        check_packing(scorer, autocast_dtype)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Makes other weights the reference from here on.
@@ -104,29 +105,38 @@ class KLScoring(Transform):
         Raises:
             MemoryShortError: the model's device has no more memory.
         """
-        device = compute_device(self.scorer.model)
-        out = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
-        packs = self.scorer.packs(tokens.shape[1])
-        prompts = shared_prompts(tokens, mask) if packs else None
+        device, of_tokens = compute_device(self.scorer.model), tokens.device
+        tokens, mask, lengths = tokens.cpu(), mask.cpu(), lengths.cpu()
+        prompts = shared_prompts(tokens, mask) if self.scorer.packs(tokens.shape[1]) else None
         mesh = mesh_of(self.scorer.model)
         rank, world_size = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
-        for index in rank_micro_batches(lengths, self.max_tokens, rank, world_size, prompts):
-            if not len(index):  # the others' passes are collective: a row of which nothing is scored
-                self.scorer.score(tokens[:1, :2].to(device), torch.zeros_like(mask[:1, :2]).to(device))
-                continue
-            width = int(lengths[index].max())
+        parts = rank_micro_batches(lengths, self.max_tokens, rank, world_size, prompts)
+        own = [prompts and [prompts[row] for row in index.tolist()] for index in parts]
+        widths = [int(lengths[index].max()) if len(index) else 2 for index in parts]
+        layouts = [
+            self.scorer.layout(tokens[index, :width], mask[index, :width], of_rows)
+            if len(index)  # else a row of which nothing is scored: the others' passes are collective
+            else self.scorer.layout(tokens[:1, :2], torch.zeros_like(mask[:1, :2]))
+            for index, width, of_rows in zip(parts, widths, own, strict=True)
+        ]
+        passes = []
+        for index, of_rows, layout in zip(parts, own, layouts, strict=True):
             try:
                 with autocast(device, self.autocast_dtype):
-                    scores, _ = self.scorer.score(tokens[index, :width].to(device), mask[index, :width].to(device))
+                    scores, _ = self.scorer.score_layout(layout)
             except torch.OutOfMemoryError as error:
-                computed = pass_tokens(lengths[index].tolist(), prompts and [prompts[row] for row in index.tolist()])
+                computed = pass_tokens(lengths[index].tolist(), of_rows)
                 raise self._memory_short(error, computed, mask[index]) from error
-            out[index, :width] = scores.to(tokens.device, torch.float32)
-        if mesh is None:
-            return out
-        whole = out.to(device)
-        dist.all_reduce(whole, group=mesh.get_group())  # the other ranks' rows are 0 here, so nothing is rounded
-        return whole.to(tokens.device)
+            passes.append(scores)
+        out = torch.zeros(tokens.shape, dtype=torch.float32)
+        for index, width, scores in zip(parts, widths, passes, strict=True):
+            if len(index):
+                out[index, :width] = scores.to("cpu", torch.float32)  # waits for passes that were all begun
+        if mesh is not None:  # the other ranks' rows are 0 here, so nothing is rounded
+            whole = out.to(device)
+            dist.all_reduce(whole, group=mesh.get_group())
+            out = whole
+        return out.to(of_tokens)
 
     def _memory_short(self, error: BaseException, tokens: int, mask: Tensor) -> MemoryShortError:
         """Return the out-of-memory message of a pass of so many tokens, with what each knob would save here."""

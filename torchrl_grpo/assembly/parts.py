@@ -146,8 +146,6 @@ def make_sampler(
     """
     config = blueprint.config
     engine = make_engine(blueprint, device or own_device(), concurrent=task_groups is not None)
-    if task_groups is None:
-        engine.seed(config.seed)
     policy = GenerationPolicy(engine, blueprint.params, rescore=_rescorer(config, engine))
 
     def make_collector(groups: int) -> RolloutCollector:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from torchrl_grpo.runtime.learner import RayLearner
     from torchrl_grpo.runtime.rollouts import Rollouts
 
+    AnyLearner = Learner | RayLearner
+
 __all__ = ["Observer", "Schedule", "fit"]
 
 _LONGEST_SHIELD_S = 20.0
@@ -122,7 +124,7 @@ class Schedule:
 
 
 def fit(
-    learner: Learner | RayLearner,
+    learner: AnyLearner,
     rollouts: Rollouts,
     schedule: Schedule,
     observers: Sequence[Observer] = (),
@@ -183,7 +185,7 @@ def fit(
 
 
 def _begin(
-    learner: Learner | RayLearner, rollouts: Rollouts, schedule: Schedule, tell: Observer, written: Mapping[str, Any]
+    learner: AnyLearner, rollouts: Rollouts, schedule: Schedule, tell: Observer, written: Mapping[str, Any]
 ) -> None:
     """Give the engine the learner's weights, and evaluate them unless the run's folder says how they did."""
     step = learner.version
@@ -196,13 +198,7 @@ def _begin(
 
 
 def _publish(
-    learner: Learner | RayLearner,
-    rollouts: Rollouts,
-    schedule: Schedule,
-    tell: Observer,
-    version: int,
-    *,
-    refresh: bool,
+    learner: AnyLearner, rollouts: Rollouts, schedule: Schedule, tell: Observer, version: int, *, refresh: bool
 ) -> dict[str, float]:
     """Give the samplers, and the reference model if it is its turn, the weights of this version."""
     if refresh:  # before anything is sampled with the new weights
@@ -227,7 +223,7 @@ def _evaluate(rollouts: Rollouts, tell: Observer, step: int, *, sampled: bool) -
     return metrics
 
 
-def _mismatch(learner: Learner | RayLearner, rollouts: Rollouts, tolerance: float) -> dict[str, float]:
+def _mismatch(learner: AnyLearner, rollouts: Rollouts, tolerance: float) -> dict[str, float]:
     """Return how far the log-probs of a few sampled tokens are apart; too far ends the run."""
     found = [learner.mismatch(probe) for probe in rollouts.probes()]
     mean, largest = max(mean for mean, _ in found), max(largest for _, largest in found)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,6 @@ from torchrl_grpo.assembly.blueprint import (
 )
 from torchrl_grpo.assembly.observers import FolderGuard, Limits, Recorder, Saver, Timeline
 from torchrl_grpo.assembly.parts import make_learner, make_reference, make_sampler
-from torchrl_grpo.assembly.sites import OnCluster, ThisThread
 from torchrl_grpo.config import GRPOConfig, check_one_process, plain, staleness_bound
 from torchrl_grpo.config.resumed import check_unused
 from torchrl_grpo.errors import FolderLostError
@@ -46,8 +45,10 @@ from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.reporting.view.start import page_beside
 from torchrl_grpo.runtime.actors import make_seeded
+from torchrl_grpo.runtime.in_thread import InThread
+from torchrl_grpo.runtime.in_turn import InTurn
 from torchrl_grpo.runtime.learner import RayLearner
-from torchrl_grpo.runtime.places import Place
+from torchrl_grpo.runtime.places import Here, OnRay, Place
 from torchrl_grpo.runtime.rollouts import Rollouts
 from torchrl_grpo.runtime.staleness import GroupBuffer
 from torchrl_grpo.runtime.tasks import TaskQueue
@@ -254,9 +255,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         if distributed:
             torchrl_logger.info(f"The weights reach the engines by inference_model.weight_transfer={transfer}.")
             cluster = cluster or _start_ray(None, resources)
-        site: ThisThread | OnCluster
-        site = ThisThread(blueprint) if cluster is None else OnCluster(blueprint, cluster)
-        learner, source = _make_roles(blueprint, site, transfer, max_staleness, resources)
+        learner, source = _make_roles(blueprint, cluster, transfer, max_staleness, resources)
         if watch is not None and isinstance(learner, RayLearner):
             ranks = learner.pids
             watch.where, watch.pids = source.what_is_missing, lambda: [*source.pids().values(), *ranks]
@@ -295,48 +294,74 @@ def _start_ray(address: str | None, resources: ExitStack) -> Cluster:
 
 
 def _make_roles(
-    blueprint: Blueprint, site: ThisThread | OnCluster, transfer: str, max_staleness: int, resources: ExitStack
+    blueprint: Blueprint, cluster: Cluster | None, transfer: str, max_staleness: int, resources: ExitStack
 ) -> tuple[Learner | RayLearner, Rollouts]:
-    """Make learner, samplers and reference models; what must be ended is put into ``resources``.
+    """Make and start the roles, in this thread or on a cluster; what must be ended is put into ``resources``.
 
     Raises:
-        ValueError: a part was refused where it was made.
+        ValueError: Ray has no room, or a part was refused where it was made.
     """
-    config, plan, resume = blueprint.config, blueprint.plan, blueprint.resume
+    config, plan, resume, ray = blueprint.config, blueprint.plan, blueprint.resume, blueprint.config.ray
     untested = replace(blueprint, greedy_env=None, sampled_env=None)  # of the test split, for those who need none
-    learner = site.make_learner(partial(make_learner, untested, transfer, device=site.device("train", 0)))
+    seats: Mapping[str, Sequence[Any]]  # of each part: its device, or Ray's options
+    learner: Learner | RayLearner
+    driver: InTurn | InThread
+    if cluster is None:
+        seats = {"inference": [first for first, *_ in plan.inference], "reference": plan.reference}
+        learner, driver = make_learner(untested, transfer, device=plan.train[0]), InTurn()
+        task_groups, concurrent_tasks = None, 1
+    else:
+        seats = cluster.place(plan)
+        learner = RayLearner(
+            partial(make_learner, untested, transfer),
+            options=seats["train"],
+            tensor_parallel_size=config.train_model.tensor_parallel_size,
+            actor_timeout_s=ray.actor_timeout_s,
+            resumed_from=None if resume is None else resume.path,
+        )
+        cluster.watch(learner.last_saved)
+        driver = InThread(actor_timeout_s=ray.actor_timeout_s, recovery_timeout_s=ray.recovery_timeout_s)
+        task_groups, concurrent_tasks = task_geometry(config, len(plan.inference))
     resources.callback(learner.close)
     in_flight: Any = config.inference_model.in_flight
-    task_groups, concurrent_tasks = task_geometry(config, len(plan.inference)) if site.overlaps else (None, 1)
     if max_staleness and blueprint.reward_pool is not None and not ENGINES[config.inference_model.backend].concurrent:
         # While one task is scored others are sampled, as many as may be under way, and weights may come in between.
         concurrent_tasks, in_flight = max_staleness + 1, "keep"
     # Beside the tasks, an update and an evaluation, where the engine can take several calls at a time.
     threads = concurrent_tasks + 2 if concurrent_tasks > 1 or in_flight != "wait" else 1
 
-    def sampler(index: int) -> Place:
-        device = site.device("inference", index)
-        factory = partial(make_sampler, blueprint, task_groups, concurrent_tasks, device=device)
-        return site.place("inference", index, partial(make_seeded, factory, config.seed + index), threads)
+    def place(name: str, seat: Any, factory: Callable[..., Any], threads: int = 1) -> Place:
+        if cluster is None:
+            return Here(name, partial(factory, device=seat))
+        return OnRay(name, factory, {**seat, "max_concurrency": threads}, ray.actor_timeout_s)
 
-    def reference(index: int) -> Place:
-        return site.place("reference", index, partial(make_reference, untested, site.device("reference", index)))
-
+    sampler = partial(make_seeded, partial(make_sampler, blueprint, task_groups, concurrent_tasks))
+    reference = partial(make_reference, untested)
     rollouts = Rollouts(
         _tasks(blueprint, task_groups, max_staleness),
-        site.make_driver(),
-        samplers=[sampler(index) for index in range(len(plan.inference))],
-        references=[reference(index) for index in range(len(plan.reference))],
+        driver,
+        samplers=[
+            place(f"sampler {index}", seat, partial(sampler, config.seed + index), threads)
+            for index, seat in enumerate(seats["inference"])
+        ],
+        references=[place(f"reference model {i}", seat, reference) for i, seat in enumerate(seats["reference"])],
         concurrent_tasks=concurrent_tasks,
         in_flight=in_flight,
-        references_first=site.overlaps and plan.colocated,
+        references_first=driver.overlaps and plan.colocated,
         release=learner.release,
         evaluates=blueprint.greedy_env is not None,
     )
     resources.callback(rollouts.close)
     if resume is not None:
         rollouts.load_state_dict(resume.source)
-    site.start(rollouts)
+    if isinstance(learner, Learner):
+        rollouts.start()
+        return learner, rollouts
+    say(f"starting {sum(map(len, seats.values()))} processes, which load their models")
+    # On one accelerator the engine must not start while others take memory; else all start at the same time.
+    for start in (learner.start, rollouts.start) if plan.colocated else (rollouts.start, learner.start):
+        start()
+    rollouts.wait_until_ready()
     return learner, rollouts
 
 

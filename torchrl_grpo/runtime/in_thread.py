@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torchrl_grpo.errors import WaitedTooLongError, WorkersLostError
 from torchrl_grpo.host import stalls
-from torchrl_grpo.runtime.in_turn import Round, Work
+from torchrl_grpo.runtime.in_turn import Make, Round, Work
 from torchrl_grpo.runtime.places import ActorLostError, OnRay, first_line
 
 _TICK_S = 0.5
@@ -56,9 +56,7 @@ class InThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
         self._thread.start()
 
-    def start(
-        self, make: Callable[[Any], Coroutine[Any, Any, None]], kinds: Sequence[Work], missing: Callable[[], str]
-    ) -> None:
+    def start(self, make: Make, kinds: Sequence[Work], missing: Callable[[], str]) -> None:
         """Begin the lives of all actors; return at once.
 
         Args:
@@ -69,7 +67,7 @@ class InThread:
         self._missing = missing
         self.ask(self._begin(make, kinds))
 
-    async def _begin(self, make: Callable[[Any], Coroutine[Any, Any, None]], kinds: Sequence[Any]) -> None:
+    async def _begin(self, make: Make, kinds: Sequence[Any]) -> None:
         self._places = [place for work in kinds for place in work]
         lives = [self._live(place, make, rounds) for work in kinds for place, rounds in work.items()]
         lives += [self._watch(list(work)) for work in kinds if work]
@@ -153,9 +151,7 @@ class InThread:
             self._error = self._error or error
             self.notify()
 
-    async def _live(
-        self, place: OnRay, make: Callable[[Any], Coroutine[Any, Any, None]], rounds: Sequence[Round]
-    ) -> None:
+    async def _live(self, place: OnRay, make: Make, rounds: Sequence[Round]) -> None:
         """Start, work until the actor is lost, start again."""
         while True:
             await self._start(place, make)
@@ -169,7 +165,7 @@ class InThread:
             except* ActorLostError:
                 self.notify()
 
-    async def _start(self, place: OnRay, make: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+    async def _start(self, place: OnRay, make: Make) -> None:
         """Make an actor; one that cannot be made again is tried once more, the first one must start."""
         first = not place.restarts
         try:
@@ -178,7 +174,7 @@ class InThread:
             if first:
                 raise WorkersLostError(f"{place.name} could not start: {first_line(lost.args[0])}") from lost.args[0]
         except Exception as error:
-            if first:
+            if first or error is self._error:
                 raise
             place.lose(error)
 

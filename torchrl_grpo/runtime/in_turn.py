@@ -17,6 +17,8 @@ from torchrl_grpo.runtime.places import Place
 T = TypeVar("T")
 Round = Callable[[], Coroutine[Any, Any, None]]
 """Work with a place: waits until there is something to do, and does it once."""
+Make = Callable[[Any], Coroutine[Any, Any, None]]
+"""Makes the part of a place."""
 Work = Mapping[Place, Sequence[Round]]
 """The rounds of each place of a kind; the first gives it its weights."""
 
@@ -34,9 +36,7 @@ class InTurn:
         self._rounds: list[Round] = []
         self._missing: Callable[[], str] = str
 
-    def start(
-        self, make: Callable[[Any], Coroutine[Any, Any, None]], kinds: Sequence[Work], missing: Callable[[], str]
-    ) -> None:
+    def start(self, make: Make, kinds: Sequence[Work], missing: Callable[[], str]) -> None:
         """Make the parts, one after another.
 
         Args:

@@ -21,6 +21,8 @@ from torchrl_grpo.host import clock
 from torchrl_grpo.runtime.actors import start_actor
 
 _LONGEST_PAUSE_S = 30.0
+_KINDS = {"setup": "start", "play": "sample", "score": "score", "update": "update", "evaluate": "evaluate"}
+"""Of what a part is asked, what the timeline shows, and as what."""
 _MOST_SPANS = 10_000
 
 
@@ -49,9 +51,6 @@ class Place(ABC):
         name: for messages.
         factory: makes the part.
     """
-
-    kinds: Mapping[str, str]
-    """What the timeline shows of the methods that are called, and as what."""
 
     def __init__(self, name: str, factory: Callable[..., Any]) -> None:
         self.name = name
@@ -103,8 +102,8 @@ class Place(ABC):
         """Add to the timeline what the part was called for until now."""
         if isinstance(result, RolloutReport):
             self.spans.extend(result.spans(self.name, began_at))
-        elif method in self.kinds:
-            kind = "restart" if method == "setup" and self.restarts else self.kinds[method]
+        elif method in _KINDS:
+            kind = "restart" if method == "setup" and self.restarts else _KINDS[method]
             seconds = clock.now() - began_at
             self.spans.append({"actor": self.name, "kind": kind, "start": began_at, "seconds": seconds})
 
@@ -124,9 +123,6 @@ class Here(Place):
         2
     """
 
-    kinds = {"score": "score"}  # noqa: RUF012
-    """Updates and evaluations are stages of the loop's own here."""
-
     part: Any = None
 
     async def start(self, *arguments: Any) -> None:
@@ -136,7 +132,8 @@ class Here(Place):
     async def call(self, what: str, method: str, *arguments: Any, groups: int = 0) -> Any:
         began_at = clock.now()
         answer = getattr(self.part, method)(*arguments)
-        self._note(method, began_at, answer[0] if groups else answer)
+        if groups:  # all else is a stage of the loop's own
+            self._note(method, began_at, answer[0])
         return answer
 
     async def close(self) -> None:
@@ -148,7 +145,7 @@ class OnRay(Place):
     """A part as an actor, and its successors. All of it belongs to the event loop in which ``start`` was called.
 
     Attributes:
-        role: kind of part, and its process's name: ``ray::SamplerActor.play`` while it plays.
+        role: kind of part, and its process's name: ``ray::SamplerActor.play`` while a "sampler 0" plays.
         actor: the handle of the current actor, None while there is none.
         alive_at: when the last of its actors was lost that had done something, or had nothing to do; at first when it
             was made itself (``time.monotonic``).
@@ -158,20 +155,13 @@ class OnRay(Place):
     Args:
         name: for messages.
         factory: makes the part of an actor.
-        role: see above.
         options: Ray's, for the actor.
         timeout_s: longest wait for an answer, and for the start of an actor.
     """
 
-    kinds = {  # noqa: RUF012
-        "setup": "start", "play": "sample", "score": "score", "update": "update", "evaluate": "evaluate",
-    }  # fmt: skip
-
-    def __init__(
-        self, name: str, factory: Callable[..., Any], role: str, options: Mapping[str, Any], timeout_s: float
-    ) -> None:
+    def __init__(self, name: str, factory: Callable[..., Any], options: Mapping[str, Any], timeout_s: float) -> None:
         super().__init__(name, factory)
-        self.role = role
+        self.role = f"{name.split()[0].capitalize()}Actor"
         self.actor: Any = None
         self.alive_at = self.heard_at = time.monotonic()
         self.timeout_s = timeout_s

@@ -67,7 +67,10 @@ class InTurn:
                 done, answer = _go_on(question)
                 if done:
                     return answer
-                if not any(map(_make, self._rounds)):
+                for one in self._rounds:  # no ``any``, which would take a part's StopIteration for its own end
+                    if _make(one):
+                        break
+                else:
                     raise RuntimeError(
                         f"what is asked for never comes: {self._missing()}. Publish weights before the first batch and "
                         "after each one."

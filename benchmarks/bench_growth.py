@@ -198,10 +198,10 @@ def make_sampler() -> Sampler:
 def driver() -> list[dict[str, float]]:
     """CPU milliseconds a group and memory of the driver, for each number of samplers."""
     import ray
-
-    from torchrl_grpo.runtime import cluster
     from torchrl_grpo.runtime.rollout_manager import RolloutManager
     from torchrl_grpo.runtime.source import RaySource
+
+    from torchrl_grpo.runtime import cluster
     from torchrl_grpo.weights import ObjectSender
 
     started, rows = cluster.start(), []

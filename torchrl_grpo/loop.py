@@ -29,12 +29,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torchrl_grpo.host.interrupts import shielded
-from torchrl_grpo.learner.checkpoint import Checkpointer
+
+if TYPE_CHECKING:
+    from torchrl_grpo.learner import Learner
+    from torchrl_grpo.runtime.learner import RayLearner
+    from torchrl_grpo.runtime.rollouts import Rollouts
+
+    AnyLearner = Learner | RayLearner
 
 __all__ = ["Observer", "Schedule", "fit"]
 
@@ -80,72 +85,6 @@ class Observer:
 
     def ended(self, step: int) -> None:
         """The run has all its steps, or is out of time."""
-
-
-class RolloutSource(Protocol):
-    """Gives batches of finished, scored sequences and takes new weights.
-
-    ``learner_version - policy_version`` of a sequence that ``next_batch`` returns never exceeds ``max_staleness``.
-    """
-
-    @property
-    def max_staleness(self) -> int: ...
-
-    def next_batch(self) -> Any:
-        """The next batch, as the learner that goes with this source takes it."""
-
-    def publish(self, handle: Any, version: int) -> None:
-        """Gives the samplers the weights of a trained batch, as that learner gives them."""
-
-    def update_reference(self, handle: Any) -> None:
-        """Makes other weights the reference model's, for all that is scored from here on."""
-
-    def evaluate(self, *, sampled: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Return what ``Evaluator.evaluate`` gives for the published weights; nothing without a test split."""
-
-    def probes(self) -> list[Any]:
-        """Return what ``Sampler.probe`` gives for each sampler, with the published weights."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return metrics of the latest batch, named ``section/name``: seconds, staleness, counts."""
-
-    def spans(self) -> list[dict[str, Any]]:
-        """Return what the actors did since the last call, as spans of ``timeline.jsonl`` (``RolloutReport.spans``)."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the next batches depend on, apart from the weights.
-
-        ``drawing`` (where the problems are), ``ahead`` (group and problem of what was drawn and no batch has taken) and
-        ``engines`` (the state of each, None where it cannot be told).
-        """
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what ``state_dict`` gave."""
-
-    def close(self) -> None:
-        """Ends the samplers. May be called again."""
-
-
-class LearnerLike(Protocol):
-    """The learner as ``fit`` sees it, in this process or in others. ``Learner`` says what each member means."""
-
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def resumable(self) -> bool: ...
-
-    def train_batch(self, batch: Any) -> dict[str, float]: ...
-
-    def samples(self, most: int | None) -> list[dict[str, Any]]: ...
-
-    def weights(self) -> Any: ...
-
-    def reference_weights(self) -> Any: ...
-
-    def mismatch(self, probe: Any) -> tuple[float, float]: ...
-
-    def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path: ...
 
 
 @dataclass(frozen=True)
@@ -213,8 +152,8 @@ def _is_turn(step: int, frequency: int | None) -> bool:
 
 
 def fit(
-    learner: LearnerLike,
-    rollouts: RolloutSource,
+    learner: AnyLearner,
+    rollouts: Rollouts,
     schedule: Schedule,
     observers: Sequence[Observer] = (),
     *,
@@ -226,7 +165,7 @@ def fit(
     evaluated before the run and after it.
 
     Args:
-        learner: makes the steps.
+        learner: makes the steps, in this process or in others.
         rollouts: gives the batches and takes the weights.
         schedule: how long, and how often.
         observers: are told what happens, in this order.
@@ -246,12 +185,12 @@ def fit(
         while schedule.left(step) and schedule.leaves_time_for(longest_s):
             step, start = step + 1, time.perf_counter()
             tell.stage("wait", step, f"sample and score the batch of step {step}")
-            batch = rollouts.next_batch()
+            groups = rollouts.next_batch()
             tell.taken()
             metrics = {"time/wait_s": time.perf_counter() - start} | rollouts.metrics()
             tell.stage("train", step, f"train step {step}")
             with shielded(_LONGEST_SHIELD_S):
-                metrics |= learner.train_batch(batch)
+                metrics |= learner.train_groups(*groups)
                 tell.trained(metrics)
             if step == first + 1 and schedule.on_policy:
                 _check_on_policy(metrics)
@@ -274,7 +213,7 @@ def fit(
 
 
 def _begin(
-    learner: LearnerLike, rollouts: RolloutSource, schedule: Schedule, tell: Observer, written: Mapping[str, Any]
+    learner: AnyLearner, rollouts: Rollouts, schedule: Schedule, tell: Observer, written: Mapping[str, Any]
 ) -> None:
     """Give the engine the learner's weights, and evaluate them unless the run's folder says how they did."""
     step = learner.version
@@ -287,7 +226,7 @@ def _begin(
 
 
 def _publish(
-    learner: LearnerLike, rollouts: RolloutSource, schedule: Schedule, tell: Observer, version: int, *, refresh: bool
+    learner: AnyLearner, rollouts: Rollouts, schedule: Schedule, tell: Observer, version: int, *, refresh: bool
 ) -> dict[str, float]:
     """Give the samplers, and the reference model if it is its turn, the weights of this version."""
     if refresh:  # before anything is sampled with the new weights
@@ -304,7 +243,7 @@ def _publish(
     return metrics | {"sync/mismatch_mean": mean, "sync/mismatch_max": largest}
 
 
-def _evaluate(rollouts: RolloutSource, tell: Observer, step: int, *, sampled: bool) -> dict[str, float]:
+def _evaluate(rollouts: Rollouts, tell: Observer, step: int, *, sampled: bool) -> dict[str, float]:
     """Return how the published weights do on the test split; nothing without one."""
     tell.stage("evaluate", step, f"evaluate the weights of step {step}")
     start = time.perf_counter()
@@ -315,7 +254,7 @@ def _evaluate(rollouts: RolloutSource, tell: Observer, step: int, *, sampled: bo
     return metrics
 
 
-def check_mismatch(learner: LearnerLike, rollouts: RolloutSource, tolerance: float) -> tuple[float, float]:
+def check_mismatch(learner: AnyLearner, rollouts: Rollouts, tolerance: float) -> tuple[float, float]:
     """Return how far the log-probs of engine and trainer are apart on a few sampled tokens: mean and largest, in nats.
 
     Raises:

@@ -49,14 +49,15 @@ from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 pytest.importorskip("ray")
 
+from torchrl_grpo.runtime.rollout_manager import RolloutManager
+from torchrl_grpo.runtime.source import RayBatch, RaySource
+from torchrl_grpo.runtime.workers import ActorLostError, SamplerWorker, Worker
+
 from torchrl_grpo.errors import LearnerLostError, MemoryShortError, WaitedTooLongError, WorkersLostError
 from torchrl_grpo.runtime.actors import own_address
 from torchrl_grpo.runtime.learner import RayLearner
 from torchrl_grpo.runtime.reference import Reference
-from torchrl_grpo.runtime.rollout_manager import RolloutManager
-from torchrl_grpo.runtime.source import RayBatch, RaySource
 from torchrl_grpo.runtime.tasks import TaskQueue
-from torchrl_grpo.runtime.workers import ActorLostError, SamplerWorker, Worker
 from torchrl_grpo.weights import ObjectSender, WeightHandle
 from torchrl_grpo.weights.broadcast import open_store
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.modules.llm import TransformersWrapper
 
@@ -555,22 +555,22 @@ def test_the_reference_model_is_refreshed_every_n_steps(tmp_path: Path) -> None:
     """At first it has the weights of the start; from step 2 on, before the engine has them, those of step 2."""
     overrides = ["ref_model.refresh_every=2", "train.total_dialog_turns=48", "policy.kl_coef=0.01"]
     run = build(compose_config(*SMALL, *overrides), tmp_path)
-    reference, trained = run.source.reference.scoring.scorer.model, run.learner.trainer.model
+    reference, trained = run.source.references[0].part.scoring.scorer.model, run.learner.trainer.model
     weights = {0: _copy(trained)}
     seen: dict[int, dict[str, Tensor]] = {}
-    train_batch, send = run.learner.train_batch, run.source.publish
+    train, send = run.learner.train_groups, run.source.publish
 
     def publish(sent: Any, version: int) -> None:
         seen[version] = _copy(reference)
         send(sent, version)
 
-    def spy(batch: TensorDict) -> dict[str, float]:
+    def spy(*groups: TensorDictBase) -> dict[str, float]:
         assert all(torch.equal(seen[run.learner.version][name], value) for name, value in _copy(reference).items())
-        out = train_batch(batch)
+        out = train(*groups)
         weights[run.learner.version] = _copy(trained)
         return out
 
-    run.learner.train_batch, run.source.publish = spy, publish  # type: ignore[method-assign]
+    run.learner.train_groups, run.source.publish = spy, publish  # type: ignore[method-assign]
     try:
         run.fit()
     finally:

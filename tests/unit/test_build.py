@@ -265,14 +265,14 @@ def test_evaluation_changes_nothing_in_the_run(tmp_path: Path) -> None:
 
 def test_a_run_that_is_interrupted_saves_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = build(compose_config(*SMALL, "evaluation.num_prompts=0"), tmp_path)
-    real = run.learner.train_batch
+    real = run.learner.train_groups
 
-    def train_once(batch: Any) -> dict[str, float]:
+    def train_once(*groups: Any) -> dict[str, float]:
         if run.learner.version == 1:
             raise KeyboardInterrupt
-        return real(batch)
+        return real(*groups)
 
-    monkeypatch.setattr(run.learner, "train_batch", train_once)
+    monkeypatch.setattr(run.learner, "train_groups", train_once)
     with pytest.raises(KeyboardInterrupt):
         run.fit()
     run.close()
@@ -301,7 +301,7 @@ def test_a_run_that_is_stopped_inside_a_step_saves_no_half_step(
 def test_an_engine_with_another_distribution_ends_the_first_step(tmp_path: Path) -> None:
     """It would train on samples of a policy that is not its own, and end well."""
     run = build(compose_config(*SMALL, "evaluation.num_prompts=0"), tmp_path)
-    engine = run.source.sampler.engine
+    engine = run.source.samplers[0].part.engine
     update = engine.update_weights
     engine.update_weights = lambda weights, version: update(((name, 2 * w) for name, w in weights), version)
     try:

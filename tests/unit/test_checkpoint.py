@@ -287,17 +287,17 @@ def test_a_full_disk_leaves_the_run_alive_and_the_one_before_valid(
         compose_config(*SMALL, steps(4), "train.checkpoint_frequency=1", "train.keep_checkpoints=last:1"),
         small_disk / "run",
     )
-    real = made.learner.train_batch
+    real = made.learner.train_groups
 
-    def train_batch(batch: Any) -> dict[str, float]:
+    def train_groups(*groups: Any) -> dict[str, float]:
         if made.learner.version == 1:
             free = shutil.disk_usage(small_disk).free
             filler.write_bytes(bytes(free))
         if made.learner.version == 3:
             filler.unlink()
-        return real(batch)
+        return real(*groups)
 
-    made.learner.train_batch = train_batch  # type: ignore[method-assign, assignment]
+    made.learner.train_groups = train_groups  # type: ignore[method-assign, assignment]
     try:
         made.fit()
     finally:

@@ -118,7 +118,7 @@ def test_its_steps_change_no_weight(tmp_path: Path) -> None:
     run = build(compose_config(*SMALL, steps(2), "optimizer.lr=1e-30", "optimizer.weight_decay=0.1"), tmp_path)
     before = [parameter.clone() for parameter in run.learner.trainer.parameters]
     run.source.publish(run.learner.weights(), 0)
-    assert run.learner.train_batch(run.source.next_batch())["train/grad_norm"] > 0
+    assert run.learner.train_groups(*run.source.next_batch())["train/grad_norm"] > 0
     assert all(map(torch.equal, before, run.learner.trainer.parameters))
     run.close()
 

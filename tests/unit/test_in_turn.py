@@ -1,8 +1,13 @@
-"""InTurn: the order in which the engine and the other roles use a shared device, the staleness check, and resumes."""
+"""Rollouts in one thread: the order in which the parts work, the staleness check, resumes, errors and interrupts."""
 
 from __future__ import annotations
 
+import asyncio
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +15,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.configs import compose_config
+from tests.support.runs import SMALL
 from tests.support.tasks import next_task, play
+from torchrl_grpo.assembly.run import build
 from torchrl_grpo.collectors import RolloutCollector, Sampler
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.runtime.actors import make_seeded
 from torchrl_grpo.runtime.in_turn import InTurn
+from torchrl_grpo.runtime.places import Here
 from torchrl_grpo.runtime.reference import Reference
+from torchrl_grpo.runtime.rollouts import Rollouts
 from torchrl_grpo.runtime.staleness import GroupBuffer
 from torchrl_grpo.runtime.tasks import TaskQueue
 from torchrl_grpo.tasks import ArithmeticTask
@@ -55,12 +66,19 @@ class Scoring:
         return batch
 
 
-def make_tasks(env: LLMEnv, max_staleness: int = 0, task_groups: int = 2) -> TaskQueue:
-    buffer = GroupBuffer(2, max_staleness)
-    return TaskQueue(env.drawing, buffer, task_groups=task_groups, total_groups=100, group_size=2)
+def make_tasks(env: LLMEnv, max_staleness: int = 0, task_groups: int = 2, most_played: int | None = None) -> TaskQueue:
+    settings: dict[str, Any] = {"task_groups": task_groups, "total_groups": 100, "group_size": 2}
+    return TaskQueue(env.drawing, GroupBuffer(2, max_staleness), most_played=most_played, **settings)
 
 
-def make_source(tokenizer: PreTrainedTokenizerFast, engine: Recorder, *, sleeps: bool = False) -> InTurn:
+def make_source(
+    tokenizer: PreTrainedTokenizerFast,
+    engine: Recorder,
+    *,
+    sleeps: bool = False,
+    state: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Rollouts:
     env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=4, repeats=2)
     params = SamplingParams(1, stop_token_ids=(1,))
 
@@ -68,7 +86,21 @@ def make_source(tokenizer: PreTrainedTokenizerFast, engine: Recorder, *, sleeps:
         return RolloutCollector(env.with_rows(2 * groups), GenerationPolicy(engine, params))
 
     sampler = Sampler(engine, make_collector, None, params, [], groups_at_a_time=2, sleeps=sleeps)
-    return InTurn(make_tasks(env), sampler, Reference(Scoring(engine.calls)))  # type: ignore[arg-type]
+    reference = Reference(Scoring(engine.calls))  # type: ignore[arg-type]
+    source = Rollouts(
+        make_tasks(env, **settings),
+        InTurn(),
+        samplers=[Here("sampler 0", partial(make_seeded, lambda: sampler, 0))],
+        references=[Here("reference model 0", lambda: reference)],
+    )
+    if state is not None:
+        source.load_state_dict(state)
+    source.start()
+    return source
+
+
+def rows_of(groups: Sequence[Any]) -> list[Any]:
+    return [row for group in groups for row in group.unbind(0)]
 
 
 def weights(version: int) -> WeightHandle:
@@ -109,16 +141,17 @@ def test_a_colocated_engine_is_woken_for_a_second_task_of_a_batch(tokenizer: Pre
 def test_an_engine_of_its_own_never_sleeps(tokenizer: PreTrainedTokenizerFast) -> None:
     engine = Recorder()
     source = make_source(tokenizer, engine)
+    source.publish(weights(0), 0)
     source.next_batch()
     source.publish(weights(1), 1)
-    assert engine.calls == ["generate", "reference", "update"]
+    assert engine.calls == ["update", "generate", "reference", "update"]
 
 
 def test_a_batch_of_older_weights_is_refused_with_both_versions(tokenizer: PreTrainedTokenizerFast) -> None:
     engine = Recorder()
     source = make_source(tokenizer, engine)
     source.publish(weights(3), 3)
-    assert source.next_batch()["policy_version"].unique().tolist() == [3]
+    assert {row["policy_version"].item() for row in rows_of(source.next_batch())} == {3}
     assert source.metrics()["staleness/max"] == 0
     source.publish(weights(4), 4)
     engine.policy_version = 3
@@ -128,16 +161,16 @@ def test_a_batch_of_older_weights_is_refused_with_both_versions(tokenizer: PreTr
 
 def test_a_restored_source_goes_on_with_the_same_problems(tokenizer: PreTrainedTokenizerFast) -> None:
     source = make_source(tokenizer, Recorder())
+    source.publish(weights(0), 0)
     source.next_batch()
     state = source.state_dict()
     source.publish(weights(1), 1)
-    expected = source.next_batch()
-    other = make_source(tokenizer, Recorder())
-    other.load_state_dict(state)
+    expected = rows_of(source.next_batch())
+    other = make_source(tokenizer, Recorder(), state=state)
     other.publish(weights(1), 1)
-    got = other.next_batch()
-    assert got["query"] == expected["query"]
-    assert got["group_id"].tolist() == expected["group_id"].tolist()
+    got = rows_of(other.next_batch())
+    assert [row["query"] for row in got] == [row["query"] for row in expected]
+    assert [row["group_id"] for row in got] == [row["group_id"] for row in expected]
 
 
 def test_groups_that_an_asynchronous_run_drew_ahead_are_played_first(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -149,21 +182,17 @@ def test_groups_that_an_asynchronous_run_drew_ahead_are_played_first(tokenizer: 
     assert tasks.take() is not None  # groups 1 and 4; 3 waits, and 0, 2 and 5 are being played
     state = tasks.state_dict() | {"engines": [None, {"policy_version": 1}]}
     queries = {progress.task.groups[0]: progress.task.drawn[0].problem.query for progress in drawn}
-    source = make_source(tokenizer, Recorder())
-    source.load_state_dict(state)
-    source.publish(weights(1), 1)
-    batches = [source.next_batch()]
-    for version in (2, 3):
+    source = make_source(tokenizer, Recorder(), state=state)
+    batches = []
+    for version in (1, 2, 3):
         source.publish(weights(version), version)
-        batches.append(source.next_batch())
-    groups = [row["group_id"].item() for batch in batches for row in batch.unbind(0)]
+        batches.append(rows_of(source.next_batch()))
+    groups = [row["group_id"].item() for batch in batches for row in batch]
     assert groups == [0, 0, 2, 2, 3, 3, 5, 5, 6, 6, 7, 7]
     for batch in batches[:2]:
-        assert [row["query"] for row in batch.unbind(0)] == [
-            queries[group] for group in batch["group_id"].reshape(-1).tolist()
-        ]
+        assert [row["query"] for row in batch] == [queries[row["group_id"].item()] for row in batch]
     queries_after = [tasks._drawing.draw().problem.query for _ in range(2)]
-    assert [row["query"] for row in batches[2].unbind(0)][::2] == queries_after
+    assert [row["query"] for row in batches[2]][::2] == queries_after
 
 
 def test_seconds_are_of_the_step_and_counts_keep_their_names(
@@ -172,6 +201,7 @@ def test_seconds_are_of_the_step_and_counts_keep_their_names(
     source = make_source(tokenizer, Recorder())
     counted = {"workers/restarts_reward": 1.0, "tools/calls": 2.0}
     monkeypatch.setattr(RolloutCollector, "take_counts", lambda self: dict(counted))
+    source.publish(weights(0), 0)
     source.next_batch()
     metrics = source.metrics()
     assert metrics.keys() == {
@@ -179,3 +209,82 @@ def test_seconds_are_of_the_step_and_counts_keep_their_names(
     }  # fmt: skip
     assert {name: metrics[name] for name in counted} == counted
     assert metrics["time/generate_s"] > 0 and metrics["time/reference_s"] > 0
+
+
+def test_nothing_is_sampled_before_a_batch_is_asked_for(tokenizer: PreTrainedTokenizerFast) -> None:
+    engine = Recorder()
+    source = make_source(tokenizer, engine)
+    source.publish(weights(0), 0)
+    source.state_dict()
+    source.publish(weights(1), 1)
+    assert engine.calls == ["update", "update"]
+    assert source.tasks.buffer.pending == source.tasks.buffer.waiting == 0
+
+
+def test_a_task_is_scored_before_the_next_one_is_played(tokenizer: PreTrainedTokenizerFast) -> None:
+    engine = Recorder()
+    source = make_source(tokenizer, engine, task_groups=1)
+    source.publish(weights(0), 0)
+    source.next_batch()
+    assert engine.calls == ["update", *["generate", "reference"] * 2]
+    spans = [(span["actor"], span["kind"]) for span in source.spans()]
+    assert spans == [("sampler 0", "sample"), ("sampler 0", "score")] * 2 + [("reference model 0", "score")] * 2
+
+
+def test_a_batch_that_can_never_come_is_an_error_and_no_hang(tokenizer: PreTrainedTokenizerFast) -> None:
+    source = make_source(tokenizer, Recorder())
+    with pytest.raises(RuntimeError, match=r"never comes: 0 of the 2 groups of a batch wait.*Publish weights"):
+        source.next_batch()
+    source.publish(weights(0), 0)
+    source.next_batch()
+    with pytest.raises(RuntimeError, match="a batch is in training: publish version 1 first"):
+        source.next_batch()
+
+
+class Failing(Recorder):
+    """Raises an error once, while it samples."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error: BaseException | None = error
+
+    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        return super().generate(prompts, n, params)
+
+
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError, StopIteration, StopAsyncIteration, KeyboardInterrupt])
+def test_an_error_arrives_as_the_part_raised_it_and_no_task_is_lost(
+    kind: type[BaseException], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    error = kind("of the engine")
+    source = make_source(tokenizer, Failing(error))
+    source.publish(weights(0), 0)
+    with pytest.raises(kind) as raised:
+        source.next_batch()
+    assert raised.value is error
+    assert traceback.extract_tb(error.__traceback__)[-1].name == "generate"
+    said = "".join(traceback.format_exception(error))
+    assert "During handling" not in said and "direct cause" not in said
+    assert [group for group, _ in source.state_dict()["ahead"]] == [0, 1]
+    assert [row["group_id"].item() for row in rows_of(source.next_batch())] == [0, 0, 1, 1]
+
+
+def test_a_run_needs_no_event_loop_and_can_be_made_inside_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, whose cells run inside the loop of its kernel."""
+
+    def fit(folder: Path) -> None:
+        with closing(build(compose_config(*SMALL), folder)) as made:
+            made.fit()
+
+    async def main() -> asyncio.AbstractEventLoop:
+        fit(tmp_path / "inside")
+        return asyncio.get_running_loop()
+
+    assert asyncio.run(main()).is_closed()
+    monkeypatch.setattr(asyncio, "new_event_loop", lambda: pytest.fail("an event loop was made"))
+    fit(tmp_path / "without")
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        asyncio.get_running_loop()

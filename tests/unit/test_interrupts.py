@@ -32,8 +32,9 @@ def send_at(run_: Run, moment: str, number: int, monkeypatch: pytest.MonkeyPatch
     """Sends this process a signal in the third step's ``moment``."""
     holders: dict[str, tuple[Any, str]] = {
         "wait for a batch": (run_.source, "next_batch"),
+        "play": (run_.source.samplers[0].part, "play"),
         "step": (run_.learner.trainer, "optim_step"),
-        "end of a step": (run_.learner, "train_batch"),
+        "end of a step": (run_.learner, "train_groups"),
         "weight sync": (run_.source, "publish"),
         "evaluation": (run_.source, "evaluate"),
         "log": (run_.logger, "log"),
@@ -46,7 +47,7 @@ def send_at(run_: Run, moment: str, number: int, monkeypatch: pytest.MonkeyPatch
 
     def with_signal(*args: Any, **kwargs: Any) -> Any:
         given = real(*args, **kwargs)
-        if run_.learner.version >= {"save": 4, "export": 4, "wait for a batch": 2, "step": 2}.get(moment, 3):
+        if run_.learner.version >= {"save": 4, "export": 4, "wait for a batch": 2, "play": 2, "step": 2}.get(moment, 3):
             monkeypatch.setattr(holder, name, real)
             os.kill(os.getpid(), number)
         return given
@@ -54,7 +55,8 @@ def send_at(run_: Run, moment: str, number: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(holder, name, with_signal)
 
 
-MOMENTS = ["wait for a batch", "step", "end of a step", "weight sync", "evaluation", "log", "samples", "save", "export"]
+MOMENTS = ["wait for a batch", "play", "step", "end of a step", "weight sync"]
+MOMENTS += ["evaluation", "log", "samples", "save", "export"]
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -75,15 +77,18 @@ def test_a_signal_at_any_moment_saves_and_leaves_files_that_agree(
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert newest == at(tmp_path, rows[-1]["step"])
     assert [row["step"] for row in rows] == list(range(len(rows)))
-    assert rows[-1]["step"] == {"wait for a batch": 2, "samples": 4, "save": 4, "export": 4}.get(moment, 3)
+    assert rows[-1]["step"] == {"wait for a batch": 2, "play": 2, "samples": 4, "save": 4, "export": 4}.get(moment, 3)
     assert "train/loss" in rows[-1]
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_the_evaluation_that_a_signal_cut_short_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("moment", ["weight sync", "play"])
+def test_the_evaluation_or_batch_that_a_signal_cut_short_is_made_up_for(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = compose_config(*SMALL, *OPTIONS, steps(4))
     with pytest.raises(SystemExit), orderly_exit(), closing(build(config, tmp_path)) as made:
-        send_at(made, "weight sync", signal.SIGTERM, monkeypatch)
+        send_at(made, moment, signal.SIGTERM, monkeypatch)
         made.fit()
     rows = run(tmp_path, *OPTIONS, steps(4), "train.resume=auto")
     whole = run(tmp_path / "whole", *OPTIONS, steps(4))

@@ -187,11 +187,12 @@ def test_dr_grpo_and_rloo_divide_by_no_standard_deviation_anywhere(algo: str, tm
     """Ten times the rewards is ten times the gradient, from the preset's advantage through its loss; GRPO's stays."""
     run = build(compose_config(*SMALL, f"algo={algo}", "policy.kl_coef=0"), tmp_path)
     try:
-        batch = run.source.next_batch()
+        run.source.publish(run.learner.weights(), 0)
+        groups = run.source.next_batch()
         loss, model = run.learner.trainer.loss, run.learner.trainer.model
         gradients = []
         for factor in (1.0, 10.0):
-            rows = [row.exclude(*WRITTEN) for row in batch.unbind(0)]
+            rows = [row.exclude(*WRITTEN) for group in groups for row in group.unbind(0)]
             for index, row in enumerate(rows):
                 row[keys.REWARD] = torch.tensor([factor * (index % 3)])
             data = lazy_stack(rows)

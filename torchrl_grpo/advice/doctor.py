@@ -304,7 +304,7 @@ class _Rehearsal:
 
     def _train(self, check: Check) -> None:
         start = time.perf_counter()
-        metrics = self._metrics = self.learner.train_batch(self._batch)
+        metrics = self._metrics = self.learner.train_groups(*self._batch)
         self.measured.steps_s[0] += time.perf_counter() - start
         self.measured.response_tokens = metrics["rollout/response_length"]
         passes = f"{metrics['train/micro_batches']:.0f} micro-batch{'es' if metrics['train/micro_batches'] > 1 else ''}"
@@ -346,7 +346,7 @@ class _Rehearsal:
         learner, source, times = self.learner, self.source, self.measured.steps_s
         first = start = time.perf_counter()
         while len(times) < min(_MOST_STEPS, self.left) and (len(times) < 2 or start - first < _STEPS_S):
-            learner.train_batch(source.next_batch())
+            learner.train_groups(*source.next_batch())
             source.publish(learner.weights(), learner.version)
             end = time.perf_counter()
             times.append(end - start)

@@ -16,11 +16,14 @@ from torchrl_grpo.host import clock, stalls
 from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
 from torchrl_grpo.host.interrupts import shielded
 from torchrl_grpo.learner.checkpoint import Checkpointer
-from torchrl_grpo.loop import LearnerLike, Observer, RolloutSource, Schedule
+from torchrl_grpo.learner.learner import Learner
+from torchrl_grpo.loop import Observer, Schedule
 from torchrl_grpo.reporting.alarms import Alarms
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.reporting.records import one_of_each
+from torchrl_grpo.runtime.learner import RayLearner
+from torchrl_grpo.runtime.rollouts import Rollouts
 
 _SHOWN = 4
 
@@ -65,7 +68,7 @@ class Recorder(Observer):
 
     def __init__(
         self,
-        learner: LearnerLike,
+        learner: Learner | RayLearner,
         logger: MetricsLogger,
         console: Console,
         alarms: Alarms,
@@ -180,8 +183,8 @@ class Saver(Observer):
 
     def __init__(
         self,
-        learner: LearnerLike,
-        rollouts: RolloutSource,
+        learner: Learner | RayLearner,
+        rollouts: Rollouts,
         checkpointer: Checkpointer,
         export: Callable[[], Any],
         schedule: Schedule,
@@ -258,7 +261,7 @@ class Timeline(Observer):
         logger: writes ``timeline.jsonl``.
     """
 
-    def __init__(self, rollouts: RolloutSource, logger: MetricsLogger) -> None:
+    def __init__(self, rollouts: Rollouts, logger: MetricsLogger) -> None:
         self._rollouts = rollouts
         self._logger = logger
         self._spans: list[dict[str, Any]] = []  # the last one is under way

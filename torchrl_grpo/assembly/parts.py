@@ -26,6 +26,7 @@ from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.generation.base import Engine, engine_class
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.host.memory import memory_short
+from torchrl_grpo.host.startup import say
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.optimizer import make_optimizer
 from torchrl_grpo.learner.resume import restore
@@ -53,6 +54,7 @@ def make_learner(
         device: of this rank; by default the first one that this process sees, here and below.
     """
     device = device or own_device()
+    say(f"loading {blueprint.config.model.name} to train")
     config, lora = blueprint.config, blueprint.config.train_model.lora.enabled
     if mesh is None and config.train_model.cpu_offload:  # which is a matter of sharding
         mesh = lone_mesh(device)
@@ -150,9 +152,8 @@ def make_sampler(
         device: of its engine, the first one of several.
     """
     config = blueprint.config
+    say(f"starting the engine: {config.inference_model.backend}")
     engine = make_engine(blueprint, device or own_device(), concurrent=task_groups is not None)
-    if task_groups is None:
-        engine.seed(config.seed)
     policy = GenerationPolicy(engine, blueprint.params, rescore=_rescorer(config, engine))
 
     def make_collector(groups: int) -> RolloutCollector:
@@ -212,6 +213,7 @@ def _rescorer(config: GRPOConfig, engine: Engine) -> Callable[[Tensor, Tensor, T
 def make_reference(blueprint: Blueprint, device: torch.device | None = None) -> Reference:
     """A reference model of its own, which scores in passes as large and as precise as the trainer's."""
     config = blueprint.config
+    say("loading the reference model")
     model = _load(config, "ref_model", device or own_device()).requires_grad_(False)
     return Reference(_kl_scoring(config, TokenScorer(model, temperature=config.inference_model.temperature)))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -33,6 +33,7 @@ from torchrl_grpo.assembly.parts import make_learner, make_reference, make_sampl
 from torchrl_grpo.assembly.schedule import schedule_of, writes_of
 from torchrl_grpo.config import GRPOConfig, check_one_process, plain, staleness_bound
 from torchrl_grpo.errors import FolderLostError
+from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.host import stalls
 from torchrl_grpo.host.checkpoint_files import check_unused
 from torchrl_grpo.host.files import METRICS_FILE, is_full
@@ -47,15 +48,18 @@ from torchrl_grpo.reporting.alarms import Alarms
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.reporting.view.start import page_beside
+from torchrl_grpo.runtime.actors import make_seeded
+from torchrl_grpo.runtime.in_thread import InThread
 from torchrl_grpo.runtime.in_turn import InTurn
+from torchrl_grpo.runtime.learner import RayLearner
+from torchrl_grpo.runtime.places import Here, OnRay, Place
+from torchrl_grpo.runtime.rollouts import Rollouts
 from torchrl_grpo.runtime.staleness import GroupBuffer
 from torchrl_grpo.runtime.tasks import TaskQueue
 from torchrl_grpo.weights import transfer_kind
 
 if TYPE_CHECKING:
     from torchrl_grpo.runtime.cluster import Cluster
-    from torchrl_grpo.runtime.learner import RayLearner
-    from torchrl_grpo.runtime.source import RaySource
 
 
 @dataclass
@@ -66,7 +70,7 @@ class Run:
     directory: Path
     lock: FolderLock
     learner: Learner | RayLearner
-    source: InTurn | RaySource
+    source: Rollouts
     logger: MetricsLogger
     console: Console
     resources: ExitStack
@@ -242,16 +246,14 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
             done = 0 if resume is None else resume.step
             logger.truncate(done + 1 if done else 0)  # what this run's folder has of later steps is done again
             Checkpointer(directory / "checkpoints", {}).begin(done)
-        learner: Learner | RayLearner
-        source: InTurn | RaySource
         if distributed:
+            torchrl_logger.info(f"The weights reach the engines by inference_model.weight_transfer={transfer}.")
             cluster = cluster or _start_ray(None, resources)
-            learner, source = ranks, remote = _distributed(blueprint, max_staleness, transfer, resources, cluster)
-            if watch is not None:
-                watch.where, watch.pids = remote.manager.what_is_missing, lambda: [*remote.pids().values(), *ranks.pids]
-                watch.elsewhere = partial(_stacks_elsewhere, cluster, watch)
-        else:
-            learner, source = _local(blueprint, resources)
+        learner, source = _make_roles(blueprint, cluster, transfer, max_staleness, resources)
+        if watch is not None and cluster is not None and isinstance(learner, RayLearner):
+            ranks = learner.pids
+            watch.where, watch.pids = source.what_is_missing, lambda: [*source.pids().values(), *ranks]
+            watch.elsewhere = partial(_stacks_elsewhere, cluster, watch)
         return Run(blueprint, directory, lock, learner, source, logger, console, resources.pop_all(), started_at)
 
 
@@ -277,41 +279,6 @@ def _logger(config: GRPOConfig, directory: Path, resume: Resume | None) -> Metri
     )
 
 
-def _local(blueprint: Blueprint, resources: ExitStack) -> tuple[Learner, InTurn]:
-    """The roles in this process; what must be ended is put into ``resources``."""
-    config, plan = blueprint.config, blueprint.plan
-    say(f"loading {config.model.name} to train")
-    if config.train_model.cpu_offload:
-        resources.callback(leave_mesh)
-    learner = make_learner(blueprint, "direct", device=plan.train[0])
-    resources.callback(learner.close)
-    say(f"starting the engine: {config.inference_model.backend}")
-    sampler = make_sampler(blueprint, device=plan.inference[0][0])
-    resources.callback(sampler.close)
-    if config.has_own_reference:
-        say("loading the reference model")
-    reference = make_reference(blueprint, plan.reference[0]) if config.has_own_reference else None
-    groups = config.groups_per_batch
-    source = InTurn(_tasks(blueprint, groups, GroupBuffer(groups, 0)), sampler, reference)
-    if blueprint.resume is not None:
-        source.load_state_dict(blueprint.resume.source)
-    return learner, source
-
-
-def _tasks(blueprint: Blueprint, task_groups: int, buffer: GroupBuffer) -> TaskQueue:
-    """Return the queue of a run's rollout tasks."""
-    config = blueprint.config
-    rounds, rows = config.policy.max_sampling_rounds, config.env.num_envs
-    return TaskQueue(
-        blueprint.train_env.drawing,
-        buffer,
-        task_groups=task_groups,
-        total_groups=config.num_batches * config.groups_per_batch,
-        group_size=config.env.repeats,
-        most_played=rounds * rows // config.env.repeats if config.policy.dynamic_sampling else None,
-    )
-
-
 def _stacks_elsewhere(cluster: Cluster, watch: stalls.Watch) -> str:
     return cluster.stacks(watch.pids())
 
@@ -325,61 +292,91 @@ def _start_ray(address: str | None, resources: ExitStack) -> Cluster:
     return cluster
 
 
-def _distributed(
-    blueprint: Blueprint, max_staleness: int, transfer: str, resources: ExitStack, cluster: Cluster
-) -> tuple[RayLearner, RaySource]:
-    """The roles as actors on Ray, started; what must be ended is put into ``resources``.
+def _make_roles(
+    blueprint: Blueprint, cluster: Cluster | None, transfer: str, max_staleness: int, resources: ExitStack
+) -> tuple[Learner | RayLearner, Rollouts]:
+    """Make and start the roles, in this thread or on a cluster; what must be ended is put into ``resources``.
 
     Raises:
-        ValueError: Ray cannot start, has no room, or a part was refused where it was made.
+        ValueError: Ray has no room, or a part was refused where it was made.
     """
-    from torchrl_grpo.runtime.learner import RayLearner
-    from torchrl_grpo.runtime.rollout_manager import RolloutManager
-    from torchrl_grpo.runtime.source import RaySource
-
-    config, plan, resume = blueprint.config, blueprint.plan, blueprint.resume
-    actor_timeout_s, recovery_timeout_s = config.ray.actor_timeout_s, config.ray.recovery_timeout_s
-    torchrl_logger.info(f"The weights reach the engines by inference_model.weight_transfer={transfer}.")
-    place = cluster.place(plan, tensor_parallel_size=config.train_model.tensor_parallel_size)
-    cluster.check_object_store(stored_bytes(blueprint, transfer))
+    config, plan, resume, ray = blueprint.config, blueprint.plan, blueprint.resume, blueprint.config.ray
     untested = replace(blueprint, greedy_env=None, sampled_env=None)  # of the test split, for those who need none
-    learner = RayLearner(
-        partial(make_learner, untested, transfer),
-        options=place["train"],
-        tensor_parallel_size=config.train_model.tensor_parallel_size,
-        actor_timeout_s=actor_timeout_s,
-        resumed_from=None if resume is None else resume.path,
-    )
+    seats: Mapping[str, Sequence[Any]]  # of each part: its device, or Ray's options
+    learner: Learner | RayLearner
+    driver: InTurn | InThread
+    if cluster is None:
+        seats = {"inference": [first for first, *_ in plan.inference], "reference": plan.reference}
+        if config.train_model.cpu_offload:
+            resources.callback(leave_mesh)
+        learner, driver = make_learner(untested, transfer, device=plan.train[0]), InTurn()
+        task_groups, concurrent_tasks = None, 1
+    else:
+        seats = cluster.place(plan, tensor_parallel_size=config.train_model.tensor_parallel_size)
+        cluster.check_object_store(stored_bytes(blueprint, transfer))
+        learner = RayLearner(
+            partial(make_learner, untested, transfer),
+            options=seats["train"],
+            tensor_parallel_size=config.train_model.tensor_parallel_size,
+            actor_timeout_s=ray.actor_timeout_s,
+            resumed_from=None if resume is None else resume.path,
+        )
+        cluster.watch(learner.last_saved)
+        driver = InThread(actor_timeout_s=ray.actor_timeout_s, recovery_timeout_s=ray.recovery_timeout_s)
+        task_groups, concurrent_tasks = task_geometry(config, len(plan.inference))
     resources.callback(learner.close)
-    cluster.watch(learner.last_saved)
-    task_groups, concurrent_tasks = task_geometry(config, len(plan.inference))
     in_flight: Any = config.inference_model.in_flight
-    if max_staleness and blueprint.reward_pool is not None and config.inference_model.backend == "transformers":
+    if max_staleness and blueprint.reward_pool is not None and not ENGINES[config.inference_model.backend].concurrent:
         # While one task is scored others are sampled, as many as may be under way, and weights may come in between.
         concurrent_tasks, in_flight = max_staleness + 1, "keep"
-    buffer = GroupBuffer(config.groups_per_batch, max_staleness)
-    tasks = _tasks(blueprint, task_groups, buffer)
-    sampler = partial(make_sampler, blueprint, task_groups, concurrent_tasks)
-    manager = RolloutManager(
-        tasks,
-        samplers=[(sampler, options) for options in place["inference"]],
-        references=[(partial(make_reference, untested), options) for options in place["reference"]],
+    # Beside the tasks, an update and an evaluation, where the engine can take several calls at a time.
+    threads = concurrent_tasks + 2 if concurrent_tasks > 1 or in_flight != "wait" else 1
+
+    def place(name: str, seat: Any, factory: Callable[..., Any], threads: int = 1) -> Place:
+        if cluster is None:
+            return Here(name, partial(factory, device=seat))
+        return OnRay(name, factory, {**seat, "max_concurrency": threads}, ray.actor_timeout_s)
+
+    sampler = partial(make_seeded, partial(make_sampler, blueprint, task_groups, concurrent_tasks))
+    reference = partial(make_reference, untested)
+    rollouts = Rollouts(
+        _tasks(blueprint, task_groups, max_staleness),
+        driver,
+        samplers=[
+            place(f"sampler {index}", seat, partial(sampler, config.seed + index), threads)
+            for index, seat in enumerate(seats["inference"])
+        ],
+        references=[place(f"reference model {i}", seat, reference) for i, seat in enumerate(seats["reference"])],
         concurrent_tasks=concurrent_tasks,
         in_flight=in_flight,
-        references_first=plan.colocated,
-        seed=config.seed,
+        references_first=driver.overlaps and plan.colocated,
         release=learner.release,
-        actor_timeout_s=actor_timeout_s,
-        recovery_timeout_s=recovery_timeout_s,
+        evaluates=blueprint.greedy_env is not None,
     )
-    source = RaySource(manager, evaluates=blueprint.greedy_env is not None)
-    resources.callback(source.close)
+    resources.callback(rollouts.close)
     if resume is not None:
-        source.load_state_dict(resume.source)
-    processes = sum(len(options) for options in place.values())
-    say(f"starting {processes} processes, which load their models")
+        rollouts.load_state_dict(resume.source)
+    if isinstance(learner, Learner):
+        rollouts.start()
+        return learner, rollouts
+    say(f"starting {sum(map(len, seats.values()))} processes, which load their models")
     # On one accelerator the engine must not start while others take memory; else all start at the same time.
-    for start in (learner.start, source.start) if plan.colocated else (source.start, learner.start):
+    for start in (learner.start, rollouts.start) if plan.colocated else (rollouts.start, learner.start):
         start()
-    source.wait_until_ready()
-    return learner, source
+    rollouts.wait_until_ready()
+    return learner, rollouts
+
+
+def _tasks(blueprint: Blueprint, task_groups: int | None, max_staleness: int) -> TaskQueue:
+    """Return the queue of a run's rollout tasks; without ``task_groups`` a task is a whole batch."""
+    config = blueprint.config
+    rounds, rows = config.policy.max_sampling_rounds, config.env.num_envs
+    buffer = GroupBuffer(config.groups_per_batch, max_staleness)
+    return TaskQueue(
+        blueprint.train_env.drawing,
+        buffer,
+        task_groups=task_groups or buffer.groups_per_batch,
+        total_groups=config.num_batches * config.groups_per_batch,
+        group_size=config.env.repeats,
+        most_played=rounds * rows // config.env.repeats if config.policy.dynamic_sampling else None,
+    )

@@ -89,7 +89,11 @@ class Learner:
         return metrics | rollout_metrics(batch) | seconds
 
     def train_groups(self, *groups: TensorDictBase) -> dict[str, float]:
-        """Trains a batch that comes in groups, and adds to its metrics the seconds that joining them took."""
+        """Trains a batch that comes in groups, each a lazy stack of sequences; see ``train_batch``."""
+        return self.train_batch(join_groups(groups))
+
+    def train_fetched(self, *groups: TensorDictBase) -> dict[str, float]:
+        """Trains groups that came from other processes, and adds to the metrics the seconds that joining them took."""
         start = time.perf_counter()
         batch = join_groups(groups)
         seconds = {"time/transfer_s": time.perf_counter() - start}

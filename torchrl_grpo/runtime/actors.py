@@ -64,9 +64,16 @@ def start_actor(role: str, factory: Callable[..., Any], options: Mapping[str, An
     return ray.remote(type(role, (Actor,), {})).options(**options).remote(factory)
 
 
-def make_seeded(factory: Callable[[], Sampler], seed: int, state: dict[str, Any] | None) -> Sampler:
-    """Make a sampler, and seed its engine or go on from the state that an earlier actor reported."""
-    sampler = factory()
+def make_seeded(factory: Callable[..., Sampler], seed: int, state: dict[str, Any] | None, **settings: Any) -> Sampler:
+    """Make a sampler, and seed its engine or go on from the state that an earlier one reported.
+
+    Args:
+        factory: makes it.
+        seed: of the engine's draws.
+        state: of an earlier engine, None without one.
+        **settings: for the factory.
+    """
+    sampler = factory(**settings)
     if state is None:
         sampler.engine.seed(seed)
     else:

@@ -1,108 +1,120 @@
-"""``InTurn``: sampling, scoring and training take turns in one thread of one process."""
+"""``InTurn``: drives the coroutines of ``Rollouts`` by hand, in the caller's thread, with no event loop.
+
+A round of work runs only while a question waits: nothing is sampled before a batch is asked for, or while weights are
+published. The parts are ``Here`` and never wait, so a round either goes through, or finds nothing to do and is dropped.
+Signals, random states and accelerators are those of the one thread, and an error arrives as the part raised it.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import types
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeVar
 
-from tensordict import TensorDictBase
+from torchrl_grpo.runtime.places import Place
 
-from torchrl_grpo.collectors.sampler import Sampler
-from torchrl_grpo.host import clock
-from torchrl_grpo.runtime.reference import Reference
-from torchrl_grpo.runtime.tasks import TaskQueue
-from torchrl_grpo.transforms.ragged import join_groups
-from torchrl_grpo.weights import WeightHandle
-from torchrl_grpo.weights.mismatch import Probe
-
-_SECONDS = {f"workers/{name}": f"time/{name}" for name in ("generate_s", "reward_s", "reference_s")}
-"""Seconds of workers that are seconds of the step here, where nothing overlaps."""
+T = TypeVar("T")
+Round = Callable[[], Coroutine[Any, Any, None]]
+"""Work with a place: waits until there is something to do, and does it once."""
+Make = Callable[[Any], Coroutine[Any, Any, None]]
+"""Makes the part of a place."""
+Work = Mapping[Place, Sequence[Round]]
+"""The rounds of each place of a kind; the first gives it its weights."""
 
 
 class InTurn:
-    """Plays and scores a batch between two training steps: staleness is 0.
+    """Drives parts that take turns in this thread.
 
-    Args:
-        tasks: what is to be played, with a bound of 0.
-        sampler: plays it.
-        reference: scores it; None where that is not needed, or the learner does it.
+    Attributes:
+        overlaps: whether work goes on between two questions.
     """
 
-    def __init__(self, tasks: TaskQueue, sampler: Sampler, reference: Reference | None = None) -> None:
-        self.tasks = tasks
-        self.sampler = sampler
-        self.reference = reference
-        self._metrics: dict[str, float] = {}
-        self._spans: list[dict[str, Any]] = []
+    overlaps = False
 
-    @property
-    def max_staleness(self) -> int:
-        """See ``RolloutSource``."""
-        return self.tasks.buffer.max_staleness
+    def __init__(self) -> None:
+        self._rounds: list[Round] = []
+        self._missing: Callable[[], str] = str
 
-    def next_batch(self) -> TensorDictBase:
-        """Plays one batch [N], with reference log-probs where a reference was given.
+    def start(self, make: Make, kinds: Sequence[Work], missing: Callable[[], str]) -> None:
+        """Make the parts, one after another.
+
+        Args:
+            make: makes the part of a place.
+            kinds: the places of each kind, in the order in which a task comes to them.
+            missing: says what is waited for, in words.
+        """
+        self._missing = missing
+        for place in chain(*kinds):
+            self.ask(make(place))
+        # Weights first; then tasks, from the end of their way, so that none is begun before others are done.
+        last_first = [rounds for work in reversed(kinds) for rounds in work.values()]
+        self._rounds = [rounds[0] for rounds in last_first] + [one for rounds in last_first for one in rounds[1:]]
+
+    def ask(self, question: Coroutine[Any, Any, T], noted: str = "") -> T:
+        """Return the answer to a question; while it waits, make one round after another.
+
+        Args:
+            question: waits with ``until``.
+            noted: what takes long, in words; the loop's stages say it here.
 
         Raises:
-            MemoryShortError: a device has no more memory.
-            RuntimeError: a sequence was sampled by weights that are older than the latest published ones.
+            RuntimeError: the question waits for what no round can bring about.
+            Exception: what a part raised.
         """
-        while (taken := self.tasks.take()) is None:
-            progress = self.tasks.next_unplayed()
-            assert progress is not None  # with a bound of 0, a batch that is not there has tasks to play
-            began_at = clock.now()
-            report, groups = self.sampler.play(progress.task)
-            self._spans.extend(report.spans("sampler 0", began_at))
-            self.tasks.played(progress, report, groups)
-            if progress.kept and self.reference is not None:
-                began_at = clock.now()
-                progress.reference_s, progress.refs = self.reference.score(*progress.refs)
-                span = {"actor": "reference model 0", "kind": "score", "start": began_at}
-                self._spans.append(span | {"seconds": progress.reference_s})
-            self.tasks.finish(progress)
-        groups, metrics = taken
-        # What waits and who was replaced is nothing that could differ here.
-        of_batch = {name: value for name, value in metrics.items() if not name.startswith("buffer/")}
-        of_batch.pop("workers/groups_resampled")
-        self._metrics = {_SECONDS.get(name, name): value for name, value in of_batch.items()}
-        return join_groups([group for _, group in groups])
+        try:
+            while True:
+                done, answer = _go_on(question)
+                if done:
+                    return answer
+                for one in self._rounds:  # no ``any``, which would take a part's StopIteration for its own end
+                    if _make(one):
+                        break
+                else:
+                    raise RuntimeError(
+                        f"what is asked for never comes: {self._missing()}. Publish weights before the first batch and "
+                        "after each one."
+                    )
+        finally:
+            question.close()
 
-    def publish(self, handle: WeightHandle, version: int) -> None:
-        """Updates the engine; the next batch is sampled by these weights."""
-        self.sampler.update(handle, version)
-        self.tasks.buffer.publish(version)
+    async def until(self, get: Callable[[], T | None]) -> T:
+        """Wait until ``get`` gives something that is true; it is called again after each round."""
+        while not (value := get()):
+            await _pause()
+        return value
 
-    def update_reference(self, handle: WeightHandle) -> None:
-        """See ``RolloutSource``."""
-        assert self.reference is not None
-        self.reference.update(handle)
+    def notify(self) -> None:
+        """Say that the state has changed: nobody has to be woken here."""
 
-    def evaluate(self, *, sampled: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """See ``RolloutSource``."""
-        return self.sampler.evaluate(sampled)
+    def close(self, closing: Sequence[Place]) -> None:
+        """Close those that have something to end. May be called again."""
+        for place in closing:
+            self.ask(place.close())
 
-    def probes(self) -> list[Probe]:
-        """See ``RolloutSource``."""
-        return [self.sampler.probe()]
 
-    def metrics(self) -> dict[str, float]:
-        """See ``RolloutSource``."""
-        return dict(self._metrics)
+def _make(one: Round) -> bool:
+    """Make a round, if it has something to do; return whether it had."""
+    coroutine = one()
+    try:
+        return _go_on(coroutine)[0]
+    finally:
+        coroutine.close()
 
-    def spans(self) -> list[dict[str, Any]]:
-        """See ``RolloutSource``."""
-        spans, self._spans = self._spans, []
-        return spans
 
-    def state_dict(self) -> dict[str, Any]:
-        """See ``RolloutSource``."""
-        return self.tasks.state_dict() | {"engines": [self.sampler.engine.state_dict()]}
+def _go_on(coroutine: Coroutine[Any, Any, T]) -> tuple[bool, Any]:
+    """Let a coroutine go on; return whether it is done, and what it gave."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return True, done.value
+    except RuntimeError as error:
+        if error.args == ("coroutine raised StopIteration",) and error.__cause__ is not None:
+            raise error.__cause__ from None
+        raise
+    return False, None
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See ``RolloutSource``."""
-        self.tasks.load_state_dict(state)
-        if state["engines"] and state["engines"][0]:
-            self.sampler.engine.load_state_dict(state["engines"][0])
 
-    def close(self) -> None:
-        """Closes the sampler."""
-        self.sampler.close()
+@types.coroutine
+def _pause() -> Generator[None, None, None]:
+    yield

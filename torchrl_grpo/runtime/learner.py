@@ -17,8 +17,7 @@ from torchrl_grpo.errors import LearnerLostError, NonFiniteError, NotSavedError,
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.runtime.actors import make_rank, own_address, start_actor
-from torchrl_grpo.runtime.source import RayBatch
-from torchrl_grpo.runtime.workers import cause_of, is_loss
+from torchrl_grpo.runtime.places import cause_of, is_loss
 from torchrl_grpo.weights.broadcast import open_store
 
 _TICK_S = 1.0
@@ -84,10 +83,10 @@ class RayLearner:
         self.pids = self._ask("load the model", setup)
         self.version = self._ask_first("say its version", "version")
 
-    def train_batch(self, batch: RayBatch) -> dict[str, float]:
-        """See ``Learner.train_batch``."""
+    def train_groups(self, *groups: Any) -> dict[str, float]:
+        """See ``Learner.train_groups``; the groups are references."""
         self.resumable = False
-        steps = [_call(rank, "train_groups", *batch.refs) for rank in self._ranks]
+        steps = [_call(rank, "train_fetched", *groups) for rank in self._ranks]
         try:
             [metrics, *_] = self._ask("train a batch", steps)
         except (KeyboardInterrupt, SystemExit):

@@ -1,0 +1,359 @@
+"""``Rollouts``: the samplers and reference models of a run, and the tasks between them.
+
+A ``RolloutTask`` is played by a sampler and scored by a reference model; then its groups wait in the ``GroupBuffer``.
+The parts live in places, in this thread or as actors, and are called the same way in both. The work is done in rounds,
+small coroutines: one gives a part new weights, the others take a task, have the part do it, and hand on what it gives.
+Who loses its part puts its task back. A driver says when a round goes on: ``InTurn`` while the loop waits, and
+``InThread`` all the time, at several places at once.
+"""
+
+from __future__ import annotations
+
+from asyncio import CancelledError
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from torchrl_grpo.checks import InFlight
+from torchrl_grpo.errors import WorkersLostError
+from torchrl_grpo.runtime.in_thread import InThread
+from torchrl_grpo.runtime.in_turn import InTurn
+from torchrl_grpo.runtime.places import ActorLostError, Place, first_line
+from torchrl_grpo.runtime.tasks import Progress, TaskQueue
+
+MOST_ATTEMPTS = 3
+"""After so many actors were lost over the same thing, another one is not tried."""
+_SCORED_AT_A_TIME = 2  # by one reference actor: one task is computed, one is on its way there
+_SECONDS = {f"workers/{name}": f"time/{name}" for name in ("generate_s", "reward_s", "reference_s")}
+"""Seconds of workers that are seconds of the step where nothing overlaps."""
+
+
+class Rollouts:
+    """Gives batches of finished, scored groups, and takes new weights.
+
+    ``learner_version - policy_version`` of a sequence in a batch never exceeds the bound of the tasks' ``GroupBuffer``.
+
+    Lifecycle: ``start``, with actors ``wait_until_ready``, then ``publish`` and ``next_batch`` in turns, then
+    ``close``, once or more. Nothing is sampled before the first ``publish``. Every method but ``close`` raises what a
+    part raised, and with actors what ``InThread`` says, and ``WorkersLostError`` when a task was the end of every actor
+    that it met.
+
+    Attributes:
+        tasks: what is to be played, is being played, and waits for a batch.
+        samplers: places of the samplers.
+        references: places of the reference models.
+        published: the latest version, None before the first.
+
+    Args:
+        tasks: what is to be played; the samplers have environments of as many groups as a task.
+        driver: of the places: ``InTurn`` if they are ``Here``, ``InThread`` if they are ``OnRay``.
+
+    Keyword Args:
+        samplers: places that make a sampler of an engine's state, which is None at first (``make_seeded``).
+        references: places of reference models; none where that is not needed, or the learner scores.
+        concurrent_tasks: tasks that one sampler plays at a time.
+        in_flight: what happens to tasks that are being played when weights arrive; see ``AsyncVLLMEngine``.
+        references_first: whether samplers start only while the reference models are there: for those that share an
+            accelerator, whose free memory an engine measures while it starts.
+        release: called with each published version that no sampler reads or will read any more.
+        evaluates: whether the samplers have a test split.
+    """
+
+    def __init__(
+        self,
+        tasks: TaskQueue,
+        driver: InTurn | InThread,
+        *,
+        samplers: Sequence[Place],
+        references: Sequence[Place] = (),
+        concurrent_tasks: int = 1,
+        in_flight: InFlight = "wait",
+        references_first: bool = False,
+        release: Callable[[int], None] = lambda version: None,
+        evaluates: bool = True,
+    ) -> None:
+        self.tasks = tasks
+        self.samplers = samplers
+        self.references = references
+        self.published: int | None = None
+        self._driver = driver
+        self._concurrent_tasks = concurrent_tasks
+        self._in_flight = in_flight
+        self._references_first = references_first
+        self._release = release
+        self._evaluates = evaluates
+        self._handles: dict[int, Any] = {}  # the published one, and older ones that samplers still read
+        self._reference_weights: Any = None
+        self._update_s = 0.0
+        self._metrics: dict[str, float] = {}
+
+    # What the loop asks for
+
+    def start(self) -> None:
+        """Make the parts; with actors, return at once."""
+        playing = {
+            sampler: [partial(self._keep_current, sampler), *[partial(self._play, sampler)] * self._concurrent_tasks]
+            for sampler in self.samplers
+        }
+        scoring = {
+            reference: [partial(self._keep_reference_current, reference)]
+            + [partial(self._score, reference)] * _SCORED_AT_A_TIME
+            for reference in self.references
+        }
+        self._driver.start(self._make, (playing, scoring), self.what_is_missing)
+
+    def wait_until_ready(self) -> None:
+        """Wait until all parts are made."""
+        self._driver.ask(self._driver.until(lambda: all(place.ready for place in self._places)))
+
+    def next_batch(self) -> list[Any]:
+        """Return the groups of the next batch, when it is there: lazy stacks of sequences, or references to them.
+
+        Raises:
+            RuntimeError: a sequence was sampled by weights that are older than those that it was begun with.
+        """
+        groups, self._metrics = self._driver.ask(self._next_groups())
+        return [group for _, group in groups]
+
+    def publish(self, handle: Any, version: int) -> None:
+        """Give out the weights of a trained batch. With actors, return at once: each sampler takes them when it can.
+
+        Args:
+            handle: a ``WeightHandle``, or a reference to one.
+            version: of the weights.
+        """
+        self._driver.ask(self._publish(handle, version))
+
+    def update_reference(self, handle: Any) -> None:
+        """Make other weights the reference model's, for all that is scored from here on; see ``publish``."""
+        self._driver.ask(self._update_reference(handle))
+
+    def evaluate(self, *, sampled: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Return what ``Evaluator.evaluate`` gives for the published weights; nothing without a test split."""
+        if not self._evaluates:
+            return {}, []
+        what = "evaluate the test split"
+        return self._driver.ask(self._ask_any(what, "evaluate", sampled), what)
+
+    def probes(self) -> list[Any]:
+        """Return what ``Sampler.probe`` gives for each sampler, with the published weights.
+
+        A sampler that is being made again is left out, unless there is no other.
+        """
+        return self._driver.ask(self._ask_each("sample a probe", "probe"))
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the latest batch, named ``section/name``: seconds, staleness, counts."""
+        return dict(self._metrics)
+
+    def spans(self) -> list[dict[str, Any]]:
+        """Return what the parts did since the last call, as spans of ``timeline.jsonl`` (``RolloutReport.spans``)."""
+        return [place.spans.popleft() for place in self._places for _ in range(len(place.spans))]
+
+    def pids(self) -> dict[str, int]:
+        """Return the process of each part that is made, by its name."""
+        return {place.name: place.pid for place in self._places if place.ready}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next batches depend on, apart from the weights.
+
+        ``drawing`` (where the problems are), ``ahead`` (group and problem of what was drawn and no batch has taken: it
+        is played again after a restore) and ``engines`` (the state of each, None where it cannot be told).
+        """
+        return self._driver.ask(self._state())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` gave; before ``start``."""
+        self.tasks.load_state_dict(state)
+        for sampler, engine_state in zip(self.samplers, state["engines"], strict=False):
+            sampler.engine_state = engine_state or None
+
+    def what_is_missing(self) -> str:
+        """Return where the parts and the groups of the next batch are, in words."""
+        playing = [f"{s.name} {'has' if s.ready else 'is starting, with'} {len(s.tasks)}" for s in self.samplers]
+        scoring = sum(len(place.tasks) for place in self.references) + len(self.tasks.unscored)
+        lost = [f"; {p.name} was last lost with: {first_line(p.error)}" for p in self._places if p.error is not None]
+        return (
+            f"{self.tasks.buffer.waiting} of the {self.tasks.buffer.groups_per_batch} groups of a batch wait, "
+            f"{', '.join(playing)} tasks, {scoring} tasks are being scored{''.join(lost)}"
+        )
+
+    def close(self) -> None:
+        """End the parts. May be called again."""
+        self._driver.close(self.samplers)
+
+    # The answers
+
+    async def _publish(self, handle: Any, version: int) -> None:
+        self._handles[version], self.published = handle, version
+        self.tasks.buffer.publish(version)
+        self._release_old()
+        self._driver.notify()
+        if not self._driver.overlaps:
+            await self._driver.until(lambda: all(map(self._is_current, self.samplers)))
+
+    async def _update_reference(self, handle: Any) -> None:
+        self._reference_weights = handle
+        self._driver.notify()
+        if not self._driver.overlaps:
+            await self._driver.until(lambda: all(place.weights is handle for place in self.references))
+
+    async def _next_groups(self) -> tuple[list[tuple[int, Any]], dict[str, float]]:
+        """Return the next batch as (group, its data), and what is known of it and of the parts."""
+        groups, metrics = await self._driver.until(self.tasks.take)
+        self._driver.notify()
+        if not self._driver.overlaps:  # what waits and who was replaced is nothing that could differ
+            del metrics["workers/groups_resampled"]
+            known = {name: value for name, value in metrics.items() if not name.startswith("buffer/")}
+            return groups, {_SECONDS.get(name, name): value for name, value in known.items()}
+        metrics["workers/update_s"] = self._update_s
+        metrics["workers/restarts_rollout"] = sum(place.restarts for place in self.samplers)
+        metrics["workers/restarts_reference"] = sum(place.restarts for place in self.references)
+        metrics |= {f"workers/responses_rollout_{i}": place.responses for i, place in enumerate(self.samplers)}
+        return groups, metrics
+
+    async def _ask_any(self, what: str, method: str, *arguments: Any) -> Any:
+        """Return the answer of a sampler that has the published weights; of another one if it is lost.
+
+        Raises:
+            WorkersLostError: sampler after sampler was lost over it.
+        """
+        for _ in range(MOST_ATTEMPTS):
+            sampler = await self._driver.until(lambda: next(filter(self._is_current, self.samplers), None))
+            with suppress(ActorLostError):
+                return await sampler.call(what, method, *arguments)
+        raise WorkersLostError(f"{MOST_ATTEMPTS} samplers were lost while they were to {what}.")
+
+    async def _ask_each(self, what: str, method: str) -> list[Any]:
+        """Return the answers of the samplers that are there, each with the published weights; at least one."""
+        answers = []
+        for sampler in [sampler for sampler in self.samplers if sampler.ready]:
+            restarts = sampler.restarts
+
+            def settled(sampler: Place = sampler, restarts: int = restarts) -> bool:
+                return self._is_current(sampler) or sampler.restarts > restarts
+
+            await self._driver.until(settled)
+            with suppress(ActorLostError):
+                if sampler.restarts == restarts:
+                    answers.append(await sampler.call(what, method))
+        return answers or [await self._ask_any(what, method)]
+
+    async def _state(self) -> dict[str, Any]:
+        return self.tasks.state_dict() | {"engines": [sampler.engine_state for sampler in self.samplers]}
+
+    # What is done at a place
+
+    async def _make(self, place: Place) -> None:
+        """Make the part of a place, which has no weights but its own then."""
+        if place in self.references:
+            place.weights = None
+            await place.start()
+            return
+        if self._references_first:
+            await self._driver.until(lambda: all(reference.ready for reference in self.references))
+        place.version = place.updating = None
+        await place.start(place.engine_state)
+
+    async def _keep_current(self, sampler: Place) -> None:
+        """Give a sampler the published weights."""
+
+        def may_update() -> bool:
+            idle = self._in_flight != "wait" or not sampler.tasks
+            return idle and sampler.version != self.published
+
+        await self._driver.until(may_update)
+        sampler.updating = version = self.published
+        assert version is not None
+        what = f"load the weights of version {version}"
+        self._update_s = await sampler.call(what, "update", self._handles[version], version)
+        sampler.version, sampler.updating = version, None
+        self._release_old()
+        self._driver.notify()
+
+    async def _keep_reference_current(self, reference: Place) -> None:
+        """Give a reference model the weights that are to be its own."""
+        await self._driver.until(lambda: reference.weights is not self._reference_weights)
+        weights = self._reference_weights
+        await reference.call("load weights", "update", weights)
+        reference.weights = weights
+        self._driver.notify()
+
+    async def _play(self, sampler: Place) -> None:
+        """Take a task, have the sampler play it, and hand on what it gives."""
+
+        def next_task() -> Progress | None:
+            current = [other for other in self.samplers if self._is_current(other)]
+            return self.tasks.next_unplayed() if _is_next(sampler, current, self._concurrent_tasks) else None
+
+        progress = await self._driver.until(next_task)
+        with self._at(sampler, progress, self.tasks.give_back):
+            what, count = f"sample {progress.task}", len(progress.task.groups)
+            report, groups = await sampler.call(what, "play", progress.task, groups=count)
+        sampler.engine_state = report.engine
+        sampler.responses += self.tasks.played(progress, report, groups)
+        if progress.kept and self.references:
+            self.tasks.unscored.append(progress)
+        else:
+            self.tasks.finish(progress)
+        self._driver.notify()
+
+    async def _score(self, reference: Place) -> None:
+        """Take a task that was played, have the reference model score it, and hand on what it gives."""
+
+        def next_task() -> Progress | None:
+            current = [r for r in self.references if r.ready and r.weights is self._reference_weights]
+            mine = self.tasks.unscored and _is_next(reference, current, _SCORED_AT_A_TIME)
+            return self.tasks.unscored.pop(0) if mine else None
+
+        progress = await self._driver.until(next_task)
+        with self._at(reference, progress, self.tasks.unscored.append):
+            what, count = f"score {progress.task}", len(progress.refs)
+            scored = await reference.call(what, "score", *progress.refs, groups=count)
+        progress.reference_s, progress.refs = scored
+        self.tasks.finish(progress)
+        self._driver.notify()
+
+    @contextmanager
+    def _at(self, place: Place, progress: Progress, put_back: Callable[[Progress], None]) -> Iterator[None]:
+        """While a part has a task: if it does not do it, the task is put back, unless it was the end of too many."""
+        progress.attempts += 1
+        place.tasks.append(progress)
+        self._driver.notify()  # who has the fewest tasks may be another one now
+        try:
+            yield
+        except BaseException as error:
+            put_back(progress)
+            gone = isinstance(error, ActorLostError | CancelledError) and place.error is not None
+            if gone and progress.attempts == MOST_ATTEMPTS:
+                raise WorkersLostError(
+                    f"{progress.task} ended {place.name} or others like it {MOST_ATTEMPTS} times, the last time with: "
+                    f"{first_line(place.error)}"
+                ) from place.error
+            raise
+        finally:
+            place.tasks.remove(progress)
+        place.did()
+        self._driver.notify()
+
+    def _is_current(self, sampler: Place) -> bool:
+        """Whether a sampler is there and has the published weights."""
+        there = sampler.ready and sampler.updating is None and sampler.version is not None
+        return there and sampler.version == self.published
+
+    def _release_old(self) -> None:
+        """Give back the weights that nobody reads and nobody will be given."""
+        used = {self.published, *(sampler.updating for sampler in self.samplers if sampler.ready)}
+        for version in self._handles.keys() - used:
+            del self._handles[version]
+            self._release(version)
+
+    @property
+    def _places(self) -> list[Place]:
+        return [*self.samplers, *self.references]
+
+
+def _is_next(place: Place, places: Sequence[Place], most: int) -> bool:
+    """Whether a place is the first of those with the fewest tasks, and has room for one more."""
+    return bool(places) and min(places, key=lambda other: len(other.tasks)) is place and len(place.tasks) < most

@@ -141,6 +141,8 @@ class LearnerLike(Protocol):
 
     def weights(self) -> Any: ...
 
+    def resend(self, version: int, reason: str) -> Any: ...
+
     def reference_weights(self) -> Any: ...
 
     def mismatch(self, probe: Any) -> tuple[float, float]: ...
@@ -159,6 +161,8 @@ class Schedule:
         reference_version: of the weights that the reference model of a resumed run had; 0 is the base model.
         mismatch_tolerance: largest mean difference of the log-probs of engine and trainer after a weight sync, in nats;
             None measures none.
+        trial_tolerance: the same after the first sync, where weights travel in a way that is on trial: with a larger
+            one they are sent again in another way. None where no way is on trial.
         on_policy: whether a batch is one optimizer step, so that the first one trains what its own weights sampled.
         ends_at: when the run's time is over (``time.monotonic``).
     """
@@ -168,6 +172,7 @@ class Schedule:
     refresh_every: int | None = None
     reference_version: int = 0
     mismatch_tolerance: float | None = None
+    trial_tolerance: float | None = None
     on_policy: bool = False
     ends_at: float | None = None
 
@@ -251,7 +256,7 @@ def _begin(
     """Give the engine the learner's weights, and evaluate them unless the run's folder says how they did."""
     step = learner.version
     refresh = 0 < step == schedule.reference_version or schedule.refreshes(step)
-    metrics = _publish(learner, rollouts, schedule, tell, step, refresh=refresh)
+    metrics = _publish(learner, rollouts, schedule, tell, step, refresh=refresh, trial=schedule.trial_tolerance)
     logged = written.get("step") == step and schedule.num_batches > 0
     known = any(name.startswith("eval/") for name in written) or not (step == 0 or schedule.evaluates(step))
     found = {} if logged and known else _evaluate(rollouts, tell, step, sampled=not logged or step == 0)
@@ -259,7 +264,14 @@ def _begin(
 
 
 def _publish(
-    learner: LearnerLike, rollouts: RolloutSource, schedule: Schedule, tell: Observer, version: int, *, refresh: bool
+    learner: LearnerLike,
+    rollouts: RolloutSource,
+    schedule: Schedule,
+    tell: Observer,
+    version: int,
+    *,
+    refresh: bool,
+    trial: float | None = None,
 ) -> dict[str, float]:
     """Give the samplers, and the reference model if it is its turn, the weights of this version."""
     if refresh:  # before anything is sampled with the new weights
@@ -268,6 +280,11 @@ def _publish(
     tell.stage("publish", version, f"give the engine the weights of step {version}")
     start = time.perf_counter()
     rollouts.publish(learner.weights(), version)
+    if trial is not None:
+        mean, _ = _differences(learner, rollouts)
+        if not mean <= trial:
+            why = f"with these weights, log-probs of engine and trainer differ by {mean:.3g} nats on average"
+            rollouts.publish(learner.resend(version, why), version)
     metrics = {"time/sync_s": time.perf_counter() - start}
     tolerance = schedule.mismatch_tolerance
     return metrics if tolerance is None else metrics | _mismatch(learner, rollouts, tolerance)
@@ -286,8 +303,7 @@ def _evaluate(rollouts: RolloutSource, tell: Observer, step: int, *, sampled: bo
 
 def _mismatch(learner: LearnerLike, rollouts: RolloutSource, tolerance: float) -> dict[str, float]:
     """Return how far the log-probs of a few sampled tokens are apart; too far ends the run."""
-    found = [learner.mismatch(probe) for probe in rollouts.probes()]
-    mean, largest = max(mean for mean, _ in found), max(largest for _, largest in found)
+    mean, largest = _differences(learner, rollouts)
     if not mean <= tolerance:
         raise RuntimeError(
             f"after a weight sync, log-probs of engine and trainer differ by {mean:.3g} on average ({largest:.3g} at "
@@ -295,6 +311,12 @@ def _mismatch(learner: LearnerLike, rollouts: RolloutSource, tolerance: float) -
             "trainer's weights."
         )
     return {"sync/mismatch_mean": mean, "sync/mismatch_max": largest}
+
+
+def _differences(learner: LearnerLike, rollouts: RolloutSource) -> tuple[float, float]:
+    """Return the mean and the largest difference of log-probs, of the sampler where it is largest."""
+    found = [learner.mismatch(probe) for probe in rollouts.probes()]
+    return max(mean for mean, _ in found), max(largest for _, largest in found)
 
 
 def _check_on_policy(metrics: dict[str, float]) -> None:

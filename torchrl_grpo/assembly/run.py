@@ -46,7 +46,7 @@ from torchrl_grpo.reporting.view.start import page_beside
 from torchrl_grpo.runtime.in_turn import InTurn
 from torchrl_grpo.runtime.staleness import GroupBuffer
 from torchrl_grpo.runtime.tasks import TaskQueue
-from torchrl_grpo.weights import transfer_kind
+from torchrl_grpo.weights import Transfer, transfer_kind
 
 if TYPE_CHECKING:
     from torchrl_grpo.runtime.cluster import Cluster
@@ -68,6 +68,7 @@ class Run:
     resources: ExitStack
     started_at: float
     lost_folder: bool = False
+    on_trial: bool = False
 
     def fit(self) -> dict[str, Any]:
         """Trains, exports the model, writes the report; returns the run in a few numbers."""
@@ -191,6 +192,7 @@ class Run:
             refresh_every=config.ref_model.refresh_every,
             reference_version=resume.reference_version if resume and config.has_own_reference else 0,
             mismatch_tolerance=config.inference_model.check_sync_tolerance if check else None,
+            trial_tolerance=config.inference_model.check_sync_tolerance if self.on_trial else None,
             on_policy=config.optim_steps_per_batch == 1,
             ends_at=None if config.train.time_limit is None else self.started_at + config.train.time_limit,
         )
@@ -227,10 +229,12 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         blueprint = prepare(config, None if cluster is None else cluster.accelerators(), resume)
         config = blueprint.config
         distributed = asynchronous or cluster is not None or blueprint.plan.distributed
-        transfer = _check_distributed(blueprint) if distributed else "direct"
-        if not distributed:
+        if distributed:
+            _check_distributed(blueprint)
+        else:
             check_one_process(config)
             resources.callback(torch.set_num_threads, torch.get_num_threads())  # a small model's parts change it
+        transfer = _transfer(blueprint, max_staleness, distributed=distributed)
         console = resources.enter_context(Console())
         console.table("Device plan", plan_rows(blueprint))
         console.table("Batch geometry", geometry_rows(blueprint))
@@ -255,18 +259,34 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
             if watch is not None:
                 watch.where, watch.pids = remote.manager.what_is_missing, lambda: [*remote.pids().values(), *ranks.pids]
         else:
-            learner, source = _local(blueprint, resources)
-        return Run(blueprint, directory, lock, learner, source, logger, console, resources.pop_all(), started_at)
+            learner, source = _local(blueprint, transfer, resources)
+        left = resources.pop_all()
+        return Run(
+            blueprint, directory, lock, learner, source, logger, console, left, started_at, on_trial=transfer.on_trial
+        )
 
 
-def _check_distributed(blueprint: Blueprint) -> str:
-    """Checks what a distributed run asks for before anything starts; returns how the weights travel."""
+def _check_distributed(blueprint: Blueprint) -> None:
+    """Checks what a distributed run asks for before anything starts."""
     from torchrl_grpo.runtime.cluster import require_ray
 
     require_ray()
     task_geometry(blueprint.config, len(blueprint.plan.inference))
-    asked, plan = blueprint.config.inference_model.weight_transfer, blueprint.plan
-    return transfer_kind(asked, trainer=plan.train[0], engines=plan.inference, colocated=plan.colocated)
+
+
+def _transfer(blueprint: Blueprint, max_staleness: int, *, distributed: bool) -> Transfer:
+    """How the weights reach the engines."""
+    config, plan = blueprint.config, blueprint.plan
+    return transfer_kind(
+        config.inference_model.weight_transfer,
+        backend=config.inference_model.backend,
+        trainer=plan.train[0],
+        engines=plan.inference,
+        colocated=plan.colocated,
+        distributed=distributed,
+        lora=config.train_model.lora.enabled,
+        waits=max_staleness > 0 and config.inference_model.in_flight == "wait",
+    )
 
 
 def _logger(config: GRPOConfig, directory: Path, resume: Resume | None) -> MetricsLogger:
@@ -281,11 +301,11 @@ def _logger(config: GRPOConfig, directory: Path, resume: Resume | None) -> Metri
     )
 
 
-def _local(blueprint: Blueprint, resources: ExitStack) -> tuple[Learner, InTurn]:
+def _local(blueprint: Blueprint, transfer: Transfer, resources: ExitStack) -> tuple[Learner, InTurn]:
     """The roles in this process; what must be ended is put into ``resources``."""
     config, plan = blueprint.config, blueprint.plan
     say(f"loading {config.model.name} to train")
-    learner = make_learner(blueprint, "direct", device=plan.train[0])
+    learner = make_learner(blueprint, transfer, device=plan.train[0])
     resources.callback(learner.close)
     say(f"starting the engine: {config.inference_model.backend}")
     sampler = make_sampler(blueprint, device=plan.inference[0][0])
@@ -294,7 +314,7 @@ def _local(blueprint: Blueprint, resources: ExitStack) -> tuple[Learner, InTurn]
         say("loading the reference model")
     reference = make_reference(blueprint, plan.reference[0]) if config.has_own_reference else None
     groups = config.dialog_turns_per_batch // config.env.repeats
-    source = InTurn(_tasks(blueprint, groups, GroupBuffer(groups, 0)), sampler, reference)
+    source = InTurn(_tasks(blueprint, groups, GroupBuffer(groups, 0)), sampler, reference, learner.resend)
     if blueprint.resume is not None:
         source.load_state_dict(blueprint.resume.source)
     return learner, source
@@ -324,7 +344,7 @@ def _start_ray(address: str | None, resources: ExitStack) -> Cluster:
 
 
 def _distributed(
-    blueprint: Blueprint, max_staleness: int, transfer: str, resources: ExitStack, cluster: Cluster | None
+    blueprint: Blueprint, max_staleness: int, transfer: Transfer, resources: ExitStack, cluster: Cluster | None
 ) -> tuple[RayLearner, RaySource]:
     """The roles as actors on Ray, started; what must be ended is put into ``resources``.
 
@@ -337,7 +357,7 @@ def _distributed(
 
     config, plan, resume = blueprint.config, blueprint.plan, blueprint.resume
     actor_timeout_s, recovery_timeout_s = config.ray.actor_timeout_s, config.ray.recovery_timeout_s
-    torchrl_logger.info(f"The weights reach the engines by inference_model.weight_transfer={transfer}.")
+    torchrl_logger.info(f"The weights reach the engines by inference_model.weight_transfer={transfer.name}.")
     cluster = cluster or _start_ray(None, resources)
     place = cluster.place(plan)
     untested = replace(blueprint, greedy_env=None, sampled_env=None)  # of the test split, for those who need none
@@ -367,6 +387,8 @@ def _distributed(
         references_first=plan.colocated,
         seed=config.seed,
         release=learner.release,
+        resend=learner.resend,
+        together=transfer.together,
         actor_timeout_s=actor_timeout_s,
         recovery_timeout_s=recovery_timeout_s,
     )

@@ -19,11 +19,10 @@ import os
 import shutil
 import sys
 import tempfile
-import uuid
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from importlib import metadata
 from importlib.util import find_spec
@@ -33,6 +32,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from torchrl_grpo.errors import TransferRefusedError
 from torchrl_grpo.generation.base import (
     Completion,
     Engine,
@@ -44,13 +44,22 @@ from torchrl_grpo.generation.base import (
 )
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.generation.vllm_answers import STOP, Answer, watch_for_stops
-from torchrl_grpo.weights import PlainHandle, WeightHandle, check_weights, expected_weights
-from torchrl_grpo.weights.worker import SharedWeights, unname_queues
+from torchrl_grpo.weights import (
+    EitherHandle,
+    TransferHandle,
+    WeightHandle,
+    check_weights,
+    expected_weights,
+)
+from torchrl_grpo.weights.shared import SharedBlock, SharedWeights
+from torchrl_grpo.weights.worker import unname_queues
 
 _has_vllm = find_spec("vllm") is not None
 
 RPC_TIMEOUT_S = 300.0
 """Seconds that a worker may take to load weights or to answer any other call."""
+TRIAL_S = 120.0
+"""Seconds in which weights must come in a fast way where there is another one."""
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Those that vLLM's attention on a CPU computes (``CPUAttentionBackend``)."""
@@ -290,15 +299,17 @@ class VLLMBase(Engine):
     Args:
         config: the model's Hugging Face config.
         model_config: vLLM's.
+        num_workers: processes that share the model.
     """
 
     _llm: Any = None
 
-    def __init__(self, config: Any, model_config: Any) -> None:
+    def __init__(self, config: Any, model_config: Any, num_workers: int = 1) -> None:
         self.max_model_len: int = model_config.max_model_len
         self._dtype: torch.dtype = model_config.dtype
+        self._num_workers = num_workers
+        self._fast_works = self._fast_failed = False
         self._hf_config, self._trust_remote_code = config, model_config.trust_remote_code
-        self._name = uuid.uuid4().hex
         self._stops: dict[tuple[str, ...], StopStrings] = {}
 
     @cached_property
@@ -318,31 +329,101 @@ class VLLMBase(Engine):
 
     @abstractmethod
     def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of ``WeightSyncExtension`` in every worker; strings, numbers, bytes and lists alone travel."""
+        """Calls a method of ``WeightSyncExtension`` in every worker; plain values and containers alone travel."""
 
     @abstractmethod
-    def _read(self, handle: PlainHandle, version: int) -> None:
-        """Let the workers read a handle, drop what was computed with the old weights, and set ``policy_version``."""
+    def _updating(self, version: int) -> AbstractContextManager[None]:
+        """While workers receive weights: afterwards nothing is left that was computed with the old ones, and
+        ``policy_version`` is this version."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._open()
-        model, shapes, tied = self._expected_weights
+        with self._shared(weights) as block, self._updating(version):
+            self._receive(block)
+
+    def load(self, handle: WeightHandle, version: int) -> None:
+        """As in ``Engine``; the workers receive the weights by themselves where that is possible.
+
+        Raises:
+            TransferRefusedError: they cannot. The engine is as it was, or has the weights of ``EitherHandle.slow``.
+        """
+        self._open()
+        if isinstance(handle, EitherHandle):
+            with self._updating(version):
+                why = self._receive_either(handle)
+            if why:
+                raise TransferRefusedError(f"{handle.fast.backend}: {why}")
+        elif isinstance(handle, TransferHandle):
+            self._check(handle)
+            with self._updating(version):
+                self._receive(handle)
+        else:
+            self.update_weights(handle.weights(), version)
+
+    def _receive_either(self, handle: EitherHandle) -> str:
+        """Have the workers receive weights in the fast way, once it has given the same as the slow one.
+
+        Returns:
+            why the fast way was left, if that was in this call.
+        """
+        if self._fast_failed:
+            self._receive_slow(handle)
+            return ""
+        try:
+            if not self._fast_works:
+                self._receive_slow(handle)
+                expected = self._rpc("digest")
+                self._rpc("spoil")
+            self._receive(handle.fast, TRIAL_S)
+            if self._fast_works or self._rpc("digest") == expected:
+                self._fast_works = True
+                return ""
+            why = "other bytes arrived than were sent"
+        except TransferRefusedError as error:
+            why = str(error)
+        self._fast_failed = True
+        self._receive_slow(handle)
+        return why
+
+    def _receive_slow(self, handle: EitherHandle) -> None:
+        with self._shared(handle.weights()) as block:
+            self._receive(block)
+
+    @contextmanager
+    def _shared(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[SharedBlock]:
+        """Weights in shared memory for as long as the context lasts, checked."""
+        tied = self._expected_weights[2]
         shared = SharedWeights(((name, weight) for name, weight in weights if name not in tied), self._dtype)
         try:
-            check_weights(shared.block.layout, shapes, model)
-            self._read(shared.block, version)
+            self._check(shared.block)
+            yield shared.block
         finally:
             shared.close()
 
-    def load(self, handle: WeightHandle, version: int) -> None:
-        """As in ``Engine``; the workers read the handle by themselves where that is possible."""
-        self._open()
-        if not isinstance(handle, PlainHandle):
-            self.update_weights(handle.weights(), version)
-            return
+    def _check(self, handle: TransferHandle) -> None:
         model, shapes, _ = self._expected_weights
-        check_weights(handle.layout, shapes, model)
-        self._read(handle, version)
+        if handle.layout is not None:
+            check_weights(handle.layout, shapes, model)
+
+    def _receive(self, handle: TransferHandle, deadline_s: float | None = None) -> None:
+        """Has every worker receive the weights of a handle.
+
+        Args:
+            handle: of the weights.
+            deadline_s: for each part of them; None raises as vLLM does.
+
+        Raises:
+            TransferRefusedError: with a deadline, whatever went wrong.
+        """
+        init, updates = handle.init_info(self._num_workers), handle.updates()
+        update: dict[str, Any] | None = next(updates)
+        first = True
+        while update is not None:
+            following = next(updates, None)
+            wrong = self._rpc("receive", handle.backend, init, update, first, following is None, deadline_s)
+            if any(wrong):
+                raise TransferRefusedError(next(filter(None, wrong)))
+            update, first, init = following, False, None
 
     def _sampling_params(self, prompt_len: int, n: int, params: SamplingParams, in_parts: bool = False) -> Any:
         """vLLM's own, for one request; ``in_parts`` has the answers of a group come one by one, see ``Answer``."""
@@ -424,7 +505,7 @@ class VLLMEngine(VLLMBase):
             config, arguments = engine_arguments(model_path, settings)
             self._enable_sleep = enable_sleep and not current_platform.is_cpu()
             self._llm = LLM(**arguments, enable_sleep_mode=self._enable_sleep)
-        super().__init__(config, self._llm.model_config)
+        super().__init__(config, self._llm.model_config, settings.get("tensor_parallel_size", 1))
         watch_for_stops(self._llm.llm_engine.output_processor, self._stops)
         self._rpc("settle")
         unname_queues()
@@ -481,9 +562,10 @@ class VLLMEngine(VLLMBase):
                 answers[output.request_id].add(output.outputs)
         return [answer.completions() for answer in answers.values()]
 
-    def _read(self, handle: PlainHandle, version: int) -> None:
+    @contextmanager
+    def _updating(self, version: int) -> Iterator[None]:
         self.wake()
-        self._rpc("load_handle", *handle.plain(), self._name)
+        yield
         if not self._open().reset_prefix_cache():  # keys and values of the old weights
             raise RuntimeError(f"vLLM did not drop its prefix cache in the update to version {version}.")
         self.policy_version = version

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tensordict import TensorDictBase
 
 from torchrl_grpo.collectors.sampler import Sampler
+from torchrl_grpo.errors import TransferRefusedError
 from torchrl_grpo.host import clock
 from torchrl_grpo.runtime.reference import Reference
 from torchrl_grpo.runtime.tasks import TaskQueue
@@ -25,12 +27,20 @@ class InTurn:
         tasks: what is to be played, with a bound of 0.
         sampler: plays it.
         reference: scores it; None where that is not needed, or the learner does it.
+        resend: gives another handle of a version, because the engine refused the first one for this reason.
     """
 
-    def __init__(self, tasks: TaskQueue, sampler: Sampler, reference: Reference | None = None) -> None:
+    def __init__(
+        self,
+        tasks: TaskQueue,
+        sampler: Sampler,
+        reference: Reference | None = None,
+        resend: Callable[[int, str], WeightHandle] | None = None,
+    ) -> None:
         self.tasks = tasks
         self.sampler = sampler
         self.reference = reference
+        self._resend = resend
         self._metrics: dict[str, float] = {}
         self._spans: list[dict[str, Any]] = []
 
@@ -68,7 +78,12 @@ class InTurn:
 
     def publish(self, handle: WeightHandle, version: int) -> None:
         """Updates the engine; the next batch is sampled by these weights."""
-        self.sampler.update(handle, version)
+        try:
+            self.sampler.update(handle, version)
+        except TransferRefusedError as refusal:
+            if self._resend is None:
+                raise
+            self.sampler.update(self._resend(version, str(refusal)), version)
         self.tasks.buffer.publish(version)
 
     def update_reference(self, handle: WeightHandle) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from torchrl_grpo.checks import InFlight
 from torchrl_grpo.collectors.sampler import Sampler
-from torchrl_grpo.errors import WorkersLostError
+from torchrl_grpo.errors import TransferRefusedError, WorkersLostError
 from torchrl_grpo.runtime.actors import make_seeded
 from torchrl_grpo.runtime.reference import Reference
 from torchrl_grpo.runtime.tasks import Progress, TaskQueue
@@ -56,6 +56,8 @@ class RolloutManager:
             accelerator, whose free memory an engine measures while it starts.
         seed: of the engines' draws; each sampler has another one.
         release: called with each published version that no sampler reads or will read any more.
+        resend: gives another handle of a version, because a sampler refused the first one for this reason.
+        together: whether all samplers must take a version at the same time.
         actor_timeout_s: seconds in which an actor must do what it is asked, or be replaced.
         recovery_timeout_s: how long all samplers, or all reference models, may be gone before the run ends.
     """
@@ -71,6 +73,8 @@ class RolloutManager:
         references_first: bool = False,
         seed: int = 0,
         release: Callable[[int], None] = lambda version: None,
+        resend: Callable[[int, str], Any] | None = None,
+        together: bool = False,
         actor_timeout_s: float = 1800.0,
         recovery_timeout_s: float = 900.0,
     ) -> None:
@@ -79,6 +83,8 @@ class RolloutManager:
         self._in_flight = in_flight
         self._references_first = references_first
         self._release = release
+        self._resend = resend
+        self._together = together
         self._recovery_timeout_s = recovery_timeout_s
         self.actor_timeout_s = actor_timeout_s
         self.published: int | None = None
@@ -122,6 +128,9 @@ class RolloutManager:
 
     async def publish(self, handle: Any, version: int) -> None:
         """Takes the weights of a trained batch, a reference to a ``WeightHandle``, for each sampler when it can."""
+        if version == self.published:  # the weights are sent once more, in another way
+            for sampler in self.samplers:
+                sampler.version = None
         self._handles[version], self.published = handle, version
         self.tasks.buffer.publish(version)
         self._release_old()
@@ -267,19 +276,38 @@ class RolloutManager:
     async def _keep_current(self, sampler: SamplerWorker) -> None:
         """Gives a sampler the published weights, again and again."""
 
-        def may_update() -> bool:
-            idle = self._in_flight != "wait" or not sampler.tasks
-            return idle and sampler.version != self.published
-
         while True:
-            await self._until(may_update)
-            sampler.updating = version = self.published
+            await self._until(lambda: self._next_version(sampler) is not None)
+            sampler.updating = version = self._next_version(sampler)
             assert version is not None
             what = f"load the weights of version {version}"
-            self._update_s = await sampler.ask(what, "update", self._handles[version], version)
-            sampler.version, sampler.updating = version, None
+            handle = self._handles[version]
+            try:
+                self._update_s = await sampler.ask(what, "update", handle, version)
+            except TransferRefusedError as refusal:
+                if self._resend is None:
+                    raise
+                if self._handles[version] is handle:  # or another sampler was faster
+                    self._handles[version] = self._resend(version, str(refusal))
+                self._together, sampler.updating = False, None
+            else:
+                sampler.version, sampler.updating = version, None
             self._release_old()
             self._heard()
+
+    def _next_version(self, sampler: SamplerWorker) -> int | None:
+        """The version that a sampler takes now, None while there is none."""
+
+        def may_update(one: SamplerWorker) -> bool:
+            return self._in_flight != "wait" or not one.tasks
+
+        if not self._together or sampler.restarts:
+            return self.published if may_update(sampler) and sampler.version != self.published else None
+        begun = next((other.updating for other in self.samplers if other.updating is not None), None)
+        if begun is not None:
+            return begun if sampler.version != begun else None
+        ready = all(other.ready and may_update(other) for other in self.samplers)
+        return self.published if ready and sampler.version != self.published else None
 
     async def _play(self, sampler: SamplerWorker) -> None:
         """Takes a task, has the sampler play it, and hands on what it gives."""

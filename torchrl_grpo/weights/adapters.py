@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchrl_grpo.weights.handle import ALONE, Reader, Sender, Source, WeightHandle
+from torchrl_grpo.weights.handle import Sender, Source, WeightHandle
 from torchrl_grpo.weights.named import LoraDelta, merged, to_checkpoint
 
 BaseModel = Callable[[], nn.Module]
@@ -33,12 +33,12 @@ class AdapterHandle(WeightHandle):
     layers: tuple[tuple[str, float], ...]
     matrices: WeightHandle
 
-    def weights(self, reader: Reader = ALONE) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
         model = _loaded(self.base)
         base = {name: parameter.detach() for name, parameter in model.named_parameters()}
         deltas: defaultdict[str, list[LoraDelta]] = defaultdict(list)
         # Copies: a sum of products may depend on how its operands lie in memory, and must be the trainer's to the bit.
-        matrices = (matrix.to("cpu", copy=True) for _, matrix in self.matrices.weights(reader))
+        matrices = (matrix.to("cpu", copy=True) for _, matrix in self.matrices.weights())
         for (name, scaling), a, b in zip(self.layers, matrices, matrices, strict=True):
             if name not in base:
                 raise RuntimeError(f"an adapter changes {name!r}, which is not among the {len(base)} base weights.")

@@ -61,6 +61,7 @@ RPC_TIMEOUT_S = 300.0
 TRIAL_S = 120.0
 """Seconds in which weights must come in a fast way where there is another one."""
 
+WORKER_EXTENSION = "torchrl_grpo.weights.worker.WeightSyncExtension"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Those that vLLM's attention on a CPU computes (``CPUAttentionBackend``)."""
 NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
@@ -282,7 +283,7 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
         # Prompts are shared in whole blocks. With vLLM's 128 tokens on a CPU, a group would share few of them.
         "block_size": _CPU_BLOCK if on_cpu else None,
         "distributed_executor_backend": "mp",
-        "worker_extension_cls": "torchrl_grpo.weights.worker.WeightSyncExtension",
+        "worker_extension_cls": WORKER_EXTENSION,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # no sampling defaults from the checkpoint
         "skip_tokenizer_init": True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -39,7 +39,13 @@ class UpdateInfo(_base.WeightTransferUpdateInfo):
 
 
 class ObjectStoreEngine(_base.WeightTransferEngine):
-    """Loads weights from shared memory of the host. vLLM copies them to where the model is: it serves every device."""
+    """Loads weights from shared memory of the host. vLLM copies them to where the model is: it serves every device.
+
+    Attributes:
+        loaded: names of the model's parameters that the latest update replaced.
+    """
+
+    loaded: Collection[str] = ()
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -58,7 +64,7 @@ class ObjectStoreEngine(_base.WeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        self.model.load_weights(update_info.weights())
+        self.loaded = self.model.load_weights(update_info.weights()) or set()
 
     def shutdown(self) -> None:
         pass

@@ -84,10 +84,12 @@ class WeightSyncExtension:
         ).hexdigest()
 
     def spoil(self) -> None:
-        """Zeroes the embeddings, which every update replaces: so that one which does nothing is found out."""
+        """Zeroes what the latest update through the object store replaced: an update that does nothing, or a part of
+        its work, is then found out."""
         worker: Any = self
+        loaded = worker.weight_transfer_engine.loaded
         for name, parameter in worker.model_runner.get_model().named_parameters():
-            if "embed" in name:
+            if name in loaded:
                 parameter.data.zero_()
 
     # Sampling draws from torch's generator of the device; on CUDA vLLM also draws each request's seed from NumPy's.

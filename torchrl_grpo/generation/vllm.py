@@ -51,7 +51,9 @@ from torchrl_grpo.weights import (
     check_weights,
     expected_weights,
 )
-from torchrl_grpo.weights.shared import SharedBlock, SharedWeights
+from torchrl_grpo.weights.adapters import AdapterHandle
+from torchrl_grpo.weights.handle import dtype_name
+from torchrl_grpo.weights.shared import SharedAdapters, SharedBlock, SharedWeights
 from torchrl_grpo.weights.worker import unname_queues
 
 _has_vllm = find_spec("vllm") is not None
@@ -310,6 +312,7 @@ class VLLMBase(Engine):
         self._dtype: torch.dtype = model_config.dtype
         self._num_workers = num_workers
         self._fast_works = self._fast_failed = False
+        self._base: dict[str, tuple[int, ...]] | None = None  # the weights of its checkpoint, once asked for
         self._hf_config, self._trust_remote_code = config, model_config.trust_remote_code
         self._stops: dict[tuple[str, ...], StopStrings] = {}
 
@@ -358,8 +361,25 @@ class VLLMBase(Engine):
             self._check(handle)
             with self._updating(version):
                 self._receive(handle)
+        elif isinstance(handle, AdapterHandle) and self._merges(handle):
+            dtype = handle.base.dtype  # type: ignore[attr-defined]
+            shared = SharedWeights(handle.matrices.weights(), torch.float32)
+            try:
+                with self._updating(version):
+                    self._receive(SharedAdapters(shared.block, handle.layers, dtype_name(dtype)))
+            finally:
+                shared.close()
         else:
             self.update_weights(handle.weights(), version)
+
+    def _merges(self, handle: AdapterHandle) -> bool:
+        """Whether the workers can add adapters to the weights in their checkpoint: it must have these weights, under
+        these names, which transformers gives to the parameters of most models."""
+        if self._base is None:
+            self._base = {name: tuple(shape) for name, shape in self._rpc("base_layout")[0]}
+        base, shapes = self._base, self._expected_weights[1]
+        whole = all(base.get(name) == tuple(shape) for name, shape in shapes.items())
+        return whole and all(name in shapes for name, _ in handle.layers) and hasattr(handle.base, "dtype")
 
     def _receive_either(self, handle: EitherHandle) -> str:
         """Have the workers receive weights in the fast way, once it has given the same as the slow one.

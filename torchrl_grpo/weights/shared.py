@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ class SharedBlock(TransferHandle):
         return self.part[1]
 
     def updates(self) -> Iterator[dict[str, Any]]:
-        yield {"path": self.path, "name": self.name, "part": self.part}
+        yield {"path": self.path, "name": self.name, "part": self.part, "base_dtype": "", "layers": []}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         if not os.path.exists(self.path) or self.name not in os.readlink(self.path):
@@ -45,6 +45,27 @@ class SharedBlock(TransferHandle):
         dtype, layout = self.part
         size = sum(math.prod(shape) for _, shape in layout)
         return unpacked(torch.from_file(self.path, shared=True, size=size, dtype=getattr(torch, dtype)), self.part)
+
+
+@dataclass(frozen=True)
+class SharedAdapters(TransferHandle):
+    """Adapters in shared memory of this machine; each worker adds them to the weights of its own checkpoint.
+
+    Attributes:
+        block: A and B of each adapter.
+        layers: of each adapter the name of its parameter and the scaling.
+        base_dtype: of the weights that they are added to, such as ``"float32"``.
+    """
+
+    backend = "object_store"
+
+    block: SharedBlock
+    layers: Sequence[tuple[str, float]]
+    base_dtype: str
+
+    def updates(self) -> Iterator[dict[str, Any]]:
+        [update] = self.block.updates()
+        yield update | {"base_dtype": self.base_dtype, "layers": [list(layer) for layer in self.layers]}
 
 
 class SharedWeights:

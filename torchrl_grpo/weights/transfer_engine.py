@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from torchrl_grpo.weights.adapters import deltas_of
 from torchrl_grpo.weights.handle import Part
+from torchrl_grpo.weights.named import merged
 from torchrl_grpo.weights.shared import SharedBlock
 
 _base: Any = import_module("vllm.distributed.weight_transfer.base")
+_loader: Any = import_module("vllm.model_executor.model_loader")
 _reload: Any = import_module("vllm.model_executor.model_loader.reload")
 
 
@@ -27,14 +31,17 @@ class UpdateInfo(_base.WeightTransferUpdateInfo):
 
     Attributes:
         path, name, part: of a ``SharedBlock``.
+        base_dtype, layers: of ``SharedAdapters``; empty where whole weights come.
     """
 
     path: str
     name: str
     part: Part
+    base_dtype: str
+    layers: list[tuple[str, float]]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights by name."""
+        """What lies in the block, by name."""
         return SharedBlock(self.path, self.name, self.part).weights()
 
 
@@ -64,7 +71,23 @@ class ObjectStoreEngine(_base.WeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        self.loaded = self.model.load_weights(update_info.weights()) or set()
+        weights = update_info.weights()
+        if update_info.layers:
+            weights = self._merged(weights, update_info)
+        self.loaded = self.model.load_weights(weights) or set()
+
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights of the checkpoint that the engine was started from, one at a time from its files: the host has
+        these in memory once, however many workers and engines read them."""
+        loader = _loader.get_model_loader(self.vllm_config.load_config)
+        return loader.get_all_weights(self.model_config, self.model)
+
+    def _merged(self, matrices: Iterator[tuple[str, Tensor]], info: UpdateInfo) -> Iterator[tuple[str, Tensor]]:
+        """The base weights with adapters added, on this worker's device."""
+        deltas = deltas_of(info.layers, matrices, self.device)
+        for name, weight in self.base():
+            whole = weight.to(self.device, getattr(torch, info.base_dtype))
+            yield name, merged(whole, deltas.get(name, [])).to(self.model_config.dtype)
 
     def shutdown(self) -> None:
         pass

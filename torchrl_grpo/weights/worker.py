@@ -75,6 +75,10 @@ class WeightSyncExtension:
     unfinished: Any = None
     """The engine of an update that was begun and not ended."""
 
+    def base_layout(self) -> list[tuple[str, list[int]]]:
+        """Return name and shape of each weight in the checkpoint that the engine was started from."""
+        return [(name, list(weight.shape)) for name, weight in _transfer_engine(self, OBJECT_STORE).base()]
+
     def digest(self) -> str:
         """Return a checksum of all parameters, as this worker has them; it depends on the place of each byte."""
         worker: Any = self

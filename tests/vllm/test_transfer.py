@@ -22,7 +22,7 @@ from torchrl_grpo.weights import EitherHandle, named_weights
 from torchrl_grpo.weights.handle import DirectHandle
 
 pytest.importorskip("vllm")
-from tests.support.transfers import EXTENSION, FileWeights  # noqa: E402
+from tests.support.transfers import EXTENSION, FileWeights
 
 PARAMS = SamplingParams(max_new_tokens=8)
 

@@ -23,6 +23,10 @@ class WaitedTooLongError(RunLostError, TimeoutError):
     """Nobody answered in time; the message says what was waited for."""
 
 
+class TransferRefusedError(RuntimeError):
+    """An engine cannot take new weights in the way in which they were sent: they must be sent in another one."""
+
+
 class NonFiniteError(RunLostError):
     """Losses, gradients or weights are not finite, so training cannot go on."""
 

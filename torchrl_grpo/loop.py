@@ -100,6 +100,8 @@ class Schedule:
         reference_version: of the weights that the reference model of a resumed run had; 0 is the base model.
         mismatch_tolerance: largest mean difference of the log-probs of engine and trainer after a weight sync, in nats;
             None measures none.
+        trial_tolerance: the same after the first sync, where weights travel in a way that is on trial: with a larger
+            one they are sent again in another way. None where no way is on trial.
         on_policy: whether a batch is one optimizer step, so that the first one trains what its own weights sampled.
         ends_at: when the run's time is over (``time.monotonic``).
     """
@@ -111,6 +113,7 @@ class Schedule:
     refresh_every: int | None = None
     reference_version: int = 0
     mismatch_tolerance: float | None = None
+    trial_tolerance: float | None = None
     on_policy: bool = False
     ends_at: float | None = None
 
@@ -218,7 +221,7 @@ def _begin(
     """Give the engine the learner's weights, and evaluate them unless the run's folder says how they did."""
     step = learner.version
     refresh = 0 < step == schedule.reference_version or schedule.refreshes(step)
-    metrics = _publish(learner, rollouts, schedule, tell, step, refresh=refresh)
+    metrics = _publish(learner, rollouts, schedule, tell, step, refresh=refresh, trial=schedule.trial_tolerance)
     logged = written.get("step") == step and schedule.num_batches > 0
     known = any(name.startswith("eval/") for name in written) or not (step == 0 or schedule.evaluates(step))
     found = {} if logged and known else _evaluate(rollouts, tell, step, sampled=not logged or step == 0)
@@ -226,7 +229,14 @@ def _begin(
 
 
 def _publish(
-    learner: AnyLearner, rollouts: Rollouts, schedule: Schedule, tell: Observer, version: int, *, refresh: bool
+    learner: AnyLearner,
+    rollouts: Rollouts,
+    schedule: Schedule,
+    tell: Observer,
+    version: int,
+    *,
+    refresh: bool,
+    trial: float | None = None,
 ) -> dict[str, float]:
     """Give the samplers, and the reference model if it is its turn, the weights of this version."""
     if refresh:  # before anything is sampled with the new weights
@@ -235,6 +245,11 @@ def _publish(
     tell.stage("publish", version, f"give the engine the weights of step {version}")
     start = time.perf_counter()
     rollouts.publish(learner.weights(), version)
+    if trial is not None:
+        mean, _ = _differences(learner, rollouts)
+        if not mean <= trial:
+            why = f"with these weights, log-probs of engine and trainer differ by {mean:.3g} nats on average"
+            rollouts.publish(learner.resend(version, why), version)
     metrics = {"time/sync_s": time.perf_counter() - start}
     tolerance = schedule.mismatch_tolerance
     if tolerance is None:
@@ -260,8 +275,7 @@ def check_mismatch(learner: AnyLearner, rollouts: Rollouts, tolerance: float) ->
     Raises:
         RuntimeError: the mean is more than the tolerance.
     """
-    found = [learner.mismatch(probe) for probe in rollouts.probes()]
-    mean, largest = max(mean for mean, _ in found), max(largest for _, largest in found)
+    mean, largest = _differences(learner, rollouts)
     if not mean <= tolerance:
         raise RuntimeError(
             f"after a weight sync, log-probs of engine and trainer differ by {mean:.3g} on average ({largest:.3g} at "
@@ -269,6 +283,12 @@ def check_mismatch(learner: AnyLearner, rollouts: Rollouts, tolerance: float) ->
             "trainer's weights, or computes too coarsely: use inference_model.dtype=float32, or another backend."
         )
     return mean, largest
+
+
+def _differences(learner: AnyLearner, rollouts: Rollouts) -> tuple[float, float]:
+    """Return the mean and the largest difference of log-probs, of the sampler where it is largest."""
+    found = [learner.mismatch(probe) for probe in rollouts.probes()]
+    return max(mean for mean, _ in found), max(largest for _, largest in found)
 
 
 def _check_on_policy(metrics: dict[str, float]) -> None:

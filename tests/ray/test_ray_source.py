@@ -49,17 +49,19 @@ from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 pytest.importorskip("ray")
 
-from torchrl_grpo.runtime.rollout_manager import RolloutManager
-from torchrl_grpo.runtime.source import RayBatch, RaySource
-from torchrl_grpo.runtime.workers import ActorLostError, SamplerWorker, Worker
-
-from torchrl_grpo.errors import LearnerLostError, MemoryShortError, WaitedTooLongError, WorkersLostError
+from torchrl_grpo.errors import (
+    LearnerLostError,
+    MemoryShortError,
+    TransferRefusedError,
+    WaitedTooLongError,
+    WorkersLostError,
+)
 from torchrl_grpo.runtime.actors import own_address
 from torchrl_grpo.runtime.learner import RayLearner
 from torchrl_grpo.runtime.reference import Reference
 from torchrl_grpo.runtime.tasks import TaskQueue
 from torchrl_grpo.weights import ObjectSender, WeightHandle
-from torchrl_grpo.weights.broadcast import open_store
+from torchrl_grpo.weights.meeting import open_store
 
 REPEATS, TASK, BATCH = 2, 2, 4  # rows in a group, groups in a task, groups in a batch
 
@@ -360,6 +362,80 @@ def test_weights_stay_while_a_sampler_reads_them_and_are_then_freed(
     [[(_, token, _)]] = source.probes()
     assert token.item() == 5 + 2
     assert released == [1, 0]
+
+
+class Refusing(CountingEngine):
+    """Refuses weights that say so."""
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        given = dict(weights)
+        if "refused" in given:
+            raise TransferRefusedError("no such link")
+        super().update_weights(given.items(), version)
+
+
+def refused_weights(version: int) -> Any:
+    named = [("w", torch.tensor([float(version)])), ("refused", torch.zeros(1))]
+    import ray
+
+    return ray.put(ObjectSender(None).pack(named, version))
+
+
+def test_weights_that_are_refused_are_sent_again_and_none_is_lost(source_of: Callable[..., RaySource]) -> None:
+    resent: list[tuple[int, str]] = []
+
+    def resend(version: int, reason: str) -> Any:
+        resent.append((version, reason))
+        return weights_of(version)
+
+    source = source_of(
+        samplers=2, total_groups=3 * BATCH, engine=Refusing, max_staleness=0, resend=resend, together=True
+    )
+    pids = source.pids()
+    for version in range(3):
+        source.publish((weights_of if version == 2 else refused_weights)(version), version)
+        batch = source.next_batch()
+        assert sequences(batch).get(keys.RESPONSE).unique().tolist() == [5 + version]
+    # The second of the two samplers asks for itself only where it was given the weights before the first one refused.
+    assert set(resent) == {(0, "no such link"), (1, "no such link")} and len(resent) == 2
+    assert source.pids() == pids
+
+
+class Unequal(CountingEngine):
+    """One of two takes its time to read weights; each writes down which it read."""
+
+    folder: Path
+
+    def __init__(self, pause_s: float) -> None:
+        super().__init__(pause_s)
+        with suppress(FileExistsError):
+            (self.folder / "slow").symlink_to(str(os.getpid()))
+
+    def load(self, handle: WeightHandle, version: int) -> None:
+        slow = (self.folder / "slow").readlink().name == str(os.getpid())
+        time.sleep(0.5 if slow else 0)
+        super().load(handle, version)
+        with (self.folder / f"{os.getpid()}.txt").open("a") as file:
+            file.write(f"{version} ")
+
+
+def unequal(folder: Path, pause_s: float) -> Unequal:
+    Unequal.folder = folder
+    return Unequal(pause_s)
+
+
+def test_samplers_that_take_weights_together_all_take_the_same_versions(
+    source_of: Callable[..., RaySource], tmp_path: Path
+) -> None:
+    """Also where more versions are published meanwhile than the slow one can read."""
+    engine = partial(unequal, tmp_path)
+    source = source_of(samplers=2, total_groups=BATCH, engine=engine, together=True, in_flight="keep")
+    for version in range(8):
+        source.publish(weights_of(version), version)
+        time.sleep(0.2)
+    until(lambda: all(sampler.version == 7 for sampler in source.manager.samplers))
+    one, other = (path.read_text() for path in tmp_path.glob("*.txt"))
+    assert one == other and one.endswith("7 ") and len(one.split()) < 8
 
 
 def test_killed_actors_are_replaced_and_every_group_is_trained_once(source_of: Callable[..., RaySource]) -> None:

@@ -16,7 +16,8 @@ import torch
 
 from torchrl_grpo.generation.base import SamplingParams, preserve_rng
 from torchrl_grpo.generation.vllm import VLLMBase
-from torchrl_grpo.weights.worker import SharedWeights, WeightSyncExtension
+from torchrl_grpo.weights.shared import SharedWeights
+from torchrl_grpo.weights.worker import WeightSyncExtension, checksum
 
 READER = """
 import pickle, sys
@@ -79,6 +80,21 @@ def test_many_updates_leak_no_memory_and_no_file():
     assert used()[0] <= files and used()[1] < memory + 40e6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_a_checksum_is_another_one_for_a_changed_moved_or_missing_byte(dtype: torch.dtype) -> None:
+    weight = torch.arange(2**20 + 100, dtype=torch.float32).remainder(251).to(dtype)
+    same = checksum(weight)
+    assert len(same) == 2 and checksum(weight.clone()) == same
+    for place in (0, 2**20 - 1, 2**20, 2**20 + 99):
+        other = weight.clone()
+        other[place] += 1
+        assert checksum(other) != same
+    moved = weight.clone()
+    moved[[5, 2**20 + 7]] = moved[[2**20 + 7, 5]]
+    assert checksum(moved) != same
+    assert checksum(weight[:-1]) != same and checksum(weight[:0]) == []
+
+
 class Worker(WeightSyncExtension):
     """Stands for a worker of vLLM on CUDA: a request's seed is drawn from NumPy, its tokens from torch."""
 
@@ -98,7 +114,7 @@ class Engine(VLLMBase):
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         return [getattr(self.worker, method)(*args)]
 
-    def _read(self, handle: Any, version: int) -> None:
+    def _updating(self, version: int) -> Any:
         raise NotImplementedError
 
     def generate(self, prompts: Any, n: int, params: SamplingParams) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torchrl_grpo.models.loading import CheckpointModel
 from torchrl_grpo.weights import (
     LoraDelta,
     ObjectSender,
+    Transfer,
     check_weights,
     load_weights,
     make_sender,
@@ -81,10 +83,9 @@ def test_adapters_and_base_weights_make_what_named_weights_gives():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["object_store", "broadcast"])
-def test_every_kind_gives_each_version_as_sent_until_released(kind: str, dtype: torch.dtype):
+def test_the_object_store_gives_each_version_as_sent_until_released(dtype: torch.dtype):
     models = [make_tiny_model(seed) for seed in range(3)]
-    sender = make_sender(kind, dtype=dtype)
+    sender = make_sender(Transfer("object_store"), dtype=dtype)
     handles = [pickle.loads(pickle.dumps(sender.send(Trained(m), v))) for v, m in enumerate(models)]
     sender.release(0)
     for handle, model in list(zip(handles, models, strict=True))[1:]:
@@ -95,7 +96,7 @@ def test_every_kind_gives_each_version_as_sent_until_released(kind: str, dtype: 
 
 
 def test_an_engine_in_the_trainers_process_reads_the_weights_of_now(tiny_model: nn.Module):
-    handle = make_sender("direct", dtype=torch.bfloat16, lora_base=dict).send(Trained(tiny_model), 0)
+    handle = make_sender(Transfer("direct"), dtype=torch.bfloat16, lora_base=dict).send(Trained(tiny_model), 0)
     with torch.no_grad():
         tiny_model.get_parameter("model.norm.weight").fill_(3.0)
     with TransformersEngine(make_tiny_model(1)) as engine:
@@ -120,11 +121,11 @@ def test_ranks_that_send_nothing_still_take_part_in_the_gathering(tiny_model: nn
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["object_store", "broadcast"])
+@pytest.mark.parametrize("kind", ["object_store", "nccl"])
 def test_adapters_by_any_kind_make_the_weights_that_would_be_sent_whole(kind: str, dtype: torch.dtype, tmp_path: Path):
     make_tiny_model().save_pretrained(tmp_path)
     base = CheckpointModel(str(tmp_path), dtype)
-    sender = make_sender(kind, dtype=torch.float16, lora_base=base)
+    sender = make_sender(Transfer(kind), dtype=torch.float16, lora_base=base)
     for seed in (1, 2):
         torch.manual_seed(seed)
         lora = make_lora(base=base())
@@ -134,7 +135,7 @@ def test_adapters_by_any_kind_make_the_weights_that_would_be_sent_whole(kind: st
         assert got.keys() == expected.keys() and {weight.dtype for weight in got.values()} == {dtype}
         assert all(torch.equal(got[name], expected[name]) for name in expected)
         assert sent < sum(weight.nbytes for weight in expected.values())
-        whole = dict(make_sender("object_store", dtype=None).send(Trained(lora), seed).weights())
+        whole = dict(make_sender(Transfer("object_store"), dtype=None).send(Trained(lora), seed).weights())
         assert all(torch.equal(got[name], whole[name]) for name in whole)
     unknown = replace(handle, layers=(("model.extra", 1.0), *handle.layers[1:]))
     with pytest.raises(RuntimeError, match=r"changes 'model\.extra', which is not among the 26 base weights"):
@@ -154,33 +155,49 @@ def test_two_adapters_of_a_layer_in_two_dtypes_are_both_added():
     ones = torch.ones(1, 3), torch.ones(2, 1)
     lower = torch.ones(1, 3).bfloat16(), torch.full((2, 1), 2.0).bfloat16()
     deltas = [("w", LoraDelta(*ones, 0.5)), ("w", LoraDelta(*lower, 0.25))]
-    for carrier in (ObjectSender(None), make_sender("broadcast", dtype=None)):
-        handle = AdapterSender(carrier, Layer).pack(deltas, 0)
-        assert isinstance(handle, AdapterHandle)
-        [(name, weight)] = handle.weights()
-        assert name == "w" and torch.equal(weight, torch.ones(2, 3, dtype=torch.float64))
-        carrier.close()
+    handle = AdapterSender(ObjectSender(None), Layer).pack(deltas, 0)
+    assert isinstance(handle, AdapterHandle)
+    [(name, weight)] = handle.weights()
+    assert name == "w" and torch.equal(weight, torch.ones(2, 3, dtype=torch.float64))
 
 
 CPU, GPU, GPU_1 = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 
 
+STORE, IPC, NCCL = Transfer("object_store"), Transfer("ipc"), Transfer("nccl")
+TWO = [[GPU_1], [torch.device("cuda", 2)]]
+
+
 @pytest.mark.parametrize(
-    ("asked", "trainer", "engine", "colocated", "chosen"),
+    ("asked", "trainer", "engines", "given", "chosen"),
     [
-        ("auto", CPU, CPU, False, "object_store"),
-        ("auto", GPU, GPU, True, "object_store"),
-        ("auto", GPU, GPU_1, False, "object_store"),
-        ("cuda_ipc", GPU, GPU, True, "cuda_ipc"),
-        ("broadcast", GPU, GPU_1, False, "broadcast"),
-        ("broadcast", CPU, CPU, False, "broadcast"),
-        ("object_store", GPU, GPU, True, "object_store"),
+        ("auto", CPU, [[CPU]], {}, STORE),
+        ("auto", GPU, [[GPU]], {}, Transfer("ipc", True)),
+        ("auto", GPU, [[GPU], [GPU]], {}, STORE),  # what is exported can be opened once
+        ("auto", GPU, [[GPU_1]], {}, Transfer("nccl", True)),
+        ("auto", GPU, TWO, {}, Transfer("nccl", True, 2)),
+        ("auto", GPU, [[GPU_1, GPU]], {"colocated": True}, STORE),
+        ("auto", GPU, TWO, {"waits": True}, STORE),  # the engines would wait for each other
+        ("auto", GPU, [[GPU_1]], {"waits": True}, Transfer("nccl", True)),
+        ("auto", GPU, [[GPU]], {"backend": "transformers"}, STORE),
+        ("auto", GPU, [[GPU_1]], {"lora": True}, STORE),
+        ("auto", GPU, [[GPU]], {"distributed": False}, Transfer("direct_ipc", True)),
+        ("auto", GPU, [[GPU]], {"distributed": False, "backend": "transformers"}, Transfer("direct")),
+        ("auto", CPU, [[CPU]], {"distributed": False}, Transfer("direct")),
+        ("auto", GPU, [[GPU_1]], {"distributed": False}, Transfer("direct")),
+        ("cuda_ipc", GPU, [[GPU]], {}, IPC),
+        ("cuda_ipc", GPU, [[GPU]], {"backend": "transformers"}, STORE),
+        ("broadcast", GPU, TWO, {"waits": True}, Transfer("nccl", workers=2)),
+        ("broadcast", GPU, [[GPU_1]], {"lora": True}, STORE),
+        ("broadcast", CPU, [[CPU]], {}, STORE),
+        ("object_store", GPU, [[GPU_1]], {}, STORE),
     ],
 )
-def test_auto_is_the_object_store_and_what_is_asked_for_is_taken(
-    asked: str, trainer: torch.device, engine: torch.device, colocated: bool, chosen: str
+def test_auto_is_the_fastest_that_fits_and_what_is_asked_for_is_taken(
+    asked: str, trainer: torch.device, engines: list[list[torch.device]], given: dict[str, Any], chosen: Transfer
 ):
-    assert transfer_kind(asked, trainer=trainer, engines=[[engine]], colocated=colocated) == chosen
+    settings = {"backend": "vllm", "colocated": engines[0][0] == trainer == GPU} | given
+    assert transfer_kind(asked, trainer=trainer, engines=engines, **settings) == chosen
 
 
 @pytest.mark.parametrize(
@@ -201,7 +218,7 @@ def test_a_kind_that_cannot_work_there_is_refused(
     asked: str, trainer: torch.device, engines: list[list[torch.device]], colocated: bool, message: str
 ):
     with pytest.raises(ValueError, match=message):
-        transfer_kind(asked, trainer=trainer, engines=engines, colocated=colocated)
+        transfer_kind(asked, backend="vllm", trainer=trainer, engines=engines, colocated=colocated)
 
 
 def test_weights_that_are_not_the_model_s_are_refused_all_at_once(tiny_model: nn.Module):

@@ -38,7 +38,8 @@ from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.models.loading import CheckpointModel, add_lora
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks import ArithmeticTask
-from torchrl_grpo.weights import make_sender, named_weights
+from torchrl_grpo.weights import Transfer, make_sender, named_weights
+from torchrl_grpo.weights.shared import SharedWeights
 
 pytestmark = pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
 CONTEXT = 512
@@ -191,18 +192,15 @@ def test_the_workers_load_what_is_sent_and_refuse_what_does_not_fit(engine):
     for name, weight in lora.named_parameters():
         torch.nn.init.normal_(weight, std=0.1) if "lora_B" in name else None
     last = make_model(10)
-    for version, kind in enumerate(["object_store", "broadcast"], start=9):
-        whole = make_sender(kind, dtype=torch.float32)
-        adapters = make_sender(kind, dtype=torch.bfloat16, lora_base=base)
-        for sender, model in ((whole, make_model(version)), (adapters, lora), (whole, last)):
-            engine.load(sender.send(Trained(model), version), version)
-            assert engine.policy_version == version
-            assert mismatch(engine, response_log_probs(model), PROMPTS, SHORT)[1] < ROUNDING
-        wrong = whole.pack([("model.norm.weight", torch.zeros(3))], 12)
-        with pytest.raises(RuntimeError, match=r"model\.norm\.weight \(3,\) instead of \(128,\)"):
-            engine.load(wrong, 12)
-        whole.close()
-        adapters.close()
+    whole = make_sender(Transfer("object_store"), dtype=torch.float32)
+    adapters = make_sender(Transfer("object_store"), dtype=torch.bfloat16, lora_base=base)
+    for sender, model in ((whole, make_model(9)), (adapters, lora), (whole, last)):
+        engine.load(sender.send(Trained(model), 10), 10)
+        assert engine.policy_version == 10
+        assert mismatch(engine, response_log_probs(model), PROMPTS, SHORT)[1] < ROUNDING
+    wrong = whole.pack([("model.norm.weight", torch.zeros(3))], 12)
+    with pytest.raises(RuntimeError, match=r"model\.norm\.weight \(3,\) instead of \(128,\)"):
+        engine.load(wrong, 12)
     with pytest.raises(RuntimeError, match=r"1 unknown \(model\.extra\)"):
         engine.update_weights([("model.extra", torch.zeros(1))], 12)
     assert engine.policy_version == 10
@@ -210,10 +208,10 @@ def test_the_workers_load_what_is_sent_and_refuse_what_does_not_fit(engine):
 
 
 def test_an_engine_that_cannot_load_weights_is_lost_and_says_why():
-    """Its sender is gone. A new engine may get them, so that the run goes on: ``EngineDeadError`` says so."""
-    sender = make_sender("broadcast", dtype=torch.float32)
-    handle = sender.send(Trained(make_model(1)), 5)
-    sender.close()
+    """Their sender is gone. A new engine may get them, so that the run goes on: ``EngineDeadError`` says so."""
+    shared = SharedWeights(named_weights(make_model(1)), torch.float32)
+    handle = shared.block
+    shared.close()
     with AsyncVLLMEngine(str(starter_path()), max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.25) as engine:
         for action in (lambda: engine.load(handle, 5), lambda: engine.generate([PROMPTS[0]], 1, SHORT)):
             with pytest.raises(EngineDeadError, match=r"make a new engine"):  # or its process ended first

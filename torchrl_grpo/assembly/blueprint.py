@@ -46,6 +46,7 @@ from torchrl_grpo.runtime.placement import (
     plan_devices,
 )
 from torchrl_grpo.tasks.base import Task
+from torchrl_grpo.weights import Transfer
 
 _BETWEEN_TURNS = 1024
 """Tokens that each answer to the policy may add to a dialog."""
@@ -393,14 +394,14 @@ def _check_device(blueprint: Blueprint, device: torch.device, total: int, sleeps
         )
 
 
-def stored_bytes(blueprint: Blueprint, transfer: str) -> int:
+def stored_bytes(blueprint: Blueprint, transfer: Transfer) -> int:
     """Return the bytes of weights that are in Ray's object store at a time.
 
     That is two versions for the engines, the one that is read and the next one. Adapters, and weights that reach the
     engines in another way, do not count.
     """
     config = blueprint.config
-    if transfer != "object_store" or config.train_model.lora.enabled:
+    if transfer.kind != "object_store" or config.train_model.lora.enabled:
         return 0
     itemsize: int = getattr(torch, config.inference_model.dtype).itemsize
     return 2 * int(blueprint.shape.parameters) * itemsize

@@ -39,17 +39,17 @@ from torchrl_grpo.models.sharding import loading_device, lone_mesh, shard_model
 from torchrl_grpo.runtime.placement import own_device
 from torchrl_grpo.runtime.reference import Reference
 from torchrl_grpo.transforms.kl_scoring import KLScoring
-from torchrl_grpo.weights import make_sender
+from torchrl_grpo.weights import Transfer, make_sender
 
 
 def make_learner(
-    blueprint: Blueprint, transfer: str, mesh: DeviceMesh | None = None, *, device: torch.device | None = None
+    blueprint: Blueprint, transfer: Transfer, mesh: DeviceMesh | None = None, *, device: torch.device | None = None
 ) -> Learner:
     """A learner, or one rank of it.
 
     Args:
         blueprint: checked.
-        transfer: how its weights reach the engines; see ``make_sender``.
+        transfer: how its weights reach the engines; see ``transfer_kind``.
         mesh: the ranks that the model is sharded over, None for one rank.
         device: of this rank; by default the first one that this process sees, here and below.
     """
@@ -73,8 +73,7 @@ def make_learner(
         transfer,
         dtype=_dtype(config.inference_model.dtype),
         lora_base=base if lora else None,
-        backend="nccl" if device.type == "cuda" else "gloo",
-        host=_own_address() if transfer == "broadcast" else "",
+        host=_own_address() if transfer.kind in ("nccl", "ipc") else "",
     )
     learner = Learner(trainer, transforms, sender, blueprint.tokenizer)
     if blueprint.resume is not None:

@@ -56,7 +56,7 @@ from torchrl_grpo.runtime.places import Here, OnRay, Place
 from torchrl_grpo.runtime.rollouts import Rollouts
 from torchrl_grpo.runtime.staleness import GroupBuffer
 from torchrl_grpo.runtime.tasks import TaskQueue
-from torchrl_grpo.weights import transfer_kind
+from torchrl_grpo.weights import Transfer, transfer_kind
 
 if TYPE_CHECKING:
     from torchrl_grpo.runtime.cluster import Cluster
@@ -76,6 +76,7 @@ class Run:
     resources: ExitStack
     started_at: float
     lost_folder: bool = False
+    on_trial: bool = False
 
     def fit(self) -> dict[str, Any]:
         """Trains, exports the model, writes the report; returns the run in a few numbers."""
@@ -143,6 +144,7 @@ class Run:
         return schedule_of(
             config,
             reference_version=resume.reference_version if resume and config.has_own_reference else 0,
+            on_trial=self.on_trial,
             ends_at=None if limit is None else self.started_at + limit,
         )
 
@@ -225,10 +227,12 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         distributed = asynchronous or cluster is not None or blueprint.plan.distributed
         if cluster is None:
             check_devices(blueprint, sleeps=not distributed)
-        transfer = _check_distributed(blueprint) if distributed else "direct"
-        if not distributed:
+        if distributed:
+            _check_distributed(blueprint)
+        else:
             check_one_process(config)
             resources.callback(torch.set_num_threads, torch.get_num_threads())  # a small model's parts change it
+        transfer = _transfer(blueprint, max_staleness, distributed=distributed)
         console = resources.enter_context(Console())
         console.table("Device plan", plan_rows(blueprint))
         console.table("Batch geometry", geometry_rows(blueprint))
@@ -247,24 +251,40 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
             logger.truncate(done + 1 if done else 0)  # what this run's folder has of later steps is done again
             Checkpointer(directory / "checkpoints", {}).begin(done)
         if distributed:
-            torchrl_logger.info(f"The weights reach the engines by inference_model.weight_transfer={transfer}.")
+            torchrl_logger.info(f"The weights reach the engines by inference_model.weight_transfer={transfer.name}.")
             cluster = cluster or _start_ray(None, resources)
         learner, source = _make_roles(blueprint, cluster, transfer, max_staleness, resources)
         if watch is not None and cluster is not None and isinstance(learner, RayLearner):
             ranks = learner.pids
             watch.where, watch.pids = source.what_is_missing, lambda: [*source.pids().values(), *ranks]
             watch.elsewhere = partial(_stacks_elsewhere, cluster, watch)
-        return Run(blueprint, directory, lock, learner, source, logger, console, resources.pop_all(), started_at)
+        left = resources.pop_all()
+        return Run(
+            blueprint, directory, lock, learner, source, logger, console, left, started_at, on_trial=transfer.on_trial
+        )
 
 
-def _check_distributed(blueprint: Blueprint) -> str:
-    """Checks what a distributed run asks for before anything starts; returns how the weights travel."""
+def _check_distributed(blueprint: Blueprint) -> None:
+    """Checks what a distributed run asks for before anything starts."""
     from torchrl_grpo.runtime.cluster import require_ray
 
     require_ray()
     task_geometry(blueprint.config, len(blueprint.plan.inference))
-    asked, plan = blueprint.config.inference_model.weight_transfer, blueprint.plan
-    return transfer_kind(asked, trainer=plan.train[0], engines=plan.inference, colocated=plan.colocated)
+
+
+def _transfer(blueprint: Blueprint, max_staleness: int, *, distributed: bool) -> Transfer:
+    """How the weights reach the engines."""
+    config, plan = blueprint.config, blueprint.plan
+    return transfer_kind(
+        config.inference_model.weight_transfer,
+        backend=config.inference_model.backend,
+        trainer=plan.train[0],
+        engines=plan.inference,
+        colocated=plan.colocated,
+        distributed=distributed,
+        lora=config.train_model.lora.enabled,
+        waits=max_staleness > 0 and config.inference_model.in_flight == "wait",
+    )
 
 
 def _logger(config: GRPOConfig, directory: Path, resume: Resume | None) -> MetricsLogger:
@@ -293,7 +313,7 @@ def _start_ray(address: str | None, resources: ExitStack) -> Cluster:
 
 
 def _make_roles(
-    blueprint: Blueprint, cluster: Cluster | None, transfer: str, max_staleness: int, resources: ExitStack
+    blueprint: Blueprint, cluster: Cluster | None, transfer: Transfer, max_staleness: int, resources: ExitStack
 ) -> tuple[Learner | RayLearner, Rollouts]:
     """Make and start the roles, in this thread or on a cluster; what must be ended is put into ``resources``.
 
@@ -351,6 +371,8 @@ def _make_roles(
         in_flight=in_flight,
         references_first=driver.overlaps and plan.colocated,
         release=learner.release,
+        resend=learner.resend,
+        together=transfer.together,
         evaluates=blueprint.greedy_env is not None,
     )
     resources.callback(rollouts.close)

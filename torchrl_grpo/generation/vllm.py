@@ -21,11 +21,10 @@ import os
 import shutil
 import sys
 import tempfile
-import uuid
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from importlib import metadata
 from importlib.util import find_spec
@@ -36,6 +35,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from torchrl_grpo.errors import TransferRefusedError
 from torchrl_grpo.generation.base import (
     Completion,
     Engine,
@@ -49,14 +49,26 @@ from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.generation.vllm_answers import STOP, Answer, watch_for_stops
 from torchrl_grpo.generation.vllm_arguments import check_engine_kwargs
 from torchrl_grpo.host.memory import memory_short
-from torchrl_grpo.weights import PlainHandle, WeightHandle, check_weights, expected_weights
-from torchrl_grpo.weights.worker import SharedWeights, unname_queues
+from torchrl_grpo.weights import (
+    EitherHandle,
+    TransferHandle,
+    WeightHandle,
+    check_weights,
+    expected_weights,
+)
+from torchrl_grpo.weights.adapters import AdapterHandle
+from torchrl_grpo.weights.handle import DirectHandle, dtype_name
+from torchrl_grpo.weights.shared import SharedAdapters, SharedBlock, SharedWeights
+from torchrl_grpo.weights.worker import unname_queues
 
 _has_vllm = find_spec("vllm") is not None
 
 RPC_TIMEOUT_S = 300.0
 """Seconds that a worker may take to load weights or to answer any other call."""
+TRIAL_S = 120.0
+"""Seconds in which weights must come in a fast way where there is another one."""
 
+WORKER_EXTENSION = "torchrl_grpo.weights.worker.WeightSyncExtension"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Those that vLLM's attention on a CPU computes (``CPUAttentionBackend``)."""
 NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
@@ -325,7 +337,7 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
         # Prompts are shared in whole blocks. With vLLM's 128 tokens on a CPU, a group would share few of them.
         "block_size": _CPU_BLOCK if on_cpu else None,
         "distributed_executor_backend": "mp",
-        "worker_extension_cls": "torchrl_grpo.weights.worker.WeightSyncExtension",
+        "worker_extension_cls": WORKER_EXTENSION,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # no sampling defaults from the checkpoint
         "skip_tokenizer_init": True,
@@ -343,15 +355,18 @@ class VLLMBase(Engine):
     Args:
         config: the model's Hugging Face config.
         model_config: vLLM's.
+        num_workers: processes that share the model.
     """
 
     _llm: Any = None
 
-    def __init__(self, config: Any, model_config: Any) -> None:
+    def __init__(self, config: Any, model_config: Any, num_workers: int = 1) -> None:
         self.max_model_len: int = model_config.max_model_len
         self._dtype: torch.dtype = model_config.dtype
+        self._num_workers = num_workers
+        self._fast_works = self._fast_failed = False
+        self._base: dict[str, tuple[int, ...]] | None = None  # the weights of its checkpoint, once asked for
         self._hf_config, self._trust_remote_code = config, model_config.trust_remote_code
-        self._name = uuid.uuid4().hex
         self._stops: dict[tuple[str, ...], StopStrings] = {}
 
     @cached_property
@@ -371,31 +386,118 @@ class VLLMBase(Engine):
 
     @abstractmethod
     def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of ``WeightSyncExtension`` in every worker; strings, numbers, bytes and lists alone travel."""
+        """Calls a method of ``WeightSyncExtension`` in every worker; plain values and containers alone travel."""
 
     @abstractmethod
-    def _read(self, handle: PlainHandle, version: int) -> None:
-        """Let the workers read a handle, drop what was computed with the old weights, and set ``policy_version``."""
+    def _updating(self, version: int) -> AbstractContextManager[None]:
+        """While workers receive weights: afterwards nothing is left that was computed with the old ones, and
+        ``policy_version`` is this version."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._open()
-        model, shapes, tied = self._expected_weights
+        with self._shared(weights) as block, self._updating(version):
+            self._receive(block)
+
+    def load(self, handle: WeightHandle, version: int) -> None:
+        """As in ``Engine``; the workers receive the weights by themselves where that is possible.
+
+        Raises:
+            TransferRefusedError: they cannot. The engine is as it was, or has the weights of ``EitherHandle.slow``.
+        """
+        self._open()
+        if isinstance(handle, EitherHandle):
+            with self._updating(version):
+                why = self._receive_either(handle)
+            if why:
+                raise TransferRefusedError(f"{handle.fast.backend}: {why}")
+        elif isinstance(handle, TransferHandle):
+            self._check(handle)
+            with self._updating(version):
+                self._receive(handle)
+        elif isinstance(handle, AdapterHandle) and self._merges(handle):
+            dtype = handle.base.dtype  # type: ignore[attr-defined]
+            shared = SharedWeights(handle.matrices.weights(), torch.float32)
+            try:
+                with self._updating(version):
+                    self._receive(SharedAdapters(shared.block, handle.layers, dtype_name(dtype)))
+            finally:
+                shared.close()
+        else:
+            self.update_weights(handle.weights(), version)
+
+    def _merges(self, handle: AdapterHandle) -> bool:
+        """Whether the workers can add adapters to the weights in their checkpoint: it must have these weights, under
+        these names, which transformers gives to the parameters of most models."""
+        if self._base is None:
+            self._base = {name: tuple(shape) for name, shape in self._rpc("base_layout")[0]}
+        base, shapes = self._base, self._expected_weights[1]
+        whole = all(base.get(name) == tuple(shape) for name, shape in shapes.items())
+        return whole and all(name in shapes for name, _ in handle.layers) and hasattr(handle.base, "dtype")
+
+    def _receive_either(self, handle: EitherHandle) -> str:
+        """Have the workers receive weights in the fast way, once it has given the same as the slow one.
+
+        Returns:
+            why the fast way was left, if that was in this call.
+        """
+        if self._fast_failed:
+            self._receive_slow(handle)
+            return ""
+        try:
+            if not self._fast_works:
+                self._receive_slow(handle)
+                expected = self._rpc("digest")
+                self._rpc("spoil")
+            self._receive(handle.fast, TRIAL_S)
+            if self._fast_works or self._rpc("digest") == expected:
+                self._fast_works = True
+                return ""
+            why = "other bytes arrived than were sent"
+        except TransferRefusedError as error:
+            why = str(error)
+        self._fast_failed = True
+        self._receive_slow(handle)
+        return why
+
+    def _receive_slow(self, handle: EitherHandle) -> None:
+        with self._shared(handle.weights()) as block:
+            self._receive(block)
+
+    @contextmanager
+    def _shared(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[SharedBlock]:
+        """Weights in shared memory for as long as the context lasts, checked."""
+        tied = self._expected_weights[2]
         shared = SharedWeights(((name, weight) for name, weight in weights if name not in tied), self._dtype)
         try:
-            check_weights(shared.block.layout, shapes, model)
-            self._read(shared.block, version)
+            self._check(shared.block)
+            yield shared.block
         finally:
             shared.close()
 
-    def load(self, handle: WeightHandle, version: int) -> None:
-        """As in ``Engine``; the workers read the handle by themselves where that is possible."""
-        self._open()
-        if not isinstance(handle, PlainHandle):
-            self.update_weights(handle.weights(), version)
-            return
+    def _check(self, handle: TransferHandle) -> None:
         model, shapes, _ = self._expected_weights
-        check_weights(handle.layout, shapes, model)
-        self._read(handle, version)
+        if handle.layout is not None:
+            check_weights(handle.layout, shapes, model)
+
+    def _receive(self, handle: TransferHandle, deadline_s: float | None = None) -> None:
+        """Has every worker receive the weights of a handle.
+
+        Args:
+            handle: of the weights.
+            deadline_s: for each part of them; None raises as vLLM does.
+
+        Raises:
+            TransferRefusedError: with a deadline, whatever went wrong.
+        """
+        init, updates = handle.init_info(self._num_workers), handle.updates()
+        update: dict[str, Any] | None = next(updates)
+        first = True
+        while update is not None:
+            following = next(updates, None)
+            wrong = self._rpc("receive", handle.backend, init, update, first, following is None, deadline_s)
+            if any(wrong):
+                raise TransferRefusedError(next(filter(None, wrong)))
+            update, first, init = following, False, None
 
     def _sampling_params(self, prompt_len: int, n: int, params: SamplingParams, in_parts: bool = False) -> Any:
         """vLLM's own, for one request; ``in_parts`` has the answers of a group come one by one, see ``Answer``."""
@@ -479,7 +581,7 @@ class VLLMEngine(VLLMBase):
             config, arguments = engine_arguments(model_path, settings)
             self._enable_sleep = enable_sleep and not current_platform.is_cpu()
             self._llm = LLM(**arguments, enable_sleep_mode=self._enable_sleep)
-        super().__init__(config, self._llm.model_config)
+        super().__init__(config, self._llm.model_config, settings.get("tensor_parallel_size", 1))
         watch_for_stops(self._llm.llm_engine.output_processor, self._stops)
         self._rpc("settle")
         unname_queues()
@@ -547,11 +649,12 @@ class VLLMEngine(VLLMBase):
 
     def load(self, handle: WeightHandle, version: int) -> None:
         super().load(handle, version)
-        self._latest = None if isinstance(handle, PlainHandle) else handle
+        self._latest = handle if isinstance(handle, DirectHandle | EitherHandle) else None
 
-    def _read(self, handle: PlainHandle, version: int) -> None:
-        self._bring_back("weights")  # the cache follows once they are read, which takes memory too
-        self._rpc("load_handle", *handle.plain(), self._name)
+    @contextmanager
+    def _updating(self, version: int) -> Iterator[None]:
+        self._bring_back("weights")  # the cache follows once they are received, which takes memory too
+        yield
         self._bring_back("kv_cache")
         if not self._open().reset_prefix_cache():  # keys and values of the old weights
             raise RuntimeError(f"vLLM did not drop its prefix cache in the update to version {version}.")
@@ -568,7 +671,8 @@ class VLLMEngine(VLLMBase):
     def wake(self) -> None:
         self._open()
         if self._asleep and self._latest is not None:
-            self.load(self._latest, self.policy_version)
+            with suppress(TransferRefusedError):  # it has the weights then too
+                self.load(self._latest, self.policy_version)
         for part in list(self._asleep):
             self._bring_back(part)
 

@@ -17,12 +17,14 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, Unpack
 
 from torch import Tensor
 
 from torchrl_grpo.checks import InFlight
+from torchrl_grpo.errors import TransferRefusedError
 from torchrl_grpo.generation.base import Completion, EngineDeadError, OnFinished, SamplingParams
 from torchrl_grpo.generation.vllm import (
     RPC_TIMEOUT_S,
@@ -34,7 +36,6 @@ from torchrl_grpo.generation.vllm import (
 )
 from torchrl_grpo.generation.vllm_answers import Answer, watch_for_stops
 from torchrl_grpo.host.processes import die_with_parent, show_stack_when_asked
-from torchrl_grpo.weights import PlainHandle
 from torchrl_grpo.weights.worker import unname_queues
 
 SHUTDOWN_TIMEOUT_S = 10.0
@@ -69,7 +70,7 @@ class AsyncVLLMEngine(VLLMBase):
     Args:
         model_path: a ``save_pretrained`` folder or a name on the Hugging Face hub; no tokenizer is needed.
         in_flight: what an update does to running requests.
-        update_timeout: seconds that an update may take, the wait for running requests included.
+        update_timeout: seconds that an update may wait for running requests.
         **settings: see ``VLLMSettings``.
 
     Raises:
@@ -96,7 +97,7 @@ class AsyncVLLMEngine(VLLMBase):
         require_vllm()
         self.restarted_requests = 0
         self._in_flight, self._update_timeout = in_flight, update_timeout
-        self._updating, self._closing = threading.Lock(), threading.Lock()
+        self._updates, self._closing = threading.Lock(), threading.Lock()
         self._request_ids = itertools.count()
         self._running = 0
         self._workers: list[int] = []
@@ -110,7 +111,7 @@ class AsyncVLLMEngine(VLLMBase):
                 # All of vLLM's objects live in the loop's thread. A process that is to die with its parent dies, in
                 # truth, with the thread that started it, and this one lasts until the end.
                 model_config = asyncio.run_coroutine_threadsafe(self._start(arguments), self._loop).result()
-                super().__init__(config, model_config)
+                super().__init__(config, model_config, settings.get("tensor_parallel_size", 1))
                 watch_for_stops(self._llm.output_processor, self._stops)
                 # The scheduler says that it is ready before it has connected the socket on which it answers: only an
                 # answer shows that the files of the sockets are not needed any more.
@@ -232,7 +233,8 @@ class AsyncVLLMEngine(VLLMBase):
             self.restarted_requests += 1
             answer.restart()
 
-    def _read(self, handle: PlainHandle, version: int) -> None:
+    @contextmanager
+    def _updating(self, version: int) -> Iterator[None]:
         """With the requests that are running treated as ``in_flight`` says.
 
         Raises:
@@ -240,10 +242,26 @@ class AsyncVLLMEngine(VLLMBase):
             TimeoutError: requests ran for longer than ``update_timeout``; the engine goes on with the weights and the
                 version that it has.
         """
-        with self._updating:
-            self._call(self._update(handle, version))
+        with self._updates:
+            try:
+                self._call(self._pause(version))
+                try:
+                    yield
+                except TransferRefusedError:
+                    raise
+                except BaseException as error:
+                    # A part of the weights may have been loaded. It is the engine that is lost, and not the run.
+                    reason = (
+                        f"vLLM's workers did not load the weights of version {version} ({error}): make a new engine."
+                    )
+                    if self._loop is not None:
+                        self._loop.call_soon_threadsafe(self._finish, reason)
+                    raise EngineDeadError(reason) from error
+                self._call(self._set_version(version))
+            finally:
+                self._call(self._resume())
 
-    async def _update(self, handle: PlainHandle, version: int) -> None:
+    async def _pause(self, version: int) -> None:
         waiting_for = ""
         try:
             async with asyncio.timeout(self._update_timeout):
@@ -254,32 +272,18 @@ class AsyncVLLMEngine(VLLMBase):
                 waiting_for = "vLLM to pause"
                 # Also drops all keys and values: the prefix cache, and what paused requests have computed.
                 await self._llm.pause_generation(mode=self._in_flight)
-                await self._load(handle, version)
         except TimeoutError:
             raise TimeoutError(
                 f"the update to version {version} waited over {self._update_timeout:g} s for {waiting_for} "
                 f"({self._running} calls of generate are running)."
             ) from None
-        finally:
-            self._admitting.set()
-            await self._resume()
 
     async def _resume(self) -> None:
+        self._admitting.set()
         try:
             await asyncio.wait_for(self._llm.resume_generation(), SHUTDOWN_TIMEOUT_S)
         except TimeoutError:
             self._finish(f"vLLM did not resume within {SHUTDOWN_TIMEOUT_S:g} s of an update: make a new engine.")
-
-    async def _load(self, handle: PlainHandle, version: int) -> None:
-        try:
-            await self._llm.collective_rpc("load_handle", args=(*handle.plain(), self._name))
-        except BaseException as error:
-            # A part of the weights may have been loaded. It is the engine that is lost, and not the run.
-            why = str(error) or f"not within {self._update_timeout:g} s"
-            reason = f"vLLM's workers did not load the weights of version {version} ({why}): make a new engine."
-            self._finish(reason)
-            raise EngineDeadError(reason) from error
-        await self._set_version(version)
 
     async def _set_version(self, version: int) -> None:
         """Make vLLM's scheduler label what is sampled from here on."""

@@ -110,6 +110,10 @@ class Learner:
         """Where the engines find the current weights; None on a rank other than 0."""
         return self._send(self.sender)
 
+    def resend(self, version: int, reason: str) -> WeightHandle:
+        """Where the engines find a version in another way, because the first one was refused."""
+        return self.sender.resend(version, reason)
+
     def reference_weights(self) -> WeightHandle | None:
         """Where a reference model finds the current weights, whole and in the trainer's dtype; None but on rank 0."""
         return self._send(ObjectSender(None))

@@ -18,7 +18,7 @@ from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.runtime.actors import make_rank, own_address, start_actor
 from torchrl_grpo.runtime.places import cause_of, is_loss
-from torchrl_grpo.weights.broadcast import open_store
+from torchrl_grpo.weights.meeting import open_store
 
 _TICK_S = 1.0
 _HEARD_S = 10.0
@@ -104,6 +104,11 @@ class RayLearner:
     def weights(self) -> Any:
         """A reference to the ``WeightHandle`` of the current version, which is there until ``release``."""
         return self._send("weights")
+
+    def resend(self, version: int, reason: str) -> Any:
+        """A reference to another handle of a version, because the first one was refused. Returns at once."""
+        torchrl_logger.warning(f"The weights go through the object store from version {version} on: {reason}.")
+        return self._ranks[0].call_and_keep.options(num_returns=2).remote("resend", version, reason)[1]
 
     def reference_weights(self) -> Any:
         """The same for a reference model; the weights are there as long as the reference."""

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from torchrl_grpo.checks import InFlight
-from torchrl_grpo.errors import WorkersLostError
+from torchrl_grpo.errors import TransferRefusedError, WorkersLostError
 from torchrl_grpo.runtime.in_thread import InThread
 from torchrl_grpo.runtime.in_turn import InTurn
 from torchrl_grpo.runtime.places import ActorLostError, Place, first_line
@@ -57,6 +57,8 @@ class Rollouts:
         references_first: whether samplers start only while the reference models are there: for those that share an
             accelerator, whose free memory an engine measures while it starts.
         release: called with each published version that no sampler reads or will read any more.
+        resend: gives another handle of a version, because a sampler refused the first one for this reason.
+        together: whether all samplers must take a version at the same time.
         evaluates: whether the samplers have a test split.
     """
 
@@ -71,6 +73,8 @@ class Rollouts:
         in_flight: InFlight = "wait",
         references_first: bool = False,
         release: Callable[[int], None] = lambda version: None,
+        resend: Callable[[int, str], Any] | None = None,
+        together: bool = False,
         evaluates: bool = True,
     ) -> None:
         self.tasks = tasks
@@ -82,6 +86,8 @@ class Rollouts:
         self._in_flight = in_flight
         self._references_first = references_first
         self._release = release
+        self._resend = resend
+        self._together = together
         self._evaluates = evaluates
         self._handles: dict[int, Any] = {}  # the published one, and older ones that samplers still read
         self._reference_weights: Any = None
@@ -186,6 +192,9 @@ class Rollouts:
     # The answers
 
     async def _publish(self, handle: Any, version: int) -> None:
+        if version == self.published:  # the weights are sent once more, in another way
+            for sampler in self.samplers:
+                sampler.version = None
         self._handles[version], self.published = handle, version
         self.tasks.buffer.publish(version)
         self._release_old()
@@ -258,19 +267,36 @@ class Rollouts:
 
     async def _keep_current(self, sampler: Place) -> None:
         """Give a sampler the published weights."""
-
-        def may_update() -> bool:
-            idle = self._in_flight != "wait" or not sampler.tasks
-            return idle and sampler.version != self.published
-
-        await self._driver.until(may_update)
-        sampler.updating = version = self.published
+        await self._driver.until(lambda: self._next_version(sampler) is not None)
+        sampler.updating = version = self._next_version(sampler)
         assert version is not None
-        what = f"load the weights of version {version}"
-        self._update_s = await sampler.call(what, "update", self._handles[version], version)
-        sampler.version, sampler.updating = version, None
+        handle = self._handles[version]
+        try:
+            self._update_s = await sampler.call(f"load the weights of version {version}", "update", handle, version)
+        except TransferRefusedError as refusal:
+            if self._resend is None:
+                raise
+            if self._handles[version] is handle:  # or another sampler was faster
+                self._handles[version] = self._resend(version, str(refusal))
+            self._together, sampler.updating = False, None
+        else:
+            sampler.version, sampler.updating = version, None
         self._release_old()
         self._driver.notify()
+
+    def _next_version(self, sampler: Place) -> int | None:
+        """Return the version that a sampler takes now, None while there is none."""
+
+        def may_update(one: Place) -> bool:
+            return self._in_flight != "wait" or not one.tasks
+
+        if not self._together or sampler.restarts:
+            return self.published if may_update(sampler) and sampler.version != self.published else None
+        begun = next((other.updating for other in self.samplers if other.updating is not None), None)
+        if begun is not None:
+            return begun if sampler.version != begun else None
+        ready = all(other.ready and may_update(other) for other in self.samplers)
+        return self.published if ready and sampler.version != self.published else None
 
     async def _keep_reference_current(self, reference: Place) -> None:
         """Give a reference model the weights that are to be its own."""

@@ -1,19 +1,18 @@
 """How the trainer's weights reach the engines.
 
 - ``handle``: the interface (``Sender``, ``WeightHandle``), and an engine in the trainer's process.
-- ``object_store``, ``broadcast``, ``cuda_ipc``: the kinds of transfer to an engine in another process.
+- ``object_store``, ``nccl``, ``ipc``: the kinds of transfer to an engine in another process.
 - ``adapters``: LoRA adapters in place of whole weights, by any kind of transfer.
 - ``kinds``: which kind a run takes, and its sender.
 - ``named``: the weights of a model by name, LoRA merged, gathered one at a time; ``check``: whether they fit a model.
-- ``worker``: what vLLM's worker processes do.
+- ``worker``: what vLLM's worker processes do; ``transfer_engine``, ``shared``: our engine of vLLM's weight transfer.
+- ``meeting``: where trainer and engines agree on numbers.
 - ``mismatch``: whether an engine has the trainer's weights.
 """
 
-from torchrl_grpo.weights.broadcast import BroadcastSender
 from torchrl_grpo.weights.check import check_weights, load_weights
-from torchrl_grpo.weights.cuda_ipc import CudaIpcSender
-from torchrl_grpo.weights.handle import DirectSender, PlainHandle, Sender, WeightHandle
-from torchrl_grpo.weights.kinds import make_sender, transfer_kind
+from torchrl_grpo.weights.handle import DirectHandle, DirectSender, EitherHandle, Sender, TransferHandle, WeightHandle
+from torchrl_grpo.weights.kinds import Transfer, make_sender, transfer_kind
 from torchrl_grpo.weights.named import (
     LoraDelta,
     expected_weights,
@@ -24,13 +23,14 @@ from torchrl_grpo.weights.named import (
 from torchrl_grpo.weights.object_store import ObjectSender
 
 __all__ = [
-    "BroadcastSender",
-    "CudaIpcSender",
+    "DirectHandle",
     "DirectSender",
+    "EitherHandle",
     "LoraDelta",
     "ObjectSender",
-    "PlainHandle",
     "Sender",
+    "Transfer",
+    "TransferHandle",
     "WeightHandle",
     "check_weights",
     "expected_weights",

@@ -6,14 +6,15 @@ Any kind of transfer carries them: to it they are named tensors like others.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from torchrl_grpo.weights.handle import ALONE, Reader, Sender, Source, WeightHandle
+from torchrl_grpo.weights.handle import Sender, Source, WeightHandle
 from torchrl_grpo.weights.named import LoraDelta, merged, to_checkpoint
 
 BaseModel = Callable[[], nn.Module]
@@ -33,17 +34,32 @@ class AdapterHandle(WeightHandle):
     layers: tuple[tuple[str, float], ...]
     matrices: WeightHandle
 
-    def weights(self, reader: Reader = ALONE) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
         model = _loaded(self.base)
         base = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        deltas: defaultdict[str, list[LoraDelta]] = defaultdict(list)
-        # Copies: a sum of products may depend on how its operands lie in memory, and must be the trainer's to the bit.
-        matrices = (matrix.to("cpu", copy=True) for _, matrix in self.matrices.weights(reader))
-        for (name, scaling), a, b in zip(self.layers, matrices, matrices, strict=True):
+        deltas = deltas_of(self.layers, self.matrices.weights(), torch.device("cpu"))
+        for name in deltas:
             if name not in base:
                 raise RuntimeError(f"an adapter changes {name!r}, which is not among the {len(base)} base weights.")
-            deltas[name].append(LoraDelta(a, b, scaling))
         return to_checkpoint(model, ((name, merged(weight, deltas.get(name, []))) for name, weight in base.items()))
+
+
+def deltas_of(
+    layers: Sequence[tuple[str, float]], matrices: Iterable[tuple[str, Tensor]], device: torch.device
+) -> dict[str, list[LoraDelta]]:
+    """Return what adapters add to each parameter.
+
+    Args:
+        layers: name of the parameter and scaling of each adapter.
+        matrices: A and B of each, in the order of ``layers``.
+        device: where the matrices are to be.
+    """
+    deltas: defaultdict[str, list[LoraDelta]] = defaultdict(list)
+    # Copies: a sum of products may depend on how its operands lie in memory, and must be the trainer's to the bit.
+    copies = (matrix.to(device, copy=True) for _, matrix in matrices)
+    for (name, scaling), a, b in zip(layers, copies, copies, strict=True):
+        deltas[name].append(LoraDelta(a, b, scaling))
+    return dict(deltas)
 
 
 @lru_cache(maxsize=1)

@@ -8,11 +8,10 @@ any more. Until then its weights stay as they are: an engine that lags behind ne
 from __future__ import annotations
 
 import math
-import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -25,67 +24,65 @@ Part = tuple[str, list[tuple[str, tuple[int, ...]]]]
 """Layout of a flat tensor: its dtype, such as ``"float32"``, and name and shape of each weight, in order."""
 
 
-@dataclass(frozen=True)
-class Reader:
-    """Reader of a handle: an engine, which may read with several processes.
-
-    Attributes:
-        name: of the engine. Each engine has another one, also an engine that replaces another.
-        rank: of this process among those of the engine.
-        size: how many they are.
-    """
-
-    name: str
-    rank: int = 0
-    size: int = 1
-
-
-ALONE = Reader(uuid.uuid4().hex)
-"""This process, reading for itself."""
-
-
 class WeightHandle(ABC):
     """How to get the weights of one version."""
 
     @abstractmethod
-    def weights(self, reader: Reader = ALONE) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The weights by name. They may share memory with others: do not write to them.
 
         Raises:
-            RuntimeError: the weights are gone or did not come.
+            RuntimeError: the weights are gone, or this process cannot read them.
         """
 
 
-class PlainHandle(WeightHandle):
-    """A handle whose fields are strings, numbers, bytes and lists: it can be sent to vLLM's workers, who then read it.
+class TransferHandle(WeightHandle):
+    """Weights that each vLLM worker receives for itself, by an engine of vLLM's weight transfer.
 
     Attributes:
-        parts: what lies in the flat tensors that the weights come in.
+        backend: name of that engine in vLLM's ``WeightTransferEngineFactory``.
     """
 
-    parts: Sequence[Part]
+    backend: ClassVar[str]
 
     @property
-    def layout(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Name and shape of each weight."""
-        return [entry for _, layout in self.parts for entry in layout]
+    def layout(self) -> list[tuple[str, tuple[int, ...]]] | None:
+        """Name and shape of each weight; None where they come one by one and are checked elsewhere."""
+        return None
 
-    def plain(self) -> tuple[str, list[Any]]:
-        """The name of the class and the values of its fields; see ``worker``."""
-        return type(self).__name__, [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+    def init_info(self, workers: int) -> dict[str, Any] | None:
+        """Return what the engine of each worker is initialized with, None where that was done before.
 
-    def weights(self, reader: Reader = ALONE) -> Iterator[tuple[str, Tensor]]:
-        sizes = [(sum(math.prod(shape) for _, shape in layout), getattr(torch, dtype)) for dtype, layout in self.parts]
-        for flat, (_, layout) in zip(self.flats(sizes, reader), self.parts, strict=True):
-            start = 0
-            for name, shape in layout:
-                end = start + math.prod(shape)
-                yield name, flat[start:end].view(shape)
-                start = end
+        Args:
+            workers: how many processes of this reader receive the weights.
+
+        Raises:
+            TransferRefusedError: these weights cannot be had here. No worker has heard of them.
+        """
+        return {}
 
     @abstractmethod
-    def flats(self, sizes: Sequence[tuple[int, torch.dtype]], reader: Reader) -> Iterator[Tensor]:
-        """The flat tensors, of these sizes and dtypes."""
+    def updates(self) -> Iterator[dict[str, Any]]:
+        """Return the update infos, one after the other; dicts, lists, strings, numbers and bytes alone."""
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        raise RuntimeError(f"weights that travel by {self.backend} are received by vLLM's workers alone.")
+
+
+@dataclass(frozen=True)
+class EitherHandle(WeightHandle):
+    """The same weights in two ways: a fast one, which must first show that it works, and one that works everywhere.
+
+    Attributes:
+        slow: works everywhere.
+        fast: is compared with it, and then takes its place.
+    """
+
+    slow: WeightHandle
+    fast: TransferHandle
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self.slow.weights()
 
 
 class Source(Protocol):
@@ -121,6 +118,15 @@ class Sender(ABC):
     def pack(self, weights: Iterable[tuple[str, Any]], version: int) -> WeightHandle:
         """Makes a handle of these weights, which may come one at a time."""
 
+    def resend(self, version: int, reason: str) -> WeightHandle:
+        """Makes another handle of a version that was not released, because the first one was refused.
+
+        Args:
+            version: of the weights.
+            reason: of the refusal. Later versions are sent in the same way as this one.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has one way to send weights, and it was refused: {reason}")
+
     def release(self, version: int) -> None:  # noqa: B027
         """Frees a version that nobody reads or will read any more."""
 
@@ -138,18 +144,22 @@ class DirectHandle(WeightHandle):
 
     read: Callable[[], Named]
 
-    def weights(self, reader: Reader = ALONE) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.read())
 
 
 class DirectSender(Sender):
     """Sends ``DirectHandle``s: nothing is copied, and nothing is kept."""
 
-    def send(self, source: Source, version: int, *, keep: bool = True) -> DirectHandle:
-        return DirectHandle(source.weights)
+    def send(self, source: Source, version: int, *, keep: bool = True) -> WeightHandle:
+        return self.handle(source.weights)
 
-    def pack(self, weights: Named, version: int) -> DirectHandle:
-        return DirectHandle(lambda: weights)
+    def pack(self, weights: Named, version: int) -> WeightHandle:
+        return self.handle(lambda: weights)
+
+    def handle(self, read: Callable[[], Named]) -> WeightHandle:
+        """Makes a handle of the weights that ``read`` gives whenever they are asked for."""
+        return DirectHandle(read)
 
 
 PART_BYTES = 256 * 2**20
@@ -192,3 +202,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 def tensor_bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
     """The memory of a contiguous CPU tensor, [number of bytes] uint8: NumPy has no bfloat16."""
     return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def unpacked(flat: Tensor, part: Part) -> Iterator[tuple[str, Tensor]]:
+    """Undoes ``in_parts`` for one part: views of the flat tensor."""
+    start = 0
+    for name, shape in part[1]:
+        end = start + math.prod(shape)
+        yield name, flat[start:end].view(shape)
+        start = end

@@ -2,27 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from torchrl_grpo.weights.adapters import AdapterSender, BaseModel
-from torchrl_grpo.weights.broadcast import BroadcastSender
-from torchrl_grpo.weights.cuda_ipc import CudaIpcSender
-from torchrl_grpo.weights.handle import DirectSender, Sender
+from torchrl_grpo.weights.handle import DirectSender, EitherHandle, Named, Sender, WeightHandle
+from torchrl_grpo.weights.ipc import IpcSender, LocalSender
+from torchrl_grpo.weights.nccl import NcclSender
 from torchrl_grpo.weights.object_store import ObjectSender
 
 
+@dataclass(frozen=True)
+class Transfer:
+    """How weights reach the engines.
+
+    Attributes:
+        kind: ``direct`` or ``direct_ipc`` (an engine that is driven from the trainer's process), ``object_store``,
+            ``nccl`` or ``ipc``.
+        on_trial: whether the kind was not asked for by name: it must show that it works, and the object store, or the
+            way through the host, takes its place if it does not.
+        workers: processes of all engines together.
+    """
+
+    kind: str
+    on_trial: bool = False
+    workers: int = 1
+
+    @property
+    def name(self) -> str:
+        """The value of ``inference_model.weight_transfer`` that asks for this kind."""
+        return {"nccl": "broadcast", "ipc": "cuda_ipc"}.get(self.kind, "object_store")
+
+    @property
+    def together(self) -> bool:
+        """Whether all engines take a version at the same time."""
+        return self.kind == "nccl"
+
+
 def transfer_kind(
-    asked: str, *, trainer: torch.device, engines: Sequence[Sequence[torch.device]], colocated: bool
-) -> str:
-    """How weights reach the engines of a distributed run: ``object_store``, ``broadcast`` or ``cuda_ipc``.
+    asked: str,
+    *,
+    backend: str,
+    trainer: torch.device,
+    engines: Sequence[Sequence[torch.device]],
+    colocated: bool,
+    distributed: bool = True,
+    lora: bool = False,
+    waits: bool = False,
+) -> Transfer:
+    """How weights reach the engines of a run.
+
+    GPU memory is reached by vLLM's workers alone, and adapters are small: else it is the object store.
 
     Args:
-        asked: one of these, or ``auto``: the object store, also on GPUs, until the others have run on some.
+        asked: ``object_store``, ``broadcast`` (nccl), ``cuda_ipc``, or ``auto``: the fastest that fits.
+        backend: ``inference_model.backend``.
         trainer: the device of training rank 0.
         engines: the devices of each engine.
         colocated: whether an engine shares the trainer's accelerator.
+        distributed: whether trainer and engines are processes on Ray.
+        lora: whether adapters are sent.
+        waits: whether an engine takes new weights only when the responses that it samples have ended, while training
+            goes on: then several engines are not made to wait for each other unless that is asked for.
 
     Raises:
         ValueError: what was asked for does not work there.
@@ -40,34 +83,78 @@ def transfer_kind(
             f"{field} needs trainer and engine on different GPUs, because nccl does not connect a GPU with itself, and "
             f"both are on {trainer}: use inference_model.weight_transfer=cuda_ipc."
         )
-    return "object_store" if asked == "auto" else asked
+    fast = backend == "vllm" and trainer.type == "cuda"
+    auto, workers = asked == "auto", sum(len(devices) for devices in engines)
+    if not distributed:
+        return Transfer("direct_ipc", True) if fast and same_gpu else Transfer("direct")
+    if not fast or lora or asked == "object_store":
+        return Transfer("object_store")
+    if same_gpu:
+        return Transfer("ipc", auto) if len(engines) == 1 else Transfer("object_store")
+    if colocated or (auto and waits and len(engines) > 1):
+        return Transfer("object_store")
+    return Transfer("nccl", auto, workers)
+
+
+class FastSender(Sender):
+    """Sends weights in a fast way, or through the object store once that was refused.
+
+    Args:
+        fast: sends them in the fast way.
+        on_trial: whether the first handle has both ways, for an engine to compare.
+    """
+
+    def __init__(self, fast: NcclSender | IpcSender, *, on_trial: bool) -> None:
+        self._fast, self._on_trial = fast, on_trial
+        self._store = ObjectSender(None)
+        self._refused = False
+
+    def pack(self, weights: Named, version: int) -> WeightHandle:
+        if self._refused:
+            return ObjectSender(self._fast.dtype).pack(weights, version)
+        handle = self._fast.pack(weights, version)
+        if not self._on_trial:
+            return handle
+        self._on_trial = False
+        return EitherHandle(self._store.pack(self._fast.kept(version), version), handle)
+
+    def resend(self, version: int, reason: str) -> WeightHandle:
+        self._refused = True
+        self._fast.refuse(reason)
+        return self._store.pack(self._fast.kept(version), version)
+
+    def release(self, version: int) -> None:
+        self._fast.release(version)
+
+    def close(self) -> None:
+        self._fast.close()
 
 
 def make_sender(
-    kind: str,
+    transfer: Transfer,
     *,
     dtype: torch.dtype | None,
     lora_base: BaseModel | None = None,
-    backend: str = "gloo",
     host: str = "127.0.0.1",
 ) -> Sender:
     """The trainer's side of a weight transfer.
 
     Args:
-        kind: ``direct`` (an engine in the trainer's process), ``object_store``, ``broadcast`` or ``cuda_ipc``.
+        transfer: as ``transfer_kind`` gives it.
         dtype: of whole weights on their way, best the engine's; None keeps their own.
         lora_base: gives the base model of a LoRA model (see ``AdapterHandle``): then its adapters are sent, and each
-            reader adds them to the base weights. None sends whole weights, with any adapters merged. ``direct`` needs
-            neither.
-        backend: of ``broadcast``: ``nccl`` or ``gloo``.
-        host: of ``broadcast``: the name or address of this machine for the others.
+            reader adds them to the base weights. None sends whole weights, with any adapters merged. An engine that is
+            driven from the trainer's process needs neither.
+        host: address of this machine for the others.
     """
-    sent = None if lora_base is not None else dtype
-    senders: dict[str, Callable[[], Sender]] = {
-        "direct": DirectSender,
-        "object_store": lambda: ObjectSender(sent),
-        "broadcast": lambda: BroadcastSender(sent, backend, host),
-        "cuda_ipc": lambda: CudaIpcSender(sent),
-    }
-    sender = senders[kind]()
-    return sender if lora_base is None or kind == "direct" else AdapterSender(sender, lora_base)
+    if transfer.kind == "direct":
+        return DirectSender()
+    if transfer.kind == "direct_ipc":
+        return LocalSender(dtype)
+    if lora_base is not None:
+        return AdapterSender(ObjectSender(None), lora_base)
+    if transfer.kind == "object_store":
+        return ObjectSender(dtype)
+    nccl = transfer.kind == "nccl"
+    fast = NcclSender(dtype, host, transfer.workers) if nccl else IpcSender(dtype, host)
+    return FastSender(fast, on_trial=transfer.on_trial)

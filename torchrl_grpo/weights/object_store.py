@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_grpo.weights.handle import ALONE, Named, Reader, Sender, WeightHandle, tensor_bytes
+from torchrl_grpo.weights.handle import Named, Sender, WeightHandle, tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class PackedWeights(WeightHandle):
 
     tensors: tuple[tuple[str, torch.dtype, torch.Size, np.ndarray[Any, Any]], ...]
 
-    def weights(self, reader: Reader = ALONE) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that the memory is read-only, and nobody writes to it
             views = [(name, torch.from_numpy(data).view(dtype), shape) for name, dtype, shape, data in self.tensors]

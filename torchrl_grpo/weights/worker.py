@@ -1,94 +1,31 @@
-"""Extension that runs in vLLM's worker processes, and how an engine gives them weights.
+"""Extension that runs in vLLM's worker processes.
 
-Nothing here imports vLLM: vLLM itself adds the extension to its workers.
+vLLM itself adds the extension to its workers; other processes import this module without vLLM.
 """
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import multiprocessing
 import os
 import struct
-import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from torchrl_grpo.host.processes import die_with_parent, show_stack_when_asked
-from torchrl_grpo.weights.broadcast import Broadcast
-from torchrl_grpo.weights.cuda_ipc import CudaBuffers
-from torchrl_grpo.weights.handle import Named, Part, PlainHandle, Reader, dtype_name, tensor_bytes
+from torchrl_grpo.weights.ipc import opened
 
-
-@dataclass(frozen=True)
-class SharedBlock(PlainHandle):
-    """Weights in shared memory of this machine.
-
-    Attributes:
-        path: the block, as every process of this machine and user can open it.
-        name: what must be found there, so that nothing else is taken for the block once its maker has dropped it.
-        parts: a single one.
-    """
-
-    path: str
-    name: str
-    parts: Sequence[Part]
-
-    def flats(self, sizes: Sequence[tuple[int, torch.dtype]], reader: Reader) -> Iterator[Tensor]:
-        if not os.path.exists(self.path) or self.name not in os.readlink(self.path):
-            raise RuntimeError(f"the shared weights at {self.path} are gone: the process that made them dropped them.")
-        [(size, dtype)] = sizes
-        yield torch.from_file(self.path, shared=True, size=size, dtype=dtype)
-
-
-class SharedWeights:
-    """Weights in a block of shared memory that the workers of an engine read through ``block``.
-
-    The block has no name in any file system (it is a ``memfd``, Linux only): it can be opened as long as this object is
-    open, and its memory is gone with the last process that uses it, however these processes end.
-
-    Attributes:
-        block: what the readers need.
-
-    Args:
-        weights: they may come one at a time.
-        dtype: of the weights in the block, best the engine's.
-
-    Raises:
-        OSError: there is not enough memory.
-
-    Examples:
-        >>> shared = SharedWeights([("norm", torch.ones(3))], torch.float32)
-        >>> list(shared.block.weights())
-        [('norm', tensor([1., 1., 1.]))]
-        >>> shared.close()
-    """
-
-    def __init__(self, weights: Named, dtype: torch.dtype) -> None:
-        name, layout = f"torchrl_grpo_weights_{uuid.uuid4().hex}", []
-        self._file = open(os.memfd_create(name), "wb")  # noqa: SIM115  closed by close
-        try:
-            # Written and not mapped: a lack of memory is an error here, and not a SIGBUS later.
-            for weight_name, weight in weights:
-                value = weight.detach().to("cpu", dtype).contiguous()
-                self._file.write(tensor_bytes(value).data)
-                layout.append((weight_name, tuple(value.shape)))
-            self._file.flush()
-        except BaseException:
-            self.close()
-            raise
-        self.block = SharedBlock(f"/proc/{os.getpid()}/fd/{self._file.fileno()}", name, [(dtype_name(dtype), layout)])
-
-    def close(self) -> None:
-        """Lets nobody open the block any more; who has it open keeps it. May be called again."""
-        self._file.close()
-
-
-_KINDS: dict[str, type[PlainHandle]] = {kind.__name__: kind for kind in (SharedBlock, Broadcast, CudaBuffers)}
+OBJECT_STORE = "object_store"
+"""Name of our engine in vLLM's factory."""
+_CHUNK = 2**20
 _NUMPY_STATE = struct.Struct("2496sqqd")
 """The state of NumPy's generator: its 624 words, the place among them, and a Gaussian that is left over."""
 
@@ -97,28 +34,67 @@ class WeightSyncExtension:
     """Methods that vLLM adds to its worker class (``worker_extension_cls``), called by name through ``collective_rpc``.
 
     ``self`` is the vLLM worker, and each tensor-parallel rank reads for itself. vLLM copies what is read to where the
-    model is, so the same code serves every device (on CUDA it has not been run yet).
+    model is, so the same code serves every device.
     """
 
-    @torch.no_grad()
-    def load_handle(self, kind: str, fields: list[Any], reader: str) -> None:
-        """Loads the weights of a handle.
+    def receive(
+        self,
+        backend: str,
+        init: dict[str, Any] | None,
+        update: dict[str, Any],
+        first: bool,
+        last: bool,
+        deadline_s: float | None,
+    ) -> str:
+        """Takes a part of new weights through vLLM's weight transfer: init (if it is given), start, update, finish.
 
         Args:
-            kind, fields: as ``PlainHandle.plain`` gives them.
-            reader: name of the engine that this worker belongs to.
+            backend: name of the engine that receives, as in ``TransferHandle``.
+            init: for the engine, before its first update.
+            update: info of this part.
+            first: whether this part starts the update.
+            last: whether it finishes it.
+            deadline_s: None raises what goes wrong. Else it is returned, and so is that nothing came in these seconds;
+                the model is then of no use until another update has come.
+
+        Returns:
+            why the weights did not come, or nothing.
         """
         worker: Any = self
-        handle = _KINDS[kind](*fields)
-        weights = handle.weights(Reader(reader, worker.rank, worker.parallel_config.world_size))
-        worker.reload_weights(weights_iterator=weights)
-        # On a CPU vLLM computes with packed weights, and the reload leaves two kinds of them wrong: a tied head, which
-        # is not sent, keeps the packed copy of the old embedding, and experts are not packed.
-        for module in worker.model_runner.get_model().modules():
-            if type(module).__name__ == "ParallelLMHead" and module.weight.numel():
-                module.quant_method.process_weights_after_loading(module)
-            elif worker.device.type == "cpu" and type(module).__name__ == "RoutedExperts":
-                module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
+        engine = _transfer_engine(worker, backend)
+        take = partial(_take, worker, engine, init, opened(update) if backend == "ipc" else update, first, last)
+        if deadline_s is None:
+            take()
+            return ""
+        wrong = _within(take, deadline_s)
+        if wrong:
+            worker.weight_transfer_engine = None
+            engine.shutdown()  # aborts what is under way
+        return wrong
+
+    unfinished: Any = None
+    """The engine of an update that was begun and not ended."""
+
+    def base_layout(self) -> list[tuple[str, list[int]]]:
+        """Return name and shape of each weight in the checkpoint that the engine was started from."""
+        return [(name, list(weight.shape)) for name, weight in _transfer_engine(self, OBJECT_STORE).base()]
+
+    def digest(self) -> str:
+        """Return a checksum of all parameters, as this worker has them; it depends on the place of each byte."""
+        worker: Any = self
+        named = worker.model_runner.get_model().named_parameters()
+        return hashlib.sha256(
+            repr([(name, checksum(parameter.data)) for name, parameter in named]).encode()
+        ).hexdigest()
+
+    def spoil(self) -> None:
+        """Zeroes what the latest update through the object store replaced: an update that does nothing, or a part of
+        its work, is then found out."""
+        worker: Any = self
+        loaded = worker.weight_transfer_engine.loaded
+        for name, parameter in worker.model_runner.get_model().named_parameters():
+            if name in loaded:
+                parameter.data.zero_()
 
     # Sampling draws from torch's generator of the device; on CUDA vLLM also draws each request's seed from NumPy's.
 
@@ -157,6 +133,75 @@ class WeightSyncExtension:
         """Makes the worker one of the run's processes, once all of them have met."""
         show_stack_when_asked()
         unname_queues()
+
+
+def _transfer_engine(worker: Any, backend: str) -> Any:
+    """Return the worker's engine of vLLM's weight transfer, which is made when it is first asked for."""
+    factory = import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
+    with suppress(ValueError):  # it is registered already
+        factory.register_engine(OBJECT_STORE, "torchrl_grpo.weights.transfer_engine", "ObjectStoreEngine")
+    engine = worker.weight_transfer_engine
+    if engine is None or engine.config.backend != backend:
+        if engine is not None:
+            engine.shutdown()
+        config = import_module("vllm.config").WeightTransferConfig(backend=backend)
+        model = worker.model_runner.get_model()
+        engine = factory.create_engine(config, worker.vllm_config, worker.device, model)
+        worker.weight_transfer_engine = engine
+    return engine
+
+
+def _take(
+    worker: Any, engine: Any, init: dict[str, Any] | None, update: dict[str, Any], first: bool, last: bool
+) -> None:
+    """See ``WeightSyncExtension.receive``."""
+    with import_module("vllm.config").set_current_vllm_config(worker.vllm_config), torch.no_grad():
+        if first and worker.unfinished is not None:
+            worker.unfinished.finish_weight_update()  # or what it left of the layers would be taken for new weights
+        if init is not None:
+            engine.init_transfer_engine(engine.parse_init_info(init))
+        if first:
+            worker.unfinished = engine
+            engine.start_weight_update()
+        engine.update_weights(update)
+        if last:
+            engine.finish_weight_update()
+            worker.unfinished = None
+            _repair(worker)
+
+
+def _within(take: Callable[[], None], seconds: float) -> str:
+    """Why something did not end well in so many seconds, or nothing. It goes on in a thread that is left alone."""
+    wrong: list[str] = []
+
+    def run() -> None:
+        try:
+            take()
+        except Exception as error:
+            wrong.append(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+
+    thread = threading.Thread(target=run, name="weights", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return f"nothing came in {seconds:g} s" if thread.is_alive() else "".join(wrong)
+
+
+def checksum(tensor: torch.Tensor) -> list[int]:
+    """Return a number for each 2**20 elements of a tensor: the sum of its bits times its place, modulo 2**64."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    chunks = tensor.contiguous().reshape(-1).view(bits).split(_CHUNK)
+    place = torch.arange(1, _CHUNK + 1, device=tensor.device)
+    return torch.stack([(chunk * place[: len(chunk)]).sum() for chunk in chunks]).tolist() if len(chunks[0]) else []
+
+
+def _repair(worker: Any) -> None:
+    """Make anew what a reload leaves stale on a CPU, where vLLM computes with packed weights: a tied head, which is not
+    sent, keeps the packed copy of the old embedding, and experts are not packed."""
+    for module in worker.model_runner.get_model().modules():
+        if type(module).__name__ == "ParallelLMHead" and module.weight.numel():
+            module.quant_method.process_weights_after_loading(module)
+        elif worker.device.type == "cpu" and type(module).__name__ == "RoutedExperts":
+            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
 def unname_queues() -> None:

@@ -1,0 +1,77 @@
+"""A fast way for weights that needs no GPU: vLLM's weight transfer with an engine that reads them from a file."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_grpo.weights.handle import Named, TransferHandle
+from torchrl_grpo.weights.transfer_engine import ObjectStoreEngine
+from torchrl_grpo.weights.worker import WeightSyncExtension
+
+EXTENSION = "tests.support.transfers.Extension"
+ENGINE = "from_file"
+
+
+@dataclass
+class FileInfo(import_module("vllm.distributed.weight_transfer.base").WeightTransferUpdateInfo):  # type: ignore[misc]
+    """A part of the weights, and what goes wrong with it: ``raise``, ``hang``, ``corrupt``, ``nothing`` or ````."""
+
+    path: str
+    wrong: str
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self.wrong == "raise":
+            raise RuntimeError("no such link")
+        if self.wrong == "hang":
+            threading.Event().wait()
+        if self.wrong == "nothing":
+            return
+        for name, weight in torch.load(self.path).items():
+            yield name, weight + (weight.abs().max() * 2**-7 if self.wrong == "corrupt" and "norm" in name else 0)
+
+
+class FileEngine(ObjectStoreEngine):
+    """Loads what lies in a file."""
+
+    update_info_cls = FileInfo
+
+
+class Extension(WeightSyncExtension):
+    """What vLLM adds to its workers, and that engine."""
+
+    factory = import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
+    with suppress(ValueError):
+        factory.register_engine(ENGINE, FileEngine)
+
+
+@dataclass(frozen=True)
+class FileWeights(TransferHandle):
+    """Weights in files, two parts of them.
+
+    Attributes:
+        folder: of the files.
+        read: gives the weights.
+        wrong: see ``FileInfo``; it happens to the second part.
+    """
+
+    backend = ENGINE
+
+    folder: Path
+    read: Callable[[], Named]
+    wrong: str = ""
+
+    def updates(self) -> Iterator[dict[str, Any]]:
+        weights = [(name, weight.clone()) for name, weight in self.read()]
+        for number, part in enumerate((weights[:5], weights[5:])):
+            path = self.folder / f"{number}.pt"
+            torch.save(dict(part), path)
+            yield {"path": str(path), "wrong": self.wrong if number else ""}

@@ -1,0 +1,150 @@
+"""How trainer and engines agree on what nccl sends, with the library's own calls (vLLM's group) replaced."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchrl_grpo.errors import TransferRefusedError
+from torchrl_grpo.weights import EitherHandle, handle, nccl
+from torchrl_grpo.weights.kinds import FastSender
+from torchrl_grpo.weights.nccl import NcclSender, NcclWeights
+
+HOST = "127.0.0.1"
+
+
+def weights(version: int) -> dict[str, Tensor]:
+    return {f"layer.{i}": torch.full((i + 1, 1000), float(version)) + i for i in range(7)}
+
+
+class Group:
+    """Stands for vLLM's communicator: keeps what rank 0 sends, once all have joined."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Tensor]] = []
+        self.came = threading.Semaphore(0)
+        self.destroyed = threading.Event()
+
+    def destroy(self) -> None:
+        self.destroyed.set()
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Group:
+    group = Group()
+
+    def send(to: Group, parts: Any) -> None:
+        source = nccl._Kept(parts)
+        to.sent.append({name: weight.clone() for name, weight in source})
+        to.came.release()
+
+    monkeypatch.setattr(handle, "PART_BYTES", 20_000)  # several parts, and weights larger than one
+    monkeypatch.setattr(nccl, "_new_group_id", lambda: bytes(128))
+    monkeypatch.setattr(nccl, "_join", lambda group_id, world_size, device: group)
+    monkeypatch.setattr(nccl, "_send", send)
+    monkeypatch.setattr(nccl, "_rounds", {})
+    return group
+
+
+@pytest.fixture
+def sender(group: Group) -> Iterator[NcclSender]:
+    sender = NcclSender(torch.float32, HOST, workers=3)
+    yield sender
+    sender.close()
+    sender.close()
+
+
+def another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on this process is another engine's."""
+    monkeypatch.setattr(nccl, "_rounds", {})
+
+
+def test_a_version_is_sent_once_to_engines_that_ask_together(
+    sender: NcclSender, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[dict[Any, int]] = [{}, {}]
+    for version in range(3):
+        sent = sender.pack(weights(version).items(), version)
+        given: NcclWeights = pickle.loads(pickle.dumps(sent))
+        for engine, workers in enumerate((2, 1)):
+            monkeypatch.setattr(nccl, "_rounds", rounds[engine])
+            init = given.init_info(workers)
+            if version:
+                assert init is None
+            else:  # the trainer is rank 0, and each engine's workers follow one another
+                assert init is not None and (init["rank_offset"], init["world_size"]) == ((1, 4), (3, 4))[engine]
+        assert group.came.acquire(timeout=30)
+        [update] = given.updates()
+        shapes = zip(update["names"], update["shapes"], strict=True)
+        assert {name: tuple(shape) for name, shape in shapes} == {
+            n: tuple(w.shape) for n, w in weights(version).items()
+        }
+        assert dict(given.layout) == {name: tuple(weight.shape) for name, weight in weights(version).items()}
+        sender.release(version - 1)
+    assert len(group.sent) == 3
+    for version, sent_weights in enumerate(group.sent):
+        assert all(torch.equal(sent_weights[name], weight) for name, weight in weights(version).items())
+    sender.close()
+    assert group.destroyed.is_set()
+
+
+def test_who_cannot_join_is_refused_and_nobody_waits_for_it(
+    sender: NcclSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = sender.pack(weights(0).items(), 0)
+    given.init_info(3)
+    another_engine(monkeypatch)
+    with pytest.raises(TransferRefusedError, match="an engine was replaced, and a new one cannot join"):
+        given.init_info(1)
+
+
+def test_engines_that_ask_for_two_versions_in_a_round_are_told(
+    sender: NcclSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, later = (sender.pack(weights(version).items(), version) for version in (0, 1))
+    given.init_info(1)
+    another_engine(monkeypatch)
+    with pytest.raises(TransferRefusedError, match="another engine asked for version 0, and this one for 1"):
+        later.init_info(2)
+
+
+def test_a_trainer_that_cannot_send_closes_the_group(
+    sender: NcclSender, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("unhandled system error\nmore")
+
+    monkeypatch.setattr(nccl, "_send", fails)
+    given = sender.pack(weights(0).items(), 0)
+    given.init_info(3)
+    assert group.destroyed.wait(30)
+    with pytest.raises(TransferRefusedError, match=r"^nccl failed at the trainer: unhandled system error$"):
+        sender.pack(weights(1).items(), 1).init_info(3)
+
+
+def test_a_refusal_sends_that_version_and_all_later_ones_through_the_object_store(sender: NcclSender) -> None:
+    both = FastSender(sender, on_trial=True)
+    first = both.pack(weights(0).items(), 0)
+    assert isinstance(first, EitherHandle) and isinstance(first.fast, NcclWeights)
+    second = both.pack(weights(1).items(), 1)
+    assert isinstance(second, NcclWeights)
+    for version, sent in ((0, first), (1, both.resend(1, "no such link")), (2, both.pack(weights(2).items(), 2))):
+        got = dict(pickle.loads(pickle.dumps(sent)).weights())
+        assert all(torch.equal(got[name], weight) for name, weight in weights(version).items())
+    with pytest.raises(TransferRefusedError, match="no such link"):  # who was given it meanwhile
+        second.init_info(3)
+    both.close()
+
+
+def test_strangers_are_given_nothing(sender: NcclSender) -> None:
+    given = sender.pack(weights(0).items(), 0)
+    assert given.meeting.secret not in repr(given) and given.group_id not in repr(given)
+    stranger = nccl.Meeting(HOST, given.meeting.port, "guess").connect()
+    given.init_info(1)
+    assert not stranger.check(["workers"]) and not stranger.check(["round/0"])

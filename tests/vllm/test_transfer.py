@@ -1,0 +1,112 @@
+"""vLLM's weight transfer with real workers: a fast way beside the host's, which works, fails, hangs or lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchrl_grpo.generation.vllm as vllm_module
+from tests.support.models import response_log_probs
+from tests.support.prompts import LONG_PROMPTS
+from tests.support.weights import mismatch
+from tests.vllm.test_vllm import CONTEXT, ROUNDING, make_model
+from torchrl_grpo.errors import TransferRefusedError
+from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.vllm import VLLMBase, VLLMEngine
+from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
+from torchrl_grpo.weights import EitherHandle, named_weights
+from torchrl_grpo.weights.handle import DirectHandle
+
+pytest.importorskip("vllm")
+from tests.support.transfers import EXTENSION, FileWeights
+
+PARAMS = SamplingParams(max_new_tokens=8)
+
+
+@pytest.fixture(scope="module", params=[VLLMEngine, AsyncVLLMEngine])
+def engine(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMBase]:
+    folder = tmp_path_factory.mktemp("model")
+    make_model().save_pretrained(folder)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(vllm_module, "WORKER_EXTENSION", EXTENSION)
+        engine = request.param(str(folder), max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.25)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def fresh(engine: VLLMBase, monkeypatch: pytest.MonkeyPatch) -> VLLMBase:
+    """The engine as if it had taken no weights yet."""
+    monkeypatch.setattr(vllm_module, "TRIAL_S", 5.0)
+    engine._fast_works = engine._fast_failed = False
+    return engine
+
+
+def off(engine: VLLMBase, model: torch.nn.Module) -> float:
+    """Largest difference to a model's log-probs."""
+    return mismatch(engine, response_log_probs(model), LONG_PROMPTS, PARAMS)[1]
+
+
+def either(model: torch.nn.Module, folder: Path, wrong: str = "") -> EitherHandle:
+    def read() -> Any:
+        return named_weights(model)
+
+    return EitherHandle(DirectHandle(read), FileWeights(folder, read, wrong))
+
+
+def test_a_fast_way_that_works_is_compared_once_and_then_taken_alone(
+    fresh: VLLMBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[str] = []
+    receive = fresh._receive
+
+    def spy(handle: Any, *rest: Any) -> None:
+        received.append(handle.backend)
+        receive(handle, *rest)
+
+    monkeypatch.setattr(fresh, "_receive", spy)
+    for version in (1, 2, 3):
+        model = make_model(version)
+        fresh.load(either(model, tmp_path), version)
+        assert off(fresh, model) < ROUNDING
+        assert fresh.policy_version == version
+    assert received == ["object_store", "from_file", "from_file", "from_file"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("raise", r"from_file: RuntimeError: no such link"),
+        ("hang", r"from_file: nothing came in 5 s"),
+        ("corrupt", r"from_file: other bytes arrived than were sent"),
+        ("nothing", r"from_file: other bytes arrived than were sent"),
+    ],
+)
+def test_a_fast_way_that_goes_wrong_is_left_and_nothing_is_lost(
+    wrong: str, why: str, fresh: VLLMBase, tmp_path: Path
+) -> None:
+    if wrong == "nothing":  # the weights that do not come are there already
+        fresh.update_weights(named_weights(make_model(4)), 3)
+    model = make_model(4)
+    with pytest.raises(TransferRefusedError, match=why):
+        fresh.load(either(model, tmp_path, wrong), 4)
+    assert (off(fresh, model) < ROUNDING, fresh.policy_version) == (True, 4)
+    model = make_model(5)
+    fresh.load(either(model, tmp_path, wrong), 5)  # it is not tried again
+    assert (off(fresh, model) < ROUNDING, fresh.policy_version) == (True, 5)
+
+
+@pytest.mark.parametrize("wrong", ["raise", "hang"])
+def test_a_fast_way_that_goes_wrong_later_is_left_and_nothing_is_lost(
+    wrong: str, fresh: VLLMBase, tmp_path: Path
+) -> None:
+    fresh.load(either(make_model(6), tmp_path), 6)
+    assert fresh._fast_works
+    model = make_model(7)
+    with pytest.raises(TransferRefusedError, match="from_file"):
+        fresh.load(either(model, tmp_path, wrong), 7)
+    assert (off(fresh, model) < ROUNDING, fresh.policy_version) == (True, 7)

@@ -1,0 +1,221 @@
+"""Weights from GPU to GPU, over the engine ``nccl`` of vLLM's weight transfer.
+
+Rank 0 of the trainer and all workers of all engines are one group, so that a version is sent once, however many engines
+there are. Rank 0 keeps each version in the memory of its host, and a thread sends it when the engines ask for it, while
+training goes on. All engines ask for the same version at the same time: whoever gives them their handles sees to that.
+
+A group cannot be joined again. An engine that comes later, or after something went wrong, is refused, and whoever gave
+it the handle asks the sender for another one (``Sender.resend``).
+
+vLLM's own way to meet unpickles what it finds in a store. Here the group's id goes with the handle.
+"""
+
+from __future__ import annotations
+
+import base64
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib import import_module
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_grpo.errors import TransferRefusedError
+from torchrl_grpo.weights.handle import PART_BYTES, Named, Part, Sender, TransferHandle, in_parts, unpacked
+from torchrl_grpo.weights.meeting import Meeting, connected, open_store
+
+_BUFFERS = {"packed": True, "packed_buffer_size_bytes": PART_BYTES, "packed_num_buffers": 2}
+"""How vLLM sends many weights at a time; by itself it takes 1 GiB for each buffer, on each GPU."""
+_TICK = timedelta(seconds=1)
+
+
+@dataclass(frozen=True)
+class NcclWeights(TransferHandle):
+    """Weights that rank 0 of the trainer sends to all engines together.
+
+    Attributes:
+        meeting: where the engines ask for a version.
+        group_id: ncclUniqueId, in base64.
+        world_size: of the group: rank 0 of the trainer, and each worker.
+        version: of the weights.
+        parts: what is sent.
+    """
+
+    backend = "nccl"
+
+    meeting: Meeting
+    group_id: str = field(repr=False)
+    world_size: int
+    version: int
+    parts: Sequence[Part]
+
+    @property
+    def layout(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [entry for _, layout in self.parts for entry in layout]
+
+    def init_info(self, workers: int) -> dict[str, Any] | None:
+        store = connected(self.meeting)
+        if store.check(["closed"]):
+            raise TransferRefusedError(store.get("closed").decode())
+        init, number = None, _rounds.get(self.meeting, 0)
+        if number == 0:
+            last = store.add("workers", workers)
+            if last >= self.world_size:
+                raise TransferRefusedError("an engine was replaced, and a new one cannot join the group of the others")
+            init = {
+                "nccl_unique_id_b64": self.group_id,
+                "rank_offset": last - workers + 1,
+                "world_size": self.world_size,
+                **_BUFFERS,
+            }
+        asked = store.compare_set(f"round/{number}", "", str(self.version)).decode()
+        if asked != str(self.version):
+            raise TransferRefusedError(f"another engine asked for version {asked}, and this one for {self.version}")
+        _rounds[self.meeting] = number + 1
+        return init
+
+    def updates(self) -> Iterator[dict[str, Any]]:
+        named = [(name, dtype, list(shape)) for dtype, layout in self.parts for name, shape in layout]
+        names, dtypes, shapes = (list(values) for values in zip(*named, strict=True))
+        yield {"names": names, "dtype_names": dtypes, "shapes": shapes}
+
+
+_rounds: dict[Meeting, int] = {}
+"""How many updates the engine of this process has joined."""
+
+
+class NcclSender(Sender):
+    """Sends ``NcclWeights``.
+
+    Args:
+        dtype: of the weights on their way, best the engine's; None keeps their own.
+        host: address of this machine.
+        workers: processes of all engines together.
+    """
+
+    def __init__(self, dtype: torch.dtype | None, host: str, workers: int) -> None:
+        self.dtype = dtype
+        self._store = open_store(host)
+        self._meeting = Meeting(host, self._store.port, secrets.token_hex(32))
+        self._world_size = workers + 1
+        self._kept: dict[int, list[tuple[Tensor, Part]]] = {}
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._group_id = b""
+
+    def pack(self, weights: Named, version: int) -> NcclWeights:
+        self._kept[version] = [(_on_host(flat), part) for flat, part in in_parts(weights, self.dtype)]
+        if self._thread is None:
+            self._group_id = _new_group_id()
+            device = torch.cuda.current_device() if torch.cuda.is_available() else None
+            self._thread = threading.Thread(target=self._serve, args=(device,), name="weights", daemon=True)
+            self._thread.start()
+        group_id = base64.b64encode(self._group_id).decode()
+        return NcclWeights(
+            self._meeting, group_id, self._world_size, version, [part for _, part in self._kept[version]]
+        )
+
+    def kept(self, version: int) -> Iterator[tuple[str, Tensor]]:
+        """The weights of a version that was not released, by name."""
+        return (named for flat, part in self._kept[version] for named in unpacked(flat, part))
+
+    def release(self, version: int) -> None:
+        self._kept.pop(version, None)  # the thread that is sending it has it until it is done
+
+    def refuse(self, reason: str) -> None:
+        """Sends nothing any more, and lets no engine wait for it."""
+        connected(self._meeting).set("closed", reason)
+        self._closing.set()
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10)  # it may be waiting for an engine that does not come
+        self._kept.clear()
+
+    def _serve(self, device: int | None) -> None:
+        """Sends the version of each round to all engines."""
+        if device is not None:
+            torch.cuda.set_device(device)
+        store, group = self._meeting.connect(), None
+        try:
+            for number in count():
+                version = self._asked(store, f"round/{number}")
+                if version is None:
+                    return
+                if version not in self._kept:
+                    raise RuntimeError(f"version {version} was dropped")
+                group = group or _join(self._group_id, self._world_size, device)
+                _send(group, self._kept[version])
+        except Exception as error:
+            store.set("closed", f"nccl failed at the trainer: {str(error).partition(chr(10))[0]}")
+        finally:
+            if group is not None:
+                group.destroy()  # aborts what is under way
+
+    def _asked(self, store: Any, key: str) -> int | None:
+        """The version that the engines ask for, None once this sender closes."""
+        while not self._closing.is_set():
+            try:
+                store.wait([key], _TICK)
+            except RuntimeError:  # nobody has asked yet
+                continue
+            return int(store.get(key))
+        return None
+
+
+class _Kept:
+    """The weights of a version, as vLLM's ``WeightSource``."""
+
+    def __init__(self, parts: Sequence[tuple[Tensor, Part]]) -> None:
+        self._parts = parts
+
+    def metadata(self) -> list[Any]:
+        meta = import_module("vllm.distributed.weight_transfer").ParamMeta
+        layouts = ((getattr(torch, dtype), layout) for _, (dtype, layout) in self._parts)
+        return [meta(name, dtype, shape) for dtype, layout in layouts for name, shape in layout]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for flat, part in self._parts:
+            yield from unpacked(flat.cuda(non_blocking=True) if flat.is_pinned() else flat, part)
+
+
+class _NoClient:
+    """Stands where vLLM's trainer side would tell its engines what to do: here they know it from their handle."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: Any) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+def _new_group_id() -> bytes:
+    library = import_module("vllm.distributed.device_communicators.pynccl_wrapper").NCCLLibrary()
+    return bytes(library.ncclGetUniqueId().internal)
+
+
+def _join(group_id: bytes, world_size: int, device: int | None) -> Any:
+    """Rank 0 of the group."""
+    common = import_module("vllm.distributed.weight_transfer.nccl_common")
+    return common.uid_init_process_group(group_id, 0, world_size, device)
+
+
+def _send(group: Any, parts: Sequence[tuple[Tensor, Part]]) -> None:
+    """Sends weights with vLLM's own trainer side, in the buffers that the workers were told of."""
+    made = import_module("vllm.distributed.weight_transfer.nccl_engine").NCCLTrainerWeightTransferEngine
+    engine = made(client=_NoClient(), source=_Kept(parts), is_sender=True, **_BUFFERS)
+    engine.model_update_group = group
+    engine.send_weights()
+
+
+def _on_host(flat: Tensor) -> Tensor:
+    """Where a version is kept: the accelerator's memory is the trainer's."""
+    return torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat) if flat.is_cuda else flat

@@ -1,0 +1,111 @@
+"""Weights in shared memory of the host: the last stretch from the object store, or from the trainer's own process, to
+vLLM's workers."""
+
+from __future__ import annotations
+
+import math
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_grpo.weights.handle import Named, Part, TransferHandle, dtype_name, tensor_bytes, unpacked
+
+
+@dataclass(frozen=True)
+class SharedBlock(TransferHandle):
+    """Weights in shared memory of this machine.
+
+    Attributes:
+        path: the block, as every process of this machine and user can open it.
+        name: what must be found there, so that nothing else is taken for the block once its maker has dropped it.
+        part: dtype, names and shapes of what lies in it.
+    """
+
+    backend = "object_store"
+
+    path: str
+    name: str
+    part: Part
+
+    @property
+    def layout(self) -> list[tuple[str, tuple[int, ...]]]:
+        return self.part[1]
+
+    def updates(self) -> Iterator[dict[str, Any]]:
+        yield {"path": self.path, "name": self.name, "part": self.part, "base_dtype": "", "layers": []}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        if not os.path.exists(self.path) or self.name not in os.readlink(self.path):
+            raise RuntimeError(f"the shared weights at {self.path} are gone: the process that made them dropped them.")
+        dtype, layout = self.part
+        size = sum(math.prod(shape) for _, shape in layout)
+        return unpacked(torch.from_file(self.path, shared=True, size=size, dtype=getattr(torch, dtype)), self.part)
+
+
+@dataclass(frozen=True)
+class SharedAdapters(TransferHandle):
+    """Adapters in shared memory of this machine; each worker adds them to the weights of its own checkpoint.
+
+    Attributes:
+        block: A and B of each adapter.
+        layers: of each adapter the name of its parameter and the scaling.
+        base_dtype: of the weights that they are added to, such as ``"float32"``.
+    """
+
+    backend = "object_store"
+
+    block: SharedBlock
+    layers: Sequence[tuple[str, float]]
+    base_dtype: str
+
+    def updates(self) -> Iterator[dict[str, Any]]:
+        [update] = self.block.updates()
+        yield update | {"base_dtype": self.base_dtype, "layers": [list(layer) for layer in self.layers]}
+
+
+class SharedWeights:
+    """Weights in a block of shared memory that the workers of an engine read through ``block``.
+
+    The block has no name in any file system (it is a ``memfd``, Linux only): it can be opened as long as this object is
+    open, and its memory is gone with the last process that uses it, however these processes end.
+
+    Attributes:
+        block: what the readers need.
+
+    Args:
+        weights: they may come one at a time.
+        dtype: of the weights in the block, best the engine's.
+
+    Raises:
+        OSError: there is not enough memory.
+
+    Examples:
+        >>> shared = SharedWeights([("norm", torch.ones(3))], torch.float32)
+        >>> list(shared.block.weights())
+        [('norm', tensor([1., 1., 1.]))]
+        >>> shared.close()
+    """
+
+    def __init__(self, weights: Named, dtype: torch.dtype) -> None:
+        name, layout = f"torchrl_grpo_weights_{uuid.uuid4().hex}", []
+        self._file = open(os.memfd_create(name), "wb")  # noqa: SIM115  closed by close
+        try:
+            # Written and not mapped: a lack of memory is an error here, and not a SIGBUS later.
+            for weight_name, weight in weights:
+                value = weight.detach().to("cpu", dtype).contiguous()
+                self._file.write(tensor_bytes(value).data)
+                layout.append((weight_name, tuple(value.shape)))
+            self._file.flush()
+        except BaseException:
+            self.close()
+            raise
+        self.block = SharedBlock(f"/proc/{os.getpid()}/fd/{self._file.fileno()}", name, (dtype_name(dtype), layout))
+
+    def close(self) -> None:
+        """Lets nobody open the block any more; who has it open keeps it. May be called again."""
+        self._file.close()

@@ -1,0 +1,93 @@
+"""The object store as an engine of vLLM's weight transfer. vLLM's factory imports this module, in its workers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_grpo.weights.adapters import deltas_of
+from torchrl_grpo.weights.handle import Part
+from torchrl_grpo.weights.named import merged
+from torchrl_grpo.weights.shared import SharedBlock
+
+_base: Any = import_module("vllm.distributed.weight_transfer.base")
+_loader: Any = import_module("vllm.model_executor.model_loader")
+_reload: Any = import_module("vllm.model_executor.model_loader.reload")
+
+
+@dataclass
+class InitInfo(_base.WeightTransferInitInfo):
+    """There is nothing to agree on."""
+
+
+@dataclass
+class UpdateInfo(_base.WeightTransferUpdateInfo):
+    """All weights of an update.
+
+    Attributes:
+        path, name, part: of a ``SharedBlock``.
+        base_dtype, layers: of ``SharedAdapters``; empty where whole weights come.
+    """
+
+    path: str
+    name: str
+    part: Part
+    base_dtype: str
+    layers: list[tuple[str, float]]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What lies in the block, by name."""
+        return SharedBlock(self.path, self.name, self.part).weights()
+
+
+class ObjectStoreEngine(_base.WeightTransferEngine):
+    """Loads weights from shared memory of the host. vLLM copies them to where the model is: it serves every device.
+
+    Attributes:
+        loaded: names of the model's parameters that the latest update replaced.
+    """
+
+    loaded: Collection[str] = ()
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """See vLLM's ``WeightTransferEngine``, here and below."""
+
+    def start_weight_update(self) -> None:
+        _reload.initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        _reload.finalize_layerwise_reload(self.model, self.model_config)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # Not vLLM's own, which waits for an accelerator.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        weights = update_info.weights()
+        if update_info.layers:
+            weights = self._merged(weights, update_info)
+        self.loaded = self.model.load_weights(weights) or set()
+
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights of the checkpoint that the engine was started from, one at a time from its files: the host has
+        these in memory once, however many workers and engines read them."""
+        loader = _loader.get_model_loader(self.vllm_config.load_config)
+        return loader.get_all_weights(self.model_config, self.model)
+
+    def _merged(self, matrices: Iterator[tuple[str, Tensor]], info: UpdateInfo) -> Iterator[tuple[str, Tensor]]:
+        """The base weights with adapters added, on this worker's device."""
+        deltas = deltas_of(info.layers, matrices, self.device)
+        for name, weight in self.base():
+            whole = weight.to(self.device, getattr(torch, info.base_dtype))
+            yield name, merged(whole, deltas.get(name, [])).to(self.model_config.dtype)
+
+    def shutdown(self) -> None:
+        pass

@@ -202,7 +202,7 @@ def test_groups_that_are_made_at_the_same_time_all_have_waits_that_raise(monkeyp
     """Two threads of rank 0 make theirs; nccl reads the variable when a group is made, and no group may miss it."""
     import os
 
-    import torch._C._distributed_c10d as c10d
+    import torch.distributed.distributed_c10d as c10d
 
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
     both, first_done, seen = threading.Barrier(2, timeout=10), threading.Event(), []

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore  # as mypy finds them
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from torchrl_grpo.weights.handle import Named, Part, PlainHandle, Reader, Sender, in_parts
 
@@ -136,7 +136,7 @@ def _join(handle: Broadcast, name: str, rank: int, size: int) -> Any:
         # By itself gloo takes what the machine's name stands for, which is often an address of the machine alone.
         gloo._devices = [ProcessGroupGloo.create_device(hostname=_own_address_towards(handle.host, handle.ports[1]))]
         return ProcessGroupGloo(store, rank, size, gloo)
-    from torch._C._distributed_c10d import ProcessGroupNCCL  # not there in builds without CUDA
+    from torch.distributed.distributed_c10d import ProcessGroupNCCL  # not there in builds without CUDA
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -243,7 +243,7 @@ class BroadcastSender(Sender):
                         with torch.cuda.stream(stream):  # not behind what the trainer computes; None is no stream
                             group.broadcast(flat.cuda() if on_gpu else flat, 0).wait()
         except Exception as error:  # the reader hears of it by itself, and its replacement makes a new group
-            from torchrl._utils import logger as torchrl_logger  # slow, and vLLM's workers import this module
+            from torchrl import torchrl_logger  # slow, and vLLM's workers import this module
 
             torchrl_logger.warning(f"weights were not sent to an engine: {str(error).partition(chr(10))[0]}")
         finally:

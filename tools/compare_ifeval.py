@@ -19,7 +19,7 @@ from typing import Any
 import nltk
 from nltk.tokenize import NLTKWordTokenizer
 from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
-from torchrl._utils import logger
+from torchrl import torchrl_logger
 from torchrl.envs.llm.reward.ifeval import _instructions_main, _instructions_util
 
 from torchrl_grpo.rewards.ifeval import follows
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=2500)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    logger.setLevel("CRITICAL")  # it prints every text whose language it cannot tell
+    torchrl_logger.setLevel("CRITICAL")  # it prints every text whose language it cannot tell
     cases = list(made_up_cases(options.cases, options.seed))
     before = compare(cases)
     let_nltk_split()

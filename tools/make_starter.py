@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from tokenizers import pre_tokenizers
 from torch import Tensor
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from torchrl_grpo.starter import starter_path

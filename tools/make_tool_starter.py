@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from make_starter import build_tokenizer, padded, train
 from torch import Tensor
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
 from torchrl_grpo.chat.template import TurnTemplate

@@ -219,7 +219,7 @@ def clipped_surrogate(ratio: Tensor, advantage: Tensor, clip_low: float, clip_hi
     """PPO's pessimistic objective per token: ``min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)``.
 
     Args:
-        ratio: [N, T], current over behavior probability.
+        ratio: [N, T], current over sampling probability.
         advantage: [N, 1] or [N, T].
         clip_low: distance below 1, in [0, 1).
         clip_high: distance above 1, at least 0 (arXiv 2503.14476 takes it larger than ``clip_low``).
@@ -247,7 +247,7 @@ def cispo_objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor, clip_low
     The clipped ratio is a weight and carries no gradient, so no token loses its gradient to the clip.
 
     Args:
-        ratio: [N, T], current over behavior probability.
+        ratio: [N, T], current over sampling probability.
         log_prob: [N, T], current log-probs: what the gradient flows through.
         advantage: [N, 1] or [N, T].
         clip_low: distance below 1; 1 and more is no lower bound.
@@ -262,7 +262,7 @@ def sapo_objective(ratio: Tensor, advantage: Tensor, tau_positive: float, tau_ne
     At ratio 1 its slope is A, as in the clipped surrogate; away from 1 it falls off smoothly, faster for a larger tau.
 
     Args:
-        ratio: [N, T], current over behavior probability.
+        ratio: [N, T], current over sampling probability.
         advantage: [N, 1] or [N, T].
         tau_positive: temperature where the advantage is positive, above 0.
         tau_negative: temperature elsewhere, above 0.
@@ -287,12 +287,12 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 def interpolated_log_prob(log_prob: Tensor, sample_log_prob: Tensor, staleness: Tensor) -> Tensor:
-    """Proximal log-probs without a forward pass: between behavior and current ones, by version, in log space.
+    """Proximal log-probs without a forward pass: between sampling and current ones, by version, in log space.
 
     The proximal policy is the one that the current step started from. With ``staleness`` versions between it and the
-    behavior policy, and one more to the policy that the step makes, it lies ``staleness / (staleness + 1)`` of the way
+    sampling policy, and one more to the policy that the step makes, it lies ``staleness / (staleness + 1)`` of the way
     (log-linear, as AReaL's approximation of it, which counts one version less: ``(staleness - 1) / staleness``).
-    On-policy it is the behavior policy itself.
+    On-policy it is the sampling policy itself.
 
     Args:
         log_prob: [N, T], current log-probs; no gradient flows through them here.
@@ -308,12 +308,12 @@ def interpolated_log_prob(log_prob: Tensor, sample_log_prob: Tensor, staleness: 
 
 
 def behaviour_weight(log_ratio: Tensor, mask: Tensor, bound: WeightBound, level: WeightLevel, cap: float) -> Tensor:
-    """Bounded importance weight ``proximal / behaviour`` of each token: what the sampler did differently.
+    """Bounded importance weight ``proximal / sampling`` of each token: what the sampler did differently.
 
     Source: decoupled PPO, arXiv 2505.24298; it also corrects for an engine whose log-probs differ from the trainer's.
 
     Args:
-        log_ratio: [N, T], proximal less behavior log-probs.
+        log_ratio: [N, T], proximal less sampling log-probs.
         mask: [N, T] bool, the tokens that count.
         bound: ``truncate`` makes ``cap`` of weights above it, ``mask`` makes them 0, ``none`` is weight 1 everywhere.
         level: ``token``, or ``sequence`` for the product over a sequence's tokens, given to each of them.

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 
 from tests.support.configs import ROOT, compose_config
 from tests.support.runs import SMALL, at, changed, run, steps

@@ -7,7 +7,7 @@ import logging
 import re
 
 import pytest
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 
 from tests.support.hostile import HOSTILE, SHOWN
 from torchrl_grpo.reporting.console import Console, clip, duration, printable

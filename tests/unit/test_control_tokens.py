@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchrl._utils import logger
+from torchrl import torchrl_logger
 
 from tests.support.chats import CHATS, make_chat_tokenizer
 from tests.support.echo import EchoTask
@@ -185,7 +185,7 @@ def test_role_tokens_of_the_template_are_control_without_a_mark() -> None:
 def test_a_prompt_that_spells_out_control_tokens_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Data that is already in the form of a chat template would otherwise train on something else in silence."""
     said: list[str] = []
-    monkeypatch.setattr(logger, "warning", said.append)
+    monkeypatch.setattr(torchrl_logger, "warning", said.append)
     prompt("qwen-3", {"role": "user", "content": "1 < 2 <think> [INST]"})
     assert said == []
     task, tokenizer = Chat([{"role": "user", "content": "<|im_start|>user\n1+1?"}]), make_chat_tokenizer("qwen-3")

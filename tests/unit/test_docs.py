@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
-from tests.support.configs import ROOT
+from tests.support.configs import ROOT, compose_config
 from tests.support.documentation import undocumented
 from tests.support.models import make_tiny_model
 from tests.support.tasks import make_queue, next_batch
+from torchrl_grpo.assembly.algorithm import make_loss
 from torchrl_grpo.models import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 
@@ -34,6 +36,22 @@ def test_every_loss_output_and_dynamic_sampling_count_is_on_the_page() -> None:
     assert {"behaviour_capped", "loss_entropy", "kl_k3_to_ref"} <= set(loss.out_keys)
     names = [*(f"train/{name}" for name in loss.out_keys), *dynamic]
     assert undocumented([dict.fromkeys(names)]) == set()
+
+
+def test_the_names_of_the_losss_terms_are_what_the_page_says() -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    rows = [
+        re.findall(r"`(\w+)`", line) for line in page.partition("| term |")[2].partition("\n\n")[0].splitlines()[2:]
+    ]
+    actor = TokenScorer(make_tiny_model())
+    assert [key for key, *_ in rows] == ["kl_to_behaviour_coef", "kl_coef", "entropy_coef"]
+    for key, argument, *outputs in rows:
+        loss = make_loss(
+            compose_config(f"policy.{key}=0.25", *([] if key == "kl_coef" else ["policy.kl_coef=0"])), actor
+        )
+        assert getattr(loss, argument) == 0.25
+        assert set(outputs) <= set(loss.out_keys)
+        assert [name for name in loss.out_keys if name.startswith("loss_") and name != "loss_objective"] == outputs[:1]
 
 
 def test_the_page_of_config_keys_is_up_to_date() -> None:

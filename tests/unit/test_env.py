@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 from torchrl.envs import RewardSum, TransformedEnv
 from torchrl.envs.utils import check_env_specs
 

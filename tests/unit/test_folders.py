@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 
 from tests.support.configs import ROOT, compose_config
 from tests.support.runs import SMALL, run, steps

@@ -21,8 +21,8 @@ MODULES = [".".join(("torchrl_grpo", *p.with_suffix("").parts)).removesuffix("._
 # Which files may import a package, and whether only inside a function.
 RESTRICTED = {
     "vllm": (("generation/vllm.py", "generation/vllm_async.py"), True),
-    "ray": (("runtime/",), False),
-    "hydra": (("config/", "scripts/"), False),
+    "ray": (("runtime/", "compat/ray.py"), False),
+    "hydra": (("config/", "scripts/", "compat/hydra.py"), False),
     "omegaconf": (("config/", "scripts/"), False),
 }
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 import random
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ from tests.support.configs import compose_config
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config import ConfigError, from_hydra
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
-from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Task
+from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Split, Task, Turn, WrappedTask
 from torchrl_grpo.tasks.gsm8k import GSM8KTask
 from torchrl_grpo.tasks.mixed import MixedTask
+from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
 
 REWARD = """
 def exact_match(response, answer):
@@ -242,6 +245,74 @@ def test_each_data_set_answers_its_own_dialogs() -> None:
     assert task.multi_turn and reply == [{"role": "user", "content": "x"}]
     assert task.reply(Dialog(task.problems("train")[2], ["?"])) is None
     assert not MixedTask([ArithmeticTask(1)], [1], ["a"]).multi_turn
+
+
+class Short(Task):
+    """Says of a dialog what its problem and its responses tell."""
+
+    name = "short"
+
+    def problems(self, split: Split) -> list[Problem]:
+        return [Problem("?", "yes")]
+
+    def score(self, problem: Problem, responses: Sequence[str]) -> Score:
+        return Score(float(responses[-1] == problem.answer), responses[-1] == problem.answer)
+
+    def next_turn(self, problem: Problem, responses: Sequence[str]) -> str | None:
+        return "again" if responses[-1] == "maybe" else None
+
+
+class Long(Task):
+    """The same, of the whole dialog."""
+
+    name = "long"
+
+    def problems(self, split: Split) -> list[Problem]:
+        return [Problem("?", "yes")]
+
+    def judge(self, dialog: Dialog) -> Score:
+        return Short().score(dialog.problem, dialog.responses)
+
+    def reply(self, dialog: Dialog) -> list[Message] | None:
+        return [{"role": "user", "content": "again"}] if dialog.responses[-1] == "maybe" else None
+
+
+class Wrapped(WrappedTask):
+    """Another task, whose problems are put in its own words."""
+
+    def messages(self, problem: Problem) -> list[Message]:
+        return [{"role": "user", "content": "!"}]
+
+
+@pytest.mark.parametrize("task", [Short(), Long(), Wrapped(Long()), MixedTask([Long(), Short()], [1, 1], ["", "x"])])
+def test_a_task_may_go_by_the_responses_or_by_the_whole_dialog(task: Task) -> None:
+    problem = Problem("?", "yes")
+    asked = [{"role": "user", "content": "again"}]
+    dialogs = [
+        Dialog(problem, ["yes"], last=False),
+        Dialog(problem, ["maybe"], last=False),
+        Dialog(problem, ["maybe"]),
+        Dialog(problem, ["maybe"], finish_reason="length", last=False),
+    ]
+    wrong = Score(0.0, False)
+    expected = [Turn(None, Score(1.0, True)), Turn(asked, None), Turn(asked, wrong), Turn(None, wrong)]
+    assert task.advance(dialogs) == expected and task.multi_turn
+
+
+def test_data_sets_beside_each_other_await_many_rewards_at_a_time() -> None:
+    async def all_there(response: str) -> float:
+        nonlocal waiting
+        waiting += 1
+        while waiting < 3:
+            await asyncio.sleep(0.001)
+        return float(response)
+
+    waiting = 0
+    task = MixedTask([WithRewards(Short(), make_rewards(all_there)), Long()], [1, 1], ["a", "b"])
+    said = [("a", "1"), ("b", "yes"), ("a", "2"), ("a", "3")]
+    dialogs = [Dialog(Problem("?", "yes", dataset=name), [response]) for name, response in said]
+    turns = task.advance(dialogs, timeout_s=20)
+    assert [turn.score.reward for turn in turns] == [1.0, 1.0, 2.0, 3.0]  # type: ignore[union-attr]
 
 
 # The config

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 
 from tests.support.configs import ROOT
 from tests.support.runs import at, differences, run, state_of, steps

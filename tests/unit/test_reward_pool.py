@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.configs import ROOT

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from tensordict.nn import TensorDictModule
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 from torchrl.envs import Transform, TransformedEnv
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 

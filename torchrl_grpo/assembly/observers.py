@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 
 from torchrl_grpo.errors import FolderLostError, NonFiniteError, NoSignalError, NotSavedError, RunLostError
 from torchrl_grpo.host import clock, stalls

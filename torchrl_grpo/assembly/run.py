@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 from transformers.utils import logging as transformers_logging
 
 from torchrl_grpo.assembly.blueprint import (

@@ -8,10 +8,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
+flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+"""Flash attention on a CPU: takes query, key and value, [B, H, T, D], the dropout's probability, whether it is causal
+and ``scale``; returns the output and the normalizers, [B, H, T]."""
+flash_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+"""Its backward pass: takes the gradient of the output, query, key, value, output, normalizers, the dropout's
+probability, whether it is causal and ``scale``; returns the gradients of query, key and value."""
+
+_mkldnn: Any = torch.ops.mkldnn
+
 
 def norms(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the 2-norm of each tensor, computed together."""
     return tuple(torch._foreach_norm(list(tensors)))
+
+
+def differences(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return each tensor minus its other one, computed together."""
+    return tuple(torch._foreach_sub(list(tensors), list(others)))
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how many times a tensor was changed in place."""
+    return tensor._version
+
+
+def packs_linear(weight: Tensor) -> bool:
+    """Return whether oneDNN can pack a weight here; its functions are the compiler's own, and a build may lack them."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if not (hasattr(_mkldnn, "_reorder_linear_weight") and hasattr(_mkldnn, "_linear_pointwise")):
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(_mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
+
+
+def pack_linear(weight: Tensor, rows: int) -> Tensor:
+    """Return a weight, [out, in], in the order that oneDNN wants for inputs of about so many rows."""
+    packed: Tensor = _mkldnn._reorder_linear_weight(weight, rows)
+    return packed
+
+
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
+    """Return ``x @ weight.T + bias``, plus the residual if there is one, for a packed weight: [N, in] to [N, out]."""
+    out: Tensor
+    if residual is None:
+        out = _mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    else:
+        out = _mkldnn._linear_pointwise(x, residual, packed, bias, "add")
+    return out
 
 
 def mark_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
@@ -23,3 +69,8 @@ def mark_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
 def release_shared_memory(*counter: Any) -> None:
     """Give up a reader's share of memory that was sent over CUDA IPC: its reference counter's handle and offset."""
     torch.UntypedStorage._release_ipc_counter_cuda(*counter)
+
+
+def open_event_file(writer: Any) -> None:
+    """Make a ``SummaryWriter`` of TensorBoard that was closed open its next event file at once."""
+    writer._get_file_writer()

@@ -1,4 +1,4 @@
-"""Arguments that TorchRL's classes take and ours do not, with their replacements; and errors for wrong choices."""
+"""TorchRL's private names, and its classes' arguments that ours do not take, with their replacements."""
 
 from __future__ import annotations
 
@@ -48,6 +48,11 @@ _ARGUMENTS: dict[str, dict[str, tuple[Sequence[Any], str]]] = {
 
 # Names of choices that we have under another name.
 _CHOICES = {"prompt_mean": "sequence_mean"}
+
+
+def group_names(advantage: Any) -> list[int | str]:
+    """Return the names of the groups that wait in an ``MCAdvantage``; its shared queues cannot be iterated over."""
+    return list(getattr(advantage.queues, "_queues", advantage.queues))
 
 
 def refuse_arguments(owner: str, given: Mapping[str, Any], known: Sequence[str] = ()) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -29,6 +28,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from torchrl_grpo.compat.hydra import options_parser
 from torchrl_grpo.config.data import ColumnsConfig, DatasetConfig
 from torchrl_grpo.config.resumed import on_saved_config
 from torchrl_grpo.config.rules import check_choice, check_integers, check_script, validate
@@ -137,7 +137,7 @@ def split_command_line(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         "--info=all" if word in ("--info", "-i") and "=" in following else word  # else the override is its value
         for word, following in zip(arguments, [*arguments[1:], ""], strict=False)
     ]
-    given, _ = get_args_parser().parse_known_intermixed_args(words)
+    given, _ = options_parser().parse_known_intermixed_args(words)
     modes = [f"--{name}" for name in ("run", "multirun", "cfg", "info", "shell-completion") if _is_set(given, name)]
     if len(modes) > 1:
         raise ConfigError(f"{' and '.join(modes)} exclude each other: use one of them alone.")

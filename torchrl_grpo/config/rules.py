@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +115,11 @@ def _all_leaves(config: GRPOConfig) -> Iterator[tuple[str, dataclasses.Field[Any
             yield from leaves(entry, f"{name}[{index}].")
 
 
-def check_choice(name: str, value: Any, names: Sequence[str], also: Sequence[str] = ()) -> None:
+def check_choice(name: str, value: Any, names: Collection[str], also: Sequence[str] = ()) -> None:
     """Refuses a value that is neither one of the ``names`` nor of what is accepted besides."""
     if value not in (*names, *also):
         close = difflib.get_close_matches(str(value), names, 1)
-        hint = f"did you mean {close[0]}?" if close else f"for example, {name}={names[0]}."
+        hint = f"did you mean {close[0]}?" if close else f"for example, {name}={next(iter(names))}."
         raise ConfigError(f"{name}={value} must be one of {', '.join(names)}: {hint}")
 
 

@@ -123,7 +123,7 @@ class PolicyConfig:
     kl_in_reward: bool = False
     """Whether that KL is taken off the reward, token by token, instead of being part of the loss."""
     kl_to_behaviour_coef: float = limited(0.0, ge=0)
-    """Weight of the KL to the behaviour policy, the one that sampled."""
+    """Weight of the KL to the sampling policy; 0 is none."""
     entropy_coef: float = limited(0.0, ge=0)
     """Weight of the entropy bonus."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 

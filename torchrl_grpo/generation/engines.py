@@ -55,7 +55,7 @@ ENGINES: dict[str, EngineKind] = {
         own_arguments=True,
     ),
 }
-"""Engines by name; the names are those of ``checks.Backend``."""
+"""Engines by name; the names are the choices of ``inference_model.backend``."""
 
 
 def engines_with(capability: str) -> list[str]:

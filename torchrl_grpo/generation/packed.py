@@ -7,18 +7,17 @@ wants. That is done here once for each version of the weights, through oneDNN, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchrl_grpo.compat.torch import pack_linear, packed_linear, packs_linear, version_of
+
 _LEAST = 2**17
 """Elements from which on a weight is packed: below, the call costs more than it saves."""
 _ROWS = 64
 """Rows that the order is chosen for; it suits other numbers as well."""
-
-_ops: Any = torch.ops.mkldnn
 
 
 class PackedLinear:
@@ -34,32 +33,21 @@ class PackedLinear:
         self._weight, self._bias, self._sources = weight, bias, sources
         self._packed: Tensor | None = None
         self._versions: list[int] | None = None
-        self._packs = weight.numel() >= _LEAST and _can_pack(weight)
+        self._packs = weight.numel() >= _LEAST and packs_linear(weight)
 
     def refresh(self) -> None:
         """Packs the weight, if it has changed."""
-        versions = [source._version for source in self._sources]
+        versions = [version_of(source) for source in self._sources]
         if self._packs and versions != self._versions:
-            self._packed, self._versions = _ops._reorder_linear_weight(self._weight, _ROWS), versions
+            self._packed = pack_linear(self._weight, _ROWS)
+            self._versions = versions
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[N, in] to [N, out]; ``residual`` is [N, out]."""
         if self._packed is not None:
-            if residual is None:
-                return _ops._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-            return _ops._linear_pointwise(x, residual, self._packed, self._bias, "add")
+            return packed_linear(x, self._packed, self._bias, residual)
         if residual is None:
             return F.linear(x, self._weight, self._bias)
         if self._bias is not None:
             residual = residual + self._bias
         return torch.addmm(residual, x, self._weight.t())
-
-
-def _can_pack(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if not (hasattr(_ops, "_reorder_linear_weight") and hasattr(_ops, "_linear_pointwise")):
-        return False  # the compiler's own, and so not promised
-    if weight.dtype == torch.bfloat16:
-        return bool(_ops._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 from transformers import PreTrainedModel
 
 from torchrl_grpo.errors import MemoryShortError

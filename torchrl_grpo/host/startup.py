@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
+from torchrl_grpo.compat.python import run_exit_functions
+
 _SILENCE_S, _SPARSE_S = 5.0, 30.0
 """Longest time without a sign of life on a terminal, and elsewhere: a log keeps every line."""
 _UNUSED = ("vllm", "ray", "torchao", "scipy")
@@ -144,8 +146,7 @@ def leave(status: int = 0) -> None:
     """Ends this process as an ordinary exit does, without the last part: to free the million objects of the imports one
     by one takes seconds. To be registered with ``atexit``, or called last."""
     atexit.unregister(leave)
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads
-    atexit._run_exitfuncs()
+    run_exit_functions()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

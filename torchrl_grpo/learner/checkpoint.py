@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.checks import check_keep

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchrl_grpo.compat.torch import norms
+from torchrl_grpo.compat.torch import differences, norms
 
 _MOST = 1024
 """Numbers of a parameter that are looked at: in all, far fewer than a step computes with."""
@@ -52,7 +52,7 @@ class StepMeasures:
             ``update_size``, the norm of the change over the norm of the weights; and after some steps of Adam's
             ``grad_noise_scale`` of arXiv 1812.06162, in sequences, infinite where there is nothing but noise.
         """
-        changes = torch._foreach_sub(self._few(self._parameters), list(before))
+        changes = differences(self._few(self._parameters), before)
         sums = {"changed": _squares(changes), "size": _squares(before)}
         states = [state for p in self._parameters if "exp_avg_sq" in (state := optimizer.state.get(p, {}))]
         if any(type(state["exp_avg"]) not in (Tensor, DTensor) for state in states):  # of 8 bits

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 
 from torchrl_grpo import keys
 from torchrl_grpo.compat.torch import mark_overflow

@@ -23,6 +23,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from torchrl_grpo.compat.torch import flash_attention as _flash
+from torchrl_grpo.compat.torch import flash_attention_backward as _flash_backward
+
 Prompt = tuple[int, int]
 """The number of a prompt in its batch, and its length."""
 
@@ -320,10 +323,6 @@ def _flash_on_cuda(query: Tensor, key: Tensor, value: Tensor, layout: Layout, sc
     causal = (-1, 0)  # aligned with the last query and the last key of a sequence
     out: Any = varlen_attn(q, k, v, begin_q, begin_k, most_q, most_k, scale=scale, window_size=causal, enable_gqa=True)
     return out.unsqueeze(0)
-
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class _FlashOnCPU(torch.autograd.Function):

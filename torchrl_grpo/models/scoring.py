@@ -18,10 +18,11 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 
 from torchrl_grpo import keys
 from torchrl_grpo.checks import MIN_TEMPERATURE
+from torchrl_grpo.compat.transformers import attention_of
 from torchrl_grpo.host.threads import use_one_thread_if_small
 from torchrl_grpo.models.head import chunked_log_probs
 from torchrl_grpo.models.loading import base_model_of
@@ -97,8 +98,8 @@ class TokenScorer(TensorDictModuleBase):
         base, config = self.base, self.base.config.get_text_config()
         why = getattr(base, "unpacked_because", None)
         why = "it was sharded before a TokenScorer could check it" if why is None else why
-        if config._attn_implementation != "sdpa":
-            why = f"its attention is {config._attn_implementation}, not sdpa"
+        if (attention := attention_of(config)) != "sdpa":
+            why = f"its attention is {attention}, not sdpa"
         for name in WINDOWS:
             if (getattr(config, name, None) or math.inf) < longest:
                 why = f"some are longer than {name}={getattr(config, name)}"

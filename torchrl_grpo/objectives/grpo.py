@@ -65,14 +65,14 @@ class GRPOLoss(LossModule):
             ``prox_log_prob``, the trainer's own log-probs from before the batch's first step; ``"current"`` is what
             that amounts to with one optimizer step a batch, the current policy without its gradient;
             ``"interpolated"`` estimates it from ``staleness`` (``functional.interpolated_log_prob``).
-        behaviour_weight: the objective is multiplied by proximal / behavior probability, bounded: ``"truncate"`` and
+        behaviour_weight: the objective is multiplied by proximal / sampling probability, bounded: ``"truncate"`` and
             ``"mask"`` are truncated and masked importance sampling; ``"none"`` is weight 1. See
             ``functional.behaviour_weight``.
         behaviour_level: the weight of each ``"token"``, or that of its ``"sequence"``.
         behaviour_cap: largest weight, above 0.
         mask_truncated: whether truncated responses leave the loss (they stay in their group's statistics).
         kl_to_ref_coeff: weight of the KL to the reference policy; 0 (or None) needs no reference log-probs.
-        kl_to_inference_coeff: weight of the KL to the behavior policy, likewise.
+        kl_to_inference_coeff: weight of the KL to the sampling policy, likewise.
         kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, for both.
         entropy_coeff: weight of the entropy bonus.
 

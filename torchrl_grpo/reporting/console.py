@@ -22,7 +22,7 @@ from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 
 from torchrl_grpo.host import startup
 from torchrl_grpo.host.text import (

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 
 from torchrl_grpo.host.files import (
     ENVIRONMENT_FILE,

@@ -16,12 +16,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 from torchrl.record.loggers.mlflow import MLFlowLogger
 from torchrl.record.loggers.tensorboard import TensorboardLogger
 from torchrl.record.loggers.trackio import TrackioLogger
 from torchrl.record.loggers.wandb import WandbLogger
 
+from torchrl_grpo.compat.torch import open_event_file
 from torchrl_grpo.host.files import is_full
 from torchrl_grpo.host.trees import dotted
 
@@ -78,7 +79,7 @@ class TensorBoard(Tracker):
             writer = self._logger.experiment
             writer.close()
             writer.purge_step = step
-            writer._get_file_writer()
+            open_event_file(writer)
 
     def close(self) -> None:
         if self._logger is not None:

@@ -21,12 +21,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 
 from torchrl_grpo.host import interrupts
 from torchrl_grpo.host.processes import descendants, stacks_of
@@ -172,8 +171,9 @@ class Cluster:
             threading.Thread(target=self._watch, args=(what_to_say,), name="watch Ray", daemon=True).start()
 
     def _watch(self, what_to_say: Callable[[], str]) -> None:
-        from ray._private.worker import _global_node as node
+        from torchrl_grpo.compat.ray import started_node
 
+        node = started_node()
         assert node is not None
         while not (dead := node.dead_processes()):
             time.sleep(_TICK_S)
@@ -375,7 +375,8 @@ def start(address: str | None = None) -> Cluster:
 
 def _show_token() -> None:
     """Make this process show its token: ``ray start`` asks for one wherever it finds one, and joining does not look."""
-    raylet: Any = import_module("ray._raylet")
+    from torchrl_grpo.compat.ray import raylet
+
     loader = raylet.AuthenticationTokenLoader.instance()
     if "RAY_AUTH_MODE" not in os.environ and loader.has_token(ignore_auth_mode=True):
         os.environ["RAY_AUTH_MODE"] = "token"
@@ -391,8 +392,8 @@ def _start_here(folder: str) -> None:
     of its own: a signal to the script's group is the script's to answer.
     """
     import ray
-    from ray._private import ray_constants, services
-    from ray._private.node import Node
+
+    from torchrl_grpo.compat.ray import Node, ray_constants, services
 
     options: dict[str, Any] = {"include_dashboard": False, "logging_level": "error", "_temp_dir": folder}
     options["_system_config"] = {"prestart_worker_first_driver": False}
@@ -420,7 +421,7 @@ def _object_store_memory() -> int:
 
     Ray itself takes 30% of the free memory, and at most 200 GB. Memory is taken as it is used.
     """
-    from ray._private import utils
+    from torchrl_grpo.compat.ray import utils
 
     memory, shared = utils.estimate_available_memory(), utils.get_shared_memory_bytes()
     usual: int = utils.resolve_object_store_memory(memory)

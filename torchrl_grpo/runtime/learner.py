@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.errors import LearnerLostError, NonFiniteError, NotSavedError, WaitedTooLongError

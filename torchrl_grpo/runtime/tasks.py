@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 
 from torchrl_grpo.collectors.sampler import GroupReport, RolloutReport, RolloutTask
 from torchrl_grpo.runtime.staleness import GroupBuffer

@@ -188,17 +188,17 @@ def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> floa
 @contextmanager
 def _writing_log() -> Iterator[None]:
     """Write what TorchRL's logger prints into Hydra's log file too: it hands nothing on to other loggers."""
-    from torchrl._utils import logger
+    from torchrl import torchrl_logger
 
     files = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
     for file in files:
         file.handleError = _say_nothing  # type: ignore[method-assign]
-        logger.addHandler(file)
+        torchrl_logger.addHandler(file)
     try:
         yield
     finally:
         for file in files:
-            logger.removeHandler(file)
+            torchrl_logger.removeHandler(file)
 
 
 def _say_nothing(record: logging.LogRecord) -> None:

@@ -94,16 +94,69 @@ def attempt(function: Callable[[Dialog], T], dialog: Dialog) -> T | Exception:
         return RuntimeError(f"sys.exit({error.code}) was called.").with_traceback(error.__traceback__)
 
 
+def answers(task: Task, dialogs: Sequence[Dialog]) -> list[Turn | Exception]:
+    """Return turns without scores: a task's ``reply`` to each dialog, None where a token limit cut it off."""
+    said = [attempt(task.reply, dialog) if dialog.finish_reason == "stop" else None for dialog in dialogs]
+    return [one if isinstance(one, Exception) else Turn(one, None) for one in said]
+
+
+def with_scores(
+    dialogs: Sequence[Dialog],
+    turns: Sequence[Turn | Exception],
+    judge: Callable[[Sequence[Dialog]], Sequence[Score | Exception]],
+) -> list[Turn | Exception]:
+    """Return the turns, with a score where the dialog is over or the policy has no turn left.
+
+    Args:
+        dialogs: all of them.
+        turns: of each, without a score.
+        judge: takes the dialogs that need one, and returns the score of each.
+    """
+    out = list(turns)
+    done = {
+        index: turn
+        for index, turn in enumerate(turns)
+        if isinstance(turn, Turn) and (turn.messages is None or dialogs[index].last)
+    }
+    scores = judge([dialogs[index] for index in done])
+    for (index, turn), score in zip(done.items(), scores, strict=True):
+        out[index] = replace(turn, score=score) if isinstance(score, Score) else score
+    return out
+
+
 class Task(ABC):
     """Problems with a prompt format and a scorer. Cheap to build: data is read when ``problems`` is first called.
 
-    A task defines ``name``, ``problems`` and ``score``, and what else it needs.
+    A task defines ``name``, ``problems`` and what it says of one dialog: ``score``, and ``next_turn`` if it answers.
+    One that needs more of the dialog than its problem and its responses defines ``judge`` and ``reply`` instead.
+    ``advance`` applies them to many dialogs; a task that gains from having many at a time overrides it.
 
     Attributes:
         tools: JSON schemas of functions that the policy may call; they enter the chat template.
         has_parts: whether scores have parts.
-        at_a_time: dialogs that ``judge_all`` takes at a time without one waiting for another.
+        at_a_time: dialogs that ``advance`` takes at a time without one waiting for another.
         multi_turn: whether the task may answer a response.
+
+    Example:
+        >>> class Doubling(Task):
+        ...     name = "doubling"
+        ...
+        ...     def problems(self, split):
+        ...         numbers = range(100, 120) if split == "test" else range(100)
+        ...         return [Problem(f"Twice {number} is", str(2 * number)) for number in numbers]
+        ...
+        ...     def next_turn(self, problem, responses):
+        ...         return "A number, please." if len(responses) == 1 and not responses[0].isdigit() else None
+        ...
+        ...     def score(self, problem, responses):
+        ...         right = responses[-1] == problem.answer
+        ...         return Score(reward=right / len(responses), correct=right)
+        >>> task = Doubling()
+        >>> problem = task.problems("train")[3]
+        >>> task.advance([Dialog(problem, ["six"], last=False)])[0].messages
+        [{'role': 'user', 'content': 'A number, please.'}]
+        >>> task.advance([Dialog(problem, ["six", "6"])])[0].score
+        Score(reward=0.5, correct=True)
     """
 
     name: str
@@ -136,51 +189,23 @@ class Task(ABC):
         return None
 
     def judge(self, dialog: Dialog) -> Score:
-        """Scores a finished dialog; what ``score`` says, unless it is overridden to see more of the dialog."""
+        """Return the score of a finished dialog; by default ``score``'s."""
         return self.score(dialog.problem, dialog.responses)
 
-    def judge_all(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Score | Exception]:
-        """Return the outcome of ``judge`` for each, or the exception it raised.
-
-        Args:
-            dialogs: finished.
-            timeout_s: longest time for one of several that are judged at a time.
-        """
-        return [attempt(self.judge, dialog) for dialog in dialogs]
-
     def reply(self, dialog: Dialog) -> list[Message] | None:
-        """The messages after the policy's latest turn, None when the dialog is over; by default ``next_turn``'s."""
+        """Return the messages after the latest turn, None when the dialog is over; by default ``next_turn``'s."""
         message = self.next_turn(dialog.problem, dialog.responses)
         return None if message is None else [{"role": "user", "content": message}]
 
     def advance(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Exception]:
-        """Answers or ends dialogs after the policy's latest turn: ``reply``, and ``judge_all`` for those that end.
+        """Return the outcome of each dialog's latest turn, or the exception that was raised: ``reply``, and ``judge``
+        where the dialog is over or the policy has no turn left.
 
         Args:
             dialogs: one that was cut off by a token limit gets no answer.
-            timeout_s: as in ``judge_all``.
+            timeout_s: longest time for one of several that are judged at a time.
         """
-        turns: list[Turn | Exception] = []
-        for dialog in dialogs:
-            said = attempt(self.reply, dialog) if dialog.finish_reason == "stop" else None
-            turns.append(said if isinstance(said, Exception) else Turn(said, None))
-        return self.with_scores(dialogs, turns, timeout_s)
-
-    def with_scores(
-        self, dialogs: Sequence[Dialog], turns: Sequence[Turn | Exception], timeout_s: float | None
-    ) -> list[Turn | Exception]:
-        """The turns, with a score where the dialog is over or the policy has no turn left."""
-        done = [
-            i
-            for i, (dialog, turn) in enumerate(zip(dialogs, turns, strict=True))
-            if isinstance(turn, Turn) and (turn.messages is None or dialog.last)
-        ]
-        out = list(turns)
-        for i, score in zip(done, self.judge_all([dialogs[i] for i in done], timeout_s), strict=True):
-            turn = turns[i]
-            assert isinstance(turn, Turn)
-            out[i] = replace(turn, score=score) if isinstance(score, Score) else score
-        return out
+        return with_scores(dialogs, answers(self, dialogs), lambda done: [attempt(self.judge, one) for one in done])
 
     def excuse(self, dialog: Dialog, why: str) -> list[Message] | None:
         """Answer the policy whose latest turn took too long or ended the process; None ends the dialog."""
@@ -207,8 +232,8 @@ class Task(ABC):
 
 
 class WrappedTask(Task):
-    """A task that is another one in all that its subclass does not define, but for ``advance``, which puts together the
-    answers and the scores of the two.
+    """A task that is another one in all that its subclass does not define, but for ``advance``, which goes by ``reply``
+    and ``judge``.
 
     Args:
         task: the other one.
@@ -229,9 +254,6 @@ class WrappedTask(Task):
 
     def judge(self, dialog: Dialog) -> Score:
         return self.task.judge(dialog)
-
-    def judge_all(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Score | Exception]:
-        return self.task.judge_all(dialogs, timeout_s)
 
     def reply(self, dialog: Dialog) -> list[Message] | None:
         return self.task.reply(dialog)

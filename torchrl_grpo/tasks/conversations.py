@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torchrl_grpo.tasks.base import Dialog, Message, Task, Turn, WrappedTask
 from torchrl_grpo.tools import Toolbox, tool_message
@@ -40,23 +41,20 @@ class WithTools(WrappedTask):
         return True
 
     def advance(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Exception]:
-        calling = {i for i, dialog in enumerate(dialogs) if dialog.finish_reason == "stop" and self._calls(dialog)}
-        other = iter(self.task.advance([d for i, d in enumerate(dialogs) if i not in calling], timeout_s))
-        turns: list[Turn | Exception] = [
-            self._run(dialog) if i in calling else next(other) for i, dialog in enumerate(dialogs)
+        calling = [dialog.finish_reason == "stop" and bool(self._calls(dialog)) for dialog in dialogs]
+        run = [calls and not dialog.last for calls, dialog in zip(calling, dialogs, strict=True)]
+        other = iter(self.task.advance([d for d, runs in zip(dialogs, run, strict=True) if not runs], timeout_s))
+        turns = [self._run(dialog) if runs else next(other) for dialog, runs in zip(dialogs, run, strict=True)]
+        # The calls of a last turn are not made, nobody would read the results; it is scored as one that goes on.
+        return [
+            replace(turn, messages=[]) if calls and not runs and isinstance(turn, Turn) else turn
+            for turn, calls, runs in zip(turns, calling, run, strict=True)
         ]
-        unscored = [i for i in sorted(calling) if dialogs[i].last]
-        scored = self.task.with_scores([dialogs[i] for i in unscored], [turns[i] for i in unscored], timeout_s)
-        for i, turn in zip(unscored, scored, strict=True):
-            turns[i] = turn
-        return turns
 
     def _calls(self, dialog: Dialog) -> list[tuple[int, str]]:
         return [(number, call.name) for number, call in enumerate(self.toolbox.calls(dialog.raw))]
 
     def _run(self, dialog: Dialog) -> Turn:
-        if dialog.last:  # nobody would read the results
-            return Turn([], None)
         messages: list[Message] = []
         start, errors = time.perf_counter(), 0
         for number, call in enumerate(self.toolbox.calls(dialog.raw)):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torchrl._utils import logger as torchrl_logger
+from torchrl import torchrl_logger
 
 from torchrl_grpo.tasks.base import Problem, Task
 

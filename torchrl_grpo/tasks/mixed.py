@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate, chain, repeat, zip_longest
 from typing import overload
 
-from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Split, Task
+from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Split, Task, Turn
 
 
 class MixedProblems(Sequence[Problem]):
@@ -102,15 +102,15 @@ class MixedTask(Task):
     def judge(self, dialog: Dialog) -> Score:
         return self.task_of(dialog.problem).judge(dialog)
 
-    def judge_all(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Score | Exception]:
-        scores: dict[int, Score | Exception] = {}
-        for task in self.tasks.values():
-            own = [i for i, dialog in enumerate(dialogs) if self.task_of(dialog.problem) is task]
-            scores |= dict(zip(own, task.judge_all([dialogs[i] for i in own], timeout_s), strict=True))
-        return [scores[i] for i in range(len(dialogs))]
-
     def reply(self, dialog: Dialog) -> list[Message] | None:
         return self.task_of(dialog.problem).reply(dialog)
+
+    def advance(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Exception]:
+        turns: dict[int, Turn | Exception] = {}
+        for task in self.tasks.values():
+            own = [i for i, dialog in enumerate(dialogs) if self.task_of(dialog.problem) is task]
+            turns |= zip(own, task.advance([dialogs[i] for i in own], timeout_s), strict=True)
+        return [turns[i] for i in range(len(dialogs))]
 
     @property
     def multi_turn(self) -> bool:

@@ -14,7 +14,7 @@ from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.rewards.forms import RewardFunction
 from torchrl_grpo.rewards.functions import load_function
 from torchrl_grpo.rewards.spec import CORRECT, RewardSpec, parse_rewards, part_weight, reward_weights
-from torchrl_grpo.tasks.base import Dialog, Message, Score, Task, WrappedTask
+from torchrl_grpo.tasks.base import Dialog, Message, Score, Task, Turn, WrappedTask, answers, with_scores
 
 _AT_A_TIME = 64
 
@@ -176,8 +176,9 @@ class WithRewards(WrappedTask):
     def judge(self, dialog: Dialog) -> Score:
         return self.rewards(dialog)
 
-    def judge_all(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Score | Exception]:
-        return self.rewards.score_all(dialogs, timeout_s)
+    def advance(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Exception]:
+        turns = answers(self.task, dialogs)
+        return with_scores(dialogs, turns, lambda done: self.rewards.score_all(done, timeout_s))
 
 
 def _facts(dialog: Dialog, prompt_column: str) -> dict[str, Any]:

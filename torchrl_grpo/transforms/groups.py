@@ -10,6 +10,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.objectives.llm import MCAdvantage
 
+from torchrl_grpo.compat.torchrl import group_names
+
 
 class Member(NamedTuple):
     """One trajectory of a group: its steps in order, and its return."""
@@ -72,8 +74,7 @@ class GroupQueue(MCAdvantage):
 
     def get_extra_state(self) -> dict[int | str, list[Any]]:
         """For ``state_dict``: the trajectories that wait, as tensors, numbers and texts alone."""
-        names: Any = getattr(self.queues, "_queues", self.queues)  # shared queues cannot be iterated over
-        queues = {name: self._queue_list(name) for name in list(names)}
+        queues = {name: self._queue_list(name) for name in group_names(self)}
         return {name: [([row.to_dict() for row in one.steps], one.value) for one in queues[name]] for name in queues}
 
     def set_extra_state(self, state: dict[int | str, list[Any]]) -> None:

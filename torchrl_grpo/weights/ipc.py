@@ -100,7 +100,7 @@ class LocalSender(DirectSender):
         return self._direct if self._refused else EitherHandle(self._direct, IpcStream(read, self._dtype))
 
     def resend(self, version: int, reason: str) -> WeightHandle:
-        from torchrl._utils import logger as torchrl_logger  # slow, and vLLM's workers import this module
+        from torchrl import torchrl_logger  # slow, and vLLM's workers import this module
 
         torchrl_logger.warning(f"The engine takes its weights through the host from here on: {reason}.")
         self._refused = True

@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore  # as mypy finds them
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 TIMEOUT_S = 120.0
 """Longest wait for the store, each time."""

@@ -12,6 +12,7 @@ from torchrl_grpo.advice.migrate.readers import Settings
 from torchrl_grpo.advice.migrate.scripts import Unknown
 from torchrl_grpo.advice.migrate.sizes import SETTLES, SIZES, sizes
 from torchrl_grpo.advice.migrate.tables import BASE, SET_ME, Row, Table
+from torchrl_grpo.generation.engines import engines_with
 
 
 @dataclass
@@ -230,7 +231,7 @@ def _tidy(ours: dict[str, Any]) -> None:
     if "logging.wandb.mode" not in ours:
         for name in ("project", "name", "entity", "group", "tags"):
             ours.pop(f"logging.wandb.{name}", None)
-    if ours.get("inference_model.backend", "vllm") != "vllm":
+    if ours.get("inference_model.backend", BASE["inference_model.backend"]) not in engines_with("tensor_parallel"):
         ours.pop("inference_model.tensor_parallel_size", None)
     rounds = ours.get("policy.max_sampling_rounds", 10)
     rows = ours.get("env.num_envs", 1) * rounds if rounds != SET_ME else math.inf

@@ -1,0 +1,12 @@
+"""Private names of Python's standard library."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+
+
+def run_exit_functions() -> None:
+    """Wait for this process's threads and call what was registered with ``atexit``, as an ordinary exit does."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()

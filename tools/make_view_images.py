@@ -29,6 +29,8 @@ RUNS = {
     "faster": ("grpo.py", "train.total_dialog_turns=10240", "optimizer.lr=2e-4"),
     "async": ("grpo-async.py", "train.total_dialog_turns=2560"),
 }
+TIMELINE_STEPS = range(11, 19)
+"""Of the asynchronous run: no evaluation is among them."""
 DESK = {"width": 1280, "height": 800}
 MARKS = {"curves": "figure", "groups": "section", "tokens": ".token", "timeline": ".lanes"}
 
@@ -87,7 +89,10 @@ def main() -> None:
         wrong = [at for at, row in enumerate(rows) if row.get("advantage") and not row["reward"]]
         at = next(at for at in wrong if rows[at]["length"] > 24)
         spans = read_jsonl(folder / "async" / "timeline.jsonl")
-        end = max(span["start"] + span["seconds"] for span in spans) - min(span["start"] for span in spans)
+        trained = [span for span in spans if span["kind"] == "train" and span["step"] in TIMELINE_STEPS]
+        began = min(span["start"] for span in spans)
+        first = min(span["start"] for span in trained) - began
+        last = max(span["start"] + span["seconds"] for span in trained) - began
         with served(*(folder / name for name in RUNS)) as address:
             shoot(browser, address, "compare", "curves?hide=2", DESK)
             shoot(browser, address, "groups", "groups?split=train&to=20", DESK)
@@ -96,7 +101,7 @@ def main() -> None:
                 browser,
                 address,
                 "timeline",
-                f"timeline?run=2&from={end - 14:.0f}&to={end - 6:.0f}",
+                f"timeline?run=2&from={first:.0f}&to={last:.0f}",
                 {"width": 1280, "height": 640},
                 "dark",
             )

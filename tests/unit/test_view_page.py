@@ -255,6 +255,18 @@ def test_the_axis_of_the_timeline_has_round_times(
     assert shown[: len(texts)] == texts
 
 
+def test_the_times_of_the_timeline_do_not_overlap(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "timeline.jsonl").unlink()
+    append(run, "timeline.jsonl", [{"actor": "trainer", "kind": "train", "start": 0.0, "seconds": 200.0}])
+    with served(run) as address, browser.new_page(viewport={"width": 1280, "height": 640}) as page:
+        show(page, address, "timeline?from=86&to=166")
+        texts = page.locator(".lanes text[text-anchor]")
+        sides = texts.evaluate_all("all => all.map(one => one.getBoundingClientRect()).map(at => [at.left, at.right])")
+    assert len(sides) > 3
+    assert all(right < left for (_, right), (left, _) in itertools.pairwise(sides))
+
+
 def test_alarms_and_what_differs_between_configs(page: Page, address: str) -> None:
     show(page, address, "alarms")
     expect(page.locator("td.bad")).to_contain_text(["the entropy fell", "90% of the responses were truncated"])

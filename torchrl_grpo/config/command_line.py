@@ -301,7 +301,7 @@ def _unknown(name: str, text: str) -> str:
         )
     groups = {leaf.rsplit(".", depth)[0] for leaf in FIELDS for depth in range(1, leaf.count(".") + 1)}
     last = name.rpartition(".")[2]
-    also = (last, "".join(word[:1] for word in last.split("_")))  # learning_rate is lr
+    also = (last, "".join(word[:1] for word in last.split("_")) if "_" in last else last)  # learning_rate is lr
     same_leaf = [leaf for leaf in FIELDS if re.search("[._]", name) and leaf.rpartition(".")[2] in also]
     cutoff = 0.0 if same_leaf else 0.4
     close = difflib.get_close_matches(name, same_leaf or [*FIELDS, *groups], 1, cutoff)

@@ -97,8 +97,10 @@ function drawn(found, width) {
       spans.push(`${actor.name}: restart at ${duration(time)}`);
     }
   });
-  const ticks = d3.scaleUtc().domain([1000 * first, 1000 * last]).ticks(Math.max(2, Math.floor(inner / 120)));
-  for (const tick of ticks.map((time) => time / 1000)) { // round minutes and hours
+  const times = d3.scaleUtc().domain([1000 * first, 1000 * last]);
+  let count = Math.max(2, Math.floor(inner / 120));
+  while (count > 1 && times.ticks(count).length > inner / 100) count -= 1; // d3 may give more than it is asked for
+  for (const tick of times.ticks(count).map((time) => time / 1000)) { // round minutes and hours
     svg.append("text").attr("x", x(tick)).attr("y", height - 4)
       .attr("text-anchor", x(tick) < 20 ? "start" : x(tick) > inner - 20 ? "end" : "middle")
       .attr("aria-hidden", "true").text(duration(tick));

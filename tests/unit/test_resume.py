@@ -124,7 +124,7 @@ def test_fewer_sequences_at_a_time_change_neither_groups_nor_problems(full_run: 
     assert drawn["drawing"] == expected["drawing"] and drawn["ahead"] == expected["ahead"]
     mine, whole = (
         [
-            (row["group"], row["prompt"])
+            (row["group"], row["query"])
             for row in read_jsonl(folder / "samples.jsonl")
             if row["step"] == 6 and "group" in row
         ]

@@ -111,7 +111,7 @@ def test_what_cannot_be_exported_is_one_line(
     lora_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, message in (
-        ([str(tmp_path / "none")], "must be a checkpoint_*.pt, or a run's folder that has one, but it does not exist"),
+        ([str(tmp_path / "none")], "must be a checkpoint, or a run's folder that has one, but it does not exist"),
         ([str(lora_run), "--output", str(tmp_path)], "must be a new folder, but it exists"),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,17 +210,19 @@ COMPARED: dict[str, Callable[[DeviceMesh | None], Any]] = {
 
 
 def save_and_go_on(mesh: DeviceMesh | None, path: Path, *, lora: bool) -> dict[str, Any]:
-    """Two steps, a checkpoint, a third step, during which ranks write."""
+    """Two steps, a checkpoint, a third step; ranks write what was there before it after it."""
     trainer, batch = make_trainer(mesh, lora=lora), make_batch(LENGTHS, spread=0.3)
     for _ in range(2):
         trainer.train_batch(batch)
-    saver = ShardedSaver()
+    saver, trained = ShardedSaver(), threading.Event()
     if mesh is None:
         torch.save(trainer.state_dict(), path)
     else:
+        saver._thread.submit(trained.wait)
         saver.start(Checkpointer(path, {}), trainer, {})
     at_save = weights(trainer)
     out = {"at_save": at_save, "metrics": trainer.train_batch(batch), "weights": weights(trainer)}
+    trained.set()
     saver.finish()
     return out
 

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -54,7 +55,7 @@ class ShardedSaver:
         weights = ((name.removeprefix(WEIGHTS), part) for name, part in parts.items() if name.startswith(WEIGHTS))
         self._together(lambda: check_finite((name, _local(part)) for name, part in weights))
         tensors = {name: part.to("cpu", copy=True) for name, part in parts.items()}
-        state = {"model": {}, "optimizer": rest} | trainer.progress()
+        state = deepcopy({"model": {}, "optimizer": rest} | trainer.progress())  # training goes on in it
         write = _Write(checkpointer, trainer.version, tensors, checkpointer.state(trainer.version, state, source))
         self._writing = self._thread.submit(self._write, write)
         return write.path

@@ -192,7 +192,7 @@ def test_weights_that_are_nan_in_a_folder_are_named_when_it_is_read(whole: Path)
     save_file(tensors, file, metadata)
     files = {one.name: measured(one) for one in path.iterdir() if one.name != "manifest.json"}
     write_manifest(path, {"step": 5, "config": {}, "metrics": {}}, files)
-    with pytest.raises(ValueError, match="the weight 0.weight has values that are not finite"):
+    with pytest.raises(ValueError, match=r"the weight 0\.weight has values that are not finite"):
         read_checkpoint(path)
 
 

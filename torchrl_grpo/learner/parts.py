@@ -5,16 +5,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchrl_grpo.models.sharding import WEIGHTS, load_parts, own_parts
 
@@ -42,9 +46,9 @@ def write_parts(folder: Path, tensors: Mapping[str, Tensor], group: dist.Process
     for name, tensor in tensors.items():
         used += tensor.numel() * tensor.element_size() // dist.get_world_size(group)
         files[name] = 1 + used // _FILE_BYTES
-    writer = dcp.HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
     try:
-        dcp.save(dict(tensors), storage_writer=writer, process_group=group)
+        save(dict(tensors), storage_writer=writer, process_group=group)
     except CheckpointException as error:
         raise _first_of(error) from None
 
@@ -64,8 +68,9 @@ def read_parts(
         RuntimeError: the model has other parameters.
     """
     tensors, _ = own_parts(model, optimizer if rest else None)
-    reader = dcp.HuggingFaceStorageReader(str(folder))
-    saved = {name: tuple(found.size) for name, found in reader.read_metadata().state_dict_metadata.items()}
+    reader = HuggingFaceStorageReader(str(folder))
+    found = reader.read_metadata().state_dict_metadata.items()
+    saved = {name: tuple(tensor.size) for name, tensor in found if isinstance(tensor, TensorStorageMetadata)}
     if optimizer is None:
         saved = {name: shape for name, shape in saved.items() if name.startswith(WEIGHTS)}
     needed = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -77,8 +82,12 @@ def read_parts(
             f"the checkpoint does not fit the model: {len(unknown)} unknown entries {unknown[:3]}, "
             f"{len(missing)} missing ones {missing[:3]}."
         )
+    alone = not dist.is_initialized()
     try:
-        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+        with warnings.catch_warnings():
+            if alone:  # torch says that it takes this for intended
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            load(tensors, storage_reader=reader, no_dist=alone)
     except CheckpointException as error:
         raise _first_of(error) from None
     if optimizer is not None and rest:

@@ -92,9 +92,9 @@ class ShardedSaver:
             mine = None, error
         every: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(every, mine, group=self._group)
-        for _, error in every:
-            if error is not None:
-                raise error
+        for _, failed in every:
+            if failed is not None:
+                raise failed
         return [given for given, _ in every]
 
 

@@ -310,7 +310,7 @@ def own_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tupl
                 tensors[f"moments/{kind}/{name}"] = value
             else:
                 rest[name][kind] = value
-    return tensors, whole | {"state": rest}
+    return tensors, {**whole, "state": rest}
 
 
 def load_parts(
@@ -329,7 +329,8 @@ def load_parts(
         if not path.startswith(WEIGHTS):
             _, kind, name = path.split("/", 2)
             state[name][kind] = tensor
-    set_optimizer_state_dict(model, optimizer, {**rest, "state": state}, options=_OWN)
+    whole: dict[str, Any] = {**rest, "state": state}
+    set_optimizer_state_dict(model, optimizer, whole, options=_OWN)
 
 
 def load_whole_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: dict[str, Any]) -> None:

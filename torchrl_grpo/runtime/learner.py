@@ -203,8 +203,7 @@ class RayLearner:
             if pending and time.monotonic() > deadline:
                 self.resumable = self._answers = False
                 raise WaitedTooLongError(
-                    f"waited {limit} for the training ranks to {what} "
-                    f"(version {self.version}): {self.last_saved()}."
+                    f"waited {limit} for the training ranks to {what} (version {self.version}): {self.last_saved()}."
                 )
         return ray.get(references)
 

@@ -15,7 +15,7 @@ from tests.support.hostile import HOSTILE, SHOWN
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.curves import panel_figure, panel_svg
 from torchrl_grpo.reporting.metrics import MetricsLogger
-from torchrl_grpo.reporting.panels import PANELS, STAGES, label_of, series, smooth, thin, stage_seconds
+from torchrl_grpo.reporting.panels import PANELS, STAGES, label_of, series, smooth, stage_seconds, thin
 from torchrl_grpo.reporting.records import merge_steps
 from torchrl_grpo.reporting.report import objective, summarize, write_report
 

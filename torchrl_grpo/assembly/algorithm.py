@@ -1,4 +1,4 @@
-"""From ``policy.*`` of the config to the parts of an algorithm: the loss, and what makes advantages of rewards."""
+"""From ``policy.*`` of the config to the components of an algorithm: the loss, and what makes advantages of rewards."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torchrl_grpo.reporting.panels import (
     COLORS,
     PANELS,
     SMOOTH_FROM,
-    TIME_PARTS,
+    STAGES,
     Panel,
     Record,
     curve_of,
@@ -167,7 +167,7 @@ def _draw_times(axes: Axes, records: Sequence[Record]) -> None:
     heights = [values for _, values in shown.values()]
     if len(steps) == 1:  # an area needs a width
         steps, heights = [steps[0] - 0.5, steps[0] + 0.5], [2 * values for values in heights]
-    colors = [COLORS[TIME_PARTS.index(part)] for part in shown]
+    colors = [COLORS[STAGES.index(part)] for part in shown]
     axes.stackplot(steps, *heights, labels=shown, colors=colors, linewidth=0)
     axes.set_ylim(0, 1.05 * axes.dataLim.y1)
 

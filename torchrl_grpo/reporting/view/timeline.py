@@ -59,7 +59,7 @@ class Timeline:
         """Return a window of the timeline as it is drawn.
 
         Args:
-            first: seconds after the first span's start at which the part begins, None is 0.
+            first: seconds after the first span's start at which the window begins, None is 0.
             last: seconds at which it ends, None is the end of the last span.
 
         Returns:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.support.tasks import next_task, play
 from torchrl_grpo.collectors import RolloutCollector, Sampler
 from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.errors import TransferRefusedError
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.runtime.in_turn import InTurn
@@ -20,7 +21,7 @@ from torchrl_grpo.runtime.reference import Reference
 from torchrl_grpo.runtime.staleness import GroupBuffer
 from torchrl_grpo.runtime.tasks import TaskQueue
 from torchrl_grpo.tasks import ArithmeticTask
-from torchrl_grpo.weights import DirectSender, WeightHandle
+from torchrl_grpo.weights import DirectSender, EitherHandle, WeightHandle
 
 
 class Recorder(Engine):
@@ -42,6 +43,15 @@ class Recorder(Engine):
 
     def wake(self) -> None:
         self.calls.append("wake")
+
+
+class Refuses(Recorder):
+    """Takes weights in one way alone."""
+
+    def load(self, handle: WeightHandle, version: int) -> None:
+        if isinstance(handle, EitherHandle):
+            raise TransferRefusedError("no such link")
+        super().load(handle, version)
 
 
 class Scoring:
@@ -167,3 +177,19 @@ def test_seconds_are_of_the_step_and_counts_keep_their_names(
     }  # fmt: skip
     assert {name: metrics[name] for name in counted} == counted
     assert metrics["time/generate_s"] > 0 and metrics["time/reference_s"] > 0
+
+
+def test_weights_that_the_engine_refuses_are_sent_again(tokenizer: PreTrainedTokenizerFast) -> None:
+    engine, resent = Refuses(), list[tuple[int, str]]()
+    source = make_source(tokenizer, engine)
+
+    def resend(version: int, reason: str) -> WeightHandle:
+        resent.append((version, reason))
+        return weights(version)
+
+    refused = EitherHandle(weights(1), cast(Any, None))
+    with pytest.raises(TransferRefusedError):
+        source.publish(refused, 1)
+    again = InTurn(source.tasks, source.sampler, source.reference, resend)
+    again.publish(refused, 1)
+    assert resent == [(1, "no such link")] and engine.policy_version == 1

@@ -16,9 +16,7 @@ from tests.support.processes import worker_processes
 from tests.support.scripts import ASYNC, SMALL, Script, rows_of
 from torchrl_grpo.assembly.run import build
 
-pytest.importorskip("ray")
-
-from torchrl_grpo.runtime.source import RaySource
+ray = pytest.importorskip("ray")
 
 
 @pytest.mark.vllm
@@ -49,20 +47,19 @@ def test_a_killed_vllm_sampler_comes_back_and_loses_no_group(tmp_path: Path) -> 
         "evaluation.num_prompts=0", "env.max_prompt_tokens=64", "optimizer.lr=1e-4",
     )  # fmt: skip
     made = build(config, tmp_path, asynchronous=True)
-    assert isinstance(made.source, RaySource)
     first, trained = made.source.pids(), list[int]()
-    real = made.learner.train_batch
+    real = made.learner.train_groups
 
-    def train(batch: Any) -> dict[str, float]:
+    def train(*groups: Any) -> dict[str, float]:
         if made.learner.version == 3:
             os.kill(first["sampler 0"], signal.SIGKILL)
         if made.learner.version == 12:
             [engine] = [p for p in psutil.Process(first["sampler 1"]).children() if "EngineCore" in p.name()]
             engine.kill()
-        trained.extend(batch.groups)
-        return real(batch)
+        trained.extend(group[0]["group_id"].item() for group in ray.get(list(groups)))
+        return real(*groups)
 
-    made.learner.train_batch = train  # type: ignore[method-assign]
+    made.learner.train_groups = train  # type: ignore[method-assign]
     try:
         family = worker_processes()
         made.fit()

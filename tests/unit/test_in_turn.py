@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.configs import compose_config
-from tests.support.runs import SMALL
+from tests.support.runs import SMALL, steps
 from tests.support.tasks import next_task, play
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.collectors import RolloutCollector, Sampler
@@ -284,22 +284,17 @@ def test_an_error_arrives_as_the_part_raised_it_and_no_task_is_lost(
     assert [row["group_id"].item() for row in rows_of(source.next_batch())] == [0, 0, 1, 1]
 
 
-def test_a_run_needs_no_event_loop_and_can_be_made_inside_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_inside_an_event_loop_makes_none_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a notebook, whose cells run inside the loop of its kernel."""
 
-    def fit(folder: Path) -> None:
-        with closing(build(compose_config(*SMALL), folder)) as made:
+    async def main() -> tuple[int, bool]:
+        around = asyncio.get_running_loop()
+        monkeypatch.setattr(asyncio, "new_event_loop", lambda: pytest.fail("an event loop was made"))
+        with closing(build(compose_config(*SMALL, "evaluation.num_prompts=0", steps(1)), tmp_path)) as made:
             made.fit()
+        return made.learner.version, asyncio.get_running_loop() is around
 
-    async def main() -> asyncio.AbstractEventLoop:
-        fit(tmp_path / "inside")
-        return asyncio.get_running_loop()
-
-    assert asyncio.run(main()).is_closed()
-    monkeypatch.setattr(asyncio, "new_event_loop", lambda: pytest.fail("an event loop was made"))
-    fit(tmp_path / "without")
-    with pytest.raises(RuntimeError, match="no running event loop"):
-        asyncio.get_running_loop()
+    assert asyncio.run(main()) == (1, True)
 
 
 def test_weights_that_the_engine_refuses_are_sent_again(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -48,6 +48,7 @@ def test_pairs_have_the_verdict_that_they_should() -> None:
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_a_thread_gives_the_verdicts_of_the_main_thread() -> None:
     assert threading.current_thread() is threading.main_thread()
     with ThreadPoolExecutor(2) as pool:
@@ -55,11 +56,13 @@ def test_a_thread_gives_the_verdicts_of_the_main_thread() -> None:
     assert first == second == [verdict for *_, verdict in PAIRS]
 
 
+@pytest.mark.slow
 def test_another_process_gives_the_verdicts_of_this_one() -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.map_async(verdicts, [None]).get(timeout=300) == [[verdict for *_, verdict in PAIRS]]
 
 
+@pytest.mark.slow
 def test_a_reward_worker_gives_the_verdicts_of_this_process() -> None:
     with RewardPool(MathTask(), 1, timeout_s=60) as pool:
         turns = [future.result() for future in [pool.submit(dialog) for dialog in dialogs()]]

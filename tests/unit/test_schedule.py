@@ -20,6 +20,7 @@ def test_cosine_has_its_closed_form_between_warm_up_and_floor() -> None:
     assert got[14:] == [pytest.approx(0.1)] * 2
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_learning_rates_of_the_whole_one(tmp_path: Path) -> None:
     options = ("optimizer.schedule=cosine", "optimizer.warmup_steps=2", "optimizer.lr_floor=0.1", "policy.kl_coef=0")
     whole = run(tmp_path / "a", *options, "optimizer.lr=1e-3", steps(6), "train.checkpoint_frequency=3")

@@ -348,7 +348,8 @@ def test_a_page_that_cannot_start_is_a_warning(tmp_path: Path, monkeypatch: pyte
 def test_a_page_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from torchrl_grpo.reporting.view.start import page_beside\n"
-        f"with page_beside(Path({str(make_run(tmp_path / 'run'))!r}), print, print): sys.stdout.flush(); time.sleep(900)"
+        f"with page_beside(Path({str(make_run(tmp_path / 'run'))!r}), print, print): "
+        "sys.stdout.flush(); time.sleep(900)"
     )
     run = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None

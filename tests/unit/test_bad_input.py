@@ -108,6 +108,7 @@ def said_to(*settings: tuple[str, Any]) -> str:
 MISSPELT = [name[:-1] + ("x" if name[-1] != "x" else "y") for name in FIELDS if name not in COMPONENTS]
 
 
+@pytest.mark.slow
 def test_every_misspelt_key_is_named_with_the_one_that_is_meant() -> None:
     said = {name: said_to((name, 1)) for name in MISSPELT}
     assert [name for name in MISSPELT if "names a config key that does not exist: " not in said[name]] == []

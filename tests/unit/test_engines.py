@@ -166,6 +166,7 @@ def test_a_third_engine_is_made_and_plays(server: str) -> None:
     assert [group.batch_size for group in groups] == [torch.Size([4])] * 4
 
 
+@pytest.mark.slow
 def test_a_run_of_a_third_engine_equals_that_of_the_one_behind_it(server: str, tmp_path: Path) -> None:
     rows = []
     for backend in ("inference_model.backend=transformers", server):

@@ -156,8 +156,11 @@ class Run:
     def _checkpointer(self) -> Checkpointer:
         """Return what writes the run's checkpoints, after checking that there is room for them."""
         config = self.blueprint.config
-        self.writes().check_room(self.directory)
-        return Checkpointer(self.directory / "checkpoints", plain(config), config.train.keep_checkpoints)
+        made = Checkpointer(self.directory / "checkpoints", plain(config), config.train.keep_checkpoints)
+        if not config.only_evaluates:
+            self.writes().check_room(self.directory)
+            made.directory.mkdir(parents=True, exist_ok=True)
+        return made
 
     def _report(self) -> Path:
         """Where the report is or, without one, the numbers: how the run ended is what counts."""

@@ -355,13 +355,12 @@ def _make_roles(
     # Beside the tasks, an update and an evaluation, where the engine can take several calls at a time.
     threads = concurrent_tasks + 2 if concurrent_tasks > 1 or in_flight != "wait" else 1
 
-    def place(name: str, seat: Any, factory: Callable[..., Any], threads: int = 1) -> Place:
+    def place(name: str, seat: Any, factory: Callable[..., Any], callers: int = 1) -> Place:
         if cluster is None:
             return Here(name, partial(factory, device=seat))
-        return OnRay(name, factory, {**seat, "max_concurrency": threads}, ray.actor_timeout_s)
+        return OnRay(name, factory, {**seat, "max_concurrency": callers}, ray.actor_timeout_s)
 
     sampler = partial(make_seeded, partial(make_sampler, blueprint, task_groups, concurrent_tasks))
-    reference = partial(make_reference, untested)
     rollouts = Rollouts(
         _tasks(blueprint, task_groups, max_staleness),
         driver,
@@ -369,7 +368,10 @@ def _make_roles(
             place(f"sampler {index}", seat, partial(sampler, config.seed + index), threads)
             for index, seat in enumerate(seats["inference"])
         ],
-        references=[place(f"reference model {i}", seat, reference) for i, seat in enumerate(seats["reference"])],
+        references=[
+            place(f"reference model {index}", seat, partial(make_reference, untested))
+            for index, seat in enumerate(seats["reference"])
+        ],
         concurrent_tasks=concurrent_tasks,
         in_flight=in_flight,
         references_first=driver.overlaps and plan.colocated,

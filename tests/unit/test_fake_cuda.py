@@ -162,7 +162,7 @@ def test_the_arguments_of_shared_memory_are_those_of_torch() -> None:
     ]  # fmt: skip
 
 
-def test_an_engine_on_the_same_gpu_reads_each_version_and_its_memory_is_counted_once(
+def test_what_an_engine_on_the_same_gpu_reads_is_counted_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cuda = FakeIpc(monkeypatch)
@@ -182,7 +182,7 @@ def test_an_engine_on_the_same_gpu_reads_each_version_and_its_memory_is_counted_
     assert set(cuda.counts.values()) == {0}
 
 
-def test_an_engine_in_the_trainers_process_is_handed_one_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_in_the_trainers_process_gets_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, model = FakeIpc(monkeypatch), make_tiny_model()
     monkeypatch.setattr(handle, "PART_BYTES", 20_000)
     sender = LocalSender(torch.bfloat16)

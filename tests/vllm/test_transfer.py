@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import torchrl_grpo.generation.vllm as vllm_module
-from tests.support.models import make_lora, response_log_probs
+from tests.support.models import make_lora, make_tiny_model, response_log_probs
 from tests.support.prompts import LONG_PROMPTS
 from tests.support.weights import Trained, mismatch
-from tests.vllm.test_vllm import CONTEXT, ROUNDING, make_model
 from torchrl_grpo.errors import TransferRefusedError
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.vllm import VLLMBase, VLLMEngine
@@ -28,6 +27,12 @@ pytest.importorskip("vllm")
 from tests.support.transfers import EXTENSION, FileWeights
 
 PARAMS = SamplingParams(max_new_tokens=8)
+CONTEXT, ROUNDING = 256, 1e-4
+
+
+def make_model(seed: int = 0) -> torch.nn.Module:
+    """Head size 32: the smallest that vLLM runs on a CPU."""
+    return make_tiny_model(seed, hidden_size=128, initializer_range=0.1)
 
 
 @pytest.fixture(scope="module", params=[VLLMEngine, AsyncVLLMEngine])
@@ -116,7 +121,7 @@ def test_a_fast_way_that_goes_wrong_later_is_left_and_nothing_is_lost(
 
 
 @pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16])
-def test_adapters_are_added_in_the_workers_to_the_bit_as_on_the_host(
+def test_workers_add_adapters_to_the_bit_as_the_host_does(
     base_dtype: torch.dtype, engine: VLLMBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     greedy = SamplingParams(max_new_tokens=8, temperature=0)
@@ -140,7 +145,7 @@ def test_adapters_are_added_in_the_workers_to_the_bit_as_on_the_host(
             assert off(engine, lora) < ROUNDING
 
 
-def test_adapters_of_what_the_checkpoint_names_otherwise_are_added_on_the_host(engine: VLLMBase) -> None:
+def test_adapters_of_unknown_names_are_added_on_the_host(engine: VLLMBase) -> None:
     base = CheckpointModel(engine._hf_config._name_or_path, torch.float32)
     lora = make_lora(base=base())
     sent = make_sender(Transfer("object_store"), dtype=None, lora_base=base).send(Trained(lora), 1)

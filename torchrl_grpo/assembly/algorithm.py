@@ -51,7 +51,8 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
 
 def batch_transforms(config: GRPOConfig) -> list[tuple[str, Transform]]:
     """Transforms from the rewards of a whole batch to advantages, after reference scoring, in order and by name."""
-    policy, settings = config.policy, dict[str, Any]()
+    policy = config.policy
+    settings = dict[str, Any]()
     transforms: list[tuple[str, Transform]] = []
     if config.shapes_reward:
         longest = config.max_response_tokens

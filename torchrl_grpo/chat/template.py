@@ -29,7 +29,8 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, chat: Sequence[Message], **a
     try:
         return str(tokenizer.apply_chat_template(list(map(dict, chat)), tokenize=False, **arguments))
     except Exception as error:
-        template, said = printable(str(tokenizer.chat_template)), printable(f"{type(error).__name__}: {error}")
+        template = printable(str(tokenizer.chat_template))
+        said = printable(f"{type(error).__name__}: {error}")
         roles = list(dict.fromkeys(str(message.get("role")) for message in chat))
         raise ValueError(
             f"model.chat_template={template!r:.80} must write a chat of the roles {roles}, "
@@ -67,7 +68,8 @@ class ChatEncoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
-        self.tokenizer, self.arguments = tokenizer, arguments
+        self.tokenizer = tokenizer
+        self.arguments = arguments
         self.control = self._control_tokens()
         first = sorted({token[0] for token in self.control})
         self._first = re.compile("|".join(map(re.escape, first)) or r"(?!)")
@@ -147,7 +149,8 @@ class ChatEncoder:
         text = _HALF.sub("\ufffd", text)
         found, normal = self._found(text), self._normalize(text)
         if len(self._found(normal)) > len(found):  # such as a wide "<", of which the tokenizer makes a plain one
-            text, found = normal, self._found(normal)
+            text = normal
+            found = self._found(normal)
         chars = list(text)
         for place, _ in found:
             chars[place] = self._stand_ins[chars[place]]

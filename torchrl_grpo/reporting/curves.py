@@ -97,7 +97,8 @@ def _draw_runs(axes: Axes, panel: Panel, runs: Sequence[Sequence[Record]], color
         return
     rows = [[curve[step] for curve in curves if step in curve] for step in steps]
     lowest, mean, highest = (thin(steps, [take(row) for row in rows])[1] for take in (min, fmean, max))
-    shown, is_test = thin(steps, steps)[0], panel.metrics[0].startswith("eval/")
+    shown = thin(steps, steps)[0]
+    is_test = panel.metrics[0].startswith("eval/")
     if not is_test and len(shown) >= SMOOTH_FROM:
         lowest, mean, highest = smooth(lowest), smooth(mean), smooth(highest)
     if len(curves) > 1:

@@ -94,7 +94,8 @@ def _summary(records: Sequence[Row]) -> dict[str, Any]:
     before = evaluations[0] if evaluations else {}
     after = evaluations[-1] if len(evaluations) > 1 else {}  # one evaluation is not yet a result of training
     tokens = int(_sum(records, "rollout/tokens"))
-    wall_s, steps_s = sum(sum(stage_seconds(r).values()) for r in records), _sum(records, "time/step_s")
+    wall_s = sum(sum(stage_seconds(r).values()) for r in records)
+    steps_s = _sum(records, "time/step_s")
     return {
         "steps": records[-1]["step"] if records else 0,
         "first_step": next((r["step"] for r in records if "rollout/sequences" in r), 1),

@@ -54,7 +54,8 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._token = app, token.encode()
+        self._app = app
+        self._token = token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         token, slash, path = scope["path"].removeprefix("/").partition("/")

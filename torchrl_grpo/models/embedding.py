@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class _Rows(torch.autograd.Function):
-    """``weight[tokens]``, with a sparse gradient that is the dense one in other words: the same sums in the same order."""
+    """``weight[tokens]``, with a sparse gradient: the sums of the dense one, in the same order."""
 
     @staticmethod
     def forward(
@@ -39,7 +39,7 @@ class _Rows(torch.autograd.Function):
 
 
 def tied_embedding(base: Any) -> nn.Embedding | None:
-    """Return the embedding of a model that is trained and is the LM head too; None where ``embed`` cannot stand for it."""
+    """Return the embedding of a model if it is trained and is the LM head too, and ``embed`` can stand for it."""
     embedding = base.get_input_embeddings()
     plain = type(embedding) is nn.Embedding and embedding.max_norm is None and not embedding.scale_grad_by_freq
     if not plain or embedding.weight is not base.get_output_embeddings().weight:

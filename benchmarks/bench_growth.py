@@ -9,7 +9,7 @@ token and 2 layers, in CPU seconds of one thread. One size grows, the others sta
 responses of 128, a vocabulary of 4,096 and 16,384 tokens a micro-batch; where prompts or responses grow it is 1 group
 of 4. ``buffer`` and ``queue`` are the bookkeeping of ``GroupBuffer`` and ``TaskQueue``: a run of so many groups through
 a buffer of 128 places (``run``), and a buffer that has a place for each of them (``held``). ``driver`` is a real
-``RolloutManager`` on Ray with real samplers, whose engines only sleep: CPU seconds and memory of the driver's process.
+``Rollouts`` on Ray with real samplers, whose engines only sleep: CPU seconds and memory of the driver's process.
 How a weight sync grows with the parameters is in bench_weight_sync.py.
 """
 
@@ -198,10 +198,12 @@ def make_sampler() -> Sampler:
 def driver() -> list[dict[str, float]]:
     """CPU milliseconds a group and memory of the driver, for each number of samplers."""
     import ray
-    from torchrl_grpo.runtime.rollout_manager import RolloutManager
-    from torchrl_grpo.runtime.source import RaySource
 
     from torchrl_grpo.runtime import cluster
+    from torchrl_grpo.runtime.actors import make_seeded
+    from torchrl_grpo.runtime.in_thread import InThread
+    from torchrl_grpo.runtime.places import OnRay
+    from torchrl_grpo.runtime.rollouts import Rollouts
     from torchrl_grpo.weights import ObjectSender
 
     started, rows = cluster.start(), []
@@ -213,7 +215,11 @@ def driver() -> list[dict[str, float]]:
             env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=TASK * REPEATS, repeats=REPEATS)
             buffer = GroupBuffer(groups, 1)
             tasks = TaskQueue(env.drawing, buffer, task_groups=TASK, total_groups=10**9, group_size=REPEATS)
-            source = RaySource(RolloutManager(tasks, samplers=[(make_sampler, {"num_cpus": 0})] * samplers))
+            places = [
+                OnRay(f"sampler {index}", partial(make_seeded, make_sampler, index), {"num_cpus": 0}, 1800.0)
+                for index in range(samplers)
+            ]
+            source = Rollouts(tasks, InThread(), samplers=places)
             source.start()
             source.wait_until_ready()
             publish = partial(

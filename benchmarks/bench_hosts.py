@@ -1,10 +1,10 @@
 """``grpo-async.py`` over several hosts, and what it does when a host or its link fails. It needs root, Linux and Ray.
 
     python benchmarks/bench_hosts.py
-    python benchmarks/bench_hosts.py --only broadcast link_10s --steps 30
+    python benchmarks/bench_hosts.py --only adapters link_10s --steps 30
 
 The hosts are namespaces of this machine (``hosts.py``): a head without CPUs for Ray's actors, on which the script runs,
-and three others that joined its cluster, of which the run needs two. The weights travel by each kind of transfer; then
+and three others that joined its cluster, of which the run needs two. The weights travel whole and as adapters; then
 the host that has a sampler or the learner is killed in the middle of the run, or its link goes down for 10 s or for
 ever, or gets 100 ms of delay and 1% of loss both ways. A run whose learner is lost is started again, with
 ``train.resume=auto``, on the hosts that are left.
@@ -82,17 +82,14 @@ class Case:
 
 CASES = {
     "object_store": Case(),
-    "broadcast": Case(("inference_model.weight_transfer=broadcast",)),
     "adapters": Case(("train_model.lora.enabled=true", "optimizer.lr=1e-3")),
     "three_ranks": Case(("train_model.num_devices=3",)),
     "sampler_killed": Case((), "SamplerActor", Host.kill),
     "learner_killed": Case((), "LearnerActor", Host.kill),
     "link_10s": Case((), "SamplerActor", cut_for_10_s),
-    "link_10s_broadcast": Case(("inference_model.weight_transfer=broadcast",), "SamplerActor", cut_for_10_s),
     "link_down": Case((), "SamplerActor", cut),
     "learners_link_down": Case((), "LearnerActor", cut),
     "delay_loss": Case((), "SamplerActor", disturb),
-    "delay_loss_broadcast": Case(("inference_model.weight_transfer=broadcast",), "SamplerActor", disturb),
 }
 
 

@@ -1,9 +1,9 @@
-"""How long new weights take from the trainer to an engine, by kind of transfer.
+"""How long new weights take from the trainer to an engine, whole and as adapters.
 
     python benchmarks/bench_weight_sync.py
     python benchmarks/bench_weight_sync.py --model random --engine vllm --out weight_sync.json
 
-Trainer and engine are two Ray actors of this machine, with one rank and one sampler. The kinds take turns, after one
+Trainer and engine are two Ray actors of this machine, with one rank and one sampler. Both take turns, after one
 warm-up each. A time is that of a publish, which the trainer waits for, and that of the update, which the sampler waits
 for. With "adapters" the trained model has LoRA of rank 16 on all linear layers, and the object store carries these
 alone; the others send whole weights. The result is JSON with the machine, the versions, the setting, every time, the
@@ -34,11 +34,11 @@ from torchrl_grpo.generation import Engine, SamplingParams, TransformersEngine
 from torchrl_grpo.learner import Learner
 from torchrl_grpo.models.loading import CheckpointModel, add_lora, resolve_name
 from torchrl_grpo.runtime import cluster
-from torchrl_grpo.runtime.actors import Actor, own_address
+from torchrl_grpo.runtime.actors import Actor
 from torchrl_grpo.runtime.learner import RayLearner
-from torchrl_grpo.weights import LoraDelta, Sender, WeightHandle, make_sender, named_adapters, named_weights
+from torchrl_grpo.weights import LoraDelta, Sender, Transfer, WeightHandle, make_sender, named_adapters, named_weights
 
-KINDS = ("object_store", "broadcast", "adapters")
+KINDS = ("object_store", "adapters")
 
 
 def make_random_model(folder: str) -> None:
@@ -101,9 +101,8 @@ def make_learner(name: str, dtype: torch.dtype, mesh: object) -> Learner:
     """The trainer's side, in its process."""
     base = CheckpointModel(name, torch.float32)
     senders = [
-        make_sender("object_store", dtype=dtype),
-        make_sender("broadcast", dtype=dtype, host=own_address()),
-        make_sender("object_store", dtype=dtype, lora_base=base),
+        make_sender(Transfer("object_store"), dtype=dtype),
+        make_sender(Transfer("object_store"), dtype=dtype, lora_base=base),
     ]
     lora = add_lora(base(), r=16, alpha=32)
     return Learner(Source(base(), lora), [], InTurns(senders))  # type: ignore[arg-type]

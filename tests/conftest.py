@@ -21,8 +21,13 @@ os.environ.setdefault("TORCHRL_GRPO_QUICK_IMPORTS", "1")  # actors on Ray import
 
 import pytest
 
+from tests.support.guarded import go_on_guarded
+
 if TYPE_CHECKING:  # what starts the workers imports this file too, and needs neither
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+if sys.platform == "linux" and "PYTEST_XDIST_WORKER" not in os.environ:
+    go_on_guarded()
 
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (

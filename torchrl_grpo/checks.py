@@ -1,8 +1,8 @@
-"""Choices and rules, once for the parts and the config. Nothing heavy is imported here.
+"""Choices and rules, once for the components and the config. Nothing heavy is imported here.
 
-A part holds its rules when it is made; the config holds the same ones before anything is imported.
+A component holds its rules when it is made; the config holds the same ones before anything is imported.
 
-``name`` is what the user who broke a rule calls the value: an argument of the part, or a key of the config.
+``name`` is what the user who broke a rule calls the value: an argument of the component, or a key of the config.
 """
 
 from __future__ import annotations

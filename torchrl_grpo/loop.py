@@ -24,6 +24,7 @@ The loop says what happens, and observers listen: metrics, console, checkpoints,
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -288,7 +289,13 @@ def check_mismatch(learner: AnyLearner, rollouts: Rollouts, tolerance: float) ->
 def _differences(learner: AnyLearner, rollouts: Rollouts) -> tuple[float, float]:
     """Return the mean and the largest difference of log-probs, of the sampler where it is largest."""
     found = [learner.mismatch(probe) for probe in rollouts.probes()]
-    return max(mean for mean, _ in found), max(largest for _, largest in found)
+    means, largest = zip(*found, strict=True)
+    return max(means, key=_nan_last), max(largest, key=_nan_last)
+
+
+def _nan_last(value: float) -> tuple[bool, float]:
+    """Order numbers with NaN, which compares as false with all, after the others."""
+    return math.isnan(value), value
 
 
 def _check_on_policy(metrics: dict[str, float]) -> None:

@@ -124,16 +124,20 @@ def test_trainer_and_engine_have_a_gpu_each(backend: str, run: Callable[..., Any
 
 @needs_ray
 @pytest.mark.skipif(GPUS != 1, reason="needs one CUDA device: CUDA_VISIBLE_DEVICES=0")
-def test_processes_on_one_gpu_share_weights_through_cuda_ipc(run: Callable[..., Any]) -> None:
-    run("cuda_ipc", PLAIN, "inference_model.weight_transfer=cuda_ipc", asynchronous=True)
+@pytest.mark.parametrize("backend", ["transformers", pytest.param("vllm", marks=needs_vllm)])
+@pytest.mark.parametrize("kind", ["auto", "cuda_ipc"])
+def test_processes_on_one_gpu_share_weights(kind: str, backend: str, run: Callable[..., Any]) -> None:
+    options = (f"inference_model.weight_transfer={kind}", f"inference_model.backend={backend}")
+    run(f"{kind}, {backend}", *options, asynchronous=True)
 
 
 @needs_ray
 @needs_two
 @pytest.mark.parametrize("backend", ["transformers", pytest.param("vllm", marks=needs_vllm)])
-def test_weights_travel_over_nccl(backend: str, run: Callable[..., Any]) -> None:
-    options = ("inference_model.weight_transfer=broadcast", f"inference_model.backend={backend}", "policy.kl_coef=0")
-    run(f"nccl, {backend}", *options, asynchronous=True)
+@pytest.mark.parametrize("kind", ["auto", "broadcast"])
+def test_weights_travel_over_nccl(kind: str, backend: str, run: Callable[..., Any]) -> None:
+    options = (f"inference_model.weight_transfer={kind}", f"inference_model.backend={backend}", "policy.kl_coef=0")
+    run(f"{kind}, {backend}", *options, asynchronous=True)
 
 
 @needs_ray

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +18,15 @@ from tests.support.models import make_tiny_model
 from tests.support.training import make_batch, make_trainer
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
+from torchrl_grpo.generation.vllm import VLLMEngine, _has_vllm
 from torchrl_grpo.models.prefix import Picks, pick
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.models.sharding import compute_device, init_mesh, shard_model
-from torchrl_grpo.weights import BroadcastSender, CudaIpcSender, Sender, WeightHandle, named_weights
+from torchrl_grpo.weights import named_weights
+from torchrl_grpo.weights.ipc import IpcSender, LocalSender, opened
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_vllm = pytest.mark.skipif(not _has_vllm, reason="vllm is not installed")
 
 
 def test_one_step_on_cuda_equals_one_on_the_cpu() -> None:
@@ -128,30 +134,38 @@ def test_with_cpu_offload_the_weights_rest_on_the_cpu() -> None:
     assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-3)
 
 
-def read(handle: WeightHandle, gpu: int, path: Path) -> None:
-    """In a process of its own."""
-    torch.cuda.set_device(gpu)
-    torch.save({name: weight.cpu() for name, weight in handle.weights()}, path)
+def received(infos: Sequence[dict[str, Any]], path: Path) -> None:
+    """In a process of its own: what the engine of vLLM's weight transfer makes of them."""
+    packed = importlib.import_module("vllm.distributed.weight_transfer.packed_tensor")
+    importer, got = packed.PackedBufferImporter(), {}
+    for info in map(opened, infos):
+        handle = info.pop("ipc_handles")
+        for name, weight in packed.packed_ipc_consumer(handle, **info, device_index=0, importer=importer):
+            got[name] = weight.cpu()
+    importer.close()
+    torch.save(got, path)
 
 
-def assert_read(sender: Sender, gpu: int, path: Path) -> None:
-    for version in range(2):
+@needs_vllm
+def test_another_process_reads_the_weights_through_cuda_ipc(tmp_path: Path) -> None:
+    sender = IpcSender(torch.bfloat16, "127.0.0.1")
+    before = torch.cuda.memory_allocated()
+    for version in range(3):
         model = make_tiny_model(version).cuda()
-        handle = sender.pack(named_weights(model), version)
-        process = multiprocessing.get_context("spawn").Process(target=read, args=(handle, gpu, path))
+        sent = sender.pack(named_weights(model), version)
+        sent.init_info(1)
+        process = multiprocessing.get_context("spawn").Process(target=received, args=(sent.infos, tmp_path / "got.pt"))
         process.start()
         process.join()
         sender.release(version)
-        got = torch.load(path)
+        got = torch.load(tmp_path / "got.pt")
         assert all(torch.equal(got[name], weight.cpu().bfloat16()) for name, weight in named_weights(model))
+        del model, sent
+        assert torch.cuda.memory_allocated() == before
 
 
-def test_another_process_reads_the_weights_through_cuda_ipc(tmp_path: Path) -> None:
-    assert_read(CudaIpcSender(torch.bfloat16), 0, tmp_path / "weights.pt")
-
-
-def test_cuda_ipc_gives_the_memory_of_a_version_back_that_nobody_read() -> None:
-    model, sender = make_tiny_model().cuda(), CudaIpcSender(torch.bfloat16)
+def test_the_memory_of_a_version_that_nobody_read_is_given_back() -> None:
+    model, sender = make_tiny_model().cuda(), IpcSender(torch.bfloat16, "127.0.0.1")
     before = torch.cuda.memory_allocated()
     for version in range(3):
         sender.pack(named_weights(model), version)
@@ -160,8 +174,17 @@ def test_cuda_ipc_gives_the_memory_of_a_version_back_that_nobody_read() -> None:
         assert torch.cuda.memory_allocated() == before
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_weights_are_broadcast_over_nccl(tmp_path: Path) -> None:
-    sender = BroadcastSender(torch.bfloat16, "nccl", "127.0.0.1")
-    assert_read(sender, 1, tmp_path / "weights.pt")
-    sender.close()
+@needs_vllm
+def test_the_engine_on_the_trainers_gpu_takes_its_weights_from_there(tmp_path: Path) -> None:
+    shape = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8}
+    make_tiny_model(**shape).save_pretrained(tmp_path)
+    settings = {"dtype": "bfloat16", "max_model_len": 64, "gpu_memory_utilization": 0.3, "enforce_eager": True}
+    sender = LocalSender(torch.bfloat16)
+    with VLLMEngine(str(tmp_path), **settings) as engine:
+        for version in (1, 2, 3):
+            model = make_tiny_model(version, **shape).cuda()
+            engine.load(sender.handle(lambda model=model: named_weights(model)), version)
+            assert engine._fast_works and not engine._fast_failed
+            by_ipc = engine._rpc("digest")
+            engine.update_weights(named_weights(model), version)
+            assert engine._rpc("digest") == by_ipc

@@ -239,6 +239,37 @@ def test_a_run_that_is_told_to_end_leaves_no_process_and_folder(number: signal.S
         shutil.rmtree(folder)
 
 
+WATCHED = """
+import time
+from torchrl_grpo.config import orderly_exit
+from torchrl_grpo.runtime.cluster import start
+
+with orderly_exit():
+    cluster = start()
+    cluster.watch(lambda: "go on with care")
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_store_of_ray_ends_a_watched_script_with_a_word() -> None:
+    """The run itself, and the raylet: test_async_script.py."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WATCHED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | PLAIN,
+    ) as script:  # fmt: skip
+        assert script.stdout and "ready" in script.stdout.readline()
+        pids = below(script.pid)
+        [store] = [pid for pid in pids if psutil.Process(pid).name() == "gcs_server"]
+        os.kill(store, signal.SIGKILL)
+        _, error = script.communicate(timeout=300)
+        script.kill()
+    assert script.returncode == 1
+    assert f"\nerror: Ray's gcs_server (process {store}) has ended, and the run with it: go on with care.\n" in error
+    assert "Traceback" not in error
+    assert alive(pids) == []
+
+
 @pytest.mark.parametrize(
     ("address", "message"),
     [

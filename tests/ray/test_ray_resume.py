@@ -15,7 +15,7 @@ from torchrl_grpo.assembly.run import build
 from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.scripts.export import main
 
-pytest.importorskip("ray")
+ray = pytest.importorskip("ray")
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +50,18 @@ def train(folder: Path, stop_at: int | None, *overrides: str, asynchronous: bool
     fixed = ["policy.kl_coef=0", "inference_model.exact=true"]
     fixed += ["train.max_staleness=2"] if asynchronous else []
     made = build(compose_config(*SMALL, steps(10), *fixed, *overrides), folder, asynchronous=asynchronous)
-    real = made.learner.train_batch
+    real = made.learner.train_groups
 
-    def train_batch(batch: Any) -> dict[str, float]:
+    def train_groups(*groups: Any) -> dict[str, float]:
         if made.learner.version == stop_at:
             raise KeyboardInterrupt
         while stop_at is not None and made.source.state_dict()["drawing"]["next_group"] < 4 * made.learner.version + 12:
             time.sleep(0.05)  # until as many are drawn ahead as the bound allows
-        trained.extend(batch.groups if asynchronous else batch["group_id"].reshape(-1).tolist()[::4])
-        return real(batch)
+        held = ray.get(list(groups)) if asynchronous else groups
+        trained.extend(group[0]["group_id"].item() for group in held)
+        return real(*groups)
 
-    made.learner.train_batch = train_batch  # type: ignore[method-assign]
+    made.learner.train_groups = train_groups  # type: ignore[method-assign]
     try:
         made.fit()
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""RaySource and RayLearner on a real Ray cluster, with an engine whose tokens say which weights sampled them."""
+"""Rollouts and RayLearner on a real Ray cluster, with an engine whose tokens say which weights sampled them."""
 
 from __future__ import annotations
 
@@ -56,9 +56,12 @@ from torchrl_grpo.errors import (
     WaitedTooLongError,
     WorkersLostError,
 )
-from torchrl_grpo.runtime.actors import own_address
+from torchrl_grpo.runtime.actors import make_seeded, own_address
+from torchrl_grpo.runtime.in_thread import InThread
 from torchrl_grpo.runtime.learner import RayLearner
+from torchrl_grpo.runtime.places import ActorLostError, OnRay
 from torchrl_grpo.runtime.reference import Reference
+from torchrl_grpo.runtime.rollouts import Rollouts
 from torchrl_grpo.runtime.tasks import TaskQueue
 from torchrl_grpo.weights import ObjectSender, WeightHandle
 from torchrl_grpo.weights.meeting import open_store
@@ -120,6 +123,10 @@ def make_sampler(
     return Sampler(engine, make_collector, evaluator, params, [torch.tensor([7])], groups_at_a_time=TASK)
 
 
+def on_ray(name: str, factory: Callable[..., Any], timeout_s: float = 120.0, threads: int = 1) -> OnRay:
+    return OnRay(name, factory, {"num_cpus": 0, "max_concurrency": threads}, timeout_s)
+
+
 def make_scored(scoring: Callable[[], Any]) -> Reference:
     return Reference(scoring())
 
@@ -132,8 +139,8 @@ def ray_cluster() -> Iterator[cluster.Cluster]:
 
 
 @pytest.fixture
-def source_of(ray_cluster: cluster.Cluster, tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., RaySource]]:
-    made: list[RaySource] = []
+def source_of(ray_cluster: cluster.Cluster, tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., Rollouts]]:
+    made: list[Rollouts] = []
 
     def make(
         *,
@@ -146,18 +153,27 @@ def source_of(ray_cluster: cluster.Cluster, tokenizer: PreTrainedTokenizerFast) 
         reference: Callable[[], Doubling] = Doubling,
         total_groups: int,
         max_staleness: int = 1,
+        actor_timeout_s: float = 120.0,
+        recovery_timeout_s: float = 900.0,
         **settings: Any,
-    ) -> RaySource:
+    ) -> Rollouts:
         env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=TASK * REPEATS, repeats=REPEATS)
-        options: dict[str, Any] = {"num_cpus": 0}
         buffer = GroupBuffer(BATCH, max_staleness)
-        manager = RolloutManager(
+        factory = partial(make_sampler, tokenizer, pause_s, broken, engine)
+        threads = 3 if "in_flight" in settings else 1
+        source = Rollouts(
             TaskQueue(env.drawing, buffer, task_groups=TASK, total_groups=total_groups, group_size=REPEATS),
-            samplers=[(partial(make_sampler, tokenizer, pause_s, broken, engine), options)] * samplers,
-            references=[(partial(make_scored, reference), options)] * references,
-            **({"actor_timeout_s": 120.0} | settings),
+            InThread(actor_timeout_s=actor_timeout_s, recovery_timeout_s=recovery_timeout_s),
+            samplers=[
+                on_ray(f"sampler {index}", partial(make_seeded, factory, index), actor_timeout_s, threads)
+                for index in range(samplers)
+            ],
+            references=[
+                on_ray(f"reference model {index}", partial(make_scored, reference), actor_timeout_s)
+                for index in range(references)
+            ],
+            **settings,
         )
-        source = RaySource(manager)
         made.append(source)
         if state is not None:
             source.load_state_dict(state)
@@ -282,10 +298,16 @@ def weights_of(version: int) -> Any:
     return ray.put(ObjectSender(None).pack([("w", torch.tensor([float(version)]))], version))
 
 
-def sequences(batch: RayBatch) -> TensorDictBase:
+def sequences(refs: list[Any]) -> TensorDictBase:
     import ray
 
-    return lazy_stack([row for group in ray.get(batch.refs) for row in group.unbind(0)])
+    return lazy_stack([row for group in ray.get(refs) for row in group.unbind(0)])
+
+
+def group_ids(refs: list[Any]) -> list[int]:
+    """The id of each group of a batch."""
+    numbers: list[int] = sequences(refs).get(keys.GROUP_ID).reshape(-1).tolist()
+    return numbers[::REPEATS]
 
 
 def gone(pid: int) -> bool:
@@ -304,7 +326,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def test_the_staleness_bound_holds_under_a_slow_trainer(
-    source_of: Callable[..., RaySource],
+    source_of: Callable[..., Rollouts],
 ) -> None:
     steps, bound = 6, 2
     source = source_of(references=1, total_groups=steps * BATCH, max_staleness=bound)
@@ -312,8 +334,7 @@ def test_the_staleness_bound_holds_under_a_slow_trainer(
     trained: list[int] = []
     for version in range(steps):
         batch = source.next_batch()
-        assert all(isinstance(group, int) for group in batch.groups)
-        assert {type(ref).__name__ for ref in batch.refs} == {"ObjectRef"}  # the driver holds numbers and references
+        assert {type(ref).__name__ for ref in batch} == {"ObjectRef"}  # the driver holds numbers and references
         data = sequences(batch)
         versions = data.get(keys.POLICY_VERSION).reshape(-1)
         assert version - int(versions.min()) <= bound
@@ -326,8 +347,9 @@ def test_the_staleness_bound_holds_under_a_slow_trainer(
         assert torch.equal(torch.cat([row.get(keys.RESPONSE) for row in data.unbind(0)]), 5 + versions)
         for row in data.unbind(0):
             torch.testing.assert_close(row.get(keys.REF_LOG_PROBS), 2 * row.get(keys.LOG_PROBS))
-        assert data.get(keys.GROUP_ID).reshape(-1).tolist() == [g for g in batch.groups for _ in range(REPEATS)]
-        trained += batch.groups
+        groups = group_ids(batch)
+        assert data.get(keys.GROUP_ID).reshape(-1).tolist() == [g for g in groups for _ in range(REPEATS)]
+        trained += groups
         time.sleep(0.3)  # ten times what a unit takes: sampling runs ahead as far as it may
         source.publish(weights_of(version + 1), version + 1)
     assert sorted(trained) == list(range(steps * BATCH))
@@ -335,14 +357,14 @@ def test_the_staleness_bound_holds_under_a_slow_trainer(
     assert source.metrics()["buffer/pending"] == 0  # nothing is sampled that no batch will train
 
 
-def test_the_published_weights_are_evaluated_and_bound_0_waits_for_them(source_of: Callable[..., RaySource]) -> None:
+def test_the_published_weights_are_evaluated_and_bound_0_waits_for_them(source_of: Callable[..., Rollouts]) -> None:
     source = source_of(total_groups=3 * BATCH, max_staleness=0)
     for version in range(3):
         source.publish(weights_of(version), version)
         metrics, rows = source.evaluate(sampled=False)
         assert metrics["eval/response_length"] == 1 and len(rows) == 3
         batch = source.next_batch()
-        assert batch.groups == tuple(range(version * BATCH, (version + 1) * BATCH))
+        assert group_ids(batch) == list(range(version * BATCH, (version + 1) * BATCH))
         assert sequences(batch).get(keys.POLICY_VERSION).unique().tolist() == [version]
         assert source.metrics()["staleness/max"] == 0
         state = source.state_dict()
@@ -350,12 +372,12 @@ def test_the_published_weights_are_evaluated_and_bound_0_waits_for_them(source_o
 
 
 def test_weights_stay_while_a_sampler_reads_them_and_are_then_freed(
-    source_of: Callable[..., RaySource],
+    source_of: Callable[..., Rollouts],
 ) -> None:
     released = list[int]()
     source = source_of(total_groups=BATCH, max_staleness=2, engine=SlowEngine, release=released.append)
     source.publish(weights_of(0), 0)
-    until(lambda: source.manager.samplers[0].updating == 0)
+    until(lambda: source.samplers[0].updating == 0)
     for version in (1, 2):
         source.publish(weights_of(version), version)
     assert released == [1]  # nobody will read it
@@ -381,7 +403,7 @@ def refused_weights(version: int) -> Any:
     return ray.put(ObjectSender(None).pack(named, version))
 
 
-def test_weights_that_are_refused_are_sent_again_and_none_is_lost(source_of: Callable[..., RaySource]) -> None:
+def test_weights_that_are_refused_are_sent_again_and_none_is_lost(source_of: Callable[..., Rollouts]) -> None:
     resent: list[tuple[int, str]] = []
 
     def resend(version: int, reason: str) -> Any:
@@ -425,7 +447,7 @@ def unequal(folder: Path, pause_s: float) -> Unequal:
 
 
 def test_samplers_that_take_weights_together_all_take_the_same_versions(
-    source_of: Callable[..., RaySource], tmp_path: Path
+    source_of: Callable[..., Rollouts], tmp_path: Path
 ) -> None:
     """Also where more versions are published meanwhile than the slow one can read."""
     engine = partial(unequal, tmp_path)
@@ -433,12 +455,12 @@ def test_samplers_that_take_weights_together_all_take_the_same_versions(
     for version in range(8):
         source.publish(weights_of(version), version)
         time.sleep(0.2)
-    until(lambda: all(sampler.version == 7 for sampler in source.manager.samplers))
+    until(lambda: all(sampler.version == 7 for sampler in source.samplers))
     one, other = (path.read_text() for path in tmp_path.glob("*.txt"))
     assert one == other and one.endswith("7 ") and len(one.split()) < 8
 
 
-def test_killed_actors_are_replaced_and_every_group_is_trained_once(source_of: Callable[..., RaySource]) -> None:
+def test_killed_actors_are_replaced_and_every_group_is_trained_once(source_of: Callable[..., Rollouts]) -> None:
     steps = 12
     source = source_of(samplers=2, references=1, total_groups=steps * BATCH, pause_s=0.1)
     first_pids = source.pids()
@@ -456,7 +478,7 @@ def test_killed_actors_are_replaced_and_every_group_is_trained_once(source_of: C
         # Whoever sampled it had the weights of the version that it names.
         assert torch.equal(torch.cat([row.get(keys.RESPONSE) for row in data.unbind(0)]), 5 + versions)
         assert all(row.get(keys.REF_LOG_PROBS, None) is not None for row in data.unbind(0))
-        trained += batch.groups
+        trained += group_ids(batch)
         if version == steps - 2:  # the last step is played with everyone back at work
             deadline = time.monotonic() + 300
             while len(source.pids()) < 3 and time.monotonic() < deadline:
@@ -486,21 +508,21 @@ def test_killed_actors_are_replaced_and_every_group_is_trained_once(source_of: C
 
 
 def test_weights_arrive_while_the_only_unit_of_a_replica_is_played(
-    source_of: Callable[..., RaySource], tokenizer: PreTrainedTokenizerFast
+    source_of: Callable[..., Rollouts], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """Also where a replica plays one unit at a time; what its engine goes on from is restored before."""
     env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=TASK * REPEATS, repeats=REPEATS)
     state = {"drawing": env.state_dict(), "ahead": [], "engines": [{"policy_version": 0}]}
     source = source_of(total_groups=5 * BATCH, max_staleness=9, engine=UpdatedInFlight, in_flight="keep", state=state)
     source.publish(weights_of(3), 3)
-    until(lambda: source.manager.samplers[0].tasks)
+    until(lambda: source.samplers[0].tasks)
     source.publish(weights_of(4), 4)
     data = sequences(source.next_batch())
     assert {int(row.get(keys.RESPONSE)) for row in data.unbind(0)} == {5 + 4}
 
 
 def test_actors_that_hang_are_replaced_and_every_group_is_trained_once(
-    source_of: Callable[..., RaySource], tmp_path: Path
+    source_of: Callable[..., Rollouts], tmp_path: Path
 ) -> None:
     """One replica hangs while it samples, the other one while it takes weights, the reference while it scores."""
     steps, (update, score, generate) = 20, [tmp_path / name for name in ("update", "score", "generate")]
@@ -509,7 +531,7 @@ def test_actors_that_hang_are_replaced_and_every_group_is_trained_once(
         engine=partial(HangingEngine, tmp_path), reference=partial(HangingScoring, tmp_path),
     )  # fmt: skip
     first_pids = source.pids()
-    for worker in source.manager.workers:
+    for worker in (*source.samplers, *source.references):
         worker.timeout_s = 5.0  # of all that they are asked from here on, but for a new start
     for marker in (update, score):
         marker.touch()
@@ -517,10 +539,10 @@ def test_actors_that_hang_are_replaced_and_every_group_is_trained_once(
     until(lambda: not score.exists())
     generate.touch()
     until(lambda: not update.exists() and not generate.exists())
-    until(lambda: sum(worker.restarts for worker in source.manager.workers) == 3)
+    until(lambda: sum(worker.restarts for worker in (*source.samplers, *source.references)) == 3)
     trained: list[int] = []
     for version in range(steps):
-        trained += source.next_batch().groups
+        trained += group_ids(source.next_batch())
         source.publish(weights_of(version + 1), version + 1)
     assert sorted(trained) == list(range(steps * BATCH))
     metrics = source.metrics()
@@ -529,12 +551,12 @@ def test_actors_that_hang_are_replaced_and_every_group_is_trained_once(
     until(lambda: all(map(gone, first_pids.values())))
 
 
-def test_an_actor_that_hangs_while_it_starts_ends_the_run(source_of: Callable[..., RaySource]) -> None:
+def test_an_actor_that_hangs_while_it_starts_ends_the_run(source_of: Callable[..., Rollouts]) -> None:
     with pytest.raises(WorkersLostError, match=r"model 0 could not start: it was to start, and did not within 2 s"):
         source_of(references=1, reference=partial(time.sleep, 1000), total_groups=BATCH, actor_timeout_s=2.0)
 
 
-def test_a_replica_that_is_not_there_is_not_probed(source_of: Callable[..., RaySource], tmp_path: Path) -> None:
+def test_a_replica_that_is_not_there_is_not_probed(source_of: Callable[..., Rollouts], tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     source = source_of(samplers=2, total_groups=BATCH, broken=broken)
     source.publish(weights_of(0), 0)
@@ -545,7 +567,7 @@ def test_a_replica_that_is_not_there_is_not_probed(source_of: Callable[..., RayS
     assert len(source.pids()) == 1 == len(source.probes())  # not asked
 
 
-def test_the_driver_does_not_grow_with_the_run(source_of: Callable[..., RaySource]) -> None:
+def test_the_driver_does_not_grow_with_the_run(source_of: Callable[..., Rollouts]) -> None:
     """All that a group leaves behind here are its numbers, and those of trained groups are dropped."""
     steps, settled = 300, 100
     source = source_of(total_groups=steps * BATCH, pause_s=0.0)
@@ -562,11 +584,11 @@ def test_the_driver_does_not_grow_with_the_run(source_of: Callable[..., RaySourc
 class CountingLearner:
     """A learner in this process whose weights are its version; the engine's actor dies inside its second step."""
 
-    def __init__(self, source: RaySource, before_step: dict[int, Callable[[], None]]) -> None:
+    def __init__(self, source: Rollouts, before_step: dict[int, Callable[[], None]]) -> None:
         self.source, self.before_step = source, before_step
         self.version, self.resumable = 0, True
 
-    def train_batch(self, batch: RayBatch) -> dict[str, float]:
+    def train_groups(self, *groups: Any) -> dict[str, float]:
         self.before_step.get(self.version, lambda: None)()
         self.version += 1
         return {"train/loss": 0.0, "rollout/tokens": 1.0}
@@ -585,7 +607,7 @@ class CountingLearner:
 
 
 def test_a_run_whose_engines_stay_dead_is_saved_and_says_why(
-    source_of: Callable[..., RaySource], tmp_path: Path
+    source_of: Callable[..., Rollouts], tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
     source = source_of(total_groups=100 * BATCH, broken=broken, recovery_timeout_s=2.0)
@@ -600,8 +622,8 @@ def test_a_run_whose_engines_stay_dead_is_saved_and_says_why(
         Console(file=(tmp_path / "out").open("w")) as console,
         pytest.raises(WorkersLostError, match=r"all of sampler 0 have been dead for \d+ s, more than the 2 s"),
     ):
-        recorder = Recorder(learner, logger, console, Alarms(), schedule=Schedule(100), sequences_per_batch=8)
-        saver = Saver(learner, source, Checkpointer(tmp_path, {}), lambda: None, Schedule(100))
+        recorder = Recorder(learner, logger, console, Alarms(), num_batches=100, sequences_per_batch=8)
+        saver = Saver(learner, source, Checkpointer(tmp_path, {}), lambda: None, num_batches=100)
         fit(learner, source, Schedule(100), [recorder, saver])
     [checkpoint] = tmp_path.glob("checkpoint_*.pt")
     step = len([row for row in read_jsonl(tmp_path / "metrics.jsonl") if "train/loss" in row])
@@ -612,7 +634,7 @@ def test_a_run_whose_engines_stay_dead_is_saved_and_says_why(
     assert len(waiting) == state["source"]["drawing"]["next_group"] - step * BATCH
 
 
-def test_a_restored_source_plays_what_was_not_trained_and_nothing_twice(source_of: Callable[..., RaySource]) -> None:
+def test_a_restored_source_plays_what_was_not_trained_and_nothing_twice(source_of: Callable[..., Rollouts]) -> None:
     source = source_of(total_groups=4 * BATCH, max_staleness=2)
     source.publish(weights_of(0), 0)
     first = source.next_batch()
@@ -623,8 +645,8 @@ def test_a_restored_source_plays_what_was_not_trained_and_nothing_twice(source_o
     rest: list[int] = []
     for version in range(1, 4):
         restored.publish(weights_of(version), version)
-        rest += restored.next_batch().groups
-    assert sorted([*first.groups, *rest]) == list(range(4 * BATCH))
+        rest += group_ids(restored.next_batch())
+    assert sorted([*group_ids(first), *rest]) == list(range(4 * BATCH))
 
 
 def test_what_an_actor_refuses_is_raised_as_it_was(ray_cluster: cluster.Cluster, tmp_path: Path) -> None:
@@ -632,8 +654,7 @@ def test_what_an_actor_refuses_is_raised_as_it_was(ray_cluster: cluster.Cluster,
     broken.touch()
     factory: Any = partial(make_sampler, None, 0.0, broken, CountingEngine)  # type: ignore[arg-type]
     tasks: Any = SimpleNamespace(buffer=GroupBuffer(1, 0))  # the factory is what fails
-    manager = RolloutManager(tasks, samplers=[(factory, {"num_cpus": 0})])
-    source = RaySource(manager)
+    source = Rollouts(tasks, InThread(), samplers=[on_ray("sampler 0", partial(make_seeded, factory, 0))])
     source.start()
     try:
         with pytest.raises(RuntimeError, match=r"^this machine has no room for an engine$"):
@@ -675,7 +696,7 @@ def test_ranks_that_do_not_answer_end_the_run(ray_cluster: cluster.Cluster) -> N
     learner.actor_timeout_s = 1.0
     waited = r"^waited 1 s \(ray\.actor_timeout_s\) for the training ranks to train a batch \(version 0\)"
     with pytest.raises(WaitedTooLongError, match=waited):
-        learner.train_batch(RayBatch((0,), [ray.put(lazy_stack([TensorDict({})]))]))
+        learner.train_groups(ray.put(lazy_stack([TensorDict({})])))
     assert not learner.resumable
     learner.close()
 
@@ -700,12 +721,12 @@ def test_a_dead_training_rank_ends_the_run_with_the_last_checkpoint_named(
     learner.save(Checkpointer(tmp_path, {}), {})
     threading.Timer(0.5, os.kill, (learner.pids[0], signal.SIGKILL)).start()
     with pytest.raises(LearnerLostError, match=r"training rank died .* train\.resume=.*checkpoint_000000\.pt"):
-        learner.train_batch(RayBatch((0,), [ray.put(lazy_stack([TensorDict({})]))]))
+        learner.train_groups(ray.put(lazy_stack([TensorDict({})])))
     assert not learner.resumable  # inside a step: not a state that could be saved
     learner.close()
 
 
-def test_a_unit_that_every_reference_actor_dies_of_ends_the_run(source_of: Callable[..., RaySource]) -> None:
+def test_a_unit_that_every_reference_actor_dies_of_ends_the_run(source_of: Callable[..., Rollouts]) -> None:
     source = source_of(references=1, total_groups=BATCH, reference=Deadly)
     source.publish(weights_of(0), 0)
     with pytest.raises(WorkersLostError, match=r"groups \d to \d ended reference model 0 or others like it 3 times"):
@@ -726,18 +747,18 @@ def test_a_unit_that_every_reference_actor_dies_of_ends_the_run(source_of: Calla
     ],
 )
 def test_an_actor_without_memory_ends_the_run_with_what_would_save_some(
-    source_of: Callable[..., RaySource], full: dict[str, Any], said: str
+    source_of: Callable[..., Rollouts], full: dict[str, Any], said: str
 ) -> None:
     source = source_of(total_groups=BATCH, **full)
     source.publish(weights_of(0), 0)
     with pytest.raises(MemoryShortError, match=said) as raised:
         source.next_batch()
     assert "\n" not in str(raised.value)
-    assert [worker.restarts for worker in source.manager.workers] == [0] * len(source.manager.workers)
+    assert not any(worker.restarts for worker in (*source.samplers, *source.references))
 
 
 def test_engines_on_a_shared_accelerator_start_after_the_reference(
-    source_of: Callable[..., RaySource], tmp_path: Path
+    source_of: Callable[..., Rollouts], tmp_path: Path
 ) -> None:
     file = tmp_path / "made"
     settings: dict[str, Any] = {"references": 1, "reference": partial(SlowToLoad, file), "total_groups": BATCH}
@@ -745,29 +766,18 @@ def test_engines_on_a_shared_accelerator_start_after_the_reference(
     assert source.pids().keys() == {"sampler 0", "reference model 0"}
 
 
-def test_a_source_answers_where_its_thread_starts_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Manager:
-        """Stands for a RolloutManager."""
-
-        tasks = SimpleNamespace(buffer=SimpleNamespace(max_staleness=1))
-        heard_at = actor_timeout_s = 1.0
-        done: list[str] = []  # noqa: RUF012
-
-        async def start(self) -> None:
-            self.done.append("start")
-
-        async def close(self) -> None:
-            self.done.append("close")
+def test_a_question_is_answered_where_the_thread_starts_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def question() -> int:
+        return 3
 
     real = threading.Thread.run
     monkeypatch.setattr(threading.Thread, "run", lambda self: (time.sleep(0.3), real(self)))
-    source = RaySource(Manager())  # type: ignore[arg-type]
-    source.start()
-    source.close()
-    source.close()
-    assert Manager.done == ["start", "close"]
-    with pytest.raises(RuntimeError, match="the source is closed"):
-        source.start()
+    driver = InThread()
+    assert driver.ask(question()) == 3
+    driver.close([])
+    driver.close([])
+    with pytest.raises(RuntimeError, match="the rollouts are closed"):
+        driver.ask(question())
 
 
 class Answer:
@@ -786,18 +796,18 @@ class Answer:
 def test_time_with_nothing_to_do_does_not_count_as_dead() -> None:
     """Else a second loss after a long pause would count the pause as dead time."""
 
-    async def lose_it(worker: Worker, asked: bool) -> None:
+    async def lose_it(worker: OnRay, asked: bool) -> None:
         worker.actor, worker.ready = SimpleNamespace(call=Answer()), True
         worker._lost = asyncio.get_running_loop().create_future()
         if asked:
-            question = asyncio.create_task(worker.ask("load weights", "update"))
+            question = asyncio.create_task(worker.call("load weights", "update"))
             await asyncio.sleep(0.01)
         worker.lose(RuntimeError("gone"))
         if asked:
             with pytest.raises(ActorLostError, match="gone"):
                 await question
 
-    worker = SamplerWorker("worker", lambda: None, {}, timeout_s=60.0)
+    worker = on_ray("sampler 0", lambda: None, 60.0)
     worker.kill = lambda: setattr(worker, "actor", None)  # type: ignore[method-assign]
     asyncio.run(lose_it(worker, asked=False))
     first = worker.alive_at
@@ -807,7 +817,7 @@ def test_time_with_nothing_to_do_does_not_count_as_dead() -> None:
     assert worker.alive_at > first
 
 
-def test_actors_that_start_and_die_again_and_again_count_as_dead(source_of: Callable[..., RaySource]) -> None:
+def test_actors_that_start_and_die_again_and_again_count_as_dead(source_of: Callable[..., Rollouts]) -> None:
     source = source_of(total_groups=BATCH, engine=DeadlyEngine, recovery_timeout_s=4.0)
     source.publish(weights_of(0), 0)
     with pytest.raises(WorkersLostError, match=r"all of sampler 0 have been dead for \d+ s, more than the 4 s"):

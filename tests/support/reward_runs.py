@@ -22,15 +22,15 @@ def run(folder: Path, *overrides: str, kill: Callable[[Any], list[int]] | None, 
     settings = ("env.num_envs=16", "env.repeats=4", "optimizer.lr=1e-3", "evaluation.num_prompts=0")
     config = compose_config(*settings, "train.total_dialog_turns=64", "logging.tensorboard=false", *overrides)
     made = build(config, folder, asynchronous=asynchronous)
-    real = made.learner.train_batch
+    real = made.learner.train_groups
 
-    def train_batch(batch: Any) -> dict[str, float]:
+    def train_groups(*groups: Any) -> dict[str, float]:
         if made.learner.version == 2 and kill is not None:
             for pid in kill(made):
                 os.kill(pid, signal.SIGKILL)
-        return real(batch)
+        return real(*groups)
 
-    made.learner.train_batch = train_batch  # type: ignore[method-assign]
+    made.learner.train_groups = train_groups  # type: ignore[method-assign]
     try:
         made.fit()
     finally:

@@ -65,7 +65,7 @@ class Script:
         while not until() and self.process.poll() is None and time.monotonic() < deadline:
             with suppress(psutil.NoSuchProcess):
                 self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
-            time.sleep(0.2)
+            time.sleep(0.5)  # to look at all processes takes a while
 
     def printed(self) -> str:
         return (self.folder / "printed.txt").read_text()

@@ -27,6 +27,7 @@ class FileInfo(import_module("vllm.distributed.weight_transfer.base").WeightTran
 
     path: str
     wrong: str
+    layers: tuple[()] = ()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.wrong == "raise":

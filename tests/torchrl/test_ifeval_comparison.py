@@ -29,6 +29,7 @@ def tool() -> Iterator[ModuleType]:
     module.logger.setLevel(level)
 
 
+@pytest.mark.slow
 def test_500_responses_differ_from_torchrl_only_where_it_is_explained(tool: ModuleType) -> None:
     cases = list(tool.made_up_cases(500, seed=0))
     assert len({response for *_, response in cases}) == 500

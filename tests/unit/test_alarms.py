@@ -145,6 +145,7 @@ def test_console_and_report_show_alarms_and_that_there_are_none(tmp_path: Path) 
     assert lines[-2:] == ["alarm, steps 3 to 9: a", "alarm, from step 5 to the end: b"]
 
 
+@pytest.mark.slow
 def test_a_run_without_rewards_says_so_and_ends_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It looked like any other run: reward 0, and exit status 0."""
     (tmp_path / "nothing.py").write_text("def score(response):\n    return 0.0\n")
@@ -159,6 +160,7 @@ def test_a_run_without_rewards_says_so_and_ends_if_asked(tmp_path: Path, capsys:
     assert "checkpoint_000003.pt" in {path.name for path in (tmp_path / "ends" / "checkpoints").iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("planned", "made", "message"),
     [
@@ -188,6 +190,7 @@ def test_one_valid_reward_keeps_a_run_from_counting_as_one_without() -> None:
         assert alarms.steps_without_reward == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [
@@ -201,6 +204,7 @@ def test_a_short_run_that_goes_wrong_raises_its_alarm(overrides: tuple[str, ...]
     assert name in {alarm.name for alarm in alarms_of(rows)}
 
 
+@pytest.mark.slow
 def test_responses_that_a_group_has_twice_are_counted(tmp_path: Path) -> None:
     [*_, row] = run(tmp_path, steps(1), "inference_model.temperature=0.01")
     assert row["rollout/repeated"] == 1  # those of each group are all equal

@@ -551,6 +551,7 @@ def test_one_optimizer_step_a_batch_needs_no_forward_pass_for_proximal(tmp_path:
         run.close()
 
 
+@pytest.mark.slow
 def test_the_reference_model_is_refreshed_every_n_steps(tmp_path: Path) -> None:
     """At first it has the weights of the start; from step 2 on, before the engine has them, those of step 2."""
     overrides = ["ref_model.refresh_every=2", "train.total_dialog_turns=48", "policy.kl_coef=0.01"]

@@ -40,6 +40,7 @@ def test_answers_are_right_and_operands_have_the_stated_size(difficulty: int) ->
     assert operations == ({"+"} if difficulty <= 2 else {"+", "-"})
 
 
+@pytest.mark.slow
 def test_splits_share_no_problem_across_difficulties_and_seeds() -> None:
     tasks = [ArithmeticTask(difficulty, seed) for difficulty in (1, 2, 3, 4) for seed in (0, 1, 2)]
     train = {canonical(problem) for task in tasks for problem in task.problems("train")}
@@ -117,6 +118,7 @@ def test_only_an_integer_after_the_mark_at_the_very_end_is_an_answer(response: s
     assert final_answer(response) == answer
 
 
+@pytest.mark.slow
 @given(st.integers(), st.text(max_size=30), st.integers(0, 5))
 def test_a_written_integer_is_read_back(n: int, before: str, zeros: int) -> None:
     sign, digits = ("-", str(n)[1:]) if n < 0 else ("", str(n))

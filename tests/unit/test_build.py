@@ -161,6 +161,7 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
     assert blueprint.greedy_env is not None and blueprint.greedy_env.batch_size == (1,)  # no problem is counted twice
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_weights")
 def test_the_plan_table_lists_the_devices_and_what_one_of_them_holds() -> None:
     def table(plan: DevicePlan, *overrides: str) -> list[tuple[str, str, float]]:
@@ -250,6 +251,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path: Pat
     assert losses("c", 1) != first
 
 
+@pytest.mark.slow
 def test_evaluation_changes_nothing_in_the_run(tmp_path: Path) -> None:
     def final(name: str, *overrides: str) -> dict[str, torch.Tensor]:
         run = build(compose_config(*SMALL, *overrides), tmp_path / name)
@@ -263,6 +265,7 @@ def test_evaluation_changes_nothing_in_the_run(tmp_path: Path) -> None:
     assert all(torch.equal(often[name], value) for name, value in never.items())
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_saves_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = build(compose_config(*SMALL, "evaluation.num_prompts=0"), tmp_path)
     real = run.learner.train_groups
@@ -311,6 +314,7 @@ def test_an_engine_with_another_distribution_ends_the_first_step(tmp_path: Path)
         run.close()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_data_position_of_its_step(tmp_path: Path) -> None:
     run = build(compose_config(*SMALL, "evaluation.num_prompts=0", "train.checkpoint_frequency=1"), tmp_path)
     run.fit()
@@ -348,6 +352,7 @@ def test_temperature_is_that_of_engine_trainer_and_reference(tmp_path: Path) -> 
     assert rows[1]["train/kl_k3_to_ref"] == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_lora_scores_the_reference_with_its_adapters_off(tmp_path: Path) -> None:
     run = build(compose_config(*SMALL, "train_model.lora.enabled=true", "optimizer.lr=1e-2"), tmp_path)
     try:
@@ -431,6 +436,7 @@ def test_every_config_key_is_read_by_something_that_uses_it(
     assert len(list(leaves(GRPOConfig()))) > 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("setting", "expected"), [(None, 1), ("2", 2)])
 def test_a_small_model_is_computed_on_one_thread_until_the_run_is_closed(
     setting: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -56,6 +56,7 @@ def found(folder: Path) -> Resume:
     return resume
 
 
+@pytest.mark.slow
 def test_each_of_200_flipped_bits_and_4_kib_of_zeros_is_found(saved: Path, tmp_path: Path) -> None:
     whole, draw = bytearray(at(saved, 2).read_bytes()), random.Random(0)
     path, accepted = tmp_path / "checkpoint_000002.pt", 0
@@ -162,6 +163,7 @@ def test_the_manifest_says_what_is_inside_without_torch(saved: Path) -> None:
     assert manifest["config"] == state["config"]
 
 
+@pytest.mark.slow
 def test_weights_that_a_step_made_useless_are_never_saved(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match=r"not finite after step 1.* lower optimizer\.lr than 1e\+10"):
         run(tmp_path, steps(3), "optimizer.lr=1e10", "train.checkpoint_frequency=1")
@@ -170,6 +172,7 @@ def test_weights_that_a_step_made_useless_are_never_saved(tmp_path: Path) -> Non
     assert not list(tmp_path.rglob("*.pt")) and not list(tmp_path.rglob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_weights_that_overflow_only_in_mixed_precision_are_never_saved(tmp_path: Path) -> None:
     """In float32 they gave finite log-probs, while every training step was skipped for NaN."""
     with pytest.raises(NonFiniteError, match=r"log-probs are not finite after step 3.* lower optimizer\.lr than 1\."):
@@ -276,6 +279,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)  # a log file there may be open
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_run_alive_and_the_one_before_valid(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +348,7 @@ def test_a_model_that_finds_no_room_is_one_line(
     assert [path.name for path in small_disk.iterdir()] == ["filler"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")
 def test_20_kills_in_a_save_leave_only_whole_checkpoints(tmp_path: Path) -> None:
     """Each child saves until it is killed; what it leaves is read by the next one's start."""

@@ -114,6 +114,7 @@ def test_hub_name_config_and_revision_reach_load_dataset(monkeypatch: pytest.Mon
     assert "Should be one of ['train']: set env.test_split=NAME or env.test_fraction=0.1" in error_of(task, "test")
 
 
+@pytest.mark.slow
 def test_the_hub_without_a_network_is_one_clear_error(tmp_path: Path) -> None:
     code = (
         "from torchrl_grpo.tasks.dataset import DatasetTask\n"

@@ -146,6 +146,7 @@ def test_samplers_play_what_the_driver_drew_and_outcomes_count_once(tokenizer: P
     assert "outcomes" not in player.state_dict()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_leaves_out_the_same_problems(tmp_path: Path) -> None:
     rows = [json.dumps({"question": f"{n}+{n}=", "answer": str(2 * n)}) for n in range(1, 7)]
     (tmp_path / "data.jsonl").write_text("\n".join(rows) + "\n")

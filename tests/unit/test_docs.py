@@ -40,15 +40,13 @@ def test_every_loss_output_and_dynamic_sampling_count_is_on_the_page() -> None:
 
 def test_the_names_of_the_losss_terms_are_what_the_page_says() -> None:
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
-    rows = [
-        re.findall(r"`(\w+)`", line) for line in page.partition("| term |")[2].partition("\n\n")[0].splitlines()[2:]
-    ]
+    table = page.partition("| term |")[2].partition("\n\n")[0]
+    rows = [re.findall(r"`(\w+)`", line) for line in table.splitlines()[2:]]
     actor = TokenScorer(make_tiny_model())
     assert [key for key, *_ in rows] == ["kl_to_behaviour_coef", "kl_coef", "entropy_coef"]
     for key, argument, *outputs in rows:
-        loss = make_loss(
-            compose_config(f"policy.{key}=0.25", *([] if key == "kl_coef" else ["policy.kl_coef=0"])), actor
-        )
+        settings = {"policy.kl_coef": 0.0, f"policy.{key}": 0.25}
+        loss = make_loss(compose_config(*(f"{name}={value}" for name, value in settings.items())), actor)
         assert getattr(loss, argument) == 0.25
         assert set(outputs) <= set(loss.out_keys)
         assert [name for name in loss.out_keys if name.startswith("loss_") and name != "loss_objective"] == outputs[:1]

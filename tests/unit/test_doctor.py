@@ -34,6 +34,7 @@ def tried(capsys: pytest.CaptureFixture[str], folder: Path, *overrides: str) -> 
     return passed, {row[0]: [row[1], row[5].strip() if len(row) > 5 else ""] for row in rows if len(row) > 3}
 
 
+@pytest.mark.slow
 def test_a_sound_run_passes_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], wide: None) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "before").mkdir()
@@ -70,6 +71,7 @@ def test_a_dry_run_tries_the_revision_that_a_run_would_load(
     assert table["parts"] == ["skipped", "see model"]
 
 
+@pytest.mark.slow
 def test_a_scorer_that_fails_and_one_that_gives_nothing_are_told_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wide: None
 ) -> None:
@@ -102,6 +104,7 @@ def test_problems_in_both_splits_and_prompts_that_are_too_long_are_shown(
     assert table["parts"][0] == "warning" and "1 of 30 prompts are longer and are left out" in table["parts"][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [("train_model.lora.enabled=true",), ("env.reward_workers=1", "algo=dapo"), ("train.total_dialog_turns=0",)],
@@ -123,6 +126,7 @@ def test_its_steps_change_no_weight(tmp_path: Path) -> None:
     run.close()
 
 
+@pytest.mark.slow
 def test_the_script_has_the_exit_status_of_the_checks(
     tmp_path: Path, run_here: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,7 @@ def test_a_run_whose_stacks_cannot_be_written_ends_all_the_same(
     check_whole(at(tmp_path / "run", 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_run_that_stands_still_shows_where_and_saves(
     workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -123,6 +124,7 @@ def test_what_cannot_be_written_at_the_end_costs_no_checkpoint(
     assert sum(line.startswith(f"No report could be written in {tmp_path} (IsADirectoryError") for line in said) == 1
 
 
+@pytest.mark.slow
 def test_time_that_is_over_before_the_first_step_names_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def test_adapters_are_merged_or_written_alone(lora_run: Path, tmp_path: Path) ->
     assert_same(merged.state_dict(), expected, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [(), LORA])
 def test_models_are_written_beside_checkpoints(overrides: tuple[str, ...], tmp_path: Path) -> None:
     run(tmp_path, *overrides, *TESTED, steps(4), "train.checkpoint_frequency=2", "train.export_frequency=2",

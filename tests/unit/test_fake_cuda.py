@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import pickle
+from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +19,8 @@ from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.transforms.kl_scoring import KLScoring
-from torchrl_grpo.weights import CudaIpcSender, cuda_ipc, named_weights
-from torchrl_grpo.weights.handle import Reader
+from torchrl_grpo.weights import DirectHandle, EitherHandle, handle, ipc, named_weights
+from torchrl_grpo.weights.ipc import IpcSender, LocalSender
 
 FIRST, SECOND = "meta:0", "meta:1"
 METRICS = ("train/loss", "train/grad_norm", "train/kl_k3_to_ref", "train/entropy")
@@ -106,40 +109,89 @@ def test_a_step_waits_for_its_device_twice_and_scoring_once_a_pass() -> None:
         assert cuda.waited == ["aten._to_copy"] * 3
 
 
-def test_cuda_ipc_hands_on_what_torch_asks_for_and_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+class FakeIpc:
+    """CUDA's calls for shared memory, in one process. Torch frees what was exported when its count is 0."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.memory: dict[bytes, torch.Tensor] = {}
+        self.counts: dict[bytes, int] = {}
+        monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
+        monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+        monkeypatch.setattr(ipc, "reduce_tensor", self.reduce)
+        monkeypatch.setattr(ipc, "release_shared_memory", self.release)
+
+    def reduce(self, flat: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+        counter = f"counter {len(self.memory)}".encode()
+        self.memory[counter], self.counts[counter] = flat, 1
+        own = (torch.Tensor, flat.size(), flat.stride(), 0, torch.storage.TypedStorage, flat.dtype, 0)
+        return rebuild_cuda_tensor, (*own, b"handle", flat.nbytes, 0, False, counter, len(self.memory), b"event", True)
+
+    def rebuild(self, *arguments: Any) -> torch.Tensor:
+        given = inspect.signature(rebuild_cuda_tensor).bind(*arguments).arguments
+        counter = given["ref_counter_handle"]
+        flat = self.memory[counter]
+        assert (given["tensor_size"], given["dtype"], given["storage_device"]) == (flat.size(), flat.dtype, 0)
+        self.counts[counter] -= 1
+        return flat
+
+    def release(self, counter: bytes, place: int) -> None:
+        self.counts[counter] -= 1
+
+    def received(self, updates: Iterable[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """What vLLM's engine makes of update infos."""
+        got: dict[str, torch.Tensor] = {}
+        for update in updates:
+            info = ipc.opened(pickle.loads(pickle.dumps(update)))
+            assert info["ipc_handles"].keys() == {"GPU-7"}
+            packed = self.rebuild(*info["ipc_handles"]["GPU-7"]).split(info["tensor_sizes"])
+            for name, dtype, shape, part in zip(
+                info["names"], info["dtype_names"], info["shapes"], packed, strict=True
+            ):
+                got[name] = part.view(getattr(torch, dtype)).view(shape)
+        return got
+
+
+def test_the_arguments_of_shared_memory_are_those_of_torch() -> None:
     names = list(inspect.signature(rebuild_cuda_tensor).parameters)
     assert names == [
         "tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype", "storage_device",
         "storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad", "ref_counter_handle",
         "ref_counter_offset", "event_handle", "event_sync_required",
     ]  # fmt: skip
-    memory: dict[bytes, torch.Tensor] = {}
-    released: list[tuple[bytes, int]] = []
 
-    def reduce(flat: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
-        handle = f"handle {len(memory)}".encode()
-        memory[handle] = flat
-        own = (torch.Tensor, flat.size(), flat.stride(), 0, torch.storage.TypedStorage, flat.dtype, 0)
-        return rebuild_cuda_tensor, (*own, handle, flat.nbytes, 0, False, b"counter", len(memory), b"event", True)
 
-    def rebuild(*arguments: Any) -> torch.Tensor:
-        given = inspect.signature(rebuild_cuda_tensor).bind(*arguments).arguments
-        flat = memory[given["storage_handle"]]
-        assert (given["tensor_size"], given["dtype"], given["storage_device"]) == (flat.size(), flat.dtype, 0)
-        return flat
-
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
-    monkeypatch.setattr(cuda_ipc, "reduce_tensor", reduce)
-    monkeypatch.setattr(cuda_ipc, "rebuild_cuda_tensor", rebuild)
-    release = staticmethod(lambda *counter: released.append(counter))
-    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", release, raising=False)
-    model, sender = make_tiny_model(), CudaIpcSender(torch.bfloat16)
-    handle = sender.pack(named_weights(model), 3)
-    got = dict(handle.weights(Reader("engine")))
-    assert all(torch.equal(got[name], weight.bfloat16()) for name, weight in named_weights(model))
-    sender.release(3)
-    assert released == [(b"counter", number + 1) for number in range(len(memory))]
+def test_what_an_engine_on_the_same_gpu_reads_is_counted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = FakeIpc(monkeypatch)
+    monkeypatch.setattr(handle, "PART_BYTES", 20_000)
+    sender = IpcSender(torch.bfloat16, "127.0.0.1")
+    models = {version: make_tiny_model(version) for version in (1, 2)}
+    sent = {version: sender.pack(named_weights(model), version) for version, model in models.items()}
+    assert len(sent[2].infos) > 2
+    assert sent[2].init_info(1) == {"packed": True}
+    got = cuda.received(sent[2].updates())
+    assert all(torch.equal(got[name], weight.bfloat16()) for name, weight in named_weights(models[2]))
+    assert [(name, tuple(got[name].shape)) for name in got] == sent[2].layout
+    sender.release(1)  # nobody has read it
+    sender.release(2)
+    assert set(cuda.counts.values()) == {0}
     sender.close()
-    assert len(released) == len(memory)
+    assert set(cuda.counts.values()) == {0}
+
+
+def test_an_engine_in_the_trainers_process_gets_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, model = FakeIpc(monkeypatch), make_tiny_model()
+    monkeypatch.setattr(handle, "PART_BYTES", 20_000)
+    sender = LocalSender(torch.bfloat16)
+    both = sender.handle(lambda: named_weights(model))
+    assert isinstance(both, EitherHandle)
+    updates = both.fast.updates()
+    next(updates)
+    assert len(cuda.memory) == 1
+    got = cuda.received(both.fast.updates())
+    assert all(torch.equal(got[name], weight.bfloat16()) for name, weight in named_weights(model))
+    assert isinstance(sender.resend(0, "no such link"), DirectHandle)
+    assert isinstance(sender.handle(lambda: named_weights(model)), DirectHandle)

@@ -46,6 +46,7 @@ def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OmegaConf, "register_new_resolver", register)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stopped_clock")
 def test_starts_in_the_same_second_have_folders_of_their_own(run_here: Callable[..., int], tmp_path: Path) -> None:
     assert [run_here(SYNC, *SHORT) for _ in range(3)] == [0, 0, 0]
@@ -54,6 +55,7 @@ def test_starts_in_the_same_second_have_folders_of_their_own(run_here: Callable[
     assert [[row["step"] for row in read_jsonl(path / "metrics.jsonl")] for path in day.iterdir()] == 3 * [[0, 1]]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stopped_clock")
 def test_sweeps_in_the_same_second_have_folders_of_their_own(run_here: Callable[..., int], tmp_path: Path) -> None:
     assert [run_here(SYNC, "--multirun", *SHORT) for _ in range(2)] == [0, 0]
@@ -74,6 +76,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+@pytest.mark.slow
 def test_a_live_run_is_not_gone_on_with_by_another_start(tmp_path: Path) -> None:
     """It renamed the checkpoints of the run and cut its metrics."""
     config = compose_config(*SMALL, steps(3), "train.checkpoint_frequency=1")
@@ -112,6 +115,7 @@ def test_a_refused_start_leaves_the_folders_that_were_there(run_here: Callable[.
         assert list(folder.parent.iterdir()) == [folder]
 
 
+@pytest.mark.slow
 def test_a_refused_start_changes_no_file_of_the_live_run(
     run_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +130,7 @@ def test_a_refused_start_changes_no_file_of_the_live_run(
     assert re.search(f"error: {held_by(os.getpid())}", said) and "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_job_of_a_sweep_is_refused_where_a_run_is_live(
     run_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,6 +249,7 @@ def test_without_flock_the_file_is_the_lock(tmp_path: Path, holder: Callable[...
     FolderLock(tmp_path).close()
 
 
+@pytest.mark.slow
 def test_of_20_starts_at_once_one_gets_the_folder(tmp_path: Path) -> None:
     code = (
         "import sys, time; from torchrl_grpo.errors import ConfigError\n"
@@ -285,6 +291,7 @@ def replace(folder: Path) -> None:
     folder.mkdir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "found", "what"),
     [
@@ -348,6 +355,7 @@ def test_a_file_in_the_place_of_the_checkpoints_drops_no_rows(tmp_path: Path) ->
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 7}\n'
 
 
+@pytest.mark.slow
 def test_checkpoints_that_cannot_be_written_cost_one_line_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(torchrl_logger, "warning", said.append)

@@ -174,6 +174,7 @@ def test_without_a_path_the_hub_data_set_is_asked_for(monkeypatch: pytest.Monkey
     assert asked == [("openai/gsm8k", "main", "test")]
 
 
+@pytest.mark.slow
 def test_offline_without_a_path_is_one_clear_error_that_names_the_fix(tmp_path: Path) -> None:
     code = (
         "from torchrl_grpo.tasks.gsm8k import GSM8KTask\n"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,11 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.configs import compose_config
-from tests.support.runs import SMALL
+from tests.support.runs import SMALL, steps
 from tests.support.tasks import next_task, play
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.collectors import RolloutCollector, Sampler
 from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.errors import TransferRefusedError
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.runtime.actors import make_seeded
@@ -31,7 +32,7 @@ from torchrl_grpo.runtime.rollouts import Rollouts
 from torchrl_grpo.runtime.staleness import GroupBuffer
 from torchrl_grpo.runtime.tasks import TaskQueue
 from torchrl_grpo.tasks import ArithmeticTask
-from torchrl_grpo.weights import DirectSender, WeightHandle
+from torchrl_grpo.weights import DirectSender, EitherHandle, WeightHandle
 
 
 class Recorder(Engine):
@@ -53,6 +54,15 @@ class Recorder(Engine):
 
     def wake(self) -> None:
         self.calls.append("wake")
+
+
+class Refuses(Recorder):
+    """Takes weights in one way alone."""
+
+    def load(self, handle: WeightHandle, version: int) -> None:
+        if isinstance(handle, EitherHandle):
+            raise TransferRefusedError("no such link")
+        super().load(handle, version)
 
 
 class Scoring:
@@ -77,6 +87,7 @@ def make_source(
     *,
     sleeps: bool = False,
     state: dict[str, Any] | None = None,
+    resend: Callable[[int, str], WeightHandle] | None = None,
     **settings: Any,
 ) -> Rollouts:
     env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=4, repeats=2)
@@ -92,6 +103,7 @@ def make_source(
         InTurn(),
         samplers=[Here("sampler 0", partial(make_seeded, lambda: sampler, 0))],
         references=[Here("reference model 0", lambda: reference)],
+        resend=resend,
     )
     if state is not None:
         source.load_state_dict(state)
@@ -272,19 +284,29 @@ def test_an_error_arrives_as_the_part_raised_it_and_no_task_is_lost(
     assert [row["group_id"].item() for row in rows_of(source.next_batch())] == [0, 0, 1, 1]
 
 
-def test_a_run_needs_no_event_loop_and_can_be_made_inside_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_inside_an_event_loop_makes_none_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a notebook, whose cells run inside the loop of its kernel."""
 
-    def fit(folder: Path) -> None:
-        with closing(build(compose_config(*SMALL), folder)) as made:
+    async def main() -> tuple[int, bool]:
+        around = asyncio.get_running_loop()
+        monkeypatch.setattr(asyncio, "new_event_loop", lambda: pytest.fail("an event loop was made"))
+        with closing(build(compose_config(*SMALL, "evaluation.num_prompts=0", steps(1)), tmp_path)) as made:
             made.fit()
+        return made.learner.version, asyncio.get_running_loop() is around
 
-    async def main() -> asyncio.AbstractEventLoop:
-        fit(tmp_path / "inside")
-        return asyncio.get_running_loop()
+    assert asyncio.run(main()) == (1, True)
 
-    assert asyncio.run(main()).is_closed()
-    monkeypatch.setattr(asyncio, "new_event_loop", lambda: pytest.fail("an event loop was made"))
-    fit(tmp_path / "without")
-    with pytest.raises(RuntimeError, match="no running event loop"):
-        asyncio.get_running_loop()
+
+def test_weights_that_the_engine_refuses_are_sent_again(tokenizer: PreTrainedTokenizerFast) -> None:
+    resent = list[tuple[int, str]]()
+
+    def resend(version: int, reason: str) -> WeightHandle:
+        resent.append((version, reason))
+        return weights(version)
+
+    refused = EitherHandle(weights(1), cast(Any, None))
+    with pytest.raises(TransferRefusedError):
+        make_source(tokenizer, Refuses()).publish(refused, 1)
+    engine = Refuses()
+    make_source(tokenizer, engine, resend=resend).publish(refused, 1)
+    assert resent == [(1, "no such link")] and engine.policy_version == 1

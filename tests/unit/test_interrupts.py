@@ -59,6 +59,7 @@ MOMENTS = ["wait for a batch", "play", "step", "end of a step", "weight sync"]
 MOMENTS += ["evaluation", "log", "samples", "save", "export"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_at_any_moment_saves_and_leaves_files_that_agree(
@@ -82,6 +83,7 @@ def test_a_signal_at_any_moment_saves_and_leaves_files_that_agree(
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["weight sync", "play"])
 def test_the_evaluation_or_batch_that_a_signal_cut_short_is_made_up_for(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,6 +173,7 @@ def test_ctrl_c_while_the_script_imports_gives_no_traceback(tmp_path: Path) -> N
     assert "Traceback" not in shown
 
 
+@pytest.mark.slow
 def test_a_time_limit_saves_and_ends_well(run_here: Callable[..., int], tmp_path: Path) -> None:
     script = ROOT / "sota" / "grpo" / "grpo.py"
     status = run_here(

@@ -11,7 +11,7 @@ import torch
 
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.configs import compose_config
-from tests.support.runs import SMALL
+from tests.support.runs import SMALL, numbers, run, steps
 from torchrl_grpo.advice import doctor
 from torchrl_grpo.assembly import blueprint as blueprint_module
 from torchrl_grpo.assembly import parts
@@ -150,3 +150,10 @@ def test_a_run_asks_for_room_before_it_loads_anything(tmp_path: Path, monkeypatc
     monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match=r"inference_model\.gpu_memory_utilization=0\.4 must be a share of cuda:0"):
         build(compose_config(*SMALL, "inference_model.backend=vllm"), tmp_path)
+
+
+def test_offloading_on_one_device_changes_no_number(tmp_path: Path) -> None:
+    """On a CPU, where what rests lies anyway: the model is sharded over one rank, whose group the run leaves."""
+    rows = [run(tmp_path / way, steps(2), f"train_model.cpu_offload={way}") for way in ("false", "true")]
+    assert numbers(rows[0], 1) == numbers(rows[1], 1)
+    assert not torch.distributed.is_initialized()

@@ -128,7 +128,7 @@ def test_a_trainer_that_cannot_send_closes_the_group(
         sender.pack(weights(1).items(), 1).init_info(3)
 
 
-def test_a_refusal_sends_that_version_and_all_later_ones_through_the_object_store(sender: NcclSender) -> None:
+def test_a_refusal_sends_all_that_follows_through_the_object_store(sender: NcclSender) -> None:
     both = FastSender(sender, on_trial=True)
     first = both.pack(weights(0).items(), 0)
     assert isinstance(first, EitherHandle) and isinstance(first.fast, NcclWeights)

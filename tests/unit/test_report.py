@@ -15,7 +15,7 @@ from tests.support.hostile import HOSTILE, SHOWN
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.curves import panel_figure, panel_svg
 from torchrl_grpo.reporting.metrics import MetricsLogger
-from torchrl_grpo.reporting.panels import PANELS, TIME_PARTS, label_of, series, smooth, thin, time_parts
+from torchrl_grpo.reporting.panels import PANELS, STAGES, label_of, series, smooth, stage_seconds, thin
 from torchrl_grpo.reporting.records import merge_steps
 from torchrl_grpo.reporting.report import objective, summarize, write_report
 
@@ -262,7 +262,7 @@ def test_pass_at_1_of_a_data_set_is_labeled_greedy() -> None:
 def test_a_legend_lies_above_the_curves() -> None:
     records = [{"step": s, "train/kl_k3_to_ref": s * s, "train/kl_k3_to_inference": -s / 9} for s in range(12)]
     records += [{"step": s, "eval/pass@1": 1.0, "eval/pass@8": 1.0, "rollout/accuracy": 0.9} for s in range(12, 24)]
-    times = {f"time/{part}_s": 1.0 for part in TIME_PARTS}
+    times = {f"time/{part}_s": 1.0 for part in STAGES}
     records += [{"step": s, "train/clip_fraction_low": 0.2, "train/clip_fraction_high": 0.1, **times} for s in (24, 25)]
     for panel in PANELS:
         figure = panel_figure(panel, records)
@@ -374,7 +374,7 @@ def test_thin_averages_neighbours_down_to_400_points() -> None:
 
 
 def test_other_time_is_what_the_step_spent_outside_of_the_timed_parts() -> None:
-    parts = time_parts(
+    parts = stage_seconds(
         {"time/step_s": 3.0, "time/train_s": 2.0, "time/sync_s": 0.5, "time/eval_s": 7.0, "time/reward_s": None}
     )
     assert {part: seconds for part, seconds in parts.items() if seconds} == {

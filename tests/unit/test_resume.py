@@ -200,6 +200,7 @@ def test_the_latest_whole_checkpoint_of_a_folder_is_taken(full_run: Path, tmp_pa
         assert found is not None and (found.step, found.path) == (6, at(tmp_path, 6))
 
 
+@pytest.mark.slow
 def test_groups_that_were_drawn_ahead_are_played_first(full_run: Path, tmp_path: Path) -> None:
     """By a synchronous run too, and with as many groups as a batch does not divide."""
     source = torch.load(at(full_run, 6), weights_only=True)["source"]

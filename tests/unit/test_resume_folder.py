@@ -50,6 +50,7 @@ def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_in_its_folder_as_if_nothing_had_been(whole: Path, killed: Path) -> None:
     run(killed, *TESTED, *SAVED, steps(8), "train.resume=auto")
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -60,6 +61,7 @@ def test_a_killed_run_goes_on_in_its_folder_as_if_nothing_had_been(whole: Path, 
     }
 
 
+@pytest.mark.slow
 def test_a_run_without_evaluations_goes_on_with_one_row_a_step(tmp_path: Path) -> None:
     untested = ("evaluation.num_prompts=0", "evaluation.frequency=2", *SAVED)
     run(tmp_path, *untested, steps(4))
@@ -74,6 +76,7 @@ def test_a_used_folder_is_refused_unless_the_run_goes_on(whole: Path) -> None:
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_auto_starts_afresh_in_an_empty_folder_and_after_no_checkpoint(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/pass@1": 0.5}\n{"step": 1}\n')
     run(tmp_path, *TESTED, *SAVED, steps(1), "train.resume=auto")
@@ -81,6 +84,7 @@ def test_auto_starts_afresh_in_an_empty_folder_and_after_no_checkpoint(whole: Pa
     assert rows_of(tmp_path, "metrics.jsonl")[0] == rows_of(whole, "metrics.jsonl")[0]
 
 
+@pytest.mark.slow
 def test_auto_refuses_to_start_afresh_over_damaged_checkpoints(
     whole: Path, tmp_path: Path, run_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +106,7 @@ def test_auto_refuses_to_start_afresh_over_damaged_checkpoints(
     assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [0, 1]
 
 
+@pytest.mark.slow
 def test_lines_that_are_no_rows_are_left_out_when_a_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +131,7 @@ def test_lines_that_are_no_rows_are_left_out_when_a_run_goes_on(
         assert len(told) == 1 and "the first is line 2" in told[0]
 
 
+@pytest.mark.slow
 def test_auto_writes_the_model_that_a_finished_run_lacks(tmp_path: Path) -> None:
     run(tmp_path, steps(2))
     before = rows_of(tmp_path, "metrics.jsonl")
@@ -135,6 +141,7 @@ def test_auto_writes_the_model_that_a_finished_run_lacks(tmp_path: Path) -> None
     assert rows_of(tmp_path, "metrics.jsonl") == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 def test_a_finished_run_writes_nothing_more_to_other_loggers(name: str, tmp_path: Path) -> None:
     """Weights & Biases had another offline folder, TensorBoard another file."""
@@ -159,6 +166,7 @@ def test_checkpoints_of_later_steps_are_set_aside(killed: Path) -> None:
     assert names == {"checkpoint_000002.pt", "checkpoint_000003.pt", "checkpoint_000004.old", "model"}
 
 
+@pytest.mark.slow
 def test_the_saved_config_is_the_base_and_differences_are_shown(
     run_here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

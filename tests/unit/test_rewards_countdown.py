@@ -144,6 +144,7 @@ def test_sizes_and_distinct_problems() -> None:
     assert len(set(keys)) == 4096 + 512
 
 
+@pytest.mark.slow
 def test_splits_are_disjoint_across_seeds_and_settings() -> None:
     tasks = [CountdownTask(3, largest=9, seed=0), CountdownTask(3, largest=20, seed=1)]
     keys = {

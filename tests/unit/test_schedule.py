@@ -49,6 +49,7 @@ def test_a_dry_run_and_the_run_expect_the_same_files(tmp_path: Path) -> None:
     assert len([path for path in written if path.is_dir()]) == expected.models == 2
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_learning_rates_of_the_whole_one(tmp_path: Path) -> None:
     options = ("optimizer.schedule=cosine", "optimizer.warmup_steps=2", "optimizer.lr_floor=0.1", "policy.kl_coef=0")
     whole = run(tmp_path / "a", *options, "optimizer.lr=1e-3", steps(6), "train.checkpoint_frequency=3")

@@ -58,12 +58,6 @@ def test_help_and_cfg_work_without_cuda(script: Path, tmp_path: Path) -> None:
         (SYNC, ["optimizer.lr=abc"], "error: optimizer.lr=abc must have the type float"),
         (SYNC, ["optimiser.lr=1e-4"], "did you mean optimizer.lr?"),
         (
-            SYNC,
-            ["--config-name", "grpo_ifeval"],
-            "error: env.dataset=ifeval without env.dataset_path must reach google/IFEval",
-        ),
-        (SYNC, ["env.dataset=ifeval"], "error: env.dataset=ifeval without env.dataset_path must reach google/IFEval"),
-        (
             ASYNC,
             ["--config-name", "grpo_arithmetic", "inference_model.in_flight=keep"],
             "error: inference_model.in_flight=keep must be wait with inference_model.backend=transformers",
@@ -80,17 +74,22 @@ def test_a_user_error_is_one_line_without_a_traceback(
     assert not list(tmp_path.rglob("checkpoints"))
 
 
+IFEVAL = "error: env.dataset=ifeval without env.dataset_path must reach google/IFEval"
+
+
 @pytest.mark.parametrize(
-    ("argument", "message"),
+    ("arguments", "message"),
     [
-        ("train_model.devices=[0,1]", "error: train_model.devices=[0, 1] must be accelerators of this machine"),
-        ("train.max_staleness=1", "error: train.max_staleness=1 must be 0 in grpo.py"),
+        (["train_model.devices=[0,1]"], "error: train_model.devices=[0, 1] must be accelerators of this machine"),
+        (["train.max_staleness=1"], "error: train.max_staleness=1 must be 0 in grpo.py"),
+        (["--config-name", "grpo_ifeval"], IFEVAL),
+        (["env.dataset=ifeval"], IFEVAL),
     ],
 )
 def test_an_error_of_the_plan_is_one_line_too(
-    run_here: Callable[..., int], argument: str, message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    run_here: Callable[..., int], arguments: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_here(SYNC, argument) == 2
+    assert run_here(SYNC, *arguments) == 2
     shown = capfd.readouterr().err
     assert message in shown and "Traceback" not in shown
     assert not list(tmp_path.rglob("checkpoints"))

@@ -149,6 +149,7 @@ def test_demonstrators_know_how_to_carry_and_mostly_forget(tool: ModuleType) -> 
     )
 
 
+@pytest.mark.slow
 def test_the_tool_is_deterministic(tool: ModuleType) -> None:
     tokenizer = tool.build_tokenizer()
     weights = []

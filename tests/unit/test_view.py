@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import os
 import re
 import resource
 import socket
@@ -42,7 +43,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def ask(address: str, path: str = "", method: str = "GET", **headers: str) -> tuple[int, str, dict[str, str]]:
     """Status, text and headers; the path goes out as it is."""
     parts = urlsplit(address)
-    connection = http.client.HTTPConnection(parts.netloc, timeout=30)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=300)
     connection.request(method, path if path.startswith("/") else parts.path + path, headers=headers)
     response = connection.getresponse()
     return response.status, response.read().decode(), dict(response.getheaders())
@@ -241,7 +242,7 @@ def test_config_and_timeline_of_each_run(address: str) -> None:
     assert [actor["name"] for actor in api(address, "timeline?run=1")["actors"]] == ["sampler 0", "trainer"]
 
 
-def until(holds: Callable[[], object], timeout_s: float = 30) -> None:
+def until(holds: Callable[[], object], timeout_s: float = 300) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline
@@ -253,17 +254,28 @@ def page_process() -> psutil.Process:
     return page
 
 
+def hurry(page: psutil.Process) -> None:
+    """Give the page, once it has lowest priority, that of any process: on a busy machine it would answer in minutes."""
+    until(lambda: page.nice() == 19)
+    if sys.platform == "linux":
+        with suppress(PermissionError):
+            os.sched_setscheduler(page.pid, os.SCHED_OTHER, os.sched_param(0))
+            page.nice(0)
+
+
 def test_beside_a_run_it_has_lowest_priority_and_ends_with_it(tmp_path: Path) -> None:
     told: list[str] = []
     warnings: list[str] = []
     with page_beside(make_run(tmp_path / "run"), told.append, warnings.append):
         [address] = told
-        assert api(address, "status")[0]["step"] == 3
         page = page_process()
-        assert page.nice() == 19
+        until(lambda: page.nice() == 19)
         if sys.platform == "linux":  # where memory runs out, the page goes first
+            assert os.sched_getscheduler(page.pid) == os.SCHED_IDLE
             assert Path(f"/proc/{page.pid}/oom_score_adj").read_text() == "1000\n"
         assert urlsplit(address).path.strip("/") not in " ".join(page.cmdline())
+        hurry(page)
+        assert api(address, "status")[0]["step"] == 3
     assert not page.is_running()
     assert warnings == []
 
@@ -274,8 +286,9 @@ def test_strangers_use_up_no_connections_and_shut_no_reader_out(tmp_path: Path) 
     warnings: list[str] = []
     with page_beside(make_run(tmp_path / "run"), told.append, warnings.append), ExitStack() as strangers:
         [address] = told
-        assert api(address, "status")[0]["step"] == 3
         page = page_process()
+        hurry(page)
+        assert api(address, "status")[0]["step"] == 3
         resource.prlimit(page.pid, resource.RLIMIT_NOFILE, (256, 256))
         place = ("127.0.0.1", urlsplit(address).port)
         for _ in range(400):
@@ -291,7 +304,7 @@ def test_strangers_use_up_no_connections_and_shut_no_reader_out(tmp_path: Path) 
 def test_a_connection_has_seconds_to_ask(address: str, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", urlsplit(address).port), timeout=0.5) as stranger:
         stranger.sendall(sent)
-        deadline = time.monotonic() + 9
+        deadline = time.monotonic() + 60
         with suppress(ConnectionResetError, BrokenPipeError):
             while time.monotonic() < deadline:
                 stranger.sendall(b"a" if sent else b"")  # a byte now and then wins no time
@@ -335,13 +348,15 @@ def test_a_page_that_cannot_start_is_a_warning(tmp_path: Path, monkeypatch: pyte
 def test_a_page_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from torchrl_grpo.reporting.view.start import page_beside\n"
-        f"with page_beside(Path({str(make_run(tmp_path / 'run'))!r}), print, print): sys.stdout.flush(); time.sleep(60)"
+        f"with page_beside(Path({str(make_run(tmp_path / 'run'))!r}), print, print): "
+        "sys.stdout.flush(); time.sleep(900)"
     )
     run = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     address = run.stdout.readline().strip()
-    assert api(address, "status")[0]["step"] == 3
     [page] = psutil.Process(run.pid).children()
+    hurry(page)
+    assert api(address, "status")[0]["step"] == 3
     run.kill()
     run.wait()
     until(lambda: not page.is_running() or page.status() == psutil.STATUS_ZOMBIE)

@@ -100,6 +100,7 @@ def test_compiling_on_a_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) ->
     check(on_cpu=False, enforce_eager=False)
 
 
+@pytest.mark.slow
 def test_our_lists_are_those_of_the_installed_vllm() -> None:
     pytest.importorskip("vllm")
     from vllm.config.model import _FLOAT16_NOT_SUPPORTED_MODELS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,28 @@ import pytest
 import torch
 
 import torchrl_grpo.generation.vllm as vllm_module
-from tests.support.models import response_log_probs
+from tests.support.models import make_lora, make_tiny_model, response_log_probs
 from tests.support.prompts import LONG_PROMPTS
-from tests.support.weights import mismatch
-from tests.vllm.test_vllm import CONTEXT, ROUNDING, make_model
+from tests.support.weights import Trained, mismatch
 from torchrl_grpo.errors import TransferRefusedError
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.vllm import VLLMBase, VLLMEngine
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
-from torchrl_grpo.weights import EitherHandle, named_weights
+from torchrl_grpo.models.loading import CheckpointModel
+from torchrl_grpo.weights import EitherHandle, Transfer, make_sender, named_weights
+from torchrl_grpo.weights.adapters import AdapterHandle
 from torchrl_grpo.weights.handle import DirectHandle
 
 pytest.importorskip("vllm")
 from tests.support.transfers import EXTENSION, FileWeights
 
 PARAMS = SamplingParams(max_new_tokens=8)
+CONTEXT, ROUNDING = 256, 1e-4
+
+
+def make_model(seed: int = 0) -> torch.nn.Module:
+    """Head size 32: the smallest that vLLM runs on a CPU."""
+    return make_tiny_model(seed, hidden_size=128, initializer_range=0.1)
 
 
 @pytest.fixture(scope="module", params=[VLLMEngine, AsyncVLLMEngine])
@@ -110,3 +118,36 @@ def test_a_fast_way_that_goes_wrong_later_is_left_and_nothing_is_lost(
     with pytest.raises(TransferRefusedError, match="from_file"):
         fresh.load(either(model, tmp_path, wrong), 7)
     assert (off(fresh, model) < ROUNDING, fresh.policy_version) == (True, 7)
+
+
+@pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16])
+def test_workers_add_adapters_to_the_bit_as_the_host_does(
+    base_dtype: torch.dtype, engine: VLLMBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedy = SamplingParams(max_new_tokens=8, temperature=0)
+    base = CheckpointModel(engine._hf_config._name_or_path, base_dtype)
+    sender = make_sender(Transfer("object_store"), dtype=None, lora_base=base)
+    for version in (1, 2):
+        torch.manual_seed(version)
+        lora = make_lora(base=base())
+        sent = sender.send(Trained(lora), version)
+        assert isinstance(sent, AdapterHandle)
+        engine.update_weights(sent.weights(), version)  # merged on the host
+        expected = engine.generate(LONG_PROMPTS, 1, greedy)
+        engine.update_weights(named_weights(make_model(9)), 0)
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "update_weights", None)
+            engine.load(sent, version)
+        got = engine.generate(LONG_PROMPTS, 1, greedy)
+        for [one], [other] in zip(got, expected, strict=True):
+            assert torch.equal(one.tokens, other.tokens) and torch.equal(one.log_probs, other.log_probs)
+        if base_dtype == torch.float32:
+            assert off(engine, lora) < ROUNDING
+
+
+def test_adapters_of_unknown_names_are_added_on_the_host(engine: VLLMBase) -> None:
+    base = CheckpointModel(engine._hf_config._name_or_path, torch.float32)
+    lora = make_lora(base=base())
+    sent = make_sender(Transfer("object_store"), dtype=None, lora_base=base).send(Trained(lora), 1)
+    assert isinstance(sent, AdapterHandle) and engine._merges(sent)
+    assert not engine._merges(replace(sent, layers=(("model.experts.gate_up_proj", 1.0), *sent.layers)))

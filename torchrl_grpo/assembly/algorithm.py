@@ -1,4 +1,4 @@
-"""From ``policy.*`` of the config to the parts of an algorithm: the loss, and what makes advantages of rewards."""
+"""From ``policy.*`` of the config to the components of an algorithm: the loss, and what makes advantages of rewards."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
 
 def batch_transforms(config: GRPOConfig) -> list[tuple[str, Transform]]:
     """Transforms from the rewards of a whole batch to advantages, after reference scoring, in order and by name."""
-    policy, settings = config.policy, dict[str, Any]()
+    policy = config.policy
+    settings = dict[str, Any]()
     transforms: list[tuple[str, Transform]] = []
     if config.shapes_reward:
         longest = config.max_response_tokens

@@ -156,8 +156,11 @@ class Run:
     def _checkpointer(self) -> Checkpointer:
         """Return what writes the run's checkpoints, after checking that there is room for them."""
         config = self.blueprint.config
-        self.writes().check_room(self.directory)
-        return Checkpointer(self.directory / "checkpoints", plain(config), config.train.keep_checkpoints)
+        made = Checkpointer(self.directory / "checkpoints", plain(config), config.train.keep_checkpoints)
+        if not config.only_evaluates:
+            self.writes().check_room(self.directory)
+            made.directory.mkdir(parents=True, exist_ok=True)
+        return made
 
     def _report(self) -> Path:
         """Where the report is or, without one, the numbers: how the run ended is what counts."""
@@ -277,7 +280,7 @@ def _transfer(blueprint: Blueprint, max_staleness: int, *, distributed: bool) ->
     config, plan = blueprint.config, blueprint.plan
     return transfer_kind(
         config.inference_model.weight_transfer,
-        backend=config.inference_model.backend,
+        on_device=ENGINES[config.inference_model.backend].weights_on_device,
         trainer=plan.train[0],
         engines=plan.inference,
         colocated=plan.colocated,
@@ -352,13 +355,12 @@ def _make_roles(
     # Beside the tasks, an update and an evaluation, where the engine can take several calls at a time.
     threads = concurrent_tasks + 2 if concurrent_tasks > 1 or in_flight != "wait" else 1
 
-    def place(name: str, seat: Any, factory: Callable[..., Any], threads: int = 1) -> Place:
+    def place(name: str, seat: Any, factory: Callable[..., Any], callers: int = 1) -> Place:
         if cluster is None:
             return Here(name, partial(factory, device=seat))
-        return OnRay(name, factory, {**seat, "max_concurrency": threads}, ray.actor_timeout_s)
+        return OnRay(name, factory, {**seat, "max_concurrency": callers}, ray.actor_timeout_s)
 
     sampler = partial(make_seeded, partial(make_sampler, blueprint, task_groups, concurrent_tasks))
-    reference = partial(make_reference, untested)
     rollouts = Rollouts(
         _tasks(blueprint, task_groups, max_staleness),
         driver,
@@ -366,7 +368,10 @@ def _make_roles(
             place(f"sampler {index}", seat, partial(sampler, config.seed + index), threads)
             for index, seat in enumerate(seats["inference"])
         ],
-        references=[place(f"reference model {i}", seat, reference) for i, seat in enumerate(seats["reference"])],
+        references=[
+            place(f"reference model {index}", seat, partial(make_reference, untested))
+            for index, seat in enumerate(seats["reference"])
+        ],
         concurrent_tasks=concurrent_tasks,
         in_flight=in_flight,
         references_first=driver.overlaps and plan.colocated,

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,52 +19,23 @@ from torchrl_grpo.host.text import printable
 
 Message = Mapping[str, Any]
 
-_LONGEST_RENDER_S = 5.0
-"""Seconds of computing for which a template may go on. One without fault needs less than a thousandth of a second."""
-
-
-class _TooLongError(BaseException):
-    """Not an ``Exception``: of those, Jinja takes some for what is not known before a template is rendered."""
-
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, chat: Sequence[Message], **arguments: Any) -> str:
     """A chat as the chat template writes it.
 
     Raises:
-        ValueError: the template raises, whatever it is, or, in the main thread, does not come to an end.
+        ValueError: the template raises, whatever it is.
     """
     try:
-        with _in_time():
-            return str(tokenizer.apply_chat_template(list(map(dict, chat)), tokenize=False, **arguments))
-    except (Exception, _TooLongError) as error:
-        template, said = printable(str(tokenizer.chat_template)), printable(f"{type(error).__name__}: {error}")
+        return str(tokenizer.apply_chat_template(list(map(dict, chat)), tokenize=False, **arguments))
+    except Exception as error:
+        template = printable(str(tokenizer.chat_template))
+        said = printable(f"{type(error).__name__}: {error}")
         roles = list(dict.fromkeys(str(message.get("role")) for message in chat))
-        found = f"says {said!r:.200}"
-        if isinstance(error, _TooLongError):
-            found = f"has not done so after {_LONGEST_RENDER_S:g} s"
         raise ValueError(
             f"model.chat_template={template!r:.80} must write a chat of the roles {roles}, "
-            f"and it {found}: mend it, or leave it out, if it is not the tokenizer's own."
+            f"and it says {said!r:.200}: mend it, or leave it out, if it is not the tokenizer's own."
         ) from error
-
-
-@contextmanager
-def _in_time() -> Iterator[None]:
-    """Ends a block that computes for too long. Only the main thread can be ended: it is also what renders first."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGVTALRM, _end)
-    signal.setitimer(signal.ITIMER_VIRTUAL, _LONGEST_RENDER_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, previous)
-
-
-def _end(*_: Any) -> NoReturn:
-    raise _TooLongError
 
 
 _HALF = re.compile("[\ud800-\udfff]")
@@ -99,7 +68,8 @@ class ChatEncoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
-        self.tokenizer, self.arguments = tokenizer, arguments
+        self.tokenizer = tokenizer
+        self.arguments = arguments
         self.control = self._control_tokens()
         first = sorted({token[0] for token in self.control})
         self._first = re.compile("|".join(map(re.escape, first)) or r"(?!)")
@@ -138,7 +108,7 @@ class ChatEncoder:
             **arguments: of the template, in addition to those given to the constructor.
 
         Raises:
-            ValueError: the template raises, whatever it is, or, in the main thread, does not come to an end.
+            ValueError: the template raises, whatever it is.
         """
         chat = _with_texts(chat, self._marked)
         text = render_chat(self.tokenizer, chat, **self.arguments, **arguments)
@@ -179,7 +149,8 @@ class ChatEncoder:
         text = _HALF.sub("\ufffd", text)
         found, normal = self._found(text), self._normalize(text)
         if len(self._found(normal)) > len(found):  # such as a wide "<", of which the tokenizer makes a plain one
-            text, found = normal, self._found(normal)
+            text = normal
+            found = self._found(normal)
         chars = list(text)
         for place, _ in found:
             chars[place] = self._stand_ins[chars[place]]

@@ -80,7 +80,8 @@ class Evaluator:
         env.set_seed(0)
         if not self.engine.concurrent:
             self.engine.seed(0)
-        sampled, dialogs = 0, env.batch_size[0]
+        sampled = 0
+        dialogs = env.batch_size[0]
 
         def note(*_: Any) -> None:
             nonlocal sampled

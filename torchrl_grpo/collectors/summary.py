@@ -70,7 +70,8 @@ def _by_dataset(batch: TensorDictBase) -> dict[str, float]:
     column = batch.get(keys.DATASET, None)
     if column is None:
         return {}
-    names, valid = column.reshape(-1).tolist(), batch.get(keys.REWARD_VALID).reshape(-1)
+    names = column.reshape(-1).tolist()
+    valid = batch.get(keys.REWARD_VALID).reshape(-1)
     reward, correct = (batch.get(key).reshape(-1).float() for key in (keys.REWARD, keys.CORRECT))
     metrics: dict[str, float] = {}
     for name in sorted(set(names) - {""}):
@@ -136,7 +137,8 @@ def sample_rows(
 
 def _first_groups(groups: Sequence[int], most: int) -> set[int]:
     """The first groups that have so many sequences together, or more."""
-    wanted, count = set[int](), 0
+    wanted = set[int]()
+    count = 0
     for group, size in Counter(groups).items():
         if count < most:
             wanted.add(group)
@@ -161,7 +163,8 @@ def _sample(row: TensorDictBase, split: str) -> dict[str, Any]:
 
 def _tokens(row: TensorDictBase, tokenizer: PreTrainedTokenizerBase, scores: dict[str, Tensor]) -> dict[str, list[Any]]:
     """The response token by token: its text, and numbers with four digits, None where the policy did not sample."""
-    tokens, prompt = row[keys.RESPONSE].tolist(), len(row[keys.FULL]) - len(row[keys.RESPONSE])
+    tokens = row[keys.RESPONSE].tolist()
+    prompt = len(row[keys.FULL]) - len(row[keys.RESPONSE])
     numbers = {"log_prob": row[keys.LOG_PROBS], "reference": row.get(keys.REF_LOG_PROBS, None), **scores}
     advantage = row.get(keys.ADVANTAGE, None)
     numbers["advantage"] = None if advantage is None or advantage.numel() == 1 else advantage
@@ -179,7 +182,9 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> li
 
     Of tokens that are a part of a character, the last one has it and the others have none.
     """
-    texts, start, told = [], 0, 0
+    texts = []
+    start = 0
+    told = 0
     for end in range(1, len(tokens) + 1):
         before = tokenizer.decode(tokens[start:told])
         after = tokenizer.decode(tokens[start:end])

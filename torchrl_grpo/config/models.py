@@ -107,7 +107,8 @@ class InferenceModelConfig(DevicesConfig):
     weights, or abort them and start them again. keep and abort need vllm."""
     weight_transfer: str = choice(checks.WeightTransfer, "auto")
     """How the trained weights reach engines in other processes: object_store (Ray's, anywhere), broadcast (nccl between
-    GPUs, gloo between CPUs) or cuda_ipc (one GPU). auto is object_store. With LoRA, each sends the adapters alone."""
+    GPUs) or cuda_ipc (one GPU); these two are vllm's, and object_store elsewhere and with LoRA. auto is the fastest
+    that fits: it must first deliver the same weights as object_store, which takes its place if it fails."""
     exact: bool = False
     """transformers: whether each response is scored once more as the trainer will, alone: its log-probs are then the
     trainer's to the last bit, and the ratio is exactly 1 on policy. docs/algorithms.md says what that costs."""

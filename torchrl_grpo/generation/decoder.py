@@ -114,11 +114,13 @@ class GenericDecoder(Decoder):
 
 class _GenericBatch(Batch):
     def __init__(self, decoder: GenericDecoder, max_new_tokens: int) -> None:
-        self._decoder, self._max_new_tokens = decoder, max_new_tokens
+        self._decoder = decoder
+        self._max_new_tokens = max_new_tokens
         self._context = context_length(decoder.model)
 
     def add(self, prompts: Sequence[Tensor], n: int) -> Tensor:
-        decoder, device = self._decoder, prompts[0].device
+        decoder = self._decoder
+        device = prompts[0].device
         lengths = torch.tensor([len(p) for p in prompts], device=device)
         self._width = int(lengths.max())
         tokens = torch.zeros(len(prompts), self._width, dtype=torch.int64, device=device)

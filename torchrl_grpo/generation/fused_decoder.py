@@ -107,7 +107,8 @@ class FusedDecoder(Decoder):
 
         Both lie as the products with them want it: keys the other way round take twice as long in bfloat16 on a CPU.
         """
-        weight, shape = self._lm_head.weight, (rows, self.kv_heads)
+        weight = self._lm_head.weight
+        shape = (rows, self.kv_heads)
         return weight.new_empty(*shape, self.head_dim, length), weight.new_empty(*shape, length, self.head_dim)
 
     def rotary(self, length: int) -> tuple[Tensor, Tensor]:
@@ -137,9 +138,11 @@ class FusedDecoder(Decoder):
         for i, layer in enumerate(self._layers):
             normed = _rms_norm(hidden, layer.input_norm)
             qkv = layer.qkv(normed).unflatten(-1, (-1, self.head_dim))
-            qk, v = qkv[:, :rotated_heads], qkv[:, rotated_heads:]
+            qk = qkv[:, :rotated_heads]
+            v = qkv[:, rotated_heads:]
             if hasattr(layer.attention, "q_norm"):
-                q, k = qk[:, : self.query_heads], qk[:, self.query_heads :]
+                q = qk[:, : self.query_heads]
+                k = qk[:, self.query_heads :]
                 qk = torch.cat((_rms_norm(q, layer.attention.q_norm), _rms_norm(k, layer.attention.k_norm)), 1)
             qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
             attended = attend(i, qk[:, : self.query_heads], qk[:, self.query_heads :], v)
@@ -174,7 +177,8 @@ class _FusedBatch(Batch):
     refills = True
 
     def __init__(self, decoder: FusedDecoder, max_new_tokens: int) -> None:
-        self._decoder, self._max_new_tokens = decoder, max_new_tokens
+        self._decoder = decoder
+        self._max_new_tokens = max_new_tokens
         none = torch.zeros(0, dtype=torch.int64, device=decoder.device)
         self._lengths = self._group = self._positions = self._starts = none
         self._width = self._length = self._room = 0
@@ -182,7 +186,9 @@ class _FusedBatch(Batch):
         self._own = [decoder.empty_cache(0, 0) for _ in range(decoder.num_layers)]
 
     def add(self, prompts: Sequence[Tensor], n: int) -> Tensor:
-        decoder, rows, old = self._decoder, len(self._group), len(self._lengths)
+        decoder = self._decoder
+        rows = len(self._group)
+        old = len(self._lengths)
         width = max(self._width, *(len(prompt) for prompt in prompts))
         for layer, (keys, values) in enumerate(self._prompts):
             wider = decoder.empty_cache(old + len(prompts), width)
@@ -233,7 +239,8 @@ class _FusedBatch(Batch):
 
     def _move(self, rows: int) -> None:
         """Moves the responses to a cache with this many rows and further columns, without columns that no row needs."""
-        live, first = len(self._starts), int(self._starts.min()) if len(self._starts) else self._length
+        live = len(self._starts)
+        first = int(self._starts.min()) if len(self._starts) else self._length
         used = self._length - first
         self._length, self._room, self._starts = used, used + _BLOCK, self._starts - first
         for layer, (keys, values) in enumerate(self._own):
@@ -244,8 +251,10 @@ class _FusedBatch(Batch):
 
     def _arrange(self, group: Tensor) -> None:
         """Makes the masks and gather indices for rows of the given groups ([R] int64, each at least once)."""
-        kv_heads, device = self._decoder.kv_heads, group.device
-        rows, heads = torch.arange(len(group), device=device), torch.arange(kv_heads, device=device)
+        kv_heads = self._decoder.kv_heads
+        device = group.device
+        rows = torch.arange(len(group), device=device)
+        heads = torch.arange(kv_heads, device=device)
         counts = group.bincount()
         widest = int(counts.max())
         order = group.argsort(stable=True)
@@ -286,7 +295,8 @@ class _FusedBatch(Batch):
             keys, values = keys.flatten(0, 1), values.flatten(0, 1)
             prompt_keys, prompt_values = (cache.flatten(0, 1) for cache in self._prompts[layer])
             q = (q * self._decoder.scaling).reshape(len(keys), -1, q.shape[-1])
-            queries, width = q.shape[1], self._width
+            queries = q.shape[1]
+            width = self._width
 
             grouped = q.index_select(0, self._slots).view(len(prompt_keys), -1, q.shape[-1])
             scores = torch.baddbmm(self._prompt_mask, grouped, prompt_keys)

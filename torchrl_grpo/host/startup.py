@@ -118,7 +118,7 @@ def quick_imports(*, whole_torchrl: bool = False) -> Iterator[None]:
     hardly any garbage. What they made is never looked at again.
 
     Args:
-        whole_torchrl: whether its wrappers are to work all the same, for parts of it that the user names.
+        whole_torchrl: whether its wrappers are to work all the same, for components of it that the user names.
     """
     global _hides
     _hides = not whole_torchrl and (_hides or "torchrl.collectors" not in sys.modules)

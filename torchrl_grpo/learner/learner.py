@@ -73,7 +73,7 @@ class Learner:
         self._trained_steps = self.trainer.optim_steps
 
     def train_batch(self, batch: TensorDictBase) -> dict[str, float]:
-        """Trains a batch [N]; returns what it was like (``rollout/*``), the step's metrics, and each part's seconds.
+        """Trains a batch [N]; returns what it was like (``rollout/*``), the step's metrics, and each stage's seconds.
 
         Raises:
             NonFiniteError: too many bad steps in a row.

@@ -186,7 +186,8 @@ def step_memory(shape: Shape, setup: StepSetup) -> StepMemory:
     if setup.offloads:
         weights = trained = moments = 0
     copies, outside = 0, shape.head * (1 if shape.tied else 2)
-    if setup.ranks > 1 or setup.offloads:  # gathered: for the whole pass what belongs to no layer, and a layer
+    sharded = setup.ranks > 1 or setup.offloads
+    if sharded:  # gathered: for the whole pass what belongs to no layer, and a layer
         copies = int((outside + (shape.parameters - outside) / shape.layers) * number)
     elif number < master and not setup.checkpoints:  # for the backward pass
         copies = weights * number // master
@@ -202,7 +203,8 @@ def step_memory(shape: Shape, setup: StepSetup) -> StepMemory:
     # there all the time.
     of_head, several = 0 if setup.adapters else shape.head * master, setup.passes > 1
     first = activations + of_head + several * trained
-    last = max(activations - kept + layer, (several + shape.tied) * of_head) + trained
+    dense = shape.tied and sharded  # else it is rows of the head's (``models.embedding``)
+    last = max(activations - kept + layer, (several + dense) * of_head) + trained
     peak = weights + copies + moments + max(first, last)
     return StepMemory(weights, copies, trained, moments, activations, peak)
 

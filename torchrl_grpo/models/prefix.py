@@ -109,6 +109,8 @@ class Layout:
         predictors: S flat indices in ``tokens``, of the token that each scored one is predicted from.
         targets: [S] int64, the scored tokens.
         places: [S] int64, their flat index in [B, T].
+        once: [R] int64, each of ``tokens`` once, in order.
+        place: [N] int64, where in ``once`` each of them is.
         positions: [1, N] int64, or None for padded sequences.
         groups: for each prompt its length, that of the first sequence, and those of the other responses.
     """
@@ -118,6 +120,8 @@ class Layout:
     predictors: Picks
     targets: Tensor
     places: Tensor
+    once: Tensor
+    place: Tensor
     positions: Tensor | None = None
     groups: tuple[tuple[int, ...], ...] = ()
 
@@ -192,7 +196,8 @@ def padded(tokens_BT: Tensor, mask_BT: Tensor) -> Layout:
     predictors = mask_BT[:, 1:].flatten().nonzero().squeeze(-1)
     targets = tokens_BT[:, 1:].flatten().index_select(0, predictors)
     places = predictors + predictors // max(width, 1) + 1
-    return Layout(source, tokens_BT[:, :-1], Picks(predictors), targets, places)
+    tokens = tokens_BT[:, :-1]
+    return Layout(source, tokens, Picks(predictors), targets, places, *_spelled(tokens))
 
 
 def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None = None) -> Layout:
@@ -235,7 +240,14 @@ def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None 
     predictors = Picks(position + torch.where(position < begin[of_row], lead[of_row], shift[of_row]))
     targets = tokens_BT[:, 1:].flatten()[flat]
     tokens = tokens_BT[index.repeat_interleave(size), positions]
-    return Layout(source, tokens[None], predictors, targets, flat + of_row + 1, positions[None], tuple(groups))
+    places = flat + of_row + 1
+    return Layout(source, tokens[None], predictors, targets, places, *_spelled(tokens), positions[None], tuple(groups))
+
+
+def _spelled(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each token once, in order, and where among these each one is, flat."""
+    once, place = tokens.flatten().unique(return_inverse=True)
+    return once, place
 
 
 def attention(

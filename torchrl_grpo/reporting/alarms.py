@@ -94,7 +94,8 @@ class Alarms:
         return self._raise(_without_signal(list(self._last), self._steps))
 
     def _raise(self, found: Iterable[tuple[str, str]]) -> list[Alarm]:
-        step, new = int(self._last[-1]["step"]), []
+        step = int(self._last[-1]["step"])
+        new = []
         for name, text in found:
             known = self._latest.get(name)
             if known is not None and step - known.last <= _QUIET:
@@ -160,7 +161,8 @@ def _signal(rows: Sequence[Row], first: Sequence[Row]) -> Found:
 def _without_signal(rows: Sequence[Row], steps: int) -> Found:
     """Yield the alarm for rewards that were equal or invalid in every group for so many steps."""
     rows = rows[-steps:]
-    last, when = rows[-1], f"{steps} steps" if steps > 1 else "the only step"
+    last = rows[-1]
+    when = f"{steps} steps" if steps > 1 else "the only step"
     if fmean(_invalid_shares(rows, steps)) > MOSTLY_INVALID:
         yield from _invalid_rewards(rows, steps)
         return

@@ -19,7 +19,7 @@ from torchrl_grpo.reporting.panels import (
     COLORS,
     PANELS,
     SMOOTH_FROM,
-    TIME_PARTS,
+    STAGES,
     Panel,
     Record,
     curve_of,
@@ -97,7 +97,8 @@ def _draw_runs(axes: Axes, panel: Panel, runs: Sequence[Sequence[Record]], color
         return
     rows = [[curve[step] for curve in curves if step in curve] for step in steps]
     lowest, mean, highest = (thin(steps, [take(row) for row in rows])[1] for take in (min, fmean, max))
-    shown, is_test = thin(steps, steps)[0], panel.metrics[0].startswith("eval/")
+    shown = thin(steps, steps)[0]
+    is_test = panel.metrics[0].startswith("eval/")
     if not is_test and len(shown) >= SMOOTH_FROM:
         lowest, mean, highest = smooth(lowest), smooth(mean), smooth(highest)
     if len(curves) > 1:
@@ -167,7 +168,7 @@ def _draw_times(axes: Axes, records: Sequence[Record]) -> None:
     heights = [values for _, values in shown.values()]
     if len(steps) == 1:  # an area needs a width
         steps, heights = [steps[0] - 0.5, steps[0] + 0.5], [2 * values for values in heights]
-    colors = [COLORS[TIME_PARTS.index(part)] for part in shown]
+    colors = [COLORS[STAGES.index(part)] for part in shown]
     axes.stackplot(steps, *heights, labels=shown, colors=colors, linewidth=0)
     axes.set_ylim(0, 1.05 * axes.dataLim.y1)
 

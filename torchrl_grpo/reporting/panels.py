@@ -15,7 +15,7 @@ Record = Mapping[str, Any]
 
 # Readable on white and on near-black.
 COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#ec4899", "#8b5cf6", "#14b8a6", "#94a3b8", "#eab308")
-TIME_PARTS = ("generate", "reward", "reference", "train", "sync", "eval", "other", "wait")
+STAGES = ("generate", "reward", "reference", "train", "sync", "eval", "other", "wait")
 _MOST_POINTS = 400
 SMOOTH_FROM = 20
 
@@ -104,32 +104,32 @@ def label_of(name: str) -> str:
     return "train accuracy (sampled)" if name == "rollout/accuracy" else label
 
 
-def time_parts(record: Record) -> dict[str, float]:
+def stage_seconds(record: Record) -> dict[str, float]:
     """Where the wall time of a step went, in seconds.
 
     Args:
-        record: ``time/<part>_s`` for the parts that were timed, and ``time/step_s`` for the step without its
+        record: ``time/<stage>_s`` for the stages that were timed, and ``time/step_s`` for the step without its
             evaluation.
 
     Returns:
-        every part of ``TIME_PARTS``. ``other`` is what the step spent outside of the timed parts. ``wait`` is 0 where
-        the parts that made the batch are timed, because it is their sum.
+        every stage of ``STAGES``. ``other`` is what the step spent outside of the timed ones. ``wait`` is 0 where
+        the stages that made the batch are timed, because it is their sum.
     """
-    parts = {part: float(record.get(f"time/{part}_s") or 0) for part in TIME_PARTS}
+    seconds = {stage: float(record.get(f"time/{stage}_s") or 0) for stage in STAGES}
     if record.get("time/generate_s") is not None:
-        parts["wait"] = 0.0
-    timed = sum(parts.values()) - parts["eval"]
-    parts["other"] += max(0.0, float(record.get("time/step_s") or 0) - timed)
-    return parts
+        seconds["wait"] = 0.0
+    timed = sum(seconds.values()) - seconds["eval"]
+    seconds["other"] += max(0.0, float(record.get("time/step_s") or 0) - timed)
+    return seconds
 
 
 def times(records: Sequence[Record]) -> dict[str, tuple[list[float], list[float]]]:
-    """The parts of the steps' wall time that are not 0, smoothed: name to steps and seconds, to be stacked.
+    """The stages of the steps' wall time that are not 0, smoothed: name to steps and seconds, to be stacked.
 
     Evaluations are left out: they are rare, and as peaks they would hide the rest.
     """
-    rows = [(record["step"], time_parts(record)) for record in records if record.get("time/train_s") is not None]
-    shown = [part for part in TIME_PARTS if part != "eval" and any(parts[part] > 0 for _, parts in rows)]
+    rows = [(record["step"], stage_seconds(record)) for record in records if record.get("time/train_s") is not None]
+    shown = [part for part in STAGES if part != "eval" and any(parts[part] > 0 for _, parts in rows)]
     thinned = {part: thin([step for step, _ in rows], [parts[part] for _, parts in rows]) for part in shown}
     return {part: (steps, smooth(values)) for part, (steps, values) in thinned.items()}
 

@@ -18,7 +18,8 @@ def one_of_each(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     >>> [row["n"] for row in one_of_each([{"group": 4, "n": 1}, {"group": 4, "n": 2}, {"group": 5, "n": 3}])]
     [1, 3, 2]
     """
-    seen, order = Counter[Any](), []
+    seen = Counter[Any]()
+    order = []
     for position, row in enumerate(rows):
         group = row.get("group", f"row {position}")  # older runs have none
         order.append((seen[group], position))
@@ -65,7 +66,8 @@ def merge_steps(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def run_title(config: str, hydra: str) -> str:
     """Model, data and algorithm, where the texts of Hydra's ``config.yaml`` and ``hydra.yaml`` name them."""
     try:
-        settings, choices = load_yaml(config), load_yaml(hydra)["hydra"]["runtime"]["choices"]
+        settings = load_yaml(config)
+        choices = load_yaml(hydra)["hydra"]["runtime"]["choices"]
         env = settings["env"]
         data = " and ".join(str(entry["dataset"]) for entry in env.get("datasets") or [env])
         data = (env.get("task") or {}).get("_target_") or data

@@ -19,7 +19,7 @@ from torchrl_grpo.host.files import ENVIRONMENT_FILE, METRICS_FILE, SAMPLES_FILE
 from torchrl_grpo.host.text import accuracy, clip, duration, invalid_cause, number, percent, points, printable_lines
 from torchrl_grpo.reporting.alarms import MOSTLY_INVALID, alarms_of
 from torchrl_grpo.reporting.curves import panel_svg, save_png
-from torchrl_grpo.reporting.panels import COLORS, PANELS, TIME_PARTS, series, time_parts
+from torchrl_grpo.reporting.panels import COLORS, PANELS, STAGES, series, stage_seconds
 from torchrl_grpo.reporting.records import merge_steps, one_of_each, reward_text, run_title
 
 ACCURACY = "eval/pass@1"
@@ -94,7 +94,8 @@ def _summary(records: Sequence[Row]) -> dict[str, Any]:
     before = evaluations[0] if evaluations else {}
     after = evaluations[-1] if len(evaluations) > 1 else {}  # one evaluation is not yet a result of training
     tokens = int(_sum(records, "rollout/tokens"))
-    wall_s, steps_s = sum(sum(time_parts(r).values()) for r in records), _sum(records, "time/step_s")
+    wall_s = sum(sum(stage_seconds(r).values()) for r in records)
+    steps_s = _sum(records, "time/step_s")
     return {
         "steps": records[-1]["step"] if records else 0,
         "first_step": next((r["step"] for r in records if "rollout/sequences" in r), 1),
@@ -168,9 +169,9 @@ def _invalid(records: Sequence[Row]) -> dict[str, int]:
 
 
 def _times(records: Sequence[Row]) -> list[dict[str, Any]]:
-    """The parts of the whole run's wall time that are not 0, in seconds."""
-    parts = [time_parts(record) for record in records]
-    totals = [(name, sum(part[name] for part in parts), color) for name, color in zip(TIME_PARTS, COLORS, strict=True)]
+    """The stages of the whole run's wall time that are not 0, in seconds."""
+    parts = [stage_seconds(record) for record in records]
+    totals = [(name, sum(part[name] for part in parts), color) for name, color in zip(STAGES, COLORS, strict=True)]
     return [{"name": name, "seconds": seconds, "color": color} for name, seconds, color in totals if seconds]
 
 

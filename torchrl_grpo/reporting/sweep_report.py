@@ -155,7 +155,8 @@ def influence(jobs: Sequence[Job], key: str) -> Influence:
     scored = [(value, outcome) for value, outcome in pairs if outcome is not None and math.isfinite(outcome)]
     levels = _levels(scored)
     outcomes = [outcome for _, outcome in scored]
-    count, mean = len(outcomes), fmean(outcomes) if outcomes else 0.0
+    count = len(outcomes)
+    mean = fmean(outcomes) if outcomes else 0.0
     between = sum(len(of) * (fmean(of) - mean) ** 2 for _, of in levels)
     whole = sum((outcome - mean) ** 2 for outcome in outcomes)
     says = whole > 0 and len(levels) < count

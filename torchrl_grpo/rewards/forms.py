@@ -93,14 +93,17 @@ class RewardFunction:
     """
 
     def __init__(self, function: Callable[..., Any], entry: RewardEntry) -> None:
-        self.function, self.name, self.options = function, entry.name, dict(entry.options)
+        self.function = function
+        self.name = entry.name
+        self.options = dict(entry.options)
         self._expected = set(entry.weight) if isinstance(entry.weight, Mapping) else set()
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError) as error:
             raise ValueError(f"reward {self.name} must show its parameters ({error}): wrap it in a `def`.") from error
         named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        self._names, self._needed = set(named), {key for key, p in named.items() if p.default is p.empty}
+        self._names = set(named)
+        self._needed = {key for key, p in named.items() if p.default is p.empty}
         self._takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.form: Form = "trl" if _OF_TRL & set(named) else "verl" if named.keys() & set(_OF_VERL) else "own"
         unknown = sorted(set(self.options) - self._names)

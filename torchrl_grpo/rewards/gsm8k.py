@@ -72,7 +72,8 @@ def canonical_number(text: str) -> str | None:
     numbers = list(islice(_NUMBER.finditer(text), 4))
     if not numbers:
         return None
-    before, written = text[: numbers[0].start()], text[numbers[0].start() : numbers[-1].end()]
+    before = text[: numbers[0].start()]
+    written = text[numbers[0].start() : numbers[-1].end()]
     after = text[numbers[-1].end() :]
     if not _BEFORE.fullmatch(before) or sum(before.count(sign) for sign in _MINUS) > 1:
         return None

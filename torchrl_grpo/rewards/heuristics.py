@@ -66,10 +66,12 @@ def operations(response: str) -> float:
     >>> operations("7 * 8 = 56, so 56 - 6 = 50"), operations("7 x 8 = 54 and 2 + 2 = 4"), operations("56")
     (1.0, 0.5, 0.0)
     """
-    right, text = [], response[:_READ]
+    right = []
+    text = response[:_READ]
     for equals in islice(re.finditer("=", text), 50):
         left = re.sub(r"(?<=[0-9)]) ?x ?(?=[0-9(])", "*", text[max(equals.start() - 80, 0) : equals.start()])
-        written, result = _CALCULATION.search(left), _RESULT.match(text, equals.end())
+        written = _CALCULATION.search(left)
+        result = _RESULT.match(text, equals.end())
         expression = _NOT_OF_IT.sub("", written[0]) if written else ""
         if result and re.search(r"[0-9)] *[-+*/×÷−] *[0-9(.]", expression):
             try:
@@ -87,5 +89,6 @@ def structure(response: str) -> float:
     (1.0, 0.0)
     """
     text = response.strip()
-    start, end = text[:_READ], text[-200:]
+    start = text[:_READ]
+    end = text[-200:]
     return (("\n" in start) + bool(_STEP.search(start)) + bool(_REASON.search(start)) + bool(_ANSWER.search(end))) / 4

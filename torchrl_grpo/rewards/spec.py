@@ -63,7 +63,8 @@ def _entry(one: OneReward, field: str) -> RewardEntry:
     if not (isinstance(fn, str) or callable(fn)):
         raise ValueError(f"{field} must name a function as fn, got {one!r}: for example, {{fn: gsm8k, weight: 1}}.")
     default = fn.rpartition(":")[2] if isinstance(fn, str) else getattr(fn, "__name__", type(fn).__name__)
-    name, weight = given.pop("name", default), given.pop("weight", 1.0)
+    name = given.pop("name", default)
+    weight = given.pop("weight", 1.0)
     if not isinstance(name, str) or not name or "/" in name:
         raise ValueError(f"{field}.name={name!r} must be a text without '/', which comes before a part: use {default}.")
     for value in weight.values() if isinstance(weight, Mapping) else [weight]:

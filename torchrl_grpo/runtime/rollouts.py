@@ -98,15 +98,10 @@ class Rollouts:
 
     def start(self) -> None:
         """Make the parts; with actors, return at once."""
-        playing = {
-            sampler: [partial(self._keep_current, sampler), *[partial(self._play, sampler)] * self._concurrent_tasks]
-            for sampler in self.samplers
-        }
-        scoring = {
-            reference: [partial(self._keep_reference_current, reference)]
-            + [partial(self._score, reference)] * _SCORED_AT_A_TIME
-            for reference in self.references
-        }
+        of_samplers = [self._keep_current, *[self._play] * self._concurrent_tasks]
+        of_references = [self._keep_reference_current, *[self._score] * _SCORED_AT_A_TIME]
+        playing = {place: [partial(work, place) for work in of_samplers] for place in self.samplers}
+        scoring = {place: [partial(work, place) for work in of_references] for place in self.references}
         self._driver.start(self._make, (playing, scoring), self.what_is_missing)
 
     def wait_until_ready(self) -> None:

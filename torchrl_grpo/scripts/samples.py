@@ -176,7 +176,8 @@ def _compared(pairs: Sequence[Pair]) -> str:
     """Return a summary of all the pairs."""
     valid = [pair for pair in pairs if None not in map(earned, pair)]
     changes = [_change(pair) for pair in valid]
-    better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
+    better = sum(change > 0 for change in changes)
+    worse = sum(change < 0 for change in changes)
     text = f"{len(pairs):,} problems: {better:,} better, {worse:,} worse, {len(valid) - better - worse:,} the same"
     for name, value, shown in (("reward", earned, number), ("correct", lambda row: bool(row.get("correct")), percent)):
         if valid:

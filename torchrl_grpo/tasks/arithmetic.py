@@ -108,7 +108,9 @@ class ArithmeticTask(GeneratedTask):
         size = SPLIT_SIZES[split]
         drawn: dict[str, Problem] = {}
         for _ in range(_DRAWS_PER_PROBLEM * size):
-            a, b, op = rng.randint(low, high), rng.randint(low, high), rng.choice(operations)
+            a = rng.randint(low, high)
+            b = rng.randint(low, high)
+            op = rng.choice(operations)
             if op == "-":
                 a, b = max(a, b), min(a, b)
             if split_of(a, op, b) == split:

@@ -58,7 +58,10 @@ class CountdownTask(GeneratedTask):
                 f"largest and largest_target must be at least 2, got {largest} and {largest_target}: use 20 and 100."
             )
         super().__init__()
-        self.difficulty, self.largest, self.largest_target, self.seed = difficulty, largest, largest_target, seed
+        self.difficulty = difficulty
+        self.largest = largest
+        self.largest_target = largest_target
+        self.seed = seed
 
     def score(self, problem: Problem, responses: Sequence[str]) -> Score:
         """1.0 when the last response's expression is right, else 0.0."""

@@ -34,7 +34,8 @@ class Rows(Sequence[Problem]):
     """
 
     def __init__(self, table: Table, task: DatasetTask) -> None:
-        self._table, self._task = table, task
+        self._table = table
+        self._task = task
 
     def __len__(self) -> int:
         return len(self._table)
@@ -114,11 +115,18 @@ class DatasetTask(Task):
                 f"for example, {field}.test_fraction=0.1."
             )
         self.name = data_name(dataset)
-        self.dataset, self.dataset_config, self.revision = dataset, dataset_config, revision
-        self.train_split, self.test_split = train_split or "train", test_split
-        self.test_fraction, self.max_samples = test_fraction, max_samples
-        self.prompt_column, self.answer_column = prompt_column, answer_column
-        self.prompt_template, self.system_prompt, self.field = prompt_template, system_prompt, field
+        self.dataset = dataset
+        self.dataset_config = dataset_config
+        self.revision = revision
+        self.train_split = train_split or "train"
+        self.test_split = test_split
+        self.test_fraction = test_fraction
+        self.max_samples = max_samples
+        self.prompt_column = prompt_column
+        self.answer_column = answer_column
+        self.prompt_template = prompt_template
+        self.system_prompt = system_prompt
+        self.field = field
         self._problems: dict[Split, Rows] = {}
         self._read: dict[str, tuple[Table, list[bytes]]] = {}
 
@@ -278,7 +286,8 @@ class DatasetTask(Task):
         if not len(table):
             raise ValueError(f"{self._what} must hold problems, the {name} split has 0: give it rows.")
         self._find_columns(table.data.column_names)
-        prompts, unanswered = [], 0
+        prompts = []
+        unanswered = 0
         for index, row in enumerate(table):
             try:
                 problem = self.make_problem(row)
@@ -317,7 +326,8 @@ class PresetTask(DatasetTask):
         if "test_split" in given or "test_fraction" in given:
             given = {"test_split": None, "test_fraction": None, **given}
         super().__init__(dataset_path or self.hub_name, **{**self.defaults, **given})
-        self.dataset_path, self.name = dataset_path, type(self).name
+        self.dataset_path = dataset_path
+        self.name = type(self).name
 
     @property
     def _what(self) -> str:

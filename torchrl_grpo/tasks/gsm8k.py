@@ -33,8 +33,10 @@ class GSM8KTask(PresetTask):
     """
 
     name = "gsm8k"
-    hub_name, hub_config = "openai/gsm8k", "main"
-    title, files = "GSM8K", "train.jsonl and test.jsonl"
+    hub_name = "openai/gsm8k"
+    hub_config = "main"
+    title = "GSM8K"
+    files = "train.jsonl and test.jsonl"
     defaults: ClassVar[dict[str, Any]] = {
         "prompt_column": "question",
         "answer_column": "answer",

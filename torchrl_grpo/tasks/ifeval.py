@@ -24,5 +24,6 @@ class IFEvalTask(PresetTask):
     name = "ifeval"
     reward: ClassVar[Any] = {"fn": "ifeval", "weight": 0.25}  # the mean of its four accuracies
     hub_name = "google/IFEval"
-    title, files = "IFEval", "input_data.jsonl"
+    title = "IFEval"
+    files = "input_data.jsonl"
     defaults: ClassVar[dict[str, Any]] = {"prompt_column": "prompt", "test_fraction": 0.1}

@@ -50,7 +50,8 @@ class MathTask(PresetTask):
     reward = "math"
     drops_shared = True  # its splits are given; many of its problems are one short line
     hub_name = "DigitalLearningGmbH/MATH-lighteval"
-    title, files = "MATH", "train.jsonl and test.jsonl"
+    title = "MATH"
+    files = "train.jsonl and test.jsonl"
     defaults: ClassVar[dict[str, Any]] = {
         "prompt_column": "problem",
         "answer_column": "solution",

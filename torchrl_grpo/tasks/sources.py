@@ -158,7 +158,11 @@ class Hub:
     fix = ""
 
     def __init__(self, name: str, config: str | None, revision: str | None, what: str, instead: str) -> None:
-        self.name, self.config, self.revision, self.what, self.instead = name, config, revision, what, instead
+        self.name = name
+        self.config = config
+        self.revision = revision
+        self.what = what
+        self.instead = instead
 
     def read(self, split: str, most: int | None) -> Table:
         loader = _load_dataset(self.what, self.instead)
@@ -190,7 +194,9 @@ class Files:
     """
 
     def __init__(self, path: Path, what: str, layout: str = "") -> None:
-        self.path, self.what, self.layout = path, what, layout
+        self.path = path
+        self.what = what
+        self.layout = layout
         self.fix = "give the folder that holds both files, or " if layout else ""
 
     def read(self, split: str, most: int | None) -> Table:
@@ -267,7 +273,8 @@ def _table(rows: Sequence[Row], parts: Sequence[tuple[int, str, Sequence[int | N
     """The rows, column by column. A column of texts, or of numbers of a type, is one; all else is JSON."""
     from datasets import Dataset
 
-    columns, encoded = {}, set()
+    columns = {}
+    encoded = set()
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row.get(name) for row in rows]
         kinds = {type(value) for value in values if value is not None}
@@ -338,7 +345,8 @@ def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
         if len(set(names)) < len(names):
             raise ValueError(f"got a name twice among {names}")
         for fields in reader:
-            line, end = reader.line_num - sum(field.count("\n") for field in fields), reader.line_num
+            line = reader.line_num - sum(field.count("\n") for field in fields)
+            end = reader.line_num
             if fields and len(fields) != len(names):
                 raise ValueError(f"got {len(fields)} fields, and its first line {len(names)} names")
             if fields:

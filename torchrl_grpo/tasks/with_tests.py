@@ -36,7 +36,8 @@ class WithTests(MixedTask):
 
     def __init__(self, task: Task, tests: Mapping[str, Task]) -> None:
         super().__init__([task, *tests.values()], [1.0] * (len(tests) + 1), ["", *tests])
-        self.task, self.name = task, task.name
+        self.task = task
+        self.name = task.name
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """Of ``"test"``, the task's own and after them those of each test set."""

@@ -163,7 +163,8 @@ def _is(value: Any, kind: str) -> bool:
 def _schema(function: Callable[..., Any]) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 
-    name, doc = function.__name__, inspect.getdoc(function) or ""
+    name = function.__name__
+    doc = inspect.getdoc(function) or ""
     names = [re.escape(parameter) for parameter in inspect.signature(function).parameters]
     described = doc
     if names and re.search(r"\S[ \t]+Args:[ \t]", doc):  # all of it in one line
@@ -184,7 +185,9 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
 def _with_doc(function: Callable[..., Any], doc: str) -> Callable[..., Any]:
     def twin() -> None: ...
 
-    twin.__name__, twin.__doc__, twin.__module__ = function.__name__, doc, function.__module__
+    twin.__name__ = function.__name__
+    twin.__doc__ = doc
+    twin.__module__ = function.__module__
     twin.__annotations__ = inspect.get_annotations(function, eval_str=True)
     twin.__signature__ = inspect.signature(function, eval_str=True)  # type: ignore[attr-defined]
     return twin

@@ -265,7 +265,8 @@ class GroupAdvantage(Transform):
             rewards = list(entry(flat, self.reward_key).flatten(1).unbind(0))
         lengths = torch.tensor([reward.numel() for reward in rewards], device=member.device)
         out = torch.zeros(int(member[-1]) + 1, dtype=torch.float64, device=member.device)
-        index, values = member.repeat_interleave(lengths), torch.cat(rewards).double()
+        index = member.repeat_interleave(lengths)
+        values = torch.cat(rewards).double()
         return out.scatter_reduce(0, index, values, _REDUCTIONS[self.trajectory_return], include_self=False)
 
     def _valid(self, flat: TensorDictBase, member: Tensor) -> Tensor:
@@ -305,7 +306,8 @@ class GroupAdvantage(Transform):
             valid: [N] bool.
         """
         flat = flatten(tensordict)
-        reward, mask = pad(flat, self.reward_key).double(), pad(flat, keys.ASSISTANT_MASK, False)
+        reward = pad(flat, self.reward_key).double()
+        mask = pad(flat, keys.ASSISTANT_MASK, False)
         value = pad(flat, keys.STATE_VALUE).double() if has(flat, keys.STATE_VALUE) else torch.zeros_like(reward)
         counted = mask & valid.unsqueeze(-1)
         estimate = sampled_token_gae(reward, value, counted, self.gamma, self.lmbda)
@@ -333,7 +335,8 @@ class GroupAdvantage(Transform):
             return tensordict
         flat = flatten(tensordict)
         member = self._members(flat)
-        names, rows = group_keys(flat, self.group_key), flat.unbind(0)
+        names = group_keys(flat, self.group_key)
+        rows = flat.unbind(0)
         returns = torch.where(self._valid(flat, member), self._returns(flat, member), 0.0)
         complete: list[Member] = []
         start = 0

@@ -85,7 +85,8 @@ class HistoryTransforms(Compose):
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         """Adds the history; the shape of the reward stays as it is."""
-        rows, reward = output_spec.shape, output_spec["full_reward_spec", "reward"].clone()
+        rows = output_spec.shape
+        reward = output_spec["full_reward_spec", "reward"].clone()
         output_spec["full_observation_spec", "history"] = ChatHistory.default_spec(shape=rows, keys=["prompt"])
         output_spec = super().transform_output_spec(output_spec)
         output_spec["full_reward_spec", "reward"] = reward

@@ -175,9 +175,11 @@ class _Script:
         found: dict[str, Any] = {}
         for node in self._nodes:
             if isinstance(node, ast.Assign):
-                certain, targets = self.is_certain(node), node.targets
+                certain = self.is_certain(node)
+                targets = node.targets
             elif isinstance(node, ast.AugAssign):
-                certain, targets = False, [node.target]
+                certain = False
+                targets = [node.target]
             else:
                 continue
             for target in targets:

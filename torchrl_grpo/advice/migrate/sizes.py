@@ -281,7 +281,8 @@ def _tokens(asked: Quantities, ours: dict[str, Any], differs: Note) -> None:
     """The room for prompt and response, of one limit of both."""
     if "context" not in asked:
         return
-    context, response = asked["context"], asked.get("response")
+    context = asked["context"]
+    response = asked.get("response")
     if response is None or response >= context:
         prompt = min(_PROMPT, context // 2)
         response = context - prompt

@@ -1,4 +1,4 @@
-"""The asynchronous loop as discrete events: what ``RolloutManager``, the actors and ``fit`` do, without doing the work.
+"""The asynchronous loop as discrete events: what ``Rollouts``, the actors and ``fit`` do, without doing the work.
 
 The bookkeeping is the real one: a ``GroupBuffer`` admits the groups and makes the batches. Work is done by pools. In a
 pool of n jobs each job advances at ``speed(n)``: the cores that all actors of a CPU share are one pool, an accelerator

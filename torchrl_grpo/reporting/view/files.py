@@ -50,7 +50,8 @@ class Tail:
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
+        self._folder = folder
+        self._name = name
         self._end = 0
         self.file: BinaryIO | None = None
 
@@ -63,7 +64,8 @@ class Tail:
         if self.file is not None and os.path.samestat(now, os.fstat(self.file.fileno())) and now.st_size >= self._end:
             found.close()
             return False
-        self.file, self._end = found, 0
+        self.file = found
+        self._end = 0
         return True
 
     def lines(self) -> Iterator[tuple[int, bytes]]:

@@ -66,9 +66,14 @@ class Index:
         self.splits: dict[str, int] = {}
         self.datasets: dict[str, int] = {}
         self._groups: dict[tuple[Any, ...], int] = {}
-        self._starts, self._heads, self._lengths = array("q"), array("l"), array("l")
-        self._steps, self._rewards, self._group = array("l"), array("d"), array("l")
-        self._split, self._dataset = array("l"), array("l")
+        self._starts = array("q")
+        self._heads = array("l")
+        self._lengths = array("l")
+        self._steps = array("l")
+        self._rewards = array("d")
+        self._group = array("l")
+        self._split = array("l")
+        self._dataset = array("l")
         self._searches: OrderedDict[Wanted, Search] = OrderedDict()
 
     def add(self, start: int, line: bytes) -> None:
@@ -77,7 +82,8 @@ class Index:
         row = read_row(before + b"}" if has_tokens else line)
         if not _can_be_shown(row):
             return
-        split, dataset = str(row.get("split")), str(row.get("dataset") or "")
+        split = str(row.get("split"))
+        dataset = str(row.get("dataset") or "")
         # Rows of older runs have no group, and those of an evaluation need none.
         own = row.get("group")
         key = (row["step"], split, dataset, hash(str(row.get("query"))) if own is None else own)

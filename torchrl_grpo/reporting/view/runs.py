@@ -16,7 +16,7 @@ from torchrl_grpo.host.files import ENVIRONMENT_FILE, METRICS_FILE, load_yaml
 from torchrl_grpo.host.text import clip, printable_lines
 from torchrl_grpo.host.trees import dotted
 from torchrl_grpo.reporting.alarms import Alarm, Alarms
-from torchrl_grpo.reporting.panels import COLORS, PANELS, TIME_PARTS, Panel, Record, curve_of, label_of, series, times
+from torchrl_grpo.reporting.panels import COLORS, PANELS, STAGES, Panel, Record, curve_of, label_of, series, times
 from torchrl_grpo.reporting.records import reward_text, run_title
 from torchrl_grpo.reporting.view.files import Tail, changed_at, is_number, is_step, read_inside, read_row
 from torchrl_grpo.reporting.view.index import Samples, Wanted
@@ -206,7 +206,7 @@ def panels(runs: dict[int, RunView], first: int | None, last: int | None) -> lis
         if stacked:
             [(run, records)] = shown.items()
             curves = [
-                {"run": run, "label": part, "color": COLORS[TIME_PARTS.index(part)], "steps": steps, "values": values}
+                {"run": run, "label": part, "color": COLORS[STAGES.index(part)], "steps": steps, "values": values}
                 for part, (steps, values) in times(records).items()
             ]
         else:

@@ -46,7 +46,7 @@ _HEADERS = [
 
 
 class Guard:
-    """Answers who has the token, as the first part of the path, and nobody else.
+    """Answers who has the token, as the first segment of the path, and nobody else.
 
     Args:
         app: what answers.
@@ -54,7 +54,8 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._token = app, token.encode()
+        self._app = app
+        self._token = token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         token, slash, path = scope["path"].removeprefix("/").partition("/")
@@ -118,7 +119,7 @@ class Api:
         return found
 
     def timeline(self, asked: Asked) -> Any:
-        """A part of a run's timeline."""
+        """A window of a run's timeline."""
         return asked.run(self.runs).timeline.window(asked.number("from"), asked.number("to"))
 
     def alarms(self, asked: Asked) -> Any:
@@ -176,7 +177,7 @@ def make_app(folders: Sequence[Path], token: str) -> ASGIApp:
 
     Args:
         folders: of the runs.
-        token: the first part of the path of every address.
+        token: the first segment of the path of every address.
     """
     names = _names(folders)
     api = Api([RunView(folder, name) for folder, name in zip(folders, names, strict=True)])

@@ -79,7 +79,9 @@ def _constant(value: float | None, sampled: Sequence[bool]) -> Numbers:
 
 
 def _turns(text: Sequence[str], sampled: Sequence[bool]) -> list[dict[str, Any]]:
-    turns, start, count = [], 0, 0
+    turns = []
+    start = 0
+    count = 0
     for own, run in groupby(sampled):
         end = start + len(list(run))
         size = f"{end - start:,} token{'s' if end - start > 1 else ''}"

@@ -59,7 +59,7 @@ class Timeline:
         """Return a window of the timeline as it is drawn.
 
         Args:
-            first: seconds after the first span's start at which the part begins, None is 0.
+            first: seconds after the first span's start at which the window begins, None is 0.
             last: seconds at which it ends, None is the end of the last span.
 
         Returns:
@@ -101,7 +101,8 @@ def _span_of(row: Mapping[str, Any]) -> Span | None:
     if not isinstance(actor, str) or not isinstance(kind, str):
         return None
     start: Any = row.get("start")
-    step, seconds = row.get("step"), row.get("seconds") or 0.0
+    step = row.get("step")
+    seconds = row.get("seconds") or 0.0
     timed = is_number(start, _LATEST_S) and is_number(seconds, _LATEST_S) and seconds >= 0
     return Span(actor, kind, start, seconds, step) if timed and (step is None or is_step(step)) else None
 
@@ -142,7 +143,8 @@ def _columns(spans: Iterable[Span], first: float, last: float) -> list[list[Any]
             columns[at][span.kind] = columns[at].get(span.kind, 0.0) + max(part, 0.0)
     placed = []
     for at, column in enumerate(columns):
-        whole, share = max(width, sum(column.values())), 0.0
+        whole = max(width, sum(column.values()))
+        share = 0.0
         for kind in sorted(column):
             top = share + column[kind] / whole
             placed.append([kind, first + at * width, first + (at + 1) * width, None, share, top])

@@ -1,0 +1,23 @@
+"""A pytest whose death ends all that it has started, in sessions of their own too."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from torchrl_grpo.host.processes import go_on_in_guarded_child
+
+
+def go_on_guarded() -> None:
+    """Return in a grandchild, behind a guard that kills all processes below it when this process or that one ends.
+
+    This process waits and ends with the grandchild's status. It must have no threads yet.
+    """
+    pid, group = os.getpid(), os.getpgrp()
+    if guard := os.fork():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the grandchild
+        status = os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1])
+        os._exit(status if status >= 0 else 128 - status)
+    os.setpgid(0, 0)  # a signal to the group is not for the guard
+    go_on_in_guarded_child(pid, closing=os.open(os.devnull, os.O_RDONLY))
+    os.setpgid(0, group)

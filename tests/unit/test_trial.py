@@ -1,0 +1,63 @@
+"""The loop sends the first weights again where engine and trainer do not compute the same with them."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from torchrl_grpo.loop import Schedule, fit
+
+
+class Learner:
+    """A trainer that differs from engines with these weights by so many nats."""
+
+    version = 0
+
+    def __init__(self, differences: dict[str, float]) -> None:
+        self._differences, self.reasons = differences, list[str]()
+
+    def weights(self) -> str:
+        return "fast"
+
+    def resend(self, version: int, reason: str) -> str:
+        self.reasons.append(reason)
+        return "slow"
+
+    def mismatch(self, probe: str) -> tuple[float, float]:
+        return self._differences[probe], 1.0
+
+
+class Rollouts:
+    """Two engines; one of them takes no weights in the fast way, and says nothing."""
+
+    def __init__(self) -> None:
+        self.published: list[tuple[str, int]] = []
+
+    def publish(self, handle: str, version: int) -> None:
+        self.published.append((handle, version))
+
+    def probes(self) -> list[str]:
+        return ["other", self.published[-1][0]]
+
+    def evaluate(self, *, sampled: bool) -> tuple[dict[str, float], list[Any]]:
+        return {}, []
+
+
+@pytest.mark.parametrize(
+    ("differences", "tolerance", "published"),
+    [
+        ({"other": 0.001, "fast": 0.2, "slow": 0.001}, 0.05, ["fast", "slow"]),
+        ({"other": 0.001, "fast": float("nan"), "slow": 0.001}, 0.05, ["fast", "slow"]),
+        ({"other": 0.001, "fast": 0.002}, 0.05, ["fast"]),
+        ({}, None, ["fast"]),
+    ],
+)
+def test_weights_on_trial_are_sent_again_where_log_probs_differ(
+    differences: dict[str, float], tolerance: float | None, published: list[str]
+) -> None:
+    learner, rollouts = Learner(differences), Rollouts()
+    fit(cast(Any, learner), cast(Any, rollouts), Schedule(0, trial_tolerance=tolerance))
+    assert rollouts.published == [(handle, 0) for handle in published]
+    assert len(learner.reasons) == len(published) - 1
+    assert all("log-probs of engine and trainer differ by " in reason for reason in learner.reasons)

@@ -7,7 +7,8 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import multiprocessing, nn
+from torchrl import torchrl_logger
 
 from tests.support.runs import whole_state_of
-from torchrl_grpo.errors import ConfigError, DiskFullError, NonFiniteError
+from torchrl_grpo.assembly.observers import Saver
+from torchrl_grpo.errors import ConfigError, DiskFullError, NonFiniteError, NotSavedError
 from torchrl_grpo.host.checkpoint_files import check_whole, checkpoints_in, newest, read_manifest, step_of
 from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
 from torchrl_grpo.learner.shards import ShardedSaver
+from torchrl_grpo.loop import Schedule
 from torchrl_grpo.models.sharding import init_mesh, shard_model
 
 RANKS = 2
@@ -226,3 +230,69 @@ def test_ranks_that_are_killed_in_a_save_leave_only_whole_folders(tmp_path: Path
         parts += len(list(folder.glob("*.tmp")))
     assert reached == sorted(set(reached))
     assert parts > 0  # some were killed in the middle of a save
+
+
+class LateLearner:
+    """A learner whose checkpoints are written after ``save`` has returned; it says the steps that failed there."""
+
+    resumable = True
+
+    def __init__(self, failing: Sequence[int]) -> None:
+        self.version, self.failing = 0, [*failing]
+        self.writing: int | None = None
+        self.written: list[int] = []
+
+    def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
+        assert self.writing is None
+        self.writing = self.version
+        return checkpointer.path(self.version)
+
+    def finish_save(self) -> None:
+        writing, self.writing = self.writing, None
+        if writing in self.failing:
+            self.failing.remove(writing)
+            raise NotSavedError("its folder is gone")
+        if writing is not None:
+            self.written.append(writing)
+
+
+@pytest.mark.parametrize(
+    ("failing", "written", "unsaved"),
+    [((), [2, 4], []), ((2,), [4], [2]), ((4,), [2, 4], [4]), ((2, 4), [4], [2, 4]), ((4, 4), [2], [4])],
+)
+def test_a_write_that_fails_later_is_said_and_the_last_one_is_tried_again(
+    failing: tuple[int, ...],
+    written: list[int],
+    unsaved: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torchrl_logger, "warning", said.append)
+    learner: Any = LateLearner(failing)
+    rollouts: Any = SimpleNamespace(state_dict=dict)
+    saver = Saver(learner, rollouts, Checkpointer(tmp_path, {}), lambda: None, Schedule(4, checkpoint_frequency=2))
+    for step in range(1, 5):
+        saver.taken()
+        learner.version = step
+        saver.stepped(step, {})
+    with pytest.raises(NotSavedError) if failing == (4, 4) else nullcontext():
+        saver.ended(4)
+    assert learner.written == written
+    assert said == [
+        f"Step {step} is not saved, there is none before it: its folder is gone." for step in unsaved
+    ]
+
+
+def test_what_is_being_written_is_waited_for_when_a_run_is_interrupted(tmp_path: Path) -> None:
+    """Also inside a step, which is no state to save."""
+    learner: Any = LateLearner(())
+    rollouts: Any = SimpleNamespace(state_dict=dict)
+    saver = Saver(learner, rollouts, Checkpointer(tmp_path, {}), lambda: None, Schedule(4, checkpoint_frequency=1))
+    saver.taken()
+    learner.version = 1
+    saver.stepped(1, {})
+    assert learner.written == []
+    learner.resumable = False
+    saver.interrupted()
+    assert learner.written == [1]

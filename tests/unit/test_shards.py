@@ -279,9 +279,7 @@ def test_a_write_that_fails_later_is_said_and_the_last_one_is_tried_again(
     with pytest.raises(NotSavedError) if failing == (4, 4) else nullcontext():
         saver.ended(4)
     assert learner.written == written
-    assert said == [
-        f"Step {step} is not saved, there is none before it: its folder is gone." for step in unsaved
-    ]
+    assert said == [f"Step {step} is not saved, there is none before it: its folder is gone." for step in unsaved]
 
 
 def test_what_is_being_written_is_waited_for_when_a_run_is_interrupted(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchrl_grpo.models.sharding import WEIGHTS, load_parts, own_parts
 
-_FILE_BYTES = 1 << 30
+_FILE_BYTES = 1 << 29
 """Of a rank's file, about: as much is copied again while it is written."""
 
 

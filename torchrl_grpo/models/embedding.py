@@ -1,7 +1,7 @@
-"""The embedding of a model whose LM head has the same weight: its gradient has the rows of the tokens that are there.
+"""A weight that is embedding and LM head: the embedding's gradient is added to the head's, row by row, where it lies.
 
-PyTorch makes that gradient as large as the weight, nearly all of it zeros, and adds it to the head's. With a vocabulary
-of 152k that is a second one of the largest gradients, in each pass.
+PyTorch makes one as large as the weight, nearly all of it zeros, and sums the two into a third. With a vocabulary of
+152k these are the largest tensors of a pass.
 
 Shape suffixes: N tokens, R different tokens, D hidden size, V vocabulary.
 """
@@ -12,6 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+class _Tied(torch.autograd.Function):
+    """The weight twice, for the embedding, whose gradient is sparse, and for the head, whose gradient is new."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return weight_VD.view_as(weight_VD), weight_VD.view_as(weight_VD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
+        rows, of_head_VD = grads
+        if rows is None or of_head_VD is None:
+            return of_head_VD if rows is None else rows.to_dense()
+        return of_head_VD.index_add_(0, rows.indices()[0], rows.values())
 
 
 class _Rows(torch.autograd.Function):
@@ -32,9 +48,8 @@ class _Rows(torch.autograd.Function):
         rows_RD = torch.ops.aten.embedding_dense_backward(grad_ND, place_N, len(once_R), -1, False)
         if ctx.padding is not None:
             rows_RD = rows_RD.masked_fill((once_R == ctx.padding)[:, None], 0.0)
-        sparse = torch.sparse_coo_tensor(
-            once_R[None], rows_RD, ctx.shape, check_invariants=False, is_coalesced=True
-        )  # the rows are in order, each once
+        # The rows are in order, each once.
+        sparse = torch.sparse_coo_tensor(once_R[None], rows_RD, ctx.shape, check_invariants=False, is_coalesced=True)
         return sparse, None, None, None, None
 
 
@@ -47,8 +62,10 @@ def tied_embedding(base: Any) -> nn.Embedding | None:
     return embedding if embedding.weight.requires_grad and torch.is_grad_enabled() else None
 
 
-def embed(embedding: nn.Embedding, tokens: Tensor, once_R: Tensor, place_N: Tensor) -> Tensor:
-    """Return the rows of an embedding for tokens [...], as [..., D].
+def embed(embedding: nn.Embedding, tokens: Tensor, once_R: Tensor, place_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows of a tied embedding for tokens [...], as [..., D], and the weight for the head.
+
+    The head's gradient is changed in place, so that whoever computes it must not keep it.
 
     Args:
         embedding: of the model.
@@ -56,5 +73,5 @@ def embed(embedding: nn.Embedding, tokens: Tensor, once_R: Tensor, place_N: Tens
         once_R: each of them once, in order.
         place_N: where in ``once_R`` each one is.
     """
-    rows: Tensor = _Rows.apply(embedding.weight, tokens, once_R, place_N, embedding.padding_idx)
-    return rows
+    for_embedding, for_head = _Tied.apply(embedding.weight)
+    return _Rows.apply(for_embedding, tokens, once_R, place_N, embedding.padding_idx), for_head

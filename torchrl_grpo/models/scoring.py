@@ -145,14 +145,15 @@ class TokenScorer(TensorDictModuleBase):
         body = (
             base.base_model if base.base_model is not base else base.model
         )  # Llama 4 has the prefix of a larger model
-        inputs = layout.model_inputs()
+        inputs, head = layout.model_inputs(), base.get_output_embeddings()
+        weight = head.weight
         if mesh_of(base) is None and (embedding := tied_embedding(base)) is not None:
-            inputs["inputs_embeds"] = embed(embedding, inputs.pop("input_ids"), layout.once, layout.place)
+            rows, weight = embed(embedding, inputs.pop("input_ids"), layout.once, layout.place)
+            inputs["inputs_embeds"] = rows
         hidden = body(**inputs).last_hidden_state
-        head = base.get_output_embeddings()
         log_prob_N, entropy_N = chunked_log_probs(
             pick(hidden.flatten(0, 1), 0, layout.predictors),
-            head.weight,
+            weight,
             layout.targets,
             bias_V=head.bias,
             temperature=self.temperature,

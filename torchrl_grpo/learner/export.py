@@ -105,7 +105,7 @@ def _write_weights(folder: Path, named: Iterable[tuple[str, Tensor]]) -> None:
         used, total = used + weight.nbytes, total + weight.nbytes
     write()
     several = len(files) > 1
-    file_of = {}
+    file_of = dict[str, str]()
     for index, names in enumerate(files):
         target = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors" if several else "model.safetensors"
         (folder / f"{index}.part").rename(folder / target)

@@ -144,7 +144,7 @@ def test_the_newest_and_the_best_folders_are_kept_and_whole(saved: SimpleNamespa
         assert weight.shape == (ROWS, 4) and (weight == step).all()
 
 
-def test_a_rank_without_room_fails_the_save_on_all_ranks_and_the_next_one_is_whole(saved: SimpleNamespace) -> None:
+def test_a_rank_without_room_fails_the_save_on_all_ranks(saved: SimpleNamespace) -> None:
     for told in saved.told:
         assert told["full"] == f"DiskFullError: there is no room for checkpoint_000002 in {saved.folder / 'full'}"
         assert told["again"] == "nothing"
@@ -174,7 +174,7 @@ def test_a_flipped_bit_of_any_file_of_a_folder_is_found(whole: Path) -> None:
     check_whole(path)
 
 
-def test_a_folder_with_a_file_more_or_less_is_damaged_and_the_one_before_is_taken(whole: Path) -> None:
+def test_of_a_folder_with_a_file_more_or_less_the_one_before_is_taken(whole: Path) -> None:
     shutil.copy(next((whole / "checkpoint_000004").glob("shard-*")), whole / "checkpoint_000005" / "more.safetensors")
     with pytest.raises(ConfigError, match="checkpoint_000005 is damaged: it does not have the files"):
         newest(str(whole / "checkpoint_000005"), whole, read_checkpoint)

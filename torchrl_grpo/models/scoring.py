@@ -268,7 +268,7 @@ def _scores(scorer: TokenScorer, tokens: Tensor, mask: Tensor) -> Tensor:
 
 
 def _check_packing(scorer: TokenScorer, tokens: Tensor, rounding: float) -> str:
-    """Why a model cannot be packed, in its windows or beyond: its log-probs would differ by more than rounding; or ""."""
+    """Why a model cannot be packed, in its sliding windows or beyond: its log-probs would differ; or ""."""
     why = _compare_packing(scorer, tokens, rounding)
     if not why and getattr(scorer.base.config.get_text_config(), "sliding_window", None):
         with _narrow_windows(scorer.base):

@@ -60,6 +60,13 @@ def engine() -> Iterator[AsyncVLLMEngine]:
     engine.close()
 
 
+@pytest.fixture(autouse=True)
+def waits(engine: AsyncVLLMEngine) -> None:
+    """Each test begins with an engine as it is made."""
+    engine._in_flight = "wait"
+    engine.restarted_requests = 0
+
+
 def test_a_version_travels_to_the_engines_process_by_ipc(engine: AsyncVLLMEngine) -> None:
     sender = make_sender(Transfer(KIND), dtype=torch.float32)
     for version in (21, 22):

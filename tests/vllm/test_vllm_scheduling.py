@@ -72,6 +72,13 @@ def engine(scheduled_ahead: None) -> Iterator[AsyncVLLMEngine]:
     engine.close()
 
 
+@pytest.fixture(autouse=True)
+def waits(engine: AsyncVLLMEngine) -> None:
+    """Each test begins with an engine as it is made."""
+    engine._in_flight = "wait"
+    engine.restarted_requests = 0
+
+
 def test_the_engine_of_one_process_samples_and_takes_weights_too(scheduled_ahead: None) -> None:
     with VLLMEngine(str(starter_path()), **SETTINGS) as engine:
         assert engine._rpc("schedules_asynchronously") == [True]

@@ -44,7 +44,12 @@ __all__ = [
     "test_wait_lets_running_calls_end_and_holds_new_ones_back",
 ]
 
-pytestmark = pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
+pytestmark = [
+    pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed"),
+    pytest.mark.skipif(
+        not vllm_module._is_cpu_build(), reason="needs vLLM's build for CPUs; others schedule so anyway"
+    ),
+]
 SETTINGS: dict[str, Any] = {"max_model_len": CONTEXT, "enforce_eager": True, "kv_cache_gib": 0.5}
 
 

@@ -46,9 +46,7 @@ __all__ = [
 
 pytestmark = [
     pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed"),
-    pytest.mark.skipif(
-        not vllm_module._is_cpu_build(), reason="needs vLLM's build for CPUs; others schedule so anyway"
-    ),
+    pytest.mark.skipif(not vllm_module._is_cpu_build(), reason="needs vLLM's build for CPUs"),
 ]
 SETTINGS: dict[str, Any] = {"max_model_len": CONTEXT, "enforce_eager": True, "kv_cache_gib": 0.5}
 

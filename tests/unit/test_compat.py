@@ -80,7 +80,6 @@ FOR_SUBCLASSES = {
     "_load_from_state_dict", "_modules",  # torch.nn.Module
     "_init_executor",  # vLLM's Executor
 }  # fmt: skip
-OF_GROUPS = {"_Options", "_devices", "_timeout"}  # PyTorch's process groups take no other form of options
 
 
 def private_modules(tree: ast.AST) -> Iterator[str]:
@@ -136,9 +135,8 @@ def test_each_private_name_in_compat_is_looked_for(path: str) -> None:
 
 @pytest.mark.parametrize("path", [path for path in TREES if not path.startswith("compat/")])
 def test_private_names_of_libraries_are_in_compat_alone(path: str) -> None:
-    allowed = OWN | DOCUMENTED | FOR_SUBCLASSES | (OF_GROUPS if path == "weights/broadcast.py" else set())
     assert list(private_modules(TREES[path])) == []
-    assert private_attributes(TREES[path]) - allowed == set()
+    assert private_attributes(TREES[path]) - OWN - DOCUMENTED - FOR_SUBCLASSES == set()
 
 
 @pytest.mark.parametrize(

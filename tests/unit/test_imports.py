@@ -16,12 +16,17 @@ from torchrl_grpo import collectors, generation, learner, loop, models, objectiv
 
 PACKAGE = ROOT / "torchrl_grpo"
 FILES = sorted(p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py"))
-MODULES = [".".join(("torchrl_grpo", *p.with_suffix("").parts)).removesuffix(".__init__") for p in FILES]
+OWN = {"compat/ray.py": "ray", "weights/transfer_engine.py": "vllm"}  # each is imported where its package is there
+MODULES = [
+    ".".join(("torchrl_grpo", *p.with_suffix("").parts)).removesuffix(".__init__")
+    for p in FILES
+    if p.as_posix() not in OWN
+]
 
 # Which files may import a package, and whether only inside a function.
 RESTRICTED = {
-    "vllm": (("generation/vllm.py", "generation/vllm_async.py"), True),
-    "ray": (("runtime/", "compat/ray.py"), False),
+    "vllm": (("generation/vllm.py", "generation/vllm_async.py", "weights/nccl.py", "weights/worker.py"), True),
+    "ray": (("runtime/",), False),
     "hydra": (("config/", "scripts/", "compat/hydra.py"), False),
     "omegaconf": (("config/", "scripts/"), False),
 }
@@ -45,6 +50,8 @@ def broken_rules(path: str, source: str) -> list[str]:
     """What a file of the package imports although it may not."""
     broken = []
     for package, in_function in imports(ast.parse(source)):
+        if OWN.get(path) == package:
+            continue
         allowed, lazily = RESTRICTED.get(package, ((path,), False))
         if not path.startswith(allowed):
             broken.append(f"{path} imports {package}")
@@ -139,7 +146,7 @@ def test_the_contracts_hold() -> None:
         (
             "tasks/base.py",
             "def f():\n    import vllm",
-            "Only the vLLM engines import vllm",
+            "Only the vLLM engines, and what brings weights to them, import vllm",
         ),
         ("tasks/base.py", "def f():\n    import ray", "Only the runtime imports ray"),
         ("tasks/base.py", "import omegaconf", "Only config and the scripts import hydra"),

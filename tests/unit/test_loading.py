@@ -290,7 +290,7 @@ def test_a_path_without_a_folder_is_said_to_be_none(
     assert "alphanumeric" not in str(error.value) and "Repo id" not in str(error.value)
 
 
-def test_further_arguments_of_from_pretrained_change_the_model_on_every_rank(tmp_path: Path) -> None:
+def test_further_arguments_change_the_model_on_every_rank(tmp_path: Path) -> None:
     make_tiny_model().save_pretrained(tmp_path)
     arguments = {"attention_dropout": 0.25, "disable_mmap": True}
     for device in ("cpu", "meta"):

@@ -227,7 +227,7 @@ def test_layers_share_their_masks_and_a_whole_sequence_needs_none(monkeypatch: p
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_gradients_of_what_is_picked_several_times_are_summed_in_order_and_without_rounding(dtype: torch.dtype) -> None:
+def test_gradients_of_repeated_picks_are_summed_in_order_and_in_float32(dtype: torch.dtype) -> None:
     places = torch.tensor([0, 1, 2, 4, 1, 2, 3, 2, 1, 2])  # 5 is left out
     picks = Picks(places)
     sums = picks._sums()

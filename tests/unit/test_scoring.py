@@ -131,7 +131,7 @@ def test_forward_takes_ragged_batches_and_writes_its_out_keys() -> None:
     torch.testing.assert_close(out[ENTROPY][0, :5], alone_entropy[0], rtol=1e-5, atol=1e-6)
 
 
-def test_a_layout_in_the_batch_is_used_for_the_tensors_it_is_of_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_in_the_batch_is_used_for_its_own_tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     scorer = TokenScorer(make_tiny_model())
     tokens, mask = make_batch()
     batch = TensorDict({FULL: tokens, ASSISTANT_MASK: mask}, [4])

@@ -179,14 +179,14 @@ TWO = [[GPU_1], [torch.device("cuda", 2)]]
         ("auto", GPU, [[GPU_1, GPU]], {"colocated": True}, STORE),
         ("auto", GPU, TWO, {"waits": True}, STORE),  # the engines would wait for each other
         ("auto", GPU, [[GPU_1]], {"waits": True}, Transfer("nccl", True)),
-        ("auto", GPU, [[GPU]], {"backend": "transformers"}, STORE),
+        ("auto", GPU, [[GPU]], {"on_device": False}, STORE),
         ("auto", GPU, [[GPU_1]], {"lora": True}, STORE),
         ("auto", GPU, [[GPU]], {"distributed": False}, Transfer("direct_ipc", True)),
-        ("auto", GPU, [[GPU]], {"distributed": False, "backend": "transformers"}, Transfer("direct")),
+        ("auto", GPU, [[GPU]], {"distributed": False, "on_device": False}, Transfer("direct")),
         ("auto", CPU, [[CPU]], {"distributed": False}, Transfer("direct")),
         ("auto", GPU, [[GPU_1]], {"distributed": False}, Transfer("direct")),
         ("cuda_ipc", GPU, [[GPU]], {}, IPC),
-        ("cuda_ipc", GPU, [[GPU]], {"backend": "transformers"}, STORE),
+        ("cuda_ipc", GPU, [[GPU]], {"on_device": False}, STORE),
         ("broadcast", GPU, TWO, {"waits": True}, Transfer("nccl", workers=2)),
         ("broadcast", GPU, [[GPU_1]], {"lora": True}, STORE),
         ("broadcast", CPU, [[CPU]], {}, STORE),
@@ -196,7 +196,7 @@ TWO = [[GPU_1], [torch.device("cuda", 2)]]
 def test_auto_is_the_fastest_that_fits_and_what_is_asked_for_is_taken(
     asked: str, trainer: torch.device, engines: list[list[torch.device]], given: dict[str, Any], chosen: Transfer
 ):
-    settings = {"backend": "vllm", "colocated": engines[0][0] == trainer == GPU} | given
+    settings = {"on_device": True, "colocated": engines[0][0] == trainer == GPU} | given
     assert transfer_kind(asked, trainer=trainer, engines=engines, **settings) == chosen
 
 
@@ -218,7 +218,7 @@ def test_a_kind_that_cannot_work_there_is_refused(
     asked: str, trainer: torch.device, engines: list[list[torch.device]], colocated: bool, message: str
 ):
     with pytest.raises(ValueError, match=message):
-        transfer_kind(asked, backend="vllm", trainer=trainer, engines=engines, colocated=colocated)
+        transfer_kind(asked, on_device=True, trainer=trainer, engines=engines, colocated=colocated)
 
 
 def test_weights_that_are_not_the_model_s_are_refused_all_at_once(tiny_model: nn.Module):

@@ -280,7 +280,7 @@ def _transfer(blueprint: Blueprint, max_staleness: int, *, distributed: bool) ->
     config, plan = blueprint.config, blueprint.plan
     return transfer_kind(
         config.inference_model.weight_transfer,
-        backend=config.inference_model.backend,
+        on_device=ENGINES[config.inference_model.backend].weights_on_device,
         trainer=plan.train[0],
         engines=plan.inference,
         colocated=plan.colocated,

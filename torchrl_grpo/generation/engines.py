@@ -26,6 +26,7 @@ class EngineKind:
         stop_strings: whether it ends responses at strings (``stop``).
         own_arguments: whether it takes further arguments of its library (``engine_kwargs``).
         weight_transfers: values of ``weight_transfer`` that it takes.
+        weights_on_device: whether it takes weights from GPU memory, its own or another one (a ``TransferHandle``).
         step_overhead_s: seconds of each decoding step beside the accelerator's work, as ``torchrl_grpo.plan`` assumes.
     """
 
@@ -37,6 +38,7 @@ class EngineKind:
     exact: bool = False
     stop_strings: bool = True
     own_arguments: bool = False
+    weights_on_device: bool = False
     weight_transfers: tuple[str, ...] = get_args(WeightTransfer)
 
 
@@ -53,6 +55,7 @@ ENGINES: dict[str, EngineKind] = {
         updates_in_flight=True,
         tensor_parallel=True,
         own_arguments=True,
+        weights_on_device=True,
     ),
 }
 """Engines by name; the names are the choices of ``inference_model.backend``."""

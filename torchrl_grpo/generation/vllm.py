@@ -581,7 +581,8 @@ class VLLMEngine(VLLMBase):
             config, arguments = engine_arguments(model_path, settings)
             self._enable_sleep = enable_sleep and not current_platform.is_cpu()
             self._llm = LLM(**arguments, enable_sleep_mode=self._enable_sleep)
-        super().__init__(config, self._llm.model_config, settings.get("tensor_parallel_size", 1))
+        workers = self._llm.llm_engine.vllm_config.parallel_config.world_size
+        super().__init__(config, self._llm.model_config, workers)
         watch_for_stops(self._llm.llm_engine.output_processor, self._stops)
         self._rpc("settle")
         unname_queues()

@@ -111,7 +111,8 @@ class AsyncVLLMEngine(VLLMBase):
                 # All of vLLM's objects live in the loop's thread. A process that is to die with its parent dies, in
                 # truth, with the thread that started it, and this one lasts until the end.
                 model_config = asyncio.run_coroutine_threadsafe(self._start(arguments), self._loop).result()
-                super().__init__(config, model_config, settings.get("tensor_parallel_size", 1))
+                workers = self._llm.vllm_config.parallel_config.world_size
+                super().__init__(config, model_config, workers)
                 watch_for_stops(self._llm.output_processor, self._stops)
                 # The scheduler says that it is ready before it has connected the socket on which it answers: only an
                 # answer shows that the files of the sockets are not needed any more.

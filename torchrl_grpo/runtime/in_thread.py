@@ -69,7 +69,8 @@ class InThread:
 
     async def _begin(self, make: Make, kinds: Sequence[Any]) -> None:
         self._places = [place for work in kinds for place in work]
-        lives = [self._live(place, make, rounds) for work in kinds for place, rounds in work.items()]
+        # Who comes last in a task's way begins first: samplers may wait for reference models.
+        lives = [self._live(place, make, rounds) for work in reversed(kinds) for place, rounds in work.items()]
         lives += [self._watch(list(work)) for work in kinds if work]
         self._lives = [asyncio.create_task(self._guard(life)) for life in lives]
 

@@ -44,7 +44,7 @@ class Transfer:
 def transfer_kind(
     asked: str,
     *,
-    backend: str,
+    on_device: bool,
     trainer: torch.device,
     engines: Sequence[Sequence[torch.device]],
     colocated: bool,
@@ -58,7 +58,7 @@ def transfer_kind(
 
     Args:
         asked: ``object_store``, ``broadcast`` (nccl), ``cuda_ipc``, or ``auto``: the fastest that fits.
-        backend: ``inference_model.backend``.
+        on_device: whether the engines take weights that are in GPU memory (``EngineKind.weights_on_device``).
         trainer: the device of training rank 0.
         engines: the devices of each engine.
         colocated: whether an engine shares the trainer's accelerator.
@@ -83,7 +83,7 @@ def transfer_kind(
             f"{field} needs trainer and engine on different GPUs, because nccl does not connect a GPU with itself, and "
             f"both are on {trainer}: use inference_model.weight_transfer=cuda_ipc."
         )
-    fast = backend == "vllm" and trainer.type == "cuda"
+    fast = on_device and trainer.type == "cuda"
     auto, workers = asked == "auto", sum(len(devices) for devices in engines)
     if not distributed:
         return Transfer("direct_ipc", True) if fast and same_gpu else Transfer("direct")

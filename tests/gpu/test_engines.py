@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,35 +11,13 @@ import torch
 
 from tests.support.models import response_log_probs
 from tests.support.prompts import PROMPTS
+from tests.support.serving import CONTEXT, SERVES, SHORT, make_model
 from tests.support.stops import assert_stop_strings_end_responses
 from tests.support.weights import Trained, mismatch
-from tests.vllm import test_vllm_async
-from tests.vllm.test_vllm_async import (  # of the engine below
-    CONTEXT,
-    SHORT,
-    make_model,
-    pool,
-    test_abort_starts_running_requests_again_and_counts_them,
-    test_calls_from_four_threads_have_the_trainers_log_probs,
-    test_each_response_is_told_when_it_ends,
-    test_keep_goes_on_with_new_weights_and_each_token_has_its_version,
-    test_stop_strings_end_responses,
-    test_wait_lets_running_calls_end_and_holds_new_ones_back,
-)
 from torchrl_grpo.generation.vllm import VLLMEngine, _has_vllm
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.weights import Transfer, make_sender, named_weights
-
-__all__ = [
-    "pool",
-    "test_abort_starts_running_requests_again_and_counts_them",
-    "test_calls_from_four_threads_have_the_trainers_log_probs",
-    "test_each_response_is_told_when_it_ends",
-    "test_keep_goes_on_with_new_weights_and_each_token_has_its_version",
-    "test_stop_strings_end_responses",
-    "test_wait_lets_running_calls_end_and_holds_new_ones_back",
-]
 
 DEVICE, KIND = "cuda", "ipc"
 SETTINGS: dict[str, Any] = {"max_model_len": CONTEXT, "enforce_eager": True, "gpu_memory_utilization": 0.2}
@@ -54,17 +33,14 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def engine() -> Iterator[AsyncVLLMEngine]:
     engine = AsyncVLLMEngine(str(starter_path()), **SETTINGS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_vllm_async, "ROUNDING", ROUNDING)
-        yield engine
+    yield engine
     engine.close()
 
 
-@pytest.fixture(autouse=True)
-def waits(engine: AsyncVLLMEngine) -> None:
-    """Each test begins with an engine as it is made."""
-    engine._in_flight = "wait"
-    engine.restarted_requests = 0
+@pytest.mark.parametrize("check", SERVES, ids=lambda check: check.__name__)
+def test_it_serves_many_callers_while_its_weights_change(check: Any, engine: AsyncVLLMEngine) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        check(engine, pool, ROUNDING)
 
 
 def test_a_version_travels_to_the_engines_process_by_ipc(engine: AsyncVLLMEngine) -> None:

@@ -113,9 +113,8 @@ def test_the_default_job_sleeps_and_wakes_vllm(run: Callable[..., Any]) -> None:
 
 @needs_vllm
 @pytest.mark.skipif(GPUS != 1, reason="needs one CUDA device: CUDA_VISIBLE_DEVICES=0")
-def test_three_colocated_steps_fit_only_if_the_roles_take_turns(run: Callable[..., Any]) -> None:
-    """In 16 GiB: 8 are the engine's, 5.5 the weights' and Adam's, and a step takes 12 by the memory plan, beside what CUDA
-    takes for each process."""
+def test_three_steps_near_the_limit_fit_in_turns(run: Callable[..., Any]) -> None:
+    """In 16 GiB: 8 for the engine, 5.5 for weights and Adam's moments, and 12 for a step, by the memory plan."""
     free, total = torch.cuda.mem_get_info()
     ballast = torch.empty(free - 16 * 2**30, dtype=torch.uint8, device="cuda")
     share = f"inference_model.gpu_memory_utilization={8 * 2**30 / total:.4f}"

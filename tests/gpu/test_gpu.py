@@ -63,7 +63,7 @@ def test_packed_sequences_on_cuda_score_like_padded_ones(dtype: torch.dtype, mon
 
 @pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3_text"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_of_packed_sequences_in_16_bits_are_as_close_as_padded_ones(
+def test_packed_gradients_in_16_bits_are_as_close_as_padded_ones(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To those in float32; two of the models have windows that are shorter than the sequences."""

@@ -61,7 +61,7 @@ def test_a_process_is_pinned_to_the_plans_devices_among_the_visible_ones(monkeyp
     assert "OMP_NUM_THREADS" not in cluster_module._environment(seat, 3, pinned=True)
 
 
-def test_memory_of_training_ranks_on_cuda_grows_in_place_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_training_ranks_on_cuda_grows_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     seat = Seat(0, gpus(1), 1.0, 1)

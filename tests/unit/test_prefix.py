@@ -327,7 +327,7 @@ def test_sequences_longer_than_a_sliding_window_are_packed(name: str, window: in
         torch.testing.assert_close(got[key], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
 
 
-def test_a_sliding_window_that_does_not_reach_the_attention_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_that_does_not_reach_the_attention_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_window(*args: Any, **kwargs: Any) -> Any:
         return prefix.attention(*args, **(kwargs | {"sliding_window": None}))
 

@@ -6,48 +6,28 @@ The next step is scheduled before the last one's tokens are known, so that stops
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
 
 import pytest
 
 import torchrl_grpo.generation.vllm as vllm_module
+from tests.support.models import response_log_probs
 from tests.support.prompts import PROMPTS
+from tests.support.serving import CONTEXT, SERVES, SHORT, make_model
 from tests.support.stops import assert_stop_strings_end_responses
 from tests.support.weights import mismatch
-from tests.vllm.test_vllm_async import (  # of the engine below
-    CONTEXT,
-    ROUNDING,
-    SHORT,
-    make_model,
-    pool,
-    response_log_probs,
-    test_abort_starts_running_requests_again_and_counts_them,
-    test_calls_from_four_threads_have_the_trainers_log_probs,
-    test_each_response_is_told_when_it_ends,
-    test_keep_goes_on_with_new_weights_and_each_token_has_its_version,
-    test_stop_strings_end_responses,
-    test_wait_lets_running_calls_end_and_holds_new_ones_back,
-)
 from torchrl_grpo.generation.vllm import VLLMEngine
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.weights import named_weights
 
-__all__ = [
-    "pool",
-    "test_abort_starts_running_requests_again_and_counts_them",
-    "test_calls_from_four_threads_have_the_trainers_log_probs",
-    "test_each_response_is_told_when_it_ends",
-    "test_keep_goes_on_with_new_weights_and_each_token_has_its_version",
-    "test_stop_strings_end_responses",
-    "test_wait_lets_running_calls_end_and_holds_new_ones_back",
-]
-
 pytestmark = [
     pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed"),
     pytest.mark.skipif(not vllm_module._is_cpu_build(), reason="needs vLLM's build for CPUs"),
 ]
+ROUNDING = 1e-3
 SETTINGS: dict[str, Any] = {"max_model_len": CONTEXT, "enforce_eager": True, "kv_cache_gib": 0.5}
 
 
@@ -75,11 +55,10 @@ def engine(scheduled_ahead: None) -> Iterator[AsyncVLLMEngine]:
     engine.close()
 
 
-@pytest.fixture(autouse=True)
-def waits(engine: AsyncVLLMEngine) -> None:
-    """Each test begins with an engine as it is made."""
-    engine._in_flight = "wait"
-    engine.restarted_requests = 0
+@pytest.mark.parametrize("check", SERVES, ids=lambda check: check.__name__)
+def test_it_serves_many_callers_while_its_weights_change(check: Any, engine: AsyncVLLMEngine) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        check(engine, pool, ROUNDING)
 
 
 def test_the_engine_of_one_process_samples_and_takes_weights_too(scheduled_ahead: None) -> None:

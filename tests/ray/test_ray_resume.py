@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.support.configs import compose_config
-from tests.support.runs import LORA, SMALL, at, differences, numbers, run, state_of, steps
+from tests.support.runs import LORA, SMALL, at, differences, folder_at, numbers, run, state_of, steps
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.scripts.export import main
 
 ray = pytest.importorskip("ray")
 
@@ -30,10 +31,14 @@ def test_a_run_moves_from_one_process_to_several_ranks_and_back(lora_run: Path, 
     expected = numbers(read_jsonl(lora_run / "metrics.jsonl"), 4)
     ranks = run(tmp_path / "ranks", *LORA, *two, steps(6), f"train.resume={at(lora_run, 3)}")
     assert [row["step"] for row in ranks] == [3, 4, 5, 6]
-    again = run(tmp_path / "again", *LORA, *two, steps(6), f"train.resume={at(tmp_path / 'ranks', 5)}")
+    again = run(tmp_path / "again", *LORA, *two, steps(6), f"train.resume={folder_at(tmp_path / 'ranks', 5)}")
     assert numbers(again, 6) == numbers(ranks, 6)
-    assert differences(state_of(at(tmp_path / "again", 6)), state_of(at(tmp_path / "ranks", 6))) == []
-    back = run(tmp_path / "back", *LORA, steps(6), f"train.resume={at(tmp_path / 'ranks', 4)}")
+    assert differences(state_of(folder_at(tmp_path / "again", 6)), state_of(folder_at(tmp_path / "ranks", 6))) == []
+    main([str(folder_at(tmp_path / "ranks", 6))])
+    made, model = (tmp_path / "ranks" / "checkpoints" / name for name in ("checkpoint_000006_model", "model"))
+    assert {path.name for path in made.iterdir()} == {path.name for path in model.iterdir()}
+    assert (made / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    back = run(tmp_path / "back", *LORA, steps(6), f"train.resume={folder_at(tmp_path / 'ranks', 4)}")
     for got in (ranks[1:], back[1:]):
         for row, numbers_there in zip(numbers(got, 4), expected[-len(got) :], strict=True):
             assert row == pytest.approx(numbers_there, rel=1e-4, abs=1e-6)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.support.configs import compose_config
 from torchrl_grpo.assembly.run import build
@@ -41,6 +42,11 @@ def at(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"checkpoint_{step:06d}.pt"
 
 
+def folder_at(folder: Path, step: int) -> Path:
+    """The checkpoint of several ranks."""
+    return at(folder, step).with_suffix("")
+
+
 def numbers(rows: list[dict[str, Any]], first: int) -> list[tuple[Any, ...]]:
     return [tuple(row[name] for name in NUMBERS) for row in rows if row["step"] >= first]
 
@@ -58,8 +64,27 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
 
 
 def state_of(path: Path) -> dict[str, Any]:
-    state = torch.load(path, weights_only=True)
+    state = whole_state_of(path)
     del state["config"]  # it names what was resumed
+    return state
+
+
+def whole_state_of(path: Path) -> dict[str, Any]:
+    """The state in a checkpoint, put together where it is the folder of several ranks."""
+    if not path.is_dir():
+        return torch.load(path, weights_only=True)
+    state = torch.load(path / "state.pt", weights_only=True)
+    reader = dcp.HuggingFaceStorageReader(str(path))
+    found = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.full(of.size, torch.nan, dtype=of.properties.dtype) for name, of in found.items()}
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    for name, tensor in tensors.items():
+        kind, rest = name.split("/", 1)
+        if kind == "weights":
+            state["trainer"]["model"][rest] = tensor
+        else:
+            moment, parameter = rest.split("/")
+            state["trainer"]["optimizer"]["state"][parameter][moment] = tensor
     return state
 
 

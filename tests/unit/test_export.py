@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchrl_grpo.assembly.export
+import torchrl_grpo.learner.export
 from tests.support.runs import LORA, at, run, steps
+from torchrl_grpo.errors import DiskFullError
+from torchrl_grpo.learner.export import export_model
 from torchrl_grpo.scripts.export import main
 from torchrl_grpo.starter import starter_path
 
@@ -112,10 +118,50 @@ def test_what_cannot_be_exported_is_one_line(
     lora_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, message in (
-        ([str(tmp_path / "none")], "must be a checkpoint_*.pt, or a run's folder that has one, but it does not exist"),
+        ([str(tmp_path / "none")], "must be a checkpoint, or a run's folder that has one, but it does not exist"),
         ([str(lora_run), "--output", str(tmp_path)], "must be a new folder, but it exists"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         assert ended.value.code == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_large_model_is_written_file_by_file(
+    tiny_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    largest = max(weight.nbytes for weight in tiny_model.parameters())
+    monkeypatch.setattr(torchrl_grpo.learner.export, "_FILE_BYTES", largest)
+    folder = export_model(tiny_model, tokenizer, tmp_path / "model", "card")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
+    assert len(files) > 2 and max(sum(w.nbytes for w in held.values()) for held in files.values()) <= largest
+    assert index["weight_map"] == {name: file for file, held in files.items() for name in held}
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in tiny_model.parameters())
+    assert not list(folder.glob("*.part"))
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    assert_same(loaded.state_dict(), tiny_model.state_dict())
+
+
+def test_all_weights_are_gathered_when_the_first_file_finds_no_room(
+    tiny_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks of a sharded model would wait for ever."""
+    gathered = list[str]()
+
+    def named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in tiny_model.named_parameters():
+            gathered.append(name)
+            yield name, weight.detach()
+
+    def save_file(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torchrl_grpo.learner.export, "named_weights", named_weights)
+    monkeypatch.setattr(torchrl_grpo.learner.export, "save_file", save_file)
+    monkeypatch.setattr(torchrl_grpo.learner.export, "_FILE_BYTES", 1)
+    with pytest.raises(DiskFullError, match="there is no room for the model in"):
+        export_model(tiny_model, tokenizer, tmp_path / "model", "card")
+    assert gathered == [name for name, _ in tiny_model.named_parameters()]
+    assert not list(tmp_path.iterdir())

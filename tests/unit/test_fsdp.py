@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,16 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from tests.support.models import make_tiny_model
+from tests.support.runs import whole_state_of
 from tests.support.training import make_batch
 from torchrl_grpo import keys
 from torchrl_grpo.learner import GRPOTrainer, NonFiniteError
+from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
 from torchrl_grpo.learner.export import export_model
+from torchrl_grpo.learner.shards import ShardedSaver
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
-from torchrl_grpo.models.sharding import init_mesh, is_writer, loading_device, mesh_of, shard_model
+from torchrl_grpo.models.sharding import init_mesh, loading_device, mesh_of, shard_model
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 
@@ -206,21 +210,34 @@ COMPARED: dict[str, Callable[[DeviceMesh | None], Any]] = {
 
 
 def save_and_go_on(mesh: DeviceMesh | None, path: Path, *, lora: bool) -> dict[str, Any]:
-    """Two steps, a checkpoint, a third step."""
+    """Two steps, a checkpoint, a third step; ranks write what was there before it after it."""
     trainer, batch = make_trainer(mesh, lora=lora), make_batch(LENGTHS, spread=0.3)
     for _ in range(2):
         trainer.train_batch(batch)
-    state = trainer.state_dict()
-    if is_writer(trainer.model):
-        torch.save(state, path)
+    saver, trained = ShardedSaver(), threading.Event()
+    if mesh is None:
+        torch.save(trainer.state_dict(), path)
+    else:
+        saver._thread.submit(trained.wait)
+        saver.start(Checkpointer(path, {}), trainer, {})
     at_save = weights(trainer)
-    return {"at_save": at_save, "metrics": trainer.train_batch(batch), "weights": weights(trainer)}
+    out = {"at_save": at_save, "metrics": trainer.train_batch(batch), "weights": weights(trainer)}
+    trained.set()
+    saver.finish()
+    return out
+
+
+def saved_in(folder: Path) -> Path:
+    return folder / "checkpoint_000002"
 
 
 def load_and_go_on(mesh: DeviceMesh | None, path: Path, *, lora: bool) -> dict[str, Any]:
     """The third step of ``save_and_go_on`` by a new trainer."""
     trainer = make_trainer(mesh, lora=lora)
-    trainer.load_state_dict(torch.load(path, weights_only=True))
+    if path.suffix == ".pt":
+        trainer.load_state_dict(torch.load(path, weights_only=True))
+    else:
+        trainer.load_state_dict(read_checkpoint(saved_in(path))["trainer"], saved_in(path))
     at_save = weights(trainer)
     metrics = trainer.train_batch(make_batch(LENGTHS, spread=0.3))
     return {"at_save": at_save, "metrics": metrics, "weights": weights(trainer), "version": trainer.version}
@@ -237,7 +254,7 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
     out["share"] = share_of_memory(mesh)
     out["loads_on"] = loading_device(mesh).type
     for lora in (False, True):
-        saved = path / f"ranks_{world_size}_{lora}.pt"
+        saved = path / f"ranks_{world_size}_{lora}"
         out[f"save_{lora}"] = save_and_go_on(mesh, saved, lora=lora)
         if world_size == 2:
             dist.barrier()
@@ -260,9 +277,9 @@ def run_grid_rank(rank: int, world_size: int, folder: str) -> None:
     out: dict[str, Any] = {name: COMPARED[name](mesh) for name in names}
     out["share"] = share_of_memory(mesh)
     out["loads_on"] = loading_device(mesh).type
-    out["save_False"] = save_and_go_on(mesh, path / "ranks_grid.pt", lora=False)
+    out["save_False"] = save_and_go_on(mesh, path / "ranks_grid", lora=False)
     dist.barrier()
-    out["load_False"] = load_and_go_on(mesh, path / "ranks_grid.pt", lora=False)
+    out["load_False"] = load_and_go_on(mesh, path / "ranks_grid", lora=False)
     out["load_single_False"] = load_and_go_on(mesh, path / "single_False.pt", lora=False)
     out["refused"] = []
     for model in (
@@ -494,7 +511,7 @@ def test_a_checkpoint_goes_from_any_number_of_ranks_to_any(
     of_single = single[f"save_{lora}"]
     assert worst(to_ranks["at_save"], of_single["at_save"]) < 1e-7  # LoRA is merged part by part
     assert distance(to_ranks["weights"], of_single["weights"]) < 1e-6
-    to_single = load_and_go_on(None, folder / f"ranks_{len(ranks)}_{lora}.pt", lora=lora)
+    to_single = load_and_go_on(None, folder / f"ranks_{len(ranks)}_{lora}", lora=lora)
     assert worst(to_single["at_save"], from_ranks["at_save"]) < 1e-7
     assert distance(to_single["weights"], from_ranks["weights"]) < 1e-6
 
@@ -502,7 +519,8 @@ def test_a_checkpoint_goes_from_any_number_of_ranks_to_any(
 def test_a_checkpoint_of_ranks_has_the_entries_of_one_of_a_single_process(
     ranks: list[dict[str, Any]], folder: Path
 ) -> None:
-    got, expected = (torch.load(folder / name) for name in (f"ranks_{len(ranks)}_True.pt", "single_True.pt"))
+    got = whole_state_of(saved_in(folder / f"ranks_{len(ranks)}_True"))["trainer"]
+    expected = torch.load(folder / "single_True.pt")
 
     def layout(state: Any) -> Any:
         if isinstance(state, dict):
@@ -548,7 +566,7 @@ def test_a_checkpoint_of_split_layers_is_one_of_any_number_of_ranks(
     saved, loaded = grid[0]["save_False"], grid[0]["load_False"]
     assert worst(loaded["weights"], saved["weights"]) == 0
     assert distance(grid[0]["load_single_False"]["weights"], single["save_False"]["weights"]) < 1e-6
-    to_single = load_and_go_on(None, folder / "ranks_grid.pt", lora=False)
+    to_single = load_and_go_on(None, folder / "ranks_grid", lora=False)
     assert worst(to_single["at_save"], saved["at_save"]) == 0
     assert distance(to_single["weights"], saved["weights"]) < 1e-6
 

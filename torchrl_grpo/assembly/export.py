@@ -9,9 +9,10 @@ import torch
 from torchrl_grpo.assembly.parts import make_model
 from torchrl_grpo.config.resumed import from_saved
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.host.checkpoint_files import newest, read_manifest
+from torchrl_grpo.host.checkpoint_files import is_sharded, newest, read_manifest
 from torchrl_grpo.learner.checkpoint import read_checkpoint
 from torchrl_grpo.learner.export import export_model, model_card
+from torchrl_grpo.learner.parts import read_parts
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.sharding import load_whole_state
 
@@ -22,8 +23,9 @@ def export(
     """Writes the model of a checkpoint; returns the folder.
 
     Args:
-        checkpoint: a file, or the folder of a run.
-        output: the folder, which must not exist; by default it is beside the checkpoint, with its name.
+        checkpoint: a checkpoint, or the folder of a run.
+        output: the folder, which must not exist; by default it is beside the checkpoint, with its name (and ``_model``
+            where that is a folder itself).
         adapters: whether LoRA's adapters are written by themselves.
         trust_remote_code: whether code of the base model's repository may run; the checkpoint does not decide that.
 
@@ -35,14 +37,18 @@ def export(
     path, (state, metrics) = found
     config = from_saved(state["config"])
     config.model.trust_remote_code = trust_remote_code
-    target = path.with_suffix("") if output is None else output
+    beside = path.with_name(f"{path.name}_model") if is_sharded(path) else path.with_suffix("")
+    target = beside if output is None else output
     if target.exists():
         raise ConfigError(f"--output={target} must be a new folder, but it exists: name another one.")
     if adapters and not config.train_model.lora.enabled:
         raise ConfigError(f"--adapters needs a checkpoint with LoRA, and {path} is of full training: leave it out.")
     name = config.model.source
     model = make_model(config, torch.device("cpu"))
-    load_whole_state(model, None, {"model": state["trainer"]["model"], "optimizer": {}})
+    if is_sharded(path):
+        read_parts(path, model, None, {})
+    else:
+        load_whole_state(model, None, {"model": state["trainer"]["model"], "optimizer": {}})
     tokenizer = loading.load_tokenizer(
         name, chat_template=config.model.chat_template, trust_remote_code=trust_remote_code
     )

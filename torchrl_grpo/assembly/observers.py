@@ -194,7 +194,7 @@ class Saver(Observer):
         self._checkpointer = checkpointer
         self._export = export
         self._schedule = schedule
-        self._first = self._saved = learner.version
+        self._first = self._saved = self._whole = learner.version  # being written, and on the disk
         self._reference_version = 0
         self._evaluated: dict[int, Mapping[str, float]] = {}
         self._states = {learner.version: rollouts.state_dict()}  # by the version of the learner that it goes with
@@ -211,16 +211,22 @@ class Saver(Observer):
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._schedule.saves(step):
+            self._finish_or_say_why(NotSavedError)
             self._save_or_say_why(NotSavedError)
         if self._schedule.exports(step):
             self._export_or_say_why()
 
     def interrupted(self) -> None:
+        reasons = (NotSavedError, NonFiniteError, OSError)
         with shielded():
-            self._save_or_say_why((NotSavedError, NonFiniteError, OSError))
+            self._finish_or_say_why((RunLostError, OSError))
+            self._save_or_say_why(reasons)
+            self._finish_or_say_why((RunLostError, OSError))
 
     def ended(self, step: int) -> None:
+        self._finish_or_say_why(NotSavedError)
         self._save()
+        self._learner.finish_save()
 
     def _save(self) -> None:
         """Save, unless that is done; the middle of a step is not a state to go on from."""
@@ -240,9 +246,21 @@ class Saver(Observer):
         try:
             self._save()
         except reasons as error:
-            last = self._checkpointer.latest()
-            before = "there is none before it" if last is None else f"the one before it is {last.name}"
-            torchrl_logger.warning(f"Step {self._learner.version} is not saved, {before}: {error}.")
+            self._say_unsaved(self._learner.version, error)
+
+    def _finish_or_say_why(self, reasons: type[Exception] | tuple[type[Exception], ...]) -> None:
+        """Wait for the checkpoint that is being written, or say in one line why it is not there."""
+        try:
+            self._learner.finish_save()
+        except reasons as error:
+            self._say_unsaved(self._saved, error)
+            self._saved = self._whole
+        self._whole = self._saved
+
+    def _say_unsaved(self, version: int, error: Exception) -> None:
+        last = self._checkpointer.latest()
+        before = "there is none before it" if last is None else f"the one before it is {last.name}"
+        torchrl_logger.warning(f"Step {version} is not saved, {before}: {error}.")
 
     def _export_or_say_why(self) -> None:
         """Write the model of this step, or say in one line why it is not there."""

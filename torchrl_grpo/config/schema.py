@@ -153,7 +153,7 @@ class TrainConfig:
     mixed_precision: str = choice(checks.Precision, "full")
     """Autocast of the training step: full (none), bf16 or fp16 (with a loss scaler)."""
     resume: str | None = None
-    """A checkpoint_*.pt, or the folder of a run, whose latest whole checkpoint is taken: the run goes on from there,
+    """A checkpoint, or the folder of a run, whose latest whole checkpoint is taken: the run goes on from there,
     with its config, in a new folder. auto goes on in the own folder, or starts there. Model, data, size of a batch
     and the optimizer's warm-up stay; length, learning rate, loss, devices and frequencies may be overridden. null
     starts from the model."""

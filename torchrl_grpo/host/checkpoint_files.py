@@ -2,16 +2,22 @@
 
 Nothing heavy is imported here, so that what is refused is refused at once.
 
-A checkpoint is what ``torch.save`` writes, and after it a manifest (JSON), the manifest's length and a SHA-256 of all
-of that. ``torch.load`` reads the file as if the rest were not there.
+The checkpoint of one process is what ``torch.save`` writes, and after it a manifest (JSON), the manifest's length and a
+SHA-256 of all of that. ``torch.load`` reads the file as if the rest were not there.
+
+The checkpoint of several ranks is a folder: the tensors as safetensors, each rank's part in files of its own, all else
+in ``STATE``, and ``MANIFEST``, which has the size and SHA-256 of each file too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -24,6 +30,10 @@ _MARK = b"grpo-ck1"
 _PART = 1 << 24
 _CHECK = "sha256"
 """In a manifest, the checksum of the rest of it: it is read, and believed, before the whole file is."""
+MANIFEST = "manifest.json"
+STATE = "state.pt"
+_FILES = "files"
+"""In the manifest of a folder, the size and SHA-256 of each file."""
 
 
 AUTO = "auto"
@@ -59,40 +69,83 @@ class SealedFile:
 
     def seal(self, manifest: dict[str, Any]) -> None:
         """Writes the manifest and the checksum behind all that was written; nothing may be written after it."""
-        text = json.dumps(manifest | {_CHECK: _digest(manifest)}).encode()
+        text = _with_digest(manifest)
         self.write(text)
         self._hash.update(struct.pack("<Q", len(text)))
         self._file.write(_END.pack(len(text), self._hash.digest(), _MARK))
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """The files of a folder that are named like checkpoints, the one with the most steps first."""
-    found = ((step, path) for path in directory.glob("checkpoint_*.pt") if (step := step_of(path)) is not None)
+    """What is named like a checkpoint in a folder, the one with the most steps first."""
+    steps = {path: step_of(path) for path in directory.glob("checkpoint_*") if path.suffix == ".pt" or is_sharded(path)}
+    found = ((step, path) for path, step in steps.items() if step is not None)
     return [path for _, path in sorted(found, reverse=True)]
 
 
+def is_sharded(path: Path) -> bool:
+    """Whether a path is the checkpoint of several ranks; an exported model may be a folder of the same name."""
+    return path.suffix == "" and any((path / name).exists() for name in (MANIFEST, STATE))
+
+
+def remove(path: Path) -> None:
+    """Removes a checkpoint; a folder that is removed in part no longer has a checkpoint's name."""
+    if path.is_dir():
+        path = path.rename(path.with_name(f"{path.name}.removed.tmp"))
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 def step_of(path: Path) -> int | None:
-    """The step that a file's name says, None if it is not a checkpoint's name."""
+    """The step that a name says, None if it is not a checkpoint's name."""
     number = path.stem.removeprefix("checkpoint_")
     return int(number) if number.isdecimal() else None
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint: ``step``, ``config`` and ``metrics``. The rest of the file is not read.
+    """The manifest of a checkpoint: ``step``, ``config`` and ``metrics``. Nothing else is read.
 
     Raises:
-        ValueError: the file has none.
+        ValueError: it has none.
     """
-    with _opened(path) as file:
-        start, length, _ = _end_of(path, file)
-        file.seek(start)
-        try:
-            manifest = dict(json.loads(file.read(length)))
-            if manifest.pop(_CHECK, None) != _digest(manifest):
-                raise ValueError
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path.name} has a manifest that cannot be read") from error
+    if is_sharded(path):
+        text = _read_bytes(path / MANIFEST, path)
+    else:
+        with _opened(path) as file:
+            start, length, _ = _end_of(path, file)
+            file.seek(start)
+            text = file.read(length)
+    try:
+        manifest = dict(json.loads(text))
+        if manifest.pop(_CHECK, None) != _digest(manifest):
+            raise ValueError
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path.name} has a manifest that cannot be read") from error
     return manifest
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any], files: Mapping[str, tuple[int, str]]) -> None:
+    """Writes the manifest of a checkpoint that is a folder.
+
+    Args:
+        folder: with all other files.
+        manifest: ``step``, ``config`` and ``metrics``.
+        files: size and SHA-256 of each file, by name (``measured``).
+    """
+    with (folder / MANIFEST).open("wb") as file:
+        file.write(_with_digest({**manifest, _FILES: files}))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def measured(path: Path) -> tuple[int, str]:
+    """The size of a file in bytes, and its SHA-256."""
+    hashed, length = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while part := file.read(_PART):
+            hashed.update(part)
+            length += len(part)
+    return length, hashed.hexdigest()
 
 
 def saved_config(given: str | None, directory: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -122,7 +175,7 @@ def newest(given: str, directory: Path, read: Callable[[Path], _Read]) -> tuple[
     """The newest checkpoint that can be read, and what was read; None if ``auto`` finds no checkpoints.
 
     Args:
-        given: ``train.resume``: a file, the folder of a run, or ``auto``.
+        given: ``train.resume``: a checkpoint, the folder of a run, or ``auto``.
         directory: of this run.
         read: raises ``ValueError`` where a checkpoint is not to be used.
 
@@ -130,13 +183,13 @@ def newest(given: str, directory: Path, read: Callable[[Path], _Read]) -> tuple[
         ConfigError: there is no such checkpoint, or none that can be read.
     """
     path = directory.resolve() if given == AUTO else Path(given).expanduser().resolve()
-    if path.is_file():
+    if path.is_file() or is_sharded(path):
         try:
             return path, read(path)
         except ValueError as error:
             raise ConfigError(
-                f"train.resume={given} must be a whole checkpoint of this library, but {error}: give a "
-                "checkpoint_*.pt, or the run's folder to have its latest whole one."
+                f"train.resume={given} must be a whole checkpoint of this library, but {error}: give "
+                "another one, or the run's folder to have its latest whole one."
             ) from error
     if given == AUTO and (path / "checkpoints").exists() and not (path / "checkpoints").is_dir():
         raise ConfigError(
@@ -165,7 +218,7 @@ def newest(given: str, directory: Path, read: Callable[[Path], _Read]) -> tuple[
         else f"has none: {'; '.join(reasons.values())}"
     )
     raise ConfigError(
-        f"train.resume={given} must be a checkpoint_*.pt, or a run's folder that has one, but it {found}: give such a "
+        f"train.resume={given} must be a checkpoint, or a run's folder that has one, but it {found}: give such a "
         "path, or leave train.resume out to start a new run."
     )
 
@@ -192,11 +245,14 @@ def check_unused(directory: Path) -> None:
 
 
 def check_whole(path: Path) -> None:
-    """Checks a checkpoint's checksum.
+    """Checks a checkpoint's checksums.
 
     Raises:
-        ValueError: it has none, or a byte of the file is another than the one that was written.
+        ValueError: it has none, or a byte is another than the one that was written.
     """
+    if is_sharded(path):
+        _check_files(path)
+        return
     hashed = hashlib.sha256()
     with _opened(path) as file:
         start, length, digest = _end_of(path, file)
@@ -209,11 +265,39 @@ def check_whole(path: Path) -> None:
         raise ValueError(f"{path.name} is damaged: its contents do not have the checksum that they were written with")
 
 
+def _check_files(path: Path) -> None:
+    """Check that the files of a folder are those of its manifest."""
+    files = read_manifest(path).get(_FILES)
+    there = {file.name for file in path.iterdir()} - {MANIFEST}
+    if not isinstance(files, dict) or files.keys() != there:
+        raise ValueError(f"{path.name} is damaged: it does not have the files that it was written with")
+    with ThreadPoolExecutor() as pool:
+        try:
+            for name, found in zip(files, pool.map(measured, [path / name for name in files]), strict=True):
+                if files[name] != [*found]:
+                    raise ValueError(
+                        f"{path.name} is damaged: {name} does not have the checksum that it was written with"
+                    )
+        except OSError as error:
+            raise ValueError(f"{path.name} cannot be read ({error.strerror})") from error
+
+
+def _read_bytes(file: Path, checkpoint: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{checkpoint.name} has no {file.name} that can be opened ({error.strerror})") from error
+
+
 def _opened(path: Path) -> IO[bytes]:
     try:
         return path.open("rb")
     except OSError as error:  # a folder, a link to nothing, or not ours to read
         raise ValueError(f"{path.name} cannot be opened ({error.strerror})") from error
+
+
+def _with_digest(manifest: dict[str, Any]) -> bytes:
+    return json.dumps(manifest | {_CHECK: _digest(manifest)}).encode()
 
 
 def _digest(manifest: dict[str, Any]) -> str:

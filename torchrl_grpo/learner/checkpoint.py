@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a run in one file, and the model as ``from_pretrained`` reads it."""
+"""Checkpoints: the state of a run, and the model as ``from_pretrained`` reads it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import os
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,21 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.checks import check_keep
 from torchrl_grpo.errors import ConfigError, DiskFullError, NonFiniteError, NotSavedError
-from torchrl_grpo.host.checkpoint_files import SealedFile, check_whole, checkpoints_in, read_manifest, step_of
+from torchrl_grpo.host.checkpoint_files import (
+    STATE,
+    SealedFile,
+    check_whole,
+    checkpoints_in,
+    is_sharded,
+    read_manifest,
+    remove,
+    step_of,
+)
 from torchrl_grpo.host.files import is_full
 from torchrl_grpo.host.folders import numbered
 from torchrl_grpo.host.text import size
 from torchrl_grpo.learner.export import ACCURACY, INVALID, check_room, export_model, model_card
+from torchrl_grpo.learner.parts import weights_in
 
 _MOST_INVALID = 0.5
 """Share of invalid rewards above which an evaluation does not count for ``best``: it is of the few problems left."""
@@ -87,6 +97,8 @@ def room_at(directory: Path) -> tuple[Path, int]:
 class Checkpointer:
     """Writes ``checkpoint_{step}.pt`` and ``model/`` into a folder, each whole or not at all.
 
+    Several ranks write a folder ``checkpoint_{step}`` in place of the file (``shards.ShardedSaver``).
+
     A checkpoint holds ``trainer`` (model, optimizer, scheduler, scaler, counts), ``source`` (data order, the engine's
     random state), ``rng`` (Python, torch, CUDA), ``config`` (the full config as plain types) and ``step``. It loads
     with ``torch.load(path, weights_only=True)``. A manifest and a checksum stand at its end (``checkpoint_files``).
@@ -115,11 +127,10 @@ class Checkpointer:
         ``.old-2``), and what an interrupted save left is removed."""
         for path in checkpoints_in(self.directory):
             if (step_of(path) or 0) > step:
-                aside = next(name for name in numbered(path.with_suffix(".old")) if not name.exists())
-                path.rename(aside)
+                aside = set_aside(path)
                 torchrl_logger.warning(f"{path} is of a later step than {step}: renamed to {aside.name}.")
         for path in self.directory.glob("checkpoint_*.tmp"):
-            path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def save(self, step: int, trainer: dict[str, Any], source: dict[str, Any]) -> Path:
         """Writes the state after ``step`` steps; returns the file.
@@ -129,18 +140,17 @@ class Checkpointer:
             NotSavedError: there is no room for it (``DiskFullError``), or the folder cannot be written to; the earlier
                 ones are as they were.
         """
-        check_finite(trainer["model"])
-        state = {"step": step, "trainer": trainer, "source": source, "rng": rng_state(), "config": self.config}
-        path = self.path(step)
+        check_finite(trainer["model"].items())
+        state, path = self.state(step, trainer, source), self.path(step)
         staging = path.with_suffix(".tmp")
         sealed: SealedFile | None = None
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            check_room(self.directory, _bytes(trainer), path.name)
+            check_room(self.directory, bytes_of(trainer), path.name)
             with staging.open("wb") as file:
                 sealed = SealedFile(file)
                 torch.save(state, sealed)  # type: ignore[arg-type]  # it needs only write and flush
-                sealed.seal({"step": step, "config": self.config, "metrics": self.metrics})
+                sealed.seal(self.manifest(step))
                 file.flush()
                 os.fsync(file.fileno())
             staging.rename(path)
@@ -148,15 +158,27 @@ class Checkpointer:
             with suppress(OSError):
                 staging.unlink(missing_ok=True)
             first = (sealed and sealed.error) or error  # torch raises another one, of its own count of bytes
-            if is_full(first):
-                raise DiskFullError(f"there is no room for {path.name} in {self.directory}") from None
-            if isinstance(first, OSError):
-                raise NotSavedError(f"{path.name} cannot be written in {self.directory} ({first.strerror})") from first
-            raise first from None
-        self._remove_old()
+            raise self.not_saved(path, first) from None
+        self.remove_old()
         return path
 
-    def _remove_old(self) -> None:
+    def state(self, step: int, trainer: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
+        """The state of a run after ``step`` steps, as a checkpoint has it."""
+        return {"step": step, "trainer": trainer, "source": source, "rng": rng_state(), "config": self.config}
+
+    def manifest(self, step: int) -> dict[str, Any]:
+        """What a checkpoint says about itself."""
+        return {"step": step, "config": self.config, "metrics": self.metrics}
+
+    def not_saved(self, path: Path, error: BaseException) -> BaseException:
+        """The error to raise for one that ended the writing of a checkpoint."""
+        if is_full(error):
+            return DiskFullError(f"there is no room for {path.name} in {self.directory}")
+        if isinstance(error, OSError):
+            return NotSavedError(f"{path.name} cannot be written in {self.directory} ({error.strerror})")
+        return error
+
+    def remove_old(self) -> None:
         """Removes the checkpoints that ``train.keep_checkpoints`` does not keep; the newest one always stays."""
         kept = self._kept
         if kept is None:
@@ -169,7 +191,7 @@ class Checkpointer:
             stay |= set(sorted(scored, key=lambda path: scores[path] or 0.0, reverse=True)[: kept["best"]])
         for path in found:
             if path not in stay:
-                path.unlink()
+                remove(path)
 
     def latest(self) -> Path | None:
         """The checkpoint with the most steps, None when there is none."""
@@ -184,40 +206,50 @@ class Checkpointer:
 
 
 def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
-    """Checkpoint that ``Checkpointer.save`` wrote; the tensors stay in the file until they are used.
+    """The state in a checkpoint; of several ranks' without the tensors, which ``parts.read_parts`` reads.
+
+    The tensors of a file stay in it until they are used.
 
     Args:
-        path: the file.
-        trusted: whether checksum and weights were checked already.
+        path: the file or folder.
+        trusted: whether checksums and weights were checked already.
 
     Raises:
-        ValueError: the file is not a whole checkpoint, or has weights that are not finite.
+        ValueError: it is not a whole checkpoint, or has weights that are not finite.
     """
+    sharded = is_sharded(path)
     if not trusted:
         check_whole(path)
     try:
         if read_manifest(path).get("config", {}).get("optimizer", {}).get("name") == "adamw_8bit":
             import torchao.optim  # noqa: F401  names the types of its state that may be read
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = torch.load(path / STATE if sharded else path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # whatever reading a foreign file may raise
         reason = str(error).splitlines()[0].partition(". ")[0]  # torch goes on with advice to trust the file
         raise ValueError(f"{path.name} cannot be read ({type(error).__name__}: {reason:.200})") from error
     if not isinstance(state, dict) or not state.keys() >= _ENTRIES:
         raise ValueError(f"{path.name} holds something else")
     if not trusted:
+        weights = state["trainer"]["model"].items()
         try:
-            check_finite(state["trainer"]["model"])
+            check_finite(weights_in(path) if sharded else weights)
         except NonFiniteError as error:
             raise ValueError(f"{path.name} cannot be used: {error}") from error
     return state
 
 
-def _bytes(tensors: Any) -> int:
-    """Bytes of the tensors in a nest of dictionaries and lists."""
+def set_aside(path: Path) -> Path:
+    """Renames a checkpoint, or what is in the place of one, to ``.old``, ``.old-2`` and so on; returns the new name."""
+    aside = next(name for name in numbered(path.with_suffix(".old")) if not name.exists())
+    return path.rename(aside)
+
+
+def bytes_of(tensors: Any) -> int:
+    """Bytes of the tensors in a nest of dictionaries and lists; those of all ranks where they are sharded."""
     if isinstance(tensors, torch.Tensor):
         return tensors.numel() * tensors.element_size()
     nested = tensors.values() if isinstance(tensors, Mapping) else tensors if isinstance(tensors, list) else ()
-    return sum(map(_bytes, nested))
+    return sum(map(bytes_of, nested))
 
 
 def _score(path: Path) -> float | None:
@@ -230,13 +262,16 @@ def _score(path: Path) -> float | None:
     return score if math.isfinite(score) and metrics.get(INVALID, 0.0) <= _MOST_INVALID else None
 
 
-def check_finite(weights: Mapping[str, Any]) -> None:
+def check_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Checks that weights are numbers.
+
+    Args:
+        weights: (name, tensor).
 
     Raises:
         NonFiniteError: one is not finite.
     """
-    for name, tensor in weights.items():
+    for name, tensor in weights:
         # A sum is cheap, and not finite if a summand is not; it may overflow by itself.
         if tensor.is_floating_point() and not tensor.sum().isfinite() and not tensor.isfinite().all():
             raise NonFiniteError(f"the weight {name} has values that are not finite")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.errors import DiskFullError, NotSavedError
@@ -21,12 +24,16 @@ ACCURACY = "eval/pass@1"
 """The metric that says how good a checkpoint is."""
 INVALID = "eval/invalid_fraction"
 """The share of the rewards that it leaves out."""
+_FILE_BYTES = 4 << 30
+"""Most bytes of a file of weights, but for a larger weight: as many are in memory at a time."""
 
 
 def export_model(
     model: Any, tokenizer: PreTrainedTokenizerBase, target: Path, card: str, *, adapters: bool = False
 ) -> Path:
     """Writes a model, its tokenizer and its card into a folder, in place of what was there.
+
+    The weights are gathered and written file by file.
 
     ``AutoModelForCausalLM.from_pretrained`` and vLLM load the folder as it is. Of a sharded model all ranks must call
     this: rank 0 writes.
@@ -42,24 +49,28 @@ def export_model(
         NotSavedError: there is no room for it (``DiskFullError``), or the folder cannot be written to; what was there
             stays.
     """
-    writes = is_writer(model)
     named = named_adapter_weights(model) if adapters else named_weights(model)
-    state = {name: weight.cpu().contiguous() for name, weight in named if writes}
-    if not writes:
+    if not is_writer(model):
+        deque(named, maxlen=0)
         return target
+    base = base_model_of(model)
     staging, old = (target.with_name(f"{target.name}.{end}") for end in ("tmp", "old"))
     for folder in (staging, old):
         shutil.rmtree(folder, ignore_errors=True)
     try:
         staging.mkdir(parents=True)
-        check_room(staging, sum(tensor.numel() * tensor.element_size() for tensor in state.values()), "the model")
         if adapters:
-            model.save_pretrained(staging, state_dict=state)
-        else:  # the names are those of the checkpoint already
-            base_model_of(model).save_pretrained(staging, state_dict=state, save_original_format=False)
+            model.save_pretrained(staging, state_dict={name: weight.cpu().contiguous() for name, weight in named})
+        else:
+            whole = (weight for name, weight in base.named_parameters() if ".lora_" not in name)
+            check_room(staging, sum(weight.numel() * weight.element_size() for weight in whole), "the model")
+            base.save_pretrained(staging, state_dict={}, save_original_format=False)  # all but the weights
+            _write_weights(staging, named)
         tokenizer.save_pretrained(staging)
         (staging / "README.md").write_text(card, encoding="utf-8")
     except BaseException as error:
+        if isinstance(error, Exception):
+            deque(named, maxlen=0)  # the other ranks gather all of them
         shutil.rmtree(staging, ignore_errors=True)
         if is_full(error):
             raise DiskFullError(f"there is no room for the model in {target.parent}") from None
@@ -71,6 +82,37 @@ def export_model(
     staging.rename(target)
     shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def _write_weights(folder: Path, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Write weights, held in memory a file at a time, under the names that ``from_pretrained`` looks for."""
+    for empty in folder.glob("*.safetensors"):
+        empty.unlink()
+    files: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    total = used = 0
+
+    def write() -> None:
+        save_file(held, folder / f"{len(files)}.part", {"format": "pt"})
+        files.append([*held])
+        held.clear()
+
+    for name, weight in named:
+        if held and used + weight.nbytes > _FILE_BYTES:
+            write()
+            used = 0
+        held[name] = weight.cpu().contiguous()
+        used, total = used + weight.nbytes, total + weight.nbytes
+    write()
+    several = len(files) > 1
+    file_of = dict[str, str]()
+    for index, names in enumerate(files):
+        target = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors" if several else "model.safetensors"
+        (folder / f"{index}.part").rename(folder / target)
+        file_of |= dict.fromkeys(names, target)
+    if several:
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": file_of}, indent=2)
+        (folder / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
 
 
 def check_room(directory: Path, needed: int, what: str) -> None:

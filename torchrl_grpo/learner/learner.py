@@ -16,9 +16,10 @@ from torchrl_grpo import keys
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
 from torchrl_grpo.errors import NonFiniteError
 from torchrl_grpo.learner.checkpoint import Checkpointer
+from torchrl_grpo.learner.shards import ShardedSaver
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models.scoring import TokenScorer, autocast
-from torchrl_grpo.models.sharding import is_writer
+from torchrl_grpo.models.sharding import is_shared, is_writer
 from torchrl_grpo.transforms.ragged import join_groups
 from torchrl_grpo.weights import ObjectSender, Sender, WeightHandle
 from torchrl_grpo.weights.mismatch import Probe, log_prob_mismatch
@@ -53,6 +54,7 @@ class Learner:
         self.sender = sender
         self.tokenizer = tokenizer
         self._batch: TensorDictBase | None = None
+        self._saver = ShardedSaver() if is_shared(trainer.model) else None
         self._trained_steps = trainer.optim_steps
 
     @property
@@ -65,9 +67,9 @@ class Learner:
         """Whether the weights are those between two batches, and not of a batch that was left in the middle."""
         return self.trainer.optim_steps == self._trained_steps
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the trainer's state."""
-        self.trainer.load_state_dict(state)
+    def load_state_dict(self, state: dict[str, Any], parts: Path | None = None) -> None:
+        """Restores the trainer's state; see ``GRPOTrainer.load_state_dict``."""
+        self.trainer.load_state_dict(state, parts)
         self._trained_steps = self.trainer.optim_steps
 
     def train_batch(self, batch: TensorDictBase) -> dict[str, float]:
@@ -146,15 +148,26 @@ class Learner:
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
         """Writes a checkpoint of the trainer's state and the given state of the source; returns the file.
 
+        Several ranks copy their parts and write them to a folder while training goes on: it is there, or the reason
+        is, when ``finish_save`` returns.
+
         Raises:
             NonFiniteError: the weights are of no use to go on from; nothing is written.
             NotSavedError: there is no room for it, or its folder cannot be written to.
         """
         self._check_weights()
-        state = self.trainer.state_dict()
-        if not is_writer(self.trainer.model):
-            return checkpointer.path(self.version)
-        return checkpointer.save(self.version, state, source)
+        if self._saver is None:
+            return checkpointer.save(self.version, self.trainer.state_dict(), source)
+        return self._saver.start(checkpointer, self.trainer, source)
+
+    def finish_save(self) -> None:
+        """Waits for the checkpoint that is being written, if one is.
+
+        Raises:
+            NotSavedError: it could not be written; it is said once.
+        """
+        if self._saver is not None:
+            self._saver.finish()
 
     @torch.no_grad()
     def _check_weights(self) -> None:

@@ -15,7 +15,7 @@ from torchrl import torchrl_logger
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.config.resumed import check_options, differences
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.host.checkpoint_files import AUTO, newest
+from torchrl_grpo.host.checkpoint_files import AUTO, is_sharded, newest
 from torchrl_grpo.learner.checkpoint import read_checkpoint, set_rng_state
 from torchrl_grpo.learner.learner import Learner
 
@@ -25,7 +25,7 @@ class Resume:
     """A checkpoint that fits the config.
 
     Attributes:
-        path: the file, absolute: every training rank reads it.
+        path: the file or folder, absolute: every training rank reads it.
         step: steps that it has behind it.
         source: state of the source of batches.
         reference_version: of the weights that its reference model had; 0 is the base model.
@@ -101,7 +101,7 @@ def restore(learner: Learner, resume: Resume) -> None:
     scheduler: Any = trainer.scheduler
     if scheduler is not None:
         saved["scheduler"] = saved["scheduler"] | {"base_lrs": scheduler.base_lrs}
-    learner.load_state_dict(saved)
+    learner.load_state_dict(saved, resume.path if is_sharded(resume.path) else None)
     for index, (group, settings) in enumerate(zip(trainer.optimizer.param_groups, configured, strict=True)):
         group |= settings | {"params": group["params"]}
         if scheduler is not None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torchrl_grpo.functional import effective_sample_size
 from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.learner.diagnosis import queries_of, scorer_failed, where_not_finite
 from torchrl_grpo.learner.measures import StepMeasures
+from torchrl_grpo.learner.parts import read_parts
 from torchrl_grpo.learner.scores import PassScores
 from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import StepSetup, savings, step_memory
@@ -384,8 +386,11 @@ class GRPOTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights of a base model that LoRA leaves alone; see ``whole_state``."""
+        return whole_state(self.model, self.optimizer) | self.progress()
+
+    def progress(self) -> dict[str, Any]:
+        """The state without weights and optimizer; the same on all ranks."""
         return {
-            **whole_state(self.model, self.optimizer),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "version": self.version,
@@ -394,13 +399,20 @@ class GRPOTrainer:
             "nonfinite_in_a_row": self._nonfinite_in_a_row,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], parts: Path | None = None) -> None:
         """Restores what ``state_dict`` gave, to any number of ranks; each of them is given the whole state.
+
+        Args:
+            state: the state.
+            parts: the folder that has its tensors, where several ranks saved it: each rank reads its own part.
 
         Raises:
             RuntimeError: the model has other parameters.
         """
-        load_whole_state(self.model, self.optimizer, state)
+        if parts is None:
+            load_whole_state(self.model, self.optimizer, state)
+        else:
+            read_parts(parts, self.model, self.optimizer, state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])

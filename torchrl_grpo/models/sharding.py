@@ -12,7 +12,7 @@ Everything here that gathers is collective: all ranks must call it, in the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -41,6 +41,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torchrl_grpo.models.loading import base_model_of
 
+WEIGHTS = "weights/"
+"""Starts the names of weights among those of ``own_parts``."""
+_OWN = StateDictOptions(ignore_frozen_params=True)
 _LONE_TIMEOUT_S = 60.0
 """Of a rank that waits for nobody."""
 
@@ -234,6 +237,11 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     return parameter.device_mesh["shard"] if isinstance(parameter, DTensor) else None
 
 
+def is_shared(model: nn.Module) -> bool:
+    """Whether several ranks hold the model together; a single one that offloads it holds all of it."""
+    return mesh_of(model) is not None and dist.get_world_size() > 1
+
+
 def is_writer(model: nn.Module) -> bool:
     """Whether this process writes what the ranks of a model gathered: the only one, or rank 0."""
     return mesh_of(model) is None or dist.get_rank() == 0
@@ -276,6 +284,53 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     if optimizer.state:  # of one that made no step yet, torch would count a step with zero gradients
         state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
     return state
+
+
+def own_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return this rank's part of the trained weights and of the optimizer's state, in the memory where they are.
+
+    Nothing is gathered. An optimizer that made no step yet gets its state, as ``load_parts`` needs it.
+
+    Returns:
+        the tensors by ``weights/NAME`` and ``moments/KIND/NAME``, sharded ones as DTensors, and the optimizer's state
+        without them.
+    """
+    tensors = {
+        f"{WEIGHTS}{name}": parameter.detach()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    if optimizer is None:
+        return tensors, {}
+    whole: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_OWN)
+    rest: dict[str, dict[str, Any]] = {name: {} for name in whole["state"]}
+    for name, state in whole["state"].items():
+        for kind, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                tensors[f"moments/{kind}/{name}"] = value
+            else:
+                rest[name][kind] = value
+    return tensors, {**whole, "state": rest}
+
+
+def load_parts(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]
+) -> None:
+    """Gives the optimizer a state whose tensors were read into those that ``own_parts`` gave.
+
+    Args:
+        model: whose weights have their values already.
+        optimizer: of the model.
+        tensors: of ``own_parts``.
+        rest: what ``own_parts`` gave beside them where the state was saved.
+    """
+    state = {name: dict(values) for name, values in rest["state"].items()}
+    for path, tensor in tensors.items():
+        if not path.startswith(WEIGHTS):
+            _, kind, name = path.split("/", 2)
+            state[name][kind] = tensor
+    whole: dict[str, Any] = {**rest, "state": state}
+    set_optimizer_state_dict(model, optimizer, whole, options=_OWN)
 
 
 def load_whole_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: dict[str, Any]) -> None:

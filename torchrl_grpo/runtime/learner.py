@@ -23,6 +23,8 @@ from torchrl_grpo.weights.meeting import open_store
 _TICK_S = 1.0
 _HEARD_S = 10.0
 """How long after the first failure of a rank the others are listened to."""
+_LEFT_S = 60.0
+"""How long a checkpoint is waited for at the end of a run whose ranks may stand still."""
 _ROLE = "LearnerActor"
 _HARMLESS = (NotSavedError, NonFiniteError)
 """Errors that leave ``resumable`` as it was."""
@@ -64,6 +66,8 @@ class RayLearner:
         self.pids: list[int] = []
         self.actor_timeout_s = actor_timeout_s
         self._last_checkpoint = resumed_from
+        self._saving: Path | None = None
+        self._answers = True
         self._store: TCPStore | None = None  # in which the ranks find each other
         make = partial(make_rank, factory, world_size=len(options), tensor_parallel_size=tensor_parallel_size)
         self._ranks = [start_actor(_ROLE, partial(make, rank), given) for rank, given in enumerate(options)]
@@ -125,9 +129,20 @@ class RayLearner:
             _call(self._ranks[0], "release", version)
 
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
-        """See ``Learner.save``; rank 0 writes the file."""
-        self._last_checkpoint = self._ask_all("save", "save", checkpointer, source)
-        return self._last_checkpoint
+        """See ``Learner.save``."""
+        self._saving = self._ask_all("save", "save", checkpointer, source)
+        if len(self._ranks) == 1:
+            self._last_checkpoint, self._saving = self._saving, None
+            return self._last_checkpoint
+        return self._saving
+
+    def finish_save(self) -> None:
+        """See ``Learner.finish_save``; ranks that no longer answer are not waited for."""
+        if self._saving is None or not self._answers:
+            return
+        saving, self._saving = self._saving, None
+        self._ask_all("write a checkpoint", "finish_save", timeout_s=None if self.resumable else _LEFT_S)
+        self._last_checkpoint = saving
 
     def sizes(self) -> tuple[int, int]:
         """See ``Learner.sizes``."""
@@ -158,15 +173,16 @@ class RayLearner:
         """Rank 0's answer to what it does alone."""
         return self._ask(what, [_call(self._ranks[0], method, *arguments)])[0]
 
-    def _ask_all(self, what: str, method: str, *arguments: Any) -> Any:
+    def _ask_all(self, what: str, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """Rank 0's answer to what all ranks do together."""
-        return self._ask(what, [_call(rank, method, *arguments) for rank in self._ranks])[0]
+        return self._ask(what, [_call(rank, method, *arguments) for rank in self._ranks], timeout_s)[0]
 
-    def _ask(self, what: str, references: list[Any]) -> list[Any]:
+    def _ask(self, what: str, references: list[Any], timeout_s: float | None = None) -> list[Any]:
         """The answers of the ranks; the first failure ends the wait, because the other ranks may wait for that one."""
         import ray
 
-        deadline = time.monotonic() + self.actor_timeout_s
+        limit = f"{self.actor_timeout_s:g} s (ray.actor_timeout_s)" if timeout_s is None else f"{timeout_s:g} s"
+        deadline = time.monotonic() + (self.actor_timeout_s if timeout_s is None else timeout_s)
         pending = list(references)
         while pending:
             done, pending = ray.wait(pending, timeout=_TICK_S)
@@ -179,21 +195,21 @@ class RayLearner:
                     self.resumable = False
                 if not is_loss(error):
                     raise cause_of(error) from None
+                self._answers = False
                 raise LearnerLostError(
                     f"a training rank died while the ranks were to {what} (version {self.version}): "
                     f"{self.last_saved()}."
                 ) from error
             if pending and time.monotonic() > deadline:
-                self.resumable = False
+                self.resumable = self._answers = False
                 raise WaitedTooLongError(
-                    f"waited {self.actor_timeout_s:g} s (ray.actor_timeout_s) for the training ranks to {what} "
-                    f"(version {self.version}): {self.last_saved()}."
+                    f"waited {limit} for the training ranks to {what} (version {self.version}): {self.last_saved()}."
                 )
         return ray.get(references)
 
     def last_saved(self) -> str:
         """How the run goes on from its last checkpoint, in words."""
-        saved = self._last_checkpoint
+        saved = self._saving if self._saving and self._saving.exists() else self._last_checkpoint
         return f"go on with train.resume={saved}" if saved else "no checkpoint was written before"
 
 

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m torchrl_grpo.export", description="Writes the model of a checkpoint as a Hugging Face model."
     )
-    parser.add_argument("checkpoint", help="a checkpoint_*.pt, or the folder of a run: its newest whole one")
+    parser.add_argument("checkpoint", help="a checkpoint, or the folder of a run: its newest whole one")
     parser.add_argument("--output", type=Path, help="the folder to write; by default beside the checkpoint")
     parser.add_argument("--adapters", action="store_true", help="write LoRA's adapters by themselves")
     parser.add_argument("--trust-remote-code", action="store_true", help="let code of the base model's repository run")

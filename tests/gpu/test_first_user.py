@@ -111,6 +111,18 @@ def test_the_default_job_sleeps_and_wakes_vllm(run: Callable[..., Any]) -> None:
     assert torch.cuda.mem_get_info()[0] > 0.95 * free  # its process has given everything back
 
 
+@needs_vllm
+@pytest.mark.skipif(GPUS != 1, reason="needs one CUDA device: CUDA_VISIBLE_DEVICES=0")
+def test_three_steps_near_the_limit_fit_in_turns(run: Callable[..., Any]) -> None:
+    """In 16 GiB: 8 for the engine, 5.5 for weights and Adam's moments, and 12 for a step, by the memory plan."""
+    free, total = torch.cuda.mem_get_info()
+    ballast = torch.empty(free - 16 * 2**30, dtype=torch.uint8, device="cuda")
+    share = f"inference_model.gpu_memory_utilization={8 * 2**30 / total:.4f}"
+    run("near the limit, vLLM", share, "inference_model.check_sync=true", "inference_model.check_sync_tolerance=1.0",
+        "inference_model.dtype=bfloat16", "policy.kl_coef=0", "train.micro_batch_tokens=2048")  # fmt: skip
+    del ballast
+
+
 def test_adapters_are_trained(run: Callable[..., Any]) -> None:
     run("LoRA", PLAIN, "train_model.lora.enabled=true")
 

@@ -14,6 +14,7 @@ import torch
 from torch import multiprocessing
 
 from tests.support.configs import compose_config
+from tests.support.families import make_family
 from tests.support.models import make_tiny_model
 from tests.support.training import make_batch, make_trainer
 from torchrl_grpo.assembly.run import build
@@ -24,6 +25,8 @@ from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.models.sharding import compute_device, init_mesh, shard_model
 from torchrl_grpo.weights import named_weights
 from torchrl_grpo.weights.ipc import IpcSender, LocalSender, opened
+
+DEVICE = "cuda"
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 needs_vllm = pytest.mark.skipif(not _has_vllm, reason="vllm is not installed")
@@ -56,6 +59,33 @@ def test_packed_sequences_on_cuda_score_like_padded_ones(dtype: torch.dtype, mon
     monkeypatch.setattr(TokenScorer, "packs", lambda *_: False)
     expected, _ = scorer.score(tokens, mask)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.2)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_packed_gradients_in_16_bits_are_as_close_as_padded_ones(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To those in float32; two of the models have windows that are shorter than the sequences."""
+    window = {} if name == "qwen2" else {"sliding_window": 12}
+    tokens = torch.randint(5, 128, (6, 40), generator=torch.Generator().manual_seed(0))
+    tokens[1:3, :10], tokens[4:6, :7] = tokens[0, :10], tokens[3, :7]
+    mask = torch.arange(40) >= torch.tensor([10, 10, 10, 7, 7, 7])[:, None]
+
+    def gradient(dtype: torch.dtype, packs: bool) -> torch.Tensor:
+        model = make_family(name, **window).to(DEVICE, dtype)
+        scorer = TokenScorer(model)
+        with monkeypatch.context() as patch:
+            assert scorer.packs(40)
+            if not packs:
+                patch.setattr(TokenScorer, "packs", lambda *_: False)
+            scorer.score(tokens, mask)[0].sum().backward()
+        return torch.cat([weight.grad.flatten().float() for weight in model.parameters()])
+
+    exact = gradient(torch.float32, packs=False)
+    packed, padded = (((gradient(dtype, packs) - exact).norm() / exact.norm()).item() for packs in (True, False))
+    assert packed < max(1.5 * padded, 0.01)
+    assert padded < 0.1
 
 
 def test_a_step_on_cuda_waits_for_it_twice() -> None:

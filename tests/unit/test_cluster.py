@@ -61,6 +61,16 @@ def test_a_process_is_pinned_to_the_plans_devices_among_the_visible_ones(monkeyp
     assert "OMP_NUM_THREADS" not in cluster_module._environment(seat, 3, pinned=True)
 
 
+def test_memory_of_training_ranks_on_cuda_grows_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    seat = Seat(0, gpus(1), 1.0, 1)
+    assert cluster_module._allocator(seat) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert cluster_module._allocator(Seat(0, (torch.device("cpu"),), 1.0, 0)) == {}
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert cluster_module._allocator(seat) == {}
+
+
 def test_a_missing_or_old_ray_is_refused_with_the_line_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_module.importlib.metadata, "version", lambda _: "2.51.1")
     with pytest.raises(ValueError, match=r"needs Ray 2\.59 or later, and ray is 2\.51\.1: pip install --upgrade"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import varlen
 from transformers import AttentionInterface
 
 from tests.support.families import make_family
@@ -198,7 +199,7 @@ def test_the_way_of_other_devices_gives_the_same_attention() -> None:
     query, key, value = (torch.randn(1, heads, size, 8, dtype=torch.float64) for heads in (4, 2, 2))
     expected, _ = prefix.attention(nn.Identity(), query, key, value, None, layout=layout)
     key, value = (tensor.index_select(2, layout.keys.places) for tensor in (key, value))
-    got = prefix._each_sequence(query, key, value, layout, 8**-0.5, 0.0)
+    got = prefix._each_sequence(query, key, value, layout, 14, 8**-0.5, 0.0)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     assert [bound.tolist() for bound in layout.bounds] == [
         [0, 11, 14, 15, 29, 33, 43],
@@ -218,7 +219,7 @@ def test_layers_share_their_masks_and_a_whole_sequence_needs_none(monkeypatch: p
     monkeypatch.setattr(prefix, "scaled_dot_product_attention", noted)
     for _ in range(2):
         query, key = (torch.randn(1, 4, sum(part), 8) for part in layout.lengths)
-        prefix._each_sequence(query, key, key, layout, 1.0, 0.0)
+        prefix._each_sequence(query, key, key, layout, 14, 1.0, 0.0)
     first, second = given[:6], given[6:]
     assert [(mask is None, causal) for mask, causal in first] == [(at in (0, 3, 5),) * 2 for at in range(6)]
     assert all(one is other for (one, _), (other, _) in zip(first, second, strict=True))
@@ -300,13 +301,41 @@ def test_a_model_that_cannot_be_packed_is_padded_and_says_so_once(
     ]
 
 
-def test_sequences_longer_than_a_window_are_padded(log: pytest.LogCaptureFixture) -> None:
-    model, (tokens, mask) = make_family("gemma3_text", sliding_window=13), make_group()
+def test_sequences_longer_than_a_chunk_are_padded(log: pytest.LogCaptureFixture) -> None:
+    model, (tokens, mask) = make_family("llama4_text", attention_chunk_size=13), make_group()
     scorer = TokenScorer(model)
     assert scorer.packs(13) and not scorer.packs(14)
-    assert warnings_of(log)[0].endswith(": some are longer than sliding_window=13.")
+    assert warnings_of(log)[0].endswith(": some are longer than attention_chunk_size=13.")
     scores, _ = scorer.score(tokens, mask)
     torch.testing.assert_close(scores[:, 1:], one_by_one(model, tokens, mask), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [2, 4, 10, 13])
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "exaone4"])
+def test_sequences_longer_than_a_sliding_window_are_packed(name: str, window: int) -> None:
+    model, (tokens, mask) = make_family(name, sliding_window=window), make_group()
+    tokens, mask = tokens.repeat(1, 2)[:, :21], mask.repeat(1, 2)[:, :21]
+    scorer = TokenScorer(model)
+    assert scorer.packs(tokens.shape[1])
+    scores, _ = scorer.score(tokens, mask)
+    scores.sum().backward()
+    got = gradients(model)
+    expected = one_by_one(model, tokens, mask)
+    expected.sum().backward()
+    torch.testing.assert_close(scores[:, 1:], expected, rtol=0, atol=1e-5)
+    for key, gradient in gradients(model).items():
+        torch.testing.assert_close(got[key], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
+
+
+def test_a_window_that_does_not_reach_the_attention_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_window(*args: Any, **kwargs: Any) -> Any:
+        return prefix.attention(*args, **(kwargs | {"sliding_window": None}))
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", without_window)
+    model = make_family("mistral", sliding_window=64)
+    assert not TokenScorer(model).packs(10)
+    assert "nats on average" in model.unpacked_because
+    assert model.config.sliding_window == 64
 
 
 def test_an_attention_that_ignores_the_layout_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,6 +378,38 @@ def test_a_card_takes_the_attention_that_it_has(
         out, _ = prefix.attention(nn.Identity(), query, key, value, None, layout=there)
     assert taken == ["_flash_on_cuda" if varlen else "_each_sequence"]
     assert (out.shape, out.dtype) == ((1, rows, 4, size), dtype)
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, 13, 14, 64])
+def test_windows_of_a_card_are_those_of_other_devices(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With PyTorch's kernel replaced by what Flash Attention documents: the keys from ``left`` before a query's own."""
+
+    def varlen_attn(
+        q: Tensor, k: Tensor, v: Tensor, begin_q: Tensor, begin_k: Tensor, *_: int, window_size: Any, **named: Any
+    ) -> Tensor:
+        (left, right), outs = window_size, []
+        assert right == 0
+        for at in range(len(begin_q) - 1):
+            own_q, own_k, own_v = (
+                tensor[begin[at] : begin[at + 1]].transpose(0, 1)
+                for tensor, begin in ((q, begin_q), (k, begin_k), (v, begin_k))
+            )
+            queries, keys = own_q.shape[1], own_k.shape[1]
+            behind = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
+            seen = (behind >= 0) & ((behind <= left) | (left < 0))
+            own_k, own_v = (tensor.repeat_interleave(len(own_q) // len(own_k), 0) for tensor in (own_k, own_v))
+            scores = (own_q @ own_k.mT * named["scale"]).masked_fill(~seen, -torch.inf)
+            outs.append((scores.softmax(-1) @ own_v).transpose(0, 1))
+        return torch.cat(outs)
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    layout = packed(*make_group())
+    size = layout.tokens.shape[1]
+    query, key, value = (torch.randn(1, heads, size, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    expected, _ = prefix.attention(nn.Identity(), query, key, value, None, layout=layout, sliding_window=window)
+    key, value = (tensor.index_select(2, layout.keys.places) for tensor in (key, value))
+    got = prefix._flash_on_cuda(query, key, value, layout, window or 14, 8**-0.5)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
 def test_packing_is_checked_once_in_the_precision_of_the_run(

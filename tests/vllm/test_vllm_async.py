@@ -12,28 +12,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import torchrl_grpo.generation.vllm as vllm_module
-from tests.support.finished import assert_each_response_is_told_when_it_ends
 from tests.support.models import response_log_probs
 from tests.support.processes import shared_memory, socket_files, worker_processes
 from tests.support.prompts import PROMPTS
-from tests.support.stops import assert_stop_strings_end_responses
+from tests.support.serving import CONTEXT, LONG, SERVES, SHORT, errors, make_model, start, until
 from tests.support.tasks import plays_nothing
 from tests.support.weights import Trained, mismatch
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.sampler import Sampler
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.generation.base import Completion, EngineDeadError, SamplingParams
+from torchrl_grpo.generation.base import EngineDeadError
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.models.loading import CheckpointModel, add_lora
 from torchrl_grpo.starter import starter_path
@@ -42,35 +40,7 @@ from torchrl_grpo.weights import Transfer, make_sender, named_weights
 from torchrl_grpo.weights.shared import SharedWeights
 
 pytestmark = pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
-CONTEXT = 512
 ROUNDING = 1e-3  # 2e-4 was seen, while requests come and go; other weights give more than 0.1
-
-
-LONG = SamplingParams(max_new_tokens=200)
-SHORT = SamplingParams(max_new_tokens=12)
-
-
-def make_model(seed: int) -> nn.Module:
-    """The starter model, moved far enough that other weights are told by their log-probs."""
-    model = AutoModelForCausalLM.from_pretrained(starter_path()).float().eval()
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(0.3 * weight.std() * torch.randn_like(weight) if weight.dim() > 1 else 0)
-    return model
-
-
-def errors(model: nn.Module, prompt: Tensor, done: Completion) -> Tensor:
-    """[T] how far the log-probs of a completion are from those of a model."""
-    full = torch.cat([prompt, done.tokens])
-    return (done.log_probs - response_log_probs(model)([full], [len(prompt)])[0].detach()).abs()
-
-
-def until(condition: Callable[[], object], timeout: float = 300.0, every_s: float = 0.002) -> bool:
-    deadline = time.monotonic() + timeout
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(every_s)
-    return bool(condition())
 
 
 def alive(pid: int) -> bool:
@@ -96,94 +66,9 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def start(engine: AsyncVLLMEngine, pool: ThreadPoolExecutor, params: SamplingParams) -> list[Future]:
-    """Four calls from four threads, of which each has sampled some tokens when this returns."""
-    calls = [pool.submit(engine.generate, [prompt], 4, params) for prompt in PROMPTS]
-    states = engine._llm.output_processor.request_states
-    assert until(lambda: len(states) == 16 and all(s.detokenizer.num_output_tokens() > 5 for s in states.values()))
-    return calls
-
-
-def test_calls_from_four_threads_have_the_trainers_log_probs(engine, pool):
-    model = make_model(1)
-    engine.update_weights(named_weights(model), 1)
-    assert engine.policy_version == 1
-    for prompt, call in zip(PROMPTS, start(engine, pool, LONG), strict=True):
-        (group,) = call.result()
-        assert len(group) == 4
-        for done in group:
-            assert errors(model, prompt, done).max() < ROUNDING
-            assert done.versions.tolist() == [1] * 200 and done.versions.dtype == torch.int64
-    (group,) = engine.generate([PROMPTS[0]], 3, SamplingParams(max_new_tokens=8, temperature=0))
-    best = model(torch.cat([PROMPTS[0], group[0].tokens])[None]).logits[0, 99:-1].argmax(-1)
-    assert [done.tokens.tolist() for done in group] == [best.tolist()] * 3
-    assert engine.generate([], 2, SHORT) == []
-    with pytest.raises(ValueError, match="leave room for one token in the context of 512 tokens, this one has 512"):
-        engine.generate([torch.zeros(512, dtype=torch.int64)], 2, SHORT)
-
-
-def test_each_response_is_told_when_it_ends(engine):
-    assert_each_response_is_told_when_it_ends(engine, PROMPTS, tuple(range(2, 30)), in_order=False)
-
-
-def test_stop_strings_end_responses(engine):
-    assert_stop_strings_end_responses(engine, PROMPTS[:2], repeats=False)
-
-
-def test_wait_lets_running_calls_end_and_holds_new_ones_back(engine, pool):
-    old, new = make_model(2), make_model(3)
-    engine.update_weights(named_weights(old), 2)
-    calls = start(engine, pool, LONG)
-    with ThreadPoolExecutor(2) as others:
-        update = others.submit(engine.update_weights, named_weights(new), 3)
-        assert until(lambda: not engine._admitting.is_set())
-        late = others.submit(engine.generate, [PROMPTS[0]], 2, SHORT)
-        for prompt, call in zip(PROMPTS, calls, strict=True):
-            for done in call.result()[0]:
-                assert done.versions.unique().tolist() == [2]
-                assert errors(old, prompt, done).max() < ROUNDING < errors(new, prompt, done).max()
-        for done in late.result()[0]:
-            assert done.versions.unique().tolist() == [3] and errors(new, PROMPTS[0], done).max() < ROUNDING
-        update.result()
-    assert engine.restarted_requests == 0
-
-
-def test_keep_goes_on_with_new_weights_and_each_token_has_its_version(engine, pool):
-    engine._in_flight = "keep"
-    models = {version: make_model(version) for version in (4, 5, 6)}
-    engine.update_weights(named_weights(models[4]), 4)
-    calls = start(engine, pool, LONG)
-    engine.update_weights(named_weights(models[5]), 5)
-    assert not any(call.done() for call in calls)
-    engine.update_weights(named_weights(models[6]), 6)
-    gaps, versions = [], []
-    for prompt, call in zip(PROMPTS, calls, strict=True):
-        for done in call.result()[0]:
-            assert (done.versions.diff() >= 0).all()
-            versions.append(done.versions)
-            gaps.append(torch.stack([errors(models[version], prompt, done) for version in (4, 5, 6)]))
-    of, which = torch.cat(gaps, 1), torch.cat(versions)
-    # Keys and values were computed anew: every token's score is that of one set of weights, and of no other.
-    assert of.gather(0, which[None] - 4).max() < ROUNDING
-    assert {4, 6} <= set(which.tolist())
-    for version in which.unique().tolist():
-        others = [i for i in range(3) if i != version - 4]
-        assert of[others][:, which == version].amax(1).min() > 0.1
-    assert mismatch(engine, response_log_probs(models[6]), PROMPTS, SHORT)[1] < ROUNDING  # no prefix of old weights
-
-
-def test_abort_starts_running_requests_again_and_counts_them(engine, pool):
-    engine._in_flight = "abort"
-    old, new = make_model(7), make_model(8)
-    engine.update_weights(named_weights(old), 7)
-    before = engine.restarted_requests
-    calls = start(engine, pool, LONG)
-    engine.update_weights(named_weights(new), 8)
-    for prompt, call in zip(PROMPTS, calls, strict=True):
-        for done in call.result()[0]:
-            assert len(done.tokens) == 200 and done.versions.unique().tolist() == [8]
-            assert errors(new, prompt, done).max() < ROUNDING
-    assert engine.restarted_requests - before == 4
+@pytest.mark.parametrize("check", SERVES, ids=lambda check: check.__name__)
+def test_it_serves_many_callers_while_its_weights_change(check, engine, pool):
+    check(engine, pool, ROUNDING)
 
 
 def test_the_workers_load_what_is_sent_and_refuse_what_does_not_fit(engine):
@@ -305,6 +190,7 @@ def test_a_killed_scheduler_ends_every_call_and_leaves_no_process(engine, pool):
 SCRIPT = """
 import json, sys, threading
 from tests.support.prompts import PROMPTS
+from tests.support.serving import CONTEXT, LONG, SERVES, SHORT, make_model, errors, start, until
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.starter import starter_path

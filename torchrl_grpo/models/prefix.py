@@ -170,7 +170,7 @@ class Layout:
         return queries, keys
 
     @cached_property
-    def masks(self) -> dict[tuple[int, int, torch.dtype], Tensor]:
+    def masks(self) -> dict[tuple[int, int, int, torch.dtype], Tensor]:
         """Masks that layers before have made, for the others."""
         return {}
 
@@ -266,55 +266,61 @@ def attention(
         query: [1, H, N, D], rotated by the tokens' positions.
         key: [1, heads of keys, N, D].
         value: [1, heads of keys, N, DV].
+        **kwargs: those of Hugging Face's ``sdpa``; of these ``sliding_window`` is how many tokens a token looks at, the
+            last one of which is itself.
 
     Raises:
-        NotImplementedError: the layer looks at fewer tokens than a sequence has, or adds to the scores.
+        NotImplementedError: the layer adds to the scores.
     """
     if layout is None:
         return _sdpa(module, query, key, value, attention_mask, *args, **kwargs)
-    window, dropout = kwargs.get("sliding_window"), kwargs.get("dropout", 0.0)
-    if args or kwargs.get("position_bias") is not None or (window or math.inf) < max(layout.lengths[1]):
-        raise NotImplementedError("attention over packed sequences has neither a window nor a bias.")
+    if args or kwargs.get("position_bias") is not None:
+        raise NotImplementedError("attention over packed sequences has no bias.")
+    longest, dropout = max(layout.lengths[1]), kwargs.get("dropout", 0.0)
+    window = min(kwargs.get("sliding_window") or longest, longest)
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
     if torch.is_autocast_enabled(query.device.type):  # as in PyTorch's own
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     plain = dropout == 0.0 and query.shape[-1] == value.shape[-1]
-    if plain and query.device.type == "cpu":
+    if plain and query.device.type == "cpu" and window == longest:
         return _FlashOnCPU.apply(query, key, value, layout.groups, scale), None
     key, value = (pick(tensor, 2, layout.keys) for tensor in (key, value))
     if plain and _has_varlen(query):
-        return _flash_on_cuda(query, key, value, layout, scale), None
-    return _each_sequence(query, key, value, layout, scale, dropout), None
+        return _flash_on_cuda(query, key, value, layout, window, scale), None
+    return _each_sequence(query, key, value, layout, window, scale, dropout), None
 
 
 AttentionInterface.register("sdpa", attention)
 
 
-def _each_sequence(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float, dropout: float) -> Tensor:
+def _each_sequence(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, window: int, scale: float, dropout: float
+) -> Tensor:
     """[1, N, H, DV], one sequence after another."""
     repeats = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
     queries, keys = layout.lengths
     outs = []
     for q, k, v in zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True):
-        whole = q.shape[2] == k.shape[2]
-        mask = None if whole else _causal_mask(q, k.shape[2], layout)
+        whole = q.shape[2] == k.shape[2] <= window
+        mask = None if whole else _causal_mask(q, k.shape[2], window, layout)
         outs.append(scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=whole, scale=scale))
     return torch.cat(outs, 2).transpose(1, 2)
 
 
-def _causal_mask(query: Tensor, keys: int, layout: Layout) -> Tensor:
+def _causal_mask(query: Tensor, keys: int, window: int, layout: Layout) -> Tensor:
     """[queries, keys], what is added to the scores of a sequence's last tokens: one tensor for all layers of a pass.
 
     Its rows begin at multiples of 8 numbers, as CUDA's kernels want them: they copy another one in each layer.
     """
-    queries = query.shape[2]
-    found = layout.masks.get((queries, keys, query.dtype))
+    queries, window = query.shape[2], min(window, keys)
+    found = layout.masks.get((queries, keys, window, query.dtype))
     if found is None:
         found = query.new_full((queries, -(-keys // 8) * 8), -math.inf)
-        found = found.triu_(keys - queries + 1).narrow(1, 0, keys)
-        layout.masks[queries, keys, query.dtype] = found
+        too_early = found.tril(keys - queries - window)
+        found = found.triu_(keys - queries + 1).add_(too_early).narrow(1, 0, keys)
+        layout.masks[queries, keys, window, query.dtype] = found
     return found
 
 
@@ -325,15 +331,16 @@ def _has_varlen(query: Tensor) -> bool:
     return fits and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
-def _flash_on_cuda(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
+def _flash_on_cuda(query: Tensor, key: Tensor, value: Tensor, layout: Layout, window: int, scale: float) -> Tensor:
     """[1, N, H, D], all sequences in one call."""
     from torch.nn.attention.varlen import varlen_attn  # slow to import, and only CUDA has it
 
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     begin_q, begin_k = layout.bounds
     most_q, most_k = (max(lengths) for lengths in layout.lengths)
-    causal = (-1, 0)  # aligned with the last query and the last key of a sequence
-    out: Any = varlen_attn(q, k, v, begin_q, begin_k, most_q, most_k, scale=scale, window_size=causal, enable_gqa=True)
+    # Keys before and behind a query's own that it looks at, aligned with the last query and key of a sequence.
+    around = (-1 if window >= most_k else window - 1, 0)
+    out: Any = varlen_attn(q, k, v, begin_q, begin_k, most_q, most_k, scale=scale, window_size=around, enable_gqa=True)
     return out.unsqueeze(0)
 
 

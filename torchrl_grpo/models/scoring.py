@@ -34,8 +34,8 @@ from torchrl_grpo.models.sharding import call_gathered, compute_device, mesh_of
 if TYPE_CHECKING:
     from torchrl.modules.llm import LLMWrapperBase
 
-WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "local_attention")
-"""Fields of a config that say how many tokens some of its layers look at."""
+WINDOWS = ("attention_chunk_size", "attention_window_size", "local_attention")
+"""Fields of a config that say how many tokens some of its layers look at, but for ``sliding_window``."""
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -269,10 +269,20 @@ def _scores(scorer: TokenScorer, tokens: Tensor, mask: Tensor) -> Tensor:
 
 
 def _check_packing(scorer: TokenScorer, tokens: Tensor, rounding: float) -> str:
-    """Why a model cannot be packed: its log-probs of two groups of two would differ by more than rounding; or ""."""
+    """Why a model cannot be packed, in its sliding windows or beyond: its log-probs would differ; or ""."""
+    why = _compare_packing(scorer, tokens, rounding)
+    if not why and getattr(scorer.base.config.get_text_config(), "sliding_window", None):
+        with _narrow_windows(scorer.base):
+            why = _compare_packing(scorer, tokens, rounding)
+    return why
+
+
+def _compare_packing(scorer: TokenScorer, tokens: Tensor, rounding: float) -> str:
+    """As ``_check_packing``, of two groups of two, with the windows that the model has."""
     tokens = tokens.view(2, 6)[[0, 0, 1, 1]]
     tokens[1::2, 3:] = tokens[0::2, 2:5]  # the same prompt of three tokens, another response
     mask = torch.arange(6, device=tokens.device) >= torch.tensor([[3], [3], [2], [3]], device=tokens.device)
+    scorer.base.unpacked_because = "it is being checked"
     expected = _scores(scorer, tokens, mask)
     scorer.base.unpacked_because = ""
     try:
@@ -281,6 +291,22 @@ def _check_packing(scorer: TokenScorer, tokens: Tensor, rounding: float) -> str:
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     difference = (scores - expected)[mask].abs().mean().item()
     return "" if difference <= rounding else f"their log-probs would be off by {difference:.2g} nats on average"
+
+
+@contextmanager
+def _narrow_windows(base: Any) -> Iterator[None]:
+    """Makes each sliding window of a model two tokens wide, so that short sequences are longer."""
+    holders = [base.config.get_text_config(), *base.modules()]
+    windows = [(holder, getattr(holder, "sliding_window", None)) for holder in holders]
+    try:
+        for holder, window in windows:
+            if window:
+                holder.sliding_window = 2
+        yield
+    finally:
+        for holder, window in windows:
+            if window:
+                holder.sliding_window = window
 
 
 @functools.cache

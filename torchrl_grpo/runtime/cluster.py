@@ -245,17 +245,20 @@ class Cluster:
         # Ray gives a process one thread; the CPUs there are, shared out, are what torch would use in one process.
         threads = max(1, int(sum(cpus) // sum(len(seat.devices) for role in taken.values() for seat in role)))
 
-        def options(seat: Seat) -> dict[str, Any]:
+        def options(role: str, seat: Seat) -> dict[str, Any]:
+            variables = _environment(seat, threads, pinned=self.address is None)
+            if role == "train" and not plan.colocated:
+                variables |= _allocator(seat)
             return {
                 "num_cpus": seat.num_cpus,
                 "num_gpus": seat.num_gpus,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=seat.bundle
                 ),
-                "runtime_env": {"env_vars": _environment(seat, threads, pinned=self.address is None)},
+                "runtime_env": {"env_vars": variables},
             }
 
-        return {role: [options(seat) for seat in places] for role, places in taken.items()}
+        return {role: [options(role, seat) for seat in places] for role, places in taken.items()}
 
     def check_object_store(self, wanted: int) -> None:
         """Check that weights fit into Ray's object store on each machine of the run; to be called after ``place``.
@@ -502,6 +505,16 @@ def _environment(seat: Seat, threads: int, *, pinned: bool) -> dict[str, str]:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] if names else str(i) for i in indices)
         variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
     return variables
+
+
+def _allocator(seat: Seat) -> dict[str, str]:
+    """Environment variables that let a training rank's memory on CUDA grow in place, as the sizes of its passes vary.
+
+    Not for memory that an engine on the same device reads through CUDA IPC: that is slower to open then (vLLM's
+    ``sharded_rdt_trainer``), and PyTorch asks for the right to trace the process that it belongs to.
+    """
+    given = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    return {} if given or seat.devices[0].type != "cuda" else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def _missing(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]], free: dict[str, float]) -> str:

@@ -622,8 +622,8 @@ def test_a_run_whose_engines_stay_dead_is_saved_and_says_why(
         Console(file=(tmp_path / "out").open("w")) as console,
         pytest.raises(WorkersLostError, match=r"all of sampler 0 have been dead for \d+ s, more than the 2 s"),
     ):
-        recorder = Recorder(learner, logger, console, Alarms(), num_batches=100, sequences_per_batch=8)
-        saver = Saver(learner, source, Checkpointer(tmp_path, {}), lambda: None, num_batches=100)
+        recorder = Recorder(learner, logger, console, Alarms(), schedule=Schedule(100), sequences_per_batch=8)
+        saver = Saver(learner, source, Checkpointer(tmp_path, {}), lambda: None, Schedule(100))
         fit(learner, source, Schedule(100), [recorder, saver])
     [checkpoint] = tmp_path.glob("checkpoint_*.pt")
     step = len([row for row in read_jsonl(tmp_path / "metrics.jsonl") if "train/loss" in row])

@@ -95,7 +95,7 @@ def test_a_killed_learner_ends_the_script_and_leaves_no_process(tmp_path: Path) 
         rank.kill()
         running.wait(timeout_s=300)
     assert running.process.returncode == 1, running.printed()
-    saved = max((tmp_path / "checkpoints").glob("checkpoint_*.pt"))
+    saved = max(path for path in (tmp_path / "checkpoints").glob("checkpoint_*") if not path.name.endswith(".tmp"))
     assert re.search(
         rf"error: a training rank died while the ranks were to .*: go on with train\.resume={saved}\.",
         running.printed(),

@@ -23,10 +23,10 @@ def tool() -> Iterator[ModuleType]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    level = module.logger.level  # TorchRL's own logger, which other tests listen to
-    module.logger.setLevel("CRITICAL")
+    level = module.torchrl_logger.level  # TorchRL's own logger, which other tests listen to
+    module.torchrl_logger.setLevel("CRITICAL")
     yield module
-    module.logger.setLevel(level)
+    module.torchrl_logger.setLevel(level)
 
 
 @pytest.mark.slow

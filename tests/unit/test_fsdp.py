@@ -31,6 +31,7 @@ from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
 from torchrl_grpo.learner.export import export_model
 from torchrl_grpo.learner.shards import ShardedSaver
 from torchrl_grpo.models import loading
+from torchrl_grpo.models.prefix import Layout
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
 from torchrl_grpo.models.sharding import init_mesh, loading_device, mesh_of, shard_model
 from torchrl_grpo.objectives import GRPOLoss
@@ -147,15 +148,15 @@ def scored_first(mesh: DeviceMesh | None, *, lora: bool, **settings: Any) -> dic
     key = keys.REF_LOG_PROBS if lora else keys.PROX_LOG_PROBS
     scorer = AdapterOffScorer(trainer.model) if lora else trainer.loss.actor_network
     computed: list[int] = []
-    score = scorer.score
+    score = scorer.score_layout
 
-    def counted(tokens: torch.Tensor, mask: torch.Tensor) -> Any:
-        computed.append(int(mask.sum()))
-        return score(tokens, mask)
+    def counted(layout: Layout) -> Any:
+        computed.append(len(layout.targets))
+        return score(layout)
 
-    scorer.score = counted
+    scorer.score_layout = counted
     scored = KLScoring(scorer, max_tokens=30, out_key=key)(batch.exclude(key))
-    del scorer.score
+    del scorer.score_layout
     if not lora:
         trainer.loss.proximal = "recomputed"
     metrics = trainer.train_step(scored)

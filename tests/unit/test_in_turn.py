@@ -136,7 +136,7 @@ def test_a_colocated_engine_sleeps_while_the_other_roles_work(tokenizer: PreTrai
     source.next_batch()
     source.publish(weights(2), 2)
     assert engine.calls == ["update", "generate", "sleep", "reference", "update"]  # new weights wake it
-    assert not source.sampler._asleep
+    assert not source.samplers[0].part._asleep
 
 
 def test_a_colocated_engine_is_woken_for_a_second_task_of_a_batch(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -146,7 +146,7 @@ def test_a_colocated_engine_is_woken_for_a_second_task_of_a_batch(tokenizer: Pre
     progress = source.tasks.next_unplayed()
     assert progress is not None
     for _ in range(2):
-        source.sampler.play(progress.task)
+        source.samplers[0].part.play(progress.task)
     assert engine.calls == ["update", "generate", "sleep", "wake", "generate", "sleep"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+import time
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,7 @@ def test_tensorboard_has_the_same_numbers_and_forgets_truncated_steps(tmp_path: 
     with make_logger(tmp_path, tensorboard=True, config={"optimizer": {"lr": 0.5}}) as logger:
         for step in range(4):
             logger.log(step, {"train/loss": torch.tensor(float(step))})
+    time.sleep(1.1)  # TensorBoard goes by the second that is in the names of its files
     with make_logger(tmp_path, tensorboard=True) as logger:
         logger.truncate(2)
         logger.log(2, {"train/loss": 20.0})

@@ -61,7 +61,8 @@ def responses(answer: Any) -> list[list[str]]:
 
 def test_nothing_is_answered_without_the_token(address: str) -> None:
     token = urlsplit(address).path
-    for path in ("/", "/static/view.js", "/api/status", token[:-2] + "/", f"/x{token[2:]}", token[:-1], f"/{token}"):
+    other = "/" + ("y" if token[1] == "x" else "x") + token[2:]
+    for path in ("/", "/static/view.js", "/api/status", token[:-2] + "/", other, token[:-1], f"/{token}"):
         assert ask(address, path)[0] == 404, path
 
 

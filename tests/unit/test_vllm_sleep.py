@@ -43,7 +43,7 @@ def make_engine() -> tuple[VLLMEngine, Library]:
     engine, library = VLLMEngine.__new__(VLLMEngine), Library()
     engine._llm, engine._enable_sleep, engine._asleep, engine._latest = library, True, [], None
     engine._device, engine._share = torch.device("cuda:0"), 0.4
-    engine._name, engine._dtype = "engine", torch.float32
+    engine._num_workers, engine._dtype = 1, torch.float32
     engine._hf_config, engine._trust_remote_code = make_tiny_model().config, False
     return engine, library
 
@@ -57,7 +57,7 @@ def test_new_weights_come_before_the_cache_has_its_memory_back() -> None:
     engine.load(handle_of(make_tiny_model()), 1)
     engine.sleep()
     engine.load(handle_of(make_tiny_model()), 2)
-    assert library.calls == ["load_handle", "sleep 2", ["weights"], "load_handle", ["kv_cache"]]
+    assert library.calls == ["receive", "sleep 2", ["weights"], "receive", ["kv_cache"]]
     assert engine.policy_version == 2
     engine.wake()  # it is awake
     assert len(library.calls) == 5
@@ -68,7 +68,7 @@ def test_weights_that_sleep_has_dropped_are_read_again_to_wake() -> None:
     engine.load(handle_of(make_tiny_model()), 7)
     engine.sleep()
     engine.wake()
-    assert library.calls[1:] == ["sleep 2", ["weights"], "load_handle", ["kv_cache"]]
+    assert library.calls[1:] == ["sleep 2", ["weights"], "receive", ["kv_cache"]]
     assert engine.policy_version == 7
 
 

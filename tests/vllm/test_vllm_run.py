@@ -72,7 +72,7 @@ def test_a_run_takes_a_fast_way_or_loses_nothing_by_it(
     run = build(compose_config(*SMALL, *overrides), tmp_path / "run")
     try:
         run.fit()
-        engine: Any = run.source.sampler.engine
+        engine: Any = run.source.samplers[0].part.engine
         assert (engine._fast_works, engine._fast_failed) == (not wrong, bool(wrong))
     finally:
         run.close()

@@ -8,6 +8,8 @@ Shape suffixes: N tokens, R different tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,24 +56,30 @@ class _Rows(torch.autograd.Function):
 
 
 def tied_embedding(base: Any) -> nn.Embedding | None:
-    """Return the embedding of a model if it is trained and is the LM head too, and ``embed`` can stand for it."""
+    """Return the embedding of a model if it is trained and is the LM head too, and ``tied_rows`` can stand for it."""
     embedding = base.get_input_embeddings()
     plain = type(embedding) is nn.Embedding and embedding.max_norm is None and not embedding.scale_grad_by_freq
-    if not plain or embedding.weight is not base.get_output_embeddings().weight:
+    if not plain or embedding.weight is not base.get_output_embeddings().weight or torch.compiler.is_compiling():
         return None
     return embedding if embedding.weight.requires_grad and torch.is_grad_enabled() else None
 
 
-def embed(embedding: nn.Embedding, tokens: Tensor, once_R: Tensor, place_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of a tied embedding for tokens [...], as [..., D], and the weight for the head.
+@contextmanager
+def tied_rows(embedding: nn.Embedding, once_R: Tensor, place_N: Tensor) -> Iterator[Tensor]:
+    """Have a tied embedding give its rows in this way for N tokens; give the weight that the head is to use.
 
-    The head's gradient is changed in place, so that whoever computes it must not keep it.
+    The gradient of that weight is changed in place, so that whoever computes it must not keep it.
 
     Args:
         embedding: of the model.
-        tokens: [...] int64, N of them.
-        once_R: each of them once, in order.
-        place_N: where in ``once_R`` each one is.
+        once_R: each of the tokens once, in order.
+        place_N: where in ``once_R`` each token is.
     """
     for_embedding, for_head = _Tied.apply(embedding.weight)
-    return _Rows.apply(for_embedding, tokens, once_R, place_N, embedding.padding_idx), for_head
+
+    def rows(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        taken: Tensor = _Rows.apply(for_embedding, given[0], once_R, place_N, embedding.padding_idx)
+        return taken
+
+    with embedding.register_forward_hook(rows, prepend=True):
+        yield for_head

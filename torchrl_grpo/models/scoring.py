@@ -24,7 +24,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.checks import MIN_TEMPERATURE
 from torchrl_grpo.compat.transformers import attention_of
 from torchrl_grpo.host.threads import use_one_thread_if_small
-from torchrl_grpo.models.embedding import embed, tied_embedding
+from torchrl_grpo.models.embedding import tied_embedding, tied_rows
 from torchrl_grpo.models.head import chunked_log_probs
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import pad, sequences_of
@@ -145,12 +145,11 @@ class TokenScorer(TensorDictModuleBase):
         body = (
             base.base_model if base.base_model is not base else base.model
         )  # Llama 4 has the prefix of a larger model
-        inputs, head = layout.model_inputs(), base.get_output_embeddings()
-        weight = head.weight
-        if mesh_of(base) is None and (embedding := tied_embedding(base)) is not None:
-            rows, weight = embed(embedding, inputs.pop("input_ids"), layout.once, layout.place)
-            inputs["inputs_embeds"] = rows
-        hidden = body(**inputs).last_hidden_state
+        head = base.get_output_embeddings()
+        embedding = tied_embedding(base) if mesh_of(base) is None else None
+        rows = nullcontext(head.weight) if embedding is None else tied_rows(embedding, layout.once, layout.place)
+        with rows as weight:
+            hidden = body(**layout.model_inputs()).last_hidden_state
         log_prob_N, entropy_N = chunked_log_probs(
             pick(hidden.flatten(0, 1), 0, layout.predictors),
             weight,

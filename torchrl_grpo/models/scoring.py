@@ -147,9 +147,11 @@ class TokenScorer(TensorDictModuleBase):
         )  # Llama 4 has the prefix of a larger model
         head = base.get_output_embeddings()
         embedding = tied_embedding(base) if mesh_of(base) is None else None
-        rows = nullcontext(head.weight) if embedding is None else tied_rows(embedding, layout.once, layout.place)
-        with rows as weight:
-            hidden = body(**layout.model_inputs()).last_hidden_state
+        if embedding is None:
+            hidden, weight = body(**layout.model_inputs()).last_hidden_state, head.weight
+        else:
+            with tied_rows(embedding, layout.once, layout.place) as weight:
+                hidden = body(**layout.model_inputs()).last_hidden_state
         log_prob_N, entropy_N = chunked_log_probs(
             pick(hidden.flatten(0, 1), 0, layout.predictors),
             weight,

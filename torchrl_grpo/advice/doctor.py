@@ -147,7 +147,7 @@ def _row(check: Check) -> dict[str, Any]:
 
 
 def _memory_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
-    """What one device of each role holds at most, as rows of the forecast."""
+    """Return the peak memory of one device of each role, as rows of the forecast."""
     return [
         {
             "resource": f"memory of {role}",

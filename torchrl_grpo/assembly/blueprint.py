@@ -85,7 +85,7 @@ class Blueprint:
 
     @property
     def memory(self) -> RunMemory:
-        """What each role holds on one of its devices when responses are as long as they may be."""
+        """The memory of each role on one of its devices when responses are as long as they may be."""
         return run_memory(
             self.config,
             self.shape,

@@ -480,7 +480,7 @@ class VLLMBase(Engine):
             check_weights(handle.layout, shapes, model)
 
     def _receive(self, handle: TransferHandle, deadline_s: float | None = None) -> None:
-        """Has every worker receive the weights of a handle.
+        """Have every worker receive the weights of a handle.
 
         Args:
             handle: of the weights.

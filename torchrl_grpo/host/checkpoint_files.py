@@ -76,7 +76,7 @@ class SealedFile:
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """What is named like a checkpoint in a folder, the one with the most steps first."""
+    """Return the paths in a folder that are named like checkpoints, the one with the most steps first."""
     steps = {path: step_of(path) for path in directory.glob("checkpoint_*") if path.suffix == ".pt" or is_sharded(path)}
     found = ((step, path) for path, step in steps.items() if step is not None)
     return [path for _, path in sorted(found, reverse=True)]

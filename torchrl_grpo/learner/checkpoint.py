@@ -167,7 +167,7 @@ class Checkpointer:
         return {"step": step, "trainer": trainer, "source": source, "rng": rng_state(), "config": self.config}
 
     def manifest(self, step: int) -> dict[str, Any]:
-        """What a checkpoint says about itself."""
+        """Return the manifest of a checkpoint: its step, config and evaluation."""
         return {"step": step, "config": self.config, "metrics": self.metrics}
 
     def not_saved(self, path: Path, error: BaseException) -> BaseException:

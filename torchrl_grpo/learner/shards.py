@@ -136,4 +136,4 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _nothing() -> None:
-    """What the other ranks do."""
+    """The part of the other ranks."""

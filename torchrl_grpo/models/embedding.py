@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_grpo.models.sharding import mesh_of
+
 
 class _Tied(torch.autograd.Function):
     """The weight twice, for the embedding, whose gradient is sparse, and for the head, whose gradient is new."""
@@ -56,10 +58,15 @@ class _Rows(torch.autograd.Function):
 
 
 def tied_embedding(base: Any) -> nn.Embedding | None:
-    """Return the embedding of a model if it is trained and is the LM head too, and ``tied_rows`` can stand for it."""
+    """Return the embedding of a model on one rank if it is trained, is the head too, and ``tied_rows`` fits it."""
     embedding = base.get_input_embeddings()
     plain = type(embedding) is nn.Embedding and embedding.max_norm is None and not embedding.scale_grad_by_freq
-    if not plain or embedding.weight is not base.get_output_embeddings().weight or torch.compiler.is_compiling():
+    if (
+        not plain
+        or embedding.weight is not base.get_output_embeddings().weight
+        or mesh_of(base) is not None
+        or torch.compiler.is_compiling()
+    ):
         return None
     return embedding if embedding.weight.requires_grad and torch.is_grad_enabled() else None
 

@@ -109,10 +109,10 @@ class Layout:
         predictors: S flat indices in ``tokens``, of the token that each scored one is predicted from.
         targets: [S] int64, the scored tokens.
         places: [S] int64, their flat index in [B, T].
-        once: [R] int64, each of ``tokens`` once, in order.
-        place: [N] int64, where in ``once`` each of them is.
         positions: [1, N] int64, or None for padded sequences.
         groups: for each prompt its length, that of the first sequence, and those of the other responses.
+        once: [R] int64, each of ``tokens`` once, in order; None where a dense gradient of the embedding is made.
+        place: [N] int64, where in ``once`` each of them is.
     """
 
     source: tuple[Tensor, Tensor]
@@ -120,10 +120,15 @@ class Layout:
     predictors: Picks
     targets: Tensor
     places: Tensor
-    once: Tensor
-    place: Tensor
     positions: Tensor | None = None
     groups: tuple[tuple[int, ...], ...] = ()
+    once: Tensor | None = None
+    place: Tensor | None = None
+
+    def spelled(self) -> Layout:
+        """Return the layout with its different tokens, for ``tied_rows``; on the CPU."""
+        once, place = self.tokens.flatten().unique(return_inverse=True)
+        return replace(self, once=once, place=place)
 
     def to(self, device: torch.device) -> Layout:
         """Return the layout on a device, without waiting until it is there; ``source`` stays where it is."""
@@ -197,7 +202,7 @@ def padded(tokens_BT: Tensor, mask_BT: Tensor) -> Layout:
     targets = tokens_BT[:, 1:].flatten().index_select(0, predictors)
     places = predictors + predictors // max(width, 1) + 1
     tokens = tokens_BT[:, :-1]
-    return Layout(source, tokens, Picks(predictors), targets, places, *_spelled(tokens))
+    return Layout(source, tokens, Picks(predictors), targets, places)
 
 
 def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None = None) -> Layout:
@@ -240,14 +245,7 @@ def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None 
     predictors = Picks(position + torch.where(position < begin[of_row], lead[of_row], shift[of_row]))
     targets = tokens_BT[:, 1:].flatten()[flat]
     tokens = tokens_BT[index.repeat_interleave(size), positions]
-    places = flat + of_row + 1
-    return Layout(source, tokens[None], predictors, targets, places, *_spelled(tokens), positions[None], tuple(groups))
-
-
-def _spelled(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each token once, in order, and where among these each one is, flat."""
-    once, place = tokens.flatten().unique(return_inverse=True)
-    return once, place
+    return Layout(source, tokens[None], predictors, targets, flat + of_row + 1, positions[None], tuple(groups))
 
 
 def attention(

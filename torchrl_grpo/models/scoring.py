@@ -128,9 +128,9 @@ class TokenScorer(TensorDictModuleBase):
             mask_BT: as in ``score``.
             prompts: of the sequences, where ``shared_prompts`` has found them already.
         """
-        if self.packs(tokens_BT.shape[1]):
-            return packed(tokens_BT, mask_BT, prompts)
-        return padded(tokens_BT, mask_BT)
+        packs = self.packs(tokens_BT.shape[1])
+        layout = packed(tokens_BT, mask_BT, prompts) if packs else padded(tokens_BT, mask_BT)
+        return layout.spelled() if tied_embedding(self.base) is not None else layout
 
     def score_layout(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """As ``score``, of sequences whose layout there is, on any device."""
@@ -146,11 +146,10 @@ class TokenScorer(TensorDictModuleBase):
             base.base_model if base.base_model is not base else base.model
         )  # Llama 4 has the prefix of a larger model
         head = base.get_output_embeddings()
-        embedding = tied_embedding(base) if mesh_of(base) is None else None
-        if embedding is None:
+        if layout.once is None or layout.place is None:
             hidden, weight = body(**layout.model_inputs()).last_hidden_state, head.weight
         else:
-            with tied_rows(embedding, layout.once, layout.place) as weight:
+            with tied_rows(base.get_input_embeddings(), layout.once, layout.place) as weight:
                 hidden = body(**layout.model_inputs()).last_hidden_state
         log_prob_N, entropy_N = chunked_log_probs(
             pick(hidden.flatten(0, 1), 0, layout.predictors),

@@ -41,7 +41,7 @@ class UpdateInfo(_base.WeightTransferUpdateInfo):
     layers: list[tuple[str, float]]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What lies in the block, by name."""
+        """Return the weights in the block, by name."""
         return SharedBlock(self.path, self.name, self.part).weights()
 
 

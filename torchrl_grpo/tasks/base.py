@@ -43,6 +43,7 @@ class Dialog:
         finish_reason: ``"length"`` where a token limit cut the latest turn off, else ``"stop"``.
         raw: the latest turn with its special tokens; empty where the task has no tools.
         last: whether the policy has no turn left.
+        episode: key of the dialog, unique in a run; empty where nothing is kept for it between its turns.
     """
 
     problem: Problem
@@ -52,6 +53,7 @@ class Dialog:
     finish_reason: Literal["stop", "length"] = "stop"
     raw: str = ""
     last: bool = True
+    episode: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,13 @@ class Turn:
         messages: its answer; None where the dialog is over.
         score: of the dialog; there when it is over, or the policy has no turn left.
         counts: what happened, as metrics that add up.
+        reward: of this turn alone, where the task rewards turns; it is part of the dialog's reward.
     """
 
     messages: Sequence[Message] | None
     score: Score | None
     counts: Mapping[str, float] = field(default_factory=dict)
+    reward: float | None = None
 
 
 def attempt(function: Callable[[Dialog], T], dialog: Dialog) -> T | Exception:

@@ -235,7 +235,7 @@ def test_a_config_that_cannot_be_read_is_named_and_hangs_nothing(tmp_path: Path,
     config = view.config()
     assert config.pop("config").startswith(shown)
     assert set(config) == {"environment.python", "environment.packages.torch"}
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60  # what it would expand is 9**29 words
 
 
 NOT_SHOWN = {

@@ -15,6 +15,8 @@ GENERATED = ("arithmetic", "countdown")
 """Built-in data sets that are generated."""
 PRESETS = ("gsm8k", "math", "ifeval")
 """Built-in data sets that are files, or on the hub; any other name is a file, a folder or a data set on the hub."""
+REASONING_GYM = "reasoning_gym:"
+"""Before the name of one of reasoning-gym's data sets."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Types of weights."""
 Precision = Literal["full", "bf16", "fp16"]

@@ -155,6 +155,8 @@ def prepare(
         )
         train_env = make(num_envs=env.num_envs, repeats=env.repeats, seed=config.seed)
         train_env.drawing.difficulty_filter = env.difficulty_filter
+        if env.curriculum is not None:
+            train_env.drawing.follow(env.curriculum)
         config = _with_length(config, train_env.num_problems)
         if resume is not None:
             check_length(resume, config)

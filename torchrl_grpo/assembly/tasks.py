@@ -108,6 +108,18 @@ def _make_dataset(data: DataConfig, field: str, reward: Any, split: Split) -> Ta
     name = data.dataset or ""
     if name in checks.GENERATED:
         task: Task = _builtin(name)(data.difficulty)
+    elif name.startswith(checks.REASONING_GYM):
+        from torchrl_grpo.tasks.reasoning_gym import ReasoningGymTask
+
+        task = ReasoningGymTask(
+            name.removeprefix(checks.REASONING_GYM),
+            options=data.dataset_options,
+            max_samples=data.max_samples,
+            prompt_template=data.prompt_template,
+            system_prompt=data.system_prompt,
+            field=field,
+        )
+        task.problems(split)
     else:
         options: dict[str, Any] = {
             "dataset_config": data.dataset_config,

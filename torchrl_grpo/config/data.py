@@ -24,8 +24,12 @@ class DataConfig:
     """A data set: where its rows come from, and how a row becomes a prompt."""
 
     dataset: str | None = None
-    """arithmetic or countdown (generated), gsm8k, math or ifeval, a file (jsonl, json, csv, parquet), a folder of such
-    files, or a name on the Hugging Face hub. In csv files every value is text."""
+    """arithmetic or countdown (generated), gsm8k, math or ifeval, reasoning_gym:NAME (such as reasoning_gym:chain_sum),
+    a file (jsonl, json, csv, parquet), a folder of such files, or a name on the Hugging Face hub. In csv files every
+    value is text."""
+    dataset_options: Any = None
+    """reasoning_gym: arguments of the data set by name, such as {max_terms: 3}; seed, by default 0; and levels, such as
+    [0, 1, 2], of its curriculum, which set its arguments."""
     dataset_path: str | None = None
     """gsm8k, math, ifeval: file or folder with the data; by default it is loaded from the hub."""
     difficulty: int = limited(2, ge=1, le=10)
@@ -43,7 +47,8 @@ class DataConfig:
     """Share of the train split to test on instead, in (0, 1). A hash of the prompt decides, so it is the same problems
     in every run. ifeval: by default 0.1."""
     max_samples: int | None = limited(None, ge=1)
-    """Maximum number of rows that are read of a split, the first ones; null is all."""
+    """Maximum number of rows that are read of a split, the first ones; null is all. reasoning_gym: how many problems
+    are drawn to train on, by default 1000, and a quarter of it to test on."""
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     prompt_template: str | None = None
     """The user's message, such as "{question} Answer with a number.", with columns in braces; other braces stay, and

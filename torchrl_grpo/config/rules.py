@@ -206,15 +206,10 @@ def _validate_dataset(data: DataConfig, field: str) -> None:
             f"{field}.dataset={name or 'null'} must be a data set: use {field}.dataset=arithmetic, a file, a folder or "
             "a name on the Hugging Face hub."
         )
+    _check_arguments(f"{field}.dataset_options", data.dataset_options, "max_terms: 3")
     for key, value in _data_keys(data).items():
-        generated = name in checks.GENERATED
-        if key == "difficulty":
-            read, use = generated, "arithmetic"
-        elif key == "dataset_path":
-            read, use = name in checks.PRESETS, "gsm8k"
-        else:
-            read, use = key in ("dataset", "reward") or not generated, "gsm8k"
-        if not read:
+        if not _reads(name, key):
+            use = next(other for other in ("arithmetic", "gsm8k", "reasoning_gym:chain_sum") if _reads(other, key))
             raise ConfigError(
                 f"{field}.{key}={value} must be left out with {field}.dataset={name}, where nothing reads it: use "
                 f"{field}.dataset={use}, if you want it."
@@ -230,6 +225,17 @@ def _validate_dataset(data: DataConfig, field: str) -> None:
             f"{field}.test_split={data.test_split} and {field}.test_fraction={data.test_fraction} exclude each other: "
             "use one of them alone."
         )
+
+
+def _reads(dataset: str, key: str) -> bool:
+    """Whether a data set goes by a key of ``DataConfig``."""
+    if key in ("dataset", "reward"):
+        return True
+    if dataset.startswith(checks.REASONING_GYM):
+        return key in ("dataset_options", "max_samples", "prompt_template", "system_prompt")
+    if key in ("difficulty", "dataset_options"):
+        return key == "difficulty" and dataset in checks.GENERATED
+    return dataset in checks.PRESETS if key == "dataset_path" else dataset not in checks.GENERATED
 
 
 def _data_keys(data: DataConfig) -> dict[str, Any]:
@@ -258,6 +264,11 @@ def _validate_numbers(config: GRPOConfig) -> None:
             raise ConfigError(
                 f"env.difficulty_filter={bounds} must be [low, high] with low below high, both in [0, 1]: for example, "
                 "[0.05,0.95]."
+            )
+        if env.curriculum is not None:
+            raise ConfigError(
+                f"env.difficulty_filter={bounds} and env.curriculum={env.curriculum} exclude each other: use "
+                "one of them."
             )
     if config.only_evaluates and not config.evaluation.num_prompts:
         raise ConfigError(

@@ -36,6 +36,9 @@ class EnvConfig(DataConfig):
     difficulty_filter: list[float] | None = None
     """Bounds [low, high] of the share of correct responses between which a problem is drawn again: [0.05, 0.95] leaves
     out what was never or always solved in the epochs before, for good. null draws all in each epoch."""
+    curriculum: float | None = limited(None, gt=0, le=1)
+    """Share of the latest 128 responses that must be correct before problems of the next level are drawn, in (0, 1];
+    the level is the column level, or that of dataset_options.levels. null draws all levels."""
     max_turns: int = limited(1, ge=1)
     """Maximum number of turns of the policy in one dialog, at least 1. More than 1 needs tools, transforms, a
     retry_prompt, or a task that answers."""

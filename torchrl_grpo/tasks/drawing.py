@@ -13,6 +13,7 @@ from typing import Any
 from torchrl import torchrl_logger
 
 from torchrl_grpo.tasks.base import Problem, Task
+from torchrl_grpo.tasks.curriculum import Curriculum
 
 Outcomes = Iterable[tuple[int, bool]]
 """Responses with a valid reward: the index of the problem, and whether the response is correct."""
@@ -37,7 +38,8 @@ class Drawing:
     """Draws the problems of a split, one for each group. Each epoch goes through the split in the task's order.
 
     With a ``difficulty_filter`` an epoch leaves out the problems of whose responses so far, in all epochs, too many or
-    too few were correct. Without further responses they stay out; where all would be left out, none is.
+    too few were correct. Without further responses they stay out; where all would be left out, none is. With a
+    ``curriculum`` an epoch has the problems of the current levels, and a new one begins with each level.
 
     Args:
         task: decides the order of an epoch.
@@ -50,6 +52,7 @@ class Drawing:
         skipped: those that the current epoch leaves out.
         difficulty_filter: (low, high), the shares of correct responses between which a problem is drawn again; None
             draws all. Responses count from when it is set.
+        curriculum: which levels are drawn of; None draws all. ``follow`` sets it.
     """
 
     def __init__(self, task: Task, problems: Sequence[Problem], usable: Sequence[int]) -> None:
@@ -57,6 +60,7 @@ class Drawing:
         self.problems = problems
         self.usable = list(usable)
         self.difficulty_filter: Sequence[float] | None = None
+        self.curriculum: Curriculum | None = None
         self.skipped: frozenset[int] = frozenset()
         self._outcomes: Counter[tuple[int, bool]] = Counter()
         self._next_group = 0
@@ -72,8 +76,22 @@ class Drawing:
     def _start_epoch(self, epoch: int) -> None:
         self.epoch = epoch
         self._position = 0
-        usable = [index for index in self.usable if index not in self.skipped] if self.skipped else self.usable
+        usable = self.usable if self.curriculum is None else self.curriculum.usable
+        if self.skipped:
+            usable = [index for index in usable if index not in self.skipped]
         self._order = self.task.epoch(self.problems, usable, random.Random(f"{self._seed}/{epoch}"))
+
+    def follow(self, target: float) -> None:
+        """Start over, with the problems of the lowest level; see ``Curriculum``.
+
+        Args:
+            target: share of correct responses, in (0, 1], at which the next level begins.
+
+        Raises:
+            ValueError: no problem has a level.
+        """
+        self.curriculum = Curriculum(self.problems, self.usable, target)
+        self.seed(self._seed)
 
     def draw(self) -> Drawn:
         """The problem of the next group."""
@@ -90,12 +108,16 @@ class Drawing:
         return Drawn(group, index, self.problems[index])
 
     def record(self, outcomes: Outcomes) -> None:
-        """Counts responses, if there is a ``difficulty_filter``."""
+        """Counts responses, if there is a ``difficulty_filter`` or a ``curriculum``."""
         if self.difficulty_filter is not None:
             self._outcomes.update(outcomes)
+        elif self.curriculum is not None and self.curriculum.record(list(outcomes)):
+            self._start_epoch(self.epoch + 1)
 
     def metrics(self) -> dict[str, float]:
-        """How many problems are left out, if there is a ``difficulty_filter``."""
+        """How many problems a ``difficulty_filter`` leaves out, or the level of a ``curriculum``."""
+        if self.curriculum is not None:
+            return {"rollout/level": self.curriculum.level}
         return {} if self.difficulty_filter is None else {"rollout/problems_skipped": float(len(self.skipped))}
 
     def _out_of_range(self) -> frozenset[int]:
@@ -125,12 +147,14 @@ class Drawing:
         return told.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where drawing is, and with a ``difficulty_filter`` what that goes by."""
+        """Where drawing is, and what a ``difficulty_filter`` or a ``curriculum`` goes by."""
         known: dict[str, Any] = {}
         if self._outcomes:
             known["outcomes"] = [[*key, count] for key, count in sorted(self._outcomes.items())]
         if self.skipped:
             known["skipped"] = sorted(self.skipped)
+        if self.curriculum is not None:
+            known["curriculum"] = self.curriculum.state_dict()
         return known | {
             "seed": self._seed,
             "epoch": self.epoch,
@@ -160,6 +184,8 @@ class Drawing:
         for index, correct, count in state.get("outcomes", ()):
             self._outcomes[index, bool(correct)] += count
         self.skipped = frozenset(state.get("skipped", ()))
+        if self.curriculum is not None and "curriculum" in state:
+            self.curriculum.load_state_dict(state["curriculum"])
         self._start_epoch(state["epoch"])
         self._position = state["position"]
         self._next_group = state["next_group"]

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchrl_grpo import checks
+from torchrl_grpo.checks import REASONING_GYM
 
 _SHARD = re.compile(r"[-_.]\d+-of-\d+$")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -108,12 +109,12 @@ class Source(Protocol):
 
 
 def data_name(dataset: str) -> str:
-    """Return the name of a data set: that of a file or folder, or on the hub the name without its owner.
+    """Return the name of a data set: that of a file or folder, or the name without the library or the hub's owner.
 
-    >>> data_name("data/a.jsonl"), data_name("org/set-1.5")
-    ('a', 'set-1.5')
+    >>> data_name("data/a.jsonl"), data_name("org/set-1.5"), data_name("reasoning_gym:chain_sum")
+    ('a', 'set-1.5', 'chain_sum')
     """
-    path = Path(dataset)
+    path = Path(dataset.removeprefix(REASONING_GYM))
     return path.stem if path.suffix in _SUFFIXES else path.name
 
 

@@ -1,0 +1,134 @@
+"""``env.curriculum``: problems of one level at a time, from the lowest up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.configs import compose_config
+from tests.support.scripts import SMALL, SYNC, rows_of
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.tasks.base import Problem, Score, Split, Task
+from torchrl_grpo.tasks.curriculum import WINDOW, Curriculum
+from torchrl_grpo.tasks.drawing import Drawing
+
+
+class Leveled(Task):
+    """Problems with levels, which are told by their names."""
+
+    name = "leveled"
+
+    def __init__(self, levels: Sequence[Any], dataset: str = "") -> None:
+        self.all = [Problem(f"{i}?", str(i), {"level": level}, dataset) for i, level in enumerate(levels)]
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        return self.all
+
+    def score(self, problem: Problem, responses: Sequence[str]) -> Score:
+        return Score(1.0, True)
+
+
+def drawing_of(*levels: Any, target: float = 0.5) -> Drawing:
+    task = Leveled(levels)
+    drawing = Drawing(task, task.all, range(len(levels)))
+    drawing.follow(target)
+    return drawing
+
+
+def test_each_level_is_drawn_alone_until_enough_of_its_responses_are_correct() -> None:
+    drawing = drawing_of(3, 1, 1, 2, 3)
+    assert {drawing.draw().index for _ in range(4)} == {1, 2}
+    drawing.record([(1, False)] * (WINDOW // 2 + 1) + [(2, True)] * (WINDOW // 2 - 1))
+    assert drawing.metrics() == {"rollout/level": 1.0}  # one short of half
+    drawing.record([(0, True)] * WINDOW)  # of a level that is not drawn: a straggler decides nothing
+    assert drawing.metrics() == {"rollout/level": 1.0}
+    drawing.record([(1, True)])  # the oldest, a false one, leaves the window
+    assert drawing.metrics() == {"rollout/level": 2.0}
+    assert [drawing.draw().index for _ in range(3)] == [3, 3, 3]
+    drawing.record([(3, True)] * (WINDOW - 1))
+    assert drawing.metrics() == {"rollout/level": 2.0}  # what was known of the level before does not count
+    drawing.record([(3, True)])
+    assert {drawing.draw().index for _ in range(4)} == {0, 4}
+    drawing.record([(0, True)] * WINDOW)
+    assert drawing.metrics() == {"rollout/level": 3.0}  # there is no further one
+
+
+def test_levels_of_texts_are_their_numbers_and_a_problem_without_one_is_of_the_highest() -> None:
+    drawing = drawing_of("Level 10", "Level 2", "Level ?", None, 2)
+    assert {drawing.draw().index for _ in range(4)} == {1, 4}
+    drawing.record([(1, True)] * WINDOW)
+    assert {drawing.draw().index for _ in range(6)} == {0, 2, 3}
+
+
+def test_each_data_set_is_at_a_level_of_its_own_and_one_without_levels_is_drawn_whole() -> None:
+    problems = [
+        Problem(f"{i}?", None, extra, dataset)
+        for i, (extra, dataset) in enumerate(
+            [({"level": 0}, "a"), ({"level": 1}, "a"), ({"level": 4}, "b"), ({"level": 6}, "b"), ({}, "c")]
+        )
+    ]
+    curriculum = Curriculum(problems, range(5), 1.0)
+    assert curriculum.usable == [0, 2, 4] and curriculum.level == 2.0
+    assert not curriculum.record([(4, True)] * WINDOW)
+    assert curriculum.record([(2, True)] * WINDOW)
+    assert curriculum.usable == [0, 3, 4] and curriculum.level == 3.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_restored_drawing_draws_what_would_have_been_drawn(seed: int) -> None:
+    rng = random.Random(seed)
+    levels = [rng.randrange(4) for _ in range(30)]
+    whole = drawing_of(*levels)
+    for _ in range(rng.randrange(20, 80)):
+        whole.record([(whole.draw().index, rng.random() < 0.8) for _ in range(8)])
+    restored = drawing_of(*levels)
+    restored.load_state_dict(whole.state_dict())
+    for _ in range(100):
+        outcomes = [(whole.draw().index, rng.random() < 0.8) for _ in range(8)]
+        assert [restored.draw().index for _ in range(8)] == [index for index, _ in outcomes]
+        whole.record(outcomes)
+        restored.record(outcomes)
+    assert restored.state_dict() == whole.state_dict()
+    assert whole.metrics()["rollout/level"] == 3.0  # it moved
+
+
+def test_problems_without_levels_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"env\.curriculum=0\.5\) must have problems with a column level"):
+        drawing_of(None, "hard")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["env.curriculum=0"], r"env\.curriculum=0"),
+        (["env.curriculum=1.5"], r"env\.curriculum=1\.5"),
+        (["env.curriculum=0.5", "env.difficulty_filter=[0.1,0.9]"], "exclude each other"),
+    ],
+)
+def test_bad_values_are_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        compose_config(*SMALL, *overrides)
+
+
+def test_a_run_climbs_and_goes_on_from_a_checkpoint_at_its_level(run_here: Callable[..., int], tmp_path: Path) -> None:
+    data, reward = tmp_path / "data.jsonl", tmp_path / "all_right.py"
+    rows = [f'{{"prompt": "{i}+1=?", "answer": "{i + 1}", "level": {i % 3}}}\n' for i in range(24)]
+    data.write_text("".join(rows))
+    reward.write_text("def score(response):\n    return 1.0\n")
+    common = [
+        "--config-name", "grpo_arithmetic", *SMALL, f"env.dataset={data}", f"env.reward={reward}:score",
+        "env.curriculum=0.9", "env.test_fraction=0.2", "evaluation.num_prompts=0", "inference_model.max_new_tokens=4",
+        "train.checkpoint_frequency=9", "env.num_envs=32", "env.repeats=8",
+    ]  # fmt: skip
+    assert run_here(SYNC, *common, "train.total_dialog_turns=384", f"hydra.run.dir={tmp_path / 'whole'}") == 0
+    assert run_here(SYNC, *common, "train.total_dialog_turns=288", f"hydra.run.dir={tmp_path / 'half'}") == 0
+    resume = (f"train.resume={tmp_path / 'half' / 'checkpoints'}", "train.total_dialog_turns=384")
+    assert run_here(SYNC, *common, *resume, f"hydra.run.dir={tmp_path / 'rest'}") == 0
+    whole, rest = rows_of(tmp_path / "whole")[1:], rows_of(tmp_path / "rest")
+    assert [row["rollout/level"] for row in whole] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2]
+    for name in ("rollout/level", "rollout/response_length", "rollout/prompt_length"):
+        assert [row.get(name) for row in rest if row["step"] > 9] == [row.get(name) for row in whole[9:]], name

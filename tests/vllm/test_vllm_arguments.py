@@ -10,7 +10,7 @@ import torch
 
 import torchrl_grpo.generation.vllm as vllm_module
 from torchrl_grpo.generation.base import SamplingParams
-from torchrl_grpo.generation.vllm import VLLMEngine, engine_arguments
+from torchrl_grpo.generation.vllm import engine_arguments
 from torchrl_grpo.generation.vllm_arguments import argument_names, check_engine_kwargs
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.starter import starter_path
@@ -44,19 +44,7 @@ def test_an_argument_that_is_not_the_users_is_refused_by_name(name: str, message
         check_engine_kwargs({"max_num_seqs": 4, name: 1})
 
 
-def test_own_arguments_win_and_reach_the_engine() -> None:
-    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 512}
-    with VLLMEngine(
-        str(starter_path()), max_model_len=128, enforce_eager=True, kv_cache_gib=0.1, num_sequences=300,
-        engine_kwargs=settings,
-    ) as engine:  # fmt: skip
-        scheduler = engine._llm.llm_engine.vllm_config.scheduler_config  # type: ignore[attr-defined]
-        assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (4, 512)
-        [group] = engine.generate([PROMPT], 8, PARAMS)
-        assert [len(completion.tokens) for completion in group] == [4] * 8
-
-
-def test_an_asynchronous_engine_serves_as_many_at_a_time_as_are_sampled(
+def test_an_engine_serves_as_many_at_a_time_as_are_sampled_and_own_arguments_reach_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "vllm.log"
@@ -66,15 +54,22 @@ def test_an_asynchronous_engine_serves_as_many_at_a_time_as_are_sampled(
         enforce_eager=True,
         kv_cache_gib=0.1,
         num_sequences=300,
+        engine_kwargs={"max_num_batched_tokens": 512},
         log_file=str(log),
     ) as engine:
         scheduler = engine._llm.vllm_config.scheduler_config  # type: ignore[attr-defined]
         # vLLM's own for many requests at a time are 256 and 4,096 on a CPU; without a context they are 128 and 2,048.
-        assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (300, 4096)
+        assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (300, 512)
         assert len(engine.generate([PROMPT], 8, PARAMS)[0]) == 8
     lines = log.read_text().splitlines()
     assert len({line.split()[4] for line in lines if line.startswith("INFO ")}) >= 2  # this process and the scheduler
     assert "INFO" not in "".join(capfd.readouterr())
+
+
+def test_own_arguments_win() -> None:
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 512}
+    _, arguments = engine_arguments(str(starter_path()), {"num_sequences": 300, "engine_kwargs": settings})
+    assert arguments.items() >= settings.items()
 
 
 @pytest.mark.parametrize(("num_sequences", "given"), [(256, None), (257, 257), (10_000, 4096)])

@@ -17,6 +17,8 @@ PRESETS = ("gsm8k", "math", "ifeval")
 """Built-in data sets that are files, or on the hub; any other name is a file, a folder or a data set on the hub."""
 REASONING_GYM = "reasoning_gym:"
 """Before the name of one of reasoning-gym's data sets."""
+Sandbox = Literal["auto", "strict"]
+"""What programs that a model wrote need: what isolation there is, or namespaces of the kernel."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Types of weights."""
 Precision = Literal["full", "bf16", "fp16"]

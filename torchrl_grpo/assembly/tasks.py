@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
+
+from torchrl import torchrl_logger
 
 from torchrl_grpo import checks
 from torchrl_grpo.config.components import make_component
@@ -45,6 +48,7 @@ def make_task(env: EnvConfig, split: Split = "train", tests: Sequence[DatasetCon
     >>> make_task(EnvConfig(dataset="arithmetic", difficulty=1)).name
     'arithmetic'
     """
+    env, tests = _sandboxed(env, tests)
     task = _make_scored(env, split)
     if tests:
         own = list(task.tasks) if isinstance(task, MixedTask) else []
@@ -63,6 +67,52 @@ def make_task(env: EnvConfig, split: Split = "train", tests: Sequence[DatasetCon
             "first turn: leave it out, or give env.retry_prompt, env.tools or env.transforms."
         )
     return task
+
+
+def _sandboxed(env: EnvConfig, tests: Sequence[DatasetConfig]) -> tuple[EnvConfig, Sequence[DatasetConfig]]:
+    """The same settings, with ``env.sandbox`` for each reward that runs programs, of which there can be a sandbox here.
+
+    Raises:
+        ValueError: the machine has none, or no reward needs one.
+    """
+    env = replace(env, reward=_with_option(env.reward, env.sandbox))
+    several = [replace(one, reward=_with_option(one.reward, env.sandbox)) for one in env.datasets or ()]
+    tests = [replace(one, reward=_with_option(one.reward, env.sandbox)) for one in tests]
+    if not any(_runs_programs(one.reward) for one in (env, *several, *tests)):
+        if env.sandbox != "auto":
+            raise ValueError(
+                f"env.sandbox={env.sandbox} must be left out, because no reward is code: use env.reward=code."
+            )
+        return env, tests
+    from torchrl_grpo.sandbox import isolation, require_isolation
+
+    try:
+        require_isolation(env.sandbox)
+    except RuntimeError as error:
+        raise ValueError(f"env.{error}") from error
+    apart = {
+        "namespaces": "in namespaces of the kernel: no network, no files but Python's",
+        "limits": "with limits of time and memory alone: they can read files and use the network (docs/security.md)",
+    }
+    torchrl_logger.log(
+        logging.INFO if isolation() == "namespaces" else logging.WARNING,
+        f"reward 'code' runs programs {apart[isolation()]}",
+    )
+    return replace(env, datasets=several if env.datasets is not None else None), tests
+
+
+def _with_option(spec: Any, sandbox: str) -> Any:
+    """A reward's spec with the option ``sandbox`` for ``code``."""
+    if isinstance(spec, list):
+        return [_with_option(one, sandbox) for one in spec]
+    if spec == "code":
+        return {"fn": "code", "sandbox": sandbox}
+    return {**spec, "sandbox": sandbox} if isinstance(spec, Mapping) and spec.get("fn") == "code" else spec
+
+
+def _runs_programs(spec: Any) -> bool:
+    entries = spec if isinstance(spec, list) else [spec]
+    return any(isinstance(one, Mapping) and one.get("fn") == "code" for one in entries)
 
 
 def dataset_names(entries: Sequence[DatasetConfig], field: str, taken: Sequence[str] = ()) -> list[str]:

@@ -42,6 +42,9 @@ class EnvConfig(DataConfig):
     max_turns: int = limited(1, ge=1)
     """Maximum number of turns of the policy in one dialog, at least 1. More than 1 needs tools, transforms, a
     retry_prompt, or a task that answers."""
+    sandbox: str = choice(checks.Sandbox, "auto")
+    """Of programs that the reward code runs: auto takes the isolation that the machine gives and says which, strict
+    ends the run where that is not namespaces of the kernel."""
     tools: list[str] = field(default_factory=list)
     """Functions that the policy may call, as file.py:function or package.module:function; their type hints and
     docstrings are what it is told about them. They run in reward workers, of which there is then at least one."""

@@ -10,7 +10,7 @@ packages that the others need. No built-in reward raises for a response, whateve
 ``ImportError`` when their package is missing.
 
 >>> sorted(BUILTINS)[:4]
-['countdown', 'format', 'gsm8k', 'ifeval']
+['code', 'countdown', 'format', 'gsm8k']
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["ANSWER_MARKER", "BUILTINS", "canonical_number", "marked_number"]
 BUILTINS = {
     **{
         name: f"torchrl_grpo.rewards.{name}:{name}"
-        for name in ("countdown", "gsm8k", "ifeval", "judge", "math", "reward_model")
+        for name in ("code", "countdown", "gsm8k", "ifeval", "judge", "math", "reward_model")
     },
     **{
         name: f"torchrl_grpo.rewards.heuristics:{name}"

@@ -1,0 +1,205 @@
+"""``env.reward=code``: the published forms of tests, verdicts, and the sandbox under attack."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.configs import ROOT, compose_config
+from tests.support.scripts import SMALL
+from torchrl_grpo.assembly.tasks import make_task
+from torchrl_grpo.rewards.code import code, program_in
+from torchrl_grpo.sandbox import Limits, isolation, run_python, runner
+from torchrl_grpo.tasks.base import Dialog
+
+ADD = "def add(a, b):\n    return a + b\n"
+CALL = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}
+LINES = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
+apart = pytest.mark.skipif(isolation() != "namespaces", reason="the kernel gives no namespaces here")
+
+
+def fenced(program: str) -> str:
+    return f"First I add.\n```python\n{program}\n```\nDone."
+
+
+@pytest.mark.parametrize(
+    ("answer", "more", "program"),
+    [
+        (["assert add(1, 2) == 3", "assert add(0, 0) == 0"], {}, ADD),  # MBPP
+        ("assert add(1, 2) == 3\nassert add(2, 2) == 4", {}, ADD),
+        ("def check(candidate):\n    assert candidate(1, 2) == 3\n", {"entry_point": "add"}, ADD),  # HumanEval
+        (CALL, {}, ADD),  # APPS, prime_code
+        (json.dumps(CALL), {}, ADD),
+        (CALL, {}, "class Solution:\n    def add(self, a, b):\n        return a + b\n"),
+        ({"inputs": [[[1, 2]]], "outputs": [[[2, 1]]], "fn_name": "turn"}, {}, "def turn(x):\n    return x[::-1]\n"),
+        (LINES, {}, "a, b = map(int, input().split())\nprint(a + b)"),
+        (  # LiveCodeBench
+            json.dumps([{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]),
+            {},
+            "print(sum(map(int, input().split())))",
+        ),
+        (
+            json.dumps([{"input": "1\n2", "output": "3", "testtype": "functional"}]),
+            {"metadata": '{"func_name": "add"}'},
+            ADD,
+        ),
+        ({"style": "rule", "ground_truth": json.dumps(CALL)}, {}, ADD),  # verl's column reward_model
+    ],
+)
+def test_a_right_program_passes_and_one_that_is_wrong_does_not(answer: Any, more: dict[str, str], program: str) -> None:
+    assert code(fenced(program), answer, **more) == 1.0
+    assert code(program, answer, **more) == 1.0
+    for wrong in (
+        program.replace("+", "-").replace("[::-1]", "").replace("sum", "max"),
+        "",
+        "def (",
+        "raise SystemExit(0)",
+    ):
+        assert code(fenced(wrong), answer, **more) == 0.0, wrong
+
+
+def test_a_fraction_counts_the_tests_that_pass_also_after_one_that_hangs_or_exits() -> None:
+    half = "def add(a, b):\n    if a == 3:\n        raise SystemExit\n    return a + b\n"
+    assert code(half, CALL) == 0.0
+    assert code(half, CALL, metric="fraction") == 0.5
+    assert code(ADD, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"], metric="fraction") == 0.5
+    waits = "a, b = map(int, input().split())\nwhile a == 3: pass\nprint(a + b)"
+    assert code(waits, LINES, metric="fraction", seconds=2.0) == 0.5
+
+
+def test_what_a_test_expects_is_not_in_the_program_s_process() -> None:
+    looks = "import gc, sys\nfound = [x for x in gc.get_objects() if isinstance(x, list) and x == [3, 7]]\n"
+    told = f"{looks}def add(a, b):\n    return 3 if a == 1 else (7 if found else 0)\n"
+    assert code(told, CALL, metric="fraction") == 0.5
+
+
+@pytest.mark.parametrize("answer", [None, [], {}, "", 3, {"inputs": [1], "outputs": []}, "{not json"])
+def test_a_problem_without_tests_is_an_error_and_not_a_wrong_answer(answer: Any) -> None:
+    with pytest.raises(ValueError, match="reward 'code' must have tests"):
+        code(ADD, answer)
+
+
+def test_the_last_block_counts() -> None:
+    assert program_in("```python\na\n```\nor\n```py\nb\n```") == "b"
+    assert program_in("```\nc\n```") == "c"
+    assert program_in("```python\nd") == "d"  # cut off
+
+
+SECRET = str(ROOT / "README.md")
+ATTACKS = {
+    "the run's files": f"print(open({SECRET!r}).read(20))",
+    "its folder": f"import os\nprint(os.listdir({str(ROOT)!r}))",
+    "the network": "import socket\nprint(socket.create_connection(('127.0.0.1', PORT), 2))",
+    "its parent": f"import os\nos.kill({os.getpid()}, 0)\nprint('there')",
+    "all processes": "import os\nos.kill(-1, 0)\nprint('there')",
+    "a mount": "import ctypes\nprint('done' if ctypes.CDLL(None).umount2(b'/usr', 2) == 0 else '')",
+    "another root": "import os\nos.mkdir('/tmp/x')\nos.chroot('/tmp/x')\nprint('done')",
+    "a user namespace": "import ctypes\nprint('done' if ctypes.CDLL(None).unshare(0x10000000) == 0 else '')",
+    "python itself": "import os\nopen(os.path.join(os.path.dirname(os.__file__), 'x'), 'w')\nprint('done')",
+    "its own program": "open('/program/program.py', 'w')\nprint('done')",
+    "the environment": "import os\nprint(*set(os.environ) - {'PATH', 'LANG', 'TMPDIR', 'LC_CTYPE'})",
+    "the kernel's settings": "print(open('/proc/sys/kernel/core_pattern').read())",
+}
+
+
+@apart
+@pytest.mark.parametrize("what", ATTACKS)
+def test_a_program_does_not_reach(what: str) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        outcome = run_python(ATTACKS[what].replace("PORT", str(server.getsockname()[1])))
+    assert outcome.output.strip() == "", outcome
+
+
+FORKS = """
+import os
+n = 0
+try:
+    while True:
+        if os.fork() == 0:
+            while True: pass
+        n += 1
+except OSError:
+    print(n)
+"""
+FILES = """
+n = 0
+try:
+    while True:
+        open(f"/tmp/{n}", "wb").write(b"x" * 10**6)
+        n += 1
+except OSError:
+    print(n)
+"""
+
+
+def test_what_a_program_may_use_is_limited(tmp_path: Path) -> None:
+    before = {one.pid for one in psutil.process_iter()}
+    start = time.monotonic()
+    limits = Limits(seconds=2.0)
+    assert run_python("import time\ntime.sleep(100)", limits=limits).status is None
+    assert run_python("while True: print('x' * 1000)", limits=limits).status is None
+    assert "MemoryError" in run_python("x = [0] * 10**9", limits=limits).errors
+    assert run_python("import os\nos.write(1, b'x' * 10**5)\nos._exit(3)", limits=limits).status == 3
+    assert run_python("open('/tmp/f', 'wb').write(b'x' * 10**8)", limits=limits).status != 0
+    if isolation() == "namespaces":
+        assert int(run_python(FORKS, limits=limits).output) < limits.processes
+        assert int(run_python(FILES, limits=limits).output) <= limits.file // 10**6
+    detached = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(600)\n"
+    run_python(detached, limits=limits)
+    assert time.monotonic() - start < 60
+    time.sleep(0.5)
+    new = [one for one in psutil.process_iter(["cmdline"]) if one.pid not in before]
+    left = [one for one in new if "start.py" in str(one.info["cmdline"])]
+    assert isolation() == "limits" or left == []
+
+
+def test_without_namespaces_limits_hold_and_strict_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "isolation", lambda: "limits")
+    assert code(fenced(ADD), CALL) == 1.0
+    assert run_python("import time\ntime.sleep(100)", limits=Limits(seconds=1.0)).status is None
+    assert "MemoryError" in run_python("x = [0] * 10**9").errors
+    with pytest.raises(RuntimeError, match="sandbox=strict must have namespaces"):
+        code(ADD, CALL, sandbox="strict")
+    config = compose_config(*SMALL, "env.reward=code", "env.sandbox=strict")
+    with pytest.raises(ValueError, match=r"^env\.sandbox=strict must have namespaces"):
+        make_task(config.env)
+
+
+@apart
+def test_an_ordinary_user_has_namespaces_too() -> None:
+    """Not as root, which makes them without a user namespace. Skipped where another user cannot start this Python."""
+    script = "from torchrl_grpo.sandbox import run_python, isolation\nprint(isolation(), run_python('print(1)').output)"
+    command = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups", sys.executable, "-c", script]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
+    )
+    if os.geteuid() != 0 or "Permission denied" in done.stderr:
+        pytest.skip("another user cannot start this Python")
+    assert done.stdout.split() == ["namespaces", "1"], done.stderr
+
+
+def test_a_run_scores_programs_of_a_data_set(tmp_path: Path) -> None:
+    data = tmp_path / "mbpp.jsonl"
+    rows = [{"text": f"Write add{i}.", "test_list": [f"assert add{i}(1, 2) == 3"]} for i in range(8)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = compose_config(
+        *SMALL, f"env.dataset={data}", "env.columns.prompt=text", "env.columns.answer=test_list",
+        "env.test_fraction=0.3", "env.reward=[{fn: code, metric: fraction}]", "env.sandbox=auto",
+    )  # fmt: skip
+    task = make_task(config.env)
+    problem = task.problems("train")[0]
+    name = problem.query.split()[1].rstrip(".")
+    assert task.judge(Dialog(problem, [fenced(f"def {name}(a, b):\n    return a + b")])).correct
+    assert task.judge(Dialog(problem, ["no code"])).reward == 0
+    with pytest.raises(ValueError, match=r"env\.sandbox=strict must be left out, because no reward is code"):
+        make_task(compose_config(*SMALL, "env.sandbox=strict").env)

@@ -47,7 +47,7 @@ chmod 1777 {root}/tmp
 for place in {places}; do
   mkdir -p "{root}$place"
   mount --rbind "$place" "{root}$place"
-  mount -o remount,bind,ro,nosuid "{root}$place"
+  mount -o remount,bind,ro,nosuid,nodev "{root}$place"
 done
 for link in /bin /lib /lib64; do
   if [ -L "$link" ]; then ln -s "$(readlink "$link")" "{root}$link"; fi
@@ -57,8 +57,8 @@ for device in null zero urandom; do
   mount --bind "/dev/$device" "{root}/dev/$device"
 done
 mount --bind {folder} {root}/program
-mount -o remount,bind,ro {root}/program
-mount -o remount,ro,size={size},nr_inodes=4096 {root}
+mount -o remount,bind,ro,nosuid,nodev {root}/program
+mount -o remount,bind,ro,nosuid,nodev {root}
 mount -t tmpfs -o size={size},nr_inodes=4096,mode=1777 tmpfs {root}/tmp
 unset PWD OLDPWD
 set -- setpriv {identity} --no-new-privs --bounding-set=-all --inh-caps=-all {python} -I -S -B /program/start.py

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -14,6 +13,7 @@ from torchrl_grpo import checks
 from torchrl_grpo.config.components import make_component
 from torchrl_grpo.config.data import DataConfig, DatasetConfig
 from torchrl_grpo.config.schema import EnvConfig
+from torchrl_grpo.host.startup import say
 from torchrl_grpo.rewards.functions import load_function
 from torchrl_grpo.tasks.base import Split, Task
 from torchrl_grpo.tasks.conversations import WithRetry, WithTools
@@ -90,14 +90,13 @@ def _sandboxed(env: EnvConfig, tests: Sequence[DatasetConfig]) -> tuple[EnvConfi
         require_isolation(env.sandbox)
     except RuntimeError as error:
         raise ValueError(f"env.{error}") from error
-    apart = {
-        "namespaces": "in namespaces of the kernel: no network, no files but Python's",
-        "limits": "with limits of time and memory alone: they can read files and use the network (docs/security.md)",
-    }
-    torchrl_logger.log(
-        logging.INFO if isolation() == "namespaces" else logging.WARNING,
-        f"reward 'code' runs programs {apart[isolation()]}",
-    )
+    if isolation() == "namespaces":
+        say("reward 'code' runs programs in namespaces of the kernel: no network, no files but Python's")
+    else:
+        torchrl_logger.warning(
+            "reward 'code' runs programs with limits of time and memory alone: they can read files and use the network "
+            "(docs/security.md)."
+        )
     return replace(env, datasets=several if env.datasets is not None else None), tests
 
 

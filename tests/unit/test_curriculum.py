@@ -39,7 +39,7 @@ def drawing_of(*levels: Any, target: float = 0.5) -> Drawing:
     return drawing
 
 
-def test_each_level_is_drawn_alone_until_enough_of_its_responses_are_correct() -> None:
+def test_a_level_is_drawn_alone_until_enough_responses_are_correct() -> None:
     drawing = drawing_of(3, 1, 1, 2, 3)
     assert {drawing.draw().index for _ in range(4)} == {1, 2}
     drawing.record([(1, False)] * (WINDOW // 2 + 1) + [(2, True)] * (WINDOW // 2 - 1))
@@ -57,14 +57,14 @@ def test_each_level_is_drawn_alone_until_enough_of_its_responses_are_correct() -
     assert drawing.metrics() == {"rollout/level": 3.0}  # there is no further one
 
 
-def test_levels_of_texts_are_their_numbers_and_a_problem_without_one_is_of_the_highest() -> None:
+def test_a_level_in_text_is_its_number_and_none_is_the_highest() -> None:
     drawing = drawing_of("Level 10", "Level 2", "Level ?", None, 2)
     assert {drawing.draw().index for _ in range(4)} == {1, 4}
     drawing.record([(1, True)] * WINDOW)
     assert {drawing.draw().index for _ in range(6)} == {0, 2, 3}
 
 
-def test_each_data_set_is_at_a_level_of_its_own_and_one_without_levels_is_drawn_whole() -> None:
+def test_each_data_set_has_its_level_and_one_without_is_drawn_whole() -> None:
     problems = [
         Problem(f"{i}?", None, extra, dataset)
         for i, (extra, dataset) in enumerate(

@@ -126,7 +126,7 @@ def test_levels_have_an_equal_share_and_set_the_arguments() -> None:
     assert most[0] == 2 < most[1] <= 7
 
 
-def test_a_scorer_takes_the_last_tag_or_with_another_system_prompt_the_whole_response() -> None:
+def test_a_scorer_takes_the_last_tag_or_the_whole_response() -> None:
     task = ReasoningGymTask("chain_sum", max_samples=1)
     [problem] = task.problems("train")
     right = problem.answer
@@ -189,9 +189,7 @@ GYM = (
 )
 
 
-def test_several_with_weights_train_through_reward_workers_and_resume_equal(
-    run_here: Callable[..., int], tmp_path: Path
-) -> None:
+def test_several_train_through_reward_workers_and_resume_equal(run_here: Callable[..., int], tmp_path: Path) -> None:
     steps = ("evaluation.num_prompts=4", GYM, "env.reward_workers=1", "train.checkpoint_frequency=2")
     common = ["--config-name", "grpo_arithmetic", *SMALL, *steps, "inference_model.max_new_tokens=8"]
     assert run_here(SYNC, *common, "train.total_dialog_turns=64", f"hydra.run.dir={tmp_path / 'whole'}") == 0

@@ -144,7 +144,7 @@ class ReasoningGymTask(Task):
         """``size`` different problems of a level, or as many as there are among the questions that are drawn."""
         import reasoning_gym
 
-        draws = _DRAWS_PER_PROBLEM * max(size, 1)
+        draws = _DRAWS_PER_PROBLEM * max(size, 10)
         dataset = reasoning_gym.factory.DATASETS[self.name][0](dataclasses.replace(config, size=draws))
         drawn: dict[str, Problem] = {}
         for index in range(draws):

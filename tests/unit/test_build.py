@@ -115,6 +115,10 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
 def test_user_errors_come_before_any_weights(overrides: list[str], message: str, tmp_path: Path) -> None:
     if torch.cuda.is_available() and "devices" in overrides[0]:
         pytest.skip("there are accelerators here")
+    if overrides == ["inference_model.num_devices=3"]:
+        pytest.importorskip("ray")
+    if "inference_model.backend=vllm" in overrides and not vllm_module._has_vllm:
+        pytest.skip("vllm is not installed")
     with pytest.raises(ConfigError, match=message):
         build(compose_config(*SMALL, *overrides), tmp_path)
 
@@ -394,6 +398,9 @@ def test_every_config_key_is_read_by_something_that_uses_it(
 
     The vLLM engine is not started for this: a stand-in takes its arguments.
     """
+    pytest.importorskip("ray")
+    if not vllm_module._has_vllm:
+        pytest.skip("vllm is not installed")
     saved = plain(compose_config(*SMALL))
     monkeypatch.setattr(run_module, "plain", lambda config: saved)
     configs = [

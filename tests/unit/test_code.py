@@ -87,6 +87,12 @@ def test_a_problem_without_tests_is_an_error_and_not_a_wrong_answer(answer: Any)
         code(ADD, answer)
 
 
+@pytest.mark.parametrize("text", ["", "\ud800", "\x00", "```python\n\ud800\n```", "(" * 100_000, "1" * 1_000_000])
+@pytest.mark.parametrize("answer", [["assert add(1, 2) == 3"], CALL, LINES], ids=["assert", "call", "stdin"])
+def test_no_response_raises(text: str, answer: Any) -> None:
+    assert code(text, answer) == 0.0
+
+
 def test_the_last_block_counts() -> None:
     assert program_in("```python\na\n```\nor\n```py\nb\n```") == "b"
     assert program_in("```\nc\n```") == "c"

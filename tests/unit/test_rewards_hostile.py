@@ -1,4 +1,7 @@
-"""No built-in reward raises for a response, leaves its range or takes long; those that ask a model are tested apart."""
+"""No built-in reward raises for a response, leaves its range or takes long.
+
+Those that ask a model or run a program are tested apart.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ def numbers(result: Any) -> list[float]:
 
 
 def test_every_builtin_is_a_function_of_a_response() -> None:
-    assert set(BUILTINS) - {"judge", "reward_model"} == NAMES
+    assert set(BUILTINS) - {"code", "judge", "reward_model"} == NAMES
     for name in NAMES:
         parameters = inspect.signature(load(name)).parameters
         assert next(iter(parameters)) == "response"

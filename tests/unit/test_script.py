@@ -89,7 +89,7 @@ IFEVAL = "error: env.dataset=ifeval without env.dataset_path must reach google/I
 def test_an_error_of_the_plan_is_one_line_too(
     run_here: Callable[..., int], arguments: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_here(SYNC, *arguments) == 2
+    assert run_here(SYNC, *arguments, "inference_model.backend=transformers") == 2
     shown = capfd.readouterr().err
     assert message in shown and "Traceback" not in shown
     assert not list(tmp_path.rglob("checkpoints"))

@@ -101,25 +101,56 @@ def page() -> str:
 def _section(table: Table) -> Iterator[str]:
     yield f"## {table.title}\n"
     always = ", ".join(f"`{key}={_word(value)}`" for key, value in table.always.items())
-    yield f"Read is {table.what}. Always set: {always}.\n"
+    yield f"Input: {table.what}. Always set: {always}.\n"
     yield from (f"- {_prose(line)}" for line in table.differs)
     yield ""
-    yield f"| {table.title} (default) | here | what differs, or what to do instead |\n|---|---|---|"
+    here: dict[str, list[str]] = {}
+    nowhere: dict[str, list[str]] = {}
     for key, row in table.rows.items():
-        default = "" if row.default is None else f" ({_word(row.default)})"
-        yield f"| `{key}`{default} | {_ours(row)} | {_prose(row.differs or row.none or '')} |"
-    yield ""
-    yield "Left out:\n"
+        name = f"`{key}`" + ("" if row.default is None else f" ({_word(row.default)})")
+        if row.values is None and row.ours is None:
+            nowhere.setdefault(_reason(table, row), []).append(name)
+        else:
+            cell = "the same name" if _ours(row) == f"`{key}`" else _ours(row)
+            here.setdefault(f"{cell}. {_sentence(row.differs)}" if row.differs else cell, []).append(name)
+    yield f"| {table.title} (default) | here, and what differs |\n|---|---|"
+    yield from (f"| {', '.join(names)} | {cell} |" for cell, names in here.items())
+    yield "\nWithout an equivalent, and what to do instead:\n"
+    yield from (f"- {', '.join(names)}: {why}" for why, names in nowhere.items())
+    yield "\nIgnored:\n"
     yield from (f"- {why}: {', '.join(f'`{one}`' for one in patterns)}" for why, patterns in table.ignored.items())
     yield ""
 
 
+def _reason(table: Table, row: Row) -> str:
+    """Why a setting has no equivalent; "as NAME" is the reason of another row."""
+    text = row.none or row.differs or ""
+    if named := re.fullmatch(r"as ([\w.]+)", text):
+        others = (other.none for key, other in table.rows.items() if key.endswith(named[1]) and other.none)
+        text = next(others, text)
+    return _prose(text)
+
+
+def _sentence(text: str) -> str:
+    """A line of a table as a sentence; names keep their small letters."""
+    is_name = text.startswith(("verl", "vllm", "loglinear")) or not text[0].isalpha()
+    return _prose(text if is_name else text[0].upper() + text[1:])
+
+
 def _ours(row: Row) -> str:
     if row.values is not None:
-        return "; ".join(f"{name}: {_value(row, value)}" for name, value in row.values.items())
-    if row.ours is None:
-        return "-"
+        return _choices(row)
     return QUANTITIES[row.ours[1:]] if row.ours.startswith("@") else f"`{row.ours}`"
+
+
+def _choices(row: Row) -> str:
+    """The settings of each choice; choices that share one are named together."""
+    together: dict[str, list[str]] = {}
+    for name, value in (row.values or {}).items():
+        together.setdefault(_value(row, value), []).append(name)
+    if row.ours and all(cell == f"`{row.ours}={name}`" for cell, names in together.items() for name in names):
+        return f"`{row.ours}`, with the same choices"
+    return "; ".join(f"{', '.join(names)}: {cell}" for cell, names in together.items())
 
 
 def _value(row: Row, value: object) -> str:
@@ -136,7 +167,7 @@ def _word(value: object) -> str:
 def _prose(text: str) -> str:
     """A line of a table; words that are keys or code are set as code."""
     parts = text.split("`")
-    pattern = r"(?<![\w/])[\w.]*(?:\w[_=]\w|\w\.[a-z]{2})[\w.=\-\[\]:]*\w\]?"
+    pattern = r"(?<![\w/])[\w.]*(?:\w[_=]\w|\w\.[a-z]{2})(?:[\w.=\-\[\]:]|,(?=\w))*\w\]?(?:='[^']*')?"
     parts[::2] = [re.sub(pattern, r"`\g<0>`", part) for part in parts[::2]]
     return "`".join(parts).replace("|", r"\|")
 

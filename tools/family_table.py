@@ -42,6 +42,31 @@ def measure_apart(name: str, column: str) -> str:
     return done.stdout.strip().splitlines()[-1] if done.returncode == 0 else f"ends with {done.returncode}"
 
 
+REFUSALS = {
+    r"\w+ must have logits .* off by ([\d.]+) nats on average.*": (
+        "Refused: the logits must be the LM head's output and depend on no later token, and are off by the nats "
+        "shown, on average."
+    ),
+    r".* needs a model whose logits are the same token by token.* \(off by ([\d.]+) of their spread\).*": (
+        "Refused: the logits must be the same token by token, with a cache and padding on the left, as for whole "
+        "sequences, and are off by the shown share of their spread. vLLM has no such limit."
+    ),
+    r"train_model.lora.target_modules=all-linear must name modules .*[Mm]amba.*()": (
+        "Refused: Mamba layers ignore adapters, and `all-linear` includes them. Use "
+        "`train_model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]`, or no LoRA."
+    ),
+}
+"""Messages of several families, with the number that their cells show, and the note that stands for all of them."""
+
+
+def refusal(message: str) -> tuple[str, str]:
+    """The number in a message that refuses a model, and the note below the table."""
+    for pattern, note in REFUSALS.items():
+        if found := re.fullmatch(pattern, message):
+            return found[1], note
+    return "", "Refused: " + re.sub(r"(: use |; use another model).*", ".", message)
+
+
 def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable_progress_bar()
@@ -55,8 +80,10 @@ def main() -> None:
         cells = []
         for column in MEASURES:
             cell = measure_apart(name, column) if column == "vLLM" else measure(name, column)
-            number = re.fullmatch(r"[\d.]+e[-+]\d+", cell)
-            cells.append(cell if number else f"[{messages.setdefault(cell, len(messages) + 1)}]")
+            if not re.fullmatch(r"[\d.]+e[-+]\d+", cell):
+                number, note = refusal(cell)
+                cell = f"{number} [{messages.setdefault(note, len(messages) + 1)}]".strip()
+            cells.append(cell)
         rows.append(f"| {name} | {' | '.join(cells)} |")
         print(rows[-1], flush=True)
     head = [f"| family | {' | '.join(MEASURES)} |", "|---|" + "---|" * len(MEASURES)]

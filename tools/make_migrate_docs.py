@@ -117,7 +117,7 @@ def _section(table: Table) -> Iterator[str]:
     yield from (f"| {', '.join(names)} | {cell} |" for cell, names in here.items())
     yield "\nWithout an equivalent, and what to do instead:\n"
     yield from (f"- {', '.join(names)}: {why}" for why, names in nowhere.items())
-    yield f"\nIgnored, and listed by the command: {'; '.join(table.ignored)}.\n"
+    yield ""
 
 
 def _reason(table: Table, row: Row) -> str:

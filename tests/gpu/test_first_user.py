@@ -153,6 +153,16 @@ def test_weights_travel_over_nccl(kind: str, backend: str, run: Callable[..., An
 
 
 @needs_ray
+@needs_two
+@pytest.mark.parametrize("backend", ["transformers", pytest.param("vllm", marks=needs_vllm)])
+def test_ranks_and_engines_take_turns_on_all_gpus(backend: str, run: Callable[..., Any]) -> None:
+    options = (f"inference_model.backend={backend}", "inference_model.check_sync=true",
+               "inference_model.check_sync_tolerance=1.0", "policy.kl_coef=0")  # fmt: skip
+    two = ("train_model.devices=[0,1]", "inference_model.devices=[0,1]")
+    run(f"two GPUs in turns, {backend}", *options, *two)
+
+
+@needs_ray
 @pytest.mark.skipif(GPUS < 3, reason="needs three CUDA devices")
 @pytest.mark.parametrize("offload", ["false", "true"])
 def test_the_model_is_divided_over_two_gpus(offload: str, run: Callable[..., Any]) -> None:

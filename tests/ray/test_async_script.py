@@ -14,10 +14,14 @@ from typing import Any
 import pytest
 
 from tests.support.configs import compose_config
+from tests.support.devices import CPU
 from tests.support.documentation import undocumented
 from tests.support.scripts import ASYNC, SMALL, SYNC, Script, rows_of
+from torchrl_grpo.assembly import blueprint as blueprint_module
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.host.checkpoint_files import checkpoints_in, step_of
+from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.runtime.placement import DevicePlan
 
 pytest.importorskip("ray")
 
@@ -83,6 +87,26 @@ def test_several_ranks_replicas_and_references_train_on_fresh_enough_data(
         assert rows[3]["train/kl_k3_to_ref"] > 1e-5
     assert (tmp_path / "checkpoints" / "model" / "model.safetensors").exists()
     assert len(running.family) >= 6 and running.left() == []
+
+
+def test_all_ranks_and_all_samplers_take_turns_on_the_same_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with ``train_model.num_devices=all inference_model.num_devices=all`` on two GPUs."""
+    plan = DevicePlan((CPU, CPU), ((CPU,), (CPU,)), (CPU,), colocated=True)
+    monkeypatch.setattr(blueprint_module, "plan_devices", lambda *_, **__: plan)
+    settings = (
+        "policy.kl_coef=0.01", "train.dialog_turns_per_batch=32", "train.total_dialog_turns=96",
+        "inference_model.check_sync=true", "evaluation.num_prompts=8",
+    )  # fmt: skip
+    rows = run(tmp_path, *settings, asynchronous=False)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert max(row["sync/mismatch_max"] for row in rows) < 1e-4  # both engines have the weights of both ranks
+    assert {row["staleness/max"] for row in rows[1:]} == {0}
+    assert rows[3]["rollout/sequences"] == 32 and rows[3]["train/grad_norm"] > 0
+    assert [rows[3][f"workers/responses_rollout_{index}"] for index in range(2)] == [48, 48]  # half of each batch
+    tasks = [span for span in read_jsonl(tmp_path / "timeline.jsonl") if span["kind"] == "sample"]
+    assert len(tasks) == 6  # each in one go
 
 
 def test_a_killed_learner_ends_the_script_and_leaves_no_process(tmp_path: Path) -> None:

@@ -106,7 +106,11 @@ class Doubling:
 
 
 def make_sampler(
-    tokenizer: PreTrainedTokenizerFast, pause_s: float, broken: Path | None, kind: Callable[[float], CountingEngine]
+    tokenizer: PreTrainedTokenizerFast,
+    pause_s: float,
+    broken: Path | None,
+    kind: Callable[[float], CountingEngine],
+    sleeps: bool,
 ) -> Sampler:
     if broken is not None and broken.exists():
         raise RuntimeError("this machine has no room for an engine")
@@ -120,7 +124,8 @@ def make_sampler(
     def make_collector(groups: int) -> RolloutCollector:
         return RolloutCollector(env.with_rows(groups * REPEATS), policy)
 
-    return Sampler(engine, make_collector, evaluator, params, [torch.tensor([7])], groups_at_a_time=TASK)
+    prompts = [torch.tensor([7])]
+    return Sampler(engine, make_collector, evaluator, params, prompts, groups_at_a_time=TASK, sleeps=sleeps)
 
 
 def on_ray(name: str, factory: Callable[..., Any], timeout_s: float = 120.0, threads: int = 1) -> OnRay:
@@ -159,7 +164,7 @@ def source_of(ray_cluster: cluster.Cluster, tokenizer: PreTrainedTokenizerFast) 
     ) -> Rollouts:
         env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=TASK * REPEATS, repeats=REPEATS)
         buffer = GroupBuffer(BATCH, max_staleness)
-        factory = partial(make_sampler, tokenizer, pause_s, broken, engine)
+        factory = partial(make_sampler, tokenizer, pause_s, broken, engine, settings.get("turns", False))
         threads = 3 if "in_flight" in settings else 1
         source = Rollouts(
             TaskQueue(env.drawing, buffer, task_groups=TASK, total_groups=total_groups, group_size=REPEATS),
@@ -458,6 +463,63 @@ def test_samplers_that_take_weights_together_all_take_the_same_versions(
     until(lambda: all(sampler.version == 7 for sampler in source.samplers))
     one, other = (path.read_text() for path in tmp_path.glob("*.txt"))
     assert one == other and one.endswith("7 ") and len(one.split()) < 8
+
+
+class Sleeper(CountingEngine):
+    """Writes down when it is awake: a line for each start, sleep and update."""
+
+    folder = Path()
+
+    def __init__(self, pause_s: float) -> None:
+        super().__init__(pause_s)
+        self.note("start")
+
+    def note(self, what: str) -> None:
+        with (self.folder / "calls.txt").open("a") as file:
+            file.write(f"{what} {os.getpid()}\n")
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.note("update")
+        super().update_weights(weights, version)
+
+    def sleep(self) -> None:
+        self.note("sleep")
+
+
+def sleeper(folder: Path, pause_s: float) -> Sleeper:
+    Sleeper.folder = folder
+    return Sleeper(pause_s)
+
+
+def test_engines_sleep_in_the_learners_turn_and_none_starts_then(
+    source_of: Callable[..., Rollouts], tmp_path: Path
+) -> None:
+    """Also those that were killed: before the turn, and in it."""
+    steps, calls = 4, tmp_path / "calls.txt"
+    source = source_of(
+        samplers=3, total_groups=steps * BATCH, max_staleness=0, pause_s=0.1, turns=True,
+        engine=partial(sleeper, tmp_path),
+    )  # fmt: skip
+    source.publish(weights_of(0), 0)
+    for version in range(steps):
+        if version == 1:
+            os.kill(source.pids()["sampler 0"], signal.SIGKILL)
+        assert source.evaluate(sampled=False)[0]["eval/response_length"] == 1
+        assert len(source.next_batch()) == BATCH
+        states = {}
+        for line in calls.read_text().splitlines():
+            what, pid = line.split()
+            states[int(pid)] = what
+        assert {what for pid, what in states.items() if psutil.pid_exists(pid)} == {"sleep"}
+        if version == 2:
+            os.kill(source.pids()["sampler 1"], signal.SIGKILL)
+        before = calls.read_text()
+        time.sleep(1.0)  # the learner trains
+        assert calls.read_text() == before
+        source.publish(weights_of(version + 1), version + 1)
+    until(lambda: all(map(source._is_current, source.samplers)))
+    assert calls.read_text().count("start") == 5
+    assert [sampler.restarts for sampler in source.samplers] == [1, 1, 0]
 
 
 def test_killed_actors_are_replaced_and_every_group_is_trained_once(source_of: Callable[..., Rollouts]) -> None:

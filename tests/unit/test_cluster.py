@@ -42,6 +42,20 @@ def test_processes_that_share_a_gpu_share_a_bundle() -> None:
     assert taken["inference"][0].num_gpus == 0.3333
 
 
+def test_roles_that_take_turns_on_several_gpus_share_a_bundle_for_each() -> None:
+    bundles, taken = seats(DevicePlan(gpus(0, 1), (gpus(0), gpus(1)), gpus(0), colocated=True), [8.0])
+    assert bundles == [{"CPU": 3.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 1.0}]
+    assert taken["train"] == taken["inference"] == [Seat(0, gpus(0), 1.0, 0.3333), Seat(1, gpus(1), 1.0, 0.5)]
+    bundles, taken = seats(DevicePlan(gpus(0, 1, 2, 3), (gpus(0, 2), gpus(3, 1)), (), colocated=True), [8.0])
+    assert bundles == [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 4.0, "GPU": 2.0}]
+    assert [seat.bundle for seat in taken["train"]] == [0, 1, 0, 1]
+    assert taken["inference"] == [Seat(0, gpus(0, 2), 2.0, 1), Seat(1, gpus(3, 1), 2.0, 1)]
+    bundles, taken = seats(DevicePlan(gpus(0, 1, 2), (gpus(0, 2),), gpus(1, 2), colocated=True), [8.0])
+    assert bundles == [{"CPU": 5.0, "GPU": 2.0}, {"CPU": 2.0, "GPU": 1.0}]  # joined through an engine
+    assert [seat.bundle for seat in taken["train"]] == [0, 1, 0]
+    assert [seat.num_gpus for seat in taken["inference"]] == [0.6666]
+
+
 def test_a_process_is_pinned_to_the_plans_devices_among_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")

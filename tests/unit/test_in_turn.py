@@ -104,6 +104,7 @@ def make_source(
         samplers=[Here("sampler 0", partial(make_seeded, lambda: sampler, 0))],
         references=[Here("reference model 0", lambda: reference)],
         resend=resend,
+        turns=sleeps,
     )
     if state is not None:
         source.load_state_dict(state)
@@ -148,6 +149,19 @@ def test_a_colocated_engine_is_woken_for_a_second_task_of_a_batch(tokenizer: Pre
     for _ in range(2):
         source.samplers[0].part.play(progress.task)
     assert engine.calls == ["update", "generate", "sleep", "wake", "generate", "sleep"]
+
+
+def test_an_engine_that_was_woken_after_its_task_sleeps_before_the_learners_turn(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    engine = Recorder()
+    source = make_source(tokenizer, engine, sleeps=True)
+    source.publish(weights(1), 1)
+    sampler = source.samplers[0].part
+    score = source.references[0].part.scoring
+    source.references[0].part.scoring = lambda batch: (sampler.probe(), score(batch))[1]
+    source.next_batch()
+    assert engine.calls == ["update", "generate", "sleep", "wake", "generate", "reference", "sleep"]
 
 
 def test_an_engine_of_its_own_never_sleeps(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -98,7 +98,7 @@ def shared(monkeypatch: pytest.MonkeyPatch, total: int, *overrides: str) -> Blue
 
 
 def check(blueprint: Blueprint, *, sleeps: bool = True) -> None:
-    blueprint_module.check_devices(blueprint, sleeps=sleeps)
+    blueprint_module.check_devices(dataclasses.replace(blueprint, sleeps=sleeps))
 
 
 def test_a_shared_gpu_without_room_for_the_moments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,8 +111,8 @@ def test_all_devices_are_those_that_the_other_roles_leave() -> None:
     [
         (
             4,
-            {"train": ALL, "inference": ALL},
-            r"train_model\.num_devices=all and inference_model\.num_devices=all excl",
+            {"inference": ALL, "reference": ALL},
+            r"inference_model\.num_devices=all and ref_model\.num_devices=all excl.*train_model\.num_devices=all too",
         ),
         (
             0,
@@ -125,6 +125,35 @@ def test_all_devices_are_those_that_the_other_roles_leave() -> None:
 def test_all_devices_are_refused_where_there_are_none(count: int, requests: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(count, **requests)
+
+
+def test_roles_that_ask_for_all_devices_take_turns_on_them() -> None:
+    each = tuple(gpus(index) for index in range(8))
+    turns = DevicePlan(gpus(*range(8)), each, gpus(0), colocated=True)
+    assert plan(8, train=ALL, inference=ALL) == turns
+    assert plan(8, train=ALL, inference=ALL, needs_reference=False).reference == ()
+    assert plan(8, train=ALL, inference=ALL, reference=ALL).reference == gpus(*range(8))
+    assert plan(8, train=ALL, inference=ALL, reference=RoleRequest(num_devices=2)) == DevicePlan(
+        gpus(*range(6)), each[:6], gpus(6, 7), colocated=True
+    )
+    assert plan(7, engine_devices=2, train=ALL, inference=ALL) == DevicePlan(
+        gpus(*range(6)), (gpus(0, 1), gpus(2, 3), gpus(4, 5)), gpus(6), colocated=True
+    )
+    assert plan(8, train=ALL, inference=ALL, cluster="auto") == turns
+    assert plan(1, train=ALL, inference=ALL) == plan(1)
+    assert num_unused(turns, gpus(*range(8))) == 0
+
+
+def test_roles_that_are_given_the_same_devices_take_turns_on_them() -> None:
+    pair, reverse = RoleRequest(devices=[2, 3]), RoleRequest(devices=[3, 2])
+    assert plan(8, train=pair, inference=reverse) == DevicePlan(gpus(2, 3), (gpus(3), gpus(2)), gpus(0), colocated=True)
+    assert plan(2, train=RoleRequest(devices=[0, 1]), inference=RoleRequest(devices=[0, 1])).reference == gpus(0)
+    assert plan(8, train=pair, inference=pair, reference=pair).reference == gpus(2, 3)
+    assert not plan(8, train=pair, reference=reverse).colocated
+    with pytest.raises(ValueError, match=r"ref_model\.devices=\[2, 3\] must not overlap inference_model\.devices=\["):
+        plan(8, inference=pair, reference=pair)
+    with pytest.raises(ValueError, match=r"give each role its own, or just those of train_model\.devices"):
+        plan(8, train=pair, inference=RoleRequest(devices=[2]))
 
 
 def test_accelerators_without_a_role_are_counted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tests.support.models import make_tiny_model
 from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.generation.vllm import VLLMEngine
-from torchrl_grpo.weights import named_weights
+from torchrl_grpo.weights import ObjectSender, TransferHandle, named_weights
 from torchrl_grpo.weights.handle import DirectHandle
 
 GIB = 2**30
@@ -37,6 +38,15 @@ class Library:
 
     def reset_prefix_cache(self) -> bool:
         return True
+
+
+class Once(TransferHandle):
+    """Weights that workers can receive once."""
+
+    backend = "ipc"
+
+    def updates(self) -> Iterator[dict[str, Any]]:
+        return iter([{}])
 
 
 def make_engine() -> tuple[VLLMEngine, Library]:
@@ -70,6 +80,19 @@ def test_weights_that_sleep_has_dropped_are_read_again_to_wake() -> None:
     engine.wake()
     assert library.calls[1:] == ["sleep 2", ["weights"], "receive", ["kv_cache"]]
     assert engine.policy_version == 7
+
+
+def test_weights_of_the_object_store_are_read_again_and_a_transfer_is_not() -> None:
+    engine, library = make_engine()
+    engine.load(ObjectSender(None).pack(named_weights(make_tiny_model()), 3), 3)
+    engine.sleep()
+    engine.wake()
+    assert library.calls[1:] == ["sleep 2", ["weights"], "receive", ["kv_cache"]]
+    engine.load(Once(), 4)
+    library.calls.clear()
+    engine.sleep()
+    engine.wake()
+    assert library.calls == ["sleep 1", ["weights"], ["kv_cache"]]
 
 
 def test_weights_that_cannot_be_read_again_are_kept_in_main_memory() -> None:

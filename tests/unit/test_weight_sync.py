@@ -177,6 +177,7 @@ TWO = [[GPU_1], [torch.device("cuda", 2)]]
         ("auto", GPU, [[GPU_1]], {}, Transfer("nccl", True)),
         ("auto", GPU, TWO, {}, Transfer("nccl", True, 2)),
         ("auto", GPU, [[GPU_1, GPU]], {"colocated": True}, STORE),
+        ("auto", GPU, [[GPU], [GPU_1]], {"colocated": True}, STORE),  # several GPUs that take turns
         ("auto", GPU, TWO, {"waits": True}, STORE),  # the engines would wait for each other
         ("auto", GPU, [[GPU_1]], {"waits": True}, Transfer("nccl", True)),
         ("auto", GPU, [[GPU]], {"on_device": False}, STORE),
@@ -212,6 +213,8 @@ def test_auto_is_the_fastest_that_fits_and_what_is_asked_for_is_taken(
         ),
         ("cuda_ipc", GPU, [[GPU, GPU_1]], False, r"on cuda:0 and cuda:0, cuda:1: use .*weight_transfer=broadcast"),
         ("broadcast", GPU, [[GPU]], True, r"both are on cuda:0: use inference_model\.weight_transfer=cuda_ipc"),
+        ("broadcast", GPU, [[GPU], [GPU_1]], True, r"both are on cuda:0: use inference_model\.weight_transfer=auto"),
+        ("cuda_ipc", GPU, [[GPU], [GPU_1]], True, r"on cuda:0 and cuda:0, cuda:1: use .*weight_transfer=auto"),
     ],
 )
 def test_a_kind_that_cannot_work_there_is_refused(

@@ -64,7 +64,8 @@ class Blueprint:
     """All that is known of a run before any weights are loaded; every check on user input has passed.
 
     ``resume`` is the checkpoint to go on from. Actors are given the driver's blueprint, so that all processes draw the
-    same problems, and only the driver needs the data. ``folder`` is the run's, for what its processes log.
+    same problems, and only the driver needs the data. ``folder`` is the run's, for what its processes log. ``sleeps``
+    says that engines share devices with the other roles, and give them back while those work.
     """
 
     config: GRPOConfig
@@ -82,6 +83,7 @@ class Blueprint:
     shape: Shape
     resume: Resume | None = None
     folder: Path | None = None
+    sleeps: bool = False
 
     @property
     def memory(self) -> RunMemory:
@@ -331,10 +333,11 @@ def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> tu
     return first, min(room, first + turns)
 
 
-def task_geometry(config: GRPOConfig, samplers: int) -> tuple[int, int]:
+def task_geometry(config: GRPOConfig, samplers: int, *, sleeps: bool = False) -> tuple[int, int]:
     """Groups of a rollout task, and tasks that a sampler plays at a time.
 
     An engine that is not concurrent plays one static batch at a time, others any number of groups that come and go.
+    One that sleeps after each task is given its whole share of a batch.
 
     Raises:
         ValueError: ``env.num_envs`` cannot be shared out in whole groups.
@@ -343,16 +346,17 @@ def task_geometry(config: GRPOConfig, samplers: int) -> tuple[int, int]:
     what = f"env.repeats={repeats} times the {samplers} samplers of the inference model"
     check_multiple("env.num_envs", rows, samplers * repeats, what)
     groups = rows // samplers // repeats
+    if sleeps:
+        return config.groups_per_batch // samplers, 1
     return (1, groups) if ENGINES[config.inference_model.backend].concurrent else (groups, 1)
 
 
-def check_devices(blueprint: Blueprint, *, sleeps: bool) -> None:
+def check_devices(blueprint: Blueprint) -> None:
     """Check that each accelerator of this machine holds what its roles surely take: weights, gradients, moments, and
     the engine's share. Activations and what CUDA takes for itself come on top.
 
     Args:
         blueprint: with the plan.
-        sleeps: whether an engine that shares its device gives its share back while the others work.
 
     Raises:
         ConfigError: one does not.
@@ -361,10 +365,10 @@ def check_devices(blueprint: Blueprint, *, sleeps: bool) -> None:
     for device in blueprint.plan.devices:
         if total is not None and device.type == "cuda":
             with as_config_errors():
-                _check_device(blueprint, device, total, sleeps)
+                _check_device(blueprint, device, total)
 
 
-def _check_device(blueprint: Blueprint, device: torch.device, total: int, sleeps: bool) -> None:
+def _check_device(blueprint: Blueprint, device: torch.device, total: int) -> None:
     config, plan, memory = blueprint.config, blueprint.plan, blueprint.memory
     request = engine_request(config, plan, blueprint.model_config, blueprint.max_dialog_tokens)
     share = engine_class(config.inference_model.backend).device_share(request)
@@ -382,7 +386,7 @@ def _check_device(blueprint: Blueprint, device: torch.device, total: int, sleeps
                 f"{device} of {size(total)} would hold {in_words(holds)}: use more devices, {_SMALLER}."
             )
         return
-    if sleeps:  # the engine's share and the gradients are never there at the same time
+    if blueprint.sleeps:  # the engine's share and the gradients are never there at the same time
         holds.pop("gradients", None)
     needed, most = memory.engine.weights / total, 1 - sum(holds.values()) / total
     if share > most or share < needed:

@@ -75,7 +75,7 @@ def make_learner(
         lora_base=base if lora else None,
         host=_own_address() if transfer.kind in ("nccl", "ipc") else "",
     )
-    learner = Learner(trainer, transforms, sender, blueprint.tokenizer)
+    learner = Learner(trainer, transforms, sender, blueprint.tokenizer, makes_room=blueprint.sleeps)
     if blueprint.resume is not None:
         restore(learner, blueprint.resume)
     return learner
@@ -146,13 +146,14 @@ def make_sampler(
     Args:
         blueprint: checked.
         task_groups: groups of a rollout task; the engine is then one that several may call at a time, where there is
-            such a one. None is a sampler that plays whole batches, ``env.num_envs`` rows at a time.
+            such a one and it need not sleep. None is a sampler that plays whole batches.
         concurrent_tasks: rollout tasks that it plays at a time.
         device: of its engine, the first one of several.
     """
     config = blueprint.config
     say(f"starting the engine: {config.inference_model.backend}")
-    engine = make_engine(blueprint, device or own_device(), concurrent=task_groups is not None)
+    concurrent = task_groups is not None and not blueprint.sleeps
+    engine = make_engine(blueprint, device or own_device(), concurrent=concurrent)
     policy = GenerationPolicy(engine, blueprint.params, rescore=_rescorer(config, engine))
 
     def make_collector(groups: int) -> RolloutCollector:
@@ -178,15 +179,16 @@ def make_sampler(
             rows=config.logging.test_rows,
         )
     prompts = blueprint.train_env.prompts.first(4)
+    at_a_time = config.env.num_envs // config.env.repeats // len(blueprint.plan.inference)
     return Sampler(
         engine,
         make_collector,
         evaluator,
         blueprint.params,
         prompts,
-        groups_at_a_time=task_groups or config.env.num_envs // config.env.repeats,
+        groups_at_a_time=min(task_groups or at_a_time, at_a_time),
         overlapping=concurrent_tasks > 1,
-        sleeps=task_groups is None and blueprint.plan.colocated,
+        sleeps=blueprint.sleeps,
         reward_pool=blueprint.reward_pool,
     )
 
@@ -214,7 +216,8 @@ def make_reference(blueprint: Blueprint, device: torch.device | None = None) -> 
     config = blueprint.config
     say("loading the reference model")
     model = _load(config, "ref_model", device or own_device()).requires_grad_(False)
-    return Reference(_kl_scoring(config, TokenScorer(model, temperature=config.inference_model.temperature)))
+    scorer = TokenScorer(model, temperature=config.inference_model.temperature)
+    return Reference(_kl_scoring(config, scorer), makes_room=blueprint.sleeps)
 
 
 def _kl_scoring(config: GRPOConfig, scorer: TokenScorer) -> KLScoring:

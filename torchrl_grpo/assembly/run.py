@@ -228,8 +228,11 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         blueprint = replace(blueprint, folder=directory)
         config = blueprint.config
         distributed = asynchronous or cluster is not None or blueprint.plan.distributed
+        # Processes of several GPUs take turns where nothing is sampled while the learner trains.
+        in_turns = not distributed or (blueprint.plan.distributed and max_staleness == 0)
+        blueprint = replace(blueprint, sleeps=in_turns and blueprint.plan.colocated)
         if cluster is None:
-            check_devices(blueprint, sleeps=not distributed)
+            check_devices(blueprint)
         if distributed:
             _check_distributed(blueprint)
         else:
@@ -272,7 +275,7 @@ def _check_distributed(blueprint: Blueprint) -> None:
     from torchrl_grpo.runtime.cluster import require_ray
 
     require_ray()
-    task_geometry(blueprint.config, len(blueprint.plan.inference))
+    task_geometry(blueprint.config, len(blueprint.plan.inference), sleeps=blueprint.sleeps)
 
 
 def _transfer(blueprint: Blueprint, max_staleness: int, *, distributed: bool) -> Transfer:
@@ -346,7 +349,7 @@ def _make_roles(
         )
         cluster.watch(learner.last_saved)
         driver = InThread(actor_timeout_s=ray.actor_timeout_s, recovery_timeout_s=ray.recovery_timeout_s)
-        task_groups, concurrent_tasks = task_geometry(config, len(plan.inference))
+        task_groups, concurrent_tasks = task_geometry(config, len(plan.inference), sleeps=blueprint.sleeps)
     resources.callback(learner.close)
     in_flight: Any = config.inference_model.in_flight
     if max_staleness and blueprint.reward_pool is not None and not ENGINES[config.inference_model.backend].concurrent:
@@ -378,6 +381,7 @@ def _make_roles(
         release=learner.release,
         resend=learner.resend,
         together=transfer.together,
+        turns=blueprint.sleeps,
         evaluates=blueprint.greedy_env is not None,
     )
     resources.callback(rollouts.close)

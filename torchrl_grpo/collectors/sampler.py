@@ -96,7 +96,8 @@ class Sampler:
     Keyword Args:
         groups_at_a_time: most groups that are played at a time; a task with more is played in several rounds.
         overlapping: whether several threads play tasks at a time.
-        sleeps: whether the engine shares its device with the other roles, which have it while the engine plays nothing.
+        sleeps: whether the engine shares its device with the other roles, which have it while the engine plays nothing:
+            it sleeps after each task, and when ``sleep`` says so.
         reward_pool: scores for all environments, and is closed with the sampler; None where they score themselves.
     """
 
@@ -124,7 +125,7 @@ class Sampler:
         self._make_collector = make_collector
         self._idle: list[tuple[int, RolloutCollector]] = []  # with the number of groups that each plays
         self._lock = threading.Lock()
-        self._asleep = sleeps  # it may have been used by others until now
+        self._asleep = False
 
     def update(self, handle: WeightHandle, version: int) -> float:
         """Gives the engine new weights; returns the seconds that it took."""
@@ -164,10 +165,15 @@ class Sampler:
             engine=None if self.overlapping else self.engine.state_dict(),
             rewards=rewards,
         )
-        if self.sleeps:
+        self.sleep()
+        return report, [lazy_stack(group) for group in groups]
+
+    def sleep(self) -> None:
+        """Has the engine give its device to the other roles, if they share it, until it is needed again."""
+        if self.sleeps and not self._asleep:
             self.engine.sleep()
             self._asleep = True
-        return report, [lazy_stack(group) for group in groups]
+            torch.cuda.empty_cache()
 
     def _wake(self) -> None:
         """Ends the engine's sleep."""
@@ -178,7 +184,7 @@ class Sampler:
 
     def _make_room(self) -> None:
         """Gives back what the trainer's allocator holds, which is not there for a waking engine's process."""
-        if self._asleep and torch.cuda.is_available():
+        if self.sleeps:
             torch.cuda.empty_cache()
 
     def _take(self, groups: int) -> RolloutCollector:
@@ -192,10 +198,14 @@ class Sampler:
 
     def evaluate(self, sampled: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Return what ``Evaluator.evaluate`` gives; nothing without an evaluator."""
-        return ({}, []) if self.evaluator is None else self.evaluator.evaluate(sampled=sampled)
+        if self.evaluator is None:
+            return {}, []
+        self._wake()
+        return self.evaluator.evaluate(sampled=sampled)
 
     def probe(self) -> Probe:
         """A few sampled tokens with their log-probs, for ``Learner.mismatch``; it does not change the run's draws."""
+        self._wake()
         with preserve_rng(self.engine):
             return sample_probe(self.engine, self.probe_prompts, self.params)
 

@@ -51,9 +51,10 @@ class DevicesConfig:
     """Where a role computes."""
 
     num_devices: Any = None
-    """How many devices, at least 1, or all that the other roles leave (all); by default placed by itself."""
+    """How many devices, at least 1, or all that the other roles leave (all); by default placed by itself. Training and
+    other roles with all take turns on the same devices."""
     devices: list[int] | None = None
-    """Which accelerators, by index, instead of num_devices."""
+    """Which accelerators, by index, instead of num_devices. Roles that are given those of training take turns."""
 
 
 @dataclass

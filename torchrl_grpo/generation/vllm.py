@@ -57,7 +57,7 @@ from torchrl_grpo.weights import (
     expected_weights,
 )
 from torchrl_grpo.weights.adapters import AdapterHandle
-from torchrl_grpo.weights.handle import DirectHandle, dtype_name
+from torchrl_grpo.weights.handle import dtype_name
 from torchrl_grpo.weights.shared import SharedAdapters, SharedBlock, SharedWeights
 from torchrl_grpo.weights.worker import unname_queues
 
@@ -615,7 +615,8 @@ class VLLMEngine(VLLMBase):
             from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine  # which imports this module
 
             return AsyncVLLMEngine(request.path, in_flight=request.options.in_flight, **settings)
-        return cls(request.path, device=device, enable_sleep=request.colocated, **settings)
+        one = request.options.devices_per_engine == 1  # several are all that this process sees
+        return cls(request.path, device=device if one else None, enable_sleep=request.colocated, **settings)
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         return self._open().collective_rpc(method, timeout=RPC_TIMEOUT_S, args=args)
@@ -650,7 +651,7 @@ class VLLMEngine(VLLMBase):
 
     def load(self, handle: WeightHandle, version: int) -> None:
         super().load(handle, version)
-        self._latest = handle if isinstance(handle, DirectHandle | EitherHandle) else None
+        self._latest = None if isinstance(handle, TransferHandle) else handle  # which can be received once
 
     @contextmanager
     def _updating(self, version: int) -> Iterator[None]:
@@ -665,7 +666,7 @@ class VLLMEngine(VLLMBase):
         llm = self._open()
         if self._enable_sleep and not self._asleep:
             # At level 2 the weights are dropped, and not kept in main memory: the next ones are sent anyway, and these
-            # are read again if they are needed once more.
+            # are read again if they are needed once more, which the sender has until there are newer ones.
             llm.sleep(level=1 if self._latest is None else 2)
             self._asleep = ["weights", "kv_cache"]
 

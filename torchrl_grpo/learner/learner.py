@@ -40,6 +40,7 @@ class Learner:
             advantage. The name appears in ``time/{name}_s``.
         sender: gives the weights to the engines.
         tokenizer: makes the text of the tokens in ``samples``; None leaves them out.
+        makes_room: whether engines wake on this GPU when they are given weights: they get what training took of it.
     """
 
     def __init__(
@@ -48,11 +49,14 @@ class Learner:
         transforms: Sequence[tuple[str, Transform]],
         sender: Sender,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        makes_room: bool = False,
     ) -> None:
         self.trainer = trainer
         self.transforms = list(transforms)
         self.sender = sender
         self.tokenizer = tokenizer
+        self.makes_room = makes_room
         self._batch: TensorDictBase | None = None
         self._saver = ShardedSaver() if is_shared(trainer.model) else None
         self._trained_steps = trainer.optim_steps
@@ -110,7 +114,10 @@ class Learner:
 
     def weights(self) -> WeightHandle | None:
         """Where the engines find the current weights; None on a rank other than 0."""
-        return self._send(self.sender)
+        handle = self._send(self.sender)
+        if self.makes_room:
+            torch.cuda.empty_cache()
+        return handle
 
     def resend(self, version: int, reason: str) -> WeightHandle:
         """Where the engines find a version in another way, because the first one was refused."""

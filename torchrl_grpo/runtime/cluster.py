@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -83,9 +84,9 @@ def seats(
 ) -> tuple[list[dict[str, float]], dict[str, list[Seat]]]:
     """Bundles for a plan, and who sits where.
 
-    An engine is one bundle, which is never spread over machines, and so are the training ranks that compute each layer
-    together. CPUs are only tokens for Ray's
-    scheduler: one for a device or, where there are fewer, as much less as makes all processes fit.
+    An engine is in one bundle, which is never spread over machines, and so are the training ranks that compute each
+    layer together, and all who share a GPU with them. CPUs are only tokens for Ray's scheduler: one for a device or,
+    where there are fewer, as much less as makes all processes fit.
 
     Args:
         plan: which role runs where.
@@ -101,23 +102,39 @@ def seats(
     together += [[("inference", devices)] for devices in plan.inference]
     together += [[("reference", (device,))] for device in plan.reference]
     share = _cpu_share([sum(len(devices) for _, devices in members) for members in together], node_cpus)
-    bundles: list[dict[str, float]] = []
-    of_device: dict[torch.device, int] = {}
+    cuda = plan.train[0].type == "cuda"
+    users = Counter(device for members in together for _, devices in members for device in devices)
+    in_bundle = _bundled([[device for _, devices in members for device in devices] for members in together], cuda)
+    bundles: list[dict[str, float]] = [{"CPU": 0.0} for _ in range(max(in_bundle) + 1)]
     taken: dict[str, list[Seat]] = {"train": [], "inference": [], "reference": []}
-    for members in together:
-        all_devices = [device for _, devices in members for device in devices]
-        cuda = all_devices[0].type == "cuda"
-        index = of_device.get(all_devices[0], len(bundles)) if cuda else len(bundles)
-        if index == len(bundles):
-            bundles.append({"CPU": 0.0} | ({"GPU": float(len(all_devices))} if cuda else {}))
-            of_device |= dict.fromkeys(all_devices, index)
+    of_bundle: dict[int, set[torch.device]] = {}
+    for index, members in zip(in_bundle, together, strict=True):
         for role, devices in members:
             cpus = len(devices) * share
             bundles[index]["CPU"] += cpus
-            sharers = sum(other == devices for some in together for _, other in some)
-            gpus = len(devices) if sharers == 1 else int(10_000 / sharers) / 10_000  # Ray counts in 10,000ths
+            of_bundle.setdefault(index, set()).update(devices)
+            gpus = len(devices) * int(10_000 / max(users[device] for device in devices)) / 10_000
+            gpus = gpus if gpus < 1 else int(gpus)  # Ray counts in 10,000ths below 1, and in whole ones above it
             taken[role].append(Seat(index, devices, cpus, gpus if cuda else 0))
+    if cuda:
+        for index, bundle in enumerate(bundles):
+            bundle["GPU"] = float(len(of_bundle[index]))
     return bundles, taken
+
+
+def _bundled(together: Sequence[Sequence[torch.device]], cuda: bool) -> list[int]:
+    """The bundle of each group of devices: on CUDA the same one for groups that have a device in common."""
+    if not cuda:
+        return list(range(len(together)))
+    joined: list[set[torch.device]] = []
+    for devices in together:
+        met = [other for other in joined if not other.isdisjoint(devices)]
+        for other in met:
+            joined.remove(other)
+        joined.append(set(devices).union(*met))
+    found = [next(index for index, one in enumerate(joined) if one.issuperset(group)) for group in together]
+    order = list(dict.fromkeys(found))
+    return [order.index(one) for one in found]
 
 
 def by_machine(ranks: Sequence[Seat], machines: Sequence[str]) -> list[Seat]:
@@ -230,6 +247,12 @@ class Cluster:
                 f"no machine of {place} has more than {most}: use {most}, or leave it out and shard over all devices."
             )
         bundles, taken = seats(plan, cpus, tensor_parallel_size)
+        if self.address and plan.colocated and (widest := max(bundle.get("GPU", 0) for bundle in bundles)) > 1:
+            raise ValueError(
+                f"engines and training ranks that take turns must each be on one GPU on {place}, because Ray decides "
+                f"who gets which, and here {widest:g} GPUs belong together: leave inference_model.tensor_parallel_size "
+                "and train_model.tensor_parallel_size out, or give the roles devices of their own."
+            )
         group = self._group = placement_group(bundles, strategy="PACK")
         if not group.wait(timeout_s):
             missing = _missing(bundles, nodes, ray.available_resources())

@@ -2,7 +2,8 @@
 
 On a machine without accelerators a device is a process, and there is no limit to them. With one accelerator the roles
 take turns on it (colocated). With more, each role gets its own; if only the reference model is left without one, and
-nobody asked for one, it shares the trained model's. One role may ask for all that the others leave.
+nobody asked for one, it shares the trained model's. A role may ask for all that the others leave. Roles that both do,
+and those that are given the trained model's devices by index, take turns on them.
 """
 
 from __future__ import annotations
@@ -86,19 +87,21 @@ def plan_devices(
 
     Raises:
         ValueError: more devices than there are, an index that does not exist or that names a cluster's accelerator,
-            overlapping devices, a number of the engine's devices that is no multiple of ``engine_devices``, or all
-            devices for two roles, or where there are none.
+            devices that overlap in part or not with the trained model's, a number of the engine's devices that is no
+            multiple of ``engine_devices``, or all devices for engine and reference model alone, or where there are
+            none.
     """
     where = "this machine" if cluster is None else f"the Ray cluster at {cluster}"
     roles = [role for role in ROLES if role != "reference" or needs_reference]
-    requests = _numbered(requests, roles, len(accelerators), engine_devices, where)
+    sharing = [role for role in roles if requests[role].num_devices == "all"]
+    requests = _numbered(requests, roles, sharing, len(accelerators), engine_devices, where)
     counts = {role: _count(role, requests[role], engine_devices) for role in roles}
     for role in roles:
         _check_indices(role, requests[role], len(accelerators), cluster)
     if not accelerators:
         placed = {role: [torch.device("cpu")] * counts[role] for role in roles}
     else:
-        placed = _place(requests, counts, accelerators, where)
+        placed = _place(requests, counts, sharing, accelerators, where)
     engine, size = placed["inference"], engine_devices
     others = {device for role in roles if role != "inference" for device in placed[role]}
     return DevicePlan(
@@ -115,33 +118,39 @@ def num_unused(plan: DevicePlan, accelerators: Sequence[torch.device]) -> int:
 
 
 def _numbered(
-    requests: Mapping[str, RoleRequest], roles: Sequence[str], total: int, engine_devices: int, where: str
+    requests: Mapping[str, RoleRequest],
+    roles: Sequence[str],
+    sharing: Sequence[str],
+    total: int,
+    engine_devices: int,
+    where: str,
 ) -> Mapping[str, RoleRequest]:
-    """The requests with a number in place of ``all``."""
-    greedy = [role for role in roles if requests[role].num_devices == "all"]
-    if not greedy:
+    """The requests with a number in place of ``all``, for which those of ``sharing`` have asked."""
+    if not sharing:
         return requests
-    [role, *more] = greedy
-    asked = f"{_FIELDS[role]}.num_devices=all"
-    if more:
+    [role, *more] = sharing
+    asked = " and ".join(f"{_FIELDS[one]}.num_devices=all" for one in sharing)
+    if more and role != "train":
         raise ValueError(
-            f"{asked} and {_FIELDS[more[0]]}.num_devices=all exclude each other: give one of them a number."
+            f"{asked} exclude each other, because roles take turns on the trained model's devices alone: give one of "
+            "them a number, or use train_model.num_devices=all too."
         )
     if total == 0:
         raise ValueError(
             f"{asked} needs accelerators, and {where} has none, where a device is a process: use "
             f"{_FIELDS[role]}.num_devices=1."
         )
-    group = engine_devices if role == "inference" else 1
-    left = total - sum(_count(other, requests[other], engine_devices) for other in roles if other != role)
-    if left < group and role != "reference" and "reference" in roles and requests["reference"] == RoleRequest():
+    group = engine_devices if "inference" in sharing else 1
+    left = total - sum(_count(other, requests[other], engine_devices) for other in roles if other not in sharing)
+    unasked = "reference" in roles and requests["reference"] == RoleRequest()
+    if unasked and (more or left < group):
         left += 1  # it shares the trained model's
     left = 1 if total == 1 else left // group * group
     if left < 1:
         raise ValueError(
             f"{asked} must leave a role {group} or more of the {total} accelerators of {where}: give the others fewer."
         )
-    return {**requests, role: replace(requests[role], num_devices=left)}
+    return {**requests, **{one: replace(requests[one], num_devices=left) for one in sharing}}
 
 
 def _asked(role: str, request: RoleRequest, count: int) -> str:
@@ -167,10 +176,11 @@ def _count(role: str, request: RoleRequest, engine_devices: int) -> int:
 def _place(
     requests: Mapping[str, RoleRequest],
     counts: Mapping[str, int],
+    sharing: Sequence[str],
     accelerators: Sequence[torch.device],
     where: str,
 ) -> dict[str, list[torch.device]]:
-    """The devices of each role of ``counts`` where there are accelerators."""
+    """The devices of each role of ``counts`` where there are accelerators; the same ones for those of ``sharing``."""
     total = len(accelerators)
     placed: dict[str, list[torch.device]] = {}
     for role, count in counts.items():
@@ -185,16 +195,17 @@ def _place(
         mine = [accelerators[index] for index in devices]
         for other in placed:
             shared = [str(device) for device in placed[other] if device in mine]
-            if shared and total > 1:  # a single accelerator is shared by all
+            in_turns = set(mine) == set(placed[other]) == set(placed.get("train", ()))
+            if shared and not in_turns and total > 1:  # a single accelerator is shared by all
                 raise ValueError(
                     f"{asked} must not overlap {_asked(other, requests[other], 0)}: both name {', '.join(shared)}; "
-                    "give each role its own, or leave both out to have them placed."
+                    "give each role its own, or just those of train_model.devices to have the roles take turns on them."
                 )
         placed[role] = mine
     free = [device for device in accelerators if not any(device in devices for devices in placed.values())]
-    missing = {role: count for role, count in counts.items() if role not in placed}
+    missing = {role: count for role, count in counts.items() if role not in (*placed, *sharing[1:])}
     if total == 1:
-        return placed | {role: list(accelerators) for role in missing}
+        return placed | {role: list(accelerators) for role in counts if role not in placed}
     unasked = "reference" in missing and requests["reference"].num_devices is None
     if unasked and sum(missing.values()) == len(free) + 1:
         del missing["reference"]
@@ -202,10 +213,13 @@ def _place(
         asked = ", ".join(_asked(role, requests[role], count) for role, count in missing.items())
         raise ValueError(
             f"{asked} must fit on the accelerators of {where}: they need {sum(missing.values())}, and {len(free)} of "
-            f"{total} are free; lower num_devices, or give fewer devices."
+            f"{total} are free; lower num_devices, give fewer devices, or have roles take turns on the same ones "
+            "(train_model.num_devices=all inference_model.num_devices=all)."
         )
     for role, count in missing.items():
         placed[role], free = free[:count], free[count:]
+    for role in sharing:
+        placed[role] = placed[sharing[0]]
     if "reference" in counts:
         placed.setdefault("reference", placed["train"][:1])  # it works while the learner waits
     return placed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 
+import torch
 from tensordict import TensorDictBase, lazy_stack
 
 from torchrl_grpo.transforms.kl_scoring import KLScoring
@@ -17,10 +18,12 @@ class Reference:
 
     Args:
         scoring: writes the model's log-probs into a batch.
+        makes_room: whether what scoring took of a GPU is given back to the other roles there.
     """
 
-    def __init__(self, scoring: KLScoring) -> None:
+    def __init__(self, scoring: KLScoring, *, makes_room: bool = False) -> None:
         self.scoring = scoring
+        self.makes_room = makes_room
 
     def update(self, handle: WeightHandle) -> None:
         """Replace the model's weights."""
@@ -32,4 +35,6 @@ class Reference:
         rows = self.scoring(join_groups(groups)).unbind(0)
         ends = list(itertools.accumulate(map(len, groups)))
         scored = [lazy_stack(list(rows[end - len(group) : end])) for end, group in zip(ends, groups, strict=True)]
+        if self.makes_room:
+            torch.cuda.empty_cache()
         return time.perf_counter() - start, scored

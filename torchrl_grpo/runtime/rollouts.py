@@ -59,6 +59,8 @@ class Rollouts:
         release: called with each published version that no sampler reads or will read any more.
         resend: gives another handle of a version, because a sampler refused the first one for this reason.
         together: whether all samplers must take a version at the same time.
+        turns: whether the samplers sleep while a batch is trained, from the end of ``next_batch`` to ``publish``: then
+            no sampler is started or given weights either.
         evaluates: whether the samplers have a test split.
     """
 
@@ -75,6 +77,7 @@ class Rollouts:
         release: Callable[[int], None] = lambda version: None,
         resend: Callable[[int, str], Any] | None = None,
         together: bool = False,
+        turns: bool = False,
         evaluates: bool = True,
     ) -> None:
         self.tasks = tasks
@@ -88,7 +91,10 @@ class Rollouts:
         self._release = release
         self._resend = resend
         self._together = together
+        self._turns = turns
         self._evaluates = evaluates
+        self._trains = False  # it is the learner's turn
+        self._starting = 0  # samplers that are being made
         self._handles: dict[int, Any] = {}  # the published one, and older ones that samplers still read
         self._reference_weights: Any = None
         self._update_s = 0.0
@@ -191,6 +197,7 @@ class Rollouts:
             for sampler in self.samplers:
                 sampler.version = None
         self._handles[version], self.published = handle, version
+        self._trains = False
         self.tasks.buffer.publish(version)
         self._release_old()
         self._driver.notify()
@@ -206,6 +213,8 @@ class Rollouts:
     async def _next_groups(self) -> tuple[list[tuple[int, Any]], dict[str, float]]:
         """Return the next batch as (group, its data), and what is known of it and of the parts."""
         groups, metrics = await self._driver.until(self.tasks.take)
+        if self._turns:
+            await self._end_turn()
         self._driver.notify()
         if not self._driver.overlaps:  # what waits and who was replaced is nothing that could differ
             del metrics["workers/groups_resampled"]
@@ -216,6 +225,19 @@ class Rollouts:
         metrics["workers/restarts_reference"] = sum(place.restarts for place in self.references)
         metrics |= {f"workers/responses_rollout_{i}": place.responses for i, place in enumerate(self.samplers)}
         return groups, metrics
+
+    async def _end_turn(self) -> None:
+        """Have all samplers give their devices to the learner."""
+        self._trains = True
+
+        def settled() -> bool:
+            return not self._starting and all(place.updating is None for place in self.samplers if place.ready)
+
+        await self._driver.until(settled)
+        for sampler in self.samplers:
+            with suppress(ActorLostError):
+                if sampler.ready:
+                    await sampler.call("sleep", "sleep")
 
     async def _ask_any(self, what: str, method: str, *arguments: Any) -> Any:
         """Return the answer of a sampler that has the published weights; of another one if it is lost.
@@ -257,8 +279,14 @@ class Rollouts:
             return
         if self._references_first:
             await self._driver.until(lambda: all(reference.ready for reference in self.references))
+        await self._driver.until(lambda: not self._trains)
         place.version = place.updating = None
-        await place.start(place.engine_state)
+        self._starting += 1
+        try:
+            await place.start(place.engine_state)
+        finally:
+            self._starting -= 1
+            self._driver.notify()
 
     async def _keep_current(self, sampler: Place) -> None:
         """Give a sampler the published weights."""
@@ -283,7 +311,7 @@ class Rollouts:
         """Return the version that a sampler takes now, None while there is none."""
 
         def may_update(one: Place) -> bool:
-            return self._in_flight != "wait" or not one.tasks
+            return not self._trains and (self._in_flight != "wait" or not one.tasks)
 
         if not self._together or sampler.restarts:
             return self.published if may_update(sampler) and sampler.version != self.published else None

@@ -76,12 +76,12 @@ def transfer_kind(
         raise ValueError(
             f"{field} needs trainer and engine on one GPU, and they are on {trainer} and "
             f"{', '.join(str(device) for devices in engines for device in devices)}: use "
-            f"inference_model.weight_transfer={'broadcast' if trainer.type == 'cuda' else 'auto'}."
+            f"inference_model.weight_transfer={'broadcast' if trainer.type == 'cuda' and not colocated else 'auto'}."
         )
     if asked == "broadcast" and colocated:
         raise ValueError(
             f"{field} needs trainer and engine on different GPUs, because nccl does not connect a GPU with itself, and "
-            f"both are on {trainer}: use inference_model.weight_transfer=cuda_ipc."
+            f"both are on {trainer}: use inference_model.weight_transfer={'cuda_ipc' if same_gpu else 'auto'}."
         )
     fast = on_device and trainer.type == "cuda"
     auto, workers = asked == "auto", sum(len(devices) for devices in engines)

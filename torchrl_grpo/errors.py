@@ -59,8 +59,9 @@ class StalledError(BaseException):
     """The run stands still. It is no ``Exception``: what isolates the errors of a scorer must not take it for one."""
 
 
-INVALID_CAUSES = ("exception", "not_finite", "none", "timeout", "crash")
-"""Why a reward is invalid, as in the names of metrics; ``none`` where no reward applies."""
+INVALID_CAUSES = ("exception", "not_finite", "none", "timeout", "crash", "lost")
+"""Why a reward is invalid, as in the names of metrics; ``none`` where no reward applies, ``lost`` where the process
+that kept the dialog had ended."""
 
 
 class InvalidRewardError(ValueError):

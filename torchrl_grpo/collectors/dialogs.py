@@ -15,7 +15,11 @@ _OF_SEQUENCE = (keys.REWARD_VALID, keys.ADVANTAGE)
 
 
 def trajectories(
-    last: TensorDictBase, turns: list[list[TensorDictBase]], transcripts: Sequence[str], errors: Sequence[str]
+    last: TensorDictBase,
+    turns: list[list[TensorDictBase]],
+    transcripts: Sequence[str],
+    errors: Sequence[str],
+    rewards: Sequence[Sequence[float | None]],
 ) -> Sequence[TensorDictBase]:
     """The rows of the last transition with the token entries of all turns.
 
@@ -24,6 +28,8 @@ def trajectories(
         turns: for each row, its turns.
         transcripts: for each row, the text of its dialog.
         errors: for each row, why its reward is not valid; empty where it is.
+        rewards: for each row, what the task gave to its turns, as part of the reward of the last one; None where it
+            gave nothing.
 
     Raises:
         RuntimeError: a later turn did not keep the tokens of an earlier one.
@@ -35,32 +41,36 @@ def trajectories(
             out.set(key, nxt.get(key))
     rows = out.set("next", nxt.exclude("tokens", "text", "history", *_OF_SEQUENCE)).unbind(0)
     if any(len(row) > 1 for row in turns):
-        for trajectory, row, text in zip(rows, turns, transcripts, strict=True):
-            trajectory.update(_merge(row).set(keys.RESPONSE_TEXT, text))
+        for trajectory, row, text, own in zip(rows, turns, transcripts, rewards, strict=True):
+            trajectory.update(_merge(row, own).set(keys.RESPONSE_TEXT, text))
     for trajectory, error in zip(rows, errors, strict=True):
         if error:
             trajectory.set(keys.REWARD_ERROR, NonTensorData(error))
     return rows
 
 
-def _merge(turns: list[TensorDictBase]) -> TensorDictBase:
+def _merge(turns: list[TensorDictBase], own: Sequence[float | None]) -> TensorDictBase:
     """Join a dialog's turns into one sequence; each turn's tokens begin with all tokens of the turn before."""
     full, prompt = turns[-1].get(keys.FULL), turns[0].get(keys.PROMPT)
     sampled, versions = torch.zeros_like(full, dtype=torch.bool), torch.full_like(full, -1)
     written = [key for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS) if turns[0].get(key, None) is not None]
     rewards, *log_probs = (torch.zeros(full.shape) for _ in range(1 + len(written)))
-    for turn in turns:
-        length, own = turn.get(keys.FULL).numel(), turn.get(keys.ASSISTANT_MASK)
+    shares = [float(turn.get(keys.REWARD)) for turn in turns]
+    for index, share in enumerate(own[: len(turns) - 1]):
+        shares[index] += share or 0.0
+        shares[-1] -= share or 0.0
+    for turn, share in zip(turns, shares, strict=True):
+        length, mask = turn.get(keys.FULL).numel(), turn.get(keys.ASSISTANT_MASK)
         if not torch.equal(turn.get(keys.FULL), full[:length]):
             raise RuntimeError(
                 f"the {length} tokens of an earlier turn are not the first of the {full.numel()} tokens of the dialog: "
                 "a transform of the environment changed tokens that the policy was given or sampled."
             )
-        sampled[:length] |= own
+        sampled[:length] |= mask
         versions[:length] = versions[:length].maximum(turn.get(keys.POLICY_VERSIONS))
         for key, total in zip(written, log_probs, strict=True):
             total[:length] += turn.get(key)  # 0 on tokens that the turn did not sample
-        rewards[own.nonzero().reshape(-1)[-1:]] = turn.get(keys.REWARD).float()
+        rewards[mask.nonzero().reshape(-1)[-1:]] = share
     merged: dict[Any, Any] = {
         keys.PROMPT: prompt,
         keys.RESPONSE: full[prompt.numel() :].clone(),

@@ -181,11 +181,16 @@ class RolloutCollector(BaseCollector):
         data = self.env.reset()
         self.last.env_seconds += time.perf_counter() - start
         turns: list[list[TensorDictBase]] = [[] for _ in range(data.batch_size[0])]
-        active = list(range(len(turns)))
+        active = list(range(len(turns)))  # each row has a first transition, also one whose opening failed
+        stepping = self.base_env.stepping
+        if not stepping.all():
+            data.set(keys.STEPPING, stepping)
         while True:
             start = time.perf_counter()
             data = self._sample(data)
             generated = time.perf_counter()
+            if not stepping.any():
+                del data[keys.STEPPING]  # TorchRL skips a step that no row takes
             data = self.env.step(data)
             self.last.env_seconds += time.perf_counter() - generated
             self.last.generate_seconds += generated - start
@@ -194,11 +199,12 @@ class RolloutCollector(BaseCollector):
             for row in active:
                 turns[row].append(rows[row])
                 self.last.tokens += rows[row].get(keys.RESPONSE).numel()
-            self.last.turns += len(active)
+            self.last.turns += int(stepping.sum())
             stepping = ~data.get(keys.DONE).reshape(-1)
             active = stepping.nonzero().reshape(-1).tolist()
             if not active:
-                return trajectories(data, turns, self.base_env.transcripts, self.base_env.errors)
+                env = self.base_env
+                return trajectories(data, turns, env.transcripts, env.errors, env.turn_rewards)
             data = self.env.step_mdp(data)
             data.set(keys.STEPPING, stepping)
 

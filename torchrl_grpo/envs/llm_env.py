@@ -25,7 +25,7 @@ from torchrl_grpo.checks import check_multiple
 from torchrl_grpo.envs.prompts import Prompts
 from torchrl_grpo.envs.specs import transition_specs
 from torchrl_grpo.reward_pool import Failure, RewardPool, advance
-from torchrl_grpo.tasks.base import Dialog, Message, Problem, Split, Task, Turn
+from torchrl_grpo.tasks.base import Dialog, Message, Problem, Split, Task, Turn, attempt
 from torchrl_grpo.tasks.drawing import Drawing, Drawn
 from torchrl_grpo.tools import tool_message
 
@@ -37,8 +37,12 @@ class _Row:
     """One row of the environment: what was drawn for it, the dialog so far, and how it ended."""
 
     drawn: Drawn
+    chat: Sequence[Message] = ()  # of the first prompt
+    prompt: Tensor | None = None  # its tokens; None where they are those of the problem
+    episode: str = ""
     responses: list[str] = field(default_factory=list)
-    between: list[Message] = field(default_factory=list)  # all messages after the problem's own
+    between: list[Message] = field(default_factory=list)  # all messages after the first prompt's
+    rewards: list[float | None] = field(default_factory=list)  # of the turns, where the task rewards them
     reward: float = 0.0
     correct: bool = False
     parts: dict[str, float | None] = field(default_factory=dict)
@@ -69,7 +73,11 @@ class LLMEnv(EnvBase):
     a token limit cut a turn off, when the task had a further message after ``max_turns``, or when the next prompt would
     be longer than ``max_dialog_tokens``. The task scores it in either case, all dialogs that end in one step together.
     Where the task raises, takes too long or ends its process (the last two in a ``RewardPool``), ``"reward_valid"`` is
-    False and the reward 0.
+    False and the reward 0. The reward of a dialog is that of its last transition, also where the task rewards turns:
+    their shares are in ``turn_rewards``.
+
+    A task that ``opens`` is asked for the first prompts by ``reset``, for all rows together, and told of the end of
+    each dialog. A row whose opening failed is done from the start and not valid; ``stepping`` leaves it out.
 
     Args:
         task: the problems and their scorer.
@@ -129,6 +137,7 @@ class LLMEnv(EnvBase):
         self.task = task
         self.tokenizer = tokenizer
         self.repeats = repeats
+        self._split = split
         self.max_dialog_tokens = max_dialog_tokens or max_prompt_tokens
         self.max_turns = max_turns
         self.reward_pool = reward_pool
@@ -224,12 +233,19 @@ class LLMEnv(EnvBase):
             drawn = self._assigned or [self.drawing.draw() for _ in range(groups)]
             self._draws = not self._assigned
             self._assigned = []
-            self._rows = [_Row(one) for one in drawn for _ in range(self.repeats)]
+            self._end_episodes(self._rows)
+            self._rows = [self._row(one, member) for one in drawn for member in range(self.repeats)]
+            new = self._rows
         else:
+            new = []
             for row in mask.reshape(-1).nonzero().reshape(-1).tolist():
                 self._copies = self._copies or [self.drawing.draw()] * self.repeats
-                self._rows[row] = _Row(self._copies.pop())
+                self._end_episodes([self._rows[row]])
+                self._rows[row] = self._row(self._copies.pop(), len(self._copies))
+                new.append(self._rows[row])
         self._received = {}
+        if self.task.opens:
+            self._open(new)
         blank = [_Row(row.drawn) for row in self._rows]
         columns: dict[str, Any] = self._outcome_columns(blank, ("correct", "valid"))
         columns[keys.QUERY] = NonTensorStack(*[NonTensorData(row.problem.query) for row in blank])
@@ -239,7 +255,7 @@ class LLMEnv(EnvBase):
             columns[keys.REWARD_PARTS[-1]] = NonTensorStack(*[NonTensorData(row.parts) for row in blank])
         return TensorDict(
             {
-                "tokens": lazy_stack([TensorDict({"prompt": self._prompt_of(row.drawn)}) for row in blank]),
+                "tokens": lazy_stack([TensorDict({"prompt": self._prompt_of(row)}) for row in self._rows]),
                 keys.GROUP_ID: torch.tensor([row.drawn.group for row in blank]).unsqueeze(-1),
                 "text": TensorDict({"response": NonTensorStack(*[NonTensorData("")] * len(blank))}, self.batch_size),
                 **columns,
@@ -247,8 +263,70 @@ class LLMEnv(EnvBase):
             self.batch_size,
         )
 
-    def _prompt_of(self, drawn: Drawn) -> Tensor:
-        return self.prompts.tokens(drawn.index, drawn.problem)
+    def _row(self, drawn: Drawn, member: int) -> _Row:
+        """A new dialog of a member of a group."""
+        episode = f"{self._split}-{self.repeats}/{drawn.group}/{member}" if self.task.opens else ""
+        return _Row(drawn, self.task.messages(drawn.problem), episode=episode)
+
+    def _prompt_of(self, row: _Row) -> Tensor:
+        return self.prompts.tokens(row.drawn.index, row.problem) if row.prompt is None else row.prompt
+
+    def _open(self, rows: Sequence[_Row]) -> None:
+        """Asks the task for the first prompts of rows; where it has none for a row, the row is done and not valid."""
+        dialogs = [Dialog(row.problem, [], row.chat, last=False, episode=row.episode) for row in rows]
+        if self.reward_pool is None:
+            turns = advance(self.task, dialogs)
+        else:
+            turns = [future.result() for future in self.reward_pool.submit_all(dialogs)]
+        for row, turn in zip(rows, turns, strict=True):
+            failure = turn if isinstance(turn, Failure) else self._opened(row, turn)
+            if failure is not None:
+                self._invalidate(row, failure)
+                row.terminated = True
+                self._end_episodes([row])
+
+    def _opened(self, row: _Row, turn: Turn) -> Failure | None:
+        """Takes a row's first prompt; returns why it cannot be one."""
+        self.counts.update(turn.counts)
+        try:
+            if turn.messages is None:
+                raise ValueError("the dialog was over before its first prompt.")
+            tools = self.task.tools if turn.tools is None else turn.tools
+            prompt = self.prompts.chat_tokens(turn.messages, tools)
+            most = self.max_dialog_tokens
+            if not prompt.numel() or (most is not None and prompt.numel() > most):
+                room = "" if most is None else f" to {most}"
+                raise ValueError(f"the first prompt of a dialog must have 1{room} tokens, it has {prompt.numel()}.")
+        except ValueError as error:
+            return Failure.of(error)
+        row.chat, row.prompt = list(turn.messages), prompt
+        return None
+
+    def _end_episodes(self, rows: Sequence[_Row]) -> None:
+        """Tells the task, once, that dialogs are over."""
+        for row in rows:
+            episode, row.episode = row.episode, ""
+            if episode and self.reward_pool is not None:
+                self.reward_pool.end(episode)
+            elif episode and isinstance(error := attempt(self.task.close, episode), Exception):
+                failure = Failure.of(error)
+                if self._is_new(failure):
+                    torchrl_logger.error(f"LLMEnv: task {self.task.name!r} failed to close a dialog.\n{failure.text}")
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Gives up the dialogs in progress. May be called again."""
+        self._end_episodes(self._rows)
+        super().close(raise_if_closed=raise_if_closed)
+
+    @property
+    def stepping(self) -> Tensor:
+        """[B] bool, the rows whose dialogs go on."""
+        return torch.tensor([not row.done for row in self._rows])
+
+    @property
+    def turn_rewards(self) -> list[list[float | None]]:
+        """For each row, the rewards that the task gave to its turns, None where it gave none."""
+        return [row.rewards for row in self._rows]
 
     def receive(self, row: int, response: Tensor, length_stopped: bool) -> None:
         """Takes a row's response before the step: its dialog is answered or scored while others are still sampled.
@@ -281,6 +359,7 @@ class LLMEnv(EnvBase):
         for row, turn in zip(active, self._advance(dialogs), strict=True):
             prompts[row] = torch.cat([prompts[row], responses[row]])
             self._rows[row].responses.append(dialogs[row].responses[-1])
+            self._rows[row].rewards.append(None)
             self._rows[row].between.append(dialogs[row].messages[-1])
             longer = self._take(row, dialogs[row], turn, prompts[row])
             if longer is not None:
@@ -289,6 +368,7 @@ class LLMEnv(EnvBase):
                 again[row] = replace(dialogs[row], finish_reason="length")  # its answer found no room: it ends here
         for row, turn in zip(again, self._advance(again), strict=True):
             self._take(row, again[row], turn, prompts[row])
+        self._end_episodes([self._rows[row] for row in active if self._rows[row].done])
         if self.input_mode == "tokens":  # else HistoryTransforms has the last word
             self.note_outcomes()
         text_column = [row.responses[-1] if row.responses else "" for row in self._rows]
@@ -310,19 +390,22 @@ class LLMEnv(EnvBase):
         if received is not None and received.tokens == tokens:
             return received
         state, text = self._rows[row], self.tokenizer.decode(tokens, skip_special_tokens=True)
-        messages = [*self.task.messages(state.problem), *state.between, {"role": "assistant", "content": text}]
+        messages = [*state.chat, *state.between, {"role": "assistant", "content": text}]
         return Dialog(
             problem=state.problem,
             responses=[*state.responses, text],
             messages=messages,
             tokens=tokens,
             finish_reason="length" if length_stopped else "stop",
-            raw=self.tokenizer.decode(tokens) if self.task.tools else "",
+            raw=self.tokenizer.decode(tokens) if self.task.tools or self.task.opens else "",
             last=len(state.responses) + 1 >= self.max_turns,
+            episode=state.episode,
         )
 
     def _advance(self, dialogs: Mapping[int, Dialog]) -> list[Turn | Failure]:
         """Ask the task about the dialogs of rows."""
+        if not dialogs:
+            return []
         if self.reward_pool is None:
             return advance(self.task, list(dialogs.values()))
         futures = []
@@ -348,6 +431,8 @@ class LLMEnv(EnvBase):
             calls = sum(message["role"] == "tool" for message in excuse)
             turn = Turn(excuse, None, {"tools/calls": calls, "tools/errors": calls})
         self.counts.update(turn.counts)
+        if turn.reward is not None:
+            state.rewards[-1] = turn.reward
         if turn.score is not None:
             state.reward, state.correct = turn.score.reward, turn.score.correct
             state.parts = dict(turn.score.parts)
@@ -370,7 +455,7 @@ class LLMEnv(EnvBase):
     @property
     def dialogs(self) -> list[Dialog]:
         """The dialog of each row so far; its messages include what came after the latest turn."""
-        chats = [[*self.task.messages(row.problem), *row.between] for row in self._rows]
+        chats = [[*row.chat, *row.between] for row in self._rows]
         return [Dialog(row.problem, row.responses, chat) for row, chat in zip(self._rows, chats, strict=True)]
 
     @property
@@ -402,8 +487,8 @@ class LLMEnv(EnvBase):
             return None
         longer = self._answered(tokens, messages, dialog)
         if longer is not None:
-            said = dialog.messages[len(self.task.messages(state.problem)) :]
-            self._rows[row] = _Row(state.drawn, state.responses, [*said, *messages])
+            said = dialog.messages[len(state.chat) :]
+            self._rows[row] = _Row(state.drawn, state.chat, responses=state.responses, between=[*said, *messages])
         return longer
 
     def note_outcomes(self) -> None:
@@ -423,12 +508,17 @@ class LLMEnv(EnvBase):
         """Marks the dialog as not scored; one log entry for each kind of failure."""
         row.valid, row.error = False, failure.line
         self.counts[f"rewards/invalid_{failure.cause}"] += 1
-        if failure.kind not in self._logged_failures:
-            self._logged_failures.add(failure.kind)
+        if self._is_new(failure):
             torchrl_logger.error(
                 f"LLMEnv: task {self.task.name!r} failed on query {row.problem.query!r:.500}; its reward is marked "
                 f"invalid. Further errors of this kind are not logged.\n{failure.text}"
             )
+
+    def _is_new(self, failure: Failure) -> bool:
+        """Whether a failure is the first of its kind."""
+        known = failure.kind in self._logged_failures
+        self._logged_failures.add(failure.kind)
+        return not known
 
     def take_counts(self) -> dict[str, float]:
         """Return the counts since the last call, as metrics that add up; ``RewardPool.take_counts`` included."""

@@ -11,7 +11,7 @@ from torchrl import torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.chat.template import ChatEncoder
-from torchrl_grpo.tasks.base import Problem, Split, Task
+from torchrl_grpo.tasks.base import Message, Problem, Split, Task
 
 
 class Prompts:
@@ -79,6 +79,15 @@ class Prompts:
                 f"text: only the chat template writes control tokens. Its query: {problem.query!r:.200}"
             )
         return text
+
+    def chat_tokens(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Tensor:
+        """[T] int64 prompt of a chat.
+
+        Raises:
+            ValueError: the chat template does not take it.
+        """
+        text = self._chats.render(messages, tools=list(tools) or None, add_generation_prompt=True)
+        return torch.tensor(self._chats.encode([text])[0], dtype=torch.int64)
 
     def __len__(self) -> int:
         """Problems that can be drawn."""

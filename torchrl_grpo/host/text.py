@@ -18,6 +18,7 @@ _INVALID_CAUSES = {
     "none": "no reward applies",
     "timeout": "timed out",
     "crash": "crashed the worker",
+    "lost": "lost with its worker",
 }
 
 

@@ -1,8 +1,8 @@
 """``RewardPool``: what a task says of dialogs, in separate processes, so that a scorer or a tool that hangs or crashes
 takes nothing with it.
 
-Each thread of the pool has a worker process and a pipe to it, so there is no queue or lock that a killed worker could
-leave broken. The workers import this module, and start fast because it does not import torch.
+Each worker process has a pipe of its own, which one thread at a time uses, so there is no queue or lock that a killed
+worker could leave broken. The workers import this module, and start fast because it does not import torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from torchrl_grpo.errors import INVALID_CAUSES, InvalidRewardError
 from torchrl_grpo.host import interrupts
 from torchrl_grpo.host.processes import go_on_in_guarded_child, show_stack_when_asked
 from torchrl_grpo.host.text import clip, printable
-from torchrl_grpo.tasks.base import Dialog, Score, Task, Turn
+from torchrl_grpo.tasks.base import Dialog, Score, Task, Turn, attempt
 
 RESTARTS = "workers/restarts_reward"
 TIMED_OUT = "workers/rewards_timed_out"
@@ -60,7 +60,7 @@ class Failure:
     Attributes:
         kind: failures of one kind are logged once.
         text: for the log; a traceback where there is one.
-        cause: one of ``INVALID_CAUSES``; ``crash`` is that of a process.
+        cause: one of ``INVALID_CAUSES``; ``crash`` is that of a process, ``lost`` that of one that kept the dialog.
         told: what the policy is told, if a tool took too long or ended its process.
         line: the same on one line: of an exception its type, its message, and the place in the user's file.
     """
@@ -108,18 +108,24 @@ def advance(task: Task, dialogs: Sequence[Dialog], timeout_s: float | None = Non
 def _checked(turn: Turn | Exception, task: Task) -> Turn | Failure:
     if isinstance(turn, Exception):
         return Failure.of(turn)
-    if turn.score is None:
-        return turn
     try:
-        reward = float(turn.score.reward)
-        if not abs(reward) <= _LARGEST:
-            raise InvalidRewardError(
-                f"reward={reward} must be finite, also in float32: fix the scorer of {task.name!r}.", "not_finite"
-            )
+        if turn.reward is not None:
+            turn = replace(turn, reward=_finite(turn.reward, task))
+        if turn.score is None:
+            return turn
         parts = {str(name): _number(value) for name, value in turn.score.parts.items()}
-        return replace(turn, score=Score(reward, bool(turn.score.correct), parts))
+        return replace(turn, score=Score(_finite(turn.score.reward, task), bool(turn.score.correct), parts))
     except Exception as error:
         return Failure.of(error)
+
+
+def _finite(value: Any, task: Task) -> float:
+    reward = float(value)
+    if not abs(reward) <= _LARGEST:
+        raise InvalidRewardError(
+            f"reward={reward} must be finite, also in float32: fix the scorer of {task.name!r}.", "not_finite"
+        )
+    return reward
 
 
 class _Worker:
@@ -136,8 +142,8 @@ class _Worker:
         self._task: bytes | None = task
         self._requests = 0
 
-    def advance(self, dialogs: Sequence[Dialog], timeout_s: float) -> list[Turn | Failure] | None:
-        """Return the task's answers to dialogs, None where there is none in time.
+    def ask(self, dialogs: Sequence[Dialog], ended: Sequence[str], timeout_s: float) -> list[Turn | Failure] | None:
+        """Return the task's answers to dialogs, None where there is none in time; first have it close ``ended`` ones.
 
         Raises:
             EOFError or OSError: the process has ended, or closed its pipe.
@@ -154,7 +160,7 @@ class _Worker:
             self._task = None
             self._limit_transfers()
         self._requests += 1
-        self.connection.send((self._requests, dialogs, timeout_s))
+        self.connection.send((self._requests, dialogs, ended, timeout_s))
         # One of several that are judged at a time is given up by the process itself.
         if not self.connection.poll(timeout_s + (len(dialogs) > 1)):
             return None
@@ -185,6 +191,12 @@ class _Worker:
         elif self.process.returncode is None:  # until it is waited for, nobody else has its number
             os.killpg(self.process.pid, signal.SIGKILL)
 
+    def let_go(self) -> None:
+        """Closes the pipe, and leaves the process time to close the dialogs that it keeps."""
+        self.connection.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_OWN_END_S)
+
     def close(self) -> None:
         """Ends the process and what it started, and closes the pipe."""
         self.kill()
@@ -196,12 +208,32 @@ class _Worker:
             self.process.wait()
 
 
+class _Lane:
+    """The place of one worker: what waits for it, and the dialogs that it keeps between their turns.
+
+    Attributes:
+        worker: its process, if one was started.
+        waiting: dialogs for this worker alone with their futures, and keys of those to close, in order.
+        kept: keys of the dialogs that the process keeps.
+        busy: whether a thread works with it, which then is the only one that uses the process.
+    """
+
+    def __init__(self) -> None:
+        self.worker: _Worker | None = None
+        self.waiting: deque[Any] = deque()
+        self.kept: set[str] = set()
+        self.busy = False
+
+
 class RewardPool(AbstractContextManager["RewardPool"]):
     """Pool of worker processes that answer and score dialogs, made when they are first needed.
 
     A scorer or tool that takes too long is killed. A worker that dies is replaced, and its dialog tried once more. May
     be used by several threads at a time, and be pickled: the copy makes its own workers. On Linux the workers, and all
     processes that a scorer started, end with this process, however it ends.
+
+    A dialog with an ``episode`` stays with the worker that got its first turn, because the task keeps something of it
+    there. Where that process ends, its dialogs are lost, and no others; none of them is tried again.
 
     Args:
         task: its ``advance`` is what runs in the workers.
@@ -225,10 +257,10 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def _init(self, task: bytes, at_a_time: int, workers: int, timeout_s: float) -> None:
         self._task, self._at_a_time, self._most, self.timeout_s = task, at_a_time, workers, timeout_s
         self._threads = ThreadPoolExecutor(self._most, thread_name_prefix="rewards")
-        self._own = threading.local()
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[Dialog, Future[Turn | Failure]]] = deque()
-        self._workers: set[_Worker] = set()
+        self._lanes = [_Lane() for _ in range(workers)]
+        self._lane_of: dict[str, _Lane] = {}  # by episode
+        self._waiting: deque[tuple[Dialog, Future[Turn | Failure]]] = deque()  # for any worker
         self._counts: Counter[str] = Counter()
         self._closed = False
 
@@ -239,15 +271,46 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._init(*state)
 
     def submit(self, dialog: Dialog) -> Future[Turn | Failure]:
-        """Give a dialog to a worker as soon as one is free.
+        """Give a dialog to a worker as soon as one is free; see ``submit_all``."""
+        return self.submit_all([dialog])[0]
+
+    def submit_all(self, dialogs: Sequence[Dialog]) -> list[Future[Turn | Failure]]:
+        """Give dialogs to workers as soon as they are free, as many as the task takes at a time to each.
 
         Raises:
             RuntimeError: the pool is closed; or, from the future, a worker process cannot load the task.
         """
-        future: Future[Turn | Failure] = Future()
-        self._waiting.append((dialog, future))
-        self._threads.submit(self._next)
-        return future
+        futures: list[Future[Turn | Failure]] = []
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the reward pool is closed: make a new one.")
+            for dialog in dialogs:
+                futures.append(Future())
+                self._queue_of(dialog).append((dialog, futures[-1]))
+        for _ in dialogs:
+            self._threads.submit(self._work)
+        return futures
+
+    def _queue_of(self, dialog: Dialog) -> deque[Any]:
+        """Where a dialog waits: its first turn goes to the worker that keeps the fewest."""
+        if not dialog.episode:
+            return self._waiting
+        if not dialog.responses:
+            if dialog.episode in self._lane_of:  # given up without a word
+                self._lane_of[dialog.episode].waiting.append(dialog.episode)
+            loads = Counter(map(id, self._lane_of.values()))
+            self._lane_of[dialog.episode] = min(self._lanes, key=lambda lane: loads[id(lane)])
+        lane = self._lane_of.get(dialog.episode)
+        return self._waiting if lane is None else lane.waiting
+
+    def end(self, episode: str) -> None:
+        """Have the worker that keeps a dialog close it, after all turns of it that were submitted."""
+        with self._lock:
+            lane = self._lane_of.pop(episode, None)
+            if lane is None or self._closed:
+                return
+            lane.waiting.append(episode)
+        self._threads.submit(self._work)
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call, as metrics: workers that died, and dialogs that took too long."""
@@ -258,86 +321,145 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def pids(self) -> list[int]:
         """The worker processes that there are."""
         with self._lock:
-            return [worker.process.pid for worker in self._workers]
+            return [lane.worker.process.pid for lane in self._lanes if lane.worker is not None]
 
     def close(self) -> None:
-        """Ends the workers at once, in the middle of a dialog too. May be called again."""
+        """Ends the workers, those in the middle of a dialog at once. May be called again."""
         with self._lock:
             self._closed = True
-            workers = list(self._workers)
+            workers = [lane.worker for lane in self._lanes if lane.worker is not None]
+            keeping = [lane.worker for lane in self._lanes if lane.worker is not None and lane.kept and not lane.busy]
+        leaving = [threading.Thread(target=worker.let_go) for worker in keeping]
+        for thread in leaving:
+            thread.start()
+        for thread in leaving:
+            thread.join()
         for worker in workers:
             worker.kill()
         self._threads.shutdown(cancel_futures=True)
         for worker in workers:
             worker.close()
-        while self._waiting:
-            self._waiting.popleft()[1].set_exception(RuntimeError("the reward pool was closed."))
+        queues: list[deque[Any]] = [self._waiting, *(lane.waiting for lane in self._lanes)]
+        for queue in queues:
+            while queue:
+                left = queue.popleft()
+                if not isinstance(left, str):
+                    left[1].set_exception(RuntimeError("the reward pool was closed."))
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _next(self) -> None:
-        """Takes what waits, as much as is judged at a time, to the worker of this thread."""
-        taken: list[tuple[Dialog, Future[Turn | Failure]]] = []
-        with suppress(IndexError):  # others have taken it
-            while len(taken) < self._at_a_time:
-                taken.append(self._waiting.popleft())
-        if not taken:
-            return
-        try:
-            turns = self._advance([dialog for dialog, _ in taken])
-            for (_, future), turn in zip(taken, turns, strict=True):
-                future.set_result(turn)
-        except BaseException as error:
-            for _, future in taken:
-                if not future.done():
-                    future.set_exception(error)
-
-    def _advance(self, dialogs: list[Dialog]) -> list[Turn | Failure]:
-        how = ""
-        for _ in range(_MOST_ATTEMPTS):
-            worker = self._living_worker()
+    def _work(self) -> None:
+        """Works for lanes that nobody works for, as long as something waits."""
+        while (lane := self._idle_lane()) is not None:
+            taken: list[tuple[Dialog, Future[Turn | Failure]]] = []
             try:
-                turns = worker.advance(dialogs, self.timeout_s)
+                ended, taken = self._take(lane)
+                turns = self._advance(lane, [dialog for dialog, _ in taken], ended)
+                for (_, future), turn in zip(taken, turns, strict=True):
+                    future.set_result(turn)
+            except BaseException as error:
+                for _, future in taken:
+                    if not future.done():
+                        future.set_exception(error)
+            finally:
+                with self._lock:
+                    lane.busy = False
+
+    def _idle_lane(self) -> _Lane | None:
+        """A lane for which something waits, marked as busy."""
+        with self._lock:
+            if self._closed:
+                return None
+            idle = [lane for lane in self._lanes if not lane.busy]
+            own = [lane for lane in idle if lane.waiting]
+            if not own and not (idle and self._waiting):
+                return None
+            # Where any will do, one that has a process is first.
+            lane = own[0] if own else min(idle, key=lambda lane: lane.worker is None)
+            lane.busy = True
+            return lane
+
+    def _take(self, lane: _Lane) -> tuple[list[str], list[tuple[Dialog, Future[Turn | Failure]]]]:
+        """Takes what waits: episodes to close or, if there are none, as many dialogs as are played at a time."""
+        ended: list[str] = []
+        taken: list[tuple[Dialog, Future[Turn | Failure]]] = []
+        with self._lock:
+            while lane.waiting and isinstance(lane.waiting[0], str):
+                ended.append(lane.waiting.popleft())
+            queue: deque[Any] = lane.waiting or self._waiting
+            while queue and not ended and len(taken) < self._at_a_time and not isinstance(queue[0], str):
+                taken.append(queue.popleft())
+        return ended, taken
+
+    def _advance(self, lane: _Lane, dialogs: list[Dialog], ended: Sequence[str] = ()) -> list[Turn | Failure]:
+        """The answers to dialogs; all of them stay with the lane's worker, or none does."""
+        if lane.worker is not None and lane.worker.process.poll() is not None:  # it ended while it had nothing to do
+            self._drop(lane, RESTARTS)
+        ended = [episode for episode in ended if episode in lane.kept]
+        lost = {
+            id(dialog) for dialog in dialogs if dialog.episode and dialog.responses and dialog.episode not in lane.kept
+        }
+        alive = [dialog for dialog in dialogs if id(dialog) not in lost]
+        lane.kept.update(dialog.episode for dialog in alive if dialog.episode)
+        turns = iter(self._asked(lane, alive, ended) if alive or ended else [])
+        lane.kept.difference_update(ended)
+        return [_LOST if id(dialog) in lost else next(turns) for dialog in dialogs]
+
+    def _asked(self, lane: _Lane, dialogs: list[Dialog], ended: Sequence[str]) -> list[Turn | Failure]:
+        how, keeps = "", bool(ended) or any(dialog.episode for dialog in dialogs)
+        attempts = 1 if keeps else _MOST_ATTEMPTS
+        for _ in range(attempts):
+            worker = self._living_worker(lane)
+            try:
+                turns = worker.ask(dialogs, ended, self.timeout_s)
             except (EOFError, OSError, ValueError) as error:
                 foreign = isinstance(error, ValueError) or not worker.connection.readable  # it was too large
                 how = "after sending something that is no answer" if foreign else worker.how_it_ended()
-                self._drop(worker, RESTARTS)
+                self._drop(lane, RESTARTS)
                 if len(dialogs) > 1:
                     break
                 continue
             if turns is not None:
                 return turns
-            self._drop(worker, TIMED_OUT)
-            if len(dialogs) == 1:
-                text = f"there was no score within env.reward_timeout_s={self.timeout_s:g}."
-                return [Failure(("timeout",), text, "timeout", f"it took longer than {self.timeout_s:g} s", text)]
+            self._drop(lane, TIMED_OUT)
+            if keeps or len(dialogs) == 1:
+                what = "answer" if keeps else "score"
+                text = f"there was no {what} within env.reward_timeout_s={self.timeout_s:g}."
+                told = "" if keeps else f"it took longer than {self.timeout_s:g} s"
+                return [Failure(("timeout",), text, "timeout", told, text)] * len(dialogs)
             break
-        if len(dialogs) > 1:  # one of them took the others with it: which, they show alone
-            return [turn for dialog in dialogs for turn in self._advance([dialog])]
-        text = f"{_MOST_ATTEMPTS} processes ended while they scored it ({how})."
-        return [Failure(("died", how), text, "crash", "its process ended", text)]
+        if len(dialogs) > 1 and not keeps:  # one of them took the others with it: which, they show alone
+            return [turn for dialog in dialogs for turn in self._asked(lane, [dialog], ())]
+        text = f"{attempts} processes ended while they scored it ({how})."
+        text = f"its process ended ({how})." if keeps else text
+        told = "" if keeps else "its process ended"
+        return [Failure(("died", how), text, "crash", told, text)] * len(dialogs)
 
-    def _living_worker(self) -> _Worker:
-        worker: _Worker | None = getattr(self._own, "worker", None)
-        if worker is not None and worker.process.poll() is not None:  # it ended while it had nothing to do
-            self._drop(worker, RESTARTS)
-            worker = None
-        if worker is None:
-            with self._lock:
-                if self._closed:
-                    raise RuntimeError("the reward pool is closed: make a new one.")
-                worker = self._own.worker = _Worker(self._task)
-                self._workers.add(worker)
-        return worker
-
-    def _drop(self, worker: _Worker, reason: str) -> None:
-        """Ends a worker and counts why."""
-        self._own.worker = None
+    def _living_worker(self, lane: _Lane) -> _Worker:
         with self._lock:
-            self._workers.discard(worker)
+            if self._closed:
+                raise RuntimeError("the reward pool is closed: make a new one.")
+            if lane.worker is None:
+                lane.worker = _Worker(self._task)
+            return lane.worker
+
+    def _drop(self, lane: _Lane, reason: str) -> None:
+        """Ends a lane's worker, with all dialogs that it keeps, and counts why."""
+        with self._lock:
+            worker, lane.worker = lane.worker, None
             self._counts[reason] += 1
-        worker.close()
+        lane.kept.clear()
+        if worker is not None:
+            worker.close()
+
+
+_LOST = Failure(
+    ("lost",),
+    "the process that kept its dialog had ended, because of another dialog or from outside.",
+    "lost",
+    line="the process that kept its dialog had ended",
+)
 
 
 def _encoded(turns: Sequence[Turn | Failure], number: int) -> bytes:
@@ -351,7 +473,8 @@ def _as_json(turn: Turn | Failure) -> Any:
         messages = None if turn.messages is None else list(turn.messages)
         counts = {str(name): float(count) for name, count in turn.counts.items()}
         score = turn.score and [turn.score.reward, turn.score.correct, dict(turn.score.parts)]
-        made = {"messages": messages, "score": score, "counts": counts}
+        tools = None if turn.tools is None else list(turn.tools)
+        made = {"messages": messages, "score": score, "counts": counts, "reward": turn.reward, "tools": tools}
         try:
             if len(json.dumps(made)) > _LARGEST_ANSWER // 128:
                 raise ValueError(f"a turn must be under {_LARGEST_ANSWER // 128:,} bytes: return shorter messages.")
@@ -388,7 +511,9 @@ def _from_json(one: dict[str, Any]) -> Turn | Failure:
         reward, correct, parts = one["score"]
         score = Score(float(reward), bool(correct), {name: _number(value) for name, value in parts.items()})
     messages = None if one["messages"] is None else [dict(message) for message in one["messages"]]
-    return Turn(messages, score, {name: float(count) for name, count in one["counts"].items()})
+    tools = None if one["tools"] is None else [dict(tool) for tool in one["tools"]]
+    counts = {name: float(count) for name, count in one["counts"].items()}
+    return Turn(messages, score, counts, _number(one["reward"]), tools)
 
 
 def _number(value: Any) -> float | None:
@@ -396,7 +521,8 @@ def _number(value: Any) -> float | None:
 
 
 def serve(fd: int, parent: int) -> None:
-    """Main function of a worker process: load the task that it is sent, and advance dialogs until the pipe is closed.
+    """Main function of a worker process: load the task that it is sent, advance dialogs until the pipe is
+    closed, and then close those that it keeps.
 
     Args:
         fd: its end of the pipe.
@@ -416,10 +542,26 @@ def serve(fd: int, parent: int) -> None:
             connection.send_bytes(_short(traceback.format_exc()).encode(errors="replace"))
             return
         connection.send_bytes(b"")
-        while True:
-            number, dialogs, timeout_s = connection.recv()
-            try:
-                turns = advance(task, dialogs, timeout_s)
-            except BaseException as error:  # of a scorer: nobody interrupts a worker by the keyboard
-                turns = [Failure.of(error)] * len(dialogs)
-            connection.send_bytes(_encoded(turns, number))
+        kept: set[str] = set()
+        told: set[tuple[Any, ...]] = set()
+        try:
+            while True:
+                number, dialogs, ended, timeout_s = connection.recv()
+                _close(task, ended, told)
+                kept = (kept - set(ended)) | {dialog.episode for dialog in dialogs if dialog.episode}
+                try:
+                    turns = advance(task, dialogs, timeout_s)
+                except BaseException as error:  # of a scorer: nobody interrupts a worker by the keyboard
+                    turns = [Failure.of(error)] * len(dialogs)
+                connection.send_bytes(_encoded(turns, number))
+        finally:
+            _close(task, sorted(kept), told)
+
+
+def _close(task: Task, episodes: Iterable[str], told: set[tuple[Any, ...]]) -> None:
+    """Closes dialogs; what fails is told once of each kind."""
+    for episode in episodes:
+        error = attempt(task.close, episode)
+        if isinstance(error, Exception) and (failure := Failure.of(error)).kind not in told:
+            told.add(failure.kind)
+            print(f"task {task.name!r} failed to close a dialog.\n{failure.text}", file=sys.stderr, flush=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
+A = TypeVar("A")
 T = TypeVar("T")
 Split = Literal["train", "test"]
 Message = dict[str, Any]
@@ -33,17 +34,17 @@ class Problem:
 
 @dataclass(frozen=True)
 class Dialog:
-    """A dialog up to the policy's latest turn.
+    """A dialog up to the policy's latest turn; of a task that ``opens``, also the one before the policy's first turn.
 
     Attributes:
         problem: what it is about.
-        responses: the policy's turns as text, special tokens removed; one for a single-turn task.
+        responses: the policy's turns as text, special tokens removed; one for a single-turn task, none at the opening.
         messages: the whole chat: that of the problem, the policy's turns and what came between them.
         tokens: ids of the latest turn, its stop token included.
         finish_reason: ``"length"`` where a token limit cut the latest turn off, else ``"stop"``.
         raw: the latest turn with its special tokens; empty where the task has no tools.
         last: whether the policy has no turn left.
-        episode: key of the dialog, unique in a run; empty where nothing is kept for it between its turns.
+        episode: key of the dialog of a task that ``opens``, which no other dialog of the run has; else empty.
     """
 
     problem: Problem
@@ -76,22 +77,24 @@ class Turn:
     """Outcome of the policy's latest turn.
 
     Attributes:
-        messages: its answer; None where the dialog is over.
+        messages: its answer; None where the dialog is over. Of an opening, the whole chat of the first prompt.
         score: of the dialog; there when it is over, or the policy has no turn left.
         counts: what happened, as metrics that add up.
         reward: of this turn alone, where the task rewards turns; it is part of the dialog's reward.
+        tools: of an opening, JSON schemas for the chat template; None takes those of the task.
     """
 
     messages: Sequence[Message] | None
     score: Score | None
     counts: Mapping[str, float] = field(default_factory=dict)
     reward: float | None = None
+    tools: Sequence[dict[str, Any]] | None = None
 
 
-def attempt(function: Callable[[Dialog], T], dialog: Dialog) -> T | Exception:
+def attempt(function: Callable[[A], T], argument: A) -> T | Exception:
     """Call a function; return its result or its exception."""
     try:
-        return function(dialog)
+        return function(argument)
     except Exception as error:
         return error
     except SystemExit as error:  # of a scorer that would end the run
@@ -99,9 +102,16 @@ def attempt(function: Callable[[Dialog], T], dialog: Dialog) -> T | Exception:
 
 
 def answers(task: Task, dialogs: Sequence[Dialog]) -> list[Turn | Exception]:
-    """Return turns without scores: a task's ``reply`` to each dialog, None where a token limit cut it off."""
-    said = [attempt(task.reply, dialog) if dialog.finish_reason == "stop" else None for dialog in dialogs]
-    return [one if isinstance(one, Exception) else Turn(one, None) for one in said]
+    """Return turns without scores: a task's ``reply`` to each dialog, None where a token limit cut it off; its
+    ``messages`` where the policy has not said anything."""
+
+    def said(dialog: Dialog) -> list[Message] | None:
+        if not dialog.responses:
+            return task.messages(dialog.problem)
+        return task.reply(dialog) if dialog.finish_reason == "stop" else None
+
+    turns = [attempt(said, dialog) for dialog in dialogs]
+    return [one if isinstance(one, Exception) else Turn(one, None) for one in turns]
 
 
 def with_scores(
@@ -135,11 +145,17 @@ class Task(ABC):
     One that needs more of the dialog than its problem and its responses defines ``judge`` and ``reply`` instead.
     ``advance`` applies them to many dialogs; a task that gains from having many at a time overrides it.
 
+    A task that keeps something of a dialog between its turns sets ``opens`` and overrides ``advance`` and ``close``.
+    ``advance`` then gets each new dialog without responses first, and answers with the first prompt; a reward worker
+    that was asked for the opening gets all turns of the dialog, and ``close`` after the last. Without reward workers,
+    several threads may call them at a time.
+
     Attributes:
         tools: JSON schemas of functions that the policy may call; they enter the chat template.
         has_parts: whether scores have parts.
         at_a_time: dialogs that ``advance`` takes at a time without one waiting for another.
         multi_turn: whether the task may answer a response.
+        opens: whether a dialog begins with the task.
 
     Example:
         >>> class Doubling(Task):
@@ -167,6 +183,7 @@ class Task(ABC):
     tools: Sequence[dict[str, Any]] = ()
     has_parts: bool = False
     at_a_time: int = 1
+    opens: bool = False
 
     @abstractmethod
     def problems(self, split: Split) -> Sequence[Problem]:
@@ -206,10 +223,18 @@ class Task(ABC):
         where the dialog is over or the policy has no turn left.
 
         Args:
-            dialogs: one that was cut off by a token limit gets no answer.
+            dialogs: one that was cut off by a token limit gets no answer; one without responses is an opening.
             timeout_s: longest time for one of several that are judged at a time.
         """
         return with_scores(dialogs, answers(self, dialogs), lambda done: [attempt(self.judge, one) for one in done])
+
+    def close(self, episode: str) -> None:  # noqa: B027  # most tasks keep nothing
+        """Ends what is kept of a dialog; called once when it is over or was given up, also where its opening failed.
+        A process that ends takes with it what it kept, and calls nothing.
+
+        Args:
+            episode: that of the dialog; one of which nothing is kept is none of this task's.
+        """
 
     def excuse(self, dialog: Dialog, why: str) -> list[Message] | None:
         """Answer the policy whose latest turn took too long or ended the process; None ends the dialog."""
@@ -237,7 +262,7 @@ class Task(ABC):
 
 class WrappedTask(Task):
     """A task that is another one in all that its subclass does not define, but for ``advance``, which goes by ``reply``
-    and ``judge``.
+    and ``judge``; that of a task that ``opens`` is its own.
 
     Args:
         task: the other one.
@@ -246,6 +271,7 @@ class WrappedTask(Task):
     def __init__(self, task: Task) -> None:
         self.task = task
         self.name, self.tools, self.has_parts, self.at_a_time = task.name, task.tools, task.has_parts, task.at_a_time
+        self.opens = task.opens
 
     def problems(self, split: Split) -> Sequence[Problem]:
         return self.task.problems(split)
@@ -261,6 +287,12 @@ class WrappedTask(Task):
 
     def reply(self, dialog: Dialog) -> list[Message] | None:
         return self.task.reply(dialog)
+
+    def advance(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Exception]:
+        return self.task.advance(dialogs, timeout_s) if self.opens else super().advance(dialogs, timeout_s)
+
+    def close(self, episode: str) -> None:
+        self.task.close(episode)
 
     def excuse(self, dialog: Dialog, why: str) -> list[Message] | None:
         return self.task.excuse(dialog, why)

@@ -41,15 +41,24 @@ class WithTools(WrappedTask):
         return True
 
     def advance(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Exception]:
-        calling = [dialog.finish_reason == "stop" and bool(self._calls(dialog)) for dialog in dialogs]
+        calling = [dialog.finish_reason == "stop" and self._is_for_tools(dialog) for dialog in dialogs]
         run = [calls and not dialog.last for calls, dialog in zip(calling, dialogs, strict=True)]
         other = iter(self.task.advance([d for d, runs in zip(dialogs, run, strict=True) if not runs], timeout_s))
         turns = [self._run(dialog) if runs else next(other) for dialog, runs in zip(dialogs, run, strict=True)]
         # The calls of a last turn are not made, nobody would read the results; it is scored as one that goes on.
-        return [
+        turns = [
             replace(turn, messages=[]) if calls and not runs and isinstance(turn, Turn) else turn
             for turn, calls, runs in zip(turns, calling, run, strict=True)
         ]
+        return [self._with_tools(turn) if isinstance(turn, Turn) and turn.tools is not None else turn for turn in turns]
+
+    def _is_for_tools(self, dialog: Dialog) -> bool:
+        """Whether a dialog's latest turn calls; a task that opens may have tools of its own, which it runs itself."""
+        names = {name for _, name in self._calls(dialog)}
+        return bool(names & self.toolbox.functions.keys() if self.task.opens else names)
+
+    def _with_tools(self, opening: Turn) -> Turn:
+        return replace(opening, tools=[*(opening.tools or ()), *self.toolbox.schemas])
 
     def _calls(self, dialog: Dialog) -> list[tuple[int, str]]:
         return [(number, call.name) for number, call in enumerate(self.toolbox.calls(dialog.raw))]

@@ -86,6 +86,7 @@ class MixedTask(Task):
         self.name = "+".join(names)
         self.has_parts = any(task.has_parts for task in tasks)
         self.at_a_time = max(task.at_a_time for task in tasks)
+        self.opens = any(task.opens for task in tasks)
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """The problems of all tasks; ``Problem.dataset`` names the task."""
@@ -111,6 +112,10 @@ class MixedTask(Task):
             own = [i for i, dialog in enumerate(dialogs) if self.task_of(dialog.problem) is task]
             turns |= zip(own, task.advance([dialogs[i] for i in own], timeout_s), strict=True)
         return [turns[i] for i in range(len(dialogs))]
+
+    def close(self, episode: str) -> None:
+        for task in self.tasks.values():
+            task.close(episode)
 
     @property
     def multi_turn(self) -> bool:

@@ -171,13 +171,13 @@ class WithRewards(WrappedTask):
     def __init__(self, task: Task, rewards: Rewards) -> None:
         super().__init__(task)
         self.rewards, self.has_parts = rewards, True
-        self.at_a_time = _AT_A_TIME if rewards.asynchronous else 1
+        self.at_a_time = max(_AT_A_TIME if rewards.asynchronous else 1, task.at_a_time if task.opens else 1)
 
     def judge(self, dialog: Dialog) -> Score:
         return self.rewards(dialog)
 
     def advance(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Exception]:
-        turns = answers(self.task, dialogs)
+        turns = self.task.advance(dialogs, timeout_s) if self.task.opens else answers(self.task, dialogs)
         return with_scores(dialogs, turns, lambda done: self.rewards.score_all(done, timeout_s))
 
 

@@ -72,6 +72,11 @@ class HistoryTransforms(Compose):
         env = self.parent.base_env
         if not isinstance(env, LLMEnv):
             raise ValueError(f"HistoryTransforms must be around an LLMEnv, not {type(env).__name__}: use one.")
+        if env.task.opens:
+            raise ValueError(
+                f"HistoryTransforms must not go on with dialogs that task {env.task.name!r} has closed: leave "
+                "env.transforms out."
+            )
         env.input_mode = "history"
         for transform in self.transforms:
             role = getattr(transform, "tool_role", getattr(transform, "role", None))

@@ -216,13 +216,14 @@ class _Lane:
         waiting: dialogs for this worker alone with their futures, and keys of those to close, in order.
         kept: keys of the dialogs that the process keeps.
         busy: whether a thread works with it, which then is the only one that uses the process.
+        playing: whether it does so for dialogs, and not to close some.
     """
 
     def __init__(self) -> None:
         self.worker: _Worker | None = None
         self.waiting: deque[Any] = deque()
         self.kept: set[str] = set()
-        self.busy = False
+        self.busy = self.playing = False
 
 
 class RewardPool(AbstractContextManager["RewardPool"]):
@@ -258,6 +259,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._task, self._at_a_time, self._most, self.timeout_s = task, at_a_time, workers, timeout_s
         self._threads = ThreadPoolExecutor(self._most, thread_name_prefix="rewards")
         self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
         self._lanes = [_Lane() for _ in range(workers)]
         self._lane_of: dict[str, _Lane] = {}  # by episode
         self._waiting: deque[tuple[Dialog, Future[Turn | Failure]]] = deque()  # for any worker
@@ -325,8 +327,9 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
     def close(self) -> None:
         """Ends the workers, those in the middle of a dialog at once. May be called again."""
-        with self._lock:
+        with self._idle:
             self._closed = True
+            self._idle.wait_for(lambda: not any(one.busy and not one.playing for one in self._lanes), _OWN_END_S)
             workers = [lane.worker for lane in self._lanes if lane.worker is not None]
             keeping = [lane.worker for lane in self._lanes if lane.worker is not None and lane.kept and not lane.busy]
         leaving = [threading.Thread(target=worker.let_go) for worker in keeping]
@@ -363,8 +366,9 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                     if not future.done():
                         future.set_exception(error)
             finally:
-                with self._lock:
-                    lane.busy = False
+                with self._idle:
+                    lane.busy = lane.playing = False
+                    self._idle.notify_all()
 
     def _idle_lane(self) -> _Lane | None:
         """A lane for which something waits, marked as busy."""
@@ -390,6 +394,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             queue: deque[Any] = lane.waiting or self._waiting
             while queue and not ended and len(taken) < self._at_a_time and not isinstance(queue[0], str):
                 taken.append(queue.popleft())
+            lane.playing = bool(taken)
         return ended, taken
 
     def _advance(self, lane: _Lane, dialogs: list[Dialog], ended: Sequence[str] = ()) -> list[Turn | Failure]:

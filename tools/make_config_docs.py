@@ -21,19 +21,25 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 HEAD = """# The config's keys
 
 Made by `python tools/make_config_docs.py` from the docstrings in `torchrl_grpo/config/`; change it there. On
-the command line a key is `NODE.KEY=VALUE`, as in `optimizer.lr=1e-5`. The defaults are those of the code: the files in
-`config/` set others for their tasks, and those in `config/algo/` for the algorithms (`docs/algorithms.md`). `--cfg job`
-prints the values of a run.
+the command line a key is `NODE.KEY=VALUE`, as in `optimizer.lr=1e-5`; `null` is no value. The defaults are those of the
+code: the files in `config/` set others for their tasks, and those in `config/algo/` for the
+[algorithms](algorithms.md). `--cfg job` prints the values of a run.
 """
 
 
 def page() -> str:
     """The text of ``docs/config.md``."""
-    return "\n".join([HEAD, *_tables(GRPOConfig(), "")])
+    return "\n".join([HEAD, *_tables(GRPOConfig(), "", {})])
 
 
-def _tables(node: Any, name: str) -> Iterator[str]:
-    """The table of a node, then those of the nodes inside it."""
+def _tables(node: Any, name: str, documented: dict[tuple[str, str], str]) -> Iterator[str]:
+    """The table of a node, then those of the nodes inside it.
+
+    Args:
+        node: a dataclass of the config.
+        name: its dotted name.
+        documented: the node that has a key with a docstring; further ones refer to it.
+    """
     bodies = [ast.parse(inspect.getsource(kind)).body[0] for kind in type(node).__mro__[-2::-1]]
     docs = {
         ast.unparse(item.target): ast.literal_eval(text.value)
@@ -43,16 +49,18 @@ def _tables(node: Any, name: str) -> Iterator[str]:
         if isinstance(item, ast.AnnAssign) and isinstance(text, ast.Expr)
     }
     yield f"## `{name}`\n\n{_prose(type(node).__doc__ or '')}\n" if name else "## At the top\n"
-    yield "| key | default | what it is |\n|---|---|---|"
+    yield "| key (default) | meaning |\n|---|---|"
     fields = {item: getattr(node, item.name) for item in dataclasses.fields(node)}
     for item, value in fields.items():
         if not dataclasses.is_dataclass(value):
             doc = docs[item.name]
-            yield f"| `{item.name}` | {_default(value)} | {_prose(doc)}{_choices(item, doc)} |"
+            first = documented.setdefault((item.name, doc), name)
+            meaning = f"{_prose(doc)}{_choices(item, doc)}" if first == name else f"As `{first}.{item.name}`."
+            yield f"| `{item.name}` ({_default(value)}) | {meaning} |"
     yield ""
     for item, value in fields.items():
         if dataclasses.is_dataclass(value):
-            yield from _tables(value, f"{name}.{item.name}".lstrip("."))
+            yield from _tables(value, f"{name}.{item.name}".lstrip("."), documented)
 
 
 def _prose(doc: str) -> str:

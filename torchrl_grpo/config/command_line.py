@@ -90,7 +90,7 @@ def from_hydra(cfg: DictConfig, overrides: Sequence[str] = (), find_saved: FindS
 
 
 def _check_not_missing(names: Sequence[str]) -> None:
-    """Refuse keys with OmegaConf's ``???``, a missing value: a merge takes them for keys that were not given."""
+    """Refuse keys with OmegaConf's ``???``, a missing value: a merge treats them as keys that were not given."""
     if names:
         given = ", ".join(f"{name}={MISSING}" for name in names)
         raise ConfigError(
@@ -213,7 +213,7 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
 
 
 def _check_form(overrides: Sequence[str]) -> None:
-    """Refuses what is no override: Hydra would show the grammar, or a traceback."""
+    """Refuse an argument that is no override: Hydra would show its grammar, or a traceback."""
     for text, following in zip(overrides, [*overrides[1:], "VALUE"], strict=False):
         if text.startswith("~") or (text.partition("=")[0] and "=" in text):
             continue
@@ -261,7 +261,7 @@ def _explained(error: Exception, arguments: Sequence[str]) -> str:
 
 
 def _unreadable(error: OverrideParseException) -> str:
-    """Return that Hydra's grammar does not allow an override, which for a text is a matter of quotes."""
+    """Return the error for an override that Hydra's grammar does not allow, usually for lack of quotes."""
     key, _, value = error.override.partition("=")
     name = key.lstrip("+")
     if name not in FIELDS or "str" not in _type_of(GRPOConfig, name).split(" | "):
@@ -292,7 +292,7 @@ def _type_of(node: Any, name: str) -> str:
 
 
 def _unknown(name: str, text: str) -> str:
-    """That a dotted name does not exist; ``text`` is what was typed."""
+    """Return the error for a dotted name that does not exist; ``text`` is what was typed."""
     if name.rpartition(".")[2] in _CUT:
         return (
             f"{text} names a config key that does not exist: what is cut off changes the distribution that is sampled "
@@ -310,7 +310,7 @@ def _unknown(name: str, text: str) -> str:
 
 
 def _unknown_config(name: str) -> str:
-    """That there is no file of a name that was given by ``--config-name``."""
+    """Return the error for a ``--config-name`` without a file."""
     names = sorted(path.stem for path in Path(CONFIG_FILES).glob("*.yaml"))
     close = [known for known in names if known.startswith(name)] or difflib.get_close_matches(name, names, 1)
     hint = f"did you mean {close[0]}?" if close else "give the folder of your own by --config-dir."
@@ -318,7 +318,7 @@ def _unknown_config(name: str) -> str:
 
 
 def _mistyped(name: str, value: Any) -> str:
-    """That a key, or a group of keys, cannot have a value."""
+    """Return the error for a key, or a group of keys, that cannot have a value."""
     item = FIELDS.get(name)
     if item is None:
         instead = f"algo={value}" if name == "policy" else "its keys, one by one"

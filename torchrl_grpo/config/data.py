@@ -10,11 +10,11 @@ from torchrl_grpo.config.fields import limited
 
 @dataclass
 class ColumnsConfig:
-    """The columns of a data set that have a role. Every column reaches the reward, by its name."""
+    """Roles of a data set's columns. Every column is passed to the reward, under its name."""
 
     prompt: str | None = None
-    """A text, or a list of chat messages; by default prompt, question, problem, query or instruction, if there is one
-    of them."""
+    """A text, or a list of chat messages; by default prompt, question, problem, query or instruction, if exactly one of
+    them exists."""
     answer: str | None = None
     """Column that the reward gets as answer; by default answer, solution, ground_truth or target, if there is one."""
 
@@ -24,40 +24,40 @@ class DataConfig:
     """A data set: where its rows come from, and how a row becomes a prompt."""
 
     dataset: str | None = None
-    """arithmetic or countdown (generated), gsm8k, math or ifeval, reasoning_gym:NAME (such as reasoning_gym:chain_sum),
-    a file (jsonl, json, csv, parquet), a folder of such files, or a name on the Hugging Face hub. In csv files every
+    """arithmetic or countdown (generated), gsm8k, math, ifeval, reasoning_gym:NAME (such as reasoning_gym:chain_sum), a
+    file (jsonl, json, csv, parquet), a folder of such files, or a name on the Hugging Face hub. In csv files every
     value is text."""
     dataset_options: Any = None
-    """reasoning_gym: arguments of the data set by name, such as {max_terms: 3}; seed, by default 0; and levels, such as
-    [0, 1, 2], of its curriculum, which set its arguments."""
+    """reasoning_gym: arguments of the data set by name, such as {max_terms: 3}; seed, by default 0; and levels of its
+    curriculum, such as [0, 1, 2]."""
     dataset_path: str | None = None
-    """gsm8k, math, ifeval: file or folder with the data; by default it is loaded from the hub."""
+    """gsm8k, math, ifeval: file or folder with the data; by default the hub."""
     difficulty: int = limited(2, ge=1, le=10)
-    """arithmetic: 1 to 10; up to 5 the digits of the numbers, see torchrl_grpo/tasks/arithmetic.py. countdown: how many
-    numbers are given, 2 to 6."""
+    """arithmetic: 1 to 10; up to 5 it is the number of digits, see torchrl_grpo/tasks/arithmetic.py. countdown: how
+    many numbers are given, 2 to 6."""
     dataset_config: str | None = None
     """On the hub: the data set's configuration."""
     revision: str | None = None
     """On the hub: branch, tag or commit."""
     train_split: str | None = None
-    """The split to train on; by default train. A file is the split train; in a folder a split is called as its file."""
+    """Split to train on; by default train. A file is the split train; in a folder a split has the name of its file."""
     test_split: str | None = None
-    """The split to test on; by default test, if there is one."""
+    """Split to test on; by default test, if there is one."""
     test_fraction: float | None = limited(None, gt=0, lt=1)
-    """Share of the train split to test on instead, in (0, 1). A hash of the prompt decides, so it is the same problems
-    in every run. ifeval: by default 0.1."""
+    """Share of the train split to test on instead, in (0, 1). A hash of the prompt decides, so the test problems are
+    the same in every run. ifeval: by default 0.1."""
     max_samples: int | None = limited(None, ge=1)
-    """Maximum number of rows that are read of a split, the first ones; null is all. reasoning_gym: how many problems
-    are drawn to train on, by default 1000, and a quarter of it to test on."""
+    """Maximum number of rows to read from a split, from its start; null reads all. reasoning_gym: problems to generate
+    for training, by default 1000, and a quarter of that for testing."""
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     prompt_template: str | None = None
-    """The user's message, such as "{question} Answer with a number.", with columns in braces; other braces stay, and
-    {{name}} is the text {name}. null is the prompt alone."""
+    """The user message, with columns in braces, such as "{question} Answer with a number."; other braces stay, and
+    {{name}} is the text {name}. null uses the prompt alone."""
     system_prompt: str | None = None
-    """The system's message, in place of one in the data."""
+    """System message, which replaces one in the data."""
     reward: Any = None
-    """Scorer of a response: a built-in name, file.py:function, package.module:function; or a list of these or of {fn,
-    weight, name, and options of the function} (docs/rewards.md). null is the data set's own, if it has one."""
+    """Reward function: a built-in name, file.py:function, package.module:function; or a list of these or of {fn,
+    weight, name, and options of the function} (docs/rewards.md). null uses the data set's own, if it has one."""
 
 
 @dataclass

@@ -18,21 +18,21 @@ class EvaluationConfig:
     frequency: int = limited(50, ge=0)
     """Steps between two greedy evaluations; 0 evaluates before and after the run only."""
     num_prompts: int = limited(200, ge=0)
-    """Test problems to use, the same ones in each evaluation and run; 0 switches evaluation off."""
+    """Test problems to use, the same ones in each evaluation and run; 0 turns evaluation off."""
     k: int = limited(8, ge=0, le=1024)
-    """Samples a problem for pass@k before and after the run, from 2 to 1,024; 0 leaves it out."""
+    """Samples per problem for pass@k before and after the run, from 2 to 1,024; 0 omits pass@k."""
     temperature: float | None = limited(None, ge=MIN_TEMPERATURE)
     """Temperature of the samples for pass@k, at least 0.01; null is inference_model.temperature."""
     top_p: float = limited(1.0, gt=0, le=1)
-    """Samples for pass@k are drawn from the most likely tokens that hold this share of the probability; 1 is all."""
+    """pass@k: sample from the most likely tokens that hold this share of the probability; 1 uses all."""
     top_k: int = limited(0, ge=0)
-    """Samples for pass@k are drawn from so many of the most likely tokens; 0 is all."""
+    """pass@k: sample from this many most likely tokens; 0 uses all."""
     min_p: float = limited(0.0, ge=0, lt=1)
-    """Samples for pass@k are drawn from tokens of at least this share of the most likely one's probability."""
+    """pass@k: sample from tokens with at least this share of the most likely one's probability."""
     datasets: list[DatasetConfig] | None = None
     """Further test sets, of num_prompts problems each: [{dataset: aime.jsonl, columns: {prompt: q}, reward: math}].
-    Each takes the keys from dataset to reward, and name, what its metrics are called. It is the data's test split or,
-    where there is none, all of it; the reward is by default env.reward."""
+    Each takes the keys from dataset to reward, and name, for its metrics. The data's test split is used or, if there is
+    none, all of it; the reward is by default env.reward."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class ServiceConfig:
     name: str | None = None
     """Run name; by default the run folder's."""
     group: str | None = None
-    """Name that runs which belong together share, such as the seeds of one setting."""
+    """Name shared by runs that belong together, such as the seeds of one setting."""
 
 
 @dataclass
@@ -54,9 +54,9 @@ class WandbConfig(ServiceConfig):
     """Weights & Biases."""
 
     entity: str | None = None
-    """The user or team that the project is of; null is the key's own."""
+    """User or team that owns the project; null is that of the key."""
     tags: list[str] = field(default_factory=list)
-    """Words to find the run by."""
+    """Tags of the run."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class MLflowConfig(ServiceConfig):
 
 @dataclass
 class TrackioConfig(ServiceConfig):
-    """Trackio: a few letters are added to the name of a run."""
+    """Trackio: a few letters are appended to the name of a run."""
 
     mode: str = choice(checks.TrackioMode, "disabled")
     """disabled, or offline: into the folder on this machine that trackio show reads (TRACKIO_DIR)."""
@@ -80,28 +80,27 @@ class LoggingConfig:
     """Records and logs beside metrics.jsonl."""
 
     page: bool = False
-    """Whether a page on the run is served while it goes on; its address is printed. For a run that has ended:
-    python -m torchrl_grpo.view DIR."""
+    """Serve a dashboard during the run; its address is printed. For a finished run: python -m torchrl_grpo.view DIR."""
     tensorboard: bool = True
-    """Whether TensorBoard files are written."""
+    """Write TensorBoard files."""
     sample_frequency: int = limited(50, ge=1)
-    """Steps between two tables of samples, at least 1."""
+    """Steps between two sets of logged samples, at least 1."""
     sample_rows: Any = 32
-    """Rows that such a step adds to samples.jsonl, rounded up to whole groups; all is the whole batch, and in
-    evaluations all test problems in place of 20."""
+    """Rows per such step in samples.jsonl, rounded up to whole groups; all is the whole batch and, in evaluations, all
+    test problems instead of 20."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     mlflow: MLflowConfig = field(default_factory=MLflowConfig)
     trackio: TrackioConfig = field(default_factory=TrackioConfig)
 
     @property
     def services(self) -> dict[str, dict[str, Any]]:
-        """Of those that are on, the settings by name."""
+        """Settings of the services that are on, by name."""
         nodes = {"wandb": asdict(self.wandb), "mlflow": asdict(self.mlflow), "trackio": asdict(self.trackio)}
         return {name: node for name, node in nodes.items() if node["mode"] != "disabled"}
 
     @property
     def files_alone(self) -> LoggingConfig:
-        """The same, with nothing but the run's own files."""
+        """These settings with every service off."""
         off: dict[str, Any] = {"wandb": WandbConfig(), "mlflow": MLflowConfig(), "trackio": TrackioConfig()}
         return replace(self, page=False, tensorboard=False, **off)
 
@@ -112,5 +111,5 @@ class LoggingConfig:
 
     @property
     def test_rows(self) -> int | None:
-        """Test problems of which an evaluation adds a row; None is all."""
+        """Test problems for which an evaluation adds a row; None is all."""
         return None if self.sample_rows == "all" else 20

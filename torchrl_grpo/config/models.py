@@ -16,28 +16,28 @@ class ModelConfig:
     """The model that is trained."""
 
     name: str = "starter"
-    """A folder, a name on the Hugging Face hub, or ``starter``: the small model shipped with the package."""
+    """A folder, a name on the Hugging Face hub, or ``starter``: the small model included in the package."""
     revision: str | None = None
     """On the hub: branch, tag or commit, for trainer, reference, tokenizer and engine."""
     chat_template: str | None = None
     """A Jinja chat template, or a file with one, to use instead of the tokenizer's own."""
     trust_remote_code: bool = False
-    """Whether code from the model's repository may run."""
+    """Allow code from the model's repository to run."""
     attn_implementation: str = "sdpa"
     """Attention of the training and reference models: sdpa, eager, flash_attention_2."""
 
     @property
     def source(self) -> str:
-        """``name@revision``, which all that loads something of the model is given."""
+        """``name@revision``, as passed to everything that loads a part of the model."""
         return self.name if self.revision is None else f"{self.name}@{self.revision}"
 
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters (arXiv 2106.09685) in place of full training."""
+    """Low-rank adapters (arXiv 2106.09685) instead of full training."""
 
     enabled: bool = False
-    """Whether only adapters are trained. The reference model is then the trained model with its adapters off."""
+    """Train adapters only. The reference model is then the trained model with its adapters off."""
     r: int = limited(16, ge=1, le=8192)
     """Rank, from 1 to 8,192."""
     alpha: int = limited(32, ge=1)
@@ -51,10 +51,10 @@ class DevicesConfig:
     """Where a role computes."""
 
     num_devices: Any = None
-    """How many devices, at least 1, or all that the other roles leave (all); by default placed by itself. Training and
-    other roles with all take turns on the same devices."""
+    """Number of devices, at least 1, or all that the other roles leave (all); by default chosen automatically. If
+    training and other roles both have all, they take turns on the same devices."""
     devices: list[int] | None = None
-    """Which accelerators, by index, instead of num_devices. Roles that are given those of training take turns."""
+    """Accelerators by index, instead of num_devices. Roles that share those of training take turns."""
 
 
 @dataclass
@@ -64,14 +64,15 @@ class TrainModelConfig(DevicesConfig):
     dtype: str = choice(checks.Dtype, "float32")
     """Type of the master weights and of the optimizer state."""
     gradient_checkpointing: bool = False
-    """Whether layers are computed again in backward to save memory."""
+    """Recompute layers in the backward pass to save memory."""
     tensor_parallel_size: int = limited(1, ge=1)
-    """Devices that compute each layer together, at least 1; it divides the number of devices. The rest is sharding."""
+    """Devices that compute each layer together, at least 1; must divide the number of devices, over which the model is
+    otherwise sharded."""
     model_kwargs: Any = None
     """Further arguments of from_pretrained for all models that Transformers loads, such as {experts_implementation:
-    grouped_mm}, or fields of config.json. vllm is told of the latter by engine_kwargs.hf_overrides. null is none."""
+    grouped_mm}, or fields of config.json; vllm gets the latter through engine_kwargs.hf_overrides."""
     cpu_offload: bool = False
-    """Whether weights, gradients and optimizer state rest in the CPU's memory while they are not used."""
+    """Keep weights, gradients and optimizer state in CPU memory while they are not in use."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
@@ -90,31 +91,33 @@ class InferenceModelConfig(DevicesConfig):
     max_new_tokens: int = limited(256, ge=1)
     """Maximum number of tokens in one response, at least 1."""
     stop: list[str] = field(default_factory=list)
-    """Strings that end a response, beside the end of the model's turn. The tokens that hold one stay in the response,
-    as they were sampled. At most 256 bytes together."""
+    """Strings that end a response, in addition to the model's end-of-turn token. Their tokens stay in the response. At
+    most 256 bytes together."""
     max_model_len: int | None = limited(None, ge=2)
-    """vllm: tokens in prompt and response together; by default just what max_prompt_tokens and max_new_tokens need."""
+    """vllm: maximum number of tokens in prompt and response together; by default what max_prompt_tokens and
+    max_new_tokens need."""
     gpu_memory_utilization: float | None = limited(None, gt=0, le=1)
-    """vllm: share of the accelerator's memory that the engine may take; by default 0.9, or 0.4 where it is shared."""
+    """vllm: share of the accelerator's memory that the engine may take; by default 0.9, or 0.4 if other roles share it.
+    """
     kv_cache_gib: float = limited(1.0, gt=0)
     """vllm on a CPU: memory for the KV cache in GiB, above 0."""
     enforce_eager: bool = False
     """vllm: start faster, without compiled graphs."""
     engine_kwargs: Any = None
-    """vllm: further arguments of its EngineArgs, such as {max_num_seqs: 512, kv_cache_dtype: fp8}, which win over the
-    package's; null is none. With pipeline_parallel_size a sampler has so many times tensor_parallel_size devices."""
+    """vllm: further arguments of its EngineArgs, such as {max_num_seqs: 512, kv_cache_dtype: fp8}, which override the
+    package's. With pipeline_parallel_size a sampler has that many times tensor_parallel_size devices."""
     in_flight: str = choice(checks.InFlight, "wait")
-    """Effect of new weights on responses that are being sampled: wait for their end, keep them and go on with the new
-    weights, or abort them and start them again. keep and abort need vllm."""
+    """What new weights do to running responses: wait for their end, keep them and continue with the new weights, or
+    abort and restart them. keep and abort need vllm."""
     weight_transfer: str = choice(checks.WeightTransfer, "auto")
-    """How the trained weights reach engines in other processes: object_store (Ray's, anywhere), broadcast (nccl between
-    GPUs) or cuda_ipc (one GPU); these two are vllm's, and object_store elsewhere and with LoRA. auto is the fastest
-    that fits: it must first deliver the same weights as object_store, which takes its place if it fails."""
+    """How weights reach engines in other processes: object_store (Ray's, anywhere), or for vllm without LoRA also
+    broadcast (nccl between GPUs) or cuda_ipc (one GPU). auto is the fastest that fits: it must first deliver the same
+    weights as object_store, which replaces it if it fails."""
     exact: bool = False
-    """transformers: whether each response is scored once more as the trainer will, alone: its log-probs are then the
-    trainer's to the last bit, and the ratio is exactly 1 on policy. docs/algorithms.md says what that costs."""
+    """transformers: score each response once more as the trainer will, alone, so that log-probs equal the trainer's to
+    the last bit and the ratio is exactly 1 on policy. docs/algorithms.md has the cost."""
     check_sync: bool = False
-    """Whether the log-probs of engine and learner are compared on a few tokens after each weight sync."""
+    """Compare log-probs of engine and learner on a few tokens after each weight sync."""
     check_sync_tolerance: float = limited(0.05, gt=0)
     """Largest mean log-prob mismatch that check_sync accepts, in nats."""
 
@@ -126,9 +129,9 @@ class InferenceModelConfig(DevicesConfig):
 
 @dataclass
 class RefModelConfig(DevicesConfig):
-    """The reference model, there only when policy.kl_coef is not 0."""
+    """The reference model, which exists only if policy.kl_coef is not 0."""
 
     dtype: str = choice(checks.Dtype, "float32")
     """Type of the weights."""
     refresh_every: int | None = limited(None, ge=1)
-    """Steps after which the trained weights become the reference model's, again and again; null never."""
+    """Copy the trained weights to the reference model every this many steps; null never."""

@@ -13,7 +13,7 @@ class OptimizerConfig:
     """AdamW (arXiv 1711.05101)."""
 
     name: str = choice(checks.Optimizer, "adamw")
-    """adamw; adamw_8bit: torchao's, with 2 bytes of state a weight in place of 8, on one device (docs/models.md)."""
+    """adamw; adamw_8bit: torchao's, with 2 bytes of state per weight instead of 8, on one device (docs/models.md)."""
     lr: float = limited(1e-6, gt=0)
     """Learning rate, above 0."""
     weight_decay: float = limited(0.0, ge=0)
@@ -29,6 +29,6 @@ class OptimizerConfig:
     warmup_steps: int = limited(0, ge=0)
     """Optimizer steps over which the learning rate rises from 0."""
     schedule: str = choice(checks.LearningRate, "constant")
-    """Shape of the learning rate after that, over the run's optimizer steps."""
+    """Shape of the learning rate after the warm-up, over the run's optimizer steps."""
     lr_floor: float = limited(0.0, ge=0, le=1)
-    """Share of lr that a linear or cosine schedule ends at, in [0, 1]."""
+    """Share of lr at the end of a linear or cosine schedule, in [0, 1]."""

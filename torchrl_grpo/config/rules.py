@@ -82,7 +82,7 @@ def staleness_bound(config: GRPOConfig, asynchronous: bool) -> int:
 
 
 def check_one_process(config: GRPOConfig) -> None:
-    """Refuses what has no meaning where all roles are in one process."""
+    """Refuse settings without a meaning where all roles are in one process."""
     inference = config.inference_model
     for name, value, only, why in (
         ("in_flight", inference.in_flight, "wait", "sampling and training take turns in one process"),
@@ -96,7 +96,7 @@ def check_one_process(config: GRPOConfig) -> None:
 
 
 def check_script(config: GRPOConfig, asynchronous: bool) -> None:
-    """Refuses what the script cannot do, as far as that is known before the devices are.
+    """Refuse what the script cannot do, as far as it is known before the devices are.
 
     Raises:
         ConfigError: a rule is broken.
@@ -152,7 +152,7 @@ def _within(limits: Mapping[str, float]) -> float:
 
 
 def _validate_data(env: EnvConfig) -> None:
-    """That there is one data set, several or a task, and that what is set is read."""
+    """Check that there is one data set, several or a task, and that every key that is set is read."""
     _check_arguments("env.chat_template_kwargs", env.chat_template_kwargs, "enable_thinking: false")
     own_task = env.task.get("_target_")
     if len(env.task) > 1 and own_task is None:
@@ -187,7 +187,7 @@ def _validate_tests(evaluation: EvaluationConfig) -> None:
 
 
 def _validate_turns(env: EnvConfig) -> None:
-    """That what makes dialogs of several turns has turns."""
+    """Check that settings for dialogs of several turns come with several turns."""
     for name, value in (("tools", env.tools), ("retry_prompt", env.retry_prompt)):
         if value and env.max_turns < 2:
             raise ConfigError(
@@ -228,7 +228,7 @@ def _validate_dataset(data: DataConfig, field: str) -> None:
 
 
 def _reads(dataset: str, key: str) -> bool:
-    """Whether a data set goes by a key of ``DataConfig``."""
+    """Whether a data set uses a key of ``DataConfig``."""
     if key in ("dataset", "reward"):
         return True
     if dataset.startswith(checks.REASONING_GYM):
@@ -376,7 +376,7 @@ def _validate_models(config: GRPOConfig) -> None:
 
 
 def _validate_exact(config: GRPOConfig) -> None:
-    """That the engine can compute just what the trainer computes."""
+    """Check that the engine can compute exactly what the trainer computes."""
     backend, exact = config.inference_model.backend, engines_with("exact")
     needed = (
         ("inference_model.backend", backend, backend if backend in exact else exact[0]),
@@ -395,7 +395,7 @@ def _validate_exact(config: GRPOConfig) -> None:
 
 
 def _validate_unread(config: GRPOConfig) -> None:
-    """Refuse what was set and nothing would read: someone believes that it does something."""
+    """Refuse settings that nothing would read: the user believes that they have an effect."""
     values, defaults = ({name: value for name, _, value in leaves(node)} for node in (config, GRPOConfig()))
     for name, (switch, reads, use) in _READ_WITH.items():
         if values[switch] not in reads and values[name] != defaults[name]:

@@ -19,55 +19,55 @@ class EnvConfig(DataConfig):
     """The task and how prompts are drawn from it."""
 
     datasets: list[DatasetConfig] | None = None
-    """Several data sets in place of dataset: [{dataset: a.jsonl, weight: 0.7, columns: {prompt: q}}, {dataset: gsm8k}].
-    Each takes the keys from dataset to reward, weight (by default 1) and name, what its metrics are called."""
+    """Several data sets instead of dataset: [{dataset: a.jsonl, weight: 0.7, columns: {prompt: q}}, {dataset: gsm8k}].
+    Each takes the keys from dataset to reward, weight (by default 1) and name, for its metrics."""
     task: dict[str, Any] = field(default_factory=lambda: {"_target_": None})
-    """A task of your own in place of dataset: as _target_ a subclass of torchrl_grpo.tasks.Task; beside it further
-    arguments."""
+    """A task of your own instead of dataset: as _target_ a subclass of torchrl_grpo.tasks.Task, with its arguments next
+    to it."""
     chat_template_kwargs: Any = None
-    """Arguments of the chat template, such as {enable_thinking: false}; null is none."""
+    """Arguments of the chat template, such as {enable_thinking: false}."""
     num_envs: int = limited(64, ge=2, le=2**16)
     """Trajectories sampled in parallel, a multiple of repeats, at most 65,536."""
     repeats: int = limited(8, ge=1)
-    """Group size G: responses to each prompt; at least 2 where the advantage compares them with their group."""
+    """Group size G: responses per prompt; at least 2 if the advantage compares them within their group."""
     max_prompt_tokens: int | None = limited(None, ge=1)
-    """Longer prompts are dropped and counted; by default what the model's context leaves beside max_new_tokens. Each
-    further turn of a dialog may add max_new_tokens and 1,024 tokens to it."""
+    """Longer prompts are dropped and counted; by default the model's context less max_new_tokens. Each further turn of
+    a dialog may add max_new_tokens and 1,024 tokens to it."""
     difficulty_filter: list[float] | None = None
-    """Bounds [low, high] of the share of correct responses between which a problem is drawn again: [0.05, 0.95] leaves
-    out what was never or always solved in the epochs before, for good. null draws all in each epoch."""
+    """Range [low, high] of the share of correct responses in past epochs within which a problem is drawn again: [0.05,
+    0.95] drops for good what was never or always solved. null draws all in each epoch."""
     curriculum: float | None = limited(None, gt=0, le=1)
     """Share of the latest 128 responses that must be correct before problems of the next level are drawn, in (0, 1];
     the level is the column level, or that of dataset_options.levels. null draws all levels."""
     max_turns: int = limited(1, ge=1)
-    """Maximum number of turns of the policy in one dialog, at least 1. More than 1 needs tools, transforms, a
+    """Maximum number of the policy's turns in one dialog, at least 1. More than 1 needs tools, transforms, a
     retry_prompt, or a task that answers."""
     sandbox: str = choice(checks.Sandbox, "auto")
-    """Of programs that the reward code runs: auto takes the isolation that the machine gives and says which, strict
-    ends the run where that is not namespaces of the kernel."""
+    """Isolation of programs that the reward code runs: auto uses what the machine offers, and the run says which;
+    strict refuses to run without kernel namespaces."""
     tools: list[str] = field(default_factory=list)
-    """Functions that the policy may call, as file.py:function or package.module:function; their type hints and
-    docstrings are what it is told about them. They run in reward workers, of which there is then at least one."""
+    """Functions that the policy may call, as file.py:function or package.module:function; the model sees their type
+    hints and docstrings. They run in reward workers, at least one of which is then started."""
     tool_parser: str | None = None
-    """tools: a function of yours that finds the calls in a text, as file.py:function; null reads those of Qwen and
+    """tools: a function of yours that finds the calls in a text, as file.py:function; null parses those of Qwen and
     Hermes, Llama 3 and Mistral."""
     transforms: list[dict[str, Any]] = field(default_factory=list)
-    """TorchRL's transforms to append to each environment, in order, each with arguments beside its _target_, such as
+    """TorchRL's transforms to append to each environment, in order, with arguments next to their _target_, such as
     [{_target_: torchrl.envs.StepCounter}]; docs/torchrl.md says which work. They run in the process that samples."""
     retry_prompt: str | None = None
-    """Message to the policy after a wrong answer, if it has a turn left to try again; null ends the dialog."""
+    """Message to the policy after a wrong answer, if it has a turn left; null ends the dialog."""
     reasoning: bool = False
-    """TorchRL's name for a retry: true stands for a retry_prompt that it has by itself, and max_turns of 2."""
+    """TorchRL's name for a retry: true sets a built-in retry_prompt, and max_turns to 2."""
     max_steps: int | None = None
-    """TorchRL's name for max_turns, which it sets; null leaves max_turns as it is."""
+    """TorchRL's name for max_turns."""
     reward_combination: str = choice(checks.RewardCombination, "sum")
-    """How the parts of the reward make the advantage: their weighted sum is normalised, or each part is normalised in
-    its group before the sum, which is normalised over the batch (gdpo, arXiv 2601.05242)."""
+    """How parts of the reward become an advantage: their weighted sum is normalized (sum), or each part within its
+    group, and then their sum over the batch (gdpo, arXiv 2601.05242)."""
     reward_workers: int = limited(0, ge=0)
-    """Processes that score the responses, of each sampler: for scorers that are slow, or may hang or crash. 0 scores in
-    the environment's own process."""
+    """Processes per sampler that score responses, for rewards that are slow, or may hang or crash. 0 scores in the
+    environment's own process."""
     reward_timeout_s: float = limited(30.0, gt=0)
-    """reward_workers: longest time for one response, in seconds; after it the reward is invalid."""
+    """reward_workers: time limit for one response, in seconds; after it the reward is invalid."""
 
 
 @dataclass
@@ -75,115 +75,114 @@ class PolicyConfig:
     """The objective; ``algo=NAME`` sets it to that of a published algorithm."""
 
     loss: dict[str, Any] = field(default_factory=lambda: {"_target_": "torchrl_grpo.objectives.GRPOLoss"})
-    """The loss: as _target_ a class of the package, or your subclass of GRPOLoss; beside it further arguments."""
+    """The loss: as _target_ a class of the package, or your subclass of GRPOLoss, with its arguments next to it."""
     advantage: dict[str, Any] = field(default_factory=lambda: {"_target_": "torchrl_grpo.transforms.GroupAdvantage"})
-    """The transform that writes the advantage: as _target_ a GroupAdvantage; beside it further arguments."""
+    """The transform that writes the advantage: as _target_ a GroupAdvantage, with its arguments next to it."""
     advantage_mean: str = choice(checks.AdvantageMean, "group")
     """Baseline: mean of the group, of its other members (leave_one_out), of the batch, or none."""
     advantage_std: str = choice(checks.AdvantageStd, "group")
     """Scale: standard deviation of the group, of the batch, or none."""
     advantage_level: str = choice(checks.AdvantageLevel, "sequence")
-    """One advantage for a sequence, from its reward, or one for each token, from the rewards that follow it (GAE)."""
+    """One advantage per sequence, from its reward, or per token, from the rewards that follow it (GAE)."""
     gae_gamma: float = limited(1.0, gt=0, le=1)
     """advantage_level=token: discount of later rewards, in (0, 1]."""
     gae_lambda: float = limited(1.0, ge=0, le=1)
     """advantage_level=token: lambda of GAE (arXiv 1506.02438), in [0, 1]."""
     reward_scale: float = limited(1.0, gt=0)
-    """Factor of the reward before the advantage; the logged rewards stay the task's."""
+    """Factor of the reward before the advantage; logged rewards stay the task's."""
     reward_bias: float = limited(0.0, ge=-1e6, le=1e6)
     """Added to the scaled reward."""
     reward_clip: list[float] | None = None
-    """Bounds [low, high] of the scaled and biased reward; null is none."""
+    """Bounds [low, high] of the scaled and biased reward."""
     overlong_buffer: float | None = limited(None, gt=0, le=1)
-    """Last share of the longest response over which a penalty grows from 0 to 1 (arXiv 2503.14476); null is none."""
+    """Last share of the maximum response length over which a penalty grows from 0 to 1 (arXiv 2503.14476)."""
     dynamic_sampling: bool = False
-    """Whether groups whose rewards are all equal are dropped and others sampled in their place (arXiv 2503.14476)."""
+    """Drop groups whose rewards are all equal, and sample others in their place (arXiv 2503.14476)."""
     max_sampling_rounds: int = limited(10, ge=1)
-    """dynamic_sampling: at most max_sampling_rounds * env.num_envs dialogs are played for one batch; after them it is
-    filled with zero-variance groups."""
+    """dynamic_sampling: at most max_sampling_rounds * env.num_envs dialogs are played for one batch; then zero-variance
+    groups fill it."""
     clip_epsilon: Any = 0.2
     """Clip range of the ratio: a number, or a pair [low, high]. Low is in [0, 1], high is at least 0."""
     dual_clip: float | None = limited(None, gt=1)
-    """Bound of the objective where the advantage is negative, above 1; null is none."""
+    """Bound of the objective for negative advantages, above 1."""
     proximal: str = choice(checks.Proximal, "behaviour")
-    """Policy that the ratio is taken to: the one that sampled, the one the batch started from (recomputed by a forward
-    pass), or an estimate of that one from staleness (interpolated)."""
+    """Policy in the denominator of the ratio: the sampling policy (behaviour), the one at the start of the batch's
+    training (recomputed by a forward pass), or an estimate of that from staleness (interpolated)."""
     behaviour_weight: str = choice(checks.WeightBound, "none")
-    """Importance weight of proximal to sampling policy: none, with larger weights truncated, or masked."""
+    """Importance weight of proximal over sampling policy: none, or with weights above the cap truncated or masked."""
     behaviour_level: str = choice(checks.WeightLevel, "token")
-    """That weight for each token, or for the sequence."""
+    """That weight per token, or per sequence."""
     behaviour_cap: float = limited(5.0, gt=0)
     """Largest such weight, above 0."""
     mask_truncated: bool = False
-    """Whether truncated responses leave the loss; they stay in their group's statistics."""
+    """Exclude truncated responses from the loss; they stay in their group's statistics."""
     ratio_level: str = choice(checks.RatioLevel, "token")
     """Ratio of each token, of the sequence, or of the sequence with each token's gradient (sequence_token)."""
     aggregation: str = choice(checks.Aggregation, "sequence_mean")
-    """Mean over sequences of token means, mean over all tokens, or sum over tokens by a constant length."""
+    """Average of the objective: over sequences of token means, over all tokens, or over sequences of token sums divided
+    by a constant length."""
     constant_length: int | None = limited(None, ge=1)
     """Divisor of aggregation=constant, in tokens; by default max_new_tokens, times env.max_turns."""
     kl_estimator: str | None = choice(checks.KLEstimator, None)
-    """Estimator of both KL terms; null is k3 in the loss, and k1 in the reward, where the others hardly constrain."""
+    """Estimator of both KL terms; null is k3 in the loss, and k1 in the reward, where the others constrain little."""
     kl_coef: float = limited(0.0, ge=0)
     """Weight of the KL to the reference model; 0 needs no reference model."""
     kl_in_reward: bool = False
-    """Whether that KL is taken off the reward, token by token, instead of being part of the loss."""
+    """Subtract that KL from the reward, token by token, instead of adding it to the loss."""
     kl_to_behaviour_coef: float = limited(0.0, ge=0)
-    """Weight of the KL to the sampling policy; 0 is none."""
+    """Weight of the KL to the sampling policy."""
     entropy_coef: float = limited(0.0, ge=0)
     """Weight of the entropy bonus."""
 
 
 @dataclass
 class TrainConfig:
-    """How much is sampled and how it is split into optimizer steps."""
+    """How much is sampled, and how it is split into optimizer steps."""
 
     total_dialog_turns: int = limited(100_000, ge=0)
     """Trajectories to train on, rounded up to whole batches. A dialog is one trajectory, however many turns it has. 0
-    evaluates and ends; with resume it evaluates that checkpoint."""
+    only evaluates; with resume it evaluates that checkpoint."""
     total_epochs: int | None = limited(None, ge=1)
-    """Passes over the training problems, in place of total_dialog_turns: env.repeats trajectories of each problem that
-    the data has and that is not too long, rounded up to whole batches. What difficulty_filter skips counts too."""
+    """Passes over the training problems, instead of total_dialog_turns: env.repeats trajectories of each problem that
+    is not too long, rounded up to whole batches. What difficulty_filter skips counts too."""
     dialog_turns_per_batch: int | None = limited(None, ge=2, le=2**20)
-    """Trajectories collected between two weight syncs, a multiple of env.num_envs, which is also the default; at most
-    1,048,576."""
+    """Trajectories between two weight syncs, a multiple of env.num_envs, which is the default; at most 1,048,576."""
     optim_batch_size: int | None = limited(None, ge=1)
-    """Trajectories in one optimizer step; it divides dialog_turns_per_batch, which is also the default."""
+    """Trajectories per optimizer step; must divide dialog_turns_per_batch, which is the default."""
     epochs: int = limited(1, ge=1)
     """Passes over each collected batch, at least 1."""
     micro_batch_tokens: int = limited(16_384, ge=1)
-    """Maximum number of tokens that one forward and backward pass computes; gradients add up exactly."""
+    """Maximum number of tokens in one forward and backward pass; it does not change the gradient."""
     max_staleness: int | None = limited(None, ge=0)
-    """Maximum number of steps by which the weights that sampled a trajectory may be older than those that train on it:
-    0 in grpo.py, any number in grpo-async.py, whose default is 1."""
+    """Maximum number of steps by which the weights that sampled a trajectory may be older than those trained on it: 0
+    in grpo.py; any number in grpo-async.py, by default 1."""
     mixed_precision: str = choice(checks.Precision, "full")
     """Autocast of the training step: full (none), bf16 or fp16 (with a loss scaler)."""
     resume: str | None = None
-    """A checkpoint, or the folder of a run, whose latest whole checkpoint is taken: the run goes on from there,
-    with its config, in a new folder. auto goes on in the own folder, or starts there. Model, data, size of a batch
-    and the optimizer's warm-up stay; length, learning rate, loss, devices and frequencies may be overridden. null
-    starts from the model."""
+    """A checkpoint, or the folder of a run, whose newest complete checkpoint is used: the run continues from there,
+    with its config, in a new folder. auto continues in its own folder, or starts there. Model, data, batch size and the
+    optimizer's warm-up must stay; length, learning rate, loss, devices and frequencies may change."""
     checkpoint_frequency: int = limited(0, ge=0)
-    """Steps between two checkpoints; one is always written at the end, and 0 writes no other."""
+    """Steps between two checkpoints; one is always written at the end, and 0 writes only that."""
     export_frequency: int = limited(0, ge=0)
-    """Steps between two models that are written beside the checkpoints as from_pretrained reads them, into model_000100
-    and so on; with LoRA the adapters alone. 0 writes the model at the end only."""
+    """Steps between two exported models (model_000100 and so on, for from_pretrained; with LoRA the adapters alone)
+    next to the checkpoints. 0 writes the model at the end only."""
     keep_checkpoints: str | None = "last:3"
-    """Checkpoints that stay when a newer one is written: last:3 is the newest three, last:3,best:1 also the best one by
-    eval/pass@1, of those evaluated at their step (typed with quotes: 'train.keep_checkpoints="last:3,best:1"').
-    null keeps all."""
+    """Checkpoints to keep when a newer one is written: last:3 keeps the newest three, last:3,best:1 also the best one
+    by eval/pass@1, of those evaluated at their step (typed with quotes: 'train.keep_checkpoints="last:3,best:1"'). null
+    keeps all."""
     time_limit: float | None = limited(None, gt=0)
-    """Seconds after which the run saves, writes the model and ends with exit status 0, before a step that would not end
-    in time. null is none."""
+    """Seconds after which the run saves, writes the model and ends with exit status 0; no step starts that would not
+    end in time."""
     stall_timeout_s: float | None = limited(3600.0, gt=0)
-    """Seconds without progress (a batch, a step, a response of an evaluation), after which the run writes where its
-    processes are into stacks.txt, saves, and ends with exit status 75. null waits indefinitely."""
+    """Seconds without progress (a batch, a step, a response of an evaluation) after which the run writes the stacks of
+    its processes into stacks.txt, saves, and ends with exit status 75. null waits indefinitely."""
     max_nonfinite_steps: int = limited(5, ge=1)
-    """Optimizer steps in a row with a non-finite loss or gradient, or without a token that counts (no reward is valid),
-    after which the run ends, at least 1."""
+    """Consecutive optimizer steps with a non-finite loss or gradient, or without a token that counts (no reward is
+    valid), after which the run ends, at least 1."""
     max_steps_without_signal: int | None = limited(None, ge=1)
-    """Steps in a row in which all rewards of each group are equal or not valid, after which the run ends, at least 1;
-    null goes on, with an alarm."""
+    """Consecutive steps without a group whose valid rewards differ, after which the run ends, at least 1; null
+    continues, with an alarm."""
 
 
 @dataclass
@@ -191,14 +190,14 @@ class RayConfig:
     """The Ray cluster of a run whose roles are separate processes."""
 
     address: str | None = None
-    """auto (the cluster of this machine or of RAY_ADDRESS) or host:port of the cluster to join, with grpo.py too; null
-    starts one on this machine for the run, if the run needs one."""
+    """auto (the cluster of this machine or of RAY_ADDRESS) or host:port of a cluster to join, for grpo.py too; null
+    starts one on this machine if the run needs one."""
     actor_timeout_s: float = limited(1800.0, gt=0)
     """Seconds in which a process must answer: load its model, play a rollout task, evaluate the test split, train a
-    step. A sampler or reference model that is late is replaced, a late learner ends the run."""
+    step. A late sampler or reference model is replaced, a late learner ends the run."""
     recovery_timeout_s: float = limited(900.0, gt=0)
-    """Seconds for which all samplers, or all reference models, may be gone before the run ends; more than one takes to
-    start."""
+    """Seconds for which all samplers, or all reference models, may be missing before the run ends; must be more than
+    one needs to start."""
 
 
 @dataclass
@@ -206,10 +205,10 @@ class GRPOConfig:
     """The whole config of ``sota/grpo/grpo.py``."""
 
     dry_run: bool = False
-    """Whether the run is only tried: what does not work and how to fix it, and the time, disk and memory that it will
-    take. Nothing is trained or written."""
+    """Only try the run: report problems with fixes, and the time, disk and memory that it would take. Nothing is
+    trained or written."""
     seed: int = limited(0, ge=0, lt=2**32)
-    """Seed of everything that is drawn."""
+    """Seed of all random draws."""
     model: ModelConfig = field(default_factory=ModelConfig)
     train_model: TrainModelConfig = field(default_factory=TrainModelConfig)
     inference_model: InferenceModelConfig = field(default_factory=InferenceModelConfig)

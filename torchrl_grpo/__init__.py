@@ -1,4 +1,4 @@
-"""GRPO post-training for language models, as TorchRL components that can be taken one by one.
+"""GRPO post-training for language models, as TorchRL components that can be used one by one.
 
 ``objectives.GRPOLoss``, ``collectors.RolloutCollector``, ``envs.LLMEnv``, ``generation`` (the engines),
 ``transforms.GroupAdvantage``, ``transforms.KLScoring``, ``models.TokenScorer``, ``learner.GRPOTrainer``,

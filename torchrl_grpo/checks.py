@@ -1,4 +1,4 @@
-"""Choices and rules, once for the components and the config. Nothing heavy is imported here.
+"""Choices and rules, shared by the components and the config. Imports nothing heavy.
 
 A component holds its rules when it is made; the config holds the same ones before anything is imported.
 
@@ -16,9 +16,9 @@ GENERATED = ("arithmetic", "countdown")
 PRESETS = ("gsm8k", "math", "ifeval")
 """Built-in data sets that are files, or on the hub; any other name is a file, a folder or a data set on the hub."""
 REASONING_GYM = "reasoning_gym:"
-"""Before the name of one of reasoning-gym's data sets."""
+"""Prefix of the name of one of reasoning-gym's data sets."""
 Sandbox = Literal["auto", "strict"]
-"""What programs that a model wrote need: what isolation there is, or namespaces of the kernel."""
+"""Isolation of programs that a model wrote: what the machine offers, or kernel namespaces."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Types of weights."""
 Precision = Literal["full", "bf16", "fp16"]
@@ -63,11 +63,11 @@ TrackioMode = Literal["disabled", "offline"]
 _has_torchao = find_spec("torchao") is not None
 
 MIN_TEMPERATURE = 0.01
-"""The lowest one to sample with, apart from greedy's 0: vLLM raises a lower one to this, and logits overflow."""
+"""Lowest temperature to sample with, apart from 0 (greedy): vLLM raises lower ones to this, and logits overflow."""
 
 
 def check_multiple(name: str, value: int, of: int, of_what: str) -> None:
-    """Refuses a value that is no positive multiple ``of`` a number, which ``of_what`` says in words."""
+    """Refuse a value that is not a positive multiple ``of`` a number, which ``of_what`` names."""
     if of < 1 or value < 1 or value % of:
         below, above = value // max(of, 1) * of, -(-value // max(of, 1)) * of
         use = f"{below} or {above}" if 0 < below < above else f"{max(above, of, 1)}"
@@ -75,7 +75,7 @@ def check_multiple(name: str, value: int, of: int, of_what: str) -> None:
 
 
 def check_keep(value: str | None) -> dict[str, int] | None:
-    """How many checkpoints stay, as ``{"last": 3, "best": 1}``; None is all."""
+    """Return how many checkpoints to keep, as ``{"last": 3, "best": 1}``; None keeps all."""
     if value is None:
         return None
     parts = [part.strip().partition(":")[::2] for part in value.split(",")]
@@ -89,7 +89,7 @@ def check_keep(value: str | None) -> dict[str, int] | None:
 
 
 def check_clip_epsilon(value: Any, name: str = "clip_epsilon") -> tuple[float, float]:
-    """The clip range of a ratio as (low, high), of a number or a pair."""
+    """Return the clip range of a ratio as (low, high), given a number or a pair."""
     parts = value if isinstance(value, list | tuple) else (value, value)
     try:
         low, high = (float("nan") if isinstance(part, bool | str) else float(part) for part in parts)
@@ -104,13 +104,13 @@ def check_clip_epsilon(value: Any, name: str = "clip_epsilon") -> tuple[float, f
 
 
 def check_bounds(bounds: Sequence[float] | None, name: str = "clip") -> None:
-    """Refuses what is not a lower and a higher bound; None is no bounds."""
+    """Refuse bounds that are not a lower and a higher number; None is no bounds."""
     if bounds is not None and not (len(bounds) == 2 and bounds[0] < bounds[1]):
         raise ValueError(f"{name}={list(bounds)} must be a pair [low, high], low < high: for example, [-1,1].")
 
 
 def check_behaviour_weight(weight: str, proximal: str, name: str = "behaviour_weight") -> None:
-    """Refuses an importance weight that would always be 1."""
+    """Refuse an importance weight that would always be 1."""
     if weight != "none" and proximal == "behaviour":
         raise ValueError(
             f"{name}={weight} needs a proximal policy apart from the behavior policy, proximal=behaviour makes every "
@@ -119,7 +119,7 @@ def check_behaviour_weight(weight: str, proximal: str, name: str = "behaviour_we
 
 
 def check_group_size(repeats: int, mean: str, std: str, name: str = "repeats") -> None:
-    """Refuses a group that is too small for what its members are compared with."""
+    """Refuse a group too small for a comparison among its members."""
     least = 2 if mean in ("group", "leave_one_out") or std == "group" else 1
     if repeats < least:
         raise ValueError(
@@ -129,7 +129,7 @@ def check_group_size(repeats: int, mean: str, std: str, name: str = "repeats") -
 
 
 def check_level(level: str, mean: str, name: str = "mean") -> None:
-    """Refuses a baseline that tokens cannot have."""
+    """Refuse a baseline that is not defined for tokens."""
     if level == "token" and mean == "leave_one_out":
         raise ValueError(
             f"{name}=leave_one_out must not be used with an advantage for each token, because it leaves a sequence "
@@ -138,7 +138,7 @@ def check_level(level: str, mean: str, name: str = "mean") -> None:
 
 
 def check_decoupled(level: str, mean: str, name: str = "reward_combination=gdpo") -> None:
-    """Refuses an advantage that does not compare each part of the reward within its group."""
+    """Refuse an advantage that does not compare each part of the reward within its group."""
     if level != "sequence" or mean not in ("group", "leave_one_out"):
         raise ValueError(
             f"{name} must have one advantage for a sequence, compared with its group, it has level={level} and "
@@ -147,7 +147,7 @@ def check_decoupled(level: str, mean: str, name: str = "reward_combination=gdpo"
 
 
 def check_sampling_rounds(rounds: int, rows: int, wanted: int, name: str = "max_sampling_rounds") -> None:
-    """Refuses so few rollouts of ``rows`` trajectories that they cannot make up a batch."""
+    """Refuse a number of rollouts of ``rows`` trajectories that cannot fill a batch."""
     if wanted > rounds * rows:
         raise ValueError(
             f"{name}={rounds} rollouts of {rows} trajectories must make up a batch of {wanted}: use at least "
@@ -156,7 +156,7 @@ def check_sampling_rounds(rounds: int, rows: int, wanted: int, name: str = "max_
 
 
 def check_optimizer(name: str, devices: int) -> None:
-    """Checks that there is an optimizer of this name for a model on so many devices."""
+    """Check that an optimizer of this name exists for a model on this many devices."""
     if name != "adamw_8bit":
         return
     if not _has_torchao:

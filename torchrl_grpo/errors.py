@@ -1,4 +1,4 @@
-"""Errors that end a run with their message and without a traceback. Nothing is imported here."""
+"""Errors that end a run with their message and without a traceback. Imports nothing."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ class ConfigError(ValueError):
 
 
 class RunLostError(RuntimeError):
-    """The run cannot go on, for a known reason: the message is for the user, and a traceback would add nothing."""
+    """The run cannot continue, for a known reason: the message is for the user, and a traceback would add nothing."""
 
 
 class WorkersLostError(RunLostError):
-    """Rollout or reference actors are gone and could not be replaced, or each new one is lost in its turn."""
+    """Rollout or reference actors are lost and could not be replaced, or each replacement is lost too."""
 
 
 class LearnerLostError(RunLostError):
@@ -20,23 +20,23 @@ class LearnerLostError(RunLostError):
 
 
 class WaitedTooLongError(RunLostError, TimeoutError):
-    """Nobody answered in time; the message says what was waited for."""
+    """A wait exceeded its limit; the message says what it was for."""
 
 
 class TransferRefusedError(RuntimeError):
-    """An engine cannot take new weights in the way in which they were sent: they must be sent in another one."""
+    """An engine cannot take new weights by the path they were sent; they must be sent another way."""
 
 
 class NonFiniteError(RunLostError):
-    """Losses, gradients or weights are not finite, so training cannot go on."""
+    """Losses, gradients or weights are not finite, so training cannot continue."""
 
 
 class NoSignalError(RunLostError):
-    """Step after step had nothing to train on."""
+    """Several steps in a row had nothing to train on."""
 
 
 class MemoryShortError(RunLostError):
-    """A device has no more memory; the message says what would save some."""
+    """A device ran out of memory; the message says what would save some."""
 
 
 class NotSavedError(RunLostError):
@@ -52,11 +52,11 @@ class FolderLostError(RunLostError):
 
 
 STALLED_STATUS = 75
-"""Exit status of a run that stood still: that of sysexits.h for what may be tried again."""
+"""Exit status of a stalled run: that of sysexits.h for a failure after which a retry makes sense."""
 
 
 class StalledError(BaseException):
-    """The run stands still. It is no ``Exception``: what isolates the errors of a scorer must not take it for one."""
+    """The run makes no progress. Not an ``Exception``: code that isolates errors of scorers must not catch it."""
 
 
 INVALID_CAUSES = ("exception", "not_finite", "none", "timeout", "crash", "lost")
@@ -65,7 +65,7 @@ that kept the dialog had ended."""
 
 
 class InvalidRewardError(ValueError):
-    """A scorer gave nothing that is a reward.
+    """A scorer returned no valid reward.
 
     Args:
         message: what, and how to fix it.

@@ -1,4 +1,4 @@
-"""Pure tensor maths of GRPO: masked reductions, group advantages, KL estimators, the clipped surrogate.
+"""Pure tensor math of GRPO: masked reductions, group advantages, KL estimators, the clipped surrogate.
 
 Nothing here reads a TensorDict or a config. Shape suffixes: N sequences, T tokens, G responses in a group.
 """
@@ -72,7 +72,7 @@ def group_advantage(
     std: AdvantageStd = "group",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Advantage of each response: its reward less a baseline, over a scale.
+    """Advantage of each response: its reward minus a baseline, divided by a scale.
 
     ``mean`` is the baseline: ``group`` (arXiv 2402.03300, section 4.1.2), ``leave_one_out`` (the mean of the *other*
     members of the group, arXiv 2402.14740), ``batch`` (arXiv 2501.03262) or ``none``. ``std`` is the scale: ``eps``
@@ -128,7 +128,7 @@ def group_advantage(
 
 
 def _total(values: Tensor, index: Tensor, groups: int) -> Tensor:
-    """[N] the sum over the members of each element's group; groups are numbered from 0."""
+    """[N] Sum over the members of each element's group; groups are numbered from 0."""
     return torch.zeros(groups, dtype=values.dtype, device=values.device).index_add_(0, index, values)[index]
 
 
@@ -231,7 +231,7 @@ def clipped_surrogate(ratio: Tensor, advantage: Tensor, clip_low: float, clip_hi
 
 
 def dual_clip(surrogate: Tensor, advantage: Tensor, bound: float) -> Tensor:
-    """Bounds a surrogate from below by ``bound * A`` where the advantage is negative (arXiv 1912.09729).
+    """Bound a surrogate from below by ``bound * A`` where the advantage is negative (arXiv 1912.09729).
 
     Args:
         surrogate: [N, T], to be maximized.
@@ -287,7 +287,7 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 def interpolated_log_prob(log_prob: Tensor, sample_log_prob: Tensor, staleness: Tensor) -> Tensor:
-    """Proximal log-probs without a forward pass: between sampling and current ones, by version, in log space.
+    """Proximal log-probs without a forward pass, interpolated between sampling and current ones in log space.
 
     The proximal policy is the one that the current step started from. With ``staleness`` versions between it and the
     sampling policy, and one more to the policy that the step makes, it lies ``staleness / (staleness + 1)`` of the way
@@ -308,7 +308,7 @@ def interpolated_log_prob(log_prob: Tensor, sample_log_prob: Tensor, staleness: 
 
 
 def behaviour_weight(log_ratio: Tensor, mask: Tensor, bound: WeightBound, level: WeightLevel, cap: float) -> Tensor:
-    """Bounded importance weight ``proximal / sampling`` of each token: what the sampler did differently.
+    """Bounded importance weight ``proximal / sampling`` of each token.
 
     Source: decoupled PPO, arXiv 2505.24298; it also corrects for an engine whose log-probs differ from the trainer's.
 
@@ -338,7 +338,7 @@ def token_weights(
     constant_length: int = 1,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Weights that make a weighted sum over tokens the wanted average.
+    """Weights that turn a weighted sum over tokens into the requested average.
 
     ``sequence_mean``: mean over sequences of the mean over their tokens (arXiv 2402.03300). ``token_mean``: mean over
     all tokens (arXiv 2503.14476). ``constant``: sum over tokens divided by ``constant_length``, mean over sequences
@@ -364,12 +364,12 @@ def token_weights(
 
 
 def effective_sample_size(ratio_mean: Tensor, ratio_square_mean: Tensor) -> Tensor:
-    """Share of samples that carry the weight: ``E[w]^2 / E[w^2]``, in (0, 1]; 1 when all weights are equal."""
+    """Effective sample size as a share: ``E[w]^2 / E[w^2]``, in (0, 1]; 1 when all weights are equal."""
     return ratio_mean.square() / ratio_square_mean.clamp(min=torch.finfo(ratio_square_mean.dtype).tiny)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate of the chance that at least one of k samples is right (arXiv 2107.03374).
+    """Unbiased estimate of the probability that at least one of k samples is correct (arXiv 2107.03374).
 
     Args:
         num_samples: samples drawn, at least k.

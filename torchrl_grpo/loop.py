@@ -1,4 +1,4 @@
-"""The loop of GRPO (arXiv 2402.03300), synchronous and asynchronous: this file is all of it.
+"""The whole training loop of GRPO (arXiv 2402.03300), synchronous and asynchronous.
 
 ::
 
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 __all__ = ["Observer", "Schedule", "fit"]
 
 _LONGEST_SHIELD_S = 20.0
-"""Seconds for which a training step may go on after the signal that ends the run."""
+"""Seconds that a training step may continue after the signal that ends the run."""
 _LARGEST_ON_POLICY_KL = 0.1
 """Nats per token. Rounding gives about 1e-12 in float32 and 1e-3 with an engine in bfloat16."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Observer:
-    """Listens to a run. Its methods are called in the order of the steps, in the thread of the loop.
+    """Listener to a run. Its methods are called in the order of the steps, in the thread of the loop.
 
     What a method raises ends the run, as an error of the loop itself would.
     """
@@ -61,13 +61,13 @@ class Observer:
         """A stage of a step begins, and the one before has ended: ``("train", 7, "train step 7")``."""
 
     def began(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The engine has the first weights, which were evaluated unless the run's folder says how they did."""
+        """The engine has its first weights, which were evaluated unless the run's folder has that evaluation."""
 
     def taken(self) -> None:
-        """The rollouts gave the batch of the next step."""
+        """The rollouts delivered the batch of the next step."""
 
     def trained(self, metrics: Mapping[str, float]) -> None:
-        """The learner has trained it; a signal waits until this is over."""
+        """The learner has trained the batch; a signal waits until this method returns."""
 
     def refreshed(self, version: int) -> None:
         """The reference model has the weights of this version."""
@@ -76,16 +76,16 @@ class Observer:
         """The weights of a step were evaluated on the test split."""
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is over; a signal waits until all observers have heard of it."""
+        """A step is complete; a signal waits until all observers were told."""
 
     def checked(self, step: int) -> None:
-        """The step was written down: the place to end the run for what it says."""
+        """The step was recorded: the place to end the run because of its metrics."""
 
     def interrupted(self) -> None:
-        """The run ends before its time, for the error or the signal that is being raised."""
+        """The run ends early, for the error or the signal that is being raised."""
 
     def ended(self, step: int) -> None:
-        """The run has all its steps, or is out of time."""
+        """The run has completed all steps, or is out of time."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Schedule:
     ends_at: float | None = None
 
     def evaluates(self, step: int) -> bool:
-        """Whether the weights after so many steps are evaluated, apart from the first and last ones."""
+        """Whether the weights after this many steps are evaluated, apart from the first and last ones."""
         return _is_turn(step, self.evaluation_frequency)
 
     def saves(self, step: int) -> bool:
@@ -131,19 +131,21 @@ class Schedule:
         return _is_turn(step, self.export_frequency) and step < self.num_batches
 
     def left(self, done: int) -> int:
-        """Return the steps that are left after so many."""
+        """Return the number of steps that remain."""
         return max(0, self.num_batches - done)
 
     def turns(self, frequency: int, done: int) -> int:
-        """Return how often it is the turn of something after ``done`` steps and before the last one."""
+        """Return how often something that happens every so many steps occurs after ``done`` steps and before the last
+        one.
+        """
         return max(0, (self.num_batches - 1) // frequency - done // frequency) if frequency else 0
 
     def checkpoints(self, done: int) -> int:
-        """Return the checkpoints that a run writes after so many steps."""
+        """Return the number of checkpoints that a run writes after this many steps."""
         return self.turns(self.checkpoint_frequency, done) + bool(self.left(done))
 
     def leaves_time_for(self, seconds: float) -> bool:
-        """Whether a step of so many seconds ends before the run's time is over."""
+        """Whether a step of this many seconds ends before the time limit."""
         return self.ends_at is None or time.monotonic() + seconds <= self.ends_at
 
     def refreshes(self, version: int) -> bool:
@@ -219,7 +221,7 @@ def fit(
 def _begin(
     learner: AnyLearner, rollouts: Rollouts, schedule: Schedule, tell: Observer, written: Mapping[str, Any]
 ) -> None:
-    """Give the engine the learner's weights, and evaluate them unless the run's folder says how they did."""
+    """Give the engine the learner's weights, and evaluate them unless the run's folder has that evaluation."""
     step = learner.version
     refresh = 0 < step == schedule.reference_version or schedule.refreshes(step)
     metrics = _publish(learner, rollouts, schedule, tell, step, refresh=refresh, trial=schedule.trial_tolerance)
@@ -260,7 +262,7 @@ def _publish(
 
 
 def _evaluate(rollouts: Rollouts, tell: Observer, step: int, *, sampled: bool) -> dict[str, float]:
-    """Return how the published weights do on the test split; nothing without one."""
+    """Return the evaluation of the published weights; empty without a test split."""
     tell.stage("evaluate", step, f"evaluate the weights of step {step}")
     start = time.perf_counter()
     metrics, rows = rollouts.evaluate(sampled=sampled)
@@ -271,7 +273,7 @@ def _evaluate(rollouts: Rollouts, tell: Observer, step: int, *, sampled: bool) -
 
 
 def check_mismatch(learner: AnyLearner, rollouts: Rollouts, tolerance: float) -> tuple[float, float]:
-    """Return how far the log-probs of engine and trainer are apart on a few sampled tokens: mean and largest, in nats.
+    """Return the mean and largest difference of engine and trainer log-probs on a few sampled tokens, in nats.
 
     Raises:
         RuntimeError: the mean is more than the tolerance.
@@ -294,12 +296,12 @@ def _differences(learner: AnyLearner, rollouts: Rollouts) -> tuple[float, float]
 
 
 def _nan_last(value: float) -> tuple[bool, float]:
-    """Order numbers with NaN, which compares as false with all, after the others."""
+    """Sort key that puts NaN last."""
     return math.isnan(value), value
 
 
 def _check_on_policy(metrics: dict[str, float]) -> None:
-    """End a run whose engine samples from another distribution than the trainer trains."""
+    """End a run whose engine samples from another distribution than the trainer computes."""
     kl = metrics.get("train/kl_k3_to_inference", 0.0)
     if metrics.get("staleness/max") == 0 and kl > _LARGEST_ON_POLICY_KL:
         raise RuntimeError(
@@ -310,7 +312,7 @@ def _check_on_policy(metrics: dict[str, float]) -> None:
 
 
 class _Everyone(Observer):
-    """All observers as one."""
+    """All observers, called as one."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
@@ -323,7 +325,7 @@ class _Everyone(Observer):
             hear(*given)
 
     def interrupted(self) -> None:
-        """Tell all of them, also if one raises or a signal comes."""
+        """Tell all observers, even if one raises or a signal arrives."""
         with ExitStack() as stack:
             for observer in reversed(self._observers):
                 stack.callback(observer.interrupted)

@@ -1,4 +1,6 @@
-"""From ``policy.*`` of the config to the components of an algorithm: the loss, and what makes advantages of rewards."""
+"""From ``policy.*`` of the config to the components of an algorithm: the loss, and the transforms from rewards to
+advantages.
+"""
 
 from __future__ import annotations
 

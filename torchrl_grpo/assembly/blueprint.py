@@ -1,4 +1,4 @@
-"""``Blueprint``: what a config asks for, checked against all that can be known before any weights are loaded."""
+"""``Blueprint``: a config with everything that can be known, and checked, before weights are loaded."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ _SMALLER = (
     "train_model.cpu_offload=true, train_model.lora.enabled=true, or bfloat16 as inference_model.dtype and "
     "ref_model.dtype"
 )
-"""Ways to take less of a device."""
+"""Settings that need less memory of a device."""
 _LOOKED_AT = 100
-"""Prompts of which the longest counts as the longest of all."""
+"""Number of prompts whose longest stands for the longest of all."""
 
 
 @dataclass
 class Blueprint:
-    """All that is known of a run before any weights are loaded; every check on user input has passed.
+    """Everything known of a run before weights are loaded; every check on user input has passed.
 
     ``resume`` is the checkpoint to go on from. Actors are given the driver's blueprint, so that all processes draw the
     same problems, and only the driver needs the data. ``folder`` is the run's, for what its processes log. ``sleeps``
@@ -101,7 +101,7 @@ class Blueprint:
 
 @contextmanager
 def as_config_errors() -> Iterator[None]:
-    """Turns what a part refuses into a ``ConfigError``, which ends as one line; the traceback goes to the debug log."""
+    """Turn the refusal of a part into a ``ConfigError``, printed as one line; the traceback goes to the debug log."""
     try:
         yield
     except ConfigError:
@@ -114,7 +114,7 @@ def as_config_errors() -> Iterator[None]:
 def prepare(
     config: GRPOConfig, accelerators: Sequence[torch.device] | None = None, resume: Resume | None = None
 ) -> Blueprint:
-    """Checks everything that needs no weights: logging, devices, data, tokenizer, context.
+    """Check everything that needs no weights: logging, devices, data, tokenizer, context.
 
     Args:
         config: validated.
@@ -195,7 +195,7 @@ def check_loggers(config: GRPOConfig) -> None:
 
 
 def describe_model(config: GRPOConfig) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, tuple[int, ...]]:
-    """Return what is known of the model without its weights: its config, its tokenizer, and the tokens that end a turn.
+    """Return the model's config, tokenizer and end-of-turn tokens, without loading weights.
 
     Raises:
         ValueError: one of them cannot be read, or they do not fit together.
@@ -313,7 +313,7 @@ def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedCo
 
 
 def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> tuple[int, int]:
-    """The longest prompt that leaves room for a whole response: of a problem, and of a dialog's last turn."""
+    """Longest prompt that leaves room for a whole response: of a problem, and of a dialog's last turn."""
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None) or 2**31
     longest = config.inference_model.max_model_len
     if longest is not None and longest > context:
@@ -352,8 +352,8 @@ def task_geometry(config: GRPOConfig, samplers: int, *, sleeps: bool = False) ->
 
 
 def check_devices(blueprint: Blueprint) -> None:
-    """Check that each accelerator of this machine holds what its roles surely take: weights, gradients, moments, and
-    the engine's share. Activations and what CUDA takes for itself come on top.
+    """Check that each accelerator of this machine holds what its roles need at least: weights, gradients, moments, and
+    the engine's share. Activations and CUDA's own memory come on top.
 
     Args:
         blueprint: with the plan.
@@ -414,7 +414,7 @@ def stored_bytes(blueprint: Blueprint, transfer: Transfer) -> int:
 
 
 def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
-    """The device plan: a row a role, with what one of its devices holds at most, as far as it can be computed."""
+    """The device plan: a row per role, with the memory of one of its devices, as far as it can be computed."""
     config, plan, memory = blueprint.config, blueprint.plan, blueprint.memory.roles()
     train, inference = config.train_model, config.inference_model
     ranks = [(device,) for device in plan.train]
@@ -448,7 +448,7 @@ def _listed(groups: Sequence[Sequence[torch.device]]) -> str:
 
 
 def geometry_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
-    """The batch geometry: what one step and the whole run consist of."""
+    """The batch geometry: sizes of one step and of the whole run."""
     config = blueprint.config
     batch, steps = config.dialog_turns_per_batch, config.num_batches
     per_step = {

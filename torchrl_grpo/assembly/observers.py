@@ -29,7 +29,7 @@ _SHOWN = 4
 
 
 class FolderGuard(Observer):
-    """Looks whether the run's folder is still there before something is written that would be lost.
+    """Check that the run's folder still exists before something is written that would be lost.
 
     Args:
         check: raises ``FolderLostError`` where it is gone, once, and has the rest written elsewhere.
@@ -113,7 +113,7 @@ class Recorder(Observer):
         self._console.step(step, metrics, step * self._sequences, self._num_batches * self._sequences)
 
     def interrupted(self) -> None:
-        """Write down a step that was trained."""
+        """Record a step that was trained."""
         try:
             if self._unlogged is not None and self._learner.resumable:
                 self._record(self._learner.version, self._unlogged)
@@ -161,7 +161,7 @@ class Limits(Observer):
             )
 
     def ended(self, step: int) -> None:
-        """Raise an error if no reward of the run was valid: it has learned nothing, and its figures say nothing."""
+        """Raise an error if no reward of the run was valid."""
         without = self._alarms.steps_without_reward
         if without:
             raise NoSignalError(
@@ -171,7 +171,7 @@ class Limits(Observer):
 
 
 class Saver(Observer):
-    """Writes checkpoints, each with the state that the rollouts had when the trained batch was taken.
+    """Writes checkpoints, each with the state of the rollouts from when the trained batch was taken.
 
     Args:
         learner: saves itself.
@@ -229,7 +229,7 @@ class Saver(Observer):
         self._learner.finish_save()
 
     def _save(self) -> None:
-        """Save, unless that is done; the middle of a step is not a state to go on from."""
+        """Save, unless this step is already saved; never in the middle of a step."""
         version = self._learner.version
         if not self._learner.resumable:
             some = self._saved != self._first
@@ -242,14 +242,14 @@ class Saver(Observer):
             self._saved = version
 
     def _save_or_say_why(self, reasons: type[Exception] | tuple[type[Exception], ...]) -> None:
-        """Save, or say in one line why there is no checkpoint of this step."""
+        """Save, or log in one line why there is no checkpoint of this step."""
         try:
             self._save()
         except reasons as error:
             self._say_unsaved(self._learner.version, error)
 
     def _finish_or_say_why(self, reasons: type[Exception] | tuple[type[Exception], ...]) -> None:
-        """Wait for the checkpoint that is being written, or say in one line why it is not there."""
+        """Wait for the checkpoint in progress, or log in one line why it failed."""
         try:
             self._learner.finish_save()
         except reasons as error:
@@ -263,7 +263,7 @@ class Saver(Observer):
         torchrl_logger.warning(f"Step {version} is not saved, {before}: {error}.")
 
     def _export_or_say_why(self) -> None:
-        """Write the model of this step, or say in one line why it is not there."""
+        """Export the model of this step, or log in one line why it failed."""
         self._checkpointer.metrics = dict(self._evaluated.get(self._learner.version, {}))
         try:
             self._export()
@@ -272,7 +272,7 @@ class Saver(Observer):
 
 
 class Timeline(Observer):
-    """Writes when each stage began and how long it took, and names it for the watch over stalls.
+    """Records when each stage began and how long it took, and names it for the stall watch.
 
     Args:
         rollouts: know what the actors did.

@@ -45,7 +45,7 @@ from torchrl_grpo.weights import Transfer, make_sender
 def make_learner(
     blueprint: Blueprint, transfer: Transfer, mesh: DeviceMesh | None = None, *, device: torch.device | None = None
 ) -> Learner:
-    """A learner, or one rank of it.
+    """Make a learner, or one rank of it.
 
     Args:
         blueprint: checked.
@@ -203,7 +203,7 @@ def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool 
 
 
 def _rescorer(config: GRPOConfig, engine: Engine) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """Scorer of each response alone, as the trainer does with ``inference_model.exact``."""
+    """Scorer of single responses that computes as the trainer does with ``inference_model.exact``."""
     if not config.inference_model.exact:
         return None
     model = cast(Any, engine).model  # of each engine whose ``EngineKind.exact`` is true
@@ -212,7 +212,7 @@ def _rescorer(config: GRPOConfig, engine: Engine) -> Callable[[Tensor, Tensor, T
 
 
 def make_reference(blueprint: Blueprint, device: torch.device | None = None) -> Reference:
-    """A reference model of its own, which scores in passes as large and as precise as the trainer's."""
+    """Make a separate reference model, which scores in passes of the trainer's size and precision."""
     config = blueprint.config
     say("loading the reference model")
     model = _load(config, "ref_model", device or own_device()).requires_grad_(False)

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """A run that is ready: ``fit`` it, then ``close`` it (also after an error)."""
+    """A run that is ready to start: ``fit`` it, then ``close`` it (also after an error)."""
 
     blueprint: Blueprint
     directory: Path
@@ -79,7 +79,7 @@ class Run:
     on_trial: bool = False
 
     def fit(self) -> dict[str, Any]:
-        """Trains, exports the model, writes the report; returns the run in a few numbers."""
+        """Train, export the model, write the report; return the run's summary."""
         learner, blueprint = self.learner, self.blueprint
         checkpointer = self._checkpointer()
         try:
@@ -131,14 +131,14 @@ class Run:
         )
 
     def _goes_on(self, checkpointer: Checkpointer) -> str:
-        """How the run goes on from its last checkpoint, if there is one."""
+        """Describe how to resume from the last checkpoint, if there is one."""
         resume = self.blueprint.resume
         path = checkpointer.latest() or (None if resume is None else resume.path)
         return "" if path is None else f" Resume with train.resume={path}"
 
     @cached_property
     def schedule(self) -> Schedule:
-        """How long the run is, and when it evaluates and saves."""
+        """Length of the run, and when it evaluates and saves."""
         config, resume = self.blueprint.config, self.blueprint.resume
         limit = config.train.time_limit
         return schedule_of(
@@ -154,7 +154,7 @@ class Run:
         return writes_of(config, self.schedule, self.learner.version, *self.learner.sizes())
 
     def _checkpointer(self) -> Checkpointer:
-        """Return what writes the run's checkpoints, after checking that there is room for them."""
+        """Make the writer of the run's checkpoints, after checking that there is room for them."""
         config = self.blueprint.config
         made = Checkpointer(self.directory / "checkpoints", plain(config), config.train.keep_checkpoints)
         if not config.only_evaluates:
@@ -163,7 +163,7 @@ class Run:
         return made
 
     def _report(self) -> Path:
-        """Where the report is or, without one, the numbers: how the run ended is what counts."""
+        """Path of the report or, without one, the summary: the outcome of the run matters more."""
         try:
             from torchrl_grpo.reporting.report import write_report
 
@@ -176,7 +176,7 @@ class Run:
     def _observers(
         self, checkpointer: Checkpointer, export: Callable[[], Any], check_folder: Callable[[], None]
     ) -> list[Observer]:
-        """Those who listen: a step is written and shown, then saved, and then it may be the last."""
+        """Observers in order: a step is recorded and shown, then saved, and then may end the run."""
         config, alarms, schedule = self.blueprint.config, Alarms(), self.schedule
         return [
             FolderGuard(check_folder),
@@ -201,7 +201,7 @@ class Run:
 
 
 def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous: bool = False) -> Run:
-    """Makes a run: checks, shows the plan, loads the models, starts the engine.
+    """Make a run: check it, show the plan, load the models, start the engine.
 
     Args:
         config: validated.
@@ -271,7 +271,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
 
 
 def _check_distributed(blueprint: Blueprint) -> None:
-    """Checks what a distributed run asks for before anything starts."""
+    """Check the requirements of a distributed run before anything starts."""
     from torchrl_grpo.runtime.cluster import require_ray
 
     require_ray()
@@ -321,7 +321,7 @@ def _start_ray(address: str | None, resources: ExitStack) -> Cluster:
 def _make_roles(
     blueprint: Blueprint, cluster: Cluster | None, transfer: Transfer, max_staleness: int, resources: ExitStack
 ) -> tuple[Learner | RayLearner, Rollouts]:
-    """Make and start the roles, in this thread or on a cluster; what must be ended is put into ``resources``.
+    """Make and start the roles, in this thread or on a cluster; ``resources`` gets everything that must be closed.
 
     Raises:
         ValueError: Ray has no room, or a part was refused where it was made.

@@ -1,4 +1,4 @@
-"""How long the run of a config is, when it evaluates, saves and refreshes, and what it writes."""
+"""Schedule of a run from its config: its length, evaluations, checkpoints, reference refreshes and exports."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ BUILTINS = {
     "math": "torchrl_grpo.tasks.math:MathTask",
     "ifeval": "torchrl_grpo.tasks.ifeval:IFEvalTask",
 }
-"""Built-in data sets by name. A built-in one is a class that could be anybody's."""
+"""Built-in data sets by name; each is an ordinary class, as a user could write it."""
 
 
 def make_task(env: EnvConfig, split: Split = "train", tests: Sequence[DatasetConfig] = ()) -> Task:
@@ -128,7 +128,7 @@ def dataset_names(entries: Sequence[DatasetConfig], field: str, taken: Sequence[
 
 
 def _make_test(entry: DatasetConfig, field: str, reward: Any) -> Task:
-    """A test set: the test split or, where there is none and none is asked for, all of the data."""
+    """Make a test set: the test split or, if there is none and none was asked for, all of the data."""
     reward = reward if entry.reward is None else entry.reward
     try:
         return _make_dataset(entry, field, reward, "test")
@@ -203,7 +203,7 @@ def _builtin(name: str) -> Any:
 
 
 def _with_rewards(task: Task, spec: Any, field: str, split: Split | None = None) -> Task:
-    """The task, scored by rewards; they may ask for the columns of the split's problems."""
+    """Wrap the task in rewards, which may use the columns of the split's problems."""
     from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
 
     column = getattr(task, "prompt_column", None)

@@ -1,1 +1,1 @@
-"""Chats as tokens: what a chat template writes, and what others wrote into it."""
+"""Chats as tokens."""

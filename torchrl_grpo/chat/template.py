@@ -1,4 +1,4 @@
-"""Chats as tokens: a first prompt, and what stands between two turns of the policy, as the chat template writes them.
+"""Chats as tokens: the first prompt, and the text between two turns of the policy, as the chat template writes them.
 
 No text of the policy is tokenized again, and only the template writes control tokens: in a message they are text.
 """
@@ -39,13 +39,13 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, chat: Sequence[Message], **a
 
 
 _HALF = re.compile("[\ud800-\udfff]")
-"""Half of a character (a lone surrogate): no tokenizer takes one, so that what stands for a character can be one."""
+"""Lone surrogates: no tokenizer accepts them, so they can serve as stand-ins for characters."""
 _USER, _ASSISTANT = ({"role": role, "content": "?"} for role in ("user", "assistant"))
 _RESULT = {"role": "tool", "name": "?", "content": "?", "tool_call_id": "call00000"}
 
 
 class ChatEncoder:
-    """Turns chats into tokens. The chat template alone writes control tokens; where a message spells one out, it is
+    """Turns chats into tokens. Only the chat template can write control tokens: where a message spells one out, it is
     tokenized as text, so that no data and no tool can end a turn or speak in another role.
 
     Control tokens are those that the tokenizer marks as special, and the other added ones that the template writes
@@ -82,7 +82,7 @@ class ChatEncoder:
         self._normalize: Callable[[str], str] = normalizer.normalize_str if normalizer else str
 
     def _control_tokens(self) -> tuple[str, ...]:
-        """The longest first."""
+        """Control tokens, longest first."""
         chats = ([_USER, _ASSISTANT, _USER], [_USER, _ASSISTANT, _RESULT, _ASSISTANT, _USER])
         written = ""
         for chat in chats:
@@ -100,8 +100,8 @@ class ChatEncoder:
         return self.encode([self.render(chat, **arguments)])[0]
 
     def render(self, chat: Sequence[Message], **arguments: Any) -> str:
-        """The chat as the template writes it, for ``encode`` alone: where a message spells out a control token,
-        something else stands for its first character. Half of a character becomes U+FFFD.
+        """Return the chat as the template writes it, for ``encode`` alone: stand-ins replace the first characters of
+        control tokens that messages spell out. Lone surrogates become U+FFFD.
 
         Args:
             chat: messages.
@@ -125,7 +125,7 @@ class ChatEncoder:
         return text if same else safe
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of texts that ``render`` gave."""
+        """Return the tokens of texts from ``render``."""
         cut = [[piece for piece in re.split(f"(?<={_HALF.pattern})", text) if piece] for text in texts]
         pieces = [piece.translate(self._originals) for text in cut for piece in text]
         if not pieces:
@@ -134,7 +134,7 @@ class ChatEncoder:
         return [[token for _ in text for token in next(ids)] for text in cut]
 
     def plain(self, text: str) -> str:
-        """A text that ``render`` gave, as it reads."""
+        """Return a text from ``render`` without stand-ins."""
         return text.translate(self._originals)
 
     def spells_control(self, text: str) -> bool:
@@ -145,7 +145,7 @@ class ChatEncoder:
         return text.translate(self._signs)
 
     def _marked(self, text: str) -> str:
-        """A text of a message, with stand-ins."""
+        """Return a message's text with stand-ins."""
         text = _HALF.sub("\ufffd", text)
         found, normal = self._found(text), self._normalize(text)
         if len(self._found(normal)) > len(found):  # such as a wide "<", of which the tokenizer makes a plain one
@@ -157,13 +157,13 @@ class ChatEncoder:
         return "".join(chars)
 
     def _found(self, text: str) -> list[tuple[int, str]]:
-        """The control tokens in a text with their places; one may begin within another."""
+        """Return the control tokens in a text with their positions; one may begin within another."""
         begin = [first.start() for first in self._first.finditer(text)]
         return [(place, token[0]) for place in begin if (token := self._any.match(text, place))]
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """The value with each text in it changed, keys included."""
+    """Return a nested value with a function applied to each text in it, keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -179,7 +179,7 @@ _MOST_KNOWN = 1000
 
 
 class TurnTemplate:
-    """The tokens between an assistant's text and the assistant's next text, as a chat template puts them.
+    """The tokens between two texts of the assistant, as the chat template writes them.
 
     Args:
         tokenizer: with a chat template.
@@ -192,7 +192,7 @@ class TurnTemplate:
         self._kept: set[tuple[Any, ...]] = set()  # roles of messages that the template is known to write
 
     def tokens(self, messages: Sequence[Message], response: Sequence[int]) -> Tensor:
-        """[T] int64, what comes between.
+        """Return the tokens between two turns, [T] int64.
 
         Args:
             messages: such as a user's turn or the results of tools.
@@ -211,7 +211,7 @@ class TurnTemplate:
         return torch.tensor(turn[turn[:1] == list(response[-1:]) :], dtype=torch.int64)
 
     def text(self, messages: Sequence[Message]) -> str:
-        """The same as text, the end of the assistant's turn included."""
+        """Return the same as text, including the end of the assistant's turn."""
         return self._chats.plain(self._between(messages))
 
     def _between(self, messages: Sequence[Message]) -> str:

@@ -1,4 +1,4 @@
-"""The turns of finished dialogs, as an environment and a policy wrote them, become one sequence each."""
+"""Merges the turns of finished dialogs, as an environment and a policy wrote them, into one sequence each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def trajectories(
     errors: Sequence[str],
     rewards: Sequence[Sequence[float | None]],
 ) -> Sequence[TensorDictBase]:
-    """The rows of the last transition with the token entries of all turns.
+    """Return the rows of the last transition with the token entries of all turns.
 
     Args:
         last: [B] the last transition; rows that were done before it repeat their outcome.

@@ -22,7 +22,7 @@ from torchrl_grpo.models.packing import pad
 
 
 class Evaluator:
-    """Plays the same test problems each time and counts what is right.
+    """Plays the same test problems each time and computes accuracy.
 
     The engine's random state is put back after each evaluation, so that evaluating changes nothing in the run, and the
     sampled responses are drawn from the same seed each time; neither where the engine samples for others meanwhile.
@@ -110,7 +110,7 @@ class Evaluator:
         return metrics
 
     def _pass_at_k(self, env: LLMEnv) -> dict[str, float]:
-        """Pass@k over the problems that have a valid sample, each by its valid samples."""
+        """Pass@k over the problems with a valid sample, each by its valid samples."""
         k = env.repeats
         batch = self._play(env, self._sampling_policy)
         valid = batch.get(keys.REWARD_VALID).reshape(-1, k)
@@ -124,7 +124,7 @@ class Evaluator:
         return metrics
 
     def _sets(self, batch: TensorDictBase) -> list[tuple[str, Tensor]]:
-        """Rows of the task's own test split and of each data set, with what their metrics end in; none is empty."""
+        """Rows of the task's own test split and of each data set, with the suffix of their metrics; none is empty."""
         column = batch.get(keys.DATASET, None)
         names = [""] * len(batch) if column is None else column.reshape(-1).tolist()
         own = [i for i, name in enumerate(names) if name not in self._further]

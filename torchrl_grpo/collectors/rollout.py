@@ -139,7 +139,7 @@ class RolloutCollector(BaseCollector):
         return self.policy.engine.policy_version
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """Yields batches (None where a replay buffer gets them) until ``total_dialog_turns`` trajectories were made."""
+        """Yield batches (None with a replay buffer) until ``total_dialog_turns`` trajectories were made."""
         while self.total_frames < 0 or self._frames < self.total_frames:
             batch = self.rollout()
             if self.postproc is not None:
@@ -209,7 +209,7 @@ class RolloutCollector(BaseCollector):
             data.set(keys.STEPPING, stepping)
 
     def _sample(self, data: TensorDictBase) -> TensorDictBase:
-        """The policy's next turn; where rewards have processes of their own, each response goes there when it ends."""
+        """Sample the policy's next turn; with reward workers each response is sent to one as it finishes."""
         env = self.base_env
         if env.reward_pool is None:
             return self.policy(data)
@@ -232,7 +232,7 @@ class RolloutCollector(BaseCollector):
         weights: nn.Module | TensorDictBase | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None = None,
         version: int | None = None,
     ) -> None:
-        """Gives the engine new weights; no rollout is under way, so the next one has them in every token.
+        """Give the engine new weights. No rollout is in progress, so all tokens of the next one come from them.
 
         Args:
             weights: a model, its state dict, or pairs (name in the Hugging Face checkpoint, tensor), every parameter
@@ -262,7 +262,7 @@ class RolloutCollector(BaseCollector):
         engine.load_state_dict(engine.state_dict() | {"policy_version": engine.policy_version + 1})
 
     def start(self) -> None:
-        """TorchRL's sampling in the background, which this collector does not do.
+        """Refuse TorchRL's background sampling, which this collector does not support.
 
         Raises:
             TypeError: always.
@@ -280,7 +280,7 @@ class RolloutCollector(BaseCollector):
             self.policy.engine.close()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Restarts the order of the problems from ``seed`` and seeds the engine; returns a seed for what comes next."""
+        """Restart the order of the problems from ``seed`` and seed the engine; return a further seed."""
         self.policy.engine.seed(seed)
         return self.env.set_seed(seed, static_seed=static_seed)
 

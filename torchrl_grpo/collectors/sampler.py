@@ -1,4 +1,4 @@
-"""``Sampler``: an engine and the environments that it plays, whether it is called in this process or in another."""
+"""``Sampler`` (rollout worker): an engine and the environments that it plays, in this process or in an actor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchrl_grpo.weights.mismatch import Probe, sample_probe
 
 @dataclass(frozen=True)
 class RolloutTask:
-    """Groups that one sampler plays in one go. Anyone can play it, and play it again: it carries its problems."""
+    """Groups that one sampler plays at once. It carries its problems, so any sampler can play it, repeatedly."""
 
     drawn: tuple[Drawn, ...]
 
@@ -128,7 +128,7 @@ class Sampler:
         self._asleep = False
 
     def update(self, handle: WeightHandle, version: int) -> float:
-        """Gives the engine new weights; returns the seconds that it took."""
+        """Give the engine new weights; return the seconds that this took."""
         start = time.perf_counter()
         self._make_room()
         self.engine.load(handle, version)  # which wakes it
@@ -169,7 +169,7 @@ class Sampler:
         return report, [lazy_stack(group) for group in groups]
 
     def sleep(self) -> None:
-        """Has the engine give its device to the other roles, if they share it, until it is needed again."""
+        """Have the engine release its device to the other roles, if they share it, until it is needed again."""
         if self.sleeps and not self._asleep:
             self.engine.sleep()
             self._asleep = True
@@ -183,12 +183,12 @@ class Sampler:
             self._asleep = False
 
     def _make_room(self) -> None:
-        """Gives back what the trainer's allocator holds, which is not there for a waking engine's process."""
+        """Release the memory cached by the trainer's allocator, which a waking engine's process could not use."""
         if self.sleeps:
             torch.cuda.empty_cache()
 
     def _take(self, groups: int) -> RolloutCollector:
-        """A collector of so many groups that nobody uses."""
+        """Return an idle collector of this many groups."""
         with self._lock:
             for position, (size, collector) in enumerate(self._idle):
                 if size == groups:
@@ -204,7 +204,7 @@ class Sampler:
         return self.evaluator.evaluate(sampled=sampled)
 
     def probe(self) -> Probe:
-        """A few sampled tokens with their log-probs, for ``Learner.mismatch``; it does not change the run's draws."""
+        """Sample a few tokens with their log-probs, for ``Learner.mismatch``, without changing the run's draws."""
         self._wake()
         with preserve_rng(self.engine):
             return sample_probe(self.engine, self.probe_prompts, self.params)

@@ -19,7 +19,7 @@ from torchrl_grpo.models.packing import pad
 from torchrl_grpo.transforms.parts import reward_parts
 
 _LONGEST_CHARACTER = 4
-"""Tokens that one character may be made of: bytes."""
+"""Most tokens that one character may consist of: its bytes."""
 
 
 def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
@@ -59,7 +59,7 @@ def _std(values: Tensor) -> Tensor:
 
 
 def _repeated(batch: TensorDictBase, group: list[int]) -> float:
-    """Share of the responses that are, token by token, another one of their group too."""
+    """Share of responses whose tokens equal those of another response in their group."""
     responses = [row.get(keys.RESPONSE).cpu().numpy().tobytes() for row in batch.unbind(0)]
     counts = Counter(zip(group, responses, strict=True))
     return sum(count for count in counts.values() if count > 1) / len(responses)
@@ -136,7 +136,7 @@ def sample_rows(
 
 
 def _first_groups(groups: Sequence[int], most: int) -> set[int]:
-    """The first groups that have so many sequences together, or more."""
+    """Return the first groups that have this many sequences together, or more."""
     wanted = set[int]()
     count = 0
     for group, size in Counter(groups).items():

@@ -56,7 +56,7 @@ def group_names(advantage: Any) -> list[int | str]:
 
 
 def refuse_arguments(owner: str, given: Mapping[str, Any], known: Sequence[str] = ()) -> None:
-    """Refuses keyword arguments that a class of ours does not have; it has those that are ``known``.
+    """Refuse keyword arguments other than ``known`` ones.
 
     Raises:
         TypeError: one is not known; it says what to use where it is TorchRL's and asks for something else than we do.
@@ -72,7 +72,7 @@ def refuse_arguments(owner: str, given: Mapping[str, Any], known: Sequence[str] 
 
 
 def check_choice(name: str, choice: object, choices: Sequence[str]) -> None:
-    """Refuses a choice that is none.
+    """Refuse an unknown choice.
 
     Raises:
         ValueError: ``choice`` is not one of ``choices``.

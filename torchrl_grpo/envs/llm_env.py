@@ -170,7 +170,8 @@ class LLMEnv(EnvBase):
             setattr(self, name, spec)
 
     def with_rows(self, num_envs: int) -> LLMEnv:
-        """An environment of so many rows that shares problems, prompts and reward workers, and has dialogs of its own.
+        """Return an environment with this many rows that shares problems, prompts and reward workers, and has its own
+        dialogs.
 
         What it plays it is to be told by ``assign``: it draws nothing.
         """
@@ -204,11 +205,11 @@ class LLMEnv(EnvBase):
         self._copies = []
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Where the environment is in its data. Dialogs in progress are not part of it: save between two rollouts."""
+        """Return the position in the data. Dialogs in progress are not part of it: save between two rollouts."""
         return self.drawing.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Goes to where ``state_dict`` was taken: the next ``reset`` draws what would have been drawn there.
+        """Restore ``state_dict``: the next ``reset`` draws what would have been drawn there.
 
         Raises:
             ValueError: the state is from an environment with other problems.
@@ -329,7 +330,7 @@ class LLMEnv(EnvBase):
         return [row.rewards for row in self._rows]
 
     def receive(self, row: int, response: Tensor, length_stopped: bool) -> None:
-        """Takes a row's response before the step: its dialog is answered or scored while others are still sampled.
+        """Take a row's response before the step, so that its dialog is scored while others are still being sampled.
 
         Nothing happens without a ``reward_pool``: scoring here would hold up the sampling.
 
@@ -385,7 +386,7 @@ class LLMEnv(EnvBase):
         )
 
     def _dialog(self, row: int, tokens: list[int], length_stopped: bool) -> Dialog:
-        """The dialog of a row with a further response: the one that was received, where it is the same."""
+        """Return the dialog of a row with a further response, reusing the received one if it is the same."""
         received, _ = self._received.get(row, (None, None))
         if received is not None and received.tokens == tokens:
             return received
@@ -415,7 +416,7 @@ class LLMEnv(EnvBase):
         return [future.result() for future in futures]
 
     def _take(self, row: int, dialog: Dialog, turn: Turn | Failure, tokens: Tensor) -> Tensor | None:
-        """Ends a row's dialog, or appends the task's answer to it.
+        """End a row's dialog, or append the task's answer to it.
 
         Returns:
             [T] int64, all tokens with the answer; None where the dialog ended, or there is no room for the answer.
@@ -447,20 +448,20 @@ class LLMEnv(EnvBase):
         return longer
 
     def _answered(self, tokens: Tensor, messages: Sequence[Message], dialog: Dialog) -> Tensor | None:
-        """All tokens with messages after the latest turn; None where there is no room for them."""
+        """Return all tokens with messages after the latest turn; None if there is no room for them."""
         longer = torch.cat([tokens, self._template.tokens(messages, dialog.tokens)])
         fits = self.max_dialog_tokens is None or longer.numel() <= self.max_dialog_tokens
         return longer if fits else None
 
     @property
     def dialogs(self) -> list[Dialog]:
-        """The dialog of each row so far; its messages include what came after the latest turn."""
+        """Return the dialog of each row so far, including messages after the latest turn."""
         chats = [[*row.chat, *row.between] for row in self._rows]
         return [Dialog(row.problem, row.responses, chat) for row, chat in zip(self._rows, chats, strict=True)]
 
     @property
     def transcripts(self) -> list[str]:
-        """The dialog of each row after its prompt, as text; what others than the policy said begins with ``[role]``."""
+        """Return each row's dialog after its prompt, as text; other roles' messages begin with ``[role]``."""
 
         def line(message: Message) -> str:
             said = str(message["content"])
@@ -470,17 +471,17 @@ class LLMEnv(EnvBase):
 
     @property
     def errors(self) -> list[str]:
-        """Why each row's reward is not valid, in a line; empty where it is."""
+        """Return in a line why each row's reward is invalid; empty if it is valid."""
         return [row.error for row in self._rows]
 
     def check_role(self, role: str) -> None:
-        """Raises a ``ValueError`` where the chat template does not take messages of a role after the policy's turn."""
+        """Raise ``ValueError`` if the chat template rejects messages of a role after the policy's turn."""
         self._template.text([{"role": role, "content": "@"}])
 
     def resume(self, row: int, messages: Sequence[Message], tokens: Tensor) -> Tensor | None:
-        """Goes on after a row's latest turn, the end of ``tokens``, with messages in place of the task's answer or
-        score; gives all tokens. None, and nothing has changed, where the turn was cut off, was the last one, or there
-        is no room.
+        """Continue after a row's latest turn, the end of ``tokens``, with messages that replace the task's answer or
+        score; return all tokens. Return None and change nothing if the turn was cut off, was the last one, or there is
+        no room.
         """
         dialog, state = self.latest[row], self._rows[row]
         if dialog.last or dialog.finish_reason == "length":
@@ -505,7 +506,7 @@ class LLMEnv(EnvBase):
         self._rows[row].terminated, self._rows[row].truncated = not truncated, truncated
 
     def _invalidate(self, row: _Row, failure: Failure) -> None:
-        """Marks the dialog as not scored; one log entry for each kind of failure."""
+        """Mark the dialog as not scored; log each kind of failure once."""
         row.valid, row.error = False, failure.line
         self.counts[f"rewards/invalid_{failure.cause}"] += 1
         if self._is_new(failure):
@@ -528,7 +529,7 @@ class LLMEnv(EnvBase):
 
     @staticmethod
     def _outcome_columns(rows: Sequence[_Row], names: Sequence[str]) -> dict[str, Tensor]:
-        """[B, 1] columns of the rows' attributes."""
+        """Return attributes of the rows as [B, 1] columns."""
         columns = {name: torch.tensor([getattr(row, name) for row in rows]).unsqueeze(-1) for name in names}
         columns[keys.REWARD_VALID] = columns.pop("valid")
         return columns

@@ -1,4 +1,4 @@
-"""Common ground of the generation engines: the sampling parameters, the result, and the interface.
+"""Interface of the generation engines: sampling parameters, completions, and ``Engine``.
 
 An engine is given token ids and gives back token ids with the log-probabilities of the distribution that they were
 sampled from (temperature, min-p, top-k and top-p included). Text never enters and never leaves.
@@ -28,7 +28,7 @@ from torchrl_grpo.weights import WeightHandle
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn.
+    """Parameters of sampling.
 
     Args:
         max_new_tokens: most tokens that one response may have, at least 1.
@@ -90,7 +90,7 @@ OnFinished = Callable[[int, int, Completion], None]
 
 
 class EngineDeadError(RunLostError):
-    """A process of the engine has ended: no call works any more, and a new engine has to be made."""
+    """A process of the engine has ended: every further call fails, and a new engine must be made."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Engine(ABC):
 
     @classmethod  # noqa: B027
     def require(cls, *, on_cpu: bool) -> None:
-        """Refuses a machine that lacks what the engine needs.
+        """Refuse a machine that lacks what the engine needs.
 
         Args:
             on_cpu: whether there is no accelerator.
@@ -154,7 +154,7 @@ class Engine(ABC):
 
     @classmethod  # noqa: B027
     def check(cls, request: EngineRequest) -> None:
-        """Refuses what the engine cannot run, as far as that is known before weights are loaded.
+        """Refuse models and options that the engine cannot run, as far as known before weights load.
 
         Raises:
             ValueError: the engine cannot run this model, or not with these options.
@@ -219,7 +219,7 @@ class Engine(ABC):
         """
 
     def load(self, handle: WeightHandle, version: int) -> None:
-        """Replaces all weights by those that another process sends. An engine that sleeps is then awake.
+        """Replace all weights by those that another process sends, and wake a sleeping engine.
 
         Args:
             handle: says where they are; it must stay valid until the call returns.
@@ -234,7 +234,7 @@ class Engine(ABC):
         """Makes the draws from here on reproducible, as far as the engine can."""
 
     def sleep(self) -> None:  # noqa: B027
-        """Gives back the device memory that is needed only while generating, until ``wake`` or new weights."""
+        """Release the device memory that is only needed for generating, until ``wake`` or new weights."""
 
     def wake(self) -> None:  # noqa: B027
         """Undoes ``sleep``."""
@@ -265,7 +265,7 @@ def engine_class(backend: str) -> type[Engine]:
 
 @contextmanager
 def preserve_rng(engine: Engine) -> Iterator[None]:
-    """Puts the engine's random state back, so that what was sampled in between changes nothing in the run.
+    """Context that restores the engine's random state, so that sampling inside it changes nothing in the run.
 
     An engine that samples for several callers at a time is left as it is: its draws depend on how the calls meet
     anyway, and those that are running would draw the numbers between the two states a second time.

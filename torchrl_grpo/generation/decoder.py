@@ -27,7 +27,7 @@ class Batch(ABC):
 
     @abstractmethod
     def add(self, prompts: Sequence[Tensor], n: int) -> Tensor:
-        """Computes prompts; ``n`` rows for each of them follow those that are there, prompt by prompt.
+        """Compute prompts; ``n`` rows for each are appended to the batch, prompt by prompt.
 
         Args:
             prompts: one [T] int64 tensor a prompt, on the model's device.
@@ -50,7 +50,7 @@ class Batch(ABC):
 
     @abstractmethod
     def keep(self, rows: Tensor) -> None:
-        """Makes row ``rows[i]`` row ``i`` and drops every row that is not named.
+        """Keep the given rows: row ``rows[i]`` becomes row ``i``, and all others are dropped.
 
         Args:
             rows: [R'] int64, R' >= 1, without repeats. Rows that stay in place are the cheap ones.
@@ -70,7 +70,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def cache_bytes(self, prompt_length: int, n: int, max_new_tokens: int) -> int:
-        """Most bytes of keys and values that one prompt and its ``n`` rows keep."""
+        """Maximum bytes of keys and values for one prompt and its ``n`` rows."""
 
 
 class GenericDecoder(Decoder):
@@ -153,6 +153,6 @@ class _GenericBatch(Batch):
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """Most tokens that a prompt and its response may have together; very large where the model has no limit."""
+    """Maximum number of tokens in a prompt and its response together; very large for a model without a limit."""
     config = model.config.get_text_config(decoder=True)
     return getattr(config, "max_position_embeddings", None) or 2**31

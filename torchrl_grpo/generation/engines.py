@@ -1,4 +1,4 @@
-"""The table of engines: what each value of ``inference_model.backend`` can do, and where its class is.
+"""The table of engines: what each value of ``inference_model.backend`` can do, and the location of its class.
 
 The rules of the config read it, so nothing heavy is imported here. An engine is one entry in ``ENGINES`` and one file:
 a subclass of ``Engine`` that overrides ``make`` and, if it refuses something before a run, ``require`` and ``check``.

@@ -238,7 +238,7 @@ class _FusedBatch(Batch):
         return decoder.logits(hidden[torch.arange(count, device=hidden.device), last])
 
     def _move(self, rows: int) -> None:
-        """Moves the responses to a cache with this many rows and further columns, without columns that no row needs."""
+        """Move the responses to a cache with this many rows and further columns, dropping columns that no row needs."""
         live = len(self._starts)
         first = int(self._starts.min()) if len(self._starts) else self._length
         used = self._length - first
@@ -269,7 +269,7 @@ class _FusedBatch(Batch):
         self._mask_own()
 
     def _mask_own(self) -> None:
-        """Makes the mask of the columns before each row's first one, where rows came at different times."""
+        """Make the mask of the columns before each row's first one, if rows joined at different times."""
         starts = self._starts.tolist()
         self._first = min(starts)
         columns = torch.arange(self._room, device=self._starts.device)

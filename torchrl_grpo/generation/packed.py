@@ -1,4 +1,4 @@
-"""Linear layers for decoding: a few rows, many times, with weights that change only in between.
+"""Linear layers for decoding: many products with few rows, and weights that change only between them.
 
 On a CPU a product with so few rows spends up to half of its time on bringing the weight into the order that the kernel
 wants. That is done here once for each version of the weights, through oneDNN, at the price of a second copy of them.

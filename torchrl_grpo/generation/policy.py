@@ -135,7 +135,7 @@ class GenerationPolicy(TensorDictModuleBase):
     def _generate(
         self, prompts: Sequence[Tensor], groups: Sequence[int], active: Sequence[bool]
     ) -> list[Completion | None]:
-        """One completion a row, None where the row is not active."""
+        """Return one completion per row, None for inactive rows."""
         requests: dict[tuple[int, bytes], list[int]] = defaultdict(list)
         for row, prompt in enumerate(prompts):
             if active[row]:

@@ -213,7 +213,7 @@ class TransformersEngine(Engine):
                     tell(row, Completion(t[:length].clone(), p[:length].clone(), "stop" if stop else "length"))
 
         def admit(waiting: int, rows: Sequence[int]) -> int:
-            """How many of the prompts that wait fit beside these rows, when all rows become as long as they may."""
+            """Return how many waiting prompts fit beside these rows, assuming that all reach their maximum length."""
             size = partial(self.decoder.cache_bytes, len(prompts[0]), max_new_tokens=params.max_new_tokens)
             left = self._kv_cache_bytes - sum(size(count) for count in Counter(row // n for row in rows).values())
             return min(waiting, max(0 if rows else 1, left // size(n)))

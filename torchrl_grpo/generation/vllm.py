@@ -66,7 +66,7 @@ _has_vllm = find_spec("vllm") is not None
 RPC_TIMEOUT_S = 300.0
 """Seconds that a worker may take to load weights or to answer any other call."""
 TRIAL_S = 120.0
-"""Seconds in which weights must come in a fast way where there is another one."""
+"""Seconds in which weights must arrive on a fast path to which there is an alternative."""
 
 WORKER_EXTENSION = "torchrl_grpo.weights.worker.WeightSyncExtension"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -218,8 +218,8 @@ def check_text_only(config: PretrainedConfig, name: str) -> None:
 
 
 def check_vllm_model(config: Any, settings: VLLMSettings, *, on_cpu: bool) -> None:
-    """Checks what a model's config and the platform say, without importing vLLM: it refuses the same itself, but only
-    minutes later and in the process of an engine.
+    """Check what a model's config and the platform tell, without importing vLLM, which would refuse the same only
+    minutes later and in another process.
 
     Args:
         config: the Hugging Face config of a model for text alone.
@@ -390,8 +390,9 @@ class VLLMBase(Engine):
 
     @abstractmethod
     def _updating(self, version: int) -> AbstractContextManager[None]:
-        """While workers receive weights: afterwards nothing is left that was computed with the old ones, and
-        ``policy_version`` is this version."""
+        """Context in which workers receive weights: afterwards everything computed with the old ones is gone, and
+        ``policy_version`` is this version.
+        """
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._open()
@@ -426,8 +427,9 @@ class VLLMBase(Engine):
             self.update_weights(handle.weights(), version)
 
     def _merges(self, handle: AdapterHandle) -> bool:
-        """Whether the workers can add adapters to the weights in their checkpoint: it must have these weights, under
-        these names, which transformers gives to the parameters of most models."""
+        """Whether the workers can add adapters to the weights in their checkpoint, which must have these weights under
+        the names of transformers' parameters.
+        """
         if self._base is None:
             self._base = {name: tuple(shape) for name, shape in self._rpc("base_layout")[0]}
         base, shapes = self._base, self._expected_weights[1]
@@ -435,7 +437,7 @@ class VLLMBase(Engine):
         return whole and all(name in shapes for name, _ in handle.layers) and hasattr(handle.base, "dtype")
 
     def _receive_either(self, handle: EitherHandle) -> str:
-        """Have the workers receive weights in the fast way, once it has given the same as the slow one.
+        """Have the workers receive weights on the fast path, once it has delivered the same as the slow one.
 
         Returns:
             why the fast way was left, if that was in this call.

@@ -16,7 +16,7 @@ STOP = "stop_strings"
 
 
 class Answer:
-    """vLLM's answer to a request as completions; it comes at once, or in parts of any of its samples.
+    """vLLM's answer to a request, converted to completions; it comes at once, or in parts of any of its samples.
 
     Args:
         request: its number, for ``on_finished``.
@@ -31,7 +31,7 @@ class Answer:
         self._done: dict[int, Completion] = {}
 
     def add(self, samples: Iterable[Any]) -> None:
-        """Takes what vLLM has of some samples; where it is their end, ``on_finished`` is told."""
+        """Take new output of some samples; call ``on_finished`` for those that have ended."""
         for sample in samples:
             self._parts[sample.index].append(sample)
             if sample.finish_reason in ("stop", "length"):
@@ -41,7 +41,7 @@ class Answer:
                         self._on_finished(self._request, number, completion)
 
     def restart(self) -> None:
-        """Forgets what came: the request is made again."""
+        """Discard everything received: the request is made again."""
         self._parts.clear()
         self._done.clear()
 
@@ -99,7 +99,7 @@ class _Reader:
         self._token_ids, self._after, self._end, self._state = token_ids, stop.table.numpy(), stop.end, 0
 
     def update(self, new_token_ids: Sequence[int], stop_terminated: bool) -> str | None:
-        """Takes new tokens up to the one that ends the sample; None where it goes on."""
+        """Take new tokens, up to the one that ends the sample; return None if it continues."""
         for token in new_token_ids:
             self._token_ids.append(token)
             if token < self._after.shape[1]:  # the model may have more than the tokenizer

@@ -236,7 +236,7 @@ class AsyncVLLMEngine(VLLMBase):
 
     @contextmanager
     def _updating(self, version: int) -> Iterator[None]:
-        """With the requests that are running treated as ``in_flight`` says.
+        """Context of an update, in which running requests are treated as ``in_flight`` says.
 
         Raises:
             EngineDeadError: the workers did not load the weights, or not in time; or the engine's process has ended.

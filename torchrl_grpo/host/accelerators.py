@@ -1,4 +1,4 @@
-"""Accelerators of this machine, as their driver knows them."""
+"""Accelerators of this machine, as reported by their driver."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 
 
 def accelerators_in_use() -> dict[str, tuple[int, int]]:
-    """Of each NVIDIA device the bytes that are used, and all; asked of the driver, so that CUDA is not started here."""
+    """Return used and total bytes of each NVIDIA device, asked of the driver, so that CUDA is not initialized here."""
     query = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()

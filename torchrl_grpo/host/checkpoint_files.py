@@ -1,4 +1,4 @@
-"""Checkpoints as files: which there are, which one a run goes on from, whether they are whole, and their manifests.
+"""Checkpoints as files: listing them, choosing the one to resume from, integrity checks, and manifests.
 
 Nothing heavy is imported here, so that what is refused is refused at once.
 
@@ -25,15 +25,16 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
 
 _END = struct.Struct("<Q32s8s")
-"""The manifest's length, the SHA-256, and what shows that they are there."""
+"""Trailer of the file: the manifest's length, the SHA-256, and a marker."""
 _MARK = b"grpo-ck1"
 _PART = 1 << 24
 _CHECK = "sha256"
-"""In a manifest, the checksum of the rest of it: it is read, and believed, before the whole file is."""
+"""Manifest entry with the checksum of its other entries, because the manifest is used before the whole file is checked.
+"""
 MANIFEST = "manifest.json"
 STATE = "state.pt"
 _FILES = "files"
-"""In the manifest of a folder, the size and SHA-256 of each file."""
+"""Manifest entry of a folder: size and SHA-256 of each file."""
 
 
 AUTO = "auto"
@@ -45,7 +46,7 @@ _Read = TypeVar("_Read")
 
 
 class SealedFile:
-    """A file that is written front to back, by ``torch.save(state, sealed)``, and then sealed.
+    """A file written front to back, by ``torch.save(state, sealed)``, and then sealed.
 
     Attributes:
         error: what ended a write.
@@ -68,7 +69,7 @@ class SealedFile:
         self._file.flush()
 
     def seal(self, manifest: dict[str, Any]) -> None:
-        """Writes the manifest and the checksum behind all that was written; nothing may be written after it."""
+        """Append the manifest and the checksum; nothing may be written afterwards."""
         text = _with_digest(manifest)
         self.write(text)
         self._hash.update(struct.pack("<Q", len(text)))
@@ -76,7 +77,7 @@ class SealedFile:
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """Return the paths in a folder that are named like checkpoints, the one with the most steps first."""
+    """Return the paths in a folder with a checkpoint's name, the one with the most steps first."""
     steps = {path: step_of(path) for path in directory.glob("checkpoint_*") if path.suffix == ".pt" or is_sharded(path)}
     found = ((step, path) for path, step in steps.items() if step is not None)
     return [path for _, path in sorted(found, reverse=True)]
@@ -88,7 +89,7 @@ def is_sharded(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Removes a checkpoint; a folder that is removed in part no longer has a checkpoint's name."""
+    """Remove a checkpoint; a partly removed folder no longer has a checkpoint's name."""
     if path.is_dir():
         path = path.rename(path.with_name(f"{path.name}.removed.tmp"))
         shutil.rmtree(path)
@@ -97,7 +98,7 @@ def remove(path: Path) -> None:
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a name says, None if it is not a checkpoint's name."""
+    """Return the step in a checkpoint's name, None for other names."""
     number = path.stem.removeprefix("checkpoint_")
     return int(number) if number.isdecimal() else None
 
@@ -149,7 +150,7 @@ def measured(path: Path) -> tuple[int, str]:
 
 
 def saved_config(given: str | None, directory: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint that a run goes on from, and the config in its manifest; None for a run that starts.
+    """Return the checkpoint to resume from, and the config in its manifest; None for a new run.
 
     Args:
         given: ``train.resume``.
@@ -172,7 +173,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def newest(given: str, directory: Path, read: Callable[[Path], _Read]) -> tuple[Path, _Read] | None:
-    """The newest checkpoint that can be read, and what was read; None if ``auto`` finds no checkpoints.
+    """Return the newest readable checkpoint, and the result of ``read``; None if ``auto`` finds no checkpoints.
 
     Args:
         given: ``train.resume``: a checkpoint, the folder of a run, or ``auto``.
@@ -224,12 +225,12 @@ def newest(given: str, directory: Path, read: Callable[[Path], _Read]) -> tuple[
 
 
 def _checkpoints(path: Path, given: str) -> list[Path]:
-    """The checkpoints of a run's folder or, unless it is the run's own, in the folder itself."""
+    """Return the checkpoints of a run's folder or, if the path is not one, of the folder itself."""
     return [*checkpoints_in(path / "checkpoints"), *([] if given == AUTO else checkpoints_in(path))]
 
 
 def check_unused(directory: Path) -> None:
-    """Checks that the folder of a new run has no run in it: the files of two runs would be mixed.
+    """Refuse a folder that already has a run: the files of two runs would be mixed.
 
     Raises:
         ConfigError: it has one.
@@ -245,7 +246,7 @@ def check_unused(directory: Path) -> None:
 
 
 def check_whole(path: Path) -> None:
-    """Checks a checkpoint's checksums.
+    """Verify a checkpoint's checksums.
 
     Raises:
         ValueError: it has none, or a byte is another than the one that was written.
@@ -305,7 +306,7 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def _end_of(path: Path, file: IO[bytes]) -> tuple[int, int, bytes]:
-    """Where the manifest starts, how long it is, and the checksum."""
+    """Return the manifest's offset and length, and the checksum."""
     size = file.seek(0, 2)
     if size >= _END.size:
         file.seek(size - _END.size)

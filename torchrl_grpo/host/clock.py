@@ -1,4 +1,4 @@
-"""The time of day, for what is timed."""
+"""The time of day, for timing."""
 
 from __future__ import annotations
 
@@ -8,5 +8,7 @@ _AT_ZERO = time.time() - time.monotonic()
 
 
 def now() -> float:
-    """Unix seconds, as the machine's clock was when this was imported: setting the clock makes no span negative."""
+    """Return Unix seconds by the machine's clock at import, plus elapsed time: setting the clock makes no span
+    negative.
+    """
     return _AT_ZERO + time.monotonic()

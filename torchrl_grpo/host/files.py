@@ -1,4 +1,4 @@
-"""The files of a run: their names, and how they are read back."""
+"""Files of a run: their names, and reading them back."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SAMPLES_FILE = "samples.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
 ENVIRONMENT_FILE = "environment.json"
 _LONGEST_YAML = 300_000
-"""Characters: some seconds of PyYAML's time. A run's config has some thousands."""
+"""Characters that PyYAML reads in a few seconds. A run's config has a few thousand."""
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of a jsonl file of a run; lines that are none, such as one that a crash cut short, are left out.
+    """Return the rows of a run's jsonl file, skipping lines that are no rows, such as one cut off by a crash.
 
     Returns:
         the rows, none when the file is not there.
@@ -40,12 +40,12 @@ def parse_row(line: str) -> dict[str, Any] | None:
 
 
 def whole_lines(path: Path) -> list[str]:
-    """The lines that end in a newline (``splitlines`` would split at more characters than that)."""
+    """Return the lines that end in a newline (``splitlines`` would also split at other characters)."""
     return path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says that there is no more room on a disk, or none that may be used."""
+    """Whether an error means that a disk or quota is full."""
     full = (errno.ENOSPC, errno.EDQUOT)
     by_number = isinstance(error, OSError) and error.errno in full
     return by_number or any(f"(os error {number})" in str(error) for number in full)  # as Rust says it: safetensors

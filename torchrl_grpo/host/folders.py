@@ -1,4 +1,4 @@
-"""The folder of a run: each start gets one of its own, and one process at a time writes into it."""
+"""The folder of a run: each start gets its own, and only one process at a time writes to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _open: set[int] = set()
 
 
 def _close_in_child() -> None:
-    """Close the locks' files in a forked child: it would keep a lock for as long as it lives."""
+    """Close the locks' files in a forked child, which would otherwise keep the locks."""
     while _open:
         os.close(_open.pop())
 
@@ -46,7 +46,7 @@ def claim(folder: Path) -> Path:
 
 
 def absent(folder: Path) -> list[Path]:
-    """Return the folders that must be made for a folder to be there, itself included, the innermost first."""
+    """Return the folders that must be created for a folder to exist, itself included, the innermost first."""
     return list(itertools.takewhile(lambda path: not path.exists(), (folder, *folder.parents)))
 
 
@@ -85,7 +85,7 @@ class FolderLock(AbstractContextManager["FolderLock"]):
             raise
 
     def where(self) -> Path | None:
-        """Return where the folder is now, which is elsewhere if it was moved; None if it was removed."""
+        """Return the folder's current location, which differs if it was moved; None if it was removed."""
         for path in (self.folder, Path(f"/proc/self/fd/{self._directory}").resolve()):
             with suppress(FileNotFoundError, NotADirectoryError):
                 if os.path.samestat(os.stat(path), os.fstat(self._directory)):
@@ -120,7 +120,7 @@ class FolderLock(AbstractContextManager["FolderLock"]):
             self._close(file)
 
     def _opened(self) -> tuple[int, bool]:
-        """Open the lock's file; return it and whether it was made here."""
+        """Open the lock's file; return it and whether it was created here."""
         for flags in itertools.cycle((os.O_CREAT | os.O_EXCL, 0)):
             with suppress(FileExistsError, FileNotFoundError):
                 file = os.open(LOCK_FILE, os.O_RDWR | flags, 0o644, dir_fd=self._directory)
@@ -145,14 +145,14 @@ class FolderLock(AbstractContextManager["FolderLock"]):
         return made
 
     def _is_current(self, file: int) -> bool:
-        """Whether an open file is the one that the folder has."""
+        """Whether an open file is still the one in the folder."""
         try:
             return os.path.samestat(os.stat(LOCK_FILE, dir_fd=self._directory), os.fstat(file))
         except FileNotFoundError:
             return False
 
     def _is_stale(self, file: int) -> bool:
-        """Whether the process that a file names was one of this host, and has ended."""
+        """Whether the process named in a file ran on this host and has ended."""
         holder = os.pread(file, 1000, 0).decode(errors="replace").split()
         return len(holder) == 3 and holder[0] == socket.gethostname() and holder[2] != _started(holder[1])
 
@@ -177,7 +177,7 @@ class FolderLock(AbstractContextManager["FolderLock"]):
 
 
 def _started(pid: int | str) -> str:
-    """When a process of this host started, in the kernel's ticks: a number of its own where a pid is used again."""
+    """Start time of a process of this host, in kernel ticks: it distinguishes processes that reuse a pid."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

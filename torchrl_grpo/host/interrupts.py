@@ -1,5 +1,5 @@
-"""SIGTERM and SIGINT: the first one ends a run in order, as soon as what must not be cut in two is done; a second one
-ends the process at once. And a pipe that nobody reads any more: a run goes on without it.
+"""SIGTERM and SIGINT: the first signal ends a run in an orderly way, after work that must not be interrupted; a second
+one ends the process at once. Also closed pipes: a run continues without its output.
 
 Python calls a signal's handler in the main thread, between any two steps of it. Only that thread may use this module.
 """
@@ -40,7 +40,7 @@ def watched() -> Iterator[None]:
 
 
 class _Pipe(io.FileIO):
-    """A standard stream that takes what is written to it also where nobody reads it any more, as after ``| head``."""
+    """A standard stream that accepts output even when its reader is gone, as after ``| head``."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -53,7 +53,7 @@ class _Pipe(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """Keep this process alive where its standard streams are pipes and their reader ends."""
+    """Keep this process alive when a standard stream is a pipe whose reader ends."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # Not what a test or a notebook has put there.
@@ -74,12 +74,12 @@ def outlive_readers() -> None:
 
 
 def in_script() -> bool:
-    """Whether this process is a script of ours, which ends with the run."""
+    """Whether this process is one of our scripts, which ends with the run."""
     return _watching > 0
 
 
 def status() -> int | None:
-    """The exit status that the first signal, or ``end_with``, asks for; None as long as none came."""
+    """The exit status requested by the first signal or ``end_with``; None before that."""
     return _status if _told is None else 128 + _told
 
 
@@ -91,7 +91,7 @@ def end_with(status: int) -> None:
 
 @contextmanager
 def shielded(longest_s: float | None = None) -> Iterator[None]:
-    """Lets a block end before the first signal is raised.
+    """Context that delays the first signal until the block ends.
 
     Args:
         longest_s: of the wait for it; then the signal is raised inside. None waits as long as it takes.

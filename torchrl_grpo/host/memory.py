@@ -1,4 +1,4 @@
-"""Out-of-memory messages: the contents of the device's memory, and what each knob would save."""
+"""Out-of-memory messages: the contents of the device's memory, and the savings of each setting."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.host.text import size
 
 _LEAST = 0.01
-"""Share of what is held that a knob must save to be named."""
+"""Minimum share of the memory that a setting must save to be named."""
 
 
 def memory_short(
     error: BaseException, what: str, holds: Mapping[str, float], knobs: Mapping[str, float]
 ) -> MemoryShortError:
-    """The error that ends the run.
+    """Return the error that ends the run.
 
     Args:
         error: PyTorch's.

@@ -1,4 +1,4 @@
-"""Processes of our own that must not outlive the one that started them."""
+"""Our own processes that must not outlive the one that started them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def die_with_parent(parent: int) -> None:
-    """Lets the kernel kill this process when the thread that started it ends, also by SIGKILL (Linux only).
+    """Have the kernel kill this process when the thread that started it ends, even by SIGKILL (Linux only).
 
     Args:
         parent: process id of the parent.
@@ -26,7 +26,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def go_on_in_guarded_child(parent: int, *, closing: int) -> None:
-    """Returns in a child process, and stays behind as its guard (Linux only).
+    """Return in a child process, while this process stays behind as its guard (Linux only).
 
     When the child or the parent ends, however it does, or at SIGTERM, the guard kills the child and all that it
     started, in sessions of their own too, and ends with the child's status.
@@ -72,7 +72,7 @@ def go_on_in_guarded_child(parent: int, *, closing: int) -> None:
 
 
 def _stop_descendants(pid: int) -> None:
-    """Stops the processes below this one: those of a fork bomb would fork faster than they can be killed."""
+    """Stop the processes below this one: a fork bomb would fork faster than they can be killed."""
     stopped: set[int] = set()
     while new := set(descendants(pid)) - stopped:
         for one in new:
@@ -98,7 +98,7 @@ _SIGNAL_TO_SHOW = signal.SIGUSR2
 
 
 def show_stack_when_asked() -> None:
-    """Lets ``stack_of`` see where this process is, also while it holds Python's lock (Linux only). May be called again.
+    """Enable ``stack_of`` for this process, even while it holds the GIL (Linux only). May be called again.
 
     The answer lies in a file without a name, so that nothing is left behind and nobody else can put one there.
     """
@@ -108,7 +108,7 @@ def show_stack_when_asked() -> None:
 
 
 def stack_of(pid: int) -> str:
-    """Command line and stack of a process of ours that called ``show_stack_when_asked``, else nothing."""
+    """Return command line and stack of a process of ours that called ``show_stack_when_asked``; empty otherwise."""
     longest_s = 2.0
     with suppress(OSError):
         files = [path for path in Path(f"/proc/{pid}/fd").iterdir() if _STACKS in os.readlink(path)]
@@ -124,7 +124,7 @@ def stack_of(pid: int) -> str:
 
 
 def stacks_of(pids: Sequence[int]) -> str:
-    """Command lines and stacks of processes of ours on this machine, and of all below them; see ``stack_of``."""
+    """Return command lines and stacks of our processes on this machine and of all below them; see ``stack_of``."""
     found = sorted({*pids, *(below for pid in pids for below in descendants(pid))})
     stacks = ((pid, stack_of(pid)) for pid in found)
     return "".join(f"\nprocess {pid}, {stack}\n" for pid, stack in stacks if stack)

@@ -1,4 +1,4 @@
-"""A run that stands still: it says where all its processes are, saves, and ends.
+"""Stalled runs: the run reports where all its processes are, saves, and ends.
 
 ``note`` names what a run does next, and is its sign of progress. Where none comes for too long, a thread writes the
 stacks of the run's processes into ``stacks.txt`` and raises ``StalledError`` in the main thread.
@@ -24,13 +24,13 @@ from torchrl_grpo.host.processes import descendants, stacks_of
 
 STACKS_FILE = "stacks.txt"
 _LONGEST_END_S = 300.0
-"""Seconds that a run may take to save and close once it was found to stand still."""
+"""Seconds that a stalled run may take to save and close."""
 
 _current: Watch | None = None
 
 
 class Watch:
-    """The thread that waits for progress.
+    """Thread that waits for progress.
 
     Attributes:
         where: says where the groups of the batch are, if that is known beyond what was noted.
@@ -52,13 +52,13 @@ class Watch:
         threading.Thread(target=self._wait, name="progress", daemon=True).start()
 
     def note(self, text: str) -> None:
-        """Names what begins now."""
+        """Name the work that begins now."""
         self._doing, self._since = text, time.monotonic()
         # For the main thread that holds Python's lock and does not come back: then no other thread can do a thing.
         faulthandler.dump_traceback_later(self._timeout_s + _LONGEST_END_S, exit=True, file=2)
 
     def end(self) -> None:
-        """Ends the wait."""
+        """End the wait."""
         self._ended.set()
         faulthandler.cancel_dump_traceback_later()
 
@@ -97,7 +97,7 @@ class Watch:
 
 @contextmanager
 def watched(timeout_s: float | None, folder: Path) -> Iterator[Watch | None]:
-    """Watches a run meanwhile; only in a script of ours, which ends with the run.
+    """Context that watches a run, only in one of our scripts, which ends with the run.
 
     Args:
         timeout_s: longest time without progress; None watches nothing.
@@ -118,7 +118,7 @@ def watched(timeout_s: float | None, folder: Path) -> Iterator[Watch | None]:
 
 
 def note(text: str) -> None:
-    """Names what the run does next: ``"train step 7"``."""
+    """Name the run's next work: ``"train step 7"``."""
     if _current is not None:
         _current.note(text)
 

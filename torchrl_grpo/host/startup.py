@@ -1,4 +1,4 @@
-"""The seconds between a command and its first step: quick imports, and what the user sees meanwhile.
+"""The seconds between a command and its first step: fast imports, and signs of life for the user.
 
 ``say`` names what is going on. It prints nothing unless a command has called ``begin``, and after ``end`` no more.
 Nothing heavy is imported here.
@@ -22,7 +22,7 @@ from typing import Any
 from torchrl_grpo.compat.python import run_exit_functions
 
 _SILENCE_S, _SPARSE_S = 5.0, 30.0
-"""Longest time without a sign of life on a terminal, and elsewhere: a log keeps every line."""
+"""Longest time without a sign of life on a terminal, and elsewhere, because a log keeps every line."""
 _UNUSED = ("vllm", "ray", "torchao", "scipy")
 _QUICK = "TORCHRL_GRPO_QUICK_IMPORTS"
 
@@ -32,8 +32,9 @@ _hides = False
 
 
 class _Signs:
-    """Prints what is going on when it changes, and again after a silence: on a terminal in one line that counts the
-    seconds in place, elsewhere in a line now and then."""
+    """Prints the current activity when it changes, and again after a silence: on a terminal in one line with a running
+    count of seconds, elsewhere as a line now and then.
+    """
 
     def __init__(self) -> None:
         self._text = ""
@@ -83,25 +84,25 @@ class _Signs:
 
 
 def begin() -> None:
-    """Lets ``say`` print."""
+    """Allow ``say`` to print."""
     global _current
     if _current is None:
         _current = _Signs()
 
 
 def say(text: str) -> None:
-    """Names what is going on from here, such as ``loading the model``."""
+    """Name the activity that begins now, such as ``loading the model``."""
     if _current is not None:
         _current.say(text)
 
 
 def elapsed() -> float:
-    """Seconds since this was imported, at the start of a command."""
+    """Seconds since this module was imported, at the start of a command."""
     return time.monotonic() - _started_at
 
 
 def end() -> None:
-    """Ends the signs of life: the run shows its steps. May be called again."""
+    """End the signs of life, because the run shows its steps. May be called again."""
     global _current
     if _current is not None:
         _current.end()
@@ -110,7 +111,7 @@ def end() -> None:
 
 @contextmanager
 def quick_imports(*, whole_torchrl: bool = False) -> Iterator[None]:
-    """Imports what a run uses of TorchRL, and more in its body, in about half of the usual time.
+    """Import what a run uses of TorchRL, and the imports in the context's body, in about half of the usual time.
 
     TorchRL imports vLLM and Ray wherever they are installed, for wrappers of its own that a run does not use, and
     transformers torchao and SciPy (for the losses of object detection): here they are told that these are not, so what
@@ -143,8 +144,9 @@ def quick_imports(*, whole_torchrl: bool = False) -> Iterator[None]:
 
 
 def leave(status: int = 0) -> None:
-    """Ends this process as an ordinary exit does, without the last part: to free the million objects of the imports one
-    by one takes seconds. To be registered with ``atexit``, or called last."""
+    """End this process as usual, but without freeing the million objects of the imports one by one, which takes
+    seconds. Register it with ``atexit``, or call it last.
+    """
     atexit.unregister(leave)
     run_exit_functions()
     for stream in (sys.stdout, sys.stderr):
@@ -159,8 +161,9 @@ def actor_environment() -> dict[str, str]:
 
 
 def import_as_in_driver(module: str) -> None:
-    """In an actor of a run whose driver had quick imports: has them too, and imports a module of ours in the same way,
-    before anything else is imported."""
+    """In an actor whose driver used ``quick_imports``: use it too, and import one of our modules that way, before
+    anything else is imported.
+    """
     if os.environ.get(_QUICK) and "torchrl" not in sys.modules:
         with quick_imports():
             import_module(module)

@@ -1,4 +1,4 @@
-"""Texts and numbers as they are shown."""
+"""Formatting of texts and numbers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def printable(text: str, encoding: str = "utf-8") -> str:
 
 
 def printable_lines(text: str, encoding: str = "utf-8") -> str:
-    """The text with its newlines; what else cannot be printed becomes its escape."""
+    """Return the text with its newlines; other characters that cannot be printed become escapes."""
     return "\n".join(printable(line, encoding) for line in text.split("\n"))
 
 
 def clip(text: str, longest: int) -> str:
-    """The text, with its middle left out where it is too long: the answer stands at the end."""
+    """Return the text without its middle if it is too long: the answer is at the end."""
     if len(text) <= longest:
         return text
     tail = (longest - 5) // 2
@@ -47,7 +47,7 @@ def percent(value: float | None) -> str:
 
 
 def points(before: float, after: float) -> str:
-    """The difference of two shares as ``percent`` shows them.
+    """Format the difference of two shares as ``percent`` formats them.
 
     >>> percent(0.33749), percent(0.98251), points(0.33749, 0.98251)
     ('33.7%', '98.3%', '+64.6 points')
@@ -74,7 +74,7 @@ def accuracy(metrics: Mapping[str, Any], name: str, decoding: str = "") -> str:
 
 
 def invalid_cause(cause: str) -> str:
-    """Why a reward is invalid, from the end of its metric's name.
+    """Describe why a reward is invalid, from the end of its metric's name.
 
     >>> invalid_cause("not_finite"), invalid_cause("exception")
     ('not finite', 'raised an exception')
@@ -92,7 +92,7 @@ def decoding(name: str) -> str:
 
 
 def number(value: float | None) -> str:
-    """A number with three digits, and without a fraction from 1,000 on.
+    """Format a number with three digits, from 1,000 on without a fraction.
 
     >>> number(0.5625), number(1234.5), number(0.000025), number(-2.42e-10)
     ('0.563', '1,235', '2.5e-5', '0')
@@ -111,7 +111,7 @@ def number(value: float | None) -> str:
 
 
 def _rounded(value: float, places: int) -> Decimal:
-    """The value with so many places, halves away from zero as in JavaScript: Python rounds them to even digits."""
+    """Round to this many places, halves away from zero as in JavaScript; Python rounds them to even digits."""
     return Decimal(value).quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP, _ALL_DIGITS)
 
 

@@ -1,4 +1,4 @@
-"""How many threads a model is computed on."""
+"""Number of threads that a model is computed on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ which makes a step ten times as long as soon as something else needs a core."""
 
 
 def use_one_thread_if_small(model: nn.Module) -> None:
-    """Compute on one thread if the model is small and on a CPU; ``OMP_NUM_THREADS`` takes precedence.
+    """Compute on one thread if the model is small and on a CPU, unless ``OMP_NUM_THREADS`` is set.
 
     The backward pass and the optimizer use as many threads as the forward pass, so it holds for the whole process from
     here on; ``torch.set_num_threads`` undoes it.

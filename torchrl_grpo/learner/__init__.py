@@ -1,4 +1,4 @@
-"""The training step, what goes around it in one rank, and the state of a run on disk."""
+"""The training step, one rank's work around it, and the state of a run on disk."""
 
 from torchrl_grpo.errors import NonFiniteError
 from torchrl_grpo.learner.checkpoint import Checkpointer

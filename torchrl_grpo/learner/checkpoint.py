@@ -41,7 +41,7 @@ _ENTRIES = {"step", "trainer", "source", "rng", "config"}
 
 @dataclass(frozen=True)
 class Writes:
-    """Checkpoints and models that a run writes.
+    """Number and size of the checkpoints and models that a run writes.
 
     Attributes:
         checkpoints: how many.
@@ -59,17 +59,17 @@ class Writes:
 
     @property
     def most(self) -> int:
-        """Checkpoints that are there at a time, at most: the newest is, before one goes."""
+        """Maximum number of checkpoints at a time: the new one is written before an old one is removed."""
         kept = check_keep(self.keep)
         return self.checkpoints if kept is None else min(self.checkpoints, sum(kept.values()) + 1)
 
     @property
     def bytes(self) -> int:
-        """Bytes that are there at a time, at most."""
+        """Maximum number of bytes at a time."""
         return self.most * self.checkpoint_bytes + self.models * self.model_bytes
 
     def check_room(self, directory: Path, beside: int = 0) -> None:
-        """Checks that there is room for them.
+        """Check that the disk has room for them.
 
         Args:
             directory: of the run; it need not exist.
@@ -95,7 +95,7 @@ def room_at(directory: Path) -> tuple[Path, int]:
 
 
 class Checkpointer:
-    """Writes ``checkpoint_{step}.pt`` and ``model/`` into a folder, each whole or not at all.
+    """Writes ``checkpoint_{step}.pt`` and ``model/`` into a folder, each completely or not at all.
 
     Several ranks write a folder ``checkpoint_{step}`` in place of the file (``shards.ShardedSaver``).
 
@@ -123,8 +123,9 @@ class Checkpointer:
         return self.directory / f"checkpoint_{step:06d}.pt"
 
     def begin(self, step: int) -> None:
-        """Makes the folder that of a run which goes on after ``step``: later checkpoints are set aside (``.old``,
-        ``.old-2``), and what an interrupted save left is removed."""
+        """Prepare the folder for a run that resumes after ``step``: later checkpoints are renamed (``.old``,
+        ``.old-2``), and leftovers of an interrupted save are removed.
+        """
         for path in checkpoints_in(self.directory):
             if (step_of(path) or 0) > step:
                 aside = set_aside(path)
@@ -171,7 +172,7 @@ class Checkpointer:
         return {"step": step, "config": self.config, "metrics": self.metrics}
 
     def not_saved(self, path: Path, error: BaseException) -> BaseException:
-        """The error to raise for one that ended the writing of a checkpoint."""
+        """Return the error to raise for one that ended the writing of a checkpoint."""
         if is_full(error):
             return DiskFullError(f"there is no room for {path.name} in {self.directory}")
         if isinstance(error, OSError):
@@ -206,7 +207,7 @@ class Checkpointer:
 
 
 def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
-    """The state in a checkpoint; of several ranks' without the tensors, which ``parts.read_parts`` reads.
+    """Return the state in a checkpoint; for several ranks without the tensors, which ``parts.read_parts`` reads.
 
     The tensors of a file stay in it until they are used.
 
@@ -239,7 +240,7 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a checkpoint, or what is in the place of one, to ``.old``, ``.old-2`` and so on; returns the new name."""
+    """Rename a checkpoint, or whatever has its name, to ``.old``, ``.old-2`` and so on; return the new name."""
     aside = next(name for name in numbered(path.with_suffix(".old")) if not name.exists())
     return path.rename(aside)
 
@@ -253,7 +254,7 @@ def bytes_of(tensors: Any) -> int:
 
 
 def _score(path: Path) -> float | None:
-    """Return the accuracy of a checkpoint that was evaluated; None where it says too little to be the best."""
+    """Return the accuracy of an evaluated checkpoint; None if it cannot be the best one."""
     try:
         metrics = read_manifest(path)["metrics"]
     except ValueError:
@@ -263,7 +264,7 @@ def _score(path: Path) -> float | None:
 
 
 def check_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Checks that weights are numbers.
+    """Check that weights are finite.
 
     Args:
         weights: (name, tensor).

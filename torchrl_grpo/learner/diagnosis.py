@@ -1,4 +1,4 @@
-"""Where numbers that are not finite come from. It costs passes of its own, so that it runs after such a step alone."""
+"""Finds the origin of non-finite numbers. It needs extra passes, so it runs only after such a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.host.text import clip, printable
 
 _MOST, _LONGEST = 3, 60
-"""Samples that are named, and characters of each."""
+"""Maximum number of samples to name, and characters of each."""
 
 
 def where_not_finite(
@@ -26,7 +26,7 @@ def where_not_finite(
     *,
     one_by_one: bool = True,
 ) -> str:
-    """A sentence on the first module that gives numbers that are not finite, and the samples that it gives them for.
+    """Describe the first module with non-finite numbers, and the samples that cause them.
 
     The gradients that it makes are cleared.
 
@@ -79,7 +79,7 @@ def _first_module(model: nn.Module, rows: Tensor, passes: Callable[[Tensor], Any
 
 @contextmanager
 def _watched(model: nn.Module, found: list[str]) -> Iterator[None]:
-    """Writes down the modules whose output is not finite, in the order in which they end."""
+    """Record the modules with non-finite output, in the order in which they end."""
 
     def look(name: str, module: nn.Module, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) and output else getattr(output, "last_hidden_state", output)
@@ -99,7 +99,7 @@ def _watched(model: nn.Module, found: list[str]) -> Iterator[None]:
 
 
 def _rows(value: Tensor, counts: Tensor) -> list[int]:
-    """Rows of an entry that are not finite where a token counts."""
+    """Rows of an entry with a non-finite value at a token that counts."""
     if not value.is_floating_point():
         return []
     counts = counts if value.shape == counts.shape else counts.any(-1, keepdim=True)
@@ -122,7 +122,7 @@ def queries_of(batch: Any) -> list[str] | None:
 
 
 def scorer_failed(batch: Any) -> str:
-    """Return a sentence on how many responses of a batch the scorer failed on, and how; empty if on none."""
+    """Return a sentence on how many responses of a batch the scorer failed on, and how; empty if none."""
     rows = batch.unbind(0)
     errors = [row[keys.REWARD_ERROR] for row in rows if keys.REWARD_ERROR in row.keys()]  # noqa: SIM118
     if not errors:

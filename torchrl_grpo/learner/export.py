@@ -1,4 +1,4 @@
-"""The trained model as ``from_pretrained`` reads it, with a card that says what it is."""
+"""Exports the trained model for ``from_pretrained``, with a model card."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from torchrl_grpo.models.sharding import is_writer
 from torchrl_grpo.weights import named_adapter_weights, named_weights
 
 ACCURACY = "eval/pass@1"
-"""The metric that says how good a checkpoint is."""
+"""Metric of a checkpoint's quality."""
 INVALID = "eval/invalid_fraction"
-"""The share of the rewards that it leaves out."""
+"""Share of the rewards that this metric excludes."""
 _FILE_BYTES = 4 << 30
-"""Most bytes of a file of weights, but for a larger weight: as many are in memory at a time."""
+"""Maximum size of a file of weights, unless one weight is larger; it is also the memory needed at a time."""
 
 
 def export_model(
     model: Any, tokenizer: PreTrainedTokenizerBase, target: Path, card: str, *, adapters: bool = False
 ) -> Path:
-    """Writes a model, its tokenizer and its card into a folder, in place of what was there.
+    """Write a model, its tokenizer and its card into a folder, replacing its contents.
 
     The weights are gathered and written file by file.
 
@@ -116,7 +116,7 @@ def _write_weights(folder: Path, named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def check_room(directory: Path, needed: int, what: str) -> None:
-    """Checks that a file fits on a disk.
+    """Check that a file fits on a disk.
 
     Raises:
         DiskFullError: it does not.
@@ -129,7 +129,7 @@ def check_room(directory: Path, needed: int, what: str) -> None:
 
 
 def model_card(config: Mapping[str, Any], step: int, metrics: Mapping[str, float]) -> str:
-    """The card of a model: what it was made from, with what, and how good it is.
+    """Return the card of a model: its origin, data, config and accuracy.
 
     Args:
         config: of the run, as plain types.

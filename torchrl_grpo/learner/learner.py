@@ -25,11 +25,11 @@ from torchrl_grpo.weights import ObjectSender, Sender, WeightHandle
 from torchrl_grpo.weights.mismatch import Probe, log_prob_mismatch
 
 _CHECKED = 64
-"""Tokens that show whether weights are still of use."""
+"""Number of tokens that show whether weights are still usable."""
 
 
 class Learner:
-    """Makes of a scored batch a training step, numbers, sample rows and new weights.
+    """Turns a scored batch into a training step, metrics, sample rows and new weights.
 
     With a sharded model every rank has a learner and is given the same whole batch; all methods are then collective,
     and what goes out of the learner (weights, files, sample rows) comes from rank 0.
@@ -68,7 +68,7 @@ class Learner:
 
     @property
     def resumable(self) -> bool:
-        """Whether the weights are those between two batches, and not of a batch that was left in the middle."""
+        """Whether the weights are those between two batches, not in the middle of one."""
         return self.trainer.optim_steps == self._trained_steps
 
     def load_state_dict(self, state: dict[str, Any], parts: Path | None = None) -> None:
@@ -77,7 +77,7 @@ class Learner:
         self._trained_steps = self.trainer.optim_steps
 
     def train_batch(self, batch: TensorDictBase) -> dict[str, float]:
-        """Trains a batch [N]; returns what it was like (``rollout/*``), the step's metrics, and each stage's seconds.
+        """Train a batch [N]; return its summary (``rollout/*``), the step's metrics, and each stage's seconds.
 
         Raises:
             NonFiniteError: too many bad steps in a row.
@@ -99,44 +99,46 @@ class Learner:
         return self.train_batch(join_groups(groups))
 
     def train_fetched(self, *groups: TensorDictBase) -> dict[str, float]:
-        """Trains groups that came from other processes, and adds to the metrics the seconds that joining them took."""
+        """Train groups from other processes, and add the seconds of joining them to the metrics."""
         start = time.perf_counter()
         batch = join_groups(groups)
         seconds = {"time/transfer_s": time.perf_counter() - start}
         return self.train_batch(batch) | seconds
 
     def samples(self, most: int | None) -> list[dict[str, Any]]:
-        """So many sequences of the latest batch, in whole groups, as rows of ``samples.jsonl``; None is all."""
+        """Return sequences of the latest batch, in whole groups, as rows of ``samples.jsonl``; None is all of them."""
         if self._batch is None:
             return []
         version, scores = self.version - 1, self.trainer.scores.of
         return sample_rows(self._batch, "train", most, tokenizer=self.tokenizer, version=version, scores=scores)
 
     def weights(self) -> WeightHandle | None:
-        """Where the engines find the current weights; None on a rank other than 0."""
+        """Handle of the current weights for the engines; None on a rank other than 0."""
         handle = self._send(self.sender)
         if self.makes_room:
             torch.cuda.empty_cache()
         return handle
 
     def resend(self, version: int, reason: str) -> WeightHandle:
-        """Where the engines find a version in another way, because the first one was refused."""
+        """Another handle of a version, because the first one was refused."""
         return self.sender.resend(version, reason)
 
     def reference_weights(self) -> WeightHandle | None:
-        """Where a reference model finds the current weights, whole and in the trainer's dtype; None but on rank 0."""
+        """Handle of the current full weights in the trainer's dtype, for a reference model; None on a rank other than
+        0.
+        """
         return self._send(ObjectSender(None))
 
     def _send(self, sender: Sender) -> WeightHandle | None:
         return sender.send(self.trainer, self.version, keep=is_writer(self.trainer.model))
 
     def release(self, version: int) -> None:
-        """Frees the weights of a version that nobody reads any more."""
+        """Free the weights of a version that nobody reads anymore."""
         self.sender.release(version)
 
     @torch.no_grad()
     def mismatch(self, probe: Probe) -> tuple[float, float]:
-        """Mean and largest difference between the trainer's log-probs and those that an engine gave, in nats."""
+        """Mean and largest difference between the log-probs of trainer and engine, in nats."""
         scorer = self.trainer.loss.actor_network
         assert isinstance(scorer, TokenScorer)
         scored = []
@@ -178,8 +180,9 @@ class Learner:
 
     @torch.no_grad()
     def _check_weights(self) -> None:
-        """Check that the weights still give log-probs, in the precision that they are trained in, of the start of a
-        sequence that they were trained on."""
+        """Check that the weights still give finite log-probs, in training precision, for the start of a trained
+        sequence.
+        """
         scorer, device = self.trainer.loss.actor_network, self.trainer.device
         if self._batch is None or not isinstance(scorer, TokenScorer):
             return

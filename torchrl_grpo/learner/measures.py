@@ -1,4 +1,4 @@
-"""How far an optimizer step goes, and how noisy its gradients are, from a few numbers of each parameter."""
+"""Size of an optimizer step and noise of its gradients, estimated from a few numbers of each parameter."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from torchrl_grpo.compat.torch import differences, norms
 
 _MOST = 1024
-"""Numbers of a parameter that are looked at: in all, far fewer than a step computes with."""
+"""Numbers per parameter to look at: far fewer in all than a step computes with."""
 
 
 class StepMeasures:
-    """Looks at the first numbers of each parameter before and after an optimizer step.
+    """Compares the first numbers of each parameter before and after an optimizer step.
 
     Args:
         parameters: that are trained; of those that are sharded, this rank's part.
@@ -33,7 +33,7 @@ class StepMeasures:
 
     @torch.no_grad()
     def before(self) -> list[Tensor]:
-        """The numbers before a step, for ``after``."""
+        """Return the numbers before a step, for ``after``."""
         return [part.clone() for part in self._few(self._parameters)]
 
     @torch.no_grad()
@@ -83,5 +83,5 @@ class StepMeasures:
 
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of the squares of all of their numbers."""
+    """Sum of the squares of all numbers."""
     return torch.stack([norm.float() for norm in norms(tensors)]).square().sum()

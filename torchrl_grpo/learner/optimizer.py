@@ -20,7 +20,7 @@ def make_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
 ) -> torch.optim.Optimizer:
-    """AdamW (arXiv 1711.05101), whose weight decay leaves norms and biases out.
+    """Make AdamW (arXiv 1711.05101), without weight decay for norms and biases.
 
     Args:
         parameters: what is trained.

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint of several ranks: safetensors files that know which part of each tensor they have.
+"""The tensors of a checkpoint of several ranks: safetensors files with the position of their parts in each tensor.
 
 ``torch.distributed.checkpoint`` writes and reads them. Reading unpickles nothing.
 """
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torchrl_grpo.models.sharding import WEIGHTS, load_parts, own_parts
 
 _FILE_BYTES = 1 << 29
-"""Of a rank's file, about: as much is copied again while it is written."""
+"""Approximate size of a rank's file, which is copied once more while it is written."""
 
 
 def files_of(folder: Path, rank: int) -> list[Path]:
@@ -56,7 +56,7 @@ def write_parts(folder: Path, tensors: Mapping[str, Tensor], group: dist.Process
 def read_parts(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, rest: Mapping[str, Any]
 ) -> None:
-    """Reads weights and optimizer state; each rank reads what it holds, straight into place. Collective.
+    """Read weights and optimizer state; each rank reads its share, directly into place. Collective.
 
     Args:
         folder: of any number of ranks.
@@ -104,5 +104,5 @@ def weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _first_of(error: CheckpointException) -> BaseException:
-    """The error of the first rank that had one."""
+    """Return the error of the first rank that had one."""
     return error.failures[min(error.failures)][0]

@@ -1,4 +1,4 @@
-"""Resuming from a checkpoint: which one, whether its state fits this run, and what of it goes into the trainer.
+"""Resuming: find the checkpoint, check that its state fits this run, and restore the trainer.
 
 Which options may differ says ``config.resumed``.
 """
@@ -40,7 +40,7 @@ class Resume:
 
 
 def find_resume(config: GRPOConfig, plain: Mapping[str, Any], directory: Path = Path()) -> Resume | None:
-    """The checkpoint of ``train.resume``, checked against the config; None without one.
+    """Return the checkpoint of ``train.resume``, checked against the config; None without one.
 
     Args:
         config: validated.
@@ -73,7 +73,7 @@ def find_resume(config: GRPOConfig, plain: Mapping[str, Any], directory: Path = 
 
 
 def check_length(resume: Resume, config: GRPOConfig) -> None:
-    """Checks that there is something left to do.
+    """Check that steps remain.
 
     Raises:
         ConfigError: the checkpoint has all steps of the run behind it.
@@ -91,7 +91,7 @@ def check_length(resume: Resume, config: GRPOConfig) -> None:
 
 
 def restore(learner: Learner, resume: Resume) -> None:
-    """Restores a learner and the random generators of its process; learning rate and the like are the config's.
+    """Restore a learner and its process's random generators; learning rate and the like are the config's.
 
     With several ranks each of them calls this.
     """

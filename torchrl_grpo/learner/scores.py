@@ -1,4 +1,4 @@
-"""Scores of each token from the passes of the training step, for the sequences that are logged, at no cost."""
+"""Per-token scores of the logged sequences, taken from the passes of the training step at no cost."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PassScores:
             self._passes.append((self._first + index, self._latest))
 
     def of(self, row: int) -> dict[str, Tensor]:
-        """By name, [T] each, what was computed of a row of the batch; nothing where another rank did."""
+        """Return scores of a row of the batch by name, [T] each; empty if another rank computed them."""
         if not self._places:
             for number, (rows, _) in enumerate(self._passes):
                 for place, one in enumerate(rows.tolist()):

@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 class ShardedSaver:
-    """Writes the checkpoints of several ranks, each a folder that is whole or not there.
+    """Writes the checkpoints of several ranks, each a folder that is complete or absent.
 
     All ranks have one and call its methods together. ``start`` copies a rank's part to the CPU and returns; a thread
     then writes it under a temporary name, flushes it and takes its SHA-256. Rank 0 adds the manifest and renames the
@@ -84,7 +84,7 @@ class ShardedSaver:
             raise write.checkpointer.not_saved(write.path, error) from None
 
     def _together(self, work: Callable[[], _T]) -> list[_T]:
-        """Do a rank's work; return what each rank gave, or raise the first rank's error on all of them."""
+        """Do a rank's work; return the results of all ranks, or raise the first rank's error on all of them."""
         mine: tuple[_T | None, Exception | None]
         try:
             mine = work(), None
@@ -99,7 +99,7 @@ class ShardedSaver:
 
 
 class _Write:
-    """One checkpoint on its way to the disk; rank 0 makes its folder and ends it."""
+    """A checkpoint in progress; rank 0 creates and finishes its folder."""
 
     def __init__(
         self, checkpointer: Checkpointer, step: int, tensors: dict[str, Tensor], state: dict[str, Any]
@@ -136,4 +136,4 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _nothing() -> None:
-    """The part of the other ranks."""
+    """Work of the other ranks: none."""

@@ -160,7 +160,7 @@ class GRPOTrainer:
         return metrics | {"train/skipped_steps": float(self.skipped_steps)}
 
     def setup(self) -> StepSetup:
-        """How the step at hand, or the latest one, is made, as far as its memory depends on it."""
+        """Description of the current or latest step, as far as its memory depends on it."""
         tokens, sequences = max(self._passes, default=(self.micro_batch_tokens, 1))
         adapters, base = getattr(self.model, "peft_config", None), base_model_of(self.model)
         master = next(base.parameters()).element_size()
@@ -184,7 +184,7 @@ class GRPOTrainer:
         return memory_short(error, "The training step", holds, savings(shape, setup))
 
     def _with_proximal_log_probs(self, batch: TensorDictBase) -> TensorDictBase:
-        """The batch with the log-probs that the policy has now, before the first step that it takes on it."""
+        """The batch with the policy's current log-probs, before its first step on it."""
         scorer = self.loss.actor_network
         if not isinstance(scorer, TokenScorer):
             raise TypeError(
@@ -234,7 +234,7 @@ class GRPOTrainer:
         return metrics | {"train/micro_batches": float(len(parts))}
 
     def _number(self, value: float) -> Tensor:
-        """A number on the model's device, scalar float32; nothing waits for it."""
+        """A scalar float32 on the model's device, copied without waiting."""
         return torch.full((), float(value), device=self.device)
 
     def _prompts(self, data: TensorDict) -> list[Prompt] | None:
@@ -283,7 +283,7 @@ class GRPOTrainer:
         return part
 
     def _sent(self, part: TensorDict) -> TensorDict:
-        """A micro-batch on the model's device, with its layout; nothing waits until it is there."""
+        """A micro-batch with its layout on the model's device, copied without waiting."""
         device, scorer = self.device, self.loss.actor_network
         there = part.apply(partial(send, device=device), device=device)
         if isinstance(scorer, TokenScorer):
@@ -292,7 +292,7 @@ class GRPOTrainer:
         return there
 
     def _over_ranks(self, totals: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sums over micro-batches, summed over the ranks too: the same numbers, bit for bit, on all of them."""
+        """Sum sums over micro-batches over the ranks too: bitwise the same numbers on all of them."""
         return totals if self.mesh is None else self._summed(totals, self.mesh.get_group())
 
     def _summed(self, totals: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
@@ -310,7 +310,7 @@ class GRPOTrainer:
         return {name: value.detach() for name, value in out.items()}
 
     def _why(self, batch: TensorDictBase, data: TensorDict, parts: Sequence[Tensor]) -> str:
-        """Where the numbers of a step that are not finite come from; its weights are as they were."""
+        """Describe the origin of a step's non-finite numbers; the weights are unchanged."""
 
         def passes(rows: Tensor) -> dict[str, Tensor]:
             return self.forward_backward(self._sent(self._micro_batch(data, rows)))
@@ -320,7 +320,7 @@ class GRPOTrainer:
     def optim_step(
         self, loss: Tensor, *, empty: bool = False, why: Callable[[], str] | None = None
     ) -> dict[str, float]:
-        """Clips the gradients and steps, unless the loss or the gradient norm is not finite; clears the gradients.
+        """Clip the gradients and step, unless loss or gradient norm is not finite; clear the gradients.
 
         Args:
             loss: the whole loss of the optimization batch, scalar.
@@ -385,7 +385,7 @@ class GRPOTrainer:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights of a base model that LoRA leaves alone; see ``whole_state``."""
+        """Return everything except the weights of a base model that LoRA leaves unchanged; see ``whole_state``."""
         return whole_state(self.model, self.optimizer) | self.progress()
 
     def progress(self) -> dict[str, Any]:
@@ -400,7 +400,7 @@ class GRPOTrainer:
         }
 
     def load_state_dict(self, state: dict[str, Any], parts: Path | None = None) -> None:
-        """Restores what ``state_dict`` gave, to any number of ranks; each of them is given the whole state.
+        """Restore ``state_dict`` on any number of ranks; each of them gets the whole state.
 
         Args:
             state: the state.

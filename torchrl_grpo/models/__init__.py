@@ -1,4 +1,4 @@
-"""Loading models, scoring tokens, splitting batches, and counting the memory that all of it takes."""
+"""Loading models, scoring tokens, splitting batches, and computing their memory."""
 
 from __future__ import annotations
 

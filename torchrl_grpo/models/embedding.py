@@ -19,7 +19,7 @@ from torchrl_grpo.models.sharding import mesh_of
 
 
 class _Tied(torch.autograd.Function):
-    """The weight twice, for the embedding, whose gradient is sparse, and for the head, whose gradient is new."""
+    """The weight twice: for the embedding, with a sparse gradient, and for the head, with a gradient of its own."""
 
     @staticmethod
     def forward(ctx: Any, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ class _Rows(torch.autograd.Function):
 
 
 def tied_embedding(base: Any) -> nn.Embedding | None:
-    """Return the embedding of a model on one rank if it is trained, is the head too, and ``tied_rows`` fits it."""
+    """Return a single-rank model's embedding if it is trained, is also the head, and fits ``tied_rows``."""
     embedding = base.get_input_embeddings()
     plain = type(embedding) is nn.Embedding and embedding.max_norm is None and not embedding.scale_grad_by_freq
     if (
@@ -73,7 +73,7 @@ def tied_embedding(base: Any) -> nn.Embedding | None:
 
 @contextmanager
 def tied_rows(embedding: nn.Embedding, once_R: Tensor, place_N: Tensor) -> Iterator[Tensor]:
-    """Have a tied embedding give its rows in this way for N tokens; give the weight that the head is to use.
+    """Make a tied embedding compute its rows this way for N tokens; return the weight that the head must use.
 
     The gradient of that weight is changed in place, so that whoever computes it must not keep it.
 

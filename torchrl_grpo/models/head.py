@@ -29,7 +29,7 @@ def _chunk_logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, s
 def _target_logits(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, scale: float
 ) -> Tensor | None:
-    """The logits of the targets in float32, where those of ``_chunk_logits`` are rounded to 16 bits; else None.
+    """Return the targets' logits in float32 if ``_chunk_logits`` rounds to 16 bits; otherwise None.
 
     Rounding moves a log-prob by what it does to the target's own logit: in the normalizer it averages out.
     """
@@ -129,7 +129,7 @@ class _ChunkedLogProb(torch.autograd.Function):
 
 
 def _put(logits: Tensor, targets_N: Tensor, start: int, exact_N: Tensor, whole: bool) -> None:
-    """Writes the logits of the targets that are in a chunk of the vocabulary, which may be the whole of it."""
+    """Write the logits of targets within a chunk of the vocabulary, which may be all of it."""
     if whole:
         logits.scatter_(-1, targets_N[:, None], exact_N[:, None])
         return
@@ -139,7 +139,7 @@ def _put(logits: Tensor, targets_N: Tensor, start: int, exact_N: Tensor, whole: 
 
 
 def _place(targets_N: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Where the targets are in a chunk of the vocabulary, [N, 1], and which of them are there, [N] bool."""
+    """Return the targets' positions in a chunk of the vocabulary, [N, 1], and which of them are in it, [N] bool."""
     place = targets_N - start
     return place.clamp(0, width - 1)[:, None], (place >= 0) & (place < width)
 

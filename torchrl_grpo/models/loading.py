@@ -43,7 +43,7 @@ FALLBACK_CHAT_TEMPLATE = (
     "{% else %}{{ m['content'] }}\n\n{% endif %}"
     "{% endfor %}"
 )
-"""For base models, whose tokenizers bring no template: the text of the messages, no role names."""
+"""For base models without a template: the text of the messages, without role names."""
 
 
 def base_model_of(model: Any) -> Any:
@@ -52,8 +52,9 @@ def base_model_of(model: Any) -> Any:
 
 
 def resolve_name(name: str) -> str:
-    """The folder or hub name that ``from_pretrained`` is given for ``model.name``; of ``name@revision`` the folder in
-    the local cache, so that trainer, tokenizer and engine read the same files."""
+    """Return the folder or hub name for ``from_pretrained`` from ``model.name``; for ``name@revision`` the folder in
+    the local cache, so that trainer, tokenizer and engine read the same files.
+    """
     hub_name, _, revision = name.partition("@")
     if revision and not Path(name).exists():
         return snapshot_download(hub_name, revision=revision, ignore_patterns=_PICKLES)
@@ -70,7 +71,7 @@ def _unreachable(name: str, what: str, error: Exception) -> ValueError:
 
 
 def _check_name(name: str) -> None:
-    """Refuses a path at which there is no folder: the hub would only say which characters a name may have."""
+    """Refuse a path without a folder; the hub would only complain about characters of the name."""
     path = Path(name)
     if path.is_dir():
         return
@@ -125,7 +126,7 @@ def check_model_kwargs(arguments: Mapping[str, Any], config: PretrainedConfig) -
 def load_config(
     name: str, *, trust_remote_code: bool = False, arguments: Mapping[str, Any] | None = None
 ) -> PretrainedConfig:
-    """The architecture alone, without weights.
+    """Load the architecture alone, without weights.
 
     Args:
         name: folder or hub name.
@@ -154,7 +155,7 @@ def load_config(
 def load_tokenizer(
     name: str, *, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """A tokenizer with a chat template and a pad token.
+    """Load a tokenizer with a chat template and a pad token.
 
     Without a pad token the end-of-sequence token serves: padding is masked everywhere, so its id has no effect. Without
     a chat template the plain text of the messages is used. Both are said in one log line.
@@ -181,7 +182,7 @@ def load_tokenizer(
 def prepare_tokenizer(
     tokenizer: PreTrainedTokenizerBase, name: str, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """Fills in a missing pad token and chat template as ``load_tokenizer`` says."""
+    """Add a missing pad token and chat template as ``load_tokenizer`` does."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"model.name={name} must have a tokenizer with an end-of-sequence token, but eos_token is None: responses "
@@ -215,7 +216,7 @@ def _template_text(template: str) -> str:
 
 
 def check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Raises ValueError when the model has no embedding for a token that is used.
+    """Refuse a model without an embedding for a token that is used.
 
     Those are the tokenizer's own vocabulary and, of what was added to it, what a chat has. Another added token does no
     harm: Gemma 3's tokenizer has one for images that the models for text alone do not know.
@@ -275,7 +276,7 @@ def load_model(
     trust_remote_code: bool = False,
     arguments: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """A causal LM in eval mode (dropout off) on its device; on the meta device it has shapes and no weights.
+    """Load a causal LM in eval mode (dropout off) on its device; on the meta device without weights.
 
     Args:
         name: folder or hub name.
@@ -352,7 +353,7 @@ class CheckpointModel:
 
 
 def shape_of(model: Any) -> Shape:
-    """The shape of a causal LM, its parameters and linear layers counted; it may be sharded, and have adapters."""
+    """Return the shape of a causal LM, counting parameters and linear layers; it may be sharded or have adapters."""
     base = base_model_of(model)
     shape, head = shape_of_config(base.config.get_text_config()), base.get_output_embeddings()
     count, adapters = sum(parameter.numel() for parameter in model.parameters()), getattr(model, "peft_config", None)
@@ -396,7 +397,7 @@ def _shapes(
 def add_lora(
     model: PreTrainedModel, *, r: int, alpha: int, target_modules: str | list[str] = "all-linear"
 ) -> nn.Module:
-    """Wraps a model with LoRA adapters (arXiv 2106.09685) through peft; only they are trained, without dropout.
+    """Wrap a model with LoRA adapters (arXiv 2106.09685) through peft; only they are trained, without dropout.
 
     Raises:
         ValueError: the model has no such modules, or uses their weights by other ways than their forward.
@@ -419,7 +420,7 @@ def add_lora(
 
 
 def enable_gradient_checkpointing(model: Any) -> int:
-    """Turns on gradient checkpointing that stays on while dropout is off.
+    """Enable gradient checkpointing that works while dropout is off.
 
     Hugging Face layers recompute only in training mode. So they are in it when they are called, and leave it while they
     compute: neither their children nor themselves apply dropout.

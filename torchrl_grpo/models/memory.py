@@ -89,7 +89,7 @@ def shape_of_config(config: Any) -> Shape:
 
 @dataclass(frozen=True)
 class StepSetup:
-    """How a step is made, as far as a rank's memory depends on it.
+    """Parameters of a training step that a rank's memory depends on.
 
     Attributes:
         tokens: in the largest pass.
@@ -159,7 +159,7 @@ class StepMemory:
 
     @property
     def resting(self) -> int:
-        """Bytes that stay between two steps: parameters and moments."""
+        """Bytes held between two steps: parameters and moments."""
         return self.parameters + self.moments
 
     def parts(self) -> dict[str, int]:
@@ -172,7 +172,7 @@ class StepMemory:
 
 
 def step_memory(shape: Shape, setup: StepSetup) -> StepMemory:
-    """Counts what a step keeps: weights exactly, activations as a decoder with gated layers has them.
+    """Compute the memory of a step: weights exactly, activations for a decoder with gated layers.
 
     Args:
         shape: of the model, without adapters.
@@ -220,7 +220,7 @@ def token_cache_bytes(shape: Shape, number: int) -> int:
 
 
 def group_cache_bytes(shape: Shape, number: int, prompt: float, size: int, longest: int) -> float:
-    """Bytes of the KV cache of a group whose responses are all as long as they may be; its prompt is there once."""
+    """Bytes of the KV cache of a group with responses of maximum length; its prompt is stored once."""
     return (prompt + size * longest) * token_cache_bytes(shape, number)
 
 
@@ -247,7 +247,7 @@ class ModelMemory:
 
 
 def forward_memory(shape: Shape, tokens: int, number: int) -> int:
-    """Activations of a pass without a backward one, in bytes: three as wide as a layer's gates, its input and output.
+    """Bytes of activations of a pass without a backward one: three times a layer's gates, its input and output.
 
     Args:
         shape: of the model.
@@ -258,7 +258,7 @@ def forward_memory(shape: Shape, tokens: int, number: int) -> int:
 
 
 def savings(shape: Shape, setup: StepSetup) -> dict[str, int]:
-    """Bytes that each knob that is not turned yet would save of a rank's peak; below 0 where it would cost some.
+    """Bytes that each unused setting would save of a rank's peak; negative if it would cost memory.
 
     Args:
         shape: as in ``step_memory``.

@@ -1,4 +1,4 @@
-"""From a ragged batch to padded tensors, and from a batch to micro-batches by a token budget.
+"""Ragged batches as padded tensors, and batches split into micro-batches by a token budget.
 
 Sequences are padded on the right. Under causal attention a real token never looks at what comes after it, so no
 attention mask is needed and padding cannot change a result.
@@ -170,7 +170,7 @@ def _sequence_of(row: TensorDictBase) -> TensorDictBase:
 
 
 def pass_tokens(lengths: Sequence[int], prompts: Sequence[Prompt] | None = None) -> int:
-    """Tokens that one forward pass over some sequences computes.
+    """Number of tokens that one forward pass over some sequences computes.
 
     Args:
         lengths: tokens in each sequence.
@@ -187,7 +187,7 @@ def pass_tokens(lengths: Sequence[int], prompts: Sequence[Prompt] | None = None)
 
 
 def micro_batches(lengths: Tensor, max_tokens: int, prompts: Sequence[Prompt] | None = None) -> list[Tensor]:
-    """Splits sequences into micro-batches of which each computes at most ``max_tokens`` tokens.
+    """Split sequences into micro-batches that compute at most ``max_tokens`` tokens each.
 
     Sequences that are padded are sorted by length, longest first, so that little of the budget goes to padding. Others
     stay together with those of their prompt; where they do not fit, the next micro-batch computes the prompt again.
@@ -239,7 +239,7 @@ def _by_prompt(prompts: Sequence[Prompt]) -> dict[Prompt, list[int]]:
 def rank_micro_batches(
     lengths: Tensor, max_tokens: int, rank: int, world_size: int, prompts: Sequence[Prompt] | None = None
 ) -> list[Tensor]:
-    """One rank's micro-batches of a batch that several ranks share; each rank computes about as many tokens.
+    """Return one rank's micro-batches of a shared batch; all ranks compute about the same number of tokens.
 
     All ranks get the same number of micro-batches, because each of them is a collective operation of a sharded model.
     The sequences of a prompt stay on one rank, unless they are more than half of its share.

@@ -1,4 +1,4 @@
-"""Sequences without padding, where responses to one prompt share one copy of it: the layout, and attention in it.
+"""Layout and attention of sequences without padding, in which responses to one prompt share one copy of it.
 
 All sequences of a pass are one row of tokens. Of those that begin with the same prompt, the first is whole and the
 others are their responses alone, at the positions that they have in their sequences. Linear layers and norms need not
@@ -52,7 +52,7 @@ class Picks:
     sums: tuple[Tensor, ...] = ()
 
     def to(self, device: torch.device) -> Picks:
-        """Return them on a device, without waiting until they are there."""
+        """Return them on a device, copied without waiting."""
         if device.type == "cpu":  # which sums one after another, in the order of the places
             return self
         return Picks(send(self.places, device), tuple(send(tensor, device) for tensor in self._sums()))
@@ -131,7 +131,7 @@ class Layout:
         return replace(self, once=once, place=place)
 
     def to(self, device: torch.device) -> Layout:
-        """Return the layout on a device, without waiting until it is there; ``source`` stays where it is."""
+        """Return the layout on a device, copied without waiting; ``source`` stays where it is."""
         if self.tokens.device == device:
             return self
         there: dict[str, Any] = {
@@ -206,7 +206,7 @@ def padded(tokens_BT: Tensor, mask_BT: Tensor) -> Layout:
 
 
 def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None = None) -> Layout:
-    """The layout without padding and with one copy of each prompt; tokens after the last scored one are left out.
+    """Return the layout without padding and with one copy of each prompt; tokens after the last scored one are dropped.
 
     Args:
         tokens_BT: int64, padding on the right.
@@ -323,7 +323,7 @@ def _causal_mask(query: Tensor, keys: int, window: int, layout: Layout) -> Tenso
 
 
 def _has_varlen(query: Tensor) -> bool:
-    """Whether PyTorch has flash attention for sequences of different lengths on this device, for such heads."""
+    """Whether PyTorch has flash attention for variable-length sequences on this device, for such heads."""
     size = query.shape[-1]
     fits = query.is_cuda and query.itemsize == 2 and size <= 256 and size % 8 == 0
     return fits and torch.cuda.get_device_capability(query.device) >= (8, 0)

@@ -42,10 +42,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from torchrl_grpo.models.loading import base_model_of
 
 WEIGHTS = "weights/"
-"""Starts the names of weights among those of ``own_parts``."""
+"""Prefix of the names of weights in ``own_parts``."""
 _OWN = StateDictOptions(ignore_frozen_params=True)
 _LONE_TIMEOUT_S = 60.0
-"""Of a rank that waits for nobody."""
+"""Timeout of a rank that waits for nobody."""
 
 
 def init_mesh(
@@ -57,7 +57,7 @@ def init_mesh(
     timeout_s: float,
     tensor_parallel_size: int = 1,
 ) -> DeviceMesh:
-    """Joins the process group of the trainer's ranks; call it once in each process, before anything is sharded.
+    """Join the process group of the trainer's ranks; call it once in each process, before sharding.
 
     Args:
         rank: 0 to ``world_size - 1``, another one in each process.
@@ -102,8 +102,9 @@ def leave_mesh() -> None:
 
 
 def loading_device(mesh: DeviceMesh) -> torch.device:
-    """Where a rank loads a model for ``shard_model``: rank 0 on the CPU, the others on the meta device, which takes no
-    memory. With tensor parallelism all ranks load it on the CPU."""
+    """Device on which a rank loads a model for ``shard_model``: the CPU on rank 0, the meta device, without memory, on
+    the others. With tensor parallelism all ranks load on the CPU.
+    """
     whole = dist.get_rank() == 0 or mesh["tensor"].size() > 1
     return torch.device("cpu" if whole else "meta")
 
@@ -170,7 +171,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _fill(model: nn.Module, tensors: dict[str, Tensor], device: torch.device, mesh: DeviceMesh) -> None:
-    """Gives all ranks of a sharded model rank 0's tensors, one at a time; what is on the meta device gets memory."""
+    """Copy rank 0's tensors to all ranks of a sharded model, one at a time, allocating tensors on the meta device."""
     if any(tensor.is_meta for _, tensor in _tensors(model)):
         places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
@@ -238,17 +239,17 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 
 
 def is_shared(model: nn.Module) -> bool:
-    """Whether several ranks hold the model together; a single one that offloads it holds all of it."""
+    """Whether several ranks hold the model together; a single rank with offload holds all of it."""
     return mesh_of(model) is not None and dist.get_world_size() > 1
 
 
 def is_writer(model: nn.Module) -> bool:
-    """Whether this process writes what the ranks of a model gathered: the only one, or rank 0."""
+    """Whether this process writes gathered results: the only one, or rank 0."""
     return mesh_of(model) is None or dist.get_rank() == 0
 
 
 def clip_grad_norm(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-    """Scales the gradients down to a norm of at most ``max_norm`` over all ranks; returns what it was, scalar."""
+    """Scale the gradients down to a norm of at most ``max_norm`` over all ranks; return the norm before, scalar."""
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in parameters:  # one operation cannot take tensors of different meshes
         groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
@@ -263,7 +264,7 @@ def clip_grad_norm(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
 
 
 def compute_device(model: nn.Module) -> torch.device:
-    """Where a model computes; with CPU offload its parameters are somewhere else."""
+    """Device on which a model computes; with CPU offload its parameters are elsewhere."""
     parameter, mesh = next(model.parameters()), mesh_of(model)
     if mesh is None or mesh.device_type == parameter.device.type:
         return parameter.device
@@ -271,7 +272,7 @@ def compute_device(model: nn.Module) -> torch.device:
 
 
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The trained weights of a model and its optimizer's state, each by the names of the parameters.
+    """Return a model's trained weights and its optimizer's state, by parameter name.
 
     It does not depend on the sharding. Of a sharded model rank 0 gets it, on the CPU, and the others nothing.
     """

@@ -1,4 +1,4 @@
-"""The GRPO loss as a TorchRL ``LossModule``: it reads keys, calls ``functional``, and names what comes out."""
+"""The GRPO loss as a TorchRL ``LossModule``: it reads keys, calls ``functional``, and names the results."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class GRPOLoss(LossModule):
 
     @property
     def out_keys(self) -> list[NestedKey]:
-        """Keys that ``forward`` returns on a batch that holds just the ``in_keys``."""
+        """Keys that ``forward`` returns for a batch with exactly the ``in_keys``."""
         names = ["loss_objective"]
         names += ["loss_kl_to_ref"] if self.kl_to_ref_coeff else []
         names += ["loss_kl_to_inference"] if self.kl_to_inference_coeff else []
@@ -206,7 +206,7 @@ class GRPOLoss(LossModule):
         return names + (["kl_k1_to_ref", "kl_k3_to_ref"] if self.kl_to_ref_coeff else [])
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
-        """There is no value estimator to tell; but the scorer scores what the mask says."""
+        """Nothing to forward without a value estimator; the scorer gets the mask's key."""
         if type(self.actor_network) is TokenScorer:
             self.actor_network.mask_key = self.tensor_keys.mask
             self.actor_network.in_keys = [keys.FULL, self.tensor_keys.mask]
@@ -248,7 +248,7 @@ class GRPOLoss(LossModule):
         return F.importance_ratio(mean, torch.zeros_like(mean)).expand_as(log_prob)
 
     def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
-        """The objective per token, to be maximized: PPO's clipped surrogate. Subclasses put their own here.
+        """Per-token objective to maximize: PPO's clipped surrogate. Subclasses override it.
 
         Args:
             ratio: [B, T], as ``ratio`` gives it.

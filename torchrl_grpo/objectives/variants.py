@@ -1,4 +1,4 @@
-"""Relatives of the GRPO loss whose surrogate is another one: CISPO and SAPO."""
+"""Losses with another surrogate than GRPO's: CISPO and SAPO."""
 
 from __future__ import annotations
 

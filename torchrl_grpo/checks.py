@@ -41,6 +41,9 @@ WeightLevel = Literal["token", "sequence"]
 KLEstimator = Literal["k1", "k2", "k3"]
 """Estimators of the KL."""
 
+TeacherDivergence = Literal["sampled", "reverse", "forward", "jsd"]
+"""Divergences from a teacher: at the sampled token, or over the whole vocabulary."""
+
 AdvantageMean = Literal["group", "leave_one_out", "batch", "none"]
 """Baselines of the advantage."""
 AdvantageStd = Literal["group", "batch", "none"]

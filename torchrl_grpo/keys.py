@@ -13,6 +13,9 @@ key                               shape, dtype       meaning
 ``("masks", "all_assistant_mask")``  [T] bool        True on the tokens that the policy sampled
 ``("log_probs", "full")``         [T] float32        behavior log-probs, 0 on tokens that were not sampled
 ``("next", "ref_log_probs", "full")``  [T] float32   reference log-probs, 0 on tokens that were not sampled
+``("next", "teacher_log_probs", "full")``  [T] float32  the teacher's, likewise
+``("next", "teacher_states")``    [S, E] or [S, 2 K]  of the S sampled tokens: what goes into the teacher's LM head, or
+                                                     its K largest log-probs and then their ids
 ``("next", "reward")``            [1] float32        score of the trajectory, the sum over its turns; 0 where not valid
 ``("next", "turn_rewards")``      [T] float32        each turn's reward on the last token that the turn sampled, where a
                                                      dialog of the rollout had several turns; else all of the reward is
@@ -40,6 +43,7 @@ key                               shape, dtype       meaning
 ``"_step"``                       [1] bool           TorchRL's: whether a row takes part in the next step
 ``("cur_log_probs", "full")``     [T] float32        written by a scorer: log-probs of the policy that is trained
 ``("entropy", "full")``           [T] float32        likewise: its entropy where each token was sampled
+``("divergence", "full")``        [T] float32        likewise: divergence from a teacher at each sampled token
 ``("loss", "weights")``           [T] float32        written by ``GRPOLoss.normalize``: each token's share of the loss
 ``("loss", "num_tokens")``        [1] int64          likewise: tokens of the whole optimization batch
 ``"layout"``                      non-tensor         written by the trainer: how a pass computes its micro-batch
@@ -55,6 +59,8 @@ ATTENTION_MASK = ("masks", "all_attention_mask")
 ASSISTANT_MASK = ("masks", "all_assistant_mask")
 LOG_PROBS = ("log_probs", "full")
 REF_LOG_PROBS = ("next", "ref_log_probs", "full")
+TEACHER_LOG_PROBS = ("next", "teacher_log_probs", "full")
+TEACHER_STATES = ("next", "teacher_states")
 REWARD = ("next", "reward")
 TURN_REWARDS = ("next", "turn_rewards")
 SHAPED_REWARD = ("next", "shaped_reward")
@@ -80,6 +86,7 @@ RESPONSE_TEXT = ("text", "response")
 STEPPING = "_step"
 CUR_LOG_PROBS = ("cur_log_probs", "full")
 ENTROPY = ("entropy", "full")
+DIVERGENCE = ("divergence", "full")
 LOSS_WEIGHTS = ("loss", "weights")
 TOKEN_COUNT = ("loss", "num_tokens")
 LAYOUT = "layout"

@@ -488,6 +488,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl_estimator": "k1",
         "shaping": {"kl_coef": 0.01, "kl_estimator": "k1"},
     },
+    "distill": {"advantage": ("none", "none"), "aggregation": "token_mean"},
     "decoupled_ppo": {
         "advantage": ("group", "group"),
         "aggregation": "token_mean",
@@ -506,7 +507,8 @@ def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path)
     expected = {"kl_coef": 0.0, "ratio_level": "token", "aggregation": "sequence_mean"}
     expected |= {"proximal": "behaviour", "behaviour": ("none", "token", 5.0), "kl_estimator": "k3"}
     expected |= {"level": "sequence", "shaping": None, "dynamic_sampling": False} | PRESETS[name]
-    run = build(compose_config(*SMALL, f"algo={name}"), tmp_path)
+    teacher = ["teacher.model=starter"] if name == "distill" else []
+    run = build(compose_config(*SMALL, f"algo={name}", *teacher), tmp_path)
     before = _copy(run.learner.trainer.model)
     try:
         run.fit()

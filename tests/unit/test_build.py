@@ -406,7 +406,11 @@ def test_every_config_key_is_read_by_something_that_uses_it(
     configs = [
         compose_config(*SMALL, "train_model.lora.enabled=true", "optimizer.warmup_steps=1", "env.reward_workers=1"),
         compose_config(*SMALL, "inference_model.backend=vllm"),
-        compose_config(*SMALL, "inference_model.check_sync=true"),
+        compose_config(
+            *SMALL,
+            *("inference_model.check_sync=true", "teacher.model=starter", "policy.teacher_coef=0.1"),
+            "policy.teacher_divergence=jsd",
+        ),
     ]
     expected = {
         (type(node).__name__, item.name)

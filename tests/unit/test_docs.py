@@ -29,6 +29,7 @@ def test_every_loss_output_and_dynamic_sampling_count_is_on_the_page() -> None:
         kl_to_ref_coeff=0.1,
         kl_to_inference_coeff=0.1,
         entropy_coeff=0.1,
+        teacher_coeff=0.1,
     )
     queue = make_queue(most_played=6)
     dynamic = [name for name in next_batch(queue)[1] if name.startswith("rollout/groups_")]
@@ -43,9 +44,11 @@ def test_the_names_of_the_losss_terms_are_what_the_page_says() -> None:
     table = page.partition("| term |")[2].partition("\n\n")[0]
     rows = [re.findall(r"`(\w+)`", line) for line in table.splitlines()[2:]]
     actor = TokenScorer(make_tiny_model())
-    assert [key for key, *_ in rows] == ["kl_to_behaviour_coef", "kl_coef", "entropy_coef"]
+    assert [key for key, *_ in rows] == ["kl_to_behaviour_coef", "kl_coef", "teacher_coef", "entropy_coef"]
     for key, argument, *outputs in rows:
         settings = {"policy.kl_coef": 0.0, f"policy.{key}": 0.25}
+        if key == "teacher_coef":
+            settings |= {"policy.teacher_divergence": "reverse", "teacher.model": "starter"}
         loss = make_loss(compose_config(*(f"{name}={value}" for name, value in settings.items())), actor)
         assert getattr(loss, argument) == 0.25
         assert set(outputs) <= set(loss.out_keys)

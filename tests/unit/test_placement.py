@@ -21,6 +21,7 @@ PAIRS = {
 def plan(
     count: int,
     needs_reference: bool = True,
+    needs_teacher: bool = False,
     engine_devices: int = 1,
     cluster: str | None = None,
     **requests: RoleRequest,
@@ -30,6 +31,7 @@ def plan(
         everything,
         gpus(*range(count)),
         needs_reference=needs_reference,
+        needs_teacher=needs_teacher,
         engine_devices=engine_devices,
         cluster=cluster,
     )
@@ -39,6 +41,22 @@ def test_without_accelerators_each_role_is_one_cpu_process() -> None:
     assert plan(0) == DevicePlan((CPU,), ((CPU,),), (CPU,), colocated=False)
     assert plan(0, needs_reference=False).reference == ()
     assert not plan(0).distributed
+
+
+def test_a_teacher_has_a_device_of_its_own_or_works_while_the_learner_waits() -> None:
+    def devices(got: DevicePlan) -> tuple[object, ...]:
+        return got.reference, got.teacher
+
+    assert devices(plan(0, needs_teacher=True)) == ((CPU,), (CPU,))
+    assert devices(plan(4, needs_teacher=True)) == (gpus(2), gpus(3))
+    assert devices(plan(3, needs_teacher=True)) == (gpus(0), gpus(2))
+    assert devices(plan(2, needs_teacher=True)) == (gpus(0), gpus(0))
+    assert devices(plan(2, needs_teacher=True, needs_reference=False)) == ((), gpus(0))
+    two = plan(8, needs_teacher=True, teacher=RoleRequest(num_devices=2), inference=ALL)
+    assert devices(two) == (gpus(5), gpus(6, 7)) and two.distributed and len(two.devices) == 8
+    assert plan(4, needs_teacher=True, inference=ALL).inference == ((gpus(1)[0],),)
+    with pytest.raises(ValueError, match=r"teacher\.devices=\[1\] must not overlap inference_model\.devices=\[1\]"):
+        plan(4, needs_teacher=True, inference=RoleRequest(devices=[1]), teacher=RoleRequest(devices=[1]))
 
 
 def test_without_accelerators_a_device_is_a_process_and_there_is_no_limit() -> None:

@@ -16,6 +16,7 @@ from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.rewards.spec import parse_rewards, reward_weights
 from torchrl_grpo.transforms.advantage import GroupAdvantage
 from torchrl_grpo.transforms.reward import RewardShaping
+from torchrl_grpo.transforms.teacher import TeacherAdvantage
 
 
 def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLoss:
@@ -47,6 +48,7 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
         kl_to_ref_coeff=0.0 if policy.kl_in_reward else policy.kl_coef,
         kl_to_inference_coeff=policy.kl_to_behaviour_coef,
         entropy_coeff=policy.entropy_coef,
+        teacher_coeff=config.teacher_in_loss,
     )
     return loss
 
@@ -86,4 +88,8 @@ def batch_transforms(config: GRPOConfig) -> list[tuple[str, Transform]]:
         lmbda=policy.gae_lambda,
         **settings,
     )
-    return [*transforms, ("advantage", advantage)]
+    transforms.append(("advantage", advantage))
+    if config.needs_teacher:
+        coef = policy.teacher_coef - config.teacher_in_loss
+        transforms.append(("teacher", TeacherAdvantage(coef, policy.reward_coef)))
+    return transforms

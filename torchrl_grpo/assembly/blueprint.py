@@ -84,6 +84,7 @@ class Blueprint:
     resume: Resume | None = None
     folder: Path | None = None
     sleeps: bool = False
+    teacher_shape: Shape | None = None
 
     @property
     def memory(self) -> RunMemory:
@@ -96,6 +97,7 @@ class Blueprint:
             ranks=len(self.plan.train),
             samplers=len(self.plan.inference),
             on_cpu=self.plan.train[0].type == "cpu",
+            teacher=self.teacher_shape,
         )
 
 
@@ -131,6 +133,7 @@ def prepare(
         check_loggers(config)
         task = make_task(config.env, tests=config.evaluation.datasets or ())
         model_config, tokenizer, stop_token_ids = describe_model(config)
+        teacher = None if config.teacher.model is None else check_teacher(config, tokenizer)
         check_optimizer(config.optimizer.name, len(plan.train))
         _check_sharding(config, len(plan.train), model_config.get_text_config())
         env, inference = config.env, config.inference_model
@@ -182,6 +185,7 @@ def prepare(
             sampled_env=sampled_env,
             shape=shape,
             resume=resume,
+            teacher_shape=teacher,
         )
 
 
@@ -207,6 +211,29 @@ def describe_model(config: GRPOConfig) -> tuple[PretrainedConfig, PreTrainedToke
     tokenizer = loading.load_tokenizer(name, chat_template=config.model.chat_template, trust_remote_code=remote_code)
     loading.check_vocabulary(model_config, tokenizer, name)
     return model_config, tokenizer, loading.stop_token_ids(tokenizer, loading.load_generation_config(name))
+
+
+def check_teacher(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Shape:
+    """Return the teacher's shape, after checking that it is a model whose tokens are those of the policy.
+
+    Raises:
+        ValueError: it cannot be read, or a token is another one.
+    """
+    name, remote_code = config.teacher.model or "", config.model.trust_remote_code
+    try:
+        found = loading.load_config(name, trust_remote_code=remote_code)
+        other = loading.load_tokenizer(name, trust_remote_code=remote_code)
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.name=", "teacher.model=", 1)) from error
+    mine, theirs = (dict(map(reversed, one.get_vocab().items())) for one in (tokenizer, other))
+    different = [token for token in sorted({*mine, *theirs}) if mine.get(token) != theirs.get(token)]
+    if different:
+        first = different[0]
+        raise ValueError(
+            f"teacher.model={name} must have the tokens of model.name={config.model.name}, but {len(different)} "
+            f"differ; the first, {first}, is {theirs.get(first)!r} there and {mine.get(first)!r} here: use another one."
+        )
+    return loading.config_shape(found, config.model.attn_implementation, trust_remote_code=remote_code)
 
 
 def engine_request(
@@ -250,11 +277,17 @@ def _plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePla
     if "VLLM_USE_V1" in os.environ:
         torchrl_logger.info("VLLM_USE_V1 has no effect: vLLM's V0 engine is gone, and V1 is the only one left.")
     engine_class(inference.backend).require(on_cpu=not accelerators)
-    nodes = (("train", config.train_model), ("inference", inference), ("reference", config.ref_model))
+    nodes = (
+        ("train", config.train_model),
+        ("inference", inference),
+        ("reference", config.ref_model),
+        ("teacher", config.teacher),
+    )
     plan = plan_devices(
         {role: RoleRequest(node.num_devices, node.devices) for role, node in nodes},
         accelerators,
         needs_reference=config.has_own_reference,
+        needs_teacher=config.needs_teacher,
         engine_devices=inference.devices_per_engine,
         cluster=config.ray.address,
     )
@@ -378,6 +411,8 @@ def _check_device(blueprint: Blueprint, device: torch.device, total: int) -> Non
         holds = {"trained weights and optimizer state": train.resting, "gradients": train.gradients}
     if device in plan.reference and memory.reference is not None:
         holds["the reference model"] = memory.reference.weights
+    if device in plan.teacher and memory.teacher is not None:
+        holds["the teacher"] = memory.teacher.weights
     if not samples or share is None:
         holds |= {"the engine's weights": memory.engine.weights} if samples else {}
         if sum(holds.values()) > total:
@@ -427,12 +462,16 @@ def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
         roles.append(("reference", own, config.ref_model.dtype, memory["reference"].peak))
     elif config.needs_reference:
         roles.append(("reference (adapters off)", ranks, train.dtype, 0))
+    if "teacher" in memory:
+        own = [(device,) for device in plan.teacher]
+        roles.append(("teacher", own, config.teacher.dtype, memory["teacher"].peak))
+    parameters = {"teacher": getattr(blueprint.teacher_shape, "parameters", 0)}
     return [
         {
             "role": role,
             "devices": _listed(devices),
             "dtype": dtype,
-            "parameters": blueprint.shape.parameters,
+            "parameters": parameters.get(role, blueprint.shape.parameters),
             "memory per device": peak,
         }
         for role, devices, dtype, peak in roles

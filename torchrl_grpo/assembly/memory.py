@@ -28,16 +28,19 @@ class RunMemory:
         train: of a rank of the learner.
         engine: of one of an engine's devices.
         reference: of a reference model of its own; None without one.
+        teacher: of the teacher, likewise.
     """
 
     train: StepMemory
     engine: ModelMemory
     reference: ModelMemory | None
+    teacher: ModelMemory | None = None
 
     def roles(self) -> dict[str, StepMemory | ModelMemory]:
         """The same by role; those that there are."""
         roles: dict[str, StepMemory | ModelMemory] = {"train": self.train, "inference": self.engine}
-        return roles if self.reference is None else roles | {"reference": self.reference}
+        others = {"reference": self.reference, "teacher": self.teacher}
+        return roles | {role: memory for role, memory in others.items() if memory is not None}
 
 
 def run_memory(
@@ -49,6 +52,7 @@ def run_memory(
     ranks: int = 1,
     samplers: int = 1,
     on_cpu: bool = False,
+    teacher: Shape | None = None,
 ) -> RunMemory:
     """Return what each role holds.
 
@@ -60,6 +64,7 @@ def run_memory(
         ranks: devices of the learner.
         samplers: engines, each on ``inference_model.tensor_parallel_size`` devices.
         on_cpu: whether the learner computes on a CPU, which has nowhere to offload to.
+        teacher: shape of the teacher, None without one.
     """
     env, engine = config.env, config.inference_model
     number = BYTES[engine.dtype]
@@ -74,6 +79,7 @@ def run_memory(
         train=step_memory(shape, setup),
         engine=ModelMemory(weight_bytes(shape, number, size), int(cache / size)),
         reference=ModelMemory(weight_bytes(shape, BYTES[config.ref_model.dtype])) if config.has_own_reference else None,
+        teacher=None if teacher is None else ModelMemory(weight_bytes(teacher, BYTES[config.teacher.dtype])),
     )
 
 

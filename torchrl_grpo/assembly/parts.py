@@ -33,12 +33,14 @@ from torchrl_grpo.learner.resume import restore
 from torchrl_grpo.learner.schedule import learning_rate_factor
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models import loading
+from torchrl_grpo.models.divergence import Teacher
 from torchrl_grpo.models.memory import BYTES, weight_bytes
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
 from torchrl_grpo.models.sharding import loading_device, lone_mesh, shard_model
 from torchrl_grpo.runtime.placement import own_device
 from torchrl_grpo.runtime.reference import Reference
 from torchrl_grpo.transforms.kl_scoring import KLScoring
+from torchrl_grpo.transforms.teacher import TeacherStates
 from torchrl_grpo.weights import Transfer, make_sender
 
 
@@ -92,6 +94,8 @@ def make_trainer(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | 
     scorer = TokenScorer(model, temperature=config.inference_model.temperature)  # before sharding: it checks itself
     if mesh is not None:
         shard_model(model, mesh, param_dtype=_autocast_dtype(config), cpu_offload=train.cpu_offload)
+    if config.teacher_in_loss:
+        scorer.distill_from(_teacher_head(config, device))
     loss = make_loss(config, scorer)
     for name, buffer in loss.named_buffers(recurse=False):  # the model is where it belongs
         setattr(loss, name, buffer.to(device))
@@ -220,9 +224,35 @@ def make_reference(blueprint: Blueprint, device: torch.device | None = None) -> 
     return Reference(_kl_scoring(config, scorer), makes_room=blueprint.sleeps)
 
 
+def make_teacher(blueprint: Blueprint, device: torch.device | None = None) -> Reference:
+    """The teacher: a reference model with other weights, which may give states in place of log-probs."""
+    config = blueprint.config
+    say(f"loading the teacher {config.teacher.model}")
+    model = _load(config, "teacher", device or own_device()).requires_grad_(False)
+    scorer = TokenScorer(model, temperature=config.inference_model.temperature)
+    if config.teacher_in_loss:
+        return Reference(TeacherStates(scorer, top_k=config.policy.teacher_top_k, **_passes(config)))
+    return Reference(KLScoring(scorer, out_key=keys.TEACHER_LOG_PROBS, **_passes(config)))
+
+
+def _teacher_head(config: GRPOConfig, device: torch.device) -> Teacher:
+    """The divergence from the teacher that the loss takes, with the teacher's LM head where that is needed."""
+    policy = config.policy
+    beta = {"forward": 0.0, "reverse": 1.0}.get(policy.teacher_divergence, policy.teacher_beta)
+    if policy.teacher_top_k is not None:
+        return Teacher(beta)
+    head = _load(config, "teacher", torch.device("cpu")).get_output_embeddings()
+    bias = None if head.bias is None else head.bias.detach().to(device)
+    return Teacher(beta, head.weight.detach().to(device), bias)
+
+
 def _kl_scoring(config: GRPOConfig, scorer: TokenScorer) -> KLScoring:
-    tokens = config.train.micro_batch_tokens
-    return KLScoring(scorer, max_tokens=tokens, autocast_dtype=_autocast_dtype(config))
+    return KLScoring(scorer, **_passes(config))
+
+
+def _passes(config: GRPOConfig) -> dict[str, Any]:
+    """How large, and how precise, the passes of those who score are: as the trainer's."""
+    return {"max_tokens": config.train.micro_batch_tokens, "autocast_dtype": _autocast_dtype(config)}
 
 
 def _own_address() -> str:
@@ -248,21 +278,22 @@ def _load(config: GRPOConfig, role: str, device: torch.device) -> Any:
         MemoryShortError: the device has no room for it.
     """
     model, dtype = config.model, getattr(config, role).dtype
+    name, arguments = model.source, config.train_model.model_kwargs
+    if role == "teacher":
+        name, arguments = config.teacher.model or "", None  # which are of another model
     try:
         return loading.load_model(
-            model.source,
+            name,
             dtype=_dtype(dtype),
             device=device,
             attn_implementation=model.attn_implementation,
             trust_remote_code=model.trust_remote_code,
-            arguments=config.train_model.model_kwargs,
+            arguments=arguments,
         )
     except torch.OutOfMemoryError as error:
-        found = loading.load_config(
-            model.source, trust_remote_code=model.trust_remote_code, arguments=config.train_model.model_kwargs
-        )
+        found = loading.load_config(name, trust_remote_code=model.trust_remote_code, arguments=arguments)
         shape = loading.config_shape(found, trust_remote_code=model.trust_remote_code)
         weights = weight_bytes(shape, BYTES[dtype])
         knobs = {f"{role}.dtype=bfloat16": weights // 2} if dtype == "float32" and role != "train_model" else {}
         knobs |= {"train_model.num_devices=2": weights // 2} if role == "train_model" else {}
-        raise memory_short(error, f"Loading {model.name} for {role}", {"weights": weights}, knobs) from error
+        raise memory_short(error, f"Loading {name} for {role}", {"weights": weights}, knobs) from error

@@ -29,7 +29,7 @@ from torchrl_grpo.assembly.blueprint import (
     task_geometry,
 )
 from torchrl_grpo.assembly.observers import FolderGuard, Limits, Recorder, Saver, Timeline
-from torchrl_grpo.assembly.parts import make_learner, make_reference, make_sampler
+from torchrl_grpo.assembly.parts import make_learner, make_reference, make_sampler, make_teacher
 from torchrl_grpo.assembly.schedule import schedule_of, writes_of
 from torchrl_grpo.config import GRPOConfig, check_one_process, plain, staleness_bound
 from torchrl_grpo.errors import FolderLostError
@@ -332,7 +332,8 @@ def _make_roles(
     learner: Learner | RayLearner
     driver: InTurn | InThread
     if cluster is None:
-        seats = {"inference": [first for first, *_ in plan.inference], "reference": plan.reference}
+        samplers = [first for first, *_ in plan.inference]
+        seats = {"inference": samplers, "reference": plan.reference, "teacher": plan.teacher}
         if config.train_model.cpu_offload:
             resources.callback(leave_mesh)
         learner, driver = make_learner(untested, transfer, device=plan.train[0]), InTurn()
@@ -374,6 +375,10 @@ def _make_roles(
         references=[
             place(f"reference model {index}", seat, partial(make_reference, untested))
             for index, seat in enumerate(seats["reference"])
+        ],
+        teachers=[
+            place(f"teacher {index}", seat, partial(make_teacher, untested))
+            for index, seat in enumerate(seats["teacher"])
         ],
         concurrent_tasks=concurrent_tasks,
         in_flight=in_flight,

@@ -135,3 +135,14 @@ class RefModelConfig(DevicesConfig):
     """Type of the weights."""
     refresh_every: int | None = limited(None, ge=1)
     """Copy the trained weights to the reference model every this many steps; null never."""
+
+
+@dataclass
+class TeacherConfig(DevicesConfig):
+    """The model that the policy is to become like, there only when policy.teacher_coef is not 0."""
+
+    model: str | None = None
+    """A folder, or a name on the Hugging Face hub, with @ before a revision; its tokens must be those of model.name.
+    null is none."""
+    dtype: str = choice(checks.Dtype, "float32")
+    """Type of the weights."""

@@ -102,7 +102,7 @@ def check_script(config: GRPOConfig, asynchronous: bool) -> None:
         ConfigError: a rule is broken.
     """
     staleness_bound(config, asynchronous)
-    roles = (config.train_model, config.inference_model, config.ref_model)
+    roles = (config.train_model, config.inference_model, config.ref_model, config.teacher)
     several = any(role.num_devices not in (None, 1) or len(role.devices or ()) > 1 for role in roles)
     if not (asynchronous or several or config.ray.address or config.inference_model.devices_per_engine > 1):
         check_one_process(config)
@@ -303,6 +303,16 @@ def _validate_policy(config: GRPOConfig) -> None:
         wanted = config.dialog_turns_per_batch
         check_sampling_rounds(policy.max_sampling_rounds, env.num_envs, wanted, "policy.max_sampling_rounds")
     check_group_size(env.repeats, policy.advantage_mean, policy.advantage_std, "env.repeats")
+    if config.needs_teacher != (config.teacher.model is not None):
+        raise ConfigError(
+            f"teacher.model={config.teacher.model or 'null'} and policy.teacher_coef={policy.teacher_coef:g} go "
+            "together: use algo=distill teacher.model=NAME, or neither."
+        )
+    if policy.reward_coef != 1 and not config.needs_teacher:
+        raise ConfigError(
+            f"policy.reward_coef={policy.reward_coef:g} must be 1 without a teacher beside it: leave it out, or use "
+            "optimizer.lr."
+        )
     if every is not None and not config.has_own_reference:
         why = "the adapters switched off are the reference (LoRA)"
         why = why if config.needs_reference else "policy.kl_coef=0 needs none"
@@ -328,7 +338,7 @@ def _validate_models(config: GRPOConfig) -> None:
             f"train_model.lora.target_modules=[{','.join(targets)}] must leave out lm_head, whose logits are never "
             "computed whole: use [all-linear], for example, which is all but the head."
         )
-    for role in ("train_model", "inference_model", "ref_model"):
+    for role in ("train_model", "inference_model", "ref_model", "teacher"):
         number, devices = getattr(config, role).num_devices, getattr(config, role).devices
         if number not in (None, "all") and not (type(number) is int and number >= 1):
             raise ConfigError(
@@ -424,6 +434,8 @@ _READ_WITH: dict[str, tuple[str, Container[Any], str]] = {
     "policy.behaviour_cap": ("policy.behaviour_weight", ("truncate", "mask"), "mask"),
     "policy.behaviour_level": ("policy.behaviour_weight", ("truncate", "mask"), "mask"),
     "policy.max_sampling_rounds": ("policy.dynamic_sampling", (True,), "true"),
+    "policy.teacher_beta": ("policy.teacher_divergence", ("jsd",), "jsd"),
+    "policy.teacher_top_k": ("policy.teacher_divergence", ("reverse", "forward", "jsd"), "reverse"),
     "policy.constant_length": ("policy.aggregation", ("constant",), "constant"),
     "evaluation.temperature": ("evaluation.k", range(2, 2**31), "8"),
     "evaluation.top_p": ("evaluation.k", range(2, 2**31), "8"),

@@ -10,7 +10,13 @@ from torchrl_grpo.checks import check_clip_epsilon
 from torchrl_grpo.config.data import DataConfig, DatasetConfig
 from torchrl_grpo.config.fields import choice, leaves, limited
 from torchrl_grpo.config.measuring import EvaluationConfig, LoggingConfig
-from torchrl_grpo.config.models import InferenceModelConfig, ModelConfig, RefModelConfig, TrainModelConfig
+from torchrl_grpo.config.models import (
+    InferenceModelConfig,
+    ModelConfig,
+    RefModelConfig,
+    TeacherConfig,
+    TrainModelConfig,
+)
 from torchrl_grpo.config.optimizer import OptimizerConfig
 
 
@@ -133,6 +139,19 @@ class PolicyConfig:
     """Weight of the KL to the sampling policy."""
     entropy_coef: float = limited(0.0, ge=0)
     """Weight of the entropy bonus."""
+    reward_coef: float = limited(1.0, ge=0)
+    """With a teacher: weight of the reward's advantage beside it; 0 trains on the teacher alone."""
+    teacher_coef: float = limited(0.0, ge=0)
+    """Weight of the divergence from teacher.model; 0 needs no teacher."""
+    teacher_divergence: str = choice(checks.TeacherDivergence, "sampled")
+    """How it is measured: sampled adds the reverse KL at each sampled token to that token's advantage. The others are a
+    part of the loss, over the whole vocabulary (arXiv 2306.13649): reverse KL, forward KL, or generalized
+    Jensen-Shannon (jsd)."""
+    teacher_beta: float = limited(0.5, gt=0, lt=1)
+    """teacher_divergence=jsd: the teacher's share of the mixture, in (0, 1)."""
+    teacher_top_k: int | None = limited(None, ge=1)
+    """teacher_divergence over the vocabulary: how many of the teacher's most likely tokens are told apart; null is all,
+    for which the trainer holds the teacher's LM head."""
 
 
 @dataclass
@@ -213,6 +232,7 @@ class GRPOConfig:
     train_model: TrainModelConfig = field(default_factory=TrainModelConfig)
     inference_model: InferenceModelConfig = field(default_factory=InferenceModelConfig)
     ref_model: RefModelConfig = field(default_factory=RefModelConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -275,6 +295,16 @@ class GRPOConfig:
     def has_own_reference(self) -> bool:
         """Whether a separate model gives them; with LoRA the trained model does, with its adapters off."""
         return self.needs_reference and not self.train_model.lora.enabled
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether there is a teacher."""
+        return self.policy.teacher_coef > 0
+
+    @property
+    def teacher_in_loss(self) -> float:
+        """Weight of the divergence from the teacher in the loss; 0 where it is part of the advantage."""
+        return self.policy.teacher_coef if self.policy.teacher_divergence != "sampled" else 0.0
 
     @property
     def kl_estimator(self) -> checks.KLEstimator:

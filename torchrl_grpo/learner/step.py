@@ -248,14 +248,15 @@ class GRPOTrainer:
         """The padded batch on the CPU, with the weight of each token over the whole batch."""
         names = self.loss.tensor_keys
         per_token = {keys.FULL: 0, names.mask: False, names.sample_log_prob: 0.0, names.advantage: 0.0}
-        for name in (names.ref_log_probs, names.prox_log_prob):
+        for name in (names.ref_log_probs, names.prox_log_prob, names.teacher_log_probs):
             if has(batch, name):
                 per_token[name] = 0.0
         flat = [names.truncated] if self.loss.mask_truncated else []
         flat += [names.reward_valid] if has(batch, names.reward_valid) else []
         for name in set(self.loss.in_keys) - {*per_token, *flat, *self.loss.actor_network.out_keys}:
             if has(batch, name):  # what a user's loss reads besides
-                of_tokens = batch[0].get(name).shape == batch[0].get(keys.FULL).shape
+                value = batch[0].get(name)
+                of_tokens = value.ndim > 1 or value.shape == batch[0].get(keys.FULL).shape
                 per_token |= {name: 0} if of_tokens else {}
                 flat += [] if of_tokens else [name]
         data = pad_batch(batch, per_token, flat)

@@ -24,6 +24,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.checks import MIN_TEMPERATURE
 from torchrl_grpo.compat.transformers import attention_of
 from torchrl_grpo.host.threads import use_one_thread_if_small
+from torchrl_grpo.models.divergence import Teacher, chunked_divergence, likely_tokens
 from torchrl_grpo.models.embedding import tied_embedding, tied_rows
 from torchrl_grpo.models.head import chunked_log_probs
 from torchrl_grpo.models.loading import base_model_of
@@ -47,7 +48,8 @@ class TokenScorer(TensorDictModuleBase):
     """Scores the sampled tokens of a batch under a Hugging Face causal LM, as a TensorDict module.
 
     Reads ``("tokens", "full")`` and ``("masks", "all_assistant_mask")`` (``mask_key``), ragged or padded; writes padded
-    ``("cur_log_probs", "full")`` and ``("entropy", "full")``, [B, T] float32, 0 on tokens outside the mask. Where
+    ``("cur_log_probs", "full")`` and ``("entropy", "full")``, [B, T] float32, 0 on tokens outside the mask. With a
+    teacher (``distill_from``) it reads ``("next", "teacher_states")`` too and writes ``("divergence", "full")``. Where
     ``"layout"`` is the layout of these very tensors, it is used; otherwise one is made. A small model on a CPU is
     computed on one thread (``threads``).
 
@@ -80,6 +82,7 @@ class TokenScorer(TensorDictModuleBase):
             raise ValueError(f"temperature must be at least {MIN_TEMPERATURE}, got {temperature}: use 1.0.")
         self.model: Any = model
         self.mask_key: NestedKey = keys.ASSISTANT_MASK
+        self.teacher: Teacher | None = None
         self.temperature = temperature
         self.max_chunk_elements = max_chunk_elements
         use_one_thread_if_small(base)
@@ -90,6 +93,12 @@ class TokenScorer(TensorDictModuleBase):
     def base(self) -> Any:
         """The Hugging Face model itself, without peft's wrapper."""
         return base_model_of(self.model)
+
+    def distill_from(self, teacher: Teacher) -> None:
+        """Write the divergence from a teacher too, from here on."""
+        self.teacher = teacher
+        self.in_keys = [*self.in_keys, keys.TEACHER_STATES]
+        self.out_keys = [*self.out_keys, keys.DIVERGENCE]
 
     def packs(self, longest: int) -> bool:
         """Whether sequences of at most so many tokens are packed: without padding, and each prompt computed once.
@@ -118,7 +127,8 @@ class TokenScorer(TensorDictModuleBase):
         Returns:
             log-probs and entropies, both [B, T] float32, 0 outside the mask, on the model's device.
         """
-        return self.score_layout(self.layout(tokens_BT, mask_BT))
+        log_probs, entropy = self.score_layout(self.layout(tokens_BT, mask_BT))
+        return log_probs, entropy
 
     def layout(self, tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None = None) -> Layout:
         """Return how a pass over right-padded sequences computes them, on the CPU.
@@ -132,15 +142,56 @@ class TokenScorer(TensorDictModuleBase):
         layout = packed(tokens_BT, mask_BT, prompts) if packs else padded(tokens_BT, mask_BT)
         return layout.spelled() if tied_embedding(self.base) is not None else layout
 
-    def score_layout(self, layout: Layout) -> tuple[Tensor, Tensor]:
-        """As ``score``, of sequences whose layout there is, on any device."""
+    def score_layout(self, layout: Layout, states: Tensor | None = None) -> tuple[Tensor, ...]:
+        """As ``score``, of sequences whose layout there is, on any device.
+
+        Args:
+            layout: of the sequences.
+            states: [B, S, E], the teacher's, of the tokens of the mask; the divergence from it is then a third result.
+        """
         shape = layout.source[0].shape
         layout = layout.to(compute_device(self.model))
-        log_prob, entropy = call_gathered(self.base, self._score, layout, shape.numel())
-        return log_prob.view(shape), entropy.view(shape)
+        if states is not None:
+            mask = layout.source[1].flatten()
+            number = layout.source[1].cumsum(1).flatten() - 1  # of each token among those of the mask in its row
+            places = layout.places.to(mask.device)
+            states = states[places // shape[1], number[places]].to(layout.places.device)
+        found = call_gathered(self.base, self._score, layout, shape.numel(), states)
+        return tuple(values.view(shape) for values in found)
 
-    def _score(self, layout: Layout, numel: int) -> tuple[Tensor, Tensor]:
+    def teacher_states(self, layout: Layout, top_k: int | None = None) -> Tensor:
+        """What a divergence from this model needs to know of the tokens of a layout, see ``Teacher``.
+
+        Args:
+            layout: of the sequences.
+            top_k: how many of the most likely tokens; None gives what goes into the LM head.
+
+        Returns:
+            [B, T, E] in the type of the model, or [B, T, 2 K] float32; 0 on tokens that are not scored.
+        """
+        shape = layout.source[0].shape
+        layout = layout.to(compute_device(self.model))
+        states, weight = self._hidden(layout)
+        if top_k is not None:
+            bias = self.base.get_output_embeddings().bias
+            states = likely_tokens(states, weight, top_k, bias_V=bias, temperature=self.temperature)
+        zeros = states.new_zeros(shape.numel(), states.shape[1])
+        return zeros.index_put((layout.places,), states).unflatten(0, shape)
+
+    def _score(self, layout: Layout, numel: int, states: Tensor | None) -> tuple[Tensor, ...]:
         """As ``score``, but [B * T], and with the LM head gathered: FSDP2 wants no views from what it calls."""
+        hidden_ND, weight = self._hidden(layout)
+        bias = self.base.get_output_embeddings().bias
+        options: dict[str, Any] = {"temperature": self.temperature, "max_chunk_elements": self.max_chunk_elements}
+        found: tuple[Tensor, ...] = chunked_log_probs(hidden_ND, weight, layout.targets, bias_V=bias, **options)
+        if states is not None:
+            assert self.teacher is not None
+            found += (chunked_divergence(hidden_ND, weight, states, self.teacher, bias_V=bias, **options),)
+        zeros = torch.zeros(numel, dtype=found[0].dtype, device=hidden_ND.device)
+        return tuple(zeros.index_put((layout.places,), values) for values in found)
+
+    def _hidden(self, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Return the states from which the tokens are predicted, [N, D], and the weight of the LM head."""
         base = self.base
         body = (
             base.base_model if base.base_model is not base else base.model
@@ -151,16 +202,7 @@ class TokenScorer(TensorDictModuleBase):
         else:
             with tied_rows(base.get_input_embeddings(), layout.once, layout.place) as weight:
                 hidden = body(**layout.model_inputs()).last_hidden_state
-        log_prob_N, entropy_N = chunked_log_probs(
-            pick(hidden.flatten(0, 1), 0, layout.predictors),
-            weight,
-            layout.targets,
-            bias_V=head.bias,
-            temperature=self.temperature,
-            max_chunk_elements=self.max_chunk_elements,
-        )
-        zeros = torch.zeros(numel, dtype=log_prob_N.dtype, device=hidden.device)
-        return zeros.index_put((layout.places,), log_prob_N), zeros.index_put((layout.places,), entropy_N)
+        return pick(hidden.flatten(0, 1), 0, layout.predictors), weight
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Writes the log-probs and entropies of the sampled tokens; see the class."""
@@ -168,9 +210,9 @@ class TokenScorer(TensorDictModuleBase):
         layout = getattr(tensordict.get(keys.LAYOUT, None), "data", None)
         if not (isinstance(layout, Layout) and layout.source[0] is tokens and layout.source[1] is mask):
             layout = self.layout(tokens, mask)
-        log_probs, entropy = self.score_layout(layout)
-        tensordict.set(keys.CUR_LOG_PROBS, log_probs)
-        tensordict.set(keys.ENTROPY, entropy)
+        found = self.score_layout(layout, None if self.teacher is None else pad(tensordict, keys.TEACHER_STATES))
+        for key, values in zip((keys.CUR_LOG_PROBS, keys.ENTROPY, keys.DIVERGENCE), found, strict=False):
+            tensordict.set(key, values)
         return tensordict
 
 
@@ -317,7 +359,7 @@ def _warn_once(message: str) -> None:
 class AdapterOffScorer(TokenScorer):
     """Scores with a peft model's adapters switched off: the reference policy of a LoRA run, without a second model."""
 
-    def score_layout(self, layout: Layout) -> tuple[Tensor, Tensor]:
+    def score_layout(self, layout: Layout, states: Tensor | None = None) -> tuple[Tensor, ...]:
         """As ``TokenScorer.score_layout``, by the base model alone."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with self.model.disable_adapter():
@@ -325,7 +367,7 @@ class AdapterOffScorer(TokenScorer):
             # that nothing is trained, and not cast the gradients.
             for parameter in trained:
                 parameter.requires_grad_(True)
-            return super().score_layout(layout)
+            return super().score_layout(layout, states)
 
 
 class WrapperScorer(TokenScorer):

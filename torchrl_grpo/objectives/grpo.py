@@ -75,17 +75,22 @@ class GRPOLoss(LossModule):
         kl_to_inference_coeff: weight of the KL to the sampling policy, likewise.
         kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, for both.
         entropy_coeff: weight of the entropy bonus.
+        teacher_coeff: weight of the divergence from a teacher that ``actor_network`` writes
+            (``TokenScorer.distill_from``); 0 needs none.
 
     Input keys (``set_keys`` renames them): ``advantage`` [B, 1] (or TorchRL's [B, 1, 1]) or [B, T], ``sample_log_prob``
     [B, T], ``ref_log_probs`` [B, T], ``mask`` [B, T] bool (the tokens that the policy sampled), ``cur_log_prob`` and
     ``entropy`` as above; ``prox_log_prob`` [B, T], ``staleness`` [B, 1] or [B, T] and ``truncated`` [B, 1] bool
-    where they are asked for. Where the batch has ``reward_valid`` [B, 1] bool, a sequence without has no effect at all.
+    where they are asked for, and ``divergence`` [B, T] with a ``teacher_coeff``. Where the batch has ``reward_valid``
+    [B, 1] bool, a sequence without has no effect at all.
 
     Output (``GRPOLossOutput``), all scalars: the ``loss_*`` entries; ``objective``, ``clip_fraction_low`` and
     ``clip_fraction_high`` (tokens whose gradient the lower or upper clip took away), ``ESS``, ``ratio_mean``,
     ``ratio_square_mean``, ``kl_k1_to_inference``, ``kl_k3_to_inference``, ``entropy``; ``kl_k1_to_ref`` and
-    ``kl_k3_to_ref`` when there are reference log-probs; ``behaviour_weight`` and ``behaviour_capped`` (tokens whose
-    weight the cap changed) when there is such a weight. Metrics are means over the masked tokens.
+    ``kl_k3_to_ref`` when there are reference log-probs, ``kl_k1_to_teacher`` and ``kl_k3_to_teacher`` when there are
+    those of a teacher, ``divergence_to_teacher`` with a ``teacher_coeff``; ``behaviour_weight`` and
+    ``behaviour_capped`` (tokens whose weight the cap changed) when there is such a weight. Metrics are means over the
+    masked tokens.
 
     Raises:
         ValueError: ``actor_network`` is no TensorDict module, a coefficient or a bound is out of its range, or two
@@ -112,6 +117,8 @@ class GRPOLoss(LossModule):
         staleness: NestedKey = keys.STALENESS
         truncated: NestedKey = keys.TRUNCATED
         reward_valid: NestedKey = keys.REWARD_VALID
+        teacher_log_probs: NestedKey = keys.TEACHER_LOG_PROBS
+        divergence: NestedKey = keys.DIVERGENCE
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
@@ -137,6 +144,7 @@ class GRPOLoss(LossModule):
         kl_to_ref_coeff: float | None = 0.0,
         kl_to_inference_coeff: float | None = 0.0,
         entropy_coeff: float = 0.0,
+        teacher_coeff: float = 0.0,
         **others: Any,
     ) -> None:
         refuse_arguments("GRPOLoss", others)
@@ -158,6 +166,7 @@ class GRPOLoss(LossModule):
         self.kl_to_ref_coeff = kl_to_ref_coeff or 0.0
         self.kl_to_inference_coeff = kl_to_inference_coeff or 0.0
         self.entropy_coeff = entropy_coeff
+        self.teacher_coeff = teacher_coeff
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -178,7 +187,7 @@ class GRPOLoss(LossModule):
                 f"constant_length={length} must be at least 1, it divides the sums of aggregation='constant': "
                 "use the longest response allowed, in tokens."
             )
-        for name in ("kl_to_ref_coeff", "kl_to_inference_coeff", "entropy_coeff"):
+        for name in ("kl_to_ref_coeff", "kl_to_inference_coeff", "entropy_coeff", "teacher_coeff"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative: use 0 to switch the term off.")
 
@@ -190,6 +199,7 @@ class GRPOLoss(LossModule):
         names += [self.tensor_keys.staleness] if self.proximal == "interpolated" else []
         names += [self.tensor_keys.truncated] if self.mask_truncated else []
         names += [self.tensor_keys.ref_log_probs] if self.kl_to_ref_coeff else []
+        names += [self.tensor_keys.divergence] if self.teacher_coeff else []
         written = self.actor_network.out_keys
         return list(dict.fromkeys([*self.actor_network.in_keys, *(name for name in names if name not in written)]))
 
@@ -200,16 +210,18 @@ class GRPOLoss(LossModule):
         names += ["loss_kl_to_ref"] if self.kl_to_ref_coeff else []
         names += ["loss_kl_to_inference"] if self.kl_to_inference_coeff else []
         names += ["loss_entropy"] if self.entropy_coeff else []
+        names += ["loss_teacher"] if self.teacher_coeff else []
         names += ["objective", "clip_fraction_low", "clip_fraction_high", "ESS", "ratio_mean", "ratio_square_mean"]
         names += ["kl_k1_to_inference", "kl_k3_to_inference", "entropy"]
         names += ["behaviour_weight", "behaviour_capped"] if self.behaviour_weight != "none" else []
+        names += ["divergence_to_teacher"] if self.teacher_coeff else []
         return names + (["kl_k1_to_ref", "kl_k3_to_ref"] if self.kl_to_ref_coeff else [])
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
         """Nothing to forward without a value estimator; the scorer gets the mask's key."""
         if type(self.actor_network) is TokenScorer:
             self.actor_network.mask_key = self.tensor_keys.mask
-            self.actor_network.in_keys = [keys.FULL, self.tensor_keys.mask]
+            self.actor_network.in_keys = [keys.FULL, self.tensor_keys.mask, *self.actor_network.in_keys[2:]]
 
     def normalize(self, batch: TensorDictBase) -> TensorDictBase:
         """Fixes the weight of each token and the token count over a whole optimization batch, in place.
@@ -311,7 +323,15 @@ class GRPOLoss(LossModule):
             out["loss_kl_to_inference"] = self.kl_to_inference_coeff * (weights * kl(cur, sample)).sum()
         if self.entropy_coeff:
             out["loss_entropy"] = -self.entropy_coeff * (weights * entropy).sum()
+        if self.teacher_coeff:
+            divergence = per_token(self.tensor_keys.divergence)
+            out["loss_teacher"] = self.teacher_coeff * (weights * divergence).sum()
+            out["divergence_to_teacher"] = F.masked_mean(divergence.detach(), mask, count)
         with torch.no_grad():
+            if has(data, self.tensor_keys.teacher_log_probs):
+                teacher = per_token(self.tensor_keys.teacher_log_probs)
+                for name in ("k1", "k3"):
+                    out[f"kl_{name}_to_teacher"] = F.masked_mean(F.KL_ESTIMATORS[name](cur, teacher), mask, count)
             out |= self._metrics(cur, sample, reference, ratio, surrogate, advantage, entropy, mask, count)
             if self.behaviour_weight != "none":
                 plain = F.behaviour_weight(prox - sample, mask, self.behaviour_weight, self.behaviour_level, math.inf)

@@ -118,7 +118,8 @@ def alarms_of(rows: Iterable[Row], *, ended: bool = True) -> list[Alarm]:
 
 
 def _no_signal(row: Row) -> bool:
-    return _value(row, "rollout/zero_variance_groups") == 1
+    """Whether nothing was to be learned: no advantage, and no teacher whose divergence is part of the loss."""
+    return _value(row, "rollout/zero_variance_groups") == 1 and "train/loss_teacher" not in row
 
 
 def _value(row: Row, name: str) -> float | None:

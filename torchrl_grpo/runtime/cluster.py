@@ -101,12 +101,13 @@ def seats(
     together = [ranks[start : start + tensor_parallel_size] for start in starts]
     together += [[("inference", devices)] for devices in plan.inference]
     together += [[("reference", (device,))] for device in plan.reference]
+    together += [[("teacher", (device,))] for device in plan.teacher]
     share = _cpu_share([sum(len(devices) for _, devices in members) for members in together], node_cpus)
     cuda = plan.train[0].type == "cuda"
     users = Counter(device for members in together for _, devices in members for device in devices)
     in_bundle = _bundled([[device for _, devices in members for device in devices] for members in together], cuda)
     bundles: list[dict[str, float]] = [{"CPU": 0.0} for _ in range(max(in_bundle) + 1)]
-    taken: dict[str, list[Seat]] = {"train": [], "inference": [], "reference": []}
+    taken: dict[str, list[Seat]] = {"train": [], "inference": [], "reference": [], "teacher": []}
     of_bundle: dict[int, set[torch.device]] = {}
     for index, members in zip(in_bundle, together, strict=True):
         for role, devices in members:

@@ -1,9 +1,9 @@
 """Which role runs on which devices: ``num_devices`` or ``devices`` of each role to a ``DevicePlan``.
 
 On a machine without accelerators a device is a process, and there is no limit to them. With one accelerator the roles
-take turns on it (colocated). With more, each role gets its own; if only the reference model is left without one, and
-nobody asked for one, it shares the trained model's. A role may ask for all that the others leave. Roles that both do,
-and those that are given the trained model's devices by index, take turns on them.
+take turns on it (colocated). With more, each role gets its own; if only the reference model or the teacher is left
+without one, and nobody asked for one, it shares the trained model's. A role may ask for all that the others leave.
+Roles that both do, and those that are given the trained model's devices by index, take turns on them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Literal
 
 import torch
 
-ROLES = ("train", "inference", "reference")
-_FIELDS = {"train": "train_model", "inference": "inference_model", "reference": "ref_model"}
+ROLES = ("train", "inference", "reference", "teacher")
+SCORERS = ("reference", "teacher")
+"""Roles that need no device of their own: they work while the learner waits."""
+_FIELDS = {"train": "train_model", "inference": "inference_model", "reference": "ref_model", "teacher": "teacher"}
 
 
 @dataclass(frozen=True)
@@ -35,22 +37,25 @@ class DevicePlan:
         inference: the engines, each with its devices: as many as ``engine_devices``.
         reference: the reference model's devices, each with a whole copy; empty when there is no such model.
         colocated: whether the engine shares its accelerator, and must give its memory back while the others work.
+        teacher: the teacher's devices, likewise.
     """
 
     train: tuple[torch.device, ...]
     inference: tuple[tuple[torch.device, ...], ...]
     reference: tuple[torch.device, ...]
     colocated: bool
+    teacher: tuple[torch.device, ...] = ()
 
     @property
     def devices(self) -> list[torch.device]:
         """All devices, each once."""
-        return list(dict.fromkeys([*self.train, *(one for group in self.inference for one in group), *self.reference]))
+        engines = [one for group in self.inference for one in group]
+        return list(dict.fromkeys([*self.train, *engines, *self.reference, *self.teacher]))
 
     @property
     def distributed(self) -> bool:
         """Whether a role has more than one device, which takes more than one process."""
-        return max(len(self.train), sum(map(len, self.inference)), len(self.reference)) > 1
+        return max(len(self.train), sum(map(len, self.inference)), len(self.reference), len(self.teacher)) > 1
 
 
 def available_accelerators() -> list[torch.device]:
@@ -72,15 +77,18 @@ def plan_devices(
     accelerators: Sequence[torch.device],
     *,
     needs_reference: bool,
+    needs_teacher: bool = False,
     engine_devices: int = 1,
     cluster: str | None = None,
 ) -> DevicePlan:
     """Places the roles.
 
     Args:
-        requests: what was asked for each role of ``ROLES``; the reference model's request counts only if it is needed.
+        requests: what was asked for each role of ``ROLES``; that of the reference model, or of the teacher, counts only
+            if it is needed.
         accelerators: those of the machine or of the cluster, empty if it has CPUs only.
         needs_reference: whether there is a separate reference model.
+        needs_teacher: whether there is a teacher.
         engine_devices: devices of one engine.
         cluster: address of the Ray cluster that the accelerators belong to, None for this machine. Ray decides which
             of its accelerators a process gets, so in the plan of a cluster the indices only tell them apart.
@@ -92,7 +100,8 @@ def plan_devices(
             none.
     """
     where = "this machine" if cluster is None else f"the Ray cluster at {cluster}"
-    roles = [role for role in ROLES if role != "reference" or needs_reference]
+    left_out = {"reference": not needs_reference, "teacher": not needs_teacher}
+    roles = [role for role in ROLES if not left_out.get(role)]
     sharing = [role for role in roles if requests[role].num_devices == "all"]
     requests = _numbered(requests, roles, sharing, len(accelerators), engine_devices, where)
     counts = {role: _count(role, requests[role], engine_devices) for role in roles}
@@ -109,12 +118,13 @@ def plan_devices(
         inference=tuple(tuple(engine[start : start + size]) for start in range(0, len(engine), size)),
         reference=tuple(placed.get("reference", ())),
         colocated=bool(accelerators) and not others.isdisjoint(engine),
+        teacher=tuple(placed.get("teacher", ())),
     )
 
 
 def num_unused(plan: DevicePlan, accelerators: Sequence[torch.device]) -> int:
     """Return how many of the accelerators no role of a plan has."""
-    return len(set(accelerators).difference(plan.train, plan.reference, *plan.inference))
+    return len(set(accelerators).difference(plan.devices))
 
 
 def _numbered(
@@ -142,9 +152,9 @@ def _numbered(
         )
     group = engine_devices if "inference" in sharing else 1
     left = total - sum(_count(other, requests[other], engine_devices) for other in roles if other not in sharing)
-    unasked = "reference" in roles and requests["reference"] == RoleRequest()
-    if unasked and (more or left < group):
-        left += 1  # it shares the trained model's
+    for scorer in SCORERS:
+        if scorer in roles and requests[scorer] == RoleRequest() and (more or left < group):
+            left += 1  # it shares the trained model's
     left = 1 if total == 1 else left // group * group
     if left < 1:
         raise ValueError(
@@ -206,9 +216,10 @@ def _place(
     missing = {role: count for role, count in counts.items() if role not in (*placed, *sharing[1:])}
     if total == 1:
         return placed | {role: list(accelerators) for role in counts if role not in placed}
-    unasked = "reference" in missing and requests["reference"].num_devices is None
-    if unasked and sum(missing.values()) == len(free) + 1:
-        del missing["reference"]
+    unasked = [role for role in SCORERS if role in missing and requests[role].num_devices is None]
+    if (short := sum(missing.values()) - len(free)) <= len(unasked):
+        for role in unasked[: max(0, short)]:
+            del missing[role]
     if sum(missing.values()) > len(free):
         asked = ", ".join(_asked(role, requests[role], count) for role, count in missing.items())
         raise ValueError(
@@ -220,8 +231,9 @@ def _place(
         placed[role], free = free[:count], free[count:]
     for role in sharing:
         placed[role] = placed[sharing[0]]
-    if "reference" in counts:
-        placed.setdefault("reference", placed["train"][:1])  # it works while the learner waits
+    for role in SCORERS:
+        if role in counts:
+            placed.setdefault(role, placed["train"][:1])
     return placed
 
 

@@ -1,6 +1,7 @@
 """``Rollouts``: the samplers and reference models of a run, and the tasks between them.
 
-A ``RolloutTask`` is played by a sampler and scored by a reference model; then its groups wait in the ``GroupBuffer``.
+A ``RolloutTask`` is played by a sampler and scored by a reference model and a teacher, where there are such; then its
+groups wait in the ``GroupBuffer``.
 The parts live in places, in this thread or as actors, and are called the same way in both. The work is done in rounds,
 small coroutines: one gives a part new weights, the others take a task, have the part do it, and hand on what it gives.
 Who loses its part puts its task back. A driver says when a round goes on: ``InTurn`` while the loop waits, and
@@ -43,6 +44,7 @@ class Rollouts:
         tasks: what is to be played, is being played, and waits for a batch.
         samplers: places of the samplers.
         references: places of the reference models.
+        teachers: places of the teachers.
         published: the latest version, None before the first.
 
     Args:
@@ -52,6 +54,7 @@ class Rollouts:
     Keyword Args:
         samplers: places that make a sampler of an engine's state, which is None at first (``make_seeded``).
         references: places of reference models; none where that is not needed, or the learner scores.
+        teachers: places of teachers, which score what the reference models have scored; each is a ``Reference`` too.
         concurrent_tasks: tasks that one sampler plays at a time.
         in_flight: what happens to tasks that are being played when weights arrive; see ``AsyncVLLMEngine``.
         references_first: whether samplers start only while the reference models are there: for those that share an
@@ -71,6 +74,7 @@ class Rollouts:
         *,
         samplers: Sequence[Place],
         references: Sequence[Place] = (),
+        teachers: Sequence[Place] = (),
         concurrent_tasks: int = 1,
         in_flight: InFlight = "wait",
         references_first: bool = False,
@@ -83,6 +87,7 @@ class Rollouts:
         self.tasks = tasks
         self.samplers = samplers
         self.references = references
+        self.teachers = teachers
         self.published: int | None = None
         self._driver = driver
         self._concurrent_tasks = concurrent_tasks
@@ -107,8 +112,11 @@ class Rollouts:
         of_samplers = [self._keep_current, *[self._play] * self._concurrent_tasks]
         of_references = [self._keep_reference_current, *[self._score] * _SCORED_AT_A_TIME]
         playing = {place: [partial(work, place) for work in of_samplers] for place in self.samplers}
-        scoring = {place: [partial(work, place) for work in of_references] for place in self.references}
-        self._driver.start(self._make, (playing, scoring), self.what_is_missing)
+        scoring, teaching = (
+            {place: [partial(work, place) for work in of_references] for place in places}
+            for places in (self.references, self.teachers)
+        )
+        self._driver.start(self._make, (playing, scoring, teaching), self.what_is_missing)
 
     def wait_until_ready(self) -> None:
         """Wait until all parts are made."""
@@ -179,7 +187,8 @@ class Rollouts:
     def what_is_missing(self) -> str:
         """Return where the parts and the groups of the next batch are, in words."""
         playing = [f"{s.name} {'has' if s.ready else 'is starting, with'} {len(s.tasks)}" for s in self.samplers]
-        scoring = sum(len(place.tasks) for place in self.references) + len(self.tasks.unscored)
+        scorers = [*self.references, *self.teachers]
+        scoring = sum(len(place.tasks) for place in scorers) + len(self.tasks.unscored)
         lost = [f"; {p.name} was last lost with: {first_line(p.error)}" for p in self._places if p.error is not None]
         return (
             f"{self.tasks.buffer.waiting} of the {self.tasks.buffer.groups_per_batch} groups of a batch wait, "
@@ -222,7 +231,7 @@ class Rollouts:
             return groups, {_SECONDS.get(name, name): value for name, value in known.items()}
         metrics["workers/update_s"] = self._update_s
         metrics["workers/restarts_rollout"] = sum(place.restarts for place in self.samplers)
-        metrics["workers/restarts_reference"] = sum(place.restarts for place in self.references)
+        metrics["workers/restarts_reference"] = sum(place.restarts for place in [*self.references, *self.teachers])
         metrics |= {f"workers/responses_rollout_{i}": place.responses for i, place in enumerate(self.samplers)}
         return groups, metrics
 
@@ -273,12 +282,12 @@ class Rollouts:
 
     async def _make(self, place: Place) -> None:
         """Make the part of a place, which has no weights but its own then."""
-        if place in self.references:
+        if place not in self.samplers:
             place.weights = None
             await place.start()
             return
         if self._references_first:
-            await self._driver.until(lambda: all(reference.ready for reference in self.references))
+            await self._driver.until(lambda: all(place.ready for place in [*self.references, *self.teachers]))
         await self._driver.until(lambda: not self._trains)
         place.version = place.updating = None
         self._starting += 1
@@ -322,8 +331,8 @@ class Rollouts:
         return self.published if ready and sampler.version != self.published else None
 
     async def _keep_reference_current(self, reference: Place) -> None:
-        """Give a reference model the weights that are to be its own."""
-        await self._driver.until(lambda: reference.weights is not self._reference_weights)
+        """Give a reference model the weights that are to be its own; a teacher keeps those that it was made with."""
+        await self._driver.until(lambda: reference.weights is not self._weights_of(reference))
         weights = self._reference_weights
         await reference.call("load weights", "update", weights)
         reference.weights = weights
@@ -342,27 +351,42 @@ class Rollouts:
             report, groups = await sampler.call(what, "play", progress.task, groups=count)
         sampler.engine_state = report.engine
         sampler.responses += self.tasks.played(progress, report, groups)
-        if progress.kept and self.references:
-            self.tasks.unscored.append(progress)
-        else:
-            self.tasks.finish(progress)
-        self._driver.notify()
+        progress.scorers = [places for places in (self.references, self.teachers) if progress.kept and places]
+        self._hand_on(progress)
 
     async def _score(self, reference: Place) -> None:
         """Take a task that was played, have the reference model score it, and hand on what it gives."""
 
         def next_task() -> Progress | None:
-            current = [r for r in self.references if r.ready and r.weights is self._reference_weights]
-            mine = self.tasks.unscored and _is_next(reference, current, _SCORED_AT_A_TIME)
-            return self.tasks.unscored.pop(0) if mine else None
+            progress = next((one for one in self.tasks.unscored if reference in one.scorers[0]), None)
+            others = () if progress is None else progress.scorers[0]
+            current = [other for other in others if other.ready and other.weights is self._weights_of(other)]
+            if progress is None or not _is_next(reference, current, _SCORED_AT_A_TIME):
+                return None
+            self.tasks.unscored.remove(progress)
+            return progress
 
         progress = await self._driver.until(next_task)
         with self._at(reference, progress, self.tasks.unscored.append):
             what, count = f"score {progress.task}", len(progress.refs)
             scored = await reference.call(what, "score", *progress.refs, groups=count)
-        progress.reference_s, progress.refs = scored
-        self.tasks.finish(progress)
+        seconds, progress.refs = scored
+        progress.reference_s += seconds
+        del progress.scorers[0]
+        self._hand_on(progress)
+
+    def _hand_on(self, progress: Progress) -> None:
+        """Let a task wait for those who score it next, or its groups for a batch."""
+        progress.attempts = 0
+        if progress.scorers:
+            self.tasks.unscored.append(progress)
+        else:
+            self.tasks.finish(progress)
         self._driver.notify()
+
+    def _weights_of(self, place: Place) -> Any:
+        """Return the weights that a reference model is to have; None are those that it was made with."""
+        return self._reference_weights if place in self.references else None
 
     @contextmanager
     def _at(self, place: Place, progress: Progress, put_back: Callable[[Progress], None]) -> Iterator[None]:
@@ -400,7 +424,7 @@ class Rollouts:
 
     @property
     def _places(self) -> list[Place]:
-        return [*self.samplers, *self.references]
+        return [*self.samplers, *self.references, *self.teachers]
 
 
 def _is_next(place: Place, places: Sequence[Place], most: int) -> bool:

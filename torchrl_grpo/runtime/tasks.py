@@ -27,6 +27,7 @@ class Progress:
         kept: of the groups that were played, those that go on to a batch, in the order of ``refs``.
         refs: the data of these groups, or references to it.
         reference_s: seconds of scoring.
+        scorers: those who are to score it yet, in order: each time the places of which one does.
     """
 
     task: RolloutTask
@@ -36,6 +37,7 @@ class Progress:
     kept: list[GroupReport] = field(default_factory=list)
     refs: list[Any] = field(default_factory=list)
     reference_s: float = 0.0
+    scorers: list[Sequence[Any]] = field(default_factory=list)
 
 
 class TaskQueue:
@@ -148,6 +150,7 @@ class TaskQueue:
         progress.attempts = 0
         progress.kept = []
         progress.refs = []
+        progress.reference_s = 0.0
         self._rewards.update(report.rewards)
         for group, ref in zip(report.groups, data, strict=True):
             if self._gives_place_back(group):

@@ -17,7 +17,7 @@ from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import forward_memory
 from torchrl_grpo.models.packing import has, pad, pass_tokens, rank_micro_batches
-from torchrl_grpo.models.prefix import shared_prompts
+from torchrl_grpo.models.prefix import Layout, shared_prompts
 from torchrl_grpo.models.scoring import TokenScorer, autocast, check_packing
 from torchrl_grpo.models.sharding import compute_device, mesh_of
 from torchrl_grpo.transforms.ragged import flatten, set_rows
@@ -25,6 +25,8 @@ from torchrl_grpo.weights import load_weights
 
 _PURPOSES: dict[NestedKey, str] = {
     keys.REF_LOG_PROBS: "Scoring with the reference model",
+    keys.TEACHER_LOG_PROBS: "Scoring with the teacher",
+    keys.TEACHER_STATES: "Scoring with the teacher",
     keys.PROX_LOG_PROBS: "Scoring with the policy as it is before the step (policy.proximal=recomputed)",
     keys.LOG_PROBS: "Scoring the sampled responses once more (inference_model.exact=true)",
 }
@@ -123,20 +125,24 @@ class KLScoring(Transform):
         for index, of_rows, layout in zip(parts, own, layouts, strict=True):
             try:
                 with autocast(device, self.autocast_dtype):
-                    scores, _ = self.scorer.score_layout(layout)
+                    scores = self._pass(layout)
             except torch.OutOfMemoryError as error:
                 computed = pass_tokens(lengths[index].tolist(), of_rows)
                 raise self._memory_short(error, computed, mask[index]) from error
             passes.append(scores)
-        out = torch.zeros(tokens.shape, dtype=torch.float32)
+        out = torch.zeros((*tokens.shape, *passes[0].shape[2:]), dtype=passes[0].dtype)
         for index, width, scores in zip(parts, widths, passes, strict=True):
             if len(index):
-                out[index, :width] = scores.to("cpu", torch.float32)  # waits for passes that were all begun
+                out[index, :width] = scores.to("cpu")  # waits for passes that were all begun
         if mesh is not None:  # the other ranks' rows are 0 here, so nothing is rounded
             whole = out.to(device)
             dist.all_reduce(whole, group=mesh.get_group())
             out = whole
         return out.to(of_tokens)
+
+    def _pass(self, layout: Layout) -> Tensor:
+        """[B, T] float32, of the sequences of a layout."""
+        return self.scorer.score_layout(layout)[0].float()
 
     def _memory_short(self, error: BaseException, tokens: int, mask: Tensor) -> MemoryShortError:
         """Return the out-of-memory message of a pass of so many tokens, with what each knob would save here."""

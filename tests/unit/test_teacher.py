@@ -1,0 +1,243 @@
+"""A teacher: its divergence from the policy over the vocabulary, its say in the advantage, and a run with one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+from torch import Tensor
+
+from tests.support.configs import SMALL, compose_config
+from tests.support.losses import make_batch
+from tests.support.models import make_llama, make_tiny_model
+from torchrl_grpo import keys
+from torchrl_grpo.assembly.blueprint import plan_rows, prepare
+from torchrl_grpo.assembly.run import build
+from torchrl_grpo.config import ConfigError
+from torchrl_grpo.models import divergence as divergence_module
+from torchrl_grpo.models.divergence import Teacher, chunked_divergence, likely_tokens
+from torchrl_grpo.models.packing import pad_batch
+from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.objectives import GRPOLoss
+from torchrl_grpo.starter import starter_path
+from torchrl_grpo.transforms.teacher import TeacherAdvantage, TeacherStates
+
+N, D, E, V = 5, 4, 3, 11
+
+
+def plain_divergence(p_logits: Tensor, q_logits: Tensor, beta: float) -> Tensor:
+    """One token at a time, one word after another, as arXiv 2306.13649 writes it."""
+    out = []
+    for p, q in zip(p_logits.softmax(-1), q_logits.softmax(-1), strict=True):
+        total = torch.zeros((), dtype=torch.float64)
+        for pv, qv in zip(p, q, strict=True):
+            if beta == 0:
+                total = total + qv * torch.log(qv / pv)
+            elif beta == 1:
+                total = total + pv * torch.log(pv / qv)
+            else:
+                m = beta * qv + (1 - beta) * pv
+                total = total + beta * qv * torch.log(qv / m) + (1 - beta) * pv * torch.log(pv / m)
+        out.append(total)
+    return torch.stack(out)
+
+
+def random_heads(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((N, D), (V, D), (V,), (N, E), (V, E))
+    hidden, weight, bias, states, head = (
+        torch.randn(size, generator=generator, dtype=torch.float64) * 1.5 for size in sizes
+    )
+    return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), states, head
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("most", [1, 80, 10_000])
+def test_divergence_and_gradient_equal_a_plain_loop(beta: float, most: int) -> None:
+    """In float64, whatever the width of a chunk: of 1, 4 and all 11 tokens of the vocabulary."""
+    hidden, weight, bias, states, head = random_heads(0)
+    scale = torch.arange(1.0, N + 1, dtype=torch.float64)
+    p, q = (hidden @ weight.T + bias) / 0.7, states @ head.T / 0.7
+    expected = plain_divergence(p, q, beta)
+    wanted = torch.autograd.grad((scale * expected).sum(), (hidden, weight, bias))
+    got = chunked_divergence(
+        hidden, weight, states, Teacher(beta, head), bias_V=bias, temperature=0.7, max_chunk_elements=most
+    )
+    found = torch.autograd.grad((scale * got).sum(), (hidden, weight, bias))
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+def test_the_jensen_shannon_divergence_tends_to_both_kls() -> None:
+    hidden, weight, _, states, head = random_heads(1)
+    hidden, states = hidden * 0.2, states * 0.2  # close enough for the second order to be small
+    near_0, near_1, forward, reverse = (
+        chunked_divergence(hidden, weight, states, Teacher(beta, head)).detach() for beta in (1e-6, 1 - 1e-6, 0.0, 1.0)
+    )
+    torch.testing.assert_close(near_0 / 1e-6, forward, rtol=1e-3, atol=0)
+    torch.testing.assert_close(near_1 / 1e-6, reverse, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_the_likely_tokens_are_kept_and_the_others_share_the_rest(beta: float) -> None:
+    hidden, weight, _, states, head = random_heads(2)
+    for k in (3, V):
+        likely = likely_tokens(states, head, k).double()
+        q = torch.zeros(N, V, dtype=torch.float64)
+        for row in range(N):
+            full = (head @ states[row]).softmax(0)
+            best = full.argsort(descending=True)[:k]
+            q[row] = (1 - full[best].sum()) / max(1, V - k)
+            q[row, best] = full[best]
+        got = chunked_divergence(hidden, weight, likely, Teacher(beta), max_chunk_elements=80)
+        torch.testing.assert_close(got, plain_divergence(hidden @ weight.T, q.log(), beta), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_one_head_alone_has_are_left_out() -> None:
+    """Qwen2.5's heads have 151,936 or 152,064 rows for the same 151,665 tokens."""
+    hidden, weight, _, states, head = random_heads(3)
+    for mine, theirs in ((V, V - 2), (V - 2, V)):
+        got = chunked_divergence(hidden, weight[:mine], states, Teacher(1.0, head[:theirs]))
+        both = (hidden @ weight[: V - 2].T, states @ head[: V - 2].T)
+        torch.testing.assert_close(got, plain_divergence(*both, 1.0))
+
+
+def test_no_more_logits_are_held_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    plain = divergence_module.head_logits
+
+    def noted(*given: Tensor | None) -> Tensor:
+        logits = plain(*given)  # type: ignore[arg-type]
+        sizes.append(logits.numel())
+        return logits
+
+    monkeypatch.setattr(divergence_module, "head_logits", noted)
+    hidden, weight, _, states, head = random_heads(4)
+    chunked_divergence(hidden, weight, states, Teacher(0.5, head), max_chunk_elements=80).sum().backward()
+    # Chunks of 4 of the 11 tokens; twice each for the policy and the teacher, and again in backward.
+    assert max(sizes) == 4 * N and len(sizes) == 3 * (2 + 2 + 1 + 2)
+
+
+@pytest.mark.parametrize("top_k", [None, 261])
+@pytest.mark.parametrize("packs", [True, False])
+def test_the_loss_is_the_divergence_of_the_two_models_logits(top_k: int | None, packs: bool) -> None:
+    """A Qwen2 policy and a Llama teacher, through the states that travel: value and gradients of plain logits."""
+    student, teacher = make_tiny_model().double(), make_llama(1).double()
+    prompt, rows = torch.arange(5, 9), []
+    for length in (3, 6, 1):
+        full = torch.cat([prompt, torch.arange(20, 20 + length)])
+        mask = torch.arange(len(full)) >= len(prompt)
+        rows.append(TensorDict({keys.FULL: full, keys.ASSISTANT_MASK: mask, keys.LOG_PROBS: torch.zeros(len(full))}))
+    batch = TeacherStates(TokenScorer(teacher), top_k=top_k)(lazy_stack(rows))
+    assert [len(row[keys.TEACHER_STATES]) for row in batch.unbind(0)] == [3, 6, 1]
+    batch.set(keys.ADVANTAGE, torch.zeros(3, 1))
+    scorer = TokenScorer(student, temperature=1.0)
+    if not packs:
+        student.unpacked_because = "it is not to be"
+    head = None if top_k else teacher.get_output_embeddings().weight.detach()
+    scorer.distill_from(Teacher(1.0, head))
+    loss = GRPOLoss(scorer, teacher_coeff=0.5)
+    assert keys.TEACHER_STATES in loss.in_keys
+    padded = pad_batch(
+        batch, {key: 0 for key in (keys.FULL, keys.ASSISTANT_MASK, keys.LOG_PROBS, keys.TEACHER_STATES)}, ["advantage"]
+    )
+    out = loss(padded)
+    out["loss_teacher"].backward()
+    got = {name: parameter.grad.clone() for name, parameter in student.named_parameters()}
+    student.zero_grad()
+    expected = torch.zeros((), dtype=torch.float64)
+    for row in rows:
+        p, q = (model(row[keys.FULL][None]).logits[0, 3:-1] for model in (student, teacher))
+        expected = expected + plain_divergence(p, q.detach(), 1.0).mean() / len(rows)
+    (0.5 * expected).backward()
+    close = {"rtol": 1e-3, "atol": 1e-5} if top_k else {"rtol": 1e-5, "atol": 1e-7}
+    torch.testing.assert_close(out["loss_teacher"].detach(), 0.5 * expected.detach(), **close)
+    for name, parameter in student.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad, **close, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_each_sampled_token_has_the_credit_of_its_own_reverse_kl() -> None:
+    """``reward_coef A - coef (log p - log q)``, and 0 on tokens that were not sampled."""
+    _, rows = make_batch(0, lengths=(6, 9))
+    for number, row in enumerate(rows):
+        row[keys.TEACHER_LOG_PROBS] = row[keys.LOG_PROBS] - torch.arange(len(row[keys.FULL]))
+        row[keys.ADVANTAGE] = torch.tensor([2.0 - number])
+    masks = [row[keys.ASSISTANT_MASK] for row in rows]
+    batch = TeacherAdvantage(0.5, 3.0)(lazy_stack(rows))
+    for number, (row, mask) in enumerate(zip(batch.unbind(0), masks, strict=True)):
+        expected = torch.where(mask, 3 * (2.0 - number) - 0.5 * torch.arange(len(mask)), 0.0)
+        torch.testing.assert_close(row[keys.ADVANTAGE], expected, check_dtype=False)
+    alone = TeacherAdvantage(0.0, 0.0)(batch.set(keys.ADVANTAGE, torch.ones(2, 1)))
+    assert all(row[keys.ADVANTAGE].eq(0).all() for row in alone.unbind(0))
+
+
+RUN = (*SMALL, "train.total_dialog_turns=16", "policy.teacher_coef=0.5", "teacher.model=starter")
+
+
+@pytest.mark.parametrize("divergence", ["sampled", "jsd"])
+def test_a_run_scores_with_reference_and_teacher_and_trains(divergence: str, tmp_path: Path) -> None:
+    run = build(compose_config(*RUN, f"policy.teacher_divergence={divergence}"), tmp_path)
+    try:
+        teacher = run.source.teachers[0].part.scoring.scorer.model
+        with torch.no_grad():
+            teacher.get_input_embeddings().weight[20:60] *= 1.5  # another model than the policy
+        run.fit()
+        batch, row = run.learner._batch, run.logger.last_row
+    finally:
+        run.close()
+    assert batch is not None
+    for sequence in batch.unbind(0):
+        mask = sequence[keys.ASSISTANT_MASK]
+        assert sequence[keys.REF_LOG_PROBS][mask].lt(0).all()
+        if divergence == "sampled":
+            tokens = sequence[keys.FULL]
+            expected = teacher(tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+            found = sequence[keys.TEACHER_LOG_PROBS]
+            torch.testing.assert_close(found[mask], expected[mask[1:]], rtol=1e-4, atol=1e-4)
+            apart = sequence[keys.LOG_PROBS] - found
+            rest = (sequence[keys.ADVANTAGE] + 0.5 * apart)[mask]  # the group's advantage, the same for all tokens
+            torch.testing.assert_close(rest, rest[:1].expand_as(rest), rtol=1e-4, atol=1e-4)
+    name = "kl_k3_to_teacher" if divergence == "sampled" else "divergence_to_teacher"
+    assert row[f"train/{name}"] > 0
+    if divergence == "jsd":
+        assert row["train/loss_teacher"] > 0
+        assert row["train/divergence_to_teacher"] < -0.5 * 2 * math.log(0.5)
+
+
+def test_the_plan_shows_the_teacher_and_its_size() -> None:
+    config = compose_config(*RUN)
+    [row] = [row for row in plan_rows(prepare(config)) if row["role"] == "teacher"]
+    assert (row["devices"], row["dtype"], row["memory per device"]) == ("cpu", "float32", 4 * row["parameters"])
+
+
+def test_a_teacher_with_other_tokens_is_refused_with_the_first_of_them(tmp_path: Path) -> None:
+    for file in starter_path().iterdir():
+        text = file.read_bytes()
+        if file.name == "tokenizer.json":
+            text = text.replace(b'"!": 5', b'"\\u0100!": 5')
+        (tmp_path / file.name).write_bytes(text)
+    config = compose_config(*SMALL, "policy.teacher_coef=1", f"teacher.model={tmp_path}")
+    with pytest.raises(ConfigError, match=r"teacher\.model=.* must have the tokens of model\.name=starter, .* the first, 5, is 'Ā!' there and '!' here"):  # fmt: skip # noqa: E501
+        prepare(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["algo=distill"],
+            r"teacher\.model=null and policy\.teacher_coef=1 go together: use algo=distill teacher\.model",
+        ),
+        (["teacher.model=starter"], r"teacher\.model=starter and policy\.teacher_coef=0 go together"),
+        (["policy.reward_coef=0"], r"policy\.reward_coef=0 must be 1 without a teacher"),
+        (["algo=distill", "teacher.model=starter", "policy.teacher_top_k=8"], "teacher_top_k=8 must be left out with"),
+        (["algo=distill", "teacher.model=gone/", "dry_run=true"], r"teacher\.model=gone/ must be a folder"),
+    ],
+)
+def test_settings_of_a_teacher_that_contradict_each_other_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(compose_config(*SMALL, *overrides))

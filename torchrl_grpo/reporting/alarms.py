@@ -1,4 +1,4 @@
-"""Alarms: signs in the rows of ``metrics.jsonl`` that a run is not learning, in a line each with what to do.
+"""Alarms: signs in the rows of ``metrics.jsonl`` that a run does not learn, each as one line with a remedy.
 
 They read what a run writes and nothing else, so that a report made later shows the same ones. Nothing heavy is imported
 here. docs/troubleshooting.md has a section for each name.
@@ -18,12 +18,12 @@ from torchrl_grpo.host.text import invalid_cause
 
 Row = Mapping[str, Any]
 Found = Iterator[tuple[str, str]]
-"""Names and texts of alarms; a name is that of a section, and after a slash of what it is about."""
+"""Names and texts of alarms; a name is that of a section and, after a slash, its subject."""
 
 _FEW, _SOME, _MANY = 5, 10, 20
-"""Steps that a sign must last."""
+"""Numbers of steps for which a condition must hold."""
 _QUIET = 20
-"""Steps after which an alarm that is on no more may come again."""
+"""Steps without its condition after which an alarm may be raised again."""
 
 _ZERO_VARIANCE, _SOLVED, _HALF_SOLVED = 0.9, 0.9, 0.5
 _INVALID, _TRUNCATED, _REPEATED, _CLIPPED = 0.1, 0.5, 0.8, 0.4
@@ -32,12 +32,12 @@ _KL_TO_REF = 1.0
 _ENTROPY, _LENGTH = 0.1, 2.0  # of what they were in the first steps
 _RESTARTS = 3
 MOSTLY_INVALID = 0.5
-"""Share of invalid rewards above which what the valid ones say of accuracy counts for nothing."""
+"""Share of invalid rewards above which the accuracy of the valid ones is ignored."""
 
 
 @dataclass
 class Alarm:
-    """One alarm, from the step at which it came to the last one at which it was on."""
+    """One alarm, with the first and the last step of its condition."""
 
     name: str
     text: str
@@ -73,7 +73,7 @@ class Alarms:
         self._latest: dict[str, Alarm] = {}
 
     def take(self, row: Row) -> list[Alarm]:
-        """The alarms that a step raises; those that were on at the step before are not among them."""
+        """Return the alarms that a step raises, without those already on at the step before."""
         if "rollout/sequences" not in row:  # of an evaluation before training
             return []
         self._last.append(row)
@@ -88,7 +88,9 @@ class Alarms:
         return self._raise(found for rule in _RULES for found in rule(list(self._last), self._first))
 
     def end(self) -> list[Alarm]:
-        """The alarms that the end of a run raises: it had no signal at all, in fewer steps than the rules ask for."""
+        """Return the alarms raised at the end of a run that had no signal at all, in fewer steps than the rules
+        require.
+        """
         if not self._steps or self.steps_without_signal < self._steps or self._steps >= _FEW:
             return []
         return self._raise(_without_signal(list(self._last), self._steps))
@@ -108,7 +110,7 @@ class Alarms:
 
 
 def alarms_of(rows: Iterable[Row], *, ended: bool = True) -> list[Alarm]:
-    """The alarms of a run whose rows these are, one a step."""
+    """Return the alarms of a run with these rows, one per step."""
     alarms = Alarms()
     for row in rows:
         alarms.take(row)
@@ -123,13 +125,13 @@ def _no_signal(row: Row) -> bool:
 
 
 def _value(row: Row, name: str) -> float | None:
-    """A number of a row; none where it is not finite, as in the file."""
+    """Return a number of a row, None if it is not finite, as in the file."""
     value = row.get(name)
     return None if value is None or not math.isfinite(value) else float(value)
 
 
 def _mean(rows: Sequence[Row], name: str, steps: int) -> float | None:
-    """Mean of a metric over the latest steps, none where one of them lacks it."""
+    """Mean of a metric over the latest steps, None if one of them lacks it."""
     values = [value for row in rows[-steps:] if (value := _value(row, name)) is not None]
     return fmean(values) if len(values) == steps else None
 

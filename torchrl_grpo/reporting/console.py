@@ -96,7 +96,7 @@ class Console(AbstractContextManager["Console"]):
         self._rich.print(table)
 
     def problems(self, train: int, test: int, prompt: str) -> None:
-        """Says how many problems there are, and shows one as the model gets it.
+        """Print the number of problems, and one of them as the model sees it.
 
         Args:
             train: problems to train on.
@@ -137,7 +137,7 @@ class Console(AbstractContextManager["Console"]):
         self._reroute_logger()
 
     def step(self, step: int, metrics: Mapping[str, float], sequences_done: int, sequences_total: int) -> None:
-        """Shows a step: moves the bar or, without a terminal, prints a line when it is time for one.
+        """Show a step: move the bar or, without a terminal, print a line every so many steps.
 
         Args:
             step: steps done.
@@ -188,7 +188,7 @@ class Console(AbstractContextManager["Console"]):
         self._line(f"test after step {step}: {', '.join(shown)}", style="bold cyan")
 
     def finish(self, summary: Mapping[str, Any], paths: Mapping[str, str | os.PathLike[str]]) -> None:
-        """Closes the bar and prints what came out and where it lies.
+        """Close the bar and print results and the paths of the files.
 
         Args:
             summary: what ``report.summarize`` gives.
@@ -238,7 +238,7 @@ class Console(AbstractContextManager["Console"]):
         )
 
     def close(self) -> None:
-        """Takes the bar off. May be called again."""
+        """Remove the bar. May be called again."""
         if self._progress is not None:
             while self._handlers:
                 handler, stream = self._handlers.pop()
@@ -253,7 +253,7 @@ class Console(AbstractContextManager["Console"]):
         self._rich.print(self._text(text, style), soft_wrap=True)
 
     def _text(self, text: str, style: str = "") -> Text:
-        """The text without control characters, and in the terminal's encoding: Chinese must not end a run in ASCII."""
+        """Return the text without control characters, in the terminal's encoding: no character may end a run."""
         encoding = self._rich.encoding
         return Text(printable(text, encoding), style=style)
 
@@ -267,7 +267,7 @@ class Console(AbstractContextManager["Console"]):
 
 
 class _Clock(ProgressColumn):
-    """Time gone and, once it can be told, time left."""
+    """Elapsed time and, once it can be estimated, remaining time."""
 
     def render(self, task: Task) -> Text:
         left = "" if task.finished or task.time_remaining is None else f" ({duration(task.time_remaining)} left)"

@@ -36,7 +36,7 @@ _NOTE_WIDTH = 54  # characters
 _DASHES = ("-", "--", ":")
 _LEGEND_ROW = 0.16  # inches
 _USUAL_ROWS = 3
-"""Of a legend, for which a plot has room as it is."""
+"""Rows of a legend that fit into a plot of the usual size."""
 
 
 def save_png(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
@@ -114,7 +114,7 @@ def _small_figure(extra_height: float = 0.0) -> Figure:
 
 
 def _extra_height(panel: Panel, records: Sequence[Record]) -> float:
-    """Inches that the rows of a long legend need."""
+    """Additional inches for a long legend."""
     labels = [] if panel.metrics == ("time/*_s",) else [label_of(name) for name in series(panel, records)]
     return _LEGEND_ROW * max(0, _legend_rows(labels) - _USUAL_ROWS)
 

@@ -146,18 +146,18 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
             self._append(TIMELINE_FILE, {**span, **{name: round(span[name], 4) for name in ("start", "seconds")}})
 
     def truncate(self, step: int) -> None:
-        """Drops all that was logged for ``step`` and later: a resumed run calls it with the first step it will do."""
+        """Drop everything logged for ``step`` and later; a resumed run calls it with its first step."""
         self._open(below=step)
         self._tell("truncate", step)
 
     def move_to(self, directory: Path) -> None:
-        """Go on in another folder. A file that it lacks is copied there, also if its own folder was removed."""
+        """Continue in another folder. A file missing there is copied, even if its own folder was removed."""
         self.directory = directory
         for file_name, file in self._files.items():
             file.move_to(directory / file_name)
 
     def close(self) -> None:
-        """Writes what is still held and closes all. May be called again."""
+        """Write what is still held and close everything. May be called again."""
         if not self._files:
             return
         with ExitStack() as all_of_them:
@@ -167,7 +167,7 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
             self._files = {}
 
     def _tell(self, method: str, *given: Any) -> None:
-        """Calls a method of all trackers; one that fails is left out from then on: a run does not end for it."""
+        """Call a method of all trackers; one that fails is not called again, because a run must not end for it."""
         if self._trackers is None:
             if method not in ("log", "log_samples"):
                 return
@@ -202,7 +202,7 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
 
 
 class _Lines:
-    """A file to which lines are added; those for which a disk has no room wait until it has."""
+    """A file to which lines are appended; lines that do not fit on the disk wait until there is space."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -274,7 +274,7 @@ def _number(value: float | Tensor) -> float | int:
 
 
 def _plain(value: Any) -> Any:
-    """The nearest strict JSON: numbers that JSON lacks become null, what is not a JSON type becomes its text."""
+    """Convert to strict JSON: numbers that JSON lacks become null, other types become text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -287,7 +287,7 @@ def _plain(value: Any) -> Any:
 
 
 def _keep_rows(path: Path, below: int | None = None) -> dict[str, Any]:
-    """Drop lines that are no rows and, with ``below``, the rows of that step and later; all or nothing.
+    """Drop lines that are no rows and, with ``below``, rows of that step and later; all or nothing.
 
     Returns:
         the last row that is kept, empty without one.

@@ -22,7 +22,7 @@ SMOOTH_FROM = 20
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture: a title, the metrics that it shows (patterns allowed), and a note on what may puzzle the reader."""
+    """A plot: its title, its metrics (patterns allowed), and a note on what may surprise the reader."""
 
     title: str
     metrics: tuple[str, ...]
@@ -66,7 +66,7 @@ _LABELS = {
     "throughput/trained_tokens_per_s": "trained tokens/s",
     "time/step_s": "full step",
 }
-"""Metrics whose names are not words."""
+"""Labels of metrics whose names are not words."""
 
 
 def series(panel: Panel, records: Sequence[Record]) -> dict[str, tuple[list[int], list[float]]]:
@@ -84,7 +84,7 @@ def series(panel: Panel, records: Sequence[Record]) -> dict[str, tuple[list[int]
 def curve_of(
     name: str, points: tuple[Sequence[float], Sequence[float]]
 ) -> tuple[list[float], list[float], list[float] | None]:
-    """A metric of ``series`` as it is drawn: steps, values and, where these are many, the same smoothed."""
+    """Return a metric of ``series`` for plotting: steps, values and, if there are many, smoothed values."""
     steps, values = thin(*points)
     many = len(values) >= SMOOTH_FROM and not name.startswith("eval/")
     return steps, values, smooth(values) if many else None
@@ -105,7 +105,7 @@ def label_of(name: str) -> str:
 
 
 def stage_seconds(record: Record) -> dict[str, float]:
-    """Where the wall time of a step went, in seconds.
+    """Split the wall time of a step into stages, in seconds.
 
     Args:
         record: ``time/<stage>_s`` for the stages that were timed, and ``time/step_s`` for the step without its
@@ -135,7 +135,7 @@ def times(records: Sequence[Record]) -> dict[str, tuple[list[float], list[float]
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """A mean over a tenth of the values around each, so that the curve does not lag; over fewer at the two ends."""
+    """Moving mean over a tenth of the values, centered so that the curve does not lag, narrower at both ends."""
     half = len(values) // 20
     windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]

@@ -28,14 +28,14 @@ def one_of_each(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def earned(row: Mapping[str, Any]) -> Any:
-    """A sample's reward, none where it is invalid."""
+    """Return a sample's reward, None if it is invalid."""
     return None if row.get("valid") is False else row.get("reward")
 
 
 def passes(
     row: Mapping[str, Any], least: float | None = None, most: float | None = None, text: str | None = None
 ) -> bool:
-    """Whether a sample's reward lies within these bounds and its prompt or response has the text, in capitals or not.
+    """Whether a sample's reward is within bounds and its prompt or response contains the text, ignoring case.
 
     An invalid reward is neither high nor low.
     """
@@ -51,12 +51,12 @@ def passes(
 
 
 def reward_text(row: Mapping[str, Any]) -> str:
-    """A sample's reward; a reward that crashed or timed out is not 0 but ``invalid``."""
+    """Format a sample's reward: ``invalid`` for one that crashed or timed out, not 0."""
     return "invalid" if row.get("valid") is False or row.get("reward") is None else number(row["reward"])
 
 
 def merge_steps(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One mapping a step, in the order of the steps: a step's later lines add to its earlier ones."""
+    """Return one mapping per step, in order; later lines of a step are merged into earlier ones."""
     records: dict[int, dict[str, Any]] = {}
     for row in rows:
         records.setdefault(row["step"], {}).update(row)

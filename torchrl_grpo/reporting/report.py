@@ -72,7 +72,7 @@ def title_of(directory: Path) -> str:
 
 
 def summarize(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """The run in a few numbers, from ``metrics.jsonl``.
+    """Summarize a run from ``metrics.jsonl``.
 
     Returns:
         ``steps``; ``first_step``, 1 but in a resumed run's new folder; ``sequences`` and ``tokens`` (sums of
@@ -132,7 +132,7 @@ def objective(summary: Mapping[str, Any]) -> float | None:
 
 
 def _never_correct(records: Sequence[Row]) -> list[str]:
-    """Test sets whose responses earned rewards and were never correct: perhaps the reward cannot reach 1."""
+    """Test sets with rewards but without a correct response: their reward may never reach 1."""
     lines = []
     for name in sorted({name for record in records for name in record if name.startswith(ACCURACY)}):
         dataset = name.removeprefix(ACCURACY)
@@ -169,7 +169,7 @@ def _invalid(records: Sequence[Row]) -> dict[str, int]:
 
 
 def _times(records: Sequence[Row]) -> list[dict[str, Any]]:
-    """The stages of the whole run's wall time that are not 0, in seconds."""
+    """Stages of the whole run's wall time that are not 0, in seconds."""
     parts = [stage_seconds(record) for record in records]
     totals = [(name, sum(part[name] for part in parts), color) for name, color in zip(STAGES, COLORS, strict=True)]
     return [{"name": name, "seconds": seconds, "color": color} for name, seconds, color in totals if seconds]
@@ -189,7 +189,7 @@ def _tested(samples: Sequence[Row]) -> dict[str, Any] | None:
 
 
 def _trained(samples: Sequence[Row]) -> list[Row]:
-    """Of the latest samples of training, with their advantages, one of each group first."""
+    """The latest training samples with their advantages, the first of each group first."""
     rows = [row for row in samples if row.get("split") != "test"]
     last = max((row["step"] for row in rows), default=None)
     return one_of_each([row for row in rows if row["step"] == last])[:_MOST_SAMPLES]
@@ -205,7 +205,7 @@ def _text(value: Any, longest: int | None = _LONGEST_TEXT) -> str:
 
 
 def page_template(name: str) -> jinja2.Template:
-    """A page of this folder, with what its texts and numbers are shown by."""
+    """Load a page template of this folder, with its filters."""
     loader = jinja2.PackageLoader("torchrl_grpo.reporting", "")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"text": _text, "percent": percent, "number": number}

@@ -1,4 +1,4 @@
-"""The page over a sweep: ``sweep.html`` in the folder of a multirun, one file that needs nothing else.
+"""The report of a sweep: ``sweep.html`` in the folder of a multirun, one self-contained file.
 
 Like the report of a run it is read back from files, so that it can be made while a sweep goes on, or after it failed.
 """
@@ -34,7 +34,7 @@ _PANELS = (
 _GREY = COLORS[6]
 _BRIGHT = [color for color in COLORS if color != _GREY]
 _MOST_LEVELS = 5
-"""Values of a key, if they are numbers; more are taken together in three ranges."""
+"""Most numeric values of a key to show; more are grouped into three ranges."""
 _OVERRIDES = ".hydra/overrides.yaml"
 
 
@@ -65,7 +65,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Influence:
-    """Share of the differences between the jobs' outcomes that a key explains.
+    """Share of the variance among the jobs' outcomes that a key explains.
 
     Attributes:
         key: its name.
@@ -123,7 +123,7 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
 
 
 def read_jobs(directory: Path) -> list[Job]:
-    """The jobs of a multirun, in the order of their numbers, those that failed before their first step too."""
+    """Return the jobs of a multirun by number, including those that failed before their first step."""
     found = sorted((path.parents[1] for path in directory.rglob(_OVERRIDES)), key=_natural)
     jobs = []
     for folder in found:
@@ -135,7 +135,7 @@ def read_jobs(directory: Path) -> list[Job]:
 
 
 def varied(jobs: Sequence[Job]) -> list[str]:
-    """The keys that are not the same in all jobs."""
+    """Return the keys that differ among jobs."""
     keys = dict.fromkeys(key for job in jobs for key in job.values)
     return [key for key in keys if len({job.values.get(key) for job in jobs}) > 1]
 
@@ -170,7 +170,7 @@ def influence(jobs: Sequence[Job], key: str) -> Influence:
 
 @dataclass(frozen=True)
 class _Setting:
-    """Jobs that differ in nothing but their seeds, and the lowest, mean and highest outcome."""
+    """Jobs that differ only in their seeds, with the lowest, mean and highest outcome."""
 
     values: Mapping[str, str]
     jobs: Sequence[Job]
@@ -195,7 +195,7 @@ def _settings(jobs: Sequence[Job], keys: Sequence[str]) -> list[_Setting]:
 
 
 def _levels(scored: Sequence[tuple[str, float]]) -> list[tuple[str, list[float]]]:
-    """The values of a key with their outcomes; of many numbers, as Optuna tries them, three ranges in their stead."""
+    """Values of a key with their outcomes; many numbers, as Optuna tries them, become three ranges."""
     values = sorted({value for value, _ in scored}, key=lambda value: (_number(value), value))
     if len(values) <= _MOST_LEVELS or not math.isfinite(_number(values[-1])):
         return [(shown(value), [outcome for other, outcome in scored if other == value]) for value in values]

@@ -1,4 +1,4 @@
-"""Where else a run's numbers and samples go, through TorchRL's loggers: TensorBoard, Weights & Biases, MLflow, Trackio.
+"""Loggers other than the run's own files, through TorchRL's: TensorBoard, Weights & Biases, MLflow, Trackio.
 
 They are views of what the run's own files have. A run that goes on from another one goes on in the same run of a
 service, whose id lies in the run's folder.
@@ -32,26 +32,26 @@ Row = Mapping[str, Any]
 _WANDB_TIMEOUT_S = 60.0
 _SERVER = "MLFLOW_TRACKING_URI"
 _MLFLOW_WAITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5"}
-"""Seconds of a request, and how often it is made again; between them lies a minute. MLflow itself waits 20 minutes."""
+"""Seconds per request, and number of retries, a minute apart. MLflow itself waits 20 minutes."""
 _COLUMNS = ("dataset", "group", "query", "response", "reward", "advantage", "correct", "valid", "length")
-"""Of the tables of samples."""
+"""Columns of the tables of samples."""
 
 
 class Tracker:
-    """A place that gets a run's numbers and samples. It keeps what it was given when it is closed."""
+    """A destination of a run's metrics and samples. They remain when it is closed."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Gets the metrics of a step by name; not all are finite."""
+        """Log the metrics of a step by name; some may not be finite."""
         raise NotImplementedError
 
     def log_samples(self, step: int, rows: Sequence[Row]) -> None:
         """Gets rows of ``samples.jsonl``, of one split."""
 
     def truncate(self, step: int) -> None:
-        """Forgets, if it can, that step and later ones: they are made again."""
+        """Drop, if possible, that step and later ones, because they will be repeated."""
 
     def close(self) -> None:
-        """Writes what it still holds."""
+        """Write what is still held."""
 
 
 class TensorBoard(Tracker):
@@ -216,7 +216,7 @@ _SERVICES = {"wandb": Wandb, "mlflow": MLflow, "trackio": Trackio}
 
 
 def check_logging(*, tensorboard: bool, services: Mapping[str, Mapping[str, Any]]) -> None:
-    """Checks, without network and in no time, that the loggers asked for can start.
+    """Check quickly, and without a network, that the requested loggers can start.
 
     Args:
         tensorboard: whether there is to be TensorBoard.
@@ -280,7 +280,7 @@ def _installed(package: str) -> bool:
 
 
 def _has_wandb_key() -> bool:
-    """Whether wandb would find a credential where its own documentation says that it looks."""
+    """Whether wandb would find a credential in one of its documented places."""
     from requests.utils import get_netrc_auth  # wandb needs it too
 
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
@@ -289,7 +289,7 @@ def _has_wandb_key() -> bool:
 
 
 def _known(folders: Sequence[Path], service: str) -> str | None:
-    """The run of a service that one of the folders is of."""
+    """Return the run of a service that one of the folders belongs to."""
     files = (folder / service / "run_id" for folder in folders)
     return next((file.read_text(encoding="utf-8").strip() for file in files if file.exists()), None)
 
@@ -306,5 +306,5 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
 
 
 def _mlflow_name(name: str) -> str:
-    """A metric's name in the letters that MLflow takes: ``eval/pass_at_1``."""
+    """Return a metric's name in characters that MLflow accepts: ``eval/pass_at_1``."""
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))

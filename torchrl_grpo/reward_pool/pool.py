@@ -1,5 +1,5 @@
-"""``RewardPool``: what a task says of dialogs, in separate processes, so that a scorer or a tool that hangs or crashes
-takes nothing with it.
+"""``RewardPool``: a task's answers and scores from separate processes, so that a scorer or a tool that hangs or crashes
+affects nothing else.
 
 Each worker process has a pipe of its own, which one thread at a time uses, so there is no queue or lock that a killed
 worker could leave broken. The workers import this module, and start fast because it does not import torch.
@@ -44,18 +44,18 @@ _LARGEST = 3.4e38  # of float32
 _START_S = 600.0  # a machine that is busy, or a slow file system: only something stuck takes longer
 _LONGEST_END_S = 10.0
 _OWN_END_S = 2.0
-"""Seconds in which a worker whose pipe is closed ends by itself: its status is then its own and not that of a kill."""
+"""Seconds in which a worker whose pipe is closed may end by itself, so that its exit status is its own."""
 _LONGEST_TEXT = 4000  # characters of an error
 _LONGEST_LINE = 200  # of its message on one line
 _LARGEST_ANSWER = 2**26  # bytes
 _LONGEST_TRANSFER_S = 30
-"""Seconds for which a pipe may be full, or a message incomplete: then the process at its other end is stopped."""
+"""Seconds for which a pipe may be full, or a message incomplete, before the process at its other end is stopped."""
 _START = "import sys; sys.path[:] = {path!r}; from torchrl_grpo.reward_pool import serve; serve({fd}, {parent})"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a dialog has no score.
+    """Reason why a dialog has no score.
 
     Attributes:
         kind: failures of one kind are logged once.
@@ -73,7 +73,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Failure that a task raised; its kind is the type and the place. The text omits the package's own lines."""
+        """Make the failure of a task's exception, of which type and place are the kind. The text omits our own lines."""
         places = traceback.extract_tb(error.__traceback__)
         place = (places[-1].filename, places[-1].lineno) if places else ()
         theirs = [place for place in places if not place.filename.startswith(_PACKAGE)]
@@ -90,7 +90,7 @@ class Failure:
 
 
 def _short(text: str) -> str:
-    """Begin and end of a text that is too long for a log."""
+    """Return beginning and end of a text that is too long for a log."""
     left_out = len(text) - _LONGEST_TEXT
     half = _LONGEST_TEXT // 2
     return text if left_out <= 0 else f"{text[:half]}\n... ({left_out:,} characters left out) ...\n{text[-half:]}"
@@ -129,7 +129,7 @@ def _finite(value: Any, task: Task) -> float:
 
 
 class _Worker:
-    """A process that takes one request after the other; not on Windows."""
+    """A process that handles one request after another; not on Windows."""
 
     def __init__(self, task: bytes) -> None:
         self.connection, theirs = Pipe()
@@ -174,7 +174,7 @@ class _Worker:
                 pipe.setsockopt(socket.SOL_SOCKET, option, limit)
 
     def how_it_ended(self) -> str:
-        """How a worker ended, if it did so by itself."""
+        """Describe how a worker ended, if it did so by itself."""
         try:
             status = self.process.wait(_OWN_END_S)
         except subprocess.TimeoutExpired:
@@ -184,7 +184,7 @@ class _Worker:
         return f"status {status}" + (f", {signal.Signals(-status).name}" if status < 0 else "")
 
     def kill(self) -> None:
-        """Ends the process and what it started; ``close`` waits for that."""
+        """End the process and what it started; ``close`` waits for that."""
         if sys.platform == "linux":
             self.process.send_signal(signal.SIGTERM)
             self.process.send_signal(signal.SIGCONT)  # a stopped one would not hear of it
@@ -450,7 +450,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             return lane.worker
 
     def _drop(self, lane: _Lane, reason: str) -> None:
-        """Ends a lane's worker, with all dialogs that it keeps, and counts why."""
+        """End a worker and count the cause."""
         with self._lock:
             worker, lane.worker = lane.worker, None
             self._counts[reason] += 1
@@ -468,7 +468,7 @@ _LOST = Failure(
 
 
 def _encoded(turns: Sequence[Turn | Failure], number: int) -> bytes:
-    """An answer as JSON: what a worker sends may have been written by what it scores, so it is never unpickled."""
+    """Encode an answer as JSON, which is never unpickled: what a worker sends may come from what it scores."""
     return json.dumps([number, [_as_json(turn) for turn in turns]]).encode()
 
 

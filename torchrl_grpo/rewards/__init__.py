@@ -1,4 +1,4 @@
-"""Built-in rewards, and what a reward is.
+"""Built-in rewards, and the interface of a reward.
 
 A reward is a plain function whose arguments are matched by name: ``response`` (the policy's last turn as text),
 ``prompt``, ``messages``, ``answer``, ``finish_reason``, ``tokens`` and the columns of the data set; the other arguments

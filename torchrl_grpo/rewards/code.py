@@ -1,4 +1,4 @@
-"""Code: the share of a problem's tests that the program in a response passes, run apart from everything else.
+"""Code: the share of a problem's tests that the program in a response passes, run in isolation.
 
 Tests are those of MBPP (arXiv:2108.07732), HumanEval (arXiv:2107.03374), APPS and verl's ``prime_code``
 (arXiv:2105.09938), and LiveCodeBench (arXiv:2403.07974); see ``read_tests``.
@@ -63,7 +63,7 @@ class Tests:
 
 
 def program_in(response: str) -> str:
-    """The last fenced block of Python, or without one the whole response.
+    """Return the last fenced block of Python or, without one, the whole response.
 
     >>> program_in("So:\\n```python\\nprint(1)\\n```\\nDone.")
     'print(1)'
@@ -73,7 +73,7 @@ def program_in(response: str) -> str:
 
 
 def read_tests(answer: Any, entry_point: str | None = None) -> Tests:
-    """The tests in a column.
+    """Parse the tests in a column.
 
     Args:
         answer: a list of statements such as ``["assert add(1, 2) == 3"]`` (MBPP's ``test_list``); a text with them, or
@@ -129,7 +129,7 @@ def code(
     seconds: float = 10.0,
     sandbox: Literal["auto", "strict"] = "auto",
 ) -> float:
-    """1.0 for a program that passes all tests, or the share of tests that it passes.
+    """Return 1.0 for a program that passes all tests, or the share of tests that it passes.
 
     A test of standard input and output, or of a call, is compared outside of the program, which does not see what is
     expected. Statements run in the program's own process: one that sets out to can make them pass.
@@ -167,7 +167,7 @@ def code(
 
 
 def _passed(program: str, tests: Tests, seconds: float) -> int:
-    """How many statements run through, or calls give what they must, all in one process."""
+    """Count the statements that pass, or calls with the right result, all in one process."""
     mark = secrets.token_hex(16)
     given = {"program": program, "tests": list(tests.inputs), "function": tests.function, "mark": mark}
     outcome = run_python(_HARNESS, json.dumps(given), Limits(seconds=seconds))
@@ -191,7 +191,7 @@ def _equals(said: str, expected: Any) -> bool:
 
 
 def _passed_by_output(program: str, tests: Tests, seconds: float, metric: str) -> int:
-    """How many inputs give the output that they must; with ``all`` none after the first that does not."""
+    """Count the inputs with the right output; with ``all`` stop at the first wrong one."""
     deadline, passed = time.monotonic() + seconds, 0
     for given, expected in zip(tests.inputs, tests.outputs, strict=True):
         left = deadline - time.monotonic()
@@ -206,7 +206,7 @@ def _passed_by_output(program: str, tests: Tests, seconds: float, metric: str) -
 
 
 def _text(value: Any) -> str:
-    """Standard input or output, of which APPS also gives the lines."""
+    """Standard input or output as text; APPS also stores it as lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""The countdown game: an expression that uses each given number once and has the target as its value.
+"""The countdown game: an expression that uses each given number once and equals the target.
 
 The columns ``nums`` and ``target`` are those of the data set Jiayi-Pan/Countdown-Tasks-3to4 (TinyZero).
 """
@@ -17,7 +17,7 @@ _ALLOWED = re.compile(r"[0-9+\-*/×÷−() \t]+")
 
 
 def stated_expression(text: str) -> str:
-    """A response's answer: the last ``<answer></answer>``, else the line of the last ``####``, else nothing.
+    """Return a response's answer: the last ``<answer></answer>``, else the line of the last ``####``, else nothing.
 
     An equation stands for its left side: ``(3+5)*2 = 16`` is ``(3+5)*2``.
     """
@@ -29,7 +29,8 @@ def stated_expression(text: str) -> str:
 
 
 def countdown(response: str, nums: Sequence[int], target: int, format_score: float = 0.0) -> float:
-    """1.0 for an expression of ``+ - * /`` and brackets that uses each of ``nums`` exactly once and is ``target``.
+    """Return 1.0 for an expression of ``+ - * /`` and brackets that uses each of ``nums`` exactly once and equals
+    ``target``.
 
     Args:
         response: the response, with its expression in ``<answer></answer>`` or after ``####``.

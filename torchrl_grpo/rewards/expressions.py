@@ -1,4 +1,4 @@
-"""Arithmetic from a response, evaluated exactly and safely: a list of allowed syntax, and a limit on every size."""
+"""Exact and safe evaluation of arithmetic in a response: an allow-list of syntax, and a limit on every size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One reward function: what it is given, by the form that its parameters show, and what is made of its result.
+"""A reward function: its arguments, by the form that its parameters show, and the interpretation of its result.
 
 ========  ====================  ==================================================================================
 form      told by               given
@@ -24,14 +24,14 @@ from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.rewards.spec import RewardEntry
 
 FACTS = ("response", "prompt", "messages", "answer", "finish_reason", "tokens")
-"""Arguments that each response has besides the columns of its row."""
+"""Arguments available for each response besides the columns of its row."""
 
 Form = Literal["own", "trl", "verl"]
 Given = dict[str, Any]
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """TRL's functions may log through such a function; parts of a reward are logged by themselves."""
+    """No-op for TRL's logging arguments; parts of a reward are logged anyway."""
 
 
 def _own(facts: Given, columns: Given) -> tuple[Given, Given]:

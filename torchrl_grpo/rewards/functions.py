@@ -1,4 +1,4 @@
-"""From the name of a function to the function: a built-in one, one of a file, or one of an installed package.
+"""Loads a function by name: a built-in one, one in a file, or one of an installed package.
 
 A function of a file can be sent to another process or machine by any pickler. The source of the file is sent, and that
 of the modules beside it that it has imported. There it runs as an import does, so a file may hold clients, locks and
@@ -29,7 +29,7 @@ _sources: Sources = {}
 
 
 def load_function(name: str, field: str = "env.reward", builtins: Mapping[str, str] = BUILTINS) -> Callable[..., Any]:
-    """The function of a name.
+    """Load a function by name.
 
     Args:
         name: one of ``builtins``, ``path/to/file.py:function`` or ``package.module:function``.
@@ -72,7 +72,7 @@ def load_function(name: str, field: str = "env.reward", builtins: Mapping[str, s
 
 
 def _refused(field: str, name: str, place: str, error: BaseException) -> ValueError:
-    """Says what importing the user's module raised, and where."""
+    """Return the error for a user's module that raised on import, with its place."""
     places = traceback.extract_tb(error.__traceback__)
     last = next((one for one in reversed(places) if "site-packages" not in one.filename), places[-1])
     what = traceback.format_exception_only(error)[-1].strip()
@@ -88,7 +88,7 @@ def _refused(field: str, name: str, place: str, error: BaseException) -> ValueEr
 
 
 def _module_of(path: Path) -> str:
-    """The module that a file is in its package; a folder without ``__init__.py`` may be a package, too."""
+    """Return a file's module within its package; a folder without ``__init__.py`` may be a package, too."""
     packages = [path.resolve().parent]
     while (packages[-1] / "__init__.py").is_file() and (packages[-1].parent / "__init__.py").is_file():
         packages.append(packages[-1].parent)
@@ -96,7 +96,7 @@ def _module_of(path: Path) -> str:
 
 
 class FileFunction:
-    """A function of a file: any pickler sends it as the source of its file.
+    """A function in a file, which any pickler sends as the source of its file.
 
     Args:
         module: what the file defines.
@@ -116,12 +116,12 @@ class FileFunction:
 
 
 def _received(module: str, name: str, sources: Sources) -> FileFunction:
-    """The function in a process that it was sent to."""
+    """Return the function in a process that it was sent to."""
     return FileFunction(_import(module, sources), name, sources)
 
 
 class _FromSources(importlib.abc.ExecutionLoader, importlib.abc.MetaPathFinder):
-    """Imports modules from the sources that are known; asked last, so that what is installed comes first."""
+    """Imports modules from received sources; asked last, so that installed modules take precedence."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -146,7 +146,7 @@ def _import(module: str, sources: Sources) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """The module that a file defines; its folder is where its imports look last."""
+    """Load the module in a file, whose folder is searched last by its imports."""
     source = importlib.util.decode_source(path.read_bytes())
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
@@ -156,7 +156,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _beside(path: Path) -> Sources:
-    """The modules in the folder of a file that have been imported by their name."""
+    """Return the modules in a file's folder that were imported by name."""
     files = {name: Path(getattr(one, "__file__", None) or "/") for name, one in list(sys.modules.items())}
     return {
         name: (str(file), importlib.util.decode_source(file.read_bytes()))

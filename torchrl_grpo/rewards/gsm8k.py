@@ -1,4 +1,4 @@
-"""GSM8K's scorer: which number a response states, and when two numbers are equal (arXiv:2110.14168).
+"""GSM8K's scorer: the number that a response states, and equality of numbers (arXiv:2110.14168).
 
 Nothing here evaluates model text, and every function takes time linear in its length: a number stays a string of
 digits, so that a response of a million digits costs no more than any other response of its size.
@@ -50,7 +50,7 @@ _LAST = re.compile(
 
 
 def canonical_number(text: str) -> str | None:
-    """The one number in ``text``, written so that equal numbers are equal strings.
+    """Return the one number in ``text`` in a canonical form, so that equal numbers are equal strings.
 
     A currency sign, thousands separators, a fraction (``3/4``, ``1 1/2``), a trailing full stop and a unit are
     understood, ``%`` being a unit. Text with two numbers (``1e5``, ``2 or 3``), with letters before the number, with
@@ -122,7 +122,7 @@ def marked_number(text: str) -> str | None:
 
 
 def stated_number(text: str, last_number: bool = False) -> str | None:
-    r"""The number that the last stated answer of ``text`` holds, however it is stated.
+    r"""Return the number in the last stated answer of ``text``, in any form.
 
     An answer is stated by ``####``, ``\boxed{}``, ``<answer></answer>`` or "the answer is", "answer:". The last one in
     the text decides, alone: a response that states several answers is judged by what it ends with.

@@ -1,4 +1,4 @@
-"""Rewards without labels, for a first look at a new setup: each in [0, 1], none of them a measure of being right.
+"""Rewards without labels, for a first look at a new setup: each in [0, 1], none of them measures correctness.
 
 They read at most the first and the last 20,000 characters.
 """

@@ -25,9 +25,9 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 LONGEST_CPU_S = 3.0
-"""Processor time for one comparison. An answer that takes longer is wrong."""
+"""CPU seconds for one comparison. An answer that takes longer is wrong."""
 MOST_MEMORY = 2 * 1024**3
-"""Bytes of address space of the process that compares."""
+"""Address space of the comparing process, in bytes."""
 
 _READ = 2000  # characters at the end of a response
 _MOST_ATTEMPTS = 2  # where the process ended for another reason than its time limit
@@ -88,7 +88,7 @@ def _marked(text: str) -> str:
 
 
 class _Judge:
-    """math-verify in a process, which is made when it is first needed and again when a comparison has ended it.
+    """math-verify in a process, started when first needed and again after a comparison has ended it.
 
     Threads share it, one comparison at a time.
     """
@@ -99,7 +99,7 @@ class _Judge:
         atexit.register(self.end)
 
     def verdict(self, text: str, reference: str) -> bool | None:
-        """Ask the process for ``_verdict``; False where it takes too long.
+        """Ask the process for ``_verdict``; False if it takes too long.
 
         Raises:
             ImportError: math-verify cannot be imported.
@@ -159,7 +159,7 @@ _judges: dict[int, _Judge] = {}
 
 
 def serve(fd: int) -> None:
-    """Main function of the process: compare answers until the pipe is closed. One that takes too long ends it.
+    """Main function of the process: compare answers until the pipe is closed; a comparison beyond the limits ends it.
 
     Args:
         fd: its end of the pipe.

@@ -11,7 +11,7 @@ _loaded: dict[tuple[str, str], tuple[Any, Any]] = {}
 
 
 def reward_model(messages: Sequence[Mapping[str, Any]], *, model: str, device: str = "cpu") -> float:
-    """Score of a conversation by a reward model: its only logit.
+    """Return the only logit of a reward model for a conversation.
 
     The model is loaded when the first response is scored, once in each process. It sees the conversation through its
     own chat template, or the texts of the messages with an empty line between them where it has none.

@@ -11,7 +11,7 @@ OneReward = str | Callable[..., Any] | Mapping[str, Any]
 RewardSpec = OneReward | Sequence[OneReward]
 """A function, by its name or itself; ``{fn, weight, name, ...options}``; or a list of these."""
 CORRECT = "correct"
-"""The part that counts for accuracy alone."""
+"""Name of the part that counts for accuracy only."""
 
 
 @dataclass(frozen=True)

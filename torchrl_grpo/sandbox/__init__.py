@@ -1,4 +1,4 @@
-"""Programs that a language model wrote, run apart from everything else."""
+"""Isolated execution of programs that a language model wrote."""
 
 from torchrl_grpo.sandbox.runner import Limits, Outcome, isolation, require_isolation, run_python
 

@@ -64,15 +64,15 @@ unset PWD OLDPWD
 set -- setpriv {identity} --no-new-privs --bounding-set=-all --inh-caps=-all {python} -I -S -B /program/start.py
 exec chroot {root} "$@"
 """
-"""A file system of its own, in which nothing can be mounted and no other one be reached: no process in it has a
-capability, and the kernel makes no user namespace for one that is in a ``chroot``. Without ``/proc``, whose files root
+"""Shell script for a separate file system in which nothing can be mounted and no other one be reached: its processes
+have no capabilities, and the kernel creates no user namespace in a ``chroot``. There is no ``/proc``, whose files root
 could write."""
 _NAMESPACES = ("--net", "--mount", "--ipc", "--uts", "--pid", "--fork", "--kill-child")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use.
+    """Resource limits of a program.
 
     Attributes:
         seconds: of the clock; of the CPU each process has as much.
@@ -91,7 +91,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
+    """Result of a program.
 
     Attributes:
         status: exit status, negative the number of the signal that ended it; None where a limit of time or output did.
@@ -106,7 +106,7 @@ class Outcome:
 
 @cache
 def isolation() -> Isolation:
-    """What keeps programs apart here: ``"namespaces"``, or ``"limits"`` alone."""
+    """Return the isolation of programs here: ``"namespaces"``, or only ``"limits"``."""
     if sys.platform != "linux" or not all(map(shutil.which, ("unshare", "setpriv", "mount"))):
         return "limits"
     try:
@@ -117,7 +117,7 @@ def isolation() -> Isolation:
 
 
 def require_isolation(sandbox: str) -> None:
-    """Refuse to run programs where they are not kept apart as they must be.
+    """Refuse to run programs without the required isolation.
 
     Args:
         sandbox: ``"auto"`` takes what there is, ``"strict"`` needs namespaces.

@@ -1,4 +1,4 @@
-"""Connections to the page's server, with limits: anybody on the machine can open one, with or without the token."""
+"""Limits on connections to the dashboard's server, which anybody on the machine can open without the token."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MOST_CONNECTIONS = 64
-"""A browser opens six. The server accepts as many at once, so that it stays far below the usual limit of 1024 files."""
+"""A browser opens six. The server accepts at most this many, far below the usual limit of 1024 files."""
 _REQUEST_S = 5.0
-"""Time from a connection's start, or its latest answer, to the end of a request's headers."""
+"""Seconds from a connection's start, or its latest answer, to the end of the next request's headers."""
 
 
 class LimitedConnection(H11Protocol):
-    """A connection that must ask for something soon, and makes room for new ones while it does not.
+    """A connection that must send a request soon, and gives way to new ones while it does not.
 
     Where there are too many, the one that has waited longest without a request is closed, and not the newest: so
     strangers who open connections and send nothing do not lock out the reader, whose requests come at once.
@@ -26,7 +26,7 @@ class LimitedConnection(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins the time to the first request, and closes another connection where there are too many."""
+        """Start the time limit of the first request, and close another connection if there are too many."""
         super().connection_made(transport)
         self._begin_to_wait()
         if len(self.connections) > MOST_CONNECTIONS:
@@ -34,13 +34,13 @@ class LimitedConnection(H11Protocol):
             min(idle, key=lambda one: one._waits_since).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends the time to the next request."""
+        """Stop the time limit."""
         super().connection_lost(exc)
         if self._deadline is not None:
             self._deadline.cancel()
 
     def on_response_complete(self) -> None:
-        """Begins the time to the next request."""
+        """Start the time limit of the next request."""
         self._begin_to_wait()
         super().on_response_complete()
 
@@ -55,5 +55,5 @@ class LimitedConnection(H11Protocol):
             self.transport.abort()
 
     def _is_answered(self) -> bool:
-        """Whether a request is being answered: that may take as long as it takes."""
+        """Whether a request is being answered, which has no time limit."""
         return self.cycle is not None and not self.cycle.response_complete

@@ -1,4 +1,4 @@
-"""Files of a run that may still grow. What lies outside of the run's folder is never opened."""
+"""Files of a run that may still grow. Nothing outside of the run's folder is ever opened."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO | None:
-    """Opens a file of a run's folder; none where there is none, or where a link leads to something outside of it."""
+    """Open a file of a run's folder; return None if it does not exist, or if a link leads out of the folder."""
     try:
         path = (folder / name).resolve(strict=True)
         if path.is_relative_to(folder.resolve()) and path.is_file():
@@ -39,7 +39,7 @@ def changed_at(folder: Path, name: str) -> float:
 
 
 class Tail:
-    """A jsonl file of a run, of which each line is read once.
+    """A jsonl file of a run, each line of which is read once.
 
     A run that is resumed writes the file anew, without the steps that it does again: then ``reopen`` says so, and all
     is read again. Until then the file that was opened stays open, so that a place in it keeps its meaning.
@@ -56,7 +56,7 @@ class Tail:
         self.file: BinaryIO | None = None
 
     def reopen(self) -> bool:
-        """Whether the file is another one than before; to be asked before ``rows``."""
+        """Whether the file was replaced; call it before ``rows``."""
         found = open_inside(self._folder, self._name)
         if found is None:
             return False
@@ -69,7 +69,7 @@ class Tail:
         return True
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """The lines that are new, and where each begins; a line without an end is left for later."""
+        """Return new lines and their positions; a line without an end is left for later."""
         if self.file is None:
             return
         self.file.seek(self._end)
@@ -81,12 +81,12 @@ class Tail:
 
 
 _LARGEST = 1e100
-"""A larger number measures nothing, and sums and squares of larger ones need not be finite."""
+"""Larger numbers measure nothing, and their sums and squares may not be finite."""
 _LARGEST_STEP = 2**53
 
 
 def read_row(line: bytes) -> dict[str, Any]:
-    """A line as a mapping; an empty one where it is none: a page shows what there is."""
+    """Parse a line as a mapping; empty if it is none, because a page shows what there is."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""``samples.jsonl`` of a run as an index in memory: where each row stands, and what rows are found by.
+"""In-memory index of a run's ``samples.jsonl``: the position of each row, and the values to search by.
 
 A hundred thousand responses take some tens of megabytes; their texts and tokens stay in the file.
 """
@@ -19,7 +19,7 @@ from torchrl_grpo.reporting.records import earned, passes
 from torchrl_grpo.reporting.view.files import Tail, is_number, is_step, read_row
 
 _TOKENS = b', "tokens": {'
-"""Begins the last key of a row. In a text of the row the quotes would be escaped."""
+"""Beginning of a row's last key. Within a text its quotes would be escaped."""
 _KEPT_SEARCHES = 8
 _TEXTS = ("split", "dataset", "query", "response", "finish_reason")
 _NUMBERS = ("reward", "advantage", "length", "version", "staleness")
@@ -27,7 +27,7 @@ _NUMBERS = ("reward", "advantage", "length", "version", "staleness")
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which rows are looked for; None is any."""
+    """Search criteria for rows; None matches any."""
 
     split: str | None = None
     dataset: str | None = None
@@ -39,7 +39,7 @@ class Wanted:
 
 
 class Search:
-    """The groups in which a row is looked for, each with its rows that are. ``upto`` counts the rows looked at."""
+    """Groups to search, each with its matching rows. ``upto`` is the number of rows searched."""
 
     def __init__(self) -> None:
         self.upto = 0
@@ -77,7 +77,7 @@ class Index:
         self._searches: OrderedDict[Wanted, Search] = OrderedDict()
 
     def add(self, start: int, line: bytes) -> None:
-        """Takes a line that begins at a place of the file; one that a run would not write is left out."""
+        """Add a line at a position of the file; lines that no run writes are skipped."""
         before, has_tokens, _ = line.partition(_TOKENS)
         row = read_row(before + b"}" if has_tokens else line)
         if not _can_be_shown(row):
@@ -103,7 +103,7 @@ class Index:
         self.count += 1
 
     def row(self, number: int, *, tokens: bool = False) -> dict[str, Any]:
-        """A row, without its tokens unless they are asked for."""
+        """Return a row, without its tokens unless requested."""
         assert self._descriptor is not None
         head, length = self._heads[number], self._lengths[number]
         whole = tokens or head == length
@@ -154,7 +154,7 @@ class Index:
 
 
 def _can_be_shown(row: dict[str, Any]) -> bool:
-    """Whether what is shown of a row, or found by, is of the kind that a run writes."""
+    """Whether the values that are shown or searched have the types that a run writes."""
     parts = row.get("parts") or {}
     return (
         is_step(row.get("step"))
@@ -167,7 +167,7 @@ def _can_be_shown(row: dict[str, Any]) -> bool:
 
 
 class Samples:
-    """The samples of a run that may go on.
+    """The samples of a run that may still be running.
 
     Attributes:
         index: of what was read so far; another one when the run wrote the file anew.
@@ -181,7 +181,7 @@ class Samples:
         self.index = Index(self._tail)
 
     def refresh(self) -> None:
-        """Reads what was added; in one thread at a time."""
+        """Read what was appended; in one thread at a time."""
         if self._tail.reopen():
             self.index = Index(self._tail)
         for start, line in self._tail.lines():

@@ -1,4 +1,4 @@
-"""A run as the page sees it: what its files say now."""
+"""A run as the dashboard shows it, from its files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchrl_grpo.reporting.view.strip import strip_of
 from torchrl_grpo.reporting.view.timeline import Timeline
 
 _FRESH_S = 0.5
-"""Files that were read so short a time ago are not looked at again."""
+"""Seconds for which files that were just read are not checked again."""
 _LONGEST_TEXT = 2000
 _FACTS = ("step", "split", "dataset", "advantage", "parts", "length", "finish_reason", "version", "staleness")
 
@@ -45,7 +45,7 @@ class RunView:
         self._read_at = float("-inf")
 
     def refresh(self) -> None:
-        """Reads what the run wrote since the last time, unless another thread is at it."""
+        """Read what the run wrote since the last time, unless another thread does."""
         if time.monotonic() - self._read_at < _FRESH_S or not self._reading.acquire(blocking=False):
             return
         try:
@@ -56,7 +56,7 @@ class RunView:
             self._reading.release()
 
     def status(self) -> dict[str, Any]:
-        """Where the run is, and how much of its files was read: what a reader has is old when these counts grow."""
+        """State of the run, and how much of its files was read: a client is out of date when these counts grow."""
         written = changed_at(self.folder, METRICS_FILE)
         ended = changed_at(self.folder, "report.html") >= written > 0
         index, record = self.samples.index, self.metrics.records[-1:]
@@ -109,7 +109,7 @@ class RunView:
         }
 
     def response(self, number: int) -> dict[str, Any] | None:
-        """A row with its tokens, and the rows of its group; none where there is no such row."""
+        """Return a row with its tokens, and the rows of its group; None if there is no such row."""
         index = self.samples.index
         if not 0 <= number < index.count:
             return None
@@ -137,7 +137,7 @@ class RunView:
 
 
 class Metrics:
-    """The metrics of a run that may go on.
+    """The metrics of a run that may still be running.
 
     Attributes:
         records: one mapping a step, in the order of the steps.
@@ -156,7 +156,7 @@ class Metrics:
         self._alarms, self._watched = Alarms(), -1
 
     def refresh(self) -> None:
-        """Reads what was added; in one thread at a time."""
+        """Read what was appended; in one thread at a time."""
         anew = self._tail.reopen()
         if anew:
             self._begin()
@@ -184,7 +184,7 @@ class Metrics:
 
 
 def _can_be_drawn(row: dict[str, Any]) -> bool:
-    """Whether it is a step and its numbers; a run writes nothing else."""
+    """Whether a row is a step with numbers, as a run writes it."""
     return is_step(row.get("step")) and all(value is None or is_number(value) for value in row.values())
 
 

@@ -1,4 +1,4 @@
-"""The page's web server: reads only, on loopback, for who has its token."""
+"""The dashboard's web server: read-only, on loopback, for holders of its token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Number = TypeVar("Number", int, float)
 _PAGE_SIZE = 10
 _STATIC = Path(__file__).parent / "static"
 _STYLE = Path(__file__).parents[1] / "style.css"
-"""The report's."""
+"""Style sheet of the report."""
 _HEADERS = [
     (
         b"content-security-policy",
@@ -46,7 +46,7 @@ _HEADERS = [
 
 
 class Guard:
-    """Answers who has the token, as the first segment of the path, and nobody else.
+    """Serves only requests whose path begins with the token.
 
     Args:
         app: what answers.
@@ -87,7 +87,7 @@ class Api:
             threading.Thread(target=run.refresh, daemon=True).start()
 
     def status(self, asked: Asked) -> Any:
-        """All runs in a few words."""
+        """Status of all runs."""
         for run in self.runs:
             run.refresh()
         return [run.status() for run in self.runs]
@@ -223,7 +223,7 @@ def title_of(runs: Sequence[RunView]) -> str:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Of one run the last two parts of its path, of several as many as tell them apart."""
+    """Names of runs: for one the last two parts of its path, for several as many as distinguish them."""
     parts = [folder.resolve().parts for folder in folders]
     for count in range(2 if len(folders) == 1 else 1, max(map(len, parts)) + 1):
         names = ["/".join(one[-count:]) for one in parts]
@@ -233,7 +233,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _d3() -> Path:
-    """D3, which mpld3's wheel carries."""
+    """D3, from mpld3's wheel."""
     return Path(str(distribution("mpld3").locate_file("mpld3/js/d3.v5.min.js")))
 
 

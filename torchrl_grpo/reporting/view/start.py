@@ -1,4 +1,4 @@
-"""Starts the page's server: in this process, or beside a run."""
+"""Starts the dashboard's server: in this process, or in one beside a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _START = (
 
 
 def listen() -> tuple[socket.socket, str, str]:
-    """A socket on loopback, a token, and the address of the page that is served there."""
+    """Return a socket on loopback, a token, and the dashboard's address."""
     listening = socket.create_server((_LOOPBACK, 0))
     token = secrets.token_urlsafe(32)
     return listening, token, f"http://{_LOOPBACK}:{listening.getsockname()[1]}/{token}/"
@@ -61,7 +61,7 @@ def serve(folders: Sequence[Path], listening: socket.socket, token: str) -> None
 
 @contextmanager
 def page_beside(folder: Path, say: Callable[[str], object], warn: Callable[[str], object]) -> Iterator[None]:
-    """Serve the run dashboard from a process of its own, which has lowest priority and ends with this one.
+    """Serve the run dashboard from a separate process with the lowest priority, which ends with this one.
 
     Whatever goes wrong with it is a warning.
 
@@ -102,7 +102,7 @@ def page_beside(folder: Path, say: Callable[[str], object], warn: Callable[[str]
 def _watch(
     process: subprocess.Popen[bytes], token: str, ending: threading.Event, warn: Callable[[str], object]
 ) -> None:
-    """Gives the process its token, which no command line shows, and tells when it ends by itself.
+    """Give the process its token, which no command line shows, and report when it ends by itself.
 
     However much the process writes to stderr, this one keeps the end of it and reads it at a slow rate: the pipe is
     full then, and it is the page that waits.

@@ -1,4 +1,4 @@
-"""A response as a strip of tokens: the numbers that its tokens can be colored by, and the turns that it is made of."""
+"""A response as a strip of tokens: the values that can color its tokens, and its turns."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torchrl_grpo.reporting.view.files import is_number
 from torchrl_grpo.tools import parse_tool_calls
 
 _MOST = 50.0
-"""A difference of log-probs beyond which its exponential says nothing more."""
+"""Difference of log-probs beyond which its exponential is meaningless."""
 
 Numbers = list[float | None]
 
 
 def strip_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the tokens of a row of ``samples.jsonl`` as they are shown, none where it has none.
+    """Return the tokens of a row of ``samples.jsonl`` for display, None if it has none.
 
     Returns:
         ``text`` of each token, whether it was ``sampled``, ``values`` by name (as many, None where not known) and
@@ -54,7 +54,7 @@ def strip_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _is_column(values: Any, count: int) -> bool:
-    """Whether it is a number, or None, for each of so many tokens."""
+    """Whether a value has a number, or None, for each of this many tokens."""
     has_all = isinstance(values, list) and len(values) == count
     return has_all and all(value is None or is_number(value) for value in values)
 

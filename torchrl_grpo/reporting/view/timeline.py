@@ -1,4 +1,4 @@
-"""``timeline.jsonl`` of a run: what each actor did over time."""
+"""A run's ``timeline.jsonl``: the activity of each actor over time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torchrl_grpo.host.files import TIMELINE_FILE
 from torchrl_grpo.reporting.view.files import Tail, is_number, is_step, read_row
 
 _MOST_SPANS = 1500
-"""Spans that are drawn one by one; of more, each of the columns is divided by kind."""
+"""Most spans to draw individually; more are summarized in columns by kind."""
 _COLUMNS = 200
 _ROUNDED_S = 2e-4
-"""Start and length of a span are logged with four digits: one can seem to begin so much before the last one ends."""
+"""Rounding of logged spans, by which one may seem to begin before the last one ends."""
 _LATEST_S = 1e12
-"""Seconds after 1970 up to which a browser knows dates."""
+"""Largest date that a browser knows, in seconds after 1970."""
 
 
 class Span(NamedTuple):
-    """Work of an actor, from a time in seconds since 1970, for so many seconds."""
+    """Work of an actor: its start in Unix seconds, and its length in seconds."""
 
     actor: str
     kind: str
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """The timeline of a run that may go on.
+    """The timeline of a run that may still be running.
 
     Args:
         folder: of the run.
@@ -56,7 +56,7 @@ class Timeline:
                 self._spans.append(span)
 
     def window(self, first: float | None = None, last: float | None = None) -> dict[str, Any]:
-        """Return a window of the timeline as it is drawn.
+        """Return a window of the timeline for drawing.
 
         Args:
             first: seconds after the first span's start at which the window begins, None is 0.
@@ -96,7 +96,7 @@ class Timeline:
 
 
 def _span_of(row: Mapping[str, Any]) -> Span | None:
-    """The span of a row; none where no run wrote it."""
+    """Return the span of a row; None if no run wrote it."""
     actor, kind = row.get("actor"), row.get("kind")
     if not isinstance(actor, str) or not isinstance(kind, str):
         return None
@@ -108,7 +108,7 @@ def _span_of(row: Mapping[str, Any]) -> Span | None:
 
 
 def _cut(span: Span, begin: float, first: float, last: float) -> Span:
-    """The part of a span within the window, its time from the beginning of the run on."""
+    """Return the part of a span within the window, relative to the start of the run."""
     start, end = max(span.start - begin, first), min(span.end - begin, last)
     return span._replace(start=start, seconds=max(0.0, end - start))
 
@@ -121,7 +121,7 @@ def _seconds(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def _one_by_one(spans: Iterable[Span]) -> list[list[Any]]:
-    """Spans that overlap share the lane: as many parts as there are at once."""
+    """Return individual spans; overlapping ones share the lane equally."""
     lanes: list[float] = []
     placed = []
     for span in sorted(spans, key=lambda span: span.start):
@@ -133,7 +133,7 @@ def _one_by_one(spans: Iterable[Span]) -> list[list[Any]]:
 
 
 def _columns(spans: Iterable[Span], first: float, last: float) -> list[list[Any]]:
-    """Columns of equal width, each divided by what its time went to."""
+    """Return columns of equal width, each divided by the share of time of each kind."""
     width = (last - first) / _COLUMNS or 1.0
     columns: list[dict[str, float]] = [{} for _ in range(_COLUMNS)]
     for span in spans:

@@ -1,1 +1,1 @@
-"""Advice before a run: will it work, what it takes, how to split the devices, how to come from another library."""
+"""Advice before a run: whether it works, its cost, how to split the devices, how to migrate from another library."""

@@ -1,4 +1,4 @@
-"""``examine``: checks a run before it starts (``dry_run=true``): what fails, how to fix it, and what the run will cost.
+"""``examine``: checks a run before it starts (``dry_run=true``): problems with fixes, and the cost of the run.
 
 It makes the same parts as a run, in a temporary folder, and lets them work for some seconds. The optimizer's steps are
 real, so that their time and memory are those of a run, but have a learning rate that rounds to nothing. No file stays.
@@ -40,7 +40,7 @@ from torchrl_grpo.reporting.records import one_of_each
 OK, LOOK, FAILS, SKIPPED = "ok", "warning", "FAILED", "skipped"
 
 _STEPS_S, _MOST_STEPS, _EVALUATION_S = 8.0, 12, 15.0
-"""Seconds and steps for timing, and the longest evaluation that is played and not estimated."""
+"""Seconds and steps for timing, and the longest evaluation to play instead of estimating it."""
 _NOTHING = 1e-30
 """A learning rate that changes no weight."""
 _PACKAGES = ("torch", "torchrl", "tensordict", "transformers")
@@ -70,13 +70,13 @@ class Check:
 
 
 class Checks:
-    """The checks so far, in their order. One that fails does not end the others."""
+    """Results of the checks in order. A failed one does not end the others."""
 
     def __init__(self) -> None:
         self.done: list[Check] = []
 
     def run(self, name: str, body: Callable[[Check], None], *needs: str) -> bool:
-        """Makes a check; returns whether it passed.
+        """Run a check; return whether it passed.
 
         Args:
             name: of the check.
@@ -159,7 +159,7 @@ def _memory_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
 
 
 def _versions(config: GRPOConfig, check: Check) -> None:
-    """The packages, against what this one asks for."""
+    """Compare installed packages with the required versions."""
     check.found = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
     wrong = []
     with suppress(PackageNotFoundError):  # it is not installed but imported from a folder
@@ -223,7 +223,7 @@ def _parts(
     measured: Measured,
     check: Check,
 ) -> None:
-    """Makes the run: its rules, devices, models, engine and processes; and looks at the prompts."""
+    """Build the run (rules, devices, models, engine and processes), and inspect the prompts."""
     start, resume = time.perf_counter(), config.train.resume
     if resume == AUTO:
         found = newest(AUTO, directory, read_manifest)
@@ -269,7 +269,7 @@ class _Rehearsal:
         self._metrics: dict[str, float] = {}
 
     def play(self) -> Forecast | None:
-        """Makes the checks; returns what the run will take, if they went that far."""
+        """Run the checks; return the forecast, if they got that far."""
         run, checks = self.run, self.checks
         good = checks.run("sync", self._sync, "parts")
         if self.left > 0:
@@ -342,7 +342,7 @@ class _Rehearsal:
         check.found = f"log-probs of engine and trainer differ by {mean:.2g} nats on average, {largest:.2g} at most"
 
     def _steps(self, check: Check) -> None:
-        """Steps as in ``fit``, as long as there is time."""
+        """Time steps as in ``fit``, as long as there is time."""
         learner, source, times = self.learner, self.source, self.measured.steps_s
         first = start = time.perf_counter()
         while len(times) < min(_MOST_STEPS, self.left) and (len(times) < 2 or start - first < _STEPS_S):
@@ -354,7 +354,7 @@ class _Rehearsal:
         check.found = f"first step {times[0]:.2f} s, then {len(times) - 1} at {self.measured.step_s:.2f} s each"
 
     def _evaluation(self, check: Check) -> None:
-        """An evaluation, played where it does not take long."""
+        """Time an evaluation, by playing it unless it takes too long."""
         blueprint, measured = self.run.blueprint, self.measured
         envs = (blueprint.greedy_env, blueprint.sampled_env)
         greedy, sampled = (0 if env is None else env.batch_size[0] for env in envs)
@@ -385,7 +385,7 @@ class _Rehearsal:
 
 
 def _disk(directory: Path, expected: Forecast | None, check: Check) -> None:
-    """Room for what the run will write."""
+    """Check the disk space for the run's files."""
     there, free = room_at(directory)
     check.found = f"{size(free)} free in {there}"
     if not os.access(there, os.W_OK):
@@ -395,7 +395,7 @@ def _disk(directory: Path, expected: Forecast | None, check: Check) -> None:
 
 
 def _remove_empty(directory: Path) -> None:
-    """Removes the empty folder that Hydra made and, below the current one, those above it that are empty."""
+    """Remove the empty folder that Hydra made and, below the current one, empty folders above it."""
     here, directory = Path.cwd(), directory.absolute()
     with suppress(OSError):
         if directory.stat().st_ctime > time.time() - startup.elapsed() - 1:  # else it was there before

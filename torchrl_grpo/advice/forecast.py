@@ -20,11 +20,12 @@ from torchrl_grpo.host.text import duration, size
 from torchrl_grpo.learner.checkpoint import Writes
 
 _DISK_BYTES_PER_S = 2e8
-"""At which a checkpoint is hashed and written."""
+"""Rate at which a checkpoint is hashed and written."""
 _END_S = 2.0
-"""From the last line that a run prints until its process has ended."""
+"""Seconds from a run's last line of output until its process has ended."""
 _ROW_BYTES, _TENSORBOARD_BYTES, _REPORT_BYTES = 2_300, 2_300, 450_000
-"""Of a step in metrics.jsonl and timeline.jsonl, of one in TensorBoard's files, and of report.html and curves.png."""
+"""Bytes of a step in metrics.jsonl and timeline.jsonl, of one in TensorBoard's files, and of report.html and
+curves.png."""
 
 
 @dataclass
@@ -84,7 +85,7 @@ class Forecast:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of its folder, at most."""
+        """Maximum bytes of its folder."""
         return self.writes.bytes + self.beside_bytes
 
     @property
@@ -94,11 +95,11 @@ class Forecast:
 
     @property
     def longest_s(self) -> float:
-        """The same, if every response were as long as it may be: a run that learns changes their length."""
+        """Seconds if every response had the maximum length: training changes lengths."""
         return self.total_s + (self.growth - 1) * (self.seconds["steps"] + self.seconds["evaluations"])
 
     def rows(self) -> list[dict[str, Any]]:
-        """The same as rows of a table."""
+        """The forecast as rows of a table."""
         parts = ", ".join(f"{name} {duration(value)}" for name, value in self.seconds.items() if value >= 0.5)
         total = f"{self.total_s / 3600:.3g} hours ({self.total_s:.0f} s)"
         rows = [{"resource": "time", "estimate": total, "details": parts}]

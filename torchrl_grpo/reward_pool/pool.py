@@ -73,7 +73,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Make the failure of a task's exception, of which type and place are the kind. The text omits our own lines."""
+        """Make the failure of a task's exception; its kind is type and place. The text omits our own lines."""
         places = traceback.extract_tb(error.__traceback__)
         place = (places[-1].filename, places[-1].lineno) if places else ()
         theirs = [place for place in places if not place.filename.startswith(_PACKAGE)]

@@ -1,4 +1,4 @@
-"""Roles as Ray actors. Nothing here imports ray before it is used, so the package imports without it."""
+"""Roles as Ray actors. Ray is imported only when it is used, so the package works without it."""
 
 from torchrl_grpo.host.startup import import_as_in_driver
 

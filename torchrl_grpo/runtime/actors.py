@@ -26,7 +26,7 @@ from torchrl_grpo.runtime.placement import own_device
 
 
 class Actor:
-    """A part, which a factory makes in the actor's own process, and whose methods are called from others.
+    """Actor around a part, which a factory makes in the actor's process and whose methods others call.
 
     Args:
         factory: makes the part.
@@ -53,19 +53,19 @@ class Actor:
         return (first, *map(Travelling, groups))
 
     def call_and_keep(self, method: str, *arguments: Any) -> tuple[None, Any]:
-        """Call a method whose result stays in the object store: the caller waits for None alone."""
+        """Call a method whose result stays in the object store; the caller only gets None."""
         return None, self.call(method, *arguments)
 
 
 def start_actor(role: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """Start an actor with Ray's options for it; its process is called ``ray::SamplerActor``, if that is its role."""
+    """Start an actor with Ray's options; its process is named after the role, such as ``ray::SamplerActor``."""
     import ray
 
     return ray.remote(type(role, (Actor,), {})).options(**options).remote(factory)
 
 
 def make_seeded(factory: Callable[..., Sampler], seed: int, state: dict[str, Any] | None, **settings: Any) -> Sampler:
-    """Make a sampler, and seed its engine or go on from the state that an earlier one reported.
+    """Make a sampler, and seed its engine or restore the state reported by an earlier one.
 
     Args:
         factory: makes it.
@@ -119,7 +119,7 @@ def make_rank(
 
 
 def own_address() -> str:
-    """Where other machines reach this one."""
+    """Return the address at which other machines reach this one."""
     import ray
 
     return ray.util.get_node_ip_address()

@@ -43,7 +43,7 @@ MIN_RAY = (2, 59)  # asks for a token by itself: before that, whoever reached th
 
 @dataclass(frozen=True)
 class Seat:
-    """Share that one process takes of one bundle of the placement group.
+    """Share of one bundle of the placement group that one process takes.
 
     Attributes:
         bundle: index of the bundle. Processes that share a device share a bundle.
@@ -59,7 +59,7 @@ class Seat:
 
 
 def require_ray() -> None:
-    """Checks that Ray is there and recent.
+    """Check that Ray is installed and recent.
 
     Raises:
         ValueError: it is not.
@@ -82,7 +82,7 @@ def require_ray() -> None:
 def seats(
     plan: DevicePlan, node_cpus: Sequence[float], tensor_parallel_size: int = 1
 ) -> tuple[list[dict[str, float]], dict[str, list[Seat]]]:
-    """Bundles for a plan, and who sits where.
+    """Return the bundles for a plan, and the seat of each process.
 
     An engine is in one bundle, which is never spread over machines, and so are the training ranks that compute each
     layer together, and all who share a GPU with them. CPUs are only tokens for Ray's scheduler: one for a device or,
@@ -124,7 +124,7 @@ def seats(
 
 
 def _bundled(together: Sequence[Sequence[torch.device]], cuda: bool) -> list[int]:
-    """The bundle of each group of devices: on CUDA the same one for groups that have a device in common."""
+    """Return the bundle of each group of devices: on CUDA the same one for groups with a common device."""
     if not cuda:
         return list(range(len(together)))
     joined: list[set[torch.device]] = []
@@ -139,7 +139,7 @@ def _bundled(together: Sequence[Sequence[torch.device]], cuda: bool) -> list[int
 
 
 def by_machine(ranks: Sequence[Seat], machines: Sequence[str]) -> list[Seat]:
-    """Return the seats of the training ranks, those on one machine one after the other, beginning with rank 0's.
+    """Return the seats of the training ranks machine by machine, beginning with rank 0's.
 
     So a collective operation between neighbors crosses from one machine to another as rarely as it can.
 
@@ -179,8 +179,8 @@ class Cluster:
         self._closed = False
 
     def watch(self, what_to_say: Callable[[], str]) -> None:
-        """Ends a script when a process of a Ray that was started here ends: nothing works without it, and Ray itself
-        ends this process without a word, or after a minute in many lines. In another program this does nothing.
+        """End a script when a process of a Ray cluster that it started ends: nothing works without it, and Ray itself
+        would end this process silently, or after a minute of messages. Has no effect in other programs.
 
         Args:
             what_to_say: how the run goes on; called in another thread.
@@ -210,7 +210,7 @@ class Cluster:
         os._exit(1)
 
     def accelerators(self) -> list[torch.device]:
-        """The cluster's GPUs. Their indices only tell them apart: they may lie on several machines."""
+        """The cluster's GPUs. Their indices only distinguish them: they may be on several machines."""
         import ray
 
         return [torch.device("cuda", index) for index in range(int(ray.cluster_resources().get("GPU", 0)))]
@@ -218,7 +218,7 @@ class Cluster:
     def place(
         self, plan: DevicePlan, *, tensor_parallel_size: int = 1, timeout_s: float = 120.0
     ) -> dict[str, list[dict[str, Any]]]:
-        """Reserves what a plan needs. To be called once.
+        """Reserve the resources of a plan. May be called once.
 
         Args:
             plan: which role runs where.
@@ -285,7 +285,7 @@ class Cluster:
         return {role: [options(role, seat) for seat in places] for role, places in taken.items()}
 
     def check_object_store(self, wanted: int) -> None:
-        """Check that weights fit into Ray's object store on each machine of the run; to be called after ``place``.
+        """Check that weights fit into Ray's object store on each machine of the run; call it after ``place``.
 
         Args:
             wanted: bytes of all versions that are there at a time.
@@ -311,7 +311,7 @@ class Cluster:
             )
 
     def stacks(self, pids: Sequence[int]) -> str:
-        """Return where processes of the run on other machines than this one are, as far as they answer.
+        """Return stacks of the run's processes on other machines, as far as they answer.
 
         Args:
             pids: processes of the run, on any machine; those below them count too.
@@ -339,8 +339,9 @@ class Cluster:
         return "".join(texts)
 
     def shutdown(self) -> None:
-        """Ends the run's actors and gives back what was reserved; also the cluster, if it was started here. May be
-        called again."""
+        """End the run's actors and release what was reserved, and end the cluster if it was started here. May be called
+        again.
+        """
         if self._closed:
             return
         self._closed = True
@@ -359,7 +360,7 @@ class Cluster:
 
 
 def start(address: str | None = None) -> Cluster:
-    """Starts Ray on this machine, or joins a cluster.
+    """Start Ray on this machine, or join a cluster.
 
     A cluster that is started here listens on loopback and has no dashboard. Ray asks for a token by default, which it
     keeps in ``~/.ray``.
@@ -401,7 +402,7 @@ def start(address: str | None = None) -> Cluster:
 
 
 def _show_token() -> None:
-    """Make this process show its token: ``ray start`` asks for one wherever it finds one, and joining does not look."""
+    """Make this process send its token: ``ray start`` requires one if it finds one; joining does not look."""
     from torchrl_grpo.compat.ray import raylet
 
     loader = raylet.AuthenticationTokenLoader.instance()
@@ -411,7 +412,7 @@ def _show_token() -> None:
 
 
 def _start_here(folder: str) -> None:
-    """Starts Ray; once more where its node was not there after the 30 s that Ray gives it, on a busy machine.
+    """Start Ray, with one retry if its node was not up after Ray's limit of 30 s, as on a busy machine.
 
     It listens on loopback alone, as Ray by itself does on macOS: elsewhere that has no option. It starts no process for
     each CPU ahead of time: actors have environment variables of their own, so they could not use one. And neither those
@@ -444,7 +445,7 @@ def _start_here(folder: str) -> None:
 
 
 def _object_store_memory() -> int:
-    """Return the bytes of the object store of a Ray of our own: it has the weights, of which Ray knows nothing.
+    """Return the size in bytes of our own Ray cluster's object store, which must hold the weights.
 
     Ray itself takes 30% of the free memory, and at most 200 GB. Memory is taken as it is used.
     """
@@ -461,7 +462,7 @@ def _object_store_memory() -> int:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has an IPv4 address; None if none has, or where that is not known."""
+    """Return this machine's network interface with an IPv4 address; None if there is none, or it is unknown."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
             with suppress(OSError):  # it has no address
@@ -472,7 +473,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself would try for minutes."""
+    """Refuse an unreachable address at once; Ray would retry for minutes."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f"ray.address={address} must be auto or host:port: use ray.address=auto.")
@@ -507,7 +508,7 @@ def _short_folder() -> IO[str]:
 
 
 def _remove(lock: IO[str]) -> None:
-    """Removes the folder of a cluster that has been told to end: its last processes may still write there."""
+    """Remove the folder of a cluster that was told to end; its last processes may still write there."""
     folder = Path(lock.name).parent
     lock.close()
     deadline = time.monotonic() + _LONGEST_END_S
@@ -517,7 +518,7 @@ def _remove(lock: IO[str]) -> None:
 
 
 def _environment(seat: Seat, threads: int, *, pinned: bool) -> dict[str, str]:
-    """Environment variables of a process; ``pinned`` if its devices are the plan's and not Ray's choice."""
+    """Return environment variables of a process; ``pinned`` if its devices are the plan's and not Ray's choice."""
     # Ray copies what an actor prints into the user's terminal, which has a progress bar of its own.
     variables = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", **actor_environment()}
     if "OMP_NUM_THREADS" not in os.environ:
@@ -542,7 +543,7 @@ def _allocator(seat: Seat) -> dict[str, str]:
 
 
 def _missing(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]], free: dict[str, float]) -> str:
-    """Return what keeps the bundles from being placed, with the numbers."""
+    """Describe what keeps the bundles from being placed, with the numbers."""
     lacks = []
     for resource in ("GPU", "CPU"):
         wanted = sum(bundle.get(resource, 0) for bundle in bundles)

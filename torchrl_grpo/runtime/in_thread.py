@@ -1,4 +1,4 @@
-"""``InThread``: drives the coroutines of ``Rollouts`` in an event loop in a thread of its own, also between questions.
+"""``InThread``: runs the coroutines of ``Rollouts`` in an event loop in its own thread, also between questions.
 
 Each question waits for its answer with a bound. All else runs in that loop, and a state changes between two ``await``
 only: so no lock is needed, what ``until`` waits for holds when it returns, and the caller's thread never touches it.
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class InThread:
-    """Drives actors, each of which has a life: start, work, be lost, start again.
+    """Runs actors, each with a life: start, work, be lost, start again.
 
     Every method but ``close`` raises what has ended the work of the actors:
 
@@ -75,7 +75,7 @@ class InThread:
         self._lives = [asyncio.create_task(self._guard(life)) for life in lives]
 
     def ask(self, question: Coroutine[Any, Any, T], noted: str = "") -> T:
-        """Return the answer to a question; it has to come while some actor shows signs of life.
+        """Return the answer to a question; it must come while some actor shows signs of life.
 
         An actor that is late and then replaced is silent for twice its time-out: only a longer silence ends the wait.
 
@@ -106,7 +106,7 @@ class InThread:
             answer.cancel()
 
     async def until(self, get: Callable[[], T | None]) -> T:
-        """Wait until ``get`` gives something that is true; it is called again after each ``notify``.
+        """Wait until ``get`` returns something true; it is called again after each ``notify``.
 
         Raises:
             Exception: what has ended one of the lives.
@@ -125,7 +125,7 @@ class InThread:
         self._changed.clear()
 
     def close(self, closing: Sequence[Any]) -> None:
-        """End all actors; those that have something to end are asked to. May be called again."""
+        """End all actors, asking those with something to finish. May be called again."""
         if not self._closed:
             self._closed = True
             asyncio.run_coroutine_threadsafe(self._end(closing), self._loop).result()
@@ -143,7 +143,7 @@ class InThread:
             place.kill()
 
     async def _guard(self, life: Coroutine[Any, Any, None]) -> None:
-        """Keep what ends a life, for the driver to raise."""
+        """Keep the error that ends a life, for the driver to raise."""
         try:
             await life
         except Exception as error:
@@ -167,7 +167,7 @@ class InThread:
                 self.notify()
 
     async def _start(self, place: OnRay, make: Make) -> None:
-        """Make an actor; one that cannot be made again is tried once more, the first one must start."""
+        """Make an actor. The first one must start; a replacement that cannot be made is tried again."""
         first = not place.restarts
         try:
             await make(place)

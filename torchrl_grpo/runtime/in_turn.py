@@ -1,4 +1,4 @@
-"""``InTurn``: drives the coroutines of ``Rollouts`` by hand, in the caller's thread, with no event loop.
+"""``InTurn``: steps the coroutines of ``Rollouts`` in the caller's thread, without an event loop.
 
 A round of work runs only while a question waits: nothing is sampled before a batch is asked for, or while weights are
 published. The parts are ``Here`` and never wait, so a round either goes through, or finds nothing to do and is dropped.
@@ -16,7 +16,7 @@ from torchrl_grpo.runtime.places import Place
 
 T = TypeVar("T")
 Round = Callable[[], Coroutine[Any, Any, None]]
-"""Work with a place: waits until there is something to do, and does it once."""
+"""Work at a place: waits until there is something to do, and does it once."""
 Make = Callable[[Any], Coroutine[Any, Any, None]]
 """Makes the part of a place."""
 Work = Mapping[Place, Sequence[Round]]
@@ -52,7 +52,7 @@ class InTurn:
         self._rounds = [rounds[0] for rounds in last_first] + [one for rounds in last_first for one in rounds[1:]]
 
     def ask(self, question: Coroutine[Any, Any, T], noted: str = "") -> T:
-        """Return the answer to a question; while it waits, make one round after another.
+        """Return the answer to a question; while it waits, run one round after another.
 
         Args:
             question: waits with ``until``.
@@ -79,22 +79,22 @@ class InTurn:
             question.close()
 
     async def until(self, get: Callable[[], T | None]) -> T:
-        """Wait until ``get`` gives something that is true; it is called again after each round."""
+        """Wait until ``get`` returns something true; it is called again after each round."""
         while not (value := get()):
             await _pause()
         return value
 
     def notify(self) -> None:
-        """Say that the state has changed: nobody has to be woken here."""
+        """Report a change of state, which nobody waits for here."""
 
     def close(self, closing: Sequence[Place]) -> None:
-        """Close those that have something to end. May be called again."""
+        """Close the parts that have something to finish. May be called again."""
         for place in closing:
             self.ask(place.close())
 
 
 def _make(one: Round) -> bool:
-    """Make a round, if it has something to do; return whether it had."""
+    """Run a round, if it has something to do; return whether it had."""
     coroutine = one()
     try:
         return _go_on(coroutine)[0]
@@ -103,7 +103,7 @@ def _make(one: Round) -> bool:
 
 
 def _go_on(coroutine: Coroutine[Any, Any, T]) -> tuple[bool, Any]:
-    """Let a coroutine go on; return whether it is done, and what it gave."""
+    """Resume a coroutine; return whether it is done, and its result."""
     try:
         coroutine.send(None)
     except StopIteration as done:

@@ -1,4 +1,4 @@
-"""``RayLearner``: the driver's handle on the training ranks, with the surface of ``Learner`` that ``fit`` uses."""
+"""``RayLearner``: the driver's handle on the training ranks, with the methods of ``Learner`` that ``fit`` uses."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from torchrl_grpo.weights.meeting import open_store
 
 _TICK_S = 1.0
 _HEARD_S = 10.0
-"""How long after the first failure of a rank the others are listened to."""
+"""Seconds to wait for the other ranks after the first failure of one."""
 _LEFT_S = 60.0
-"""How long a checkpoint is waited for at the end of a run whose ranks may stand still."""
+"""Seconds to wait for a checkpoint at the end of a run whose ranks may hang."""
 _ROLE = "LearnerActor"
 _HARMLESS = (NotSavedError, NonFiniteError)
-"""Errors that leave ``resumable`` as it was."""
+"""Errors that leave ``resumable`` unchanged."""
 
 
 class RayLearner:
-    """Learners as Ray actors, one for each training rank.
+    """Learners as Ray actors, one per training rank.
 
     A rank that dies takes the run with it: the others hold a part of the model each, and what they would wait for never
     comes. Every method but ``close`` raises ``LearnerLostError`` then, with the last checkpoint, and
@@ -106,7 +106,7 @@ class RayLearner:
         self.resumable = True
 
     def weights(self) -> Any:
-        """A reference to the ``WeightHandle`` of the current version, which is there until ``release``."""
+        """A reference to the ``WeightHandle`` of the current version, valid until ``release``."""
         return self._send("weights")
 
     def resend(self, version: int, reason: str) -> Any:
@@ -124,7 +124,7 @@ class RayLearner:
         return answers[0][1]
 
     def release(self, version: int) -> None:
-        """Frees the weights of a version that nobody reads or will read any more. Returns at once."""
+        """Free the weights of a version that nobody reads or will read anymore. Returns at once."""
         if self._ranks:
             _call(self._ranks[0], "release", version)
 
@@ -178,7 +178,7 @@ class RayLearner:
         return self._ask(what, [_call(rank, method, *arguments) for rank in self._ranks], timeout_s)[0]
 
     def _ask(self, what: str, references: list[Any], timeout_s: float | None = None) -> list[Any]:
-        """The answers of the ranks; the first failure ends the wait, because the other ranks may wait for that one."""
+        """Return the ranks' answers; the first failure ends the wait, because other ranks may wait for that one."""
         import ray
 
         limit = f"{self.actor_timeout_s:g} s (ray.actor_timeout_s)" if timeout_s is None else f"{timeout_s:g} s"
@@ -208,7 +208,7 @@ class RayLearner:
         return ray.get(references)
 
     def last_saved(self) -> str:
-        """How the run goes on from its last checkpoint, in words."""
+        """Describe how to resume from the last checkpoint."""
         saved = self._saving if self._saving and self._saving.exists() else self._last_checkpoint
         return f"go on with train.resume={saved}" if saved else "no checkpoint was written before"
 
@@ -219,7 +219,7 @@ def _call(rank: Any, method: str, *arguments: Any) -> Any:
 
 
 def _root_cause(first: Exception, references: Sequence[Any]) -> Exception:
-    """The loss of a rank, where that is behind an error: the others may hear of it first, as a broken connection."""
+    """Return the loss of a rank if an error was caused by it; others may notice it first, as a broken connection."""
     import ray
 
     if is_loss(first):

@@ -1,4 +1,4 @@
-"""Which role runs on which devices: ``num_devices`` or ``devices`` of each role to a ``DevicePlan``.
+"""Devices of each role: from ``num_devices`` or ``devices`` to a ``DevicePlan``.
 
 On a machine without accelerators a device is a process, and there is no limit to them. With one accelerator the roles
 take turns on it (colocated). With more, each role gets its own; if only the reference model or the teacher is left
@@ -22,7 +22,7 @@ _FIELDS = {"train": "train_model", "inference": "inference_model", "reference": 
 
 @dataclass(frozen=True)
 class RoleRequest:
-    """Request for one role: a number, all that the other roles leave, or indices of accelerators, or neither."""
+    """Device request of one role: a number, all that the others leave, indices of accelerators, or nothing."""
 
     num_devices: int | Literal["all"] | None = None
     devices: Sequence[int] | None = None
@@ -30,7 +30,7 @@ class RoleRequest:
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """Where each role runs.
+    """Devices of each role.
 
     Attributes:
         train: the trained model's devices, one for each rank of the learner.
@@ -54,7 +54,7 @@ class DevicePlan:
 
     @property
     def distributed(self) -> bool:
-        """Whether a role has more than one device, which takes more than one process."""
+        """Whether a role has more than one device and so needs more than one process."""
         return max(len(self.train), sum(map(len, self.inference)), len(self.reference), len(self.teacher)) > 1
 
 
@@ -81,7 +81,7 @@ def plan_devices(
     engine_devices: int = 1,
     cluster: str | None = None,
 ) -> DevicePlan:
-    """Places the roles.
+    """Assign devices to the roles.
 
     Args:
         requests: what was asked for each role of ``ROLES``; that of the reference model, or of the teacher, counts only
@@ -123,7 +123,7 @@ def plan_devices(
 
 
 def num_unused(plan: DevicePlan, accelerators: Sequence[torch.device]) -> int:
-    """Return how many of the accelerators no role of a plan has."""
+    """Return the number of accelerators without a role in a plan."""
     return len(set(accelerators).difference(plan.devices))
 
 
@@ -135,7 +135,7 @@ def _numbered(
     engine_devices: int,
     where: str,
 ) -> Mapping[str, RoleRequest]:
-    """The requests with a number in place of ``all``, for which those of ``sharing`` have asked."""
+    """Return the requests with numbers instead of ``all``, which the roles ``sharing`` asked for."""
     if not sharing:
         return requests
     [role, *more] = sharing
@@ -170,7 +170,7 @@ def _asked(role: str, request: RoleRequest, count: int) -> str:
 
 
 def _count(role: str, request: RoleRequest, engine_devices: int) -> int:
-    """How many devices a role gets; ``all`` is a number by now."""
+    """Number of devices for a role; ``all`` was replaced by a number."""
     group = engine_devices if role == "inference" else 1
     assert request.num_devices != "all"
     count = request.num_devices or group if request.devices is None else len(request.devices)
@@ -190,7 +190,7 @@ def _place(
     accelerators: Sequence[torch.device],
     where: str,
 ) -> dict[str, list[torch.device]]:
-    """The devices of each role of ``counts`` where there are accelerators; the same ones for those of ``sharing``."""
+    """Devices of each role of ``counts`` if there are accelerators; the same ones for those of ``sharing``."""
     total = len(accelerators)
     placed: dict[str, list[torch.device]] = {}
     for role, count in counts.items():

@@ -1,4 +1,4 @@
-"""Places: where the parts of a run live. A part is called the same way in each of them.
+"""Places: homes of the parts of a run. A part is called the same way in each of them.
 
 ``Here`` is this very thread. ``OnRay`` is an actor, which may die and is then made again.
 """
@@ -22,12 +22,12 @@ from torchrl_grpo.runtime.actors import start_actor
 
 _LONGEST_PAUSE_S = 30.0
 _KINDS = {"setup": "start", "play": "sample", "score": "score", "update": "update", "evaluate": "evaluate"}
-"""Of what a part is asked, what the timeline shows, and as what."""
+"""Methods shown in the timeline, and their labels."""
 _MOST_SPANS = 10_000
 
 
 class ActorLostError(Exception):
-    """The actor is gone, or did not answer in time; another one will be made. ``args[0]`` is why."""
+    """The actor is gone, or did not answer in time, and will be replaced. ``args[0]`` is the reason."""
 
 
 class Place(ABC):
@@ -78,7 +78,7 @@ class Place(ABC):
 
     @abstractmethod
     async def call(self, what: str, method: str, *arguments: Any, groups: int = 0) -> Any:
-        """Return what a method of the part gives.
+        """Call a method of the part and return its result.
 
         Args:
             what: what it is to do, in words.
@@ -93,13 +93,13 @@ class Place(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Have a sampler end what it began. May be called again."""
+        """Let a sampler finish. May be called again."""
 
     def did(self) -> None:  # noqa: B027
-        """Note that the part has done what it is there for."""
+        """Note that the part has done its work."""
 
     def _note(self, method: str, began_at: float, result: Any) -> None:
-        """Add to the timeline what the part was called for until now."""
+        """Add a call of the part, which ends now, to the timeline."""
         if isinstance(result, RolloutReport):
             self.spans.extend(result.spans(self.name, began_at))
         elif method in _KINDS:
@@ -109,7 +109,7 @@ class Place(ABC):
 
 
 class Here(Place):
-    """A part in this very thread: its coroutines never wait, so that they need no event loop.
+    """A part in this thread: its coroutines never wait, so they need no event loop.
 
     Attributes:
         part: once it is made.
@@ -142,7 +142,7 @@ class Here(Place):
 
 
 class OnRay(Place):
-    """A part as an actor, and its successors. All of it belongs to the event loop in which ``start`` was called.
+    """A part as an actor, and its replacements. It belongs to the event loop in which ``start`` was called.
 
     Attributes:
         role: kind of part, and its process's name: ``ray::SamplerActor.play`` while a "sampler 0" plays.
@@ -222,11 +222,11 @@ class OnRay(Place):
         raise ActorLostError(await asyncio.shield(self._lost))
 
     def did(self) -> None:
-        """Note that it has done what it is there for: only that ends a row of failures."""
+        """Note that it has done its work; only that ends a series of failures."""
         self._failures, self._useful = 0, True
 
     def lose(self, error: BaseException) -> None:
-        """End the actor; those who wait for it raise. May be called again."""
+        """End the actor and raise in everything that waits for it. May be called again."""
         if self.actor is None:
             return
         torchrl_logger.warning(f"{self.name} (process {self.pid}) is lost, a new one starts: {first_line(error)}")
@@ -254,7 +254,7 @@ class OnRay(Place):
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether an error says that an actor or its engine is gone, and not that its work raised."""
+    """Whether an error means that an actor or its engine is gone, not that its work raised."""
     from ray import exceptions
 
     gone = (
@@ -268,10 +268,10 @@ def is_loss(error: BaseException) -> bool:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return what was raised in the actor, without Ray's wrapping."""
+    """Return the error raised in the actor, without Ray's wrapping."""
     return getattr(error, "cause", None) or error
 
 
 def first_line(error: BaseException | None) -> str:
-    """Return what was raised in the actor, in one line."""
+    """Describe the error raised in the actor in one line."""
     return "" if error is None else str(cause_of(error)).strip().split("\n", 1)[0]

@@ -24,14 +24,14 @@ from torchrl_grpo.runtime.places import ActorLostError, Place, first_line
 from torchrl_grpo.runtime.tasks import Progress, TaskQueue
 
 MOST_ATTEMPTS = 3
-"""After so many actors were lost over the same thing, another one is not tried."""
+"""Number of actors that may be lost over the same work before the run ends."""
 _SCORED_AT_A_TIME = 2  # by one reference actor: one task is computed, one is on its way there
 _SECONDS = {f"workers/{name}": f"time/{name}" for name in ("generate_s", "reward_s", "reference_s")}
-"""Seconds of workers that are seconds of the step where nothing overlaps."""
+"""Metrics of workers that count toward the step's time if nothing overlaps."""
 
 
 class Rollouts:
-    """Gives batches of finished, scored groups, and takes new weights.
+    """Delivers batches of finished, scored groups, and takes new weights.
 
     ``learner_version - policy_version`` of a sequence in a batch never exceeds the bound of the tasks' ``GroupBuffer``.
 
@@ -132,7 +132,7 @@ class Rollouts:
         return [group for _, group in groups]
 
     def publish(self, handle: Any, version: int) -> None:
-        """Give out the weights of a trained batch. With actors, return at once: each sampler takes them when it can.
+        """Publish the weights of a trained batch. With actors, return at once: each sampler takes them when it can.
 
         Args:
             handle: a ``WeightHandle``, or a reference to one.
@@ -141,7 +141,7 @@ class Rollouts:
         self._driver.ask(self._publish(handle, version))
 
     def update_reference(self, handle: Any) -> None:
-        """Make other weights the reference model's, for all that is scored from here on; see ``publish``."""
+        """Replace the reference model's weights for everything that is scored from here on; see ``publish``."""
         self._driver.ask(self._update_reference(handle))
 
     def evaluate(self, *, sampled: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -185,7 +185,7 @@ class Rollouts:
             sampler.engine_state = engine_state or None
 
     def what_is_missing(self) -> str:
-        """Return where the parts and the groups of the next batch are, in words."""
+        """Describe the state of the parts and of the next batch's groups."""
         playing = [f"{s.name} {'has' if s.ready else 'is starting, with'} {len(s.tasks)}" for s in self.samplers]
         scorers = [*self.references, *self.teachers]
         scoring = sum(len(place.tasks) for place in scorers) + len(self.tasks.unscored)
@@ -220,7 +220,7 @@ class Rollouts:
             await self._driver.until(lambda: all(place.weights is handle for place in self.references))
 
     async def _next_groups(self) -> tuple[list[tuple[int, Any]], dict[str, float]]:
-        """Return the next batch as (group, its data), and what is known of it and of the parts."""
+        """Return the next batch as (group, its data), and metrics of it and of the parts."""
         groups, metrics = await self._driver.until(self.tasks.take)
         if self._turns:
             await self._end_turn()
@@ -236,7 +236,7 @@ class Rollouts:
         return groups, metrics
 
     async def _end_turn(self) -> None:
-        """Have all samplers give their devices to the learner."""
+        """Have all samplers release their devices to the learner."""
         self._trains = True
 
         def settled() -> bool:
@@ -249,7 +249,7 @@ class Rollouts:
                     await sampler.call("sleep", "sleep")
 
     async def _ask_any(self, what: str, method: str, *arguments: Any) -> Any:
-        """Return the answer of a sampler that has the published weights; of another one if it is lost.
+        """Return the answer of a sampler with the published weights; of another one if it is lost.
 
         Raises:
             WorkersLostError: sampler after sampler was lost over it.
@@ -261,7 +261,7 @@ class Rollouts:
         raise WorkersLostError(f"{MOST_ATTEMPTS} samplers were lost while they were to {what}.")
 
     async def _ask_each(self, what: str, method: str) -> list[Any]:
-        """Return the answers of the samplers that are there, each with the published weights; at least one."""
+        """Return the answers of all available samplers, at least one, each with the published weights."""
         answers = []
         for sampler in [sampler for sampler in self.samplers if sampler.ready]:
             restarts = sampler.restarts
@@ -281,7 +281,7 @@ class Rollouts:
     # What is done at a place
 
     async def _make(self, place: Place) -> None:
-        """Make the part of a place, which has no weights but its own then."""
+        """Make the part of a place, which then has its initial weights."""
         if place not in self.samplers:
             place.weights = None
             await place.start()
@@ -317,7 +317,7 @@ class Rollouts:
         self._driver.notify()
 
     def _next_version(self, sampler: Place) -> int | None:
-        """Return the version that a sampler takes now, None while there is none."""
+        """Return the version that a sampler should take now, None if there is none."""
 
         def may_update(one: Place) -> bool:
             return not self._trains and (self._in_flight != "wait" or not one.tasks)
@@ -331,7 +331,7 @@ class Rollouts:
         return self.published if ready and sampler.version != self.published else None
 
     async def _keep_reference_current(self, reference: Place) -> None:
-        """Give a reference model the weights that are to be its own; a teacher keeps those that it was made with."""
+        """Give a reference model its new weights."""
         await self._driver.until(lambda: reference.weights is not self._weights_of(reference))
         weights = self._reference_weights
         await reference.call("load weights", "update", weights)
@@ -339,7 +339,7 @@ class Rollouts:
         self._driver.notify()
 
     async def _play(self, sampler: Place) -> None:
-        """Take a task, have the sampler play it, and hand on what it gives."""
+        """Take a task, have the sampler play it, and pass on the groups."""
 
         def next_task() -> Progress | None:
             current = [other for other in self.samplers if self._is_current(other)]
@@ -355,7 +355,7 @@ class Rollouts:
         self._hand_on(progress)
 
     async def _score(self, reference: Place) -> None:
-        """Take a task that was played, have the reference model score it, and hand on what it gives."""
+        """Take a task that was played, have the reference model score it, and pass on the groups."""
 
         def next_task() -> Progress | None:
             progress = next((one for one in self.tasks.unscored if reference in one.scorers[0]), None)
@@ -390,7 +390,9 @@ class Rollouts:
 
     @contextmanager
     def _at(self, place: Place, progress: Progress, put_back: Callable[[Progress], None]) -> Iterator[None]:
-        """While a part has a task: if it does not do it, the task is put back, unless it was the end of too many."""
+        """Context in which a part has a task: if the part is lost, the task is put back, unless it was lost over it too
+        often.
+        """
         progress.attempts += 1
         place.tasks.append(progress)
         self._driver.notify()  # who has the fewest tasks may be another one now
@@ -416,7 +418,7 @@ class Rollouts:
         return there and sampler.version == self.published
 
     def _release_old(self) -> None:
-        """Give back the weights that nobody reads and nobody will be given."""
+        """Release weights that nobody reads or will read."""
         used = {self.published, *(sampler.updating for sampler in self.samplers if sampler.ready)}
         for version in self._handles.keys() - used:
             del self._handles[version]
@@ -428,5 +430,5 @@ class Rollouts:
 
 
 def _is_next(place: Place, places: Sequence[Place], most: int) -> bool:
-    """Whether a place is the first of those with the fewest tasks, and has room for one more."""
+    """Whether a place is the first of those with the fewest tasks, and has room for another one."""
     return bool(places) and min(places, key=lambda other: len(other.tasks)) is place and len(place.tasks) < most

@@ -1,4 +1,4 @@
-"""``GroupBuffer``: how many groups may be under way, and which make the next batch, so that staleness is bounded.
+"""``GroupBuffer``: bounds staleness by deciding how many groups may be in progress, and which ones make the next batch.
 
 Pure bookkeeping, without data, processes or time. A group holds a slot from the moment its sampling is allowed until
 the weights that it trained were published.
@@ -62,7 +62,7 @@ class GroupBuffer:
 
     @property
     def capacity(self) -> int:
-        """Most groups that hold a slot at a time."""
+        """Maximum number of groups that hold a slot at a time."""
         return (self.max_staleness + 1) * self.groups_per_batch
 
     @property
@@ -72,7 +72,7 @@ class GroupBuffer:
 
     @property
     def waiting(self) -> int:
-        """Groups that are ready for a batch."""
+        """Groups ready for a batch."""
         return len(self._waiting)
 
     @property
@@ -82,11 +82,11 @@ class GroupBuffer:
 
     @property
     def room(self) -> int:
-        """How many more groups the published weights may begin now."""
+        """Number of groups that the published weights may begin now."""
         return self.capacity - len(self._pending) - len(self._waiting) - len(self._training)
 
     def admit(self, group: int) -> None:
-        """Gives a new group a slot: it is begun by the published weights.
+        """Give a new group a slot; the published weights begin it.
 
         Raises:
             RuntimeError: there is no room, or the group has a slot already.
@@ -99,11 +99,11 @@ class GroupBuffer:
         self._pending_of[self.version] += 1
 
     def withdraw(self, group: int) -> None:
-        """Takes a pending group back, because what was making it is gone; it may be admitted again."""
+        """Withdraw a pending group whose sampler is lost; it may be admitted again."""
         self._leave(self._pending_of, self._pending.pop(group))
 
     def finish(self, group: int, version: int, item: Any) -> None:
-        """Makes a group ready.
+        """Mark a group as ready.
 
         Args:
             group: one that is pending.
@@ -129,7 +129,7 @@ class GroupBuffer:
             del groups[version]
 
     def take(self) -> list[tuple[int, Any]] | None:
-        """The next batch for a trainer of the published version, as (group, item) in the order of the groups.
+        """Return the next batch for the published version, as (group, item) in the order of the groups.
 
         Groups that would be too old for later batches come first, and are waited for; the others come in the order in
         which they arrived.
@@ -177,7 +177,7 @@ class GroupBuffer:
         return group, item
 
     def publish(self, version: int) -> None:
-        """Frees the slots of the batch that was trained: the weights that it made are published."""
+        """Free the slots of the trained batch, whose weights are published."""
         self.version = version
         self._training = {}
 

@@ -1,4 +1,4 @@
-"""``TaskQueue``: which rollout tasks there are, and where each of them is. Bookkeeping alone: no processes, no time."""
+"""``TaskQueue``: bookkeeping of rollout tasks and their states, without processes or time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrl_grpo.tasks.drawing import Drawing, Drawn
 
 @dataclass(eq=False)
 class Progress:
-    """Where a task is.
+    """State of a task.
 
     Attributes:
         task: what is played.
@@ -41,7 +41,7 @@ class Progress:
 
 
 class TaskQueue:
-    """Draws tasks as the ``GroupBuffer`` has room for them, takes them back, and makes batches of those that are done.
+    """Draws tasks while the ``GroupBuffer`` has room, takes them back, and makes batches of finished ones.
 
     With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) a group whose valid rewards are all equal gives its
     place back, and another problem is drawn for it, until so many groups were played for one batch as
@@ -99,7 +99,7 @@ class TaskQueue:
         self._warned = False
 
     def next_unplayed(self) -> Progress | None:
-        """A task to be played, with a place in the buffer for each of its groups; None while there is no room."""
+        """Return a task to play, with a slot in the buffer for each of its groups; None if there is no room."""
         if not self._unplayed:
             self._draw()
         if not self._unplayed or len(self._unplayed[0].left) > self.buffer.room:
@@ -110,7 +110,7 @@ class TaskQueue:
         return progress
 
     def _draw(self) -> None:
-        """Draws the next task, if the run has one more and there is room for it."""
+        """Draw the next task, if the run has one more and there is room for it."""
         missing = self._total_groups - self.buffer.taken - self._left
         groups = min(self._task_groups, self.buffer.room, missing)
         if groups < min(self._task_groups, missing) and self.buffer.pending:
@@ -126,14 +126,14 @@ class TaskQueue:
         self._unplayed.append(progress)
 
     def give_back(self, progress: Progress) -> None:
-        """Takes back a task whose sampler was lost: it will be played again."""
+        """Take back a task whose sampler was lost; it will be played again."""
         for group in progress.left:
             self.buffer.withdraw(group)
         self._resampled += len(progress.left)
         bisect.insort(self._unplayed, progress, key=lambda other: other.task.groups[0])
 
     def played(self, progress: Progress, report: RolloutReport, data: Sequence[Any]) -> int:
-        """Notes what a sampler did; returns how many responses it gave.
+        """Record that a sampler played a task; return its number of responses.
 
         Args:
             progress: of the task.
@@ -161,7 +161,7 @@ class TaskQueue:
         return self._group_size * len(groups)
 
     def _gives_place_back(self, group: GroupReport) -> bool:
-        """Whether another problem is drawn in the place of this group's, because it has no learning signal."""
+        """Whether another problem replaces this group, because it has no learning signal."""
         if self._most_played is None:
             return False
         self._dynamic["played"] += 1
@@ -197,14 +197,14 @@ class TaskQueue:
         self._drawing.record((index, correct) for correct in group.outcomes)
 
     def finish(self, progress: Progress) -> None:
-        """Lets the groups of a task wait for a batch."""
+        """Mark the groups of a task as ready for a batch."""
         for group, ref in zip(progress.kept, progress.refs, strict=True):
             self.buffer.finish(group.group, group.version, (progress, group, ref))
         progress.refs = []  # a group's data lives as long as something waits for it
         self._most_waiting = max(self._most_waiting, self.buffer.waiting)
 
     def take(self) -> tuple[list[tuple[int, Any]], dict[str, float]] | None:
-        """The next batch as (group, its data or a reference to it), and its metrics; None while it is not there."""
+        """Return the next batch as (group, its data or a reference to it), and its metrics; None if it is not ready."""
         taken = self.buffer.take()
         if taken is None:
             return None
@@ -244,7 +244,7 @@ class TaskQueue:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Where drawing is, and which groups were drawn that no batch has taken, with the indices of their problems."""
+        """Return the state of drawing, and drawn groups that no batch has taken, with the indices of their problems."""
         drawn = (one for progress in self._progress for one in progress.task.drawn if one.group in progress.left)
         ahead = sorted((one.group, one.index) for one in drawn)
         return {"drawing": self._drawing.state_dict(), "ahead": [list(pair) for pair in ahead]}
@@ -258,7 +258,7 @@ class TaskQueue:
 
 
 def _seconds(progress: Progress) -> dict[str, float]:
-    """The seconds that one group of a task took, which were measured for all of them together."""
+    """Seconds of one group of a task, which were measured for all of them together."""
     report = progress.report
     assert report is not None
     count = len(report.groups)

@@ -1,4 +1,4 @@
-"""The model of a checkpoint, as Hugging Face's ``from_pretrained`` and vLLM load it.
+"""Exports the model of a checkpoint, for Hugging Face's ``from_pretrained`` and vLLM.
 
     python -m torchrl_grpo.export outputs/DATE/TIME
     python -m torchrl_grpo.export outputs/DATE/TIME/checkpoints/checkpoint_000100.pt --output my_model

@@ -13,11 +13,11 @@ from torchrl_grpo.scripts.job import train
 
 
 def job(*, asynchronous: bool) -> Callable[[], None]:
-    """Return the entry point of ``grpo`` or, if asynchronous, of ``grpo-async``: it reads the command line."""
+    """Return the entry point of ``grpo`` or, if asynchronous, of ``grpo-async``; it reads the command line."""
 
     @hydra.main(version_base="1.3", config_path=CONFIG_FILES, config_name="grpo_gsm8k")
     def main(cfg: DictConfig) -> float | None:
-        """Train as the config says; return what a sweep is to raise."""
+        """Train by the config; return the objective of a sweep."""
         return train(cfg, asynchronous=asynchronous)
 
     return main

@@ -1,4 +1,4 @@
-"""The job of both scripts, from its config to its outcome, and the page over the jobs of a sweep."""
+"""The job of both scripts, from its config to its outcome, and the report of a sweep."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Sweep(Callback):
-    """Gives each start a folder of its own, and knows that of a multirun.
+    """Gives each start its own folder, and knows that of a multirun.
 
     Attributes:
         folder: of the one that this process started; None in a single run, and in a process that a launcher made.
@@ -62,7 +62,7 @@ class Sweep(Callback):
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """End the process with what is refused: Hydra makes a warning of an error in a callback."""
+    """End the process with the error: Hydra turns an error in a callback into a warning."""
     try:
         yield
     except ConfigError as error:
@@ -71,7 +71,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _own_folder(hydra: DictConfig, kind: str) -> Path:
-    """Return the ``dir`` of ``hydra.run`` or ``hydra.sweep``; one named after the time is made, under a free name."""
+    """Return the ``dir`` of ``hydra.run`` or ``hydra.sweep``; one named after the time gets a free name."""
     node = hydra[kind]
     if "${now:" not in str(OmegaConf.to_container(node, resolve=False)["dir"]):  # type: ignore[call-overload, index]
         return Path(node.dir)
@@ -96,7 +96,7 @@ ConfigStore.instance().store(
 
 
 def command(main: Callable[[], object]) -> None:
-    """Let ``main`` answer the command line, and write the page over a sweep."""
+    """Let ``main`` handle the command line, and write the report of a sweep."""
     Sweep.folder, Sweep.made = None, ()
     with orderly_exit():
         _check_working_directory()
@@ -119,7 +119,7 @@ def _check_working_directory() -> None:
 
 
 def train(cfg: DictConfig, *, asynchronous: bool) -> float | None:
-    """Does the job that a config describes.
+    """Run the job that a config describes.
 
     Returns:
         what a sweep is to raise (``reporting.report.objective``); None of a dry run.
@@ -133,7 +133,7 @@ def train(cfg: DictConfig, *, asynchronous: bool) -> float | None:
 
 @contextmanager
 def _leaving_nothing(hydra_config: HydraConf) -> Iterator[None]:
-    """Remove the folder of a run that is refused, if this start made it and only Hydra has written into it."""
+    """Context that removes the folder of a refused run, if this start made it and only Hydra has written to it."""
     try:
         yield
     except ConfigError:
@@ -150,7 +150,7 @@ def _leaving_nothing(hydra_config: HydraConf) -> Iterator[None]:
 
 
 def _train_in_sweep(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> float | None:
-    """A job among others: its error is Hydra's to raise, when those beside it have ended."""
+    """Run a job of a sweep: Hydra raises its error when the other jobs have ended."""
     directory = Path(hydra_config.runtime.output_dir)
     beside_others = Sweep.folder is None
     try:
@@ -167,7 +167,7 @@ def _train_in_sweep(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool
 
 
 def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> float | None:
-    """Builds the run that the config describes, trains, and closes it whatever happens."""
+    """Build the run that the config describes, train, and close it in any case."""
     directory = Path(hydra_config.runtime.output_dir)
     config = from_hydra(cfg, hydra_config.overrides.task, partial(saved_config, directory=directory))
     with starting(config, asynchronous=asynchronous):  # takes seconds; --help and mistakes are answered before
@@ -187,7 +187,7 @@ def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> floa
 
 @contextmanager
 def _writing_log() -> Iterator[None]:
-    """Write what TorchRL's logger prints into Hydra's log file too: it hands nothing on to other loggers."""
+    """Write TorchRL's log lines to Hydra's log file too: its logger does not propagate them."""
     from torchrl import torchrl_logger
 
     files = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
@@ -202,12 +202,12 @@ def _writing_log() -> Iterator[None]:
 
 
 def _say_nothing(record: logging.LogRecord) -> None:
-    """For a line that a full disk has no room for, say: it is on the terminal."""
+    """Ignore a log line that does not fit on a full disk: it is on the terminal."""
 
 
 @contextmanager
 def _printing_to(path: Path) -> Iterator[None]:
-    """Write all that this process prints to a file: jobs side by side have one terminal."""
+    """Context that redirects all output of this process to a file, because parallel jobs share one terminal."""
     sys.stdout.flush()
     terminal = os.dup(1)
     with path.open("a") as file:

@@ -1,4 +1,4 @@
-"""Prints the command line that makes the same run as a config of TRL, verl, AReaL, prime-rl or TorchRL.
+"""Prints the command line equivalent to a config of TRL, verl, AReaL, prime-rl or TorchRL.
 
     python -m torchrl_grpo.migrate train_trl.py --devices 8
     python -m torchrl_grpo.migrate run_qwen2-7b_math.sh
@@ -29,7 +29,7 @@ _NO_TEXT = re.compile(r"true|false|null|none|nan|inf|[-+.\d][\d.e+\-_]*", re.IGN
 
 
 def main(arguments: Sequence[str] | None = None, file: IO[str] | None = None, width: int | None = None) -> None:
-    """Prints the command line for a file, and what it cannot say.
+    """Print the command line for a file, and what it cannot express.
 
     Args:
         arguments: of the command line; by default this process'.
@@ -74,20 +74,20 @@ def report(made: Translation, width: int) -> str:
 
 
 def command(made: Translation) -> list[str]:
-    """The words of the command line, as a shell takes them."""
+    """Return the words of the command line, quoted for a shell."""
     script = "grpo-async.py" if made.asynchronous else "grpo.py"
     return [f"python sota/grpo/{script}", *(_quoted(f"{key}={_text(value)}") for key, value in made.overrides.items())]
 
 
 def _quoted(word: str) -> str:
-    """A word for the shell, which still puts ``$HOME`` in."""
+    """Quote a word for the shell, which still expands ``$HOME``."""
     if _PLAIN.fullmatch(word.replace("=", "")):
         return word
     return '"' + re.sub(r'(["`\\])', r"\\\1", word) + '"' if _PLACE.search(word) else shlex.quote(word)
 
 
 def _text(value: Any) -> str:
-    """A value as Hydra reads it."""
+    """Return a value as Hydra parses it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):

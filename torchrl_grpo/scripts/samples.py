@@ -1,4 +1,4 @@
-"""Shows the samples of a run in the terminal: filtered, sorted, or before against after.
+"""Shows samples of a run in the terminal: filtered, sorted, or before against after training.
 
 Text that a model wrote is never trusted: it is not read as markup, and what cannot be printed is shown escaped.
 
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None, file: IO[str] | None = None, wi
 
 
 def compare(rows: Iterable[Row]) -> list[Pair]:
-    """Of each problem that was sampled at several steps, a sample of the first and one of the last step.
+    """Pair the first and the last sample of each problem that was sampled at several steps.
 
     >>> [(before, after)] = compare([{"step": step, "split": "test", "query": "1+1"} for step in (50, 0, 100)])
     >>> before["step"], after["step"]
@@ -115,7 +115,7 @@ def _count(text: str) -> int:
 
 
 def _belongs(row: Row, asked: argparse.Namespace) -> bool:
-    """Whether it is of the steps, the split, the data set and the group that were asked for."""
+    """Whether a sample is of the requested steps, split, data set and group."""
     return (
         (asked.step is None or row.get("step") in asked.step)
         and asked.split in (None, row.get("split"))
@@ -154,7 +154,7 @@ def _show(row: Row, console: Console) -> None:
 
 
 def _outcome(row: Row, console: Console, before: str) -> Text:
-    """A line on a sample: where it is from, and what it earned."""
+    """Describe a sample in one line: its origin, and its reward."""
     parts = ", ".join(f"{name} {number(value)}" for name, value in (row.get("parts") or {}).items())
     earned = f"{before} | reward {reward_text(row)}" + (f" ({parts})" if parts else "")
     if row.get("advantage") is not None:

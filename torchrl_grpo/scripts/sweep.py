@@ -1,4 +1,4 @@
-"""Writes one page over the runs of a sweep: which key mattered, their curves overlaid, a table.
+"""Writes the report of a sweep: which key mattered, overlaid curves, a table.
 
     python -m torchrl_grpo.sweep multirun/DATE/TIME
 

@@ -32,7 +32,7 @@ _FINAL_ANSWER = re.compile(r"####[ \t]*(-?[0-9]+)\s*\Z")
 
 
 def split_of(a: int, op: str, b: int) -> Split:
-    """The split that ``a op b`` belongs to; the order of a sum's operands does not matter.
+    """Return the split of ``a op b``; the order of a sum's operands does not matter.
 
     Args:
         a: first operand.
@@ -45,7 +45,7 @@ def split_of(a: int, op: str, b: int) -> Split:
 
 
 def final_answer(response: str) -> str | None:
-    """The integer after ``####`` at the very end of a response, without leading zeros; None when there is none.
+    """Return the integer after ``####`` at the very end of a response, without leading zeros; None if there is none.
 
     It stays text, so that thousands of digits cost nothing and never reach ``int``.
 
@@ -95,7 +95,7 @@ class ArithmeticTask(GeneratedTask):
         return [{"role": "user", "content": problem.query + INSTRUCTION}]
 
     def score(self, problem: Problem, responses: Sequence[str]) -> Score:
-        """1.0 when the last response ends with ``####`` and the answer, else 0.0."""
+        """Return 1.0 if the last response ends with ``####`` and the answer, else 0.0."""
         correct = final_answer(responses[-1]) == problem.answer
         return Score(reward=float(correct), correct=correct)
 

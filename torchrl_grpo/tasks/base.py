@@ -1,4 +1,4 @@
-"""Interface of a task: problems, how a problem becomes a chat, what answers the policy, and how a dialog is scored."""
+"""Interface of a task: its problems, their prompts, answers to the policy, and scores of dialogs."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class Task(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no scorer: define score, or use WithRewards.")
 
     def next_turn(self, problem: Problem, responses: Sequence[str]) -> str | None:
-        """A further user message after the policy's latest turn, or None when the dialog is over."""
+        """Return a further user message after the policy's latest turn, or None to end the dialog."""
         return None
 
     def judge(self, dialog: Dialog) -> Score:
@@ -220,7 +220,7 @@ class Task(ABC):
 
     def advance(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Exception]:
         """Return the outcome of each dialog's latest turn, or the exception that was raised: ``reply``, and ``judge``
-        where the dialog is over or the policy has no turn left.
+        if the dialog is over or the policy has no turn left.
 
         Args:
             dialogs: one that was cut off by a token limit gets no answer; one without responses is an opening.
@@ -237,7 +237,7 @@ class Task(ABC):
         """
 
     def excuse(self, dialog: Dialog, why: str) -> list[Message] | None:
-        """Answer the policy whose latest turn took too long or ended the process; None ends the dialog."""
+        """Return the message to a policy whose latest turn took too long or ended the process; None ends the dialog."""
         return None
 
     @property
@@ -261,8 +261,8 @@ class Task(ABC):
 
 
 class WrappedTask(Task):
-    """A task that is another one in all that its subclass does not define, but for ``advance``, which goes by ``reply``
-    and ``judge``; that of a task that ``opens`` is its own.
+    """A task that delegates to another one, except for methods that its subclass defines and ``advance``, which uses
+    ``reply`` and ``judge``.
 
     Args:
         task: the other one.

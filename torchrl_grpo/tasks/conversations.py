@@ -1,4 +1,4 @@
-"""Tasks that go on after a response: with tools, or with retries. They wrap any task."""
+"""Tasks that continue after a response, with tools or retries. They wrap any task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The countdown game, generated: make a target from given numbers with ``+ - * /``, each number used exactly once.
+"""The countdown game, generated: reach a target from given numbers with ``+ - * /``, using each number exactly once.
 
 Every problem is made from a solution that passes through positive whole numbers alone. As in the arithmetic task, a
 hash of the problem (its numbers in any order, and its target) decides which split it belongs to, and no data is needed.
@@ -23,7 +23,7 @@ _DRAWS_PER_PROBLEM = 50
 
 
 def split_of(nums: Sequence[int], target: int) -> Split:
-    """The split that a problem belongs to; the order of its numbers does not matter."""
+    """Return the split of a problem; the order of its numbers does not matter."""
     return split_by_hash(f"{sorted(nums)} {target}")
 
 
@@ -64,7 +64,7 @@ class CountdownTask(GeneratedTask):
         self.seed = seed
 
     def score(self, problem: Problem, responses: Sequence[str]) -> Score:
-        """1.0 when the last response's expression is right, else 0.0."""
+        """Return 1.0 if the last response's expression is right, else 0.0."""
         reward = countdown(responses[-1], **problem.extra)
         return Score(reward=reward, correct=reward == 1.0)
 
@@ -84,7 +84,9 @@ class CountdownTask(GeneratedTask):
 
 
 def _combine(rng: random.Random, nums: Sequence[int]) -> tuple[int, str]:
-    """Joins numbers by random operations, two at a time, through positive whole numbers: the result and its form."""
+    """Combine numbers by random operations, two at a time, through positive whole numbers; return the result and its
+    expression.
+    """
     parts = [(number, str(number)) for number in nums]
     while len(parts) > 1:
         (a, left), (b, right) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))

@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 class Curriculum:
-    """The level that problems are drawn of, for each data set by itself.
+    """The current level of problems, for each data set separately.
 
     A problem's level is its column ``level``: a number, or a text with one, such as ``"Level 3"``. Those of a data set
     without one are of its highest level, and a data set where none has one is drawn whole.
@@ -64,11 +64,11 @@ class Curriculum:
 
     @property
     def level(self) -> float:
-        """The current level, the mean of all data sets that have some."""
+        """Mean of the current levels of all data sets with levels."""
         return sum(self._levels[dataset][at] for dataset, at in self._at.items()) / len(self._at)
 
     def record(self, outcomes: Sequence[tuple[int, bool]]) -> bool:
-        """Count responses to problems of the current level; return whether a level has begun.
+        """Count responses to problems of the current level; return whether a new level has begun.
 
         Args:
             outcomes: of responses with a valid reward, the problem's index and whether the response is correct.
@@ -103,7 +103,7 @@ class Curriculum:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where ``state_dict`` was taken."""
+        """Restore ``state_dict``."""
         self._at = dict(state["at"])
         self._recent = {dataset: deque(map(bool, recent), maxlen=WINDOW) for dataset, recent in state["recent"].items()}
 

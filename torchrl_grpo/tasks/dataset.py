@@ -1,4 +1,4 @@
-"""Problems from a data set: any file, folder or data set on the hub whose rows have a prompt.
+"""Problems from a data set: any file, folder or data set on the hub with prompts in its rows.
 
 It has no scorer: a reward scores it (``env.reward``), or a subclass. ``gsm8k``, ``math`` and ``ifeval`` are presets.
 """
@@ -20,7 +20,7 @@ from torchrl_grpo.tasks.sources import Files, Hub, Row, Source, Table, UnknownSp
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "instruction")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "target")
-"""The columns that are taken when none is named, if exactly one of them is there."""
+"""Default answer columns, used if exactly one of them exists."""
 
 _log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class DatasetTask(Task):
         self._read: dict[str, tuple[Table, list[bytes]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the data: who scores a problem is given it."""
+        """Return the state without the data: a process that scores a problem gets that problem."""
         return {**self.__dict__, "_problems": {}, "_read": {}}
 
     @property
@@ -179,7 +179,7 @@ class DatasetTask(Task):
         return row[column]
 
     def make_problem(self, row: Row) -> Problem:
-        """A row as a problem; all its columns are in ``extra``.
+        """Convert a row to a problem, with all its columns in ``extra``.
 
         Raises:
             ValueError: the row cannot serve; the message says what it must have.
@@ -205,7 +205,7 @@ class DatasetTask(Task):
         return [{"role": "user", "content": text}]
 
     def _find_columns(self, names: Sequence[str]) -> None:
-        """Finds the columns of prompt and answer that the options do not name; a template can be the prompt."""
+        """Find the columns of prompt and answer that the options do not name; a template can be the prompt."""
         given = self.prompt_column, self.answer_column
         for key, name in zip(("prompt", "answer"), given, strict=True):
             if name is not None and name not in names:
@@ -272,7 +272,7 @@ class DatasetTask(Task):
         return table
 
     def _checked(self, name: str, split: Split) -> tuple[Table, list[bytes]]:
-        """The rows of a split of the data, all of which can serve, and a hash of the prompt of each."""
+        """Return the checked rows of a split, and a hash of the prompt of each."""
         if name in self._read:
             return self._read[name]
         source = self._source()
@@ -307,7 +307,7 @@ class DatasetTask(Task):
 
 
 class PresetTask(DatasetTask):
-    """A data set whose place on the hub, columns, prompt and answers are known.
+    """A data set with known location, columns, prompt and answers.
 
     Args:
         dataset_path: a file or folder with its data; None is the hub.

@@ -1,4 +1,4 @@
-"""The order in which problems are drawn. How a problem is put to the policy is the player's part."""
+"""The order in which problems are drawn. Rendering a prompt is the player's part."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Drawing:
         self.seed(0)
 
     def seed(self, seed: int) -> None:
-        """Starts over with the order that ``seed`` decides; groups go on being counted."""
+        """Restart with the order that ``seed`` decides; group ids continue."""
         self._seed = seed
         self.skipped = frozenset()
         self._outcomes = Counter()
@@ -94,7 +94,7 @@ class Drawing:
         self.seed(self._seed)
 
     def draw(self) -> Drawn:
-        """The problem of the next group."""
+        """Draw the problem of the next group."""
         if self._position == len(self._order):
             self.skipped = self._out_of_range()
             self._start_epoch(self.epoch + 1)
@@ -108,14 +108,14 @@ class Drawing:
         return Drawn(group, index, self.problems[index])
 
     def record(self, outcomes: Outcomes) -> None:
-        """Counts responses, if there is a ``difficulty_filter`` or a ``curriculum``."""
+        """Count responses, if there is a ``difficulty_filter`` or a ``curriculum``."""
         if self.difficulty_filter is not None:
             self._outcomes.update(outcomes)
         elif self.curriculum is not None and self.curriculum.record(list(outcomes)):
             self._start_epoch(self.epoch + 1)
 
     def metrics(self) -> dict[str, float]:
-        """How many problems a ``difficulty_filter`` leaves out, or the level of a ``curriculum``."""
+        """Number of problems skipped by a ``difficulty_filter``, or level of a ``curriculum``."""
         if self.curriculum is not None:
             return {"rollout/level": self.curriculum.level}
         return {} if self.difficulty_filter is None else {"rollout/problems_skipped": float(len(self.skipped))}
@@ -140,14 +140,14 @@ class Drawing:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for equal problems in the same order."""
+        """Hash that is equal for equal problems in the same order."""
         told = hashlib.sha256()
         for index in self.usable:
             told.update(repr((self.problems[index].query, self.problems[index].answer)).encode(errors="replace"))
         return told.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where drawing is, and what a ``difficulty_filter`` or a ``curriculum`` goes by."""
+        """Return the position, and the state of a ``difficulty_filter`` or a ``curriculum``."""
         known: dict[str, Any] = {}
         if self._outcomes:
             known["outcomes"] = [[*key, count] for key, count in sorted(self._outcomes.items())]
@@ -165,7 +165,7 @@ class Drawing:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to where ``state_dict`` was taken: what is drawn next is what would have been drawn there.
+        """Restore ``state_dict``: the next draws are those that would have followed.
 
         Raises:
             ValueError: the problems are others.

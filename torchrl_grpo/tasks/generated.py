@@ -1,4 +1,4 @@
-"""Base of tasks whose problems a seeded generator draws: sizes, and which split a problem belongs to."""
+"""Base of tasks with problems from a seeded generator: sizes, and the split of a problem."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TEST_SHARE = 0.2
 
 
 def split_by_hash(problem: str) -> Split:
-    """The split of a problem, by what it is alone: never in both, whatever the seed."""
+    """Return the split of a problem, which depends on the problem alone, so it is never in both."""
     digest = hashlib.sha256(problem.encode()).digest()
     return "test" if int.from_bytes(digest[:8], "big") < _TEST_SHARE * 2**64 else "train"
 

@@ -18,7 +18,7 @@ INSTRUCTION = "Reason step by step, then finish with a line that holds only the 
 
 
 class GSM8KTask(PresetTask):
-    """GSM8K's problems; a response earns 1 when the number after its last ``####`` is the answer, otherwise 0.
+    """GSM8K's problems; the reward is 1 if the number after a response's last ``####`` is the answer, otherwise 0.
 
     Args:
         dataset_path: a folder with ``train.jsonl`` and ``test.jsonl``, one JSON object a line with the fields

@@ -28,11 +28,11 @@ class MixedProblems(Sequence[Problem]):
         self._ends = list(accumulate(map(len, parts)))
 
     def part(self, index: int) -> int:
-        """Which data set a problem belongs to."""
+        """Return the data set of a problem."""
         return bisect_right(self._ends, index)
 
     def split(self, indices: Sequence[int]) -> list[list[int]]:
-        """Indices by the data set that they are of."""
+        """Return indices by their data set."""
         parts: list[list[int]] = [[] for _ in self.parts]
         for index in indices:
             parts[self.part(index)].append(index)
@@ -55,7 +55,7 @@ class MixedProblems(Sequence[Problem]):
 
 
 class MixedTask(Task):
-    """Several tasks; each problem is put, answered and scored by its own.
+    """Several tasks; each problem is prompted, answered and scored by its own task.
 
     Of an epoch's train problems each task has a share by its weight. A task with fewer problems than its share gives
     some more than once, one with more gives others in the next epoch. Test problems come once each, the tasks in turn.
@@ -94,7 +94,7 @@ class MixedTask(Task):
         return MixedProblems(parts, list(self.tasks), self.weights if split == "train" else None)
 
     def task_of(self, problem: Problem) -> Task:
-        """The task that a problem is of."""
+        """Return the task of a problem."""
         return self.tasks[problem.dataset]
 
     def messages(self, problem: Problem) -> list[Message]:
@@ -122,7 +122,7 @@ class MixedTask(Task):
         return any(task.multi_turn for task in self.tasks.values())
 
     def epoch(self, problems: Sequence[Problem], usable: Sequence[int], rng: random.Random) -> list[int]:
-        """As many draws as there are usable problems, shared out by weight among the tasks that have some."""
+        """Return as many draws as there are usable problems, divided by weight among the tasks that have some."""
         if not isinstance(problems, MixedProblems):
             return super().epoch(problems, usable, rng)
         parts = {part: indices for part, indices in enumerate(problems.split(usable)) if indices}
@@ -136,7 +136,7 @@ class MixedTask(Task):
 
 
 def _quotas(total: int, weights: dict[int, float]) -> dict[int, int]:
-    """``total`` shared out by weight; what rounding leaves goes to the largest remainders."""
+    """Divide ``total`` by weight; the remainder goes to the largest fractions."""
     exact = {part: total * weight / sum(weights.values()) for part, weight in weights.items()}
     quotas = {part: int(share) for part, share in exact.items()}
     for part in sorted(exact, key=lambda part: quotas[part] - exact[part])[: total - sum(quotas.values())]:
@@ -145,6 +145,6 @@ def _quotas(total: int, weights: dict[int, float]) -> dict[int, int]:
 
 
 def _drawn(indices: Sequence[int], count: int, rng: random.Random) -> list[int]:
-    """``count`` of the indices: each as often as another, or once more."""
+    """Return ``count`` of the indices, each equally often or once more."""
     whole, rest = divmod(count, len(indices))
     return [*chain.from_iterable(repeat(indices, whole)), *rng.sample(indices, rest)]

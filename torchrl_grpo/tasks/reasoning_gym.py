@@ -1,4 +1,4 @@
-"""reasoning-gym's data sets: over 100 generators of problems, each with a scorer of its own (arXiv:2505.24760).
+"""reasoning-gym's data sets: over 100 generators of problems, each with its own scorer (arXiv:2505.24760).
 
 A hash of the question decides which split a problem belongs to, so no question is ever in both.
 """
@@ -17,7 +17,7 @@ from torchrl_grpo.tasks.fields import fill_template
 from torchrl_grpo.tasks.generated import split_by_hash
 
 _DRAWS_PER_SEED = 2**20
-"""The library draws problem i of seed s with s + i: a seed of ours is a stretch of its seeds."""
+"""The library draws problem i of seed s with s + i, so one of our seeds is a range of its seeds."""
 _TRAIN_SAMPLES = 1000
 _TRAIN_PER_TEST = 4
 _DRAWS_PER_PROBLEM = 20
@@ -25,7 +25,7 @@ EVALUATED = frozenset({
     "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
     "simple_integration", "spiral_matrix", "string_insertion",
 })  # fmt: skip
-"""Data sets whose scorers run an answer as Python, by ``eval`` or by sympy's parser, which does."""
+"""Data sets whose scorers evaluate an answer as Python, by ``eval`` or sympy's parser, which calls it."""
 _CALL = re.compile(r"(\w+|[)\]}'\"])\s*\(")
 _MATHS = frozenset({
     "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cot", "csc", "erf", "exp", "ln", "log",
@@ -91,7 +91,7 @@ class ReasoningGymTask(Task):
         self._problems: dict[Split, list[Problem]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the problems and the scorer: who scores a problem makes one."""
+        """Return the state without problems and scorer: a process that scores makes its own scorer."""
         return {name: value for name, value in self.__dict__.items() if name != "_scorer"} | {"_problems": {}}
 
     def problems(self, split: Split) -> Sequence[Problem]:
@@ -124,7 +124,7 @@ class ReasoningGymTask(Task):
         return [*system, {"role": "user", "content": content}]
 
     def score(self, problem: Problem, responses: Sequence[str]) -> Score:
-        """What the data set's scorer says of the last response's answer."""
+        """Return the score of the last response's answer by the data set's scorer."""
         from reasoning_gym.utils import extract_answer
 
         answer = extract_answer(responses[-1]) if self._in_tag else responses[-1].strip()
@@ -135,13 +135,13 @@ class ReasoningGymTask(Task):
 
     @cached_property
     def _scorer(self) -> Any:
-        """The data set itself; those that keep their data in it read that when they are made."""
+        """Make the data set itself; those that store their data in it read that on creation."""
         import reasoning_gym
 
         return reasoning_gym.factory.DATASETS[self.name][0](self._configs[0][1])
 
     def _draw(self, split: Split, size: int, level: int | None, config: Any) -> list[Problem]:
-        """``size`` different problems of a level, or as many as there are among the questions that are drawn."""
+        """Return ``size`` different problems of a level, or fewer if there are not as many among those drawn."""
         import reasoning_gym
 
         draws = _DRAWS_PER_PROBLEM * max(size, 10)
@@ -234,7 +234,7 @@ class ReasoningGymTask(Task):
 
 
 def is_harmless(answer: str) -> bool:
-    """Whether an answer that is run as Python calls nothing but functions of mathematics and reads no attribute.
+    """Whether evaluating an answer as Python calls only mathematical functions and reads no attribute.
 
     >>> is_harmless("(x + 1)*sin(2*x)"), is_harmless("['A', 'B']"), is_harmless("exec(chr(49))")
     (True, True, False)
@@ -244,7 +244,7 @@ def is_harmless(answer: str) -> bool:
 
 
 def _library(field: str, dataset: str) -> Any:
-    """reasoning-gym, with the data set in its register."""
+    """Import reasoning-gym, with the data set registered."""
     try:
         import reasoning_gym
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Where the rows of a data set come from: a file, a folder of files, or the Hugging Face hub.
+"""Rows of a data set from a file, a folder of files, or the Hugging Face hub.
 
 Text files are read here, row by row, so that a malformed row is named by its line and no value changes: ``datasets``
 makes dates of text that looks like one, and numbers of the answers of a csv file. The rows then are a
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Table:
-    """Rows, and where each of them stands.
+    """Rows, and the place of each.
 
     Attributes:
         data: the rows, a ``datasets.Dataset``.
@@ -54,7 +54,7 @@ class Table:
         return map(self._decoded, self.data)
 
     def select(self, indices: Sequence[int]) -> Table:
-        """A table of some of the rows, which no longer says where they stand."""
+        """Return some of the rows, without their places."""
         return Table(self.data.select(indices), encoded=self.encoded)
 
     def first(self, most: int | None) -> Table:
@@ -76,7 +76,7 @@ class Table:
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """With the rows themselves: another machine does not have the files."""
+        """Pickle the rows themselves: another machine does not have the files."""
         return _unpickled, (self.data[:], self.data.features, self.encoded)
 
 
@@ -87,7 +87,7 @@ def _unpickled(columns: dict[str, list[Any]], features: Any, encoded: frozenset[
 
 
 class UnknownSplitError(ValueError):
-    """There is no such split; the message ends before the fix."""
+    """A split does not exist; the message ends before the fix."""
 
 
 class Source(Protocol):
@@ -100,7 +100,7 @@ class Source(Protocol):
     fix: str
 
     def read(self, split: str, most: int | None) -> Table:
-        """The first ``most`` rows of a split, or all.
+        """Return the first ``most`` rows of a split, or all.
 
         Raises:
             UnknownSplitError: there is no such split.
@@ -119,7 +119,7 @@ def data_name(dataset: str) -> str:
 
 
 def find_source(dataset: str, config: str | None, revision: str | None, what: str) -> Source:
-    """The file, the folder or the data set on the hub that a name stands for.
+    """Return the file, folder or hub data set of a name.
 
     Args:
         dataset: the name.
@@ -271,7 +271,7 @@ def _load_dataset(what: str, fix: str) -> Any:
 
 
 def _table(rows: Sequence[Row], parts: Sequence[tuple[int, str, Sequence[int | None]]]) -> Table:
-    """The rows, column by column. A column of texts, or of numbers of a type, is one; all else is JSON."""
+    """Make columns of the rows. A column of texts, or of numbers of one type, stays; all others become JSON."""
     from datasets import Dataset
 
     columns = {}
@@ -308,7 +308,7 @@ def _row(line: bytes, where: str) -> Row:
 
 
 def _encodable(row: Row, where: str) -> Row:
-    """The row, if its text is Unicode: JSON can spell half of a surrogate pair, which no tokenizer takes."""
+    """Return the row if its text is Unicode: JSON can contain lone surrogates, which no tokenizer accepts."""
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except (UnicodeEncodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""A task that is scored by reward functions: the built-in ones, a user's own, TRL's and verl's."""
+"""A task scored by reward functions: built-in, user-defined, TRL's and verl's."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Rewards:
         return self.start(dialog).result()
 
     def start(self, dialog: Dialog, timeout_s: float | None = None) -> Future[Score]:
-        """Scores a dialog; what is asynchronous goes on after this returns.
+        """Begin to score a dialog; asynchronous functions continue after this returns.
 
         Args:
             dialog: finished.
@@ -94,7 +94,7 @@ class Rewards:
         return done
 
     def score_all(self, dialogs: Iterable[Dialog], timeout_s: float | None = None) -> list[Score | Exception]:
-        """The scores of dialogs in their order, or what was raised; asynchronous functions run for all at a time."""
+        """Return the scores of dialogs in order, or the errors; asynchronous functions run for all at once."""
         futures = [self.start(dialog, timeout_s) for dialog in dialogs]
         return [error if isinstance(error := f.exception(), Exception) else f.result() for f in futures]
 
@@ -155,7 +155,7 @@ def make_rewards(spec: RewardSpec, *, prompt_column: str = "prompt", field: str 
 
 
 class WithRewards(WrappedTask):
-    """Another task's problems, scored by rewards.
+    """Another task's problems, scored by reward functions.
 
     Args:
         task: the other one.
@@ -200,7 +200,7 @@ def _facts(dialog: Dialog, prompt_column: str) -> dict[str, Any]:
 
 
 def _harmless(error: BaseException) -> Exception:
-    """The error, or one in place of a ``sys.exit`` that would end the run."""
+    """Return the error, with a ``sys.exit`` that would end the run replaced."""
     if isinstance(error, Exception):
         return error
     if not isinstance(error, SystemExit):
@@ -216,7 +216,7 @@ async def _guarded(result: Awaitable[Any]) -> Any:
 
 
 def _correct(name: str, parts: Mapping[str, float | None]) -> bool | None:
-    """Return the result of a function, None where it does not apply."""
+    """Whether a function's result is correct, None if it does not apply."""
     if f"{name}/{CORRECT}" in parts:
         value = parts[f"{name}/{CORRECT}"]
         return None if value is None else value > 0
@@ -229,7 +229,7 @@ _lock = threading.Lock()
 
 
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """This process' loop for rewards: one, so that clients that a function keeps stay usable from call to call."""
+    """Return this process's loop for rewards: a single one, so that a function's clients stay usable."""
     global _loop
     with _lock:
         if _loop is None or _loop[0] != os.getpid():

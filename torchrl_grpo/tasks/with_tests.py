@@ -1,4 +1,4 @@
-"""``WithTests``: a task whose test split has further test sets beside its own."""
+"""``WithTests``: a task with further test sets in its test split."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class SetsOfProblems(MixedProblems):
-    """A task's own test problems, and after them those of the test sets."""
+    """A task's own test problems, followed by those of the test sets."""
 
 
 class WithTests(MixedTask):
@@ -40,7 +40,7 @@ class WithTests(MixedTask):
         self.name = task.name
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """Of ``"test"``, the task's own and after them those of each test set."""
+        """Return the problems of a split; ``"test"`` includes those of each test set."""
         if split == "train":
             return self.task.problems(split)
         try:

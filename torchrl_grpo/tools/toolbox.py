@@ -1,4 +1,4 @@
-"""Tools: plain functions that the policy may call, and how a call stands in a model's text. Free of torch."""
+"""Tools: plain functions that the policy may call, and parsers of calls in its text. Does not import torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the policy wrote it; ``error`` says why it cannot be read."""
+    """A call as the policy wrote it; ``error`` says why it cannot be parsed."""
 
     name: str
     arguments: Any
@@ -86,7 +86,7 @@ def _read(text: str, name: str | None = None) -> list[ToolCall]:
 
 
 def tool_message(name: str, content: str, number: int = 0) -> dict[str, Any]:
-    """The result of a tool; the id has the form that Mistral's templates ask for."""
+    """Return a tool's result as a message; its id has the form that Mistral's templates require."""
     return {"role": "tool", "name": name, "content": content, "tool_call_id": f"call{number:05d}"}
 
 

@@ -13,7 +13,7 @@ __all__ = ["GroupAdvantage", "HistoryTransforms", "KLScoring", "RewardShaping"]
 
 
 def __getattr__(name: str) -> Any:
-    """``HistoryTransforms`` when it is asked for: it imports vLLM, where that is installed."""
+    """Import ``HistoryTransforms`` on demand, because that imports vLLM if it is installed."""
     if name == "HistoryTransforms":
         from torchrl_grpo.transforms.history import HistoryTransforms
 

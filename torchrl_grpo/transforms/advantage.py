@@ -206,7 +206,7 @@ class GroupAdvantage(Transform):
         return self.queue.queued_trajectories
 
     def share_memory_(self) -> GroupAdvantage:
-        """TorchRL's way of letting several processes write to one buffer: their members complete common groups."""
+        """Let several processes write to one buffer, as in TorchRL: their members complete common groups."""
         self.queue.share_memory_()
         return self
 
@@ -226,7 +226,7 @@ class GroupAdvantage(Transform):
     # On its own, and when a replay buffer is sampled
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Writes the advantage of a flat batch of complete groups; a batch that has it is returned as it is.
+        """Write the advantage of a flat batch of complete groups; a batch that already has it is returned unchanged.
 
         Raises:
             ValueError: a group has not ``repeats`` members.
@@ -395,7 +395,7 @@ class GroupAdvantage(Transform):
 
 
 def _in_next(key: NestedKey) -> NestedKey:
-    """``key`` as it is named inside the ``"next"`` entry."""
+    """Return ``key`` as it is named inside the ``"next"`` entry."""
     if isinstance(key, tuple) and key[0] == "next":
         return key[1] if len(key) == 2 else key[1:]
     return key

@@ -21,14 +21,14 @@ class Member(NamedTuple):
 
 
 class GroupQueue(MCAdvantage):
-    """The queue, the choice and the counts of TorchRL's ``MCAdvantage``, for trajectories that stay as they are.
+    """The queue, selection and counts of TorchRL's ``MCAdvantage``, without copying trajectories.
 
     ``MCAdvantage`` makes contiguous copies of what it is given (128 sequences: 0.5 s, and 10 ms here). Its arguments,
     ``queues``, ``get_stats()``, ``reset_stats()`` and ``clear_queues()`` are explained there.
     """
 
     def add(self, name: int | str, steps: Sequence[TensorDictBase], value: float) -> list[Member] | None:
-        """Puts a trajectory into its group's queue.
+        """Add a trajectory to its group's queue.
 
         Args:
             name: of the group.
@@ -55,7 +55,7 @@ class GroupQueue(MCAdvantage):
         return chosen
 
     def _choose(self, members: list[Member]) -> list[Member] | None:
-        """The members that train, None where no choice is within the bounds."""
+        """Return the members to train on, None if no choice is within the bounds."""
         bounds, size = self.keep_return_bounds, self.grpo_size
         if bounds is not None or len(members) > size:
             steps = lazy_stack([lazy_stack(list(member.steps)) for member in members])

@@ -1,4 +1,4 @@
-"""``HistoryTransforms``: TorchRL's transforms of chats, behind an environment whose dialogs are exact tokens."""
+"""``HistoryTransforms``: TorchRL's chat transforms for an environment whose dialogs are exact tokens."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class HistoryTransforms(Compose):
 
     @staticmethod
     def _unscore(env: LLMEnv, after: TensorDictBase) -> None:
-        """Takes back the task's score of a turn that was not the last."""
+        """Remove the task's score of a turn that was not the last."""
         after.update({"reward": torch.zeros(1), "correct": torch.tensor([False]), REWARD_VALID: torch.tensor([True])})
         if env.task.has_parts:
             after.set(REWARD_PARTS[-1], NonTensorData({}))
@@ -182,7 +182,7 @@ def _message(message: Message) -> History:
 
 
 def _appended(transform: Transform, history: History, chat: Sequence[Message]) -> list[Message]:
-    """The messages that a transform put after a chat."""
+    """Return the messages that a transform appended to a chat."""
     said = [(message.role, message.content) for message in history.unbind(0) if message.role != _NONE["role"]]
     if said[: len(chat)] != [(shown.role, shown.content) for shown in map(_message, chat)]:
         raise RuntimeError(

@@ -80,7 +80,7 @@ class KLScoring(Transform):
         check_packing(scorer, autocast_dtype)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Makes other weights the reference from here on.
+        """Replace the reference model's weights.
 
         Args:
             weights: pairs (name in the Hugging Face checkpoint, tensor), every parameter once, as an engine takes them.
@@ -175,7 +175,7 @@ class KLScoring(Transform):
         return [row[:width] for row, width in zip(scores, widths.tolist(), strict=True)]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Scores a batch [B] (or one sequence) in place; one that has the entry already is left as it is."""
+        """Score a batch [B] (or one sequence) in place; one that already has the entry is unchanged."""
         if has(tensordict, self.out_key):
             return tensordict
         return set_rows(tensordict, self.out_key, self._score(flatten(tensordict)))
@@ -197,7 +197,7 @@ class KLScoring(Transform):
         return self._set_in_env(next_tensordict, self._score(lazy_stack(sequences)))
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        """Nothing was sampled yet: zeros, one for each token of the prompt."""
+        """Write zeros, one per token of the prompt: nothing was sampled yet."""
         prompts = [row.get(keys.PROMPT) for row in tensordict_reset.unbind(0)]
         return self._set_in_env(tensordict_reset, [torch.zeros(prompt.shape) for prompt in prompts])
 

@@ -1,4 +1,4 @@
-"""``RewardShaping``: from the task's reward to what the policy is trained for, as a TorchRL transform."""
+"""``RewardShaping``: from the task's reward to the reward used for training, as a TorchRL transform."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class RewardShaping(Transform):
         self.kl_estimator = kl_estimator
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Shapes the rewards of a batch in place; one that has both entries is left as it is."""
+        """Shape the rewards of a batch in place; one that already has both entries is unchanged."""
         if has(tensordict, keys.TOKEN_REWARD) and has(tensordict, keys.SHAPED_REWARD):
             return tensordict
         flat = flatten(tensordict)
@@ -152,7 +152,7 @@ class RewardShaping(Transform):
         return self.kl_coef * KL_ESTIMATORS[self.kl_estimator](sample, ref)
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        """Shapes what is written to a replay buffer; None where another transform of it holds everything back."""
+        """Shape what is written to a replay buffer; None if another of its transforms holds everything back."""
         return None if tensordict is None else self.forward(tensordict)
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:

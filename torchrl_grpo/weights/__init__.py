@@ -1,4 +1,4 @@
-"""How the trainer's weights reach the engines.
+"""Weight transfer from the trainer to the engines.
 
 - ``handle``: the interface (``Sender``, ``WeightHandle``), and an engine in the trainer's process.
 - ``object_store``, ``nccl``, ``ipc``: the kinds of transfer to an engine in another process.

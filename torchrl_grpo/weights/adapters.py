@@ -1,4 +1,5 @@
-"""LoRA adapters in place of whole weights: only what was trained is sent, and each reader adds it to the base weights.
+"""LoRA adapters instead of full weights: only trained tensors are sent, and each reader merges them into the base
+weights.
 
 Any kind of transfer carries them: to it they are named tensors like others.
 """

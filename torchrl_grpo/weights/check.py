@@ -1,4 +1,4 @@
-"""Whether weights are those of a model: every engine and the reference model check it here before they load any."""
+"""Checks that weights fit a model, for every engine and the reference model, before any are loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_weights(
     model: str,
     optional: Collection[str] = (),
 ) -> None:
-    """Checks that weights are those of a model, each once.
+    """Check that weights are a model's, each exactly once.
 
     Args:
         layout: name and shape of each weight.
@@ -50,7 +50,7 @@ def check_weights(
 
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copies weights into a model, once all of them are there and fit.
+    """Copy weights into a model, once all are present and fit.
 
     Raises:
         RuntimeError: see ``check_weights``; the model is then as it was.

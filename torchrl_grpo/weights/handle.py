@@ -25,7 +25,7 @@ Part = tuple[str, list[tuple[str, tuple[int, ...]]]]
 
 
 class WeightHandle(ABC):
-    """How to get the weights of one version."""
+    """Handle on the weights of one version."""
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -71,7 +71,7 @@ class TransferHandle(WeightHandle):
 
 @dataclass(frozen=True)
 class EitherHandle(WeightHandle):
-    """The same weights in two ways: a fast one, which must first show that it works, and one that works everywhere.
+    """The same weights by two paths: a fast one, which must first prove itself, and one that works everywhere.
 
     Attributes:
         slow: works everywhere.
@@ -119,7 +119,7 @@ class Sender(ABC):
         """Makes a handle of these weights, which may come one at a time."""
 
     def resend(self, version: int, reason: str) -> WeightHandle:
-        """Makes another handle of a version that was not released, because the first one was refused.
+        """Make another handle of an unreleased version, because the first one was refused.
 
         Args:
             version: of the weights.
@@ -128,7 +128,7 @@ class Sender(ABC):
         raise NotImplementedError(f"{type(self).__name__} has one way to send weights, and it was refused: {reason}")
 
     def release(self, version: int) -> None:  # noqa: B027
-        """Frees a version that nobody reads or will read any more."""
+        """Free a version that nobody reads or will read anymore."""
 
     def close(self) -> None:  # noqa: B027
         """Frees all versions. May be called again."""
@@ -136,7 +136,7 @@ class Sender(ABC):
 
 @dataclass(frozen=True)
 class DirectHandle(WeightHandle):
-    """The trainer's weights as they are when they are read, for an engine in the same process.
+    """The trainer's current weights when they are read, for an engine in the same process.
 
     Attributes:
         read: gives the weights.

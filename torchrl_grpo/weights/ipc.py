@@ -163,7 +163,7 @@ class IpcSender(Sender):
         return (named for flat, part in self._kept[version][0] for named in unpacked(flat, part))
 
     def refuse(self, reason: str) -> None:
-        """There is nobody to tell: one engine reads by itself."""
+        """Do nothing: the only engine reads by itself."""
 
     def release(self, version: int) -> None:
         kept = self._kept.pop(version, None)

@@ -1,4 +1,4 @@
-"""Which kind of transfer a run takes, and the sender of each kind."""
+"""Choice of a run's weight transfer, and the sender of each kind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchrl_grpo.weights.object_store import ObjectSender
 
 @dataclass(frozen=True)
 class Transfer:
-    """How weights reach the engines.
+    """A run's weight transfer.
 
     Attributes:
         kind: ``direct`` or ``direct_ipc`` (an engine that is driven from the trainer's process), ``object_store``,
@@ -52,7 +52,7 @@ def transfer_kind(
     lora: bool = False,
     waits: bool = False,
 ) -> Transfer:
-    """How weights reach the engines of a run.
+    """Return how weights reach the engines of a run.
 
     GPU memory is reached by vLLM's workers alone, and adapters are small: else it is the object store.
 
@@ -97,7 +97,7 @@ def transfer_kind(
 
 
 class FastSender(Sender):
-    """Sends weights in a fast way, or through the object store once that was refused.
+    """Sends weights on a fast path, or through the object store after a refusal.
 
     Args:
         fast: sends them in the fast way.
@@ -137,7 +137,7 @@ def make_sender(
     lora_base: BaseModel | None = None,
     host: str = "127.0.0.1",
 ) -> Sender:
-    """The trainer's side of a weight transfer.
+    """Make the trainer's side of a weight transfer.
 
     Args:
         transfer: as ``transfer_kind`` gives it.

@@ -1,4 +1,4 @@
-"""Where trainer and engines agree on numbers: a store of rank 0 of the trainer, which no weights go through.
+"""Rendezvous of trainer and engines: a store at rank 0 of the trainer for numbers, through which no weights go.
 
 It listens on one address alone and gives nothing to those who do not know the run's secret. Values are short strings
 and counters, and are never unpickled.
@@ -20,7 +20,9 @@ TIMEOUT_S = 120.0
 
 
 def open_store(host: str, timeout_s: float = TIMEOUT_S) -> TCPStore:
-    """A store for processes that look for each other, on a free port of one address; by itself torch takes all."""
+    """Open a store for processes that look for each other, on a free port of one address; torch's default is all
+    addresses.
+    """
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return TCPStore(
@@ -35,7 +37,7 @@ def open_store(host: str, timeout_s: float = TIMEOUT_S) -> TCPStore:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The address of a store, for those who are told it.
+    """Address and secret of a store.
 
     Attributes:
         host, port: of the store.
@@ -47,7 +49,7 @@ class Meeting:
     secret: str = field(repr=False)
 
     def connect(self) -> Any:
-        """Return a connection of its own; while one waits, other users of the same one would wait for it."""
+        """Return a separate connection: a wait blocks all users of a connection."""
         store = TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
         # The store tells its keys to whoever asks, so what keeps strangers out must not be the secret itself.
         return PrefixStore(hashlib.sha256(self.secret.encode()).hexdigest(), store)

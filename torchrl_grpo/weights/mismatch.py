@@ -1,4 +1,4 @@
-"""How far an engine's log-probs are from the trainer's: the check of a weight sync."""
+"""Distance between the log-probs of an engine and of the trainer, to check a weight sync."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sample_probe(engine: _Generates, prompts: Sequence[Tensor], params: Any) -> 
 
 
 def log_prob_mismatch(probe: Probe, scored: Sequence[Tensor]) -> tuple[float, float]:
-    """How far an engine's log-probs are from the trainer's.
+    """Return the distance between the log-probs of an engine and of the trainer.
 
     Args:
         probe: as ``sample_probe`` gives it, at least one response.

@@ -1,4 +1,4 @@
-"""The weights of a model under the names of its Hugging Face checkpoint: all of them, or what LoRA adapters add."""
+"""A model's weights under the names of its Hugging Face checkpoint, and the updates of LoRA adapters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def merged(weight: Tensor, deltas: Sequence[LoraDelta]) -> Tensor:
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a causal language model under the names of its Hugging Face checkpoint.
+    """Yield a causal language model's weights under the names of its Hugging Face checkpoint.
 
     A LoRA model gives its base model's weights with the active adapters merged in. Its own weights stay as they are:
     the merged tensors are new, and made one at a time. A sharded model gathers each weight when it is asked for, which

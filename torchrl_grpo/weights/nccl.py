@@ -30,7 +30,7 @@ from torchrl_grpo.weights.handle import PART_BYTES, Named, Part, Sender, Transfe
 from torchrl_grpo.weights.meeting import Meeting, connected, open_store
 
 _BUFFERS = {"packed": True, "packed_buffer_size_bytes": PART_BYTES, "packed_num_buffers": 2}
-"""How vLLM sends many weights at a time; by itself it takes 1 GiB for each buffer, on each GPU."""
+"""vLLM's settings for sending several weights at once; its default is a buffer of 1 GiB on each GPU."""
 _TICK = timedelta(seconds=1)
 
 
@@ -128,7 +128,7 @@ class NcclSender(Sender):
         self._kept.pop(version, None)  # the thread that is sending it has it until it is done
 
     def refuse(self, reason: str) -> None:
-        """Sends nothing any more, and lets no engine wait for it."""
+        """Stop sending, and let no engine wait."""
         connected(self._meeting).set("closed", reason)
         self._closing.set()
 
@@ -139,7 +139,7 @@ class NcclSender(Sender):
         self._kept.clear()
 
     def _serve(self, device: int | None) -> None:
-        """Sends the version of each round to all engines."""
+        """Send the version of each round to all engines."""
         if device is not None:
             torch.cuda.set_device(device)
         store, group = self._meeting.connect(), None
@@ -159,7 +159,7 @@ class NcclSender(Sender):
                 group.destroy()  # aborts what is under way
 
     def _asked(self, store: Any, key: str) -> int | None:
-        """The version that the engines ask for, None once this sender closes."""
+        """Return the version that the engines ask for, None once this sender closes."""
         while not self._closing.is_set():
             try:
                 store.wait([key], _TICK)
@@ -186,7 +186,9 @@ class _Kept:
 
 
 class _NoClient:
-    """Stands where vLLM's trainer side would tell its engines what to do: here they know it from their handle."""
+    """Stands in for the calls by which vLLM's trainer side directs its engines, which here know from their handle what
+    to do.
+    """
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Weights that travel as an object: through Ray's object store, which has one copy of it on each machine."""
+"""Weights as an object in Ray's object store, which has one copy of it per machine."""
 
 from __future__ import annotations
 

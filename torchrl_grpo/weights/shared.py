@@ -1,5 +1,6 @@
-"""Weights in shared memory of the host: the last stretch from the object store, or from the trainer's own process, to
-vLLM's workers."""
+"""Weights in shared memory of the host: the last step from the object store, or the trainer's process, to vLLM's
+workers.
+"""
 
 from __future__ import annotations
 
@@ -107,5 +108,5 @@ class SharedWeights:
         self.block = SharedBlock(f"/proc/{os.getpid()}/fd/{self._file.fileno()}", name, (dtype_name(dtype), layout))
 
     def close(self) -> None:
-        """Lets nobody open the block any more; who has it open keeps it. May be called again."""
+        """Prevent further opening of the block; who has it open keeps it. May be called again."""
         self._file.close()

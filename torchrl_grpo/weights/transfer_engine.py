@@ -22,7 +22,7 @@ _reload: Any = import_module("vllm.model_executor.model_loader.reload")
 
 @dataclass
 class InitInfo(_base.WeightTransferInitInfo):
-    """There is nothing to agree on."""
+    """Empty initialization info."""
 
 
 @dataclass

@@ -46,7 +46,7 @@ class WeightSyncExtension:
         last: bool,
         deadline_s: float | None,
     ) -> str:
-        """Takes a part of new weights through vLLM's weight transfer: init (if it is given), start, update, finish.
+        """Receive a part of new weights through vLLM's weight transfer: init (if given), start, update, finish.
 
         Args:
             backend: name of the engine that receives, as in ``TransferHandle``.
@@ -80,7 +80,7 @@ class WeightSyncExtension:
         return [(name, list(weight.shape)) for name, weight in _transfer_engine(self, OBJECT_STORE).base()]
 
     def digest(self) -> str:
-        """Return a checksum of all parameters, as this worker has them; it depends on the place of each byte."""
+        """Return a checksum of this worker's parameters that depends on the place of each byte."""
         worker: Any = self
         named = worker.model_runner.get_model().named_parameters()
         return hashlib.sha256(
@@ -88,8 +88,9 @@ class WeightSyncExtension:
         ).hexdigest()
 
     def spoil(self) -> None:
-        """Zeroes what the latest update through the object store replaced: an update that does nothing, or a part of
-        its work, is then found out."""
+        """Zero the parameters that the latest update through the object store replaced, so that an incomplete update is
+        noticed.
+        """
         worker: Any = self
         loaded = worker.weight_transfer_engine.loaded
         for name, parameter in worker.model_runner.get_model().named_parameters():
@@ -171,7 +172,7 @@ def _take(
 
 
 def _within(take: Callable[[], None], seconds: float) -> str:
-    """Why something did not end well in so many seconds, or nothing. It goes on in a thread that is left alone."""
+    """Return why a function did not end well within a time limit, or nothing. It continues in an abandoned thread."""
     wrong: list[str] = []
 
     def run() -> None:
@@ -195,8 +196,9 @@ def checksum(tensor: torch.Tensor) -> list[int]:
 
 
 def _repair(worker: Any) -> None:
-    """Make anew what a reload leaves stale on a CPU, where vLLM computes with packed weights: a tied head, which is not
-    sent, keeps the packed copy of the old embedding, and experts are not packed."""
+    """Rebuild what a reload leaves stale on a CPU, where vLLM computes with packed weights: a tied head, which is not
+    sent, keeps the packed copy of the old embedding, and experts are not packed.
+    """
     for module in worker.model_runner.get_model().modules():
         if type(module).__name__ == "ParallelLMHead" and module.weight.numel():
             module.quant_method.process_weights_after_loading(module)
@@ -205,7 +207,7 @@ def _repair(worker: Any) -> None:
 
 
 def unname_queues() -> None:
-    """Removes the files of the message queues that vLLM made in this process, once their other sides have opened them.
+    """Remove the files of the message queues that vLLM made in this process, once their other ends have opened them.
 
     Who has a queue open keeps it, and its memory (``/dev/shm/psm_*``, 160 and 240 MiB) is gone with the last of these
     processes, however they end. Python's resource tracker would remove it too, but Ray kills it with the actor.

@@ -1,4 +1,4 @@
-"""Data and rewards: what a peer's names of them are here."""
+"""Data and rewards of other libraries in terms of ours."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OPEN_R1_REWARDS = {
 
 
 def problems(asked: Quantities, source: str, differs: Note, unset: Note) -> dict[str, Any]:
-    """``env.dataset`` and ``env.reward``, and no evaluation where nothing tells the test problems.
+    """Return ``env.dataset`` and ``env.reward``, and no evaluation if nothing names the test problems.
 
     Args:
         asked: the quantities.

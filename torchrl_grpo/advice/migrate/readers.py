@@ -1,4 +1,4 @@
-"""From a file to flat settings: ``{"actor.optimizer.lr": 1e-6}``. Nothing of a file is run."""
+"""Reads a file into flat settings, ``{"actor.optimizer.lr": 1e-6}``, without running it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Settings of scripts, which are read and never run: Python that makes a ``GRPOConfig``, a shell that starts verl."""
+"""Settings in scripts, which are read and never run: Python that makes a ``GRPOConfig``, a shell script that starts
+verl.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ _UNSET = re.compile(r"\$[\w({@*#?]|`")
 
 @dataclass(frozen=True)
 class Unknown:
-    """A value that only running the file would tell.
+    """A value that only running the file would reveal.
 
     Attributes:
         text: how the file writes it.

@@ -1,4 +1,4 @@
-"""Numbers of ours that depend on several of theirs: batches, lengths, frequencies, devices, rewards, bounds."""
+"""Settings of ours that depend on several of theirs: batches, lengths, frequencies, devices, rewards, bounds."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ SETTLES: dict[str, tuple[str, ...]] = {
     "reward_clip": ("policy.reward_clip",), "squared_log_ratio": ("policy.kl_to_behaviour_coef",),
     "rows": ("env.num_envs",), "synchronous": (), "test_dataset": ("evaluation.datasets",),
 }  # fmt: skip
-"""The keys of ours that a quantity settles, which are to be set by hand where the file does not tell it."""
+"""Our keys that a quantity determines, to be set by hand if the file does not give it."""
 
 
 def sizes(asked: Quantities, chosen: Mapping[str, Any], differs: Note, lacks: Note, unset: Note) -> dict[str, Any]:
-    """Our keys for what a peer's quantities say.
+    """Return our keys for a library's quantities.
 
     Args:
         asked: the quantities.
@@ -151,7 +151,7 @@ def _whole(size: int, unit: int, step: int) -> int:
 
 
 def _length(asked: Quantities, batch: _Batch, ours: dict[str, Any], lacks: Note, unset: Note) -> None:
-    """How long the run is, and how long its warm-up."""
+    """Length of the run, and of its warm-up."""
     batches = asked.get("batches")
     if "optimizer_steps" in asked:
         batches = -(-asked["optimizer_steps"] // batch.steps)
@@ -278,7 +278,7 @@ def _reward(asked: Quantities, chosen: Mapping[str, Any], ours: dict[str, Any], 
 
 
 def _tokens(asked: Quantities, ours: dict[str, Any], differs: Note) -> None:
-    """The room for prompt and response, of one limit of both."""
+    """Room for prompt and response, from one limit for both."""
     if "context" not in asked:
         return
     context = asked["context"]

@@ -1,4 +1,4 @@
-"""The tables of the five peers, and the values that our own config starts from."""
+"""The tables of the five libraries, and the defaults of our own config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = ("verl", "areal", "torchrl", "prime_rl", "trl")
 
 @dataclass(frozen=True)
 class Row:
-    """Translation of one of their keys.
+    """Translation of one key of another library.
 
     Attributes:
         ours: our key, or ``@name`` for a quantity that ``sizes`` and ``problems`` turn into ours.
@@ -49,7 +49,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Sign that a peer's file does not train as GRPO does.
+    """Sign that a file does not describe a GRPO run.
 
     Attributes:
         key: a pattern of their keys; without one, the file has none of ``unless``.
@@ -80,7 +80,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Table:
-    """Translations of the keys of one peer.
+    """Translations of one library's keys.
 
     Attributes:
         title: its name.
@@ -103,7 +103,7 @@ class Table:
     rows: Mapping[str, Row] = field(repr=False)
 
     def ignores(self, key: str) -> str | None:
-        """Why a key asks for nothing here; None where it may."""
+        """Return why a key has no effect here; None if it may have one."""
         why = (reason for reason, patterns in self.ignored.items() for one in patterns if fnmatchcase(key, one))
         return next(why, None)
 
@@ -133,7 +133,7 @@ def read_table(name: str) -> Table:
 
 
 SET_ME = "SET_ME"
-"""Stands on a printed command line for a value that the file does not tell; no key that matters takes it."""
+"""Placeholder on a printed command line for a value that the file does not give; no relevant key accepts it."""
 
 BASE: dict[str, Any] = {
     "seed": 0,

@@ -1,4 +1,4 @@
-"""A peer's settings in our words: overrides of ``config/grpo_gsm8k.yaml``, and what is to be said about the rest."""
+"""Translates another library's settings into overrides of ``config/grpo_gsm8k.yaml``, with notes on the rest."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _plain(value: Any) -> Any:
 
 
 def _counts(row: Row, table: Table, values: Mapping[str, Any]) -> bool:
-    """Whether the keys that a row depends on are as it asks."""
+    """Whether the keys that a row depends on have the required values."""
     return all(_is_so(condition, table, values) for condition in (row.when, row.also_when) if condition is not None)
 
 
@@ -124,13 +124,13 @@ def _is_so(condition: str, table: Table, values: Mapping[str, Any]) -> bool:
 
 
 def _is_said(row: Row, value: Any, table: Table, values: Mapping[str, Any]) -> bool:
-    """Whether what a row says of a difference concerns this file."""
+    """Whether a row's note on a difference concerns this file."""
     concerns = value in row.said_for if row.said_for else bool(value)
     return concerns and (row.said_when is None or _is_so(row.said_when, table, values))
 
 
 def _apply(key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str, Any], made: Translation) -> bool:
-    """Takes what a row makes of a value, and returns whether there is something of ours for it."""
+    """Apply a row to a value; return whether there is an equivalent."""
     if any(type(value) is type(one) and value == one for one in row.same) or _number_in(value, row.same):
         return False
     if _is_unknown(value):
@@ -163,7 +163,7 @@ def _is_unknown(value: Any) -> bool:
 
 
 def _leave(key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str, Any], made: Translation) -> bool:
-    """Leaves what an unknown value would become to be set by hand, and returns whether there is something of ours."""
+    """Mark the equivalents of an unknown value as to be set by hand; return whether there are any."""
     settled = SETTLES[row.ours[1:]] if row.ours is not None and row.ours.startswith("@") else (row.ours,)
     several = [name for one in (row.values or {}).values() if isinstance(one, Mapping) for name in one]
     named = list(dict.fromkeys(name for name in (*settled, *several) if name is not None))
@@ -201,7 +201,7 @@ def _is_synchronous(asked: Mapping[str, Any], values: Mapping[str, Any]) -> bool
 
 
 def _tidy(ours: dict[str, Any]) -> None:
-    """Takes out what nothing would read, which our config refuses, and what it excludes."""
+    """Remove settings that nothing would read, which our config refuses, and those that exclude each other."""
     if ours.get("env.dataset") is None:
         ours.pop("env.dataset", None)
     if ours.get("env.datasets") and (prompt := ours.pop("env.columns.prompt", None)):

@@ -1,4 +1,4 @@
-"""Time of a run's stages on an accelerator, and memory that each role holds: from published figures.
+"""Time of a run's stages on an accelerator, and memory of each role, from published figures.
 
 Decoding reads the weights and the KV cache of all rows for each token, so it takes bytes over bandwidth; training and
 scoring take operations over the matrix rate. docs/performance.md says where each figure comes from, and which ones are
@@ -61,15 +61,16 @@ GPUS: Mapping[str, Gpu] = {
 """SXM modules, with a network port each as in a DGX."""
 PER_MACHINE = 8
 COMPUTE_SHARE = 0.4
-"""Of the matrix rate, in training and scoring: the middle of the 38 to 43% of Llama 3 405B (arXiv 2407.21783)."""
+"""Achieved share of the matrix rate in training and scoring: the middle of the 38 to 43% of Llama 3 405B (arXiv
+2407.21783)."""
 BANDWIDTH_SHARE = 0.6
-"""Of the memory's bandwidth, in decoding: assumed."""
+"""Achieved share of the memory bandwidth in decoding: assumed."""
 STORE_RATE = 5e9
 """Bytes a second into Ray's object store, and out of it: measured here (benchmarks/bench_weight_sync.py)."""
 HOP_S = 0.005
 """Seconds from one actor to the next: assumed."""
 MEMORY_SHARE = 0.9
-"""Of an accelerator's memory that a role may fill."""
+"""Share of an accelerator's memory that a role may fill."""
 
 
 def _config(
@@ -145,7 +146,7 @@ def model_shape(name: str, folder: Path, parameters: float | None = None) -> Sha
 
 @dataclass(frozen=True)
 class Workload:
-    """Work that a run computes, whichever device does it.
+    """Work of a run, independent of the devices.
 
     Attributes:
         shape: of the model.
@@ -187,7 +188,7 @@ class Workload:
         return self.prompt + self.group_size * self.response
 
     def operations(self, passes: float) -> float:
-        """For one token, where a forward pass counts 2 for each parameter; attention included."""
+        """Operations per token, 2 per parameter in a forward pass, attention included."""
         shape = self.shape
         attention = shape.layers * shape.hidden * (self.prompt + self.response / 2)
         return passes * 2 * (shape.active + attention)
@@ -241,12 +242,12 @@ class Workload:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the weights that an engine holds."""
+        """Bytes of the weights that an engine holds."""
         return weight_bytes(self.shape, self.engine_number)
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token in the KV cache."""
+        """Bytes of one token in the KV cache."""
         return token_cache_bytes(self.shape, self.engine_number)
 
     def sync_s(self, gpu: Gpu) -> float:

@@ -1,4 +1,4 @@
-"""The asynchronous loop as discrete events: what ``Rollouts``, the actors and ``fit`` do, without doing the work.
+"""The asynchronous loop as discrete events: the schedule of ``Rollouts``, the actors and ``fit``, without their work.
 
 The bookkeeping is the real one: a ``GroupBuffer`` admits the groups and makes the batches. Work is done by pools. In a
 pool of n jobs each job advances at ``speed(n)``: the cores that all actors of a CPU share are one pool, an accelerator
@@ -98,7 +98,7 @@ class Result:
 
 
 class Clock:
-    """Time, and what is to happen when."""
+    """Simulated time, and scheduled events."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -117,7 +117,7 @@ class Clock:
 
 
 class Pool:
-    """Jobs that are worked on together; each advances at ``speed(jobs)``."""
+    """Jobs that run concurrently; each advances at ``speed(jobs)``."""
 
     def __init__(self, clock: Clock, speed: Speed) -> None:
         self._clock, self._speed = clock, speed
@@ -166,7 +166,7 @@ class Pool:
 
 
 class Queue:
-    """Work that a few servers of a pool do in the order in which it came."""
+    """First-come, first-served work of a few servers of a pool."""
 
     def __init__(self, clock: Clock, pools: Sequence[Pool]) -> None:
         self._clock = clock
@@ -257,7 +257,7 @@ class Simulation:
         )
 
     def _look(self) -> None:
-        """Counts what has been under way since the last look; before each change."""
+        """Integrate the work in progress since the last event; called before each change."""
         passed, self._looked_at = self.clock.now - self._looked_at, self.clock.now
         self._slots_s += passed * (self.buffer.capacity - self.buffer.room)
         self._places_s += passed * self._under_way

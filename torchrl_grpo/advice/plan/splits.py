@@ -1,4 +1,4 @@
-"""Splits of the devices over the roles: which there are, how the simulated loop does with each, and what binds it."""
+"""Splits of the devices among the roles: candidates, their simulated speed, and their bottlenecks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SIMULATED = 10
 _SIZES = 251  # of tasks, taken in turns
 _GROUPS = 8_000  # most groups of one simulation, but for a few batches
 FREE = 0.5
-"""Share of a stage's time that is taken away to see whether it binds."""
+"""Share of a stage's time that is removed to see whether it is the bottleneck."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Devices of each role; no reference device is a run without one, or one that shares the learner's."""
+    """Devices of each role; without a reference device there is none, or it shares the learner's."""
 
     train: int
     reference: int
@@ -129,7 +129,7 @@ class Settings:
         )
 
     def bound_s(self, split: Split) -> float:
-        """Seconds that a batch takes at least: the longest of its stages, if nothing ever waited."""
+        """Lower bound of the seconds per batch: its longest stage, if nothing ever waited."""
         loop, work = self.loop(split), self.work
         costs = self.costs(split, loop)
         tasks = work.groups / loop.task_groups
@@ -144,7 +144,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Row:
-    """A split and how the loop did with it.
+    """A split with its simulated result.
 
     Attributes:
         split: the devices.
@@ -158,18 +158,18 @@ class Row:
 
     @property
     def binds(self) -> str:
-        """Stage to make cheaper first."""
+        """The bottleneck: the stage to make faster first."""
         name, gain = max(self.gains.items(), key=lambda item: item[1])
         return name if gain > 0.02 else "nothing alone"
 
 
 def simulate(loop: Loop, costs: Costs) -> Result:
-    """The loop for as many batches as a moment allows."""
+    """Simulate as many batches as take a moment."""
     return Simulation(loop, costs).run(max(4, min(24, _GROUPS // loop.groups_per_batch)), loop.max_staleness + 2)
 
 
 def candidates(settings: Settings, devices: int) -> Iterator[Split]:
-    """Splits whose roles have room, and whose samplers share out a batch in whole groups."""
+    """Return the splits whose roles fit, and whose samplers share a batch in whole groups."""
     work = settings.work
     score, train = work.groups * work.score_s(settings.gpu, 1), work.train_s(settings.gpu, 1)
     for samplers in (n for n in range(1, devices) if work.groups % n == 0):
@@ -190,7 +190,7 @@ def candidates(settings: Settings, devices: int) -> Iterator[Split]:
 
 
 def best_splits(settings: Settings, devices: int, shown: int = 6) -> list[Row]:
-    """The most promising splits, the fastest first; of those that are as fast, the one with the fewest devices.
+    """Return the most promising splits, the fastest first; among equally fast ones, the one with the fewest devices.
 
     Raises:
         ConfigError: the run has no room on so many devices.

@@ -33,6 +33,21 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class Wish:
+    """Wishes for a turn of the policy, of who asked for it.
+
+    Attributes:
+        max_tokens: most tokens of the turn; what was sampled beyond it is cut off. None leaves the run's own limit.
+        stop: strings of which the first ends the turn.
+        log_probs: whether the dialog then says the log-prob of each token.
+    """
+
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    log_probs: bool = False
+
+
+@dataclass(frozen=True)
 class Dialog:
     """A dialog up to the policy's latest turn; of a task that ``opens``, also the one before the policy's first turn.
 
@@ -45,6 +60,8 @@ class Dialog:
         raw: the latest turn with its special tokens; empty where the task has no tools.
         last: whether the policy has no turn left.
         episode: key of the dialog of a task that ``opens``, which no other dialog of the run has; else empty.
+        prompt_tokens: tokens before the latest turn.
+        log_probs: text and log-prob of each token of the latest turn, where the task asked for them.
     """
 
     problem: Problem
@@ -55,6 +72,8 @@ class Dialog:
     raw: str = ""
     last: bool = True
     episode: str = ""
+    prompt_tokens: int = 0
+    log_probs: Sequence[tuple[str, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -81,7 +100,10 @@ class Turn:
         score: of the dialog; there when it is over, or the policy has no turn left.
         counts: what happened, as metrics that add up.
         reward: of this turn alone, where the task rewards turns; it is part of the dialog's reward.
-        tools: of an opening, JSON schemas for the chat template; None takes those of the task.
+        tools: where the messages are a whole chat, JSON schemas for the chat template; None takes those of the task.
+        sample: which training sample of the trajectory the messages go on with, by number; one that is not there yet
+            begins with them, and they are then a whole chat. A dialog that one chat tells is sample 0.
+        wish: for the policy's next turn.
     """
 
     messages: Sequence[Message] | None
@@ -89,6 +111,8 @@ class Turn:
     counts: Mapping[str, float] = field(default_factory=dict)
     reward: float | None = None
     tools: Sequence[dict[str, Any]] | None = None
+    sample: int = 0
+    wish: Wish = Wish()
 
 
 def attempt(function: Callable[[A], T], argument: A) -> T | Exception:

@@ -1,0 +1,411 @@
+"""Agents that know only an OpenAI client: what is asked of the policy, and what the agent is told."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import sys
+import time
+from itertools import count
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.support.agents import PROBLEM, agent_task, played
+from torchrl_grpo.agents import load_program
+from torchrl_grpo.agents.programs import Command, Function
+from torchrl_grpo.errors import InvalidRewardError
+from torchrl_grpo.host.processes import descendants
+from torchrl_grpo.tasks.base import Dialog, Score, Turn, Wish
+
+openai = pytest.importorskip("openai")
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def chat(*texts: str) -> list[dict[str, Any]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[place % 2], "content": text} for place, text in enumerate(texts)]
+
+
+def test_an_agent_plays_a_problem_and_says_its_reward():
+    async def play(client, problem):
+        assert problem.pop("messages")[-1] == chat("1+1=?")[0]
+        assert problem == {"level": 3, "prompt": "1+1=?", "answer": "2"}
+        answer = await client.chat.completions.create(model="any", messages=chat(problem["prompt"]))
+        assert answer.choices[0].finish_reason == "stop"
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (0, 3)
+        return 0.25 if answer.choices[0].message.content == "two" else 0.0
+
+    asked, end = played(agent_task(play), lambda turn: "two")
+    assert asked == [Turn(chat("1+1=?"), None, tools=[])]
+    assert end == Turn(None, Score(0.25, False))
+
+
+def test_a_request_that_continues_an_answer_asks_with_what_is_new_alone():
+    async def play(client, problem):
+        said = chat("a")
+        for text in ("b", "c"):
+            answer = await client.chat.completions.create(model="any", messages=said)
+            said += [answer.choices[0].message, {"role": "user", "content": text}]
+        await client.chat.completions.create(model="any", messages=said)
+        return 1
+
+    asked, end = played(agent_task(play), lambda turn: "yes")
+    assert [(turn.sample, turn.messages) for turn in asked] == [(0, chat("a")), (0, chat("b")), (0, chat("c"))]
+    assert end.score == Score(1.0, True)
+
+
+def test_a_compacted_chat_and_a_sub_agent_begin_samples_and_an_old_one_goes_on():
+    async def play(client, problem):
+        async def ask(*messages):
+            answer = await client.chat.completions.create(model="any", messages=list(messages))
+            return {"role": "assistant", "content": answer.choices[0].message.content}
+
+        main = [*chat("a")]
+        main += [await ask(*main), *chat("b")]
+        await ask(*chat("sub"))
+        main += [await ask(*main), *chat("c")]
+        await ask(*chat("short: a b"))
+        await ask(main[0], {"role": "assistant", "content": "other words"}, *main[2:])
+        return 1
+
+    answers = count()
+    asked, _ = played(agent_task(play), lambda turn: f"answer {next(answers)}")
+    assert [turn.sample for turn in asked] == [0, 1, 0, 2, 3]
+    assert asked[2].messages == chat("b")
+    assert asked[4].messages == [*chat("a", "other words", "b", "answer 2", "c")]
+
+
+def test_tool_calls_come_back_as_the_client_gives_them_and_continue_the_tokens():
+    async def play(client, problem):
+        said = chat("a")
+        answer = await client.chat.completions.create(model="any", messages=said, tools=[ADD])
+        choice = answer.choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Adding.")
+        [call] = choice.message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+        said += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "2"}]
+        await client.chat.completions.create(model="any", messages=said, tools=[ADD])
+        return 1
+
+    asked, end = played(agent_task(play), lambda turn: f"Adding. {CALL}")
+    assert [list(turn.tools) for turn in asked] == [[ADD], [ADD]]
+    assert asked[1] == Turn([{"role": "tool", "content": "2", "tool_call_id": "call00000"}], None, tools=[ADD])
+    assert end.score == Score(1.0, True)
+
+
+def test_a_chat_template_gets_the_arguments_of_calls_as_objects():
+    async def play(client, problem):
+        call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+        said = [*chat("a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+        await client.chat.completions.create(model="any", messages=said, tools=[ADD])
+        return 1
+
+    [turn], _ = played(agent_task(play), lambda turn: "yes")
+    assert turn.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+
+
+def test_a_stream_has_the_same_text_calls_and_usage():
+    async def play(client, problem):
+        wants = {"model": "any", "messages": chat("a"), "tools": [ADD], "stream": True}
+        stream = await client.chat.completions.create(**wants, stream_options={"include_usage": True})
+        text, names, reason, usage = "", [], None, None
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                names += [call.function.name for call in choice.delta.tool_calls or ()]
+                reason = choice.finish_reason or reason
+        assert (text, names, reason, usage.completion_tokens) == ("Adding.", ["add"], "tool_calls", len(CALL) + 8)
+        plain = await client.completions.create(model="any", prompt="1, 2,", stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in plain]) == " 3"
+        return 1
+
+    said = iter([f"Adding. {CALL}", " 3"])
+    asked, end = played(agent_task(play), lambda turn: next(said))
+    assert end.score == Score(1.0, True)
+    assert asked[1].messages == [{"role": "", "content": "1, 2,"}]
+
+
+def test_a_completion_continues_the_text_before_it():
+    async def play(client, problem):
+        first = await client.completions.create(model="any", prompt="1,")
+        await client.completions.create(model="any", prompt=f"1,{first.choices[0].text} 3,")
+        await client.completions.create(model="any", prompt="1, 3,")
+        return 1
+
+    asked, _ = played(agent_task(play), lambda turn: " 2,")
+    assert [(turn.sample, turn.messages[0]["content"]) for turn in asked] == [(0, "1,"), (0, " 3,"), (1, "1, 3,")]
+
+
+def test_wishes_reach_the_run_and_a_stop_string_is_not_told():
+    async def play(client, problem):
+        answer = await client.chat.completions.create(
+            model="any", messages=chat("a"), max_completion_tokens=7, stop=["END", "\n"], logprobs=True
+        )
+        assert answer.choices[0].message.content == "two "
+        [one] = answer.choices[0].logprobs.content
+        assert (one.token, one.logprob) == ("two END", -0.5)
+        return 1
+
+    told = Dialog(PROBLEM, ["two END"], tokens=[3], log_probs=[("two END", -0.5)], prompt_tokens=5)
+    [turn], end = played(agent_task(play), lambda turn: told)
+    assert turn.wish == Wish(7, ("END", "\n"), True)
+    assert end.score == Score(1.0, True)
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"n": 2}, "n=2 must be 1: ask once for each answer."),
+        ({"messages": []}, "messages=[] must be a list with at least one message: send one."),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role=robot must be one of"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content must be text"),
+        ({"max_tokens": 0}, "max_tokens=0 must be a whole number of at least 1: for example, 256."),
+        ({"stop": [""]}, "stop=[''] must be at most 4 texts"),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs=3 must be 0"),
+        ({"tools": [ADD], "tool_choice": "required"}, "tool_choice=required must be auto or none"),
+        ({"response_format": {"type": "json_object"}}, "response_format=json_object must be"),
+        ({"stream": "yes"}, "stream=yes must be true or false"),
+    ],
+)
+def test_what_cannot_be_honored_is_an_error_with_field_rule_value_and_fix(wrong, said):
+    async def play(client, problem):
+        wants = {"model": "any", "messages": chat("a")} | wrong
+        with pytest.raises(openai.BadRequestError) as error:
+            await client.post("/chat/completions", body=wants, cast_to=object)
+        assert error.value.body["message"].startswith(said)
+        assert error.value.body["type"] == "invalid_request_error"
+        await client.chat.completions.create(model="any", messages=chat("a"))
+        return 1
+
+    asked, end = played(agent_task(play), lambda turn: "yes")
+    assert len(asked) == 1  # an agent goes on after a bad request
+    assert end.score == Score(1.0, True)
+
+
+def test_the_server_refuses_strangers_other_paths_and_what_is_no_http():
+    seen: list[tuple[int, str]] = []
+
+    async def play(client, problem):
+        def raw(data: bytes) -> bytes:
+            import socket
+
+            with socket.create_connection((place.hostname, place.port)) as connection:
+                connection.sendall(data)
+                return connection.recv(2**16)
+
+        def say(method, path, body=b"", **headers):
+            connection = http.client.HTTPConnection(place.hostname, place.port)
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            seen.append((answer.status, json.loads(answer.read())))
+
+        place = urlsplit(str(client.base_url))
+        key = f"Bearer {client.api_key}"
+        say("POST", "/v1/chat/completions", b"{}", Authorization="Bearer wrong")
+        say("GET", "/v1/models", Authorization=key)
+        say("POST", "/v1/embeddings", b"{}", Authorization=key)
+        say("GET", "/v1/chat/completions", Authorization=key)
+        say("POST", "/v1/chat/completions", b"no json", Authorization=key)
+        say("POST", "/v1/chat/completions", b"x" * 2**19, Authorization=key)
+        assert raw(b"hello\r\n\r\n").startswith(b"HTTP/1.1 400")
+        assert raw(b"GET / HTTP/1.1\r\nA: " + b"x" * 2**17 + b"\r\n\r\n").startswith(b"HTTP/1.1 431")
+        assert raw(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n").startswith(b"HTTP/1.1 411")
+        await client.chat.completions.create(model="any", messages=chat("a"))
+        return 1
+
+    _, end = played(agent_task(play), lambda turn: "yes")
+    assert end.score == Score(1.0, True)
+    assert [status for status, _ in seen] == [401, 200, 404, 405, 400, 413]
+    assert seen[0][1]["error"]["type"] == "authentication_error"
+    assert seen[1][1]["data"][0]["id"] == "policy"
+
+
+def test_requests_at_the_same_time_are_answered_one_after_the_other():
+    async def play(client, problem):
+        async def ask(text):
+            answer = await client.chat.completions.create(model="any", messages=chat(text))
+            return answer.choices[0].message.content
+
+        return float(await asyncio.gather(ask("a"), ask("b"), ask("c")) == ["A", "B", "C"])
+
+    asked, end = played(agent_task(play), lambda turn: turn.messages[0]["content"].upper())
+    assert sorted(turn.messages[0]["content"] for turn in asked) == ["a", "b", "c"]
+    assert end.score == Score(1.0, True)
+
+
+def test_without_a_reward_of_its_own_an_agent_is_scored_by_the_task():
+    async def play(client, problem):
+        await client.chat.completions.create(model="any", messages=chat("a"))
+
+    _, end = played(agent_task(play, "gsm8k"), lambda turn: "#### 2")
+    assert end.score.reward == 1.0
+    assert end.score.parts == {"gsm8k": 1.0}
+
+
+def test_an_agent_that_asks_too_often_is_refused_and_scored_as_one_that_was_cut_off():
+    async def play(client, problem):
+        said = 0
+        with pytest.raises(openai.BadRequestError, match="env.max_turns=2 requests"):
+            for _ in range(5):
+                await client.chat.completions.create(model="any", messages=chat("a"))
+                said += 1
+        return said / 4
+
+    _, end = played(agent_task(play), lambda turn: "yes", turns=2)
+    assert end == Turn([], Score(0.5, False))  # messages: it would have gone on
+
+
+def test_a_chat_without_room_is_refused_and_the_task_scores_an_agent_that_raises_for_it():
+    async def play(client, problem):
+        for _ in range(2):
+            await client.chat.completions.create(model="any", messages=chat("a"))
+
+    task = agent_task(play, "gsm8k")
+    first = task.advance([Dialog(PROBLEM, [], last=False, episode="0")], 20)[0]
+    said = Dialog(PROBLEM, ["#### 2"], last=False, episode="0")
+    second = task.advance([said], 20)[0]
+    no_room = task.advance([Dialog(PROBLEM, ["#### 2"], finish_reason="length", last=False, episode="0")], 20)[0]
+    assert first.score is second.score is None
+    assert (no_room.messages, no_room.score.reward) == ([], 1.0)
+
+
+@pytest.mark.parametrize(
+    "case, kind, said",
+    [
+        ("raises", ZeroDivisionError, "division by zero"),
+        ("exits", RuntimeError, "exit"),
+        ("never asks", InvalidRewardError, "an agent must ask the policy, it ended without"),
+        ("never ends", InvalidRewardError, "an agent must ask or end within env.reward_timeout_s=0.5"),
+        ("blocks", InvalidRewardError, "an agent must ask or end within env.reward_timeout_s=0.5"),
+        ("says no number", InvalidRewardError, "must return a number or None, it returned 'good'"),
+    ],
+)
+def test_what_an_agent_does_wrong_costs_its_own_dialog_alone(case, kind, said):
+    async def play(client, problem):
+        if case == "never asks":
+            return 1
+        answer = await client.chat.completions.create(model="any", messages=chat("a"))
+        if answer.choices[0].message.content == "wrong":
+            if case == "raises":
+                1 / 0
+            if case == "exits":
+                sys.exit("exit")
+            if case == "never ends":
+                await asyncio.sleep(60)
+            if case == "blocks":
+                time.sleep(3)
+            return "good"
+        return 1
+
+    task, texts = agent_task(play), ["right", "wrong", "right"]
+    dialogs = [Dialog(PROBLEM, [], last=False, episode=str(i)) for i in range(3)]
+    opened = task.advance(dialogs, 20)
+    if case == "never asks":
+        assert all(isinstance(turn, kind) and said in str(turn) for turn in opened)
+        return
+    dialogs = [Dialog(PROBLEM, [text], last=False, episode=str(i)) for i, text in enumerate(texts)]
+    ends = task.advance(dialogs, 0.5)
+    assert [end.score.reward for end in (ends[0], ends[2])] == [1, 1]
+    assert isinstance(ends[1], kind), ends[1]
+    assert said in str(ends[1])
+
+
+def test_an_agent_that_is_given_up_ends_and_its_key_with_it():
+    ended: list[str] = []
+
+    async def play(client, problem):
+        try:
+            await client.chat.completions.create(model="any", messages=chat("a"))
+        except asyncio.CancelledError:
+            ended.append(client.api_key)
+            raise
+
+    task = agent_task(play)
+    task.advance([Dialog(PROBLEM, [], last=False, episode="0")], 20)
+    task.close("0")
+    task.close("0")  # closing twice is nothing
+    deadline = time.monotonic() + 5
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(ended) == 1
+    assert task._keys == {}
+
+
+SOLVE = """
+import json, os, sys, urllib.request
+problem = json.load(sys.stdin)
+def ask(text):
+    body = json.dumps({"model": "any", "messages": [{"role": "user", "content": text}]}).encode()
+    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+"""
+
+
+def command(tmp_path: Path, code: str) -> Command:
+    (tmp_path / "solve.py").write_text(SOLVE + code)
+    program = load_program(f"{sys.executable} {tmp_path}/solve.py")
+    assert isinstance(program, Command)
+    return program
+
+
+def test_a_command_is_given_the_endpoint_and_the_problem_and_prints_its_reward(tmp_path):
+    program = command(tmp_path, "print('thinking'); print(0.5 * (ask(problem['prompt']) == problem['answer']))")
+    asked, end = played(agent_task(program), lambda turn: "2")
+    assert asked[0].messages == chat("1+1=?")
+    assert end.score == Score(0.5, False)
+
+
+def test_a_command_may_print_a_reward_as_json_or_leave_it_to_the_task(tmp_path):
+    program = command(tmp_path, "ask('a'); print(json.dumps({'reward': -1}))")
+    assert played(agent_task(program), lambda turn: "2")[1].score == Score(-1.0, False)
+    program = command(tmp_path, "ask('a'); print('done')")
+    assert played(agent_task(program, "gsm8k"), lambda turn: "#### 2")[1].score.reward == 1.0
+
+
+def test_a_command_that_fails_is_invalid_with_its_last_words(tmp_path):
+    _, end = played(agent_task(command(tmp_path, "ask('a'); raise SystemExit('bad luck')")), lambda turn: "2")
+    assert isinstance(end, RuntimeError)
+    assert "must end with status 0, it ended with 1: bad luck" in str(end)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+def test_a_command_is_killed_with_all_that_it_started_when_its_time_is_over(tmp_path):
+    code = "import subprocess; ask('a'); subprocess.run(['sleep', '61'], start_new_session=True)"
+    import os
+
+    _, end = played(agent_task(command(tmp_path, code)), lambda turn: "2", timeout_s=2)
+    assert "must ask or end within" in str(end)
+    deadline = time.monotonic() + 5
+    while descendants(os.getpid()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [pid for pid in descendants(os.getpid()) if b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes()] == []
+
+
+@pytest.mark.parametrize(
+    "spec, said",
+    [
+        ("no_such_file.py:play", "env.agent=no_such_file.py:play must name a file that exists"),
+        ("no_such_command_anywhere", "there is no command 'no_such_command_anywhere'"),
+        ("torchrl_grpo.agents.programs:load_program", "must be asynchronous, it is not: write async def play"),
+    ],
+)
+def test_an_agent_that_cannot_be_started_is_refused(spec, said):
+    with pytest.raises(ValueError, match=said):
+        load_program(spec)
+
+
+def test_a_task_with_an_agent_travels_before_it_plays(tmp_path):
+    import cloudpickle
+
+    (tmp_path / "mine.py").write_text("async def play(client, problem):\n    return 1\n")
+    task = agent_task(load_program(f"{tmp_path}/mine.py:play"))
+    assert isinstance(cloudpickle.loads(cloudpickle.dumps(task)).program, Function)

@@ -1,0 +1,328 @@
+"""OpenAI's wire format: what a request asks of the policy, and how the policy's turn is told to who asked.
+
+What cannot be honored is refused. ``temperature``, ``top_p`` and what else would change the sampled distribution are
+read and not honored: what is trained is the distribution of the run. Sources: OpenAI's API reference, chat completions
+and completions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_grpo.tasks.base import Dialog, Message, Wish
+from torchrl_grpo.tools.toolbox import Parser
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+MODEL = "policy"
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_MOST_STOPS, _MOST_STOP_BYTES = 4, 256
+_ONE = {"n": 1, "best_of": 1, "echo": False, "suffix": None, "logit_bias": None, "response_format": "text"}
+_FIXES = {
+    "n": "ask once for each answer",
+    "best_of": "leave it out",
+    "echo": "leave it out",
+    "suffix": "leave it out",
+    "logit_bias": "leave it out, the policy's own distribution is what is trained",
+    "response_format": "say in the prompt which form an answer must have",
+}
+
+
+class BadRequest(Exception):
+    """A request that is refused, as OpenAI's servers do it.
+
+    Args:
+        message: field, rule, value and fix.
+        param: the field.
+        status: of HTTP.
+        code: of OpenAI's errors.
+    """
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code
+
+    def body(self) -> dict[str, Any]:
+        """The error as OpenAI's servers write it."""
+        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an agent asks of the policy.
+
+    Attributes:
+        messages: the chat, as chat templates take it; of a completion one message of no role, which is its text.
+        tools: JSON schemas.
+        wish: where the policy's turn is cut off, and what is told of it.
+        stream: whether the answer is an event stream.
+        usage: whether the stream ends with the usage.
+        path: ``CHAT`` or ``TEXT``.
+        model: what the agent calls the policy.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]] = ()
+    wish: Wish = Wish()
+    stream: bool = False
+    usage: bool = False
+    path: str = CHAT
+    model: str = MODEL
+
+
+def parse_request(path: str, body: bytes) -> Request:
+    """What a request asks for.
+
+    Raises:
+        BadRequest: it cannot be honored; the message says what can.
+    """
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body must be JSON, it is not ({error}): send an object.") from error
+    if not isinstance(given, dict):
+        raise BadRequest(f"the body must be an object, it is {body[:60]!r}: send one.")
+    for name, only in _ONE.items():
+        value = given.get(name)
+        value = value.get("type") if name == "response_format" and isinstance(value, dict) else value
+        if value not in (None, only, {}):
+            raise BadRequest(f"{name}={value!s:.60} must be {json.dumps(only)}: {_FIXES[name]}.", name)
+    chat = path == CHAT
+    tools = _tools(given) if chat else []
+    streams = _flag(given, "stream")
+    options = given.get("stream_options") or {}
+    return Request(
+        messages=_messages(given) if chat else [{"role": "", "content": _prompt(given)}],
+        tools=tools,
+        wish=Wish(_most_tokens(given, chat), _stops(given), _log_probs(given, chat)),
+        stream=streams,
+        usage=streams and isinstance(options, dict) and bool(options.get("include_usage")),
+        path=path,
+        model=str(given.get("model") or MODEL),
+    )
+
+
+def _messages(given: Mapping[str, Any]) -> list[Message]:
+    messages = given.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest(f"messages={messages!s:.60} must be a list with at least one message: send one.", "messages")
+    return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+
+def _message(given: Any, field: str) -> Message:
+    """A message in the plainest form, so that two that say the same are equal."""
+    role = given.get("role") if isinstance(given, dict) else None
+    if role not in _ROLES:
+        raise BadRequest(f"{field}.role={role!s:.60} must be one of {', '.join(_ROLES)}: use one of them.", field)
+    role = "system" if role == "developer" else role
+    content = given.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise BadRequest(f"{field}.content must be text, it has other parts: leave them out.", field)
+        content = "".join(part["text"] for part in content)
+    if content is not None and not isinstance(content, str):
+        raise BadRequest(f"{field}.content={content!s:.60} must be text: send a string.", field)
+    message: Message = {"role": role, "content": content or ""}
+    if given.get("tool_calls"):
+        message["tool_calls"] = [_call(call, f"{field}.tool_calls") for call in given["tool_calls"]]
+    for name in ("name", "tool_call_id"):
+        if given.get(name) is not None:
+            message[name] = str(given[name])
+    return message
+
+
+def _call(given: Any, field: str) -> dict[str, Any]:
+    """A call with its arguments as an object, which is what chat templates want."""
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRequest(f"{field} must be calls of functions with a name: send those of the answer as they were.", field)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            pass  # as the policy wrote them
+    called = {"name": function["name"], "arguments": arguments}
+    return {"id": str(given.get("id", "")), "type": "function", "function": called}
+
+
+def _prompt(given: Mapping[str, Any]) -> str:
+    prompt = given.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    if not isinstance(prompt, str) or not prompt:
+        raise BadRequest(f"prompt={prompt!s:.60} must be one text that is not empty: ask once for each.", "prompt")
+    return prompt
+
+
+def _tools(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    tools, choice = given.get("tools") or [], given.get("tool_choice")
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, dict) and isinstance(tool.get("function"), dict) and isinstance(tool["function"].get("name"), str)
+        for tool in tools
+    ):
+        raise BadRequest("tools must be a list of functions with names: send their JSON schemas.", "tools")
+    if choice not in (None, "auto", "none"):
+        raise BadRequest(
+            f"tool_choice={choice!s:.60} must be auto or none: leave it out, the policy chooses.", "tool_choice"
+        )
+    return [] if choice == "none" else tools
+
+
+def _stops(given: Mapping[str, Any]) -> tuple[str, ...]:
+    stop = given.get("stop")
+    stops = [stop] if isinstance(stop, str) else stop or []
+    texts = isinstance(stops, list) and all(isinstance(text, str) and text for text in stops)
+    if not texts or len(stops) > _MOST_STOPS or sum(len(text.encode()) for text in stops) > _MOST_STOP_BYTES:
+        raise BadRequest(
+            f"stop={stop!s:.60} must be at most {_MOST_STOPS} texts that are not empty, of at most {_MOST_STOP_BYTES} "
+            "bytes together: use fewer.",
+            "stop",
+        )
+    return tuple(stops)
+
+
+def _most_tokens(given: Mapping[str, Any], chat: bool) -> int | None:
+    names = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
+    name, value = next(((name, given[name]) for name in names if given.get(name) is not None), ("", None))
+    if value is not None and (type(value) is not int or value < 1):
+        raise BadRequest(f"{name}={value!s:.60} must be a whole number of at least 1: for example, 256.", name)
+    return value
+
+
+def _log_probs(given: Mapping[str, Any], chat: bool) -> bool:
+    """Whether the log-prob of each sampled token is told; those of other tokens are not known."""
+    if not chat:
+        value = given.get("logprobs")
+        if value not in (None, 0, 1) or value is True:
+            raise BadRequest(f"logprobs={value!s:.60} must be 0, 1 or null: others are not known.", "logprobs")
+        return value is not None
+    if given.get("top_logprobs"):
+        raise BadRequest(
+            f"top_logprobs={given['top_logprobs']!s:.60} must be 0: those of other tokens are not known.", "top_logprobs"
+        )
+    return _flag(given, "logprobs")
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise BadRequest(f"{name}={value!s:.60} must be true or false: use one of them.", name)
+    return bool(value)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The policy's turn, as an agent is told of it.
+
+    Attributes:
+        request: that it answers.
+        text: without what ended it.
+        calls: of tools, with arguments as the policy wrote them.
+        finish_reason: of OpenAI's.
+        dialog: the turn's tokens, their number and, if they were asked for, their log-probs.
+        number: of the answer in its episode.
+    """
+
+    request: Request
+    text: str
+    calls: Sequence[dict[str, Any]]
+    finish_reason: str
+    dialog: Dialog
+    number: int
+
+    @classmethod
+    def of(cls, request: Request, dialog: Dialog, number: int, parser: Parser) -> Answer:
+        """The latest turn of a dialog, as the answer to a request."""
+        text, reason = dialog.responses[-1], str(dialog.finish_reason)
+        if reason == "stop":
+            ends = [place for stop in request.wish.stop if (place := text.find(stop)) >= 0]
+            text = text[: min(ends)] if ends else text
+        calls: list[dict[str, Any]] = []
+        if request.tools and reason == "stop":
+            read = parser(dialog.raw)
+            if read and not any(call.error for call in read):
+                calls = [
+                    {
+                        "id": f"call{number % 1000:03d}{place % 100:02d}",  # 9 characters: what Mistral's templates take
+                        "type": "function",
+                        "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                    }
+                    for place, call in enumerate(read)
+                ]
+                text = text.partition("<tool_call>")[0].strip() if "<tool_call>" in text else ""
+        return cls(request, text, calls, "tool_calls" if calls else reason, dialog, number)
+
+    @property
+    def message(self) -> Message:
+        """The answer as a message of a later request says it."""
+        given = {"role": "assistant", "content": self.text, "tool_calls": list(self.calls)}
+        return _message(given, "the answer") if self.request.path == CHAT else {"role": "", "content": self.text}
+
+    def body(self) -> dict[str, Any]:
+        """The answer as one object."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": self.finish_reason, "logprobs": self._log_probs()}
+        if self.request.path == CHAT:
+            choice["message"] = {"role": "assistant", "content": self.text or (None if self.calls else "")}
+            choice["message"] |= {"tool_calls": list(self.calls)} if self.calls else {}
+        else:
+            choice["text"] = self.text
+        return self._head("") | {"choices": [choice], "usage": self._usage()}
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """The answer as the events of a stream. All of it is there at once, so there are few of them."""
+        whole = self.body()["choices"][0]
+        head = self._head(".chunk")
+        if self.request.path == CHAT:
+            delta = whole.pop("message")
+            for place, call in enumerate(delta.get("tool_calls", ())):
+                delta["tool_calls"] = [*delta["tool_calls"][:place], call | {"index": place}, *delta["tool_calls"][place + 1 :]]
+            first, last = {"delta": delta}, {"delta": {}}
+        else:
+            first, last = {"text": whole["text"]}, {"text": ""}
+        yield head | {"choices": [{"index": 0, **first, "logprobs": whole["logprobs"], "finish_reason": None}]}
+        yield head | {"choices": [{"index": 0, **last, "logprobs": None, "finish_reason": self.finish_reason}]}
+        if self.request.usage:
+            yield head | {"choices": [], "usage": self._usage()}
+
+    def _head(self, chunk: str) -> dict[str, Any]:
+        kind, name = (f"chat.completion{chunk}", "chatcmpl") if self.request.path == CHAT else ("text_completion", "cmpl")
+        return {"id": f"{name}-{self.number}", "object": kind, "created": 0, "model": self.request.model}
+
+    def _usage(self) -> dict[str, int]:
+        prompt, sampled = self.dialog.prompt_tokens, len(self.dialog.tokens)
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+    def _log_probs(self) -> dict[str, Any] | None:
+        if not self.request.wish.log_probs:
+            return None
+        pieces = self.dialog.log_probs
+        if self.request.path == TEXT:
+            names, values = [text for text, _ in pieces], [value for _, value in pieces]
+            return {"tokens": names, "token_logprobs": values, "top_logprobs": None, "text_offset": _offsets(names)}
+        return {
+            "content": [
+                {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, value in pieces
+            ],
+            "refusal": None,
+        }
+
+
+def _offsets(texts: Sequence[str]) -> list[int]:
+    out, at = [], 0
+    for text in texts:
+        out.append(at)
+        at += len(text)
+    return out
+
+
+def models() -> dict[str, Any]:
+    """The one model that there is."""
+    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "torchrl_grpo"}]}
+
+

@@ -1,0 +1,170 @@
+"""``Server``: HTTP/1.1 on loopback, one for a process, for any number of agents at a time.
+
+It knows neither tasks nor the policy: a request with the key of an episode goes to that episode, which answers it when
+the policy has. Plain asyncio in a thread of its own, because no dependency of the package is a server that starts in a
+few milliseconds inside a reward worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Protocol
+
+from torchrl_grpo.agents.protocol import CHAT, TEXT, Answer, BadRequest, Request, models, parse_request
+
+_LARGEST_HEAD = 2**16
+LARGEST_BODY = 2**18
+"""Bytes of a request: what a worker tells the run of a turn has a limit, too."""
+_IDLE_S = 600.0
+"""Seconds for which a connection may say nothing between two requests, or in the middle of one."""
+_REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed",
+            411: "Length Required", 413: "Payload Too Large", 431: "Request Header Fields Too Large"}  # fmt: skip
+
+
+class Asks(Protocol):
+    """Who answers the requests of one key."""
+
+    def ask(self, request: Request) -> Future[Answer]: ...
+
+
+class Server:
+    """Serves ``/v1/chat/completions`` and ``/v1/completions`` of any number of episodes.
+
+    Args:
+        find: gives the episode of a key, None where there is none.
+
+    Attributes:
+        url: what an OpenAI client takes as its base URL.
+    """
+
+    def __init__(self, find: Callable[[str], Asks | None]) -> None:
+        self._find = find
+        self._loop = asyncio.new_event_loop()
+        started: Future[int] = Future()
+        threading.Thread(target=self._run, args=(started,), name="agents' server", daemon=True).start()
+        self.url = f"http://127.0.0.1:{started.result()}/v1"
+
+    def _run(self, started: Future[int]) -> None:
+        async def listen() -> None:
+            try:
+                server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=_LARGEST_HEAD)
+            except OSError as error:
+                started.set_exception(error)
+                return
+            started.set_result(server.sockets[0].getsockname()[1])
+            await server.serve_forever()
+
+        self._loop.run_until_complete(listen())
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answers the requests of one connection, one after the other."""
+        with suppress(ConnectionError, TimeoutError, asyncio.IncompleteReadError):
+            stays = True
+            while stays:
+                try:
+                    method, path, headers = await asyncio.wait_for(_head(reader), _IDLE_S)
+                    stays = headers.get("connection", "keep-alive").lower() != "close"
+                    body = await asyncio.wait_for(_body(reader, writer, headers), _IDLE_S)
+                except BadRequest as refusal:  # what follows on the connection cannot be told apart
+                    _write(writer, refusal.status, refusal.body(), stays=False)
+                    break
+                await self._answer(writer, method, path, headers, body, stays)
+                await writer.drain()
+        with suppress(ConnectionError):
+            writer.close()
+            await writer.wait_closed()
+
+    async def _answer(
+        self, writer: asyncio.StreamWriter, method: str, path: str, headers: dict[str, str], body: bytes, stays: bool
+    ) -> None:
+        try:
+            episode = self._find(headers.get("authorization", "").removeprefix("Bearer ").strip())
+            if episode is None:
+                raise BadRequest(
+                    "the API key must be that of an episode that is being played, it is not: use OPENAI_API_KEY of the "
+                    "agent's environment, or the client that it was given.",
+                    status=401,
+                    code="invalid_api_key",
+                )
+            if path == "/v1/models" and method == "GET":
+                _write(writer, 200, models(), stays)
+                return
+            if path not in (CHAT, TEXT):
+                raise BadRequest(f"there is no {path:.60}: use {CHAT} or {TEXT}.", status=404)
+            if method != "POST":
+                raise BadRequest(f"the method must be POST, it is {method:.20}: use POST.", status=405)
+            request = parse_request(path, body)
+            answer = await asyncio.wrap_future(episode.ask(request))
+        except BadRequest as refusal:
+            _write(writer, refusal.status, refusal.body(), stays)
+            return
+        if request.stream:
+            _stream(writer, answer.events(), stays)
+        else:
+            _write(writer, 200, answer.body(), stays)
+
+
+async def _head(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str]]:
+    """Method, path and headers of a request.
+
+    Raises:
+        BadRequest: it is no HTTP, or it is too long.
+        IncompleteReadError: there is none.
+    """
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    except asyncio.LimitOverrunError as error:
+        raise BadRequest(f"a request's head must be under {_LARGEST_HEAD:,} bytes: send less.", status=431) from error
+    first, *lines = head.strip("\r\n").split("\r\n")
+    method, _, rest = first.partition(" ")
+    path, _, version = rest.rpartition(" ")
+    if not version.startswith("HTTP/1."):
+        raise BadRequest(f"a request must be HTTP/1.1, it begins with {first!r:.60}: use an HTTP client.")
+    named = (line.partition(":") for line in lines)
+    headers = {name.strip().lower(): value.strip() for name, _, value in named}
+    if version == "HTTP/1.0":
+        headers.setdefault("connection", "close")
+    return method, path.partition("?")[0], headers
+
+
+async def _body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, headers: dict[str, str]) -> bytes:
+    if "transfer-encoding" in headers:
+        raise BadRequest("a request must say how long its body is: send Content-Length.", status=411)
+    length = headers.get("content-length", "0")
+    if not length.isdecimal():
+        raise BadRequest(f"Content-Length={length:.20} must be a whole number: send the bytes of the body.")
+    if len(length) > 12 or int(length) > LARGEST_BODY:
+        raise BadRequest(
+            f"a request must be of at most {LARGEST_BODY:,} bytes, it has {length:.20}: send a shorter chat.",
+            status=413,
+            code="context_length_exceeded",
+        )
+    if headers.get("expect", "").lower() == "100-continue":
+        writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    return await reader.readexactly(int(length))
+
+
+def _write(writer: asyncio.StreamWriter, status: int, body: Any, stays: bool) -> None:
+    data = json.dumps(body).encode()
+    _write_head(writer, status, "application/json", f"Content-Length: {len(data)}", stays)
+    writer.write(data)
+
+
+def _stream(writer: asyncio.StreamWriter, events: Iterable[Any], stays: bool) -> None:
+    """Writes server-sent events."""
+    _write_head(writer, 200, "text/event-stream", "Transfer-Encoding: chunked", stays)
+    for data in (*map(json.dumps, events), "[DONE]"):
+        event = f"data: {data}\n\n".encode()
+        writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+    writer.write(b"0\r\n\r\n")
+
+
+def _write_head(writer: asyncio.StreamWriter, status: int, kind: str, length: str, stays: bool) -> None:
+    connection = "keep-alive" if stays else "close"
+    head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: {kind}\r\n{length}\r\nConnection: {connection}\r\n\r\n"
+    writer.write(head.encode())

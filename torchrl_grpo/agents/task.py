@@ -1,0 +1,267 @@
+"""``WithAgent``: a task whose problems are played by an agent that knows only an OpenAI client.
+
+A request of the agent waits until the policy has taken its turn; to ``LLMEnv`` it is what every other task says to the
+policy. So tokens, masks, log-probs, versions, groups and resume are those of any dialog.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from torchrl_grpo.agents.programs import Program
+from torchrl_grpo.agents.protocol import CHAT, Answer, BadRequest, Request
+from torchrl_grpo.agents.server import Server
+from torchrl_grpo.errors import InvalidRewardError
+from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Task, Turn, WrappedTask, attempt
+from torchrl_grpo.tools.toolbox import Parser, parse_tool_calls
+
+_AT_A_TIME = 64
+_NO_LIMIT_S = 3600.0
+"""Seconds for an agent where the run has no limit: nothing waits for ever."""
+
+
+@dataclass
+class _Sample:
+    """One training sample of an episode: the chat that its tokens stand for, the policy's answer included."""
+
+    chat: Sequence[Message]
+    tools: Sequence[dict[str, Any]]
+    path: str
+
+
+@dataclass
+class _Asked:
+    """A request that waits for its answer."""
+
+    request: Request
+    answer: Future[Answer] = field(default_factory=Future)
+
+
+class _Episode:
+    """One play of a problem: the agent's requests in the order in which they came, and its end.
+
+    Attributes:
+        answered: turns of the policy that the agent was given.
+        refused: why it gets no further answers; None while it does.
+        cut: whether a request was refused.
+    """
+
+    def __init__(self) -> None:
+        self.key = secrets.token_urlsafe(24)
+        self.answered = 0
+        self.refused: BadRequest | None = None
+        self.cut = False
+        self.end: Callable[[], None] = lambda: None
+        self._events: SimpleQueue[_Asked | Future[float | None]] = SimpleQueue()
+        self._waiting: _Asked | None = None
+        self._samples: list[_Sample] = []
+        self._sample = 0
+
+    def ask(self, request: Request) -> Future[Answer]:
+        """Takes a request; in the server's thread."""
+        asked = _Asked(request)
+        self._events.put(asked)
+        return asked.answer
+
+    def ended(self, result: Future[float | None]) -> None:
+        """Takes the agent's end; in any thread."""
+        self._events.put(result)
+
+    def next(self, deadline: float) -> _Asked | Future[float | None]:
+        """The next request, or the end.
+
+        Raises:
+            TimeoutError: there is none in time.
+        """
+        try:
+            return self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
+            raise TimeoutError from None
+
+    def turn(self, asked: _Asked) -> Turn:
+        """A request as what is said to the policy: what follows an answer of ours, or a whole chat."""
+        request = asked.request
+        self._waiting, chat = asked, list(request.messages)
+        self._sample, said = len(self._samples), chat
+        for number, sample in enumerate(self._samples):
+            rest = _rest(chat, sample, request)
+            if rest is not None and (self._sample == len(self._samples) or len(rest) <= len(said)):
+                self._sample, said = number, rest
+        if self._sample == len(self._samples):
+            self._samples.append(_Sample(chat, request.tools, request.path))
+        return Turn(said, None, tools=request.tools, sample=self._sample, wish=request.wish)
+
+    def answer(self, dialog: Dialog, parser: Parser) -> None:
+        """Gives the request that waits the policy's turn."""
+        assert self._waiting is not None
+        request = self._waiting.request
+        answer = Answer.of(request, dialog, self.answered, parser)
+        chat = [*request.messages, answer.message]
+        if request.path != CHAT:
+            chat = [{"role": "", "content": "".join(message["content"] for message in chat)}]
+        self._samples[self._sample].chat = chat
+        self.answered += 1
+        self._waiting.answer.set_result(answer)
+        self._waiting = None
+
+    def refuse(self, why: BadRequest, asked: _Asked | None = None) -> None:
+        """Refuses a request, by default the one that waits, and all that come later."""
+        self.refused, asked, self._waiting = why, asked or self._waiting, None
+        if asked is not None:
+            self.cut = True
+            asked.answer.set_exception(why)
+
+    def close(self) -> None:
+        """Ends the agent, and refuses what it still asks."""
+        ended = BadRequest("the API key must be that of an episode that is being played, its has ended.", status=401)
+        self.refuse(ended)
+        self.end()
+        with suppress(Empty):
+            while True:
+                event = self._events.get_nowait()
+                if isinstance(event, _Asked):
+                    self.refuse(ended, event)
+
+
+def _rest(chat: list[Message], sample: _Sample, request: Request) -> list[Message] | None:
+    """What a chat says after that of a sample; None where it does not go on with it."""
+    if sample.path != request.path or list(sample.tools) != list(request.tools):
+        return None
+    if request.path == CHAT:
+        size = len(sample.chat)
+        return chat[size:] if chat[:size] == list(sample.chat) else None
+    text, known = chat[0]["content"], sample.chat[0]["content"]
+    return [{"role": "", "content": text[len(known) :]}] if text.startswith(known) else None
+
+
+class WithAgent(WrappedTask):
+    """A task's problems, each played by an agent; see ``torchrl_grpo.agents.programs`` for what an agent is.
+
+    Where the agent says a reward, that is the score, and it counts as correct from 1 on; where it says none, the other
+    task's scorer has the word. Up to 64 agents play at a time in one process.
+
+    Args:
+        task: the problems, and the scorer.
+        program: the agent.
+        parser: finds calls of tools in the policy's text.
+    """
+
+    opens = True
+
+    def __init__(self, task: Task, program: Program, parser: Parser = parse_tool_calls) -> None:
+        super().__init__(task)
+        self.program, self.parser = program, parser
+        self.at_a_time = _AT_A_TIME
+        self._server: Server | None = None
+        self._episodes: dict[str, _Episode] = {}
+        self._keys: dict[str, _Episode] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_server": None, "_episodes": {}, "_keys": {}}
+
+    @property
+    def multi_turn(self) -> bool:
+        return True
+
+    def advance(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Exception]:
+        deadline = time.monotonic() + (_NO_LIMIT_S if timeout_s is None else timeout_s)
+        begun = [attempt(self._go_on, dialog) for dialog in dialogs]  # all of them, before one is waited for
+        outcome = partial(self._outcome, deadline=deadline, timeout_s=timeout_s)
+        return [
+            failed if isinstance(failed, Exception) else attempt(outcome, dialog)
+            for dialog, failed in zip(dialogs, begun, strict=True)
+        ]
+
+    def _go_on(self, dialog: Dialog) -> None:
+        """Starts an episode's agent, or gives it the policy's latest turn."""
+        if not dialog.responses:
+            self._start(dialog)
+            return
+        episode = self._episodes[dialog.episode]
+        if len(dialog.responses) > episode.answered:
+            episode.answer(dialog, self.parser)
+            if dialog.last:
+                turns = len(dialog.responses)
+                episode.refused = BadRequest(
+                    f"an episode must have at most env.max_turns={turns} requests, this is one more: end the episode, "
+                    f"or use env.max_turns={2 * turns}.",
+                    code="max_turns_exceeded",
+                )
+        else:  # what it asked found no room
+            episode.refuse(
+                BadRequest(
+                    "the chat must leave room for an answer, it is longer than env.max_prompt_tokens and the model's "
+                    "context allow: end the episode, or use a model with a longer context.",
+                    "messages",
+                    code="context_length_exceeded",
+                )
+            )
+
+    def _start(self, dialog: Dialog) -> None:
+        if self._server is None:
+            self._server = Server(self._keys.get)
+        episode = _Episode()
+        self._episodes[dialog.episode] = self._keys[episode.key] = episode
+        result, episode.end = self.program.start(self._problem(dialog.problem), self._server.url, episode.key)
+        result.add_done_callback(episode.ended)
+
+    def _problem(self, problem: Problem) -> dict[str, Any]:
+        messages = self.task.messages(problem)
+        return {**problem.extra, "prompt": problem.query, "messages": messages, "answer": problem.answer}
+
+    def _outcome(self, dialog: Dialog, *, deadline: float, timeout_s: float | None) -> Turn:
+        """The agent's next request, or the score."""
+        episode = self._episodes[dialog.episode]
+        while True:
+            try:
+                event = episode.next(deadline)
+            except TimeoutError:
+                raise InvalidRewardError(
+                    f"an agent must ask or end within env.reward_timeout_s={timeout_s}, it did not: use a larger one, "
+                    "or mend the agent.",
+                    "timeout",
+                ) from None
+            if isinstance(event, Future):
+                # An answer that found no room, or no turn, is one that goes on: the dialog is truncated.
+                return Turn([] if episode.cut else None, self._score(dialog, event, episode.cut))
+            if episode.refused is None:
+                return episode.turn(event)
+            episode.refuse(episode.refused, event)
+
+    def _score(self, dialog: Dialog, result: Future[float | None], cut: bool) -> Score:
+        """The score of an episode whose agent has ended.
+
+        Raises:
+            InvalidRewardError: the agent asked for nothing, or nothing scores the dialog.
+            Exception: what the agent raised; one that was refused an answer is scored by the task all the same.
+        """
+        error = result.exception()
+        if error is not None and not cut:
+            raise error
+        reward = None if error else result.result()
+        if not dialog.responses:
+            raise InvalidRewardError("an agent must ask the policy, it ended without: send a request.", "exception")
+        if reward is not None:
+            return Score(reward, reward >= 1)
+        try:
+            return self.task.judge(dialog)
+        except NotImplementedError as nobody:
+            raise error or InvalidRewardError(
+                "an agent must return its reward where nothing else scores the response, it returned None: return a "
+                "number, or name env.reward.",
+                "none",
+            ) from nobody
+
+    def close(self, episode: str) -> None:
+        found = self._episodes.pop(episode, None)
+        if found is not None:
+            del self._keys[found.key]
+            found.close()

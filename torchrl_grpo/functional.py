@@ -337,24 +337,35 @@ def token_weights(
     *,
     constant_length: int = 1,
     dtype: torch.dtype = torch.float32,
+    trajectory: Tensor | None = None,
 ) -> Tensor:
     """Weights that turn a weighted sum over tokens into the requested average.
 
     ``sequence_mean``: mean over sequences of the mean over their tokens (arXiv 2402.03300). ``token_mean``: mean over
     all tokens (arXiv 2503.14476). ``constant``: sum over tokens divided by ``constant_length``, mean over sequences
-    (arXiv 2503.20783).
+    (arXiv 2503.20783). Where several rows are samples of one trajectory, they are one sequence: the trajectory counts
+    once, and each of its tokens as much as the others.
 
     Args:
         mask: [N, T] bool, the tokens that count.
         aggregation: the average.
         constant_length: divisor of ``constant``, in tokens; 1 is the plain sum.
         dtype: of the weights.
+        trajectory: [N] int64 in [0, N), of each row; None where each row is a trajectory.
 
     Returns:
         [N, T] of that type; 0 outside the mask. A sequence without tokens has no effect.
+
+    >>> mask, of_row = torch.tensor([[True, False], [True, True], [True, False]]), torch.tensor([0, 0, 1])
+    >>> token_weights(mask, trajectory=of_row).sum(1)  # halves: a third of the first one in its first sample
+    tensor([0.1667, 0.3333, 0.5000])
     """
     length = mask.sum(1, keepdim=True)
-    sequences, tokens = (length > 0).sum().clamp(min=1), mask.sum().clamp(min=1)
+    ends = length > 0
+    if trajectory is not None:
+        total = torch.zeros_like(length).index_add_(0, trajectory, length)
+        length, ends = total[trajectory], total > 0
+    sequences, tokens = ends.sum().clamp(min=1), mask.sum().clamp(min=1)
     divisor = {
         "sequence_mean": length.clamp(min=1) * sequences,
         "token_mean": tokens * torch.ones_like(length),

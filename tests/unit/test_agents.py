@@ -34,7 +34,7 @@ def chat(*texts: str) -> list[dict[str, Any]]:
 
 def test_an_agent_plays_a_problem_and_says_its_reward():
     async def play(client, problem):
-        assert problem.pop("messages")[-1] == chat("1+1=?")[0]
+        assert problem.pop("messages")[-1]["role"] == "user"
         assert problem == {"level": 3, "prompt": "1+1=?", "answer": "2"}
         answer = await client.chat.completions.create(model="any", messages=chat(problem["prompt"]))
         assert answer.choices[0].finish_reason == "stop"

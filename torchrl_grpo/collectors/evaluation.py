@@ -12,13 +12,12 @@ from torch import Tensor
 
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.rollout import RolloutCollector
-from torchrl_grpo.collectors.summary import sample_rows
+from torchrl_grpo.collectors.summary import ends_of, response_lengths, sample_rows
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.functional import pass_at_k
 from torchrl_grpo.generation.base import Engine, SamplingParams, preserve_rng
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.host import stalls
-from torchrl_grpo.models.packing import pad
 
 
 class Evaluator:
@@ -92,11 +91,11 @@ class Evaluator:
         return RolloutCollector(env, policy).rollout()
 
     def _greedy_metrics(self, batch: TensorDictBase) -> dict[str, float]:
+        batch, lengths = ends_of(batch), response_lengths(batch).double()
         valid = batch.get(keys.REWARD_VALID).reshape(-1)
         correct, reward, truncated = (
             batch.get(key).reshape(-1).double() for key in (keys.CORRECT, keys.REWARD, keys.TRUNCATED)
         )
-        lengths = (pad(batch, keys.RESPONSE, -1) >= 0).sum(-1).double()
         metrics: dict[str, float] = {}
         for suffix, rows in self._sets(batch):
             scored = rows[valid[rows]]
@@ -112,7 +111,7 @@ class Evaluator:
     def _pass_at_k(self, env: LLMEnv) -> dict[str, float]:
         """Pass@k over the problems with a valid sample, each by its valid samples."""
         k = env.repeats
-        batch = self._play(env, self._sampling_policy)
+        batch = ends_of(self._play(env, self._sampling_policy))
         valid = batch.get(keys.REWARD_VALID).reshape(-1, k)
         right = (batch.get(keys.CORRECT).reshape(-1, k) & valid).sum(-1).tolist()
         counts = zip(valid.sum(-1).tolist(), right, strict=True)

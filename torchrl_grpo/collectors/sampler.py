@@ -156,8 +156,10 @@ class Sampler:
                     rewards[name] = rewards.get(name, 0) + count
             finally:
                 self._idle.append((len(drawn), collector))
-        size = len(rows) // len(task.drawn)
-        groups = [rows[start : start + size] for start in range(0, len(rows), size)]
+        of_group: dict[int, list[TensorDictBase]] = {one.group: [] for one in task.drawn}
+        for row in rows:
+            of_group[int(row.get(keys.GROUP_ID))].append(row)
+        groups = list(of_group.values())
         report = RolloutReport(
             groups=tuple(_report(one.group, group) for one, group in zip(task.drawn, groups, strict=True)),
             generate_s=generate_s,
@@ -219,7 +221,7 @@ class Sampler:
 
 
 def _report(number: int, rows: Sequence[TensorDictBase]) -> GroupReport:
-    valid = [row for row in rows if _is_valid(row)]
+    valid = [row for row in rows if _is_valid(row) and _ends(row)]
     return GroupReport(
         group=number,
         version=min(int(row.get(keys.POLICY_VERSION)) for row in rows),
@@ -236,7 +238,12 @@ def has_variance(rows: Iterable[TensorDictBase]) -> bool:
         rows: the sequences of the group (a list or a batch), with ``("next", "reward")``, and ``"reward_valid"`` where
             not all of them are valid. It is the task's reward that counts, not the shaped one.
     """
-    return len({row.get(keys.REWARD).item() for row in rows if _is_valid(row)}) > 1
+    return len({row.get(keys.REWARD).item() for row in rows if _is_valid(row) and _ends(row)}) > 1
+
+
+def _ends(row: TensorDictBase) -> bool:
+    """Whether a row has its trajectory's reward: of several samples, the last one."""
+    return row.get(keys.TRAJECTORY, None) is None or bool(row.get(keys.DONE))
 
 
 def _is_valid(row: TensorDictBase) -> bool:

@@ -9,13 +9,13 @@ from statistics import fmean, pstdev
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo import keys
 from torchrl_grpo.functional import masked_mean
-from torchrl_grpo.models.packing import pad
+from torchrl_grpo.models.packing import last_rows, pad, trajectories_of
 from torchrl_grpo.transforms.parts import reward_parts
 
 _LONGEST_CHARACTER = 4
@@ -23,15 +23,20 @@ _LONGEST_CHARACTER = 4
 
 
 def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
-    """Metrics of a batch [N]: rewards over valid sequences (NaN without any), lengths, truncated and invalid ones."""
+    """Metrics of a batch [N]: rewards over valid sequences (NaN without any), lengths, truncated and invalid ones.
+
+    Several samples of a trajectory are one sequence, as long as all of them together.
+    """
+    samples, batch, lengths = batch, ends_of(batch), response_lengths(batch)
     valid = batch.get(keys.REWARD_VALID).reshape(-1)
     reward = batch.get(keys.REWARD).reshape(-1).float()[valid]
-    advantage = pad(batch, keys.ADVANTAGE)  # of a sequence, or of its tokens
-    mask = pad(batch, keys.ASSISTANT_MASK, False)
-    counted = advantage[valid[:, None] & mask] if advantage.shape[-1] > 1 else advantage[valid]
-    _, group = batch.get(keys.GROUP_ID).reshape(-1).unique(return_inverse=True)
+    advantage = pad(samples, keys.ADVANTAGE)  # of a sequence, or of its tokens
+    mask = pad(samples, keys.ASSISTANT_MASK, False)
+    of_tokens = advantage.shape[-1] > 1
+    counts = samples.get(keys.REWARD_VALID).reshape(-1)[:, None] & mask
+    counted = advantage[counts] if of_tokens else pad(batch, keys.ADVANTAGE)[valid]
+    _, group = samples.get(keys.GROUP_ID).reshape(-1).unique(return_inverse=True)
     signal = torch.zeros(int(group.max()) + 1).index_add_(0, group, (advantage != 0).any(-1).float()) > 0
-    lengths = (pad(batch, keys.RESPONSE, -1) >= 0).sum(-1).float()
     values: dict[str, Any] = {
         "reward_mean": reward.mean(),
         "reward_std": _std(reward),
@@ -44,13 +49,27 @@ def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
         "response_length_max": lengths.max(),
         "truncated": batch.get(keys.TRUNCATED).float().mean(),
         "zero_variance_groups": (~signal).float().mean(),
-        "repeated": _repeated(batch, group.tolist()),
+        "repeated": _repeated(samples, group.tolist()),
         "invalid": (~valid).sum(),
         "sequences": len(valid),
         "tokens": mask.sum(),
     }
+    if len(samples) > len(batch):
+        values["samples"] = len(samples)
     numbers = {f"rollout/{name}": float(value) for name, value in values.items()}
     return numbers | _by_dataset(batch) | _by_part(batch)
+
+
+def ends_of(batch: TensorDictBase) -> TensorDictBase:
+    """The row of each trajectory that has its reward: where there are several samples, the last one."""
+    trajectory = trajectories_of(batch)
+    return batch if trajectory is None else lazy_stack([batch[int(row)] for row in last_rows(trajectory).nonzero()])
+
+
+def response_lengths(batch: TensorDictBase) -> Tensor:
+    """[M] float32, the tokens after the first prompt of each trajectory, of all of its samples together."""
+    lengths, trajectory = (pad(batch, keys.RESPONSE, -1) >= 0).sum(-1).float(), trajectories_of(batch)
+    return lengths if trajectory is None else torch.zeros(int(trajectory.max()) + 1).index_add_(0, trajectory, lengths)
 
 
 def _std(values: Tensor) -> Tensor:
@@ -120,10 +139,13 @@ def sample_rows(
     order = sorted(range(len(groups)), key=lambda row: not scores(row))
     wanted = _first_groups([groups[row] for row in order], len(groups) if most is None else most)
     out = []
-    for position, row in enumerate(batch.unbind(0)):
+    rows = batch.unbind(0)
+    for position, (row, siblings) in enumerate(zip(rows, _siblings(batch), strict=True)):
         if groups[position] not in wanted:
             continue
-        entry = _sample(row, split)
+        entry = _sample(row, split, rows[siblings[-1]])
+        if len(siblings) > 1:
+            entry["sample"] = siblings.index(position)
         if split == "train":
             entry["group"] = groups[position]
             if version is not None:
@@ -133,6 +155,17 @@ def sample_rows(
             entry["tokens"] = _tokens(row, tokenizer, scores(position))
         out.append(entry)
     return out
+
+
+def _siblings(batch: TensorDictBase) -> list[list[int]]:
+    """For each row, the rows of its trajectory."""
+    trajectory = trajectories_of(batch)
+    if trajectory is None:
+        return [[row] for row in range(len(batch))]
+    rows: dict[int, list[int]] = {}
+    for row, number in enumerate(trajectory.tolist()):
+        rows.setdefault(number, []).append(row)
+    return [rows[number] for number in trajectory.tolist()]
 
 
 def _first_groups(groups: Sequence[int], most: int) -> set[int]:
@@ -146,11 +179,11 @@ def _first_groups(groups: Sequence[int], most: int) -> set[int]:
     return wanted
 
 
-def _sample(row: TensorDictBase, split: str) -> dict[str, Any]:
-    """Facts of a whole sequence."""
+def _sample(row: TensorDictBase, split: str, end: TensorDictBase) -> dict[str, Any]:
+    """Facts of a whole sequence; the reward is in the row that ends its trajectory."""
     names = {"reward": keys.REWARD, "correct": keys.CORRECT, "valid": keys.REWARD_VALID, "advantage": keys.ADVANTAGE}
     entry = {"split": split, "query": row[keys.QUERY], "response": row[keys.RESPONSE_TEXT]}
-    present = {name: row.get(key, None) for name, key in names.items()}
+    present = {name: row.get(key, None) for name, key in names.items()} | {"reward": end.get(keys.REWARD, None)}
     advantage = present["advantage"]
     if advantage is not None and advantage.numel() > 1:  # one for each token
         present["advantage"] = masked_mean(advantage, row[keys.ASSISTANT_MASK])

@@ -29,7 +29,15 @@ from torchrl_grpo.learner.parts import read_parts
 from torchrl_grpo.learner.scores import PassScores
 from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import StepSetup, savings, step_memory
-from torchrl_grpo.models.packing import has, pad, pad_batch, pass_tokens, rank_micro_batches, slice_tokens
+from torchrl_grpo.models.packing import (
+    has,
+    pad,
+    pad_batch,
+    pass_tokens,
+    rank_micro_batches,
+    slice_tokens,
+    trajectories_of,
+)
 from torchrl_grpo.models.prefix import Prompt, send, shared_prompts
 from torchrl_grpo.models.scoring import TokenScorer, autocast, check_packing
 from torchrl_grpo.models.sharding import (
@@ -65,7 +73,7 @@ class GRPOTrainer:
 
     Keyword Args:
         scheduler: stepped after each optimizer step, or None.
-        optim_batch_size: sequences in one optimizer step.
+        optim_batch_size: trajectories in one optimizer step, with all of their samples.
         epochs: passes over a batch.
         micro_batch_tokens: most tokens that one forward and backward pass computes. A prompt that several sequences
             share counts once, and padding counts where the model cannot be packed (``TokenScorer.packs``).
@@ -147,7 +155,7 @@ class GRPOTrainer:
             NoSignalError: too many steps in a row without a token that counts.
             MemoryShortError: the device has no more memory.
         """
-        parts: Sequence[TensorDictBase] = batch.split(self.optim_batch_size)
+        parts = self._optim_batches(batch)
         self.scores.begin_batch(len(batch))
         try:
             if self.loss.proximal == "recomputed":  # part by part: in the passes of the step, for the same rounding
@@ -158,6 +166,14 @@ class GRPOTrainer:
         self.version += 1
         metrics = {name: _finite_mean([step[name] for step in steps]) for name in steps[0]}
         return metrics | {"train/skipped_steps": float(self.skipped_steps)}
+
+    def _optim_batches(self, batch: TensorDictBase) -> Sequence[TensorDictBase]:
+        """The batch in parts of so many trajectories; all samples of a trajectory are in one of them."""
+        trajectory = trajectories_of(batch)
+        if trajectory is None:
+            return batch.split(self.optim_batch_size)
+        _, rows = (trajectory // self.optim_batch_size).unique_consecutive(return_counts=True)
+        return batch.split(rows.tolist())
 
     def setup(self) -> StepSetup:
         """Description of the current or latest step, as far as its memory depends on it."""
@@ -267,6 +283,9 @@ class GRPOTrainer:
         masked = has(batch, keys.ATTENTION_MASK)
         real = pad(batch, keys.ATTENTION_MASK, False) if masked else pad(batch, keys.FULL, -1) >= 0
         data.set("length", real.sum(-1))
+        trajectory = trajectories_of(batch)
+        if trajectory is not None:
+            data.set(keys.TRAJECTORY, trajectory.unsqueeze(-1))
         return self.loss.normalize(data).cpu()
 
     def _micro_batch(self, data: TensorDict, index: Tensor, prompts: Sequence[Prompt] | None = None) -> TensorDict:

@@ -84,6 +84,35 @@ def has(batch: TensorDictBase, key: NestedKey) -> bool:
     return all(part.get(key, None) is not None for part in parts)
 
 
+def trajectories_of(batch: TensorDictBase) -> Tensor | None:
+    """The trajectory of each row, where one has several training samples.
+
+    Args:
+        batch: batch size [N]; rows without ``keys.TRAJECTORY`` are trajectories of their own.
+
+    Returns:
+        [N] int64, numbered from 0 in the order of the rows; None where each row is a trajectory.
+
+    >>> rows = [TensorDict({"trajectory": torch.tensor([7])}), TensorDict({"trajectory": torch.tensor([7])})]
+    >>> trajectories_of(lazy_stack([TensorDict({}), *rows]))
+    tensor([0, 1, 1])
+    """
+    if isinstance(batch, LazyStackedTensorDict):
+        found = [row.get(K.TRAJECTORY, None) for row in batch.tensordicts]
+        names = [("row", row) if value is None else ("trajectory", int(value)) for row, value in enumerate(found)]
+    else:
+        value = batch.get(K.TRAJECTORY, None)
+        names = [] if value is None else [("trajectory", int(one)) for one in value.reshape(-1).tolist()]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return torch.tensor([numbers[name] for name in names]) if len(numbers) < len(names) else None
+
+
+def last_rows(trajectory: Tensor) -> Tensor:
+    """[N] bool, the last sample of each trajectory, of what ``trajectories_of`` gave."""
+    following = torch.cat([trajectory[1:], trajectory.new_full((1,), -1)])
+    return trajectory != following
+
+
 def _missing(batch: TensorDictBase, key: NestedKey) -> KeyError:
     fix = _FIXES.get(key, "write it, or name the entry that holds it (set_keys of a loss, ..._key of a transform)")
     there = ", ".join(map(_dotted, batch.keys(True, True)))

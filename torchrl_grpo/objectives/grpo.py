@@ -26,7 +26,7 @@ from torchrl_grpo.checks import (
     check_clip_epsilon,
 )
 from torchrl_grpo.compat.torchrl import check_choice, refuse_arguments
-from torchrl_grpo.models.packing import entry, has, pad
+from torchrl_grpo.models.packing import entry, has, pad, trajectories_of
 from torchrl_grpo.models.scoring import TokenScorer, WrapperScorer
 from torchrl_grpo.objectives.output import GRPOLossOutput
 
@@ -81,8 +81,9 @@ class GRPOLoss(LossModule):
     Input keys (``set_keys`` renames them): ``advantage`` [B, 1] (or TorchRL's [B, 1, 1]) or [B, T], ``sample_log_prob``
     [B, T], ``ref_log_probs`` [B, T], ``mask`` [B, T] bool (the tokens that the policy sampled), ``cur_log_prob`` and
     ``entropy`` as above; ``prox_log_prob`` [B, T], ``staleness`` [B, 1] or [B, T] and ``truncated`` [B, 1] bool
-    where they are asked for, and ``divergence`` [B, T] with a ``teacher_coeff``. Where the batch has ``reward_valid``
-    [B, 1] bool, a sequence without has no effect at all.
+    where they are asked for, and ``divergence`` [B, T] with a ``teacher_coeff``. Rows with one value of
+    ``"trajectory"`` [B, 1] int64 are samples of one trajectory, which counts as one sequence. Where the batch has
+    ``reward_valid`` [B, 1] bool, a sequence without has no effect at all.
 
     Output (``GRPOLossOutput``), all scalars: the ``loss_*`` entries; ``objective``, ``clip_fraction_low`` and
     ``clip_fraction_high`` (tokens whose gradient the lower or upper clip took away), ``ESS``, ``ratio_mean``,
@@ -233,7 +234,8 @@ class GRPOLoss(LossModule):
                 (``truncated``, ``reward_valid``).
         """
         mask = self._mask(batch)
-        batch.set(keys.LOSS_WEIGHTS, self._weights(mask, pad(batch, self.tensor_keys.sample_log_prob).dtype))
+        dtype = pad(batch, self.tensor_keys.sample_log_prob).dtype
+        batch.set(keys.LOSS_WEIGHTS, self._weights(mask, dtype, trajectories_of(batch)))
         batch.set(keys.TOKEN_COUNT, mask.sum().clamp(min=1).expand(mask.shape[0], 1).contiguous())
         return batch
 
@@ -247,8 +249,10 @@ class GRPOLoss(LossModule):
             mask = mask & ~_of_sequence_or_token(batch, self.tensor_keys.truncated, width)
         return mask
 
-    def _weights(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        return F.token_weights(mask, self.aggregation, constant_length=self.constant_length or 1, dtype=dtype)
+    def _weights(self, mask: Tensor, dtype: torch.dtype, trajectory: Tensor | None) -> Tensor:
+        trajectory = None if trajectory is None else trajectory.to(mask.device)
+        length = self.constant_length or 1
+        return F.token_weights(mask, self.aggregation, constant_length=length, dtype=dtype, trajectory=trajectory)
 
     def ratio(self, log_prob: Tensor, prox_log_prob: Tensor, mask: Tensor) -> Tensor:
         """Current over proximal probability, [B, T], at the level that ``ratio_level`` names."""
@@ -289,7 +293,9 @@ class GRPOLoss(LossModule):
             return torch.where(mask, pad(data, key).to(cur.device), 0.0)
 
         weights = data.get(keys.LOSS_WEIGHTS, None)
-        weights = self._weights(mask, cur.dtype) if weights is None else weights.to(cur.device)
+        if weights is None:
+            weights = self._weights(mask, cur.dtype, trajectories_of(data))
+        weights = weights.to(cur.device)
         count = data.get(keys.TOKEN_COUNT, None)
         count = mask.sum().clamp(min=1) if count is None else count[0, 0].to(cur.device)
         cur = torch.where(mask, cur, 0.0)

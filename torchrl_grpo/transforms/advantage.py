@@ -285,7 +285,7 @@ class GroupAdvantage(Transform):
         flat = flatten(tensordict)
         valid = self._valid(flat, member)
         if self.level == "token":
-            return self._write_tokens(tensordict, group[member], valid[member])
+            return self._write_tokens(tensordict, member, group[member], valid[member])
         if self.part_weights is None:
             advantage = self.advantage(self._returns(flat, member), group, valid)
         else:
@@ -297,11 +297,14 @@ class GroupAdvantage(Transform):
         self._count(advantage != 0, group, valid, torch.ones_like(valid))
         return tensordict.set(self.advantage_key, advantage[member].reshape(*tensordict.batch_size, 1))
 
-    def _write_tokens(self, tensordict: TensorDictBase, group: Tensor, valid: Tensor) -> TensorDictBase:
+    def _write_tokens(
+        self, tensordict: TensorDictBase, member: Tensor, group: Tensor, valid: Tensor
+    ) -> TensorDictBase:
         """Writes one advantage for each sampled token.
 
         Args:
             tensordict: batch of N sequences.
+            member: [N] int64, the trajectory of each; its tokens are those of its rows, one after the other.
             group: [N] int64.
             valid: [N] bool.
         """
@@ -310,7 +313,14 @@ class GroupAdvantage(Transform):
         mask = pad(flat, keys.ASSISTANT_MASK, False)
         value = pad(flat, keys.STATE_VALUE).double() if has(flat, keys.STATE_VALUE) else torch.zeros_like(reward)
         counted = mask & valid.unsqueeze(-1)
-        estimate = sampled_token_gae(reward, value, counted, self.gamma, self.lmbda)
+        first = torch.searchsorted(member, member)  # row of each trajectory
+        place = torch.arange(len(member), device=member.device) - first
+        wide = [x.new_zeros(int(member[-1]) + 1, int(place.max()) + 1, x.shape[1]) for x in (reward, value, counted)]
+        for whole, part in zip(wide, (reward, value, counted), strict=True):
+            whole[member, place] = part
+        rewards, values, sampled = (whole.flatten(1) for whole in wide)
+        estimate = sampled_token_gae(rewards, values, sampled, self.gamma, self.lmbda)
+        estimate = estimate.view_as(wide[0])[member, place]
         of_token = group.unsqueeze(-1).expand_as(counted)[counted]
         every = torch.ones_like(of_token, dtype=torch.bool)
         advantage = torch.zeros(counted.shape, dtype=torch.float32, device=counted.device)

@@ -10,7 +10,7 @@ from torchrl.envs import Transform
 from torchrl_grpo import keys
 from torchrl_grpo.checks import KLEstimator, check_bounds
 from torchrl_grpo.functional import KL_ESTIMATORS, overlong_penalty
-from torchrl_grpo.models.packing import entry, has, pad
+from torchrl_grpo.models.packing import entry, has, last_rows, pad, trajectories_of
 from torchrl_grpo.transforms.ragged import flatten, set_rows
 
 
@@ -23,6 +23,8 @@ class RewardShaping(Transform):
     ``scale`` times its reward, and the last sampled token gets what is missing from the shaped reward: bias, penalty
     and what the clip changed. So the token rewards of a sequence add up to its shaped reward, unless it has no sampled
     token; they are then 0, and its shaped reward is that of the task. Both are 0 where ``"reward_valid"`` is False.
+    Of several samples of one trajectory, the last one has the task's reward with scale, bias, clip and penalty, and
+    each its own KL: it is their sum that is the trajectory's.
     ``("next", "reward")`` stays as it is, and is what ``GroupAdvantage`` reads unless it is told otherwise:
     ``GroupAdvantage(..., reward_key=keys.SHAPED_REWARD)``, or ``level="token"``, which reads the token rewards.
 
@@ -36,7 +38,7 @@ class RewardShaping(Transform):
         clip: lowest and highest value of the scaled and biased reward; None for no bounds. The overlong penalty comes
             on top of it, so that a clip never hides the penalty.
         overlong_buffer: tokens before ``max_response_tokens`` over which a penalty grows from 0 to 1 (arXiv 2503.14476,
-            equation 13), by the number of sampled tokens of all turns; 0 for no penalty.
+            equation 13), by the number of sampled tokens of all turns and samples; 0 for no penalty.
         max_response_tokens: sampled tokens of a sequence from which on the penalty is 1.
         kl_coef: weight of the KL to the reference policy, taken off token by token; 0 needs no reference log-probs.
         kl_estimator: ``"k1"`` (as in arXiv 2501.03262), ``"k2"`` or ``"k3"``, of the policy that sampled.
@@ -114,7 +116,8 @@ class RewardShaping(Transform):
             valid = flat.get(keys.REWARD_VALID).reshape(-1, 1)
         # In float64 until it is written, so that the parts add up to the whole.
         kl = torch.where(valid & mask, self._kl(flat, mask), 0.0)
-        task = torch.where(valid, self._task_reward(flat, mask), 0.0)
+        trajectory = trajectories_of(flat)
+        task = torch.where(valid, self._task_reward(flat, mask, trajectory), 0.0)
         shaped = task - kl.sum(-1, keepdim=True)
         rows = flat.unbind(0)
         token = torch.where(valid & mask, self._turn_rewards(rows, mask), 0.0)
@@ -124,16 +127,17 @@ class RewardShaping(Transform):
         tensordict = set_rows(tensordict, keys.TOKEN_REWARD, token_rows)
         return tensordict.set(keys.SHAPED_REWARD, shaped.float().reshape(*tensordict.batch_size, 1))
 
-    def _task_reward(self, flat: TensorDictBase, mask: Tensor) -> Tensor:
-        """[N, 1] float64, all but the KL."""
+    def _task_reward(self, flat: TensorDictBase, mask: Tensor, trajectory: Tensor | None) -> Tensor:
+        """[N, 1] float64, all but the KL; 0 in all samples of a trajectory but the last one."""
+        length = mask.sum(-1, keepdim=True)
+        if trajectory is not None:
+            length = torch.zeros_like(length).index_add_(0, trajectory, length)[trajectory]
         reward = entry(flat, keys.REWARD).reshape(-1, 1).double() * self.scale + self.bias
         if self.clip is not None:
             reward = reward.clamp(*self.clip)
         if self.overlong_buffer and self.max_response_tokens is not None:
-            reward = reward + overlong_penalty(
-                mask.sum(-1, keepdim=True), self.max_response_tokens, self.overlong_buffer
-            )
-        return reward
+            reward = reward + overlong_penalty(length, self.max_response_tokens, self.overlong_buffer)
+        return reward if trajectory is None else torch.where(last_rows(trajectory).unsqueeze(-1), reward, 0.0)
 
     def _turn_rewards(self, rows: tuple[TensorDictBase, ...], mask: Tensor) -> Tensor:
         """[N, T] float64, the scaled rewards of the turns where a sequence has them."""

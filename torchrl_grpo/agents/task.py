@@ -154,12 +154,10 @@ class WithAgent(WrappedTask):
         parser: finds calls of tools in the policy's text.
     """
 
-    opens = True
-
     def __init__(self, task: Task, program: Program, parser: Parser = parse_tool_calls) -> None:
         super().__init__(task)
         self.program, self.parser = program, parser
-        self.at_a_time = _AT_A_TIME
+        self.opens, self.at_a_time = True, _AT_A_TIME
         self._server: Server | None = None
         self._episodes: dict[str, _Episode] = {}
         self._keys: dict[str, _Episode] = {}

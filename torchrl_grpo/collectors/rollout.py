@@ -19,8 +19,9 @@ from torchrl_grpo import keys
 from torchrl_grpo.collectors.dialogs import trajectories
 from torchrl_grpo.compat.torchrl import refuse_arguments
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.generation.base import Completion
+from torchrl_grpo.generation.base import Completion, cut_off
 from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.tasks.drawing import Drawn
 from torchrl_grpo.weights import named_weights
 
@@ -38,7 +39,9 @@ class RolloutCounts:
 class RolloutCollector(BaseCollector):
     """Plays an ``LLMEnv`` with a ``GenerationPolicy``.
 
-    Each batch is a flat lazy stack of finished trajectories, whole groups only and the members of a group adjacent. The
+    Each batch is a flat lazy stack of finished trajectories, whole groups only and the members of a group adjacent. A
+    trajectory is one row; where a task begins several samples in it, it is so many rows, of which the last one has the
+    reward and is done (``"trajectory"`` in ``torchrl_grpo.keys``). The
     turns of a dialog are one sequence: ``("tokens", "prompt")`` is the first prompt, ``("tokens", "response")`` all
     that came after it, ``("masks", "all_assistant_mask")`` is True on the tokens that the policy sampled, the
     log-probs are 0 elsewhere, ``"policy_version"`` is the oldest of the turns, and ``("next", ...)`` is that of the
@@ -121,6 +124,7 @@ class RolloutCollector(BaseCollector):
         self._frames = 0
         self.last = RolloutCounts()
         self._closed = False
+        self._stops: dict[tuple[str, ...], StopStrings | None] = {}  # that a task wished for
 
     @property
     def base_env(self) -> LLMEnv:
@@ -169,14 +173,15 @@ class RolloutCollector(BaseCollector):
         self.last = RolloutCounts()
         if drawn:
             self.base_env.assign(drawn)
-        sequences = list(self._play())
-        while not drawn and len(sequences) < self.requested_frames_per_batch:
+        sequences, played = list(self._play()), self.base_env.batch_size[0]
+        while not drawn and played < self.requested_frames_per_batch:
             sequences.extend(self._play())
-        self._frames += len(sequences)
+            played += self.base_env.batch_size[0]
+        self._frames += played
         return lazy_stack(sequences)
 
     def _play(self) -> Iterable[TensorDictBase]:
-        """Resets the environment and plays until all rows are done; one TensorDict per row."""
+        """Resets the environment and plays until all rows are done; one TensorDict per sample of a row."""
         start = time.perf_counter()
         data = self.env.reset()
         self.last.env_seconds += time.perf_counter() - start
@@ -204,24 +209,35 @@ class RolloutCollector(BaseCollector):
             active = stepping.nonzero().reshape(-1).tolist()
             if not active:
                 env = self.base_env
-                return trajectories(data, turns, env.transcripts, env.errors, env.turn_rewards)
+                return trajectories(data, turns, env.transcripts, env.errors, env.turn_rewards, env.samples)
             data = self.env.step_mdp(data)
             data.set(keys.STEPPING, stepping)
 
     def _sample(self, data: TensorDictBase) -> TensorDictBase:
         """Sample the policy's next turn; with reward workers each response is sent to one as it finishes."""
         env = self.base_env
-        if env.reward_pool is None:
-            return self.policy(data)
         policy, told = copy(self.policy), self.policy.on_response  # others may share it at the same time
+        if env.task.opens:
+            policy.cut = self._cut
 
         def receive(row: int, done: Completion) -> None:
-            env.receive(row, done.tokens, done.finish_reason == "length")
+            env.receive(row, done.tokens, done.finish_reason == "length", done.log_probs)
             if told is not None:
                 told(row, done)
 
-        policy.on_response = receive
+        if env.reward_pool is not None:
+            policy.on_response = receive
         return policy(data)
+
+    def _cut(self, row: int, done: Completion) -> Completion:
+        """A row's response as it was wished for, before anything of it is recorded."""
+        wish = self.base_env.wish(row)
+        if wish.stop and wish.stop not in self._stops:
+            try:
+                self._stops[wish.stop] = StopStrings(wish.stop, self.base_env.tokenizer)
+            except ValueError:  # no tokens stand for it, so it does not occur
+                self._stops[wish.stop] = None
+        return cut_off(done, wish.max_tokens, self._stops[wish.stop] if wish.stop else None)
 
     def take_counts(self) -> dict[str, float]:
         """Return ``LLMEnv.take_counts``."""

@@ -25,11 +25,21 @@ from torchrl_grpo.checks import check_multiple
 from torchrl_grpo.envs.prompts import Prompts
 from torchrl_grpo.envs.specs import transition_specs
 from torchrl_grpo.reward_pool import Failure, RewardPool, advance
-from torchrl_grpo.tasks.base import Dialog, Message, Problem, Split, Task, Turn, attempt
+from torchrl_grpo.tasks.base import Dialog, Message, Problem, Split, Task, Turn, Wish, attempt
 from torchrl_grpo.tasks.drawing import Drawing, Drawn
 from torchrl_grpo.tools import tool_message
 
 _OUTCOME = ("reward", "done", "terminated", "truncated", "correct", "valid")
+
+
+@dataclass
+class _Sample:
+    """A training sample that the policy's next turn does not go on with; a later one may."""
+
+    chat: Sequence[Message]
+    between: list[Message]
+    tokens: Tensor
+    latest: Dialog
 
 
 @dataclass
@@ -42,6 +52,11 @@ class _Row:
     episode: str = ""
     responses: list[str] = field(default_factory=list)
     between: list[Message] = field(default_factory=list)  # all messages after the first prompt's
+    sample: int = 0  # of which these are
+    others: dict[int, _Sample] = field(default_factory=dict)
+    samples: list[int] = field(default_factory=list)  # of the turns
+    wish: Wish = Wish()  # for the next turn
+    given: int = 0  # tokens before it, of a task that opens
     rewards: list[float | None] = field(default_factory=list)  # of the turns, where the task rewards them
     reward: float = 0.0
     correct: bool = False
@@ -77,7 +92,8 @@ class LLMEnv(EnvBase):
     their shares are in ``turn_rewards``.
 
     A task that ``opens`` is asked for the first prompts by ``reset``, for all rows together, and told of the end of
-    each dialog. A row whose opening failed is done from the start and not valid; ``stepping`` leaves it out.
+    each dialog. A row whose opening failed is done from the start and not valid; ``stepping`` leaves it out. Such a
+    task may begin another training sample in the middle of a dialog: the policy's next turn then has another prompt.
 
     Args:
         task: the problems and their scorer.
@@ -292,8 +308,7 @@ class LLMEnv(EnvBase):
         try:
             if turn.messages is None:
                 raise ValueError("the dialog was over before its first prompt.")
-            tools = self.task.tools if turn.tools is None else turn.tools
-            prompt = self.prompts.chat_tokens(turn.messages, tools)
+            prompt = self._begun(turn)
             most = self.max_dialog_tokens
             if not prompt.numel() or (most is not None and prompt.numel() > most):
                 room = "" if most is None else f" to {most}"
@@ -301,7 +316,24 @@ class LLMEnv(EnvBase):
         except ValueError as error:
             return Failure.of(error)
         row.chat, row.prompt = list(turn.messages), prompt
+        row.wish, row.given = turn.wish, prompt.numel()
         return None
+
+    def _begun(self, turn: Turn) -> Tensor:
+        """[T] int64, a whole chat, or a whole text where its one message has no role.
+
+        Raises:
+            ValueError: the chat template does not take it.
+        """
+        messages = list(turn.messages or ())
+        if messages and not messages[0]["role"]:
+            return self._text_tokens(messages, begins=True)
+        return self.prompts.chat_tokens(messages, self.task.tools if turn.tools is None else turn.tools)
+
+    def _text_tokens(self, messages: Sequence[Message], *, begins: bool) -> Tensor:
+        """[T] int64, a text as it is: who writes it writes its control tokens, too."""
+        ids = self.tokenizer(messages[0]["content"], add_special_tokens=begins)["input_ids"]
+        return torch.tensor(ids, dtype=torch.int64)
 
     def _end_episodes(self, rows: Sequence[_Row]) -> None:
         """Tells the task, once, that dialogs are over."""
@@ -329,7 +361,11 @@ class LLMEnv(EnvBase):
         """For each row, the rewards that the task gave to its turns, None where it gave none."""
         return [row.rewards for row in self._rows]
 
-    def receive(self, row: int, response: Tensor, length_stopped: bool) -> None:
+    def wish(self, row: int) -> Wish:
+        """Where a row's next turn is to be cut off."""
+        return self._rows[row].wish
+
+    def receive(self, row: int, response: Tensor, length_stopped: bool, log_probs: Tensor | None = None) -> None:
         """Take a row's response before the step, so that its dialog is scored while others are still being sampled.
 
         Nothing happens without a ``reward_pool``: scoring here would hold up the sampling.
@@ -338,9 +374,10 @@ class LLMEnv(EnvBase):
             row: index.
             response: [T] int64, what ``step`` will find there.
             length_stopped: as ``step`` will find it.
+            log_probs: [T] float32, as ``step`` will find them.
         """
         if self.reward_pool is not None:
-            dialog = self._dialog(row, response.tolist(), length_stopped)
+            dialog = self._dialog(row, response.tolist(), length_stopped, log_probs)
             self._received[row] = (dialog, self.reward_pool.submit(dialog))
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -353,7 +390,16 @@ class LLMEnv(EnvBase):
         ]
         responses = {row: rows[row].get(keys.RESPONSE[-1]) for row in active}
         length_stopped = tensordict.get(keys.LENGTH_STOPPED).reshape(-1).tolist()
-        dialogs = {row: self._dialog(row, responses[row].tolist(), length_stopped[row]) for row in active}
+        scores = tensordict.get(keys.LOG_PROBS[0], None)
+        dialogs = {
+            row: self._dialog(
+                row,
+                responses[row].tolist(),
+                length_stopped[row],
+                None if scores is None else scores[row].get(keys.LOG_PROBS[-1])[-len(responses[row]) :],
+            )
+            for row in active
+        }
         self.latest = dialogs
         prompts = [row.get(keys.PROMPT[-1]) for row in rows]
         again: dict[int, Dialog] = {}
@@ -361,6 +407,7 @@ class LLMEnv(EnvBase):
             prompts[row] = torch.cat([prompts[row], responses[row]])
             self._rows[row].responses.append(dialogs[row].responses[-1])
             self._rows[row].rewards.append(None)
+            self._rows[row].samples.append(self._rows[row].sample)
             self._rows[row].between.append(dialogs[row].messages[-1])
             longer = self._take(row, dialogs[row], turn, prompts[row])
             if longer is not None:
@@ -385,13 +432,16 @@ class LLMEnv(EnvBase):
             self.batch_size,
         )
 
-    def _dialog(self, row: int, tokens: list[int], length_stopped: bool) -> Dialog:
+    def _dialog(self, row: int, tokens: list[int], length_stopped: bool, log_probs: Tensor | None) -> Dialog:
         """Return the dialog of a row with a further response, reusing the received one if it is the same."""
         received, _ = self._received.get(row, (None, None))
         if received is not None and received.tokens == tokens:
             return received
         state, text = self._rows[row], self.tokenizer.decode(tokens, skip_special_tokens=True)
         messages = [*state.chat, *state.between, {"role": "assistant", "content": text}]
+        told: list[tuple[str, float]] = []
+        if state.wish.log_probs and log_probs is not None:
+            told = list(zip(map(self.tokenizer.decode, tokens), log_probs.tolist(), strict=True))
         return Dialog(
             problem=state.problem,
             responses=[*state.responses, text],
@@ -401,6 +451,8 @@ class LLMEnv(EnvBase):
             raw=self.tokenizer.decode(tokens) if self.task.tools or self.task.opens else "",
             last=len(state.responses) + 1 >= self.max_turns,
             episode=state.episode,
+            prompt_tokens=state.given,
+            log_probs=told,
         )
 
     def _advance(self, dialogs: Mapping[int, Dialog]) -> list[Turn | Failure]:
@@ -440,18 +492,50 @@ class LLMEnv(EnvBase):
             state.truncated = dialog.finish_reason == "length" or turn.messages is not None
             state.terminated = not state.truncated
             return None
-        longer = self._answered(tokens, turn.messages or (), dialog)
+        try:
+            longer = self._gone_on(state, dialog, turn, tokens)
+        except ValueError as error:  # what an agent asks, the template need not take
+            if not self.task.opens:
+                raise
+            self._invalidate(state, Failure.of(error))
+            state.terminated = True
+            return None
         if longer is None:
             state.truncated = True
         else:
-            state.between.extend(turn.messages or ())
+            state.wish, state.given = turn.wish, longer.numel()
+        return longer
+
+    def _gone_on(self, state: _Row, dialog: Dialog, turn: Turn, tokens: Tensor) -> Tensor | None:
+        """All tokens of the sample that the task's answer goes on with, or that it begins; None without room."""
+        messages, old = turn.messages or (), state.others.get(turn.sample)
+        if turn.sample == state.sample:
+            longer = self._answered(tokens, messages, dialog)
+        elif old is not None:
+            longer = self._answered(old.tokens, messages, old.latest)
+        else:
+            longer = self._fitting(self._begun(turn))
+        if longer is None:
+            return None
+        if turn.sample == state.sample:
+            state.between.extend(messages)
+            return longer
+        state.others[state.sample] = _Sample(state.chat, state.between, tokens, dialog)
+        state.others.pop(turn.sample, None)
+        state.sample = turn.sample
+        state.chat, state.between = (messages, []) if old is None else (old.chat, [*old.between, *messages])
         return longer
 
     def _answered(self, tokens: Tensor, messages: Sequence[Message], dialog: Dialog) -> Tensor | None:
         """Return all tokens with messages after the latest turn; None if there is no room for them."""
-        longer = torch.cat([tokens, self._template.tokens(messages, dialog.tokens)])
-        fits = self.max_dialog_tokens is None or longer.numel() <= self.max_dialog_tokens
-        return longer if fits else None
+        if messages and not messages[0]["role"]:
+            between = self._text_tokens(messages, begins=False)
+        else:
+            between = self._template.tokens(messages, dialog.tokens)
+        return self._fitting(torch.cat([tokens, between]))
+
+    def _fitting(self, tokens: Tensor) -> Tensor | None:
+        return tokens if self.max_dialog_tokens is None or tokens.numel() <= self.max_dialog_tokens else None
 
     @property
     def dialogs(self) -> list[Dialog]:
@@ -460,14 +544,23 @@ class LLMEnv(EnvBase):
         return [Dialog(row.problem, row.responses, chat) for row, chat in zip(self._rows, chats, strict=True)]
 
     @property
-    def transcripts(self) -> list[str]:
-        """Return each row's dialog after its prompt, as text; other roles' messages begin with ``[role]``."""
+    def transcripts(self) -> list[dict[int, str]]:
+        """Return each row's dialog after its prompt, as text, by sample; other roles' messages begin with ``[role]``."""
 
         def line(message: Message) -> str:
             said = str(message["content"])
-            return said if message["role"] == "assistant" else f"[{message['role']}] {said}"
+            return said if message["role"] in ("assistant", "") else f"[{message['role']}] {said}"
 
-        return ["\n".join(map(line, row.between)) for row in self._rows]
+        chats = [
+            {row.sample: row.between} | {number: sample.between for number, sample in row.others.items()}
+            for row in self._rows
+        ]
+        return [{number: "\n".join(map(line, chat)) for number, chat in one.items()} for one in chats]
+
+    @property
+    def samples(self) -> list[list[int]]:
+        """For each row, the training sample of each of its turns, by number."""
+        return [row.samples for row in self._rows]
 
     @property
     def errors(self) -> list[str]:

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -84,6 +84,30 @@ class Completion:
     log_probs: Tensor
     finish_reason: Literal["stop", "length"]
     versions: Tensor | None = None
+
+
+def cut_off(done: Completion, max_tokens: int | None, stop: StopStrings | None) -> Completion:
+    """The beginning of a response that ends where fewer tokens, or another stop string, end it.
+
+    It has the distribution that it would have, had it been sampled so.
+
+    Args:
+        done: the response.
+        max_tokens: most tokens, at least 1; None is no limit.
+        stop: strings that end it; None is none.
+    """
+    length = len(done.tokens) if max_tokens is None else min(max_tokens, len(done.tokens))
+    ends, state = False, 0
+    for number, token in enumerate(done.tokens[:length].tolist() if stop is not None else (), start=1):
+        assert stop is not None
+        state = int(stop.table[state, token]) if token < stop.table.shape[1] else state
+        if state == stop.end:
+            length, ends = number, True
+            break
+    if length == len(done.tokens):
+        return replace(done, finish_reason="stop") if ends else done
+    versions = None if done.versions is None else done.versions[:length]
+    return Completion(done.tokens[:length], done.log_probs[:length], "stop" if ends else "length", versions)
 
 
 OnFinished = Callable[[int, int, Completion], None]

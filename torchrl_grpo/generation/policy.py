@@ -39,6 +39,8 @@ class GenerationPolicy(TensorDictModuleBase):
 
     Attributes:
         on_response: told the row and the completion of each response that is finished, while others are still sampled.
+        cut: what is made of a row's completion before anything is told or written of it; a beginning of it. None
+            leaves it as it is.
 
     Args:
         engine: samples the tokens.
@@ -68,6 +70,7 @@ class GenerationPolicy(TensorDictModuleBase):
         super().__init__()
         self.rescore = rescore
         self.on_response: Callable[[int, Completion], None] | None = None
+        self.cut: Callable[[int, Completion], Completion] | None = None
         self.engine = engine
         self.params = params
         self.in_keys = [PROMPT, GROUP_ID]
@@ -151,7 +154,7 @@ class GenerationPolicy(TensorDictModuleBase):
             answers = self.engine.generate(first, n, self.params, **told)
             for rows, answer in zip(members, answers, strict=True):
                 for row, completion in zip(rows, answer, strict=True):
-                    completions[row] = completion
+                    completions[row] = completion if self.cut is None else self.cut(row, completion)
         return completions
 
     def _rescored(self, prompt: Tensor, completion: Completion | None) -> Completion | None:
@@ -166,7 +169,8 @@ class GenerationPolicy(TensorDictModuleBase):
     def _tell(self, members: Sequence[Sequence[int]], request: int, number: int, completion: Completion) -> None:
         """Tells ``on_response`` the row of a request's response."""
         assert self.on_response is not None
-        self.on_response(members[request][number], completion)
+        row = members[request][number]
+        self.on_response(row, completion if self.cut is None else self.cut(row, completion))
 
     @staticmethod
     def _group_ids(tensordict: TensorDictBase, size: int) -> list[int]:

@@ -32,7 +32,7 @@ from torchrl_grpo.errors import INVALID_CAUSES, InvalidRewardError
 from torchrl_grpo.host import interrupts
 from torchrl_grpo.host.processes import go_on_in_guarded_child, show_stack_when_asked
 from torchrl_grpo.host.text import clip, printable
-from torchrl_grpo.tasks.base import Dialog, Score, Task, Turn, attempt
+from torchrl_grpo.tasks.base import Dialog, Score, Task, Turn, Wish, attempt
 
 RESTARTS = "workers/restarts_reward"
 TIMED_OUT = "workers/rewards_timed_out"
@@ -161,8 +161,9 @@ class _Worker:
             self._limit_transfers()
         self._requests += 1
         self.connection.send((self._requests, dialogs, ended, timeout_s))
-        # One of several that are judged at a time is given up by the process itself.
-        if not self.connection.poll(timeout_s + (len(dialogs) > 1)):
+        # One of several that are judged at a time, or one that is kept, is given up by the process itself.
+        patience = len(dialogs) > 1 or any(dialog.episode for dialog in dialogs)
+        if not self.connection.poll(timeout_s + patience):
             return None
         return _decoded(self.connection.recv_bytes(_LARGEST_ANSWER), self._requests, len(dialogs))
 
@@ -480,6 +481,7 @@ def _as_json(turn: Turn | Failure) -> Any:
         score = turn.score and [turn.score.reward, turn.score.correct, dict(turn.score.parts)]
         tools = None if turn.tools is None else list(turn.tools)
         made = {"messages": messages, "score": score, "counts": counts, "reward": turn.reward, "tools": tools}
+        made |= {"sample": turn.sample, "wish": [turn.wish.max_tokens, list(turn.wish.stop), turn.wish.log_probs]}
         try:
             if len(json.dumps(made)) > _LARGEST_ANSWER // 128:
                 raise ValueError(f"a turn must be under {_LARGEST_ANSWER // 128:,} bytes: return shorter messages.")
@@ -518,7 +520,9 @@ def _from_json(one: dict[str, Any]) -> Turn | Failure:
     messages = None if one["messages"] is None else [dict(message) for message in one["messages"]]
     tools = None if one["tools"] is None else [dict(tool) for tool in one["tools"]]
     counts = {name: float(count) for name, count in one["counts"].items()}
-    return Turn(messages, score, counts, _number(one["reward"]), tools)
+    most, stop, log_probs = one["wish"]
+    wish = Wish(None if most is None else int(most), tuple(map(str, stop)), bool(log_probs))
+    return Turn(messages, score, counts, _number(one["reward"]), tools, int(one["sample"]), wish)
 
 
 def _number(value: Any) -> float | None:

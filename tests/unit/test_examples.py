@@ -25,7 +25,7 @@ SHORT = (
     "evaluation.k=0",
     "hydra.run.dir=out",
 )
-EXAMPLES = ("my_data", "trl_reward", "verl_reward", "my_tasks", "my_tools")
+EXAMPLES = ("my_data", "trl_reward", "verl_reward", "my_tasks", "my_tools", "my_agent")
 
 
 def command_of(name: str) -> list[str]:

@@ -146,7 +146,7 @@ def prepare(
         max_prompt_tokens, max_dialog_tokens = _max_prompt_tokens(config, model_config)
         request = engine_request(config, plan, model_config, max_dialog_tokens)
         engine_class(inference.backend).check(request)
-        workers = env.reward_workers or (1 if env.tools else 0)
+        workers = env.reward_workers or (1 if env.tools or task.opens else 0)
         reward_pool = RewardPool(task, workers, timeout_s=env.reward_timeout_s) if workers else None
         make = partial(
             LLMEnv,

@@ -10,6 +10,7 @@ from typing import Any
 from torchrl import torchrl_logger
 
 from torchrl_grpo import checks
+from torchrl_grpo.agents import WithAgent, load_program
 from torchrl_grpo.config.components import make_component
 from torchrl_grpo.config.data import DataConfig, DatasetConfig
 from torchrl_grpo.config.schema import EnvConfig
@@ -22,6 +23,7 @@ from torchrl_grpo.tasks.mixed import MixedTask
 from torchrl_grpo.tasks.sources import UnknownSplitError, data_name
 from torchrl_grpo.tasks.with_tests import WithTests
 from torchrl_grpo.tools import Toolbox, parse_tool_calls
+from torchrl_grpo.tools.toolbox import Parser
 
 BUILTINS = {
     "arithmetic": "torchrl_grpo.tasks.arithmetic:ArithmeticTask",
@@ -53,20 +55,26 @@ def make_task(env: EnvConfig, split: Split = "train", tests: Sequence[DatasetCon
     if tests:
         own = list(task.tasks) if isinstance(task, MixedTask) else []
         names = dataset_names(tests, "evaluation.datasets", own)
-        sets = [_make_test(entry, f"evaluation.datasets[{i}]", env.reward) for i, entry in enumerate(tests)]
+        scored = env.agent is None
+        sets = [_make_test(entry, f"evaluation.datasets[{i}]", env.reward, scored) for i, entry in enumerate(tests)]
         task = WithTests(task, dict(zip(names, sets, strict=True)))
     if env.tools:
         functions = [load_function(name, "env.tools", {}) for name in env.tools]
-        parser = parse_tool_calls if env.tool_parser is None else load_function(env.tool_parser, "env.tool_parser", {})
-        task = WithTools(task, Toolbox(functions, parser))
+        task = WithTools(task, Toolbox(functions, _tool_parser(env)))
     if env.retry_prompt is not None:
         task = WithRetry(task, env.retry_prompt)
+    if env.agent is not None:
+        task = WithAgent(task, load_program(env.agent), _tool_parser(env))
     if env.max_turns > 1 and not (task.multi_turn or env.transforms):
         raise ValueError(
             f"env.max_turns={env.max_turns} must be 1 with task {task.name!r}, whose dialogs end after the policy's "
             "first turn: leave it out, or give env.retry_prompt, env.tools or env.transforms."
         )
     return task
+
+
+def _tool_parser(env: EnvConfig) -> Parser:
+    return parse_tool_calls if env.tool_parser is None else load_function(env.tool_parser, "env.tool_parser", {})
 
 
 def _sandboxed(env: EnvConfig, tests: Sequence[DatasetConfig]) -> tuple[EnvConfig, Sequence[DatasetConfig]]:
@@ -127,15 +135,15 @@ def dataset_names(entries: Sequence[DatasetConfig], field: str, taken: Sequence[
     return names
 
 
-def _make_test(entry: DatasetConfig, field: str, reward: Any) -> Task:
+def _make_test(entry: DatasetConfig, field: str, reward: Any, scored: bool) -> Task:
     """Make a test set: the test split or, if there is none and none was asked for, all of the data."""
     reward = reward if entry.reward is None else entry.reward
     try:
-        return _make_dataset(entry, field, reward, "test")
+        return _make_dataset(entry, field, reward, "test", scored)
     except UnknownSplitError:
         if entry.test_split is not None:
             raise
-        return _make_dataset(replace(entry, test_split=entry.train_split or "train"), field, reward, "test")
+        return _make_dataset(replace(entry, test_split=entry.train_split or "train"), field, reward, "test", scored)
 
 
 def _make_scored(env: EnvConfig, split: Split) -> Task:
@@ -143,17 +151,18 @@ def _make_scored(env: EnvConfig, split: Split) -> Task:
         task = make_component("env.task", env.task, Task)
         return task if env.reward is None else _with_rewards(task, env.reward, "env.reward")
     if env.datasets is None:
-        return _make_dataset(env, "env", env.reward, split)
+        return _make_dataset(env, "env", env.reward, split, env.agent is None)
     fields = [f"env.datasets[{index}]" for index in range(len(env.datasets))]
     names = dataset_names(env.datasets, "env.datasets")
     tasks = [
-        _make_dataset(entry, field, env.reward if entry.reward is None else entry.reward, split)
+        _make_dataset(entry, field, env.reward if entry.reward is None else entry.reward, split, env.agent is None)
         for entry, field in zip(env.datasets, fields, strict=True)
     ]
     return MixedTask(tasks, [entry.weight for entry in env.datasets], names)
 
 
-def _make_dataset(data: DataConfig, field: str, reward: Any, split: Split) -> Task:
+def _make_dataset(data: DataConfig, field: str, reward: Any, split: Split, scored: bool) -> Task:
+    """A data set's task; where nobody else scores, it must be ``scored``."""
     name = data.dataset or ""
     if name in checks.GENERATED:
         task: Task = _builtin(name)(data.difficulty)
@@ -189,7 +198,7 @@ def _make_dataset(data: DataConfig, field: str, reward: Any, split: Split) -> Ta
         reward = task.reward if reward is None else reward
     if reward is not None:
         return _with_rewards(task, reward, f"{field}.reward", split)
-    if type(task).score is Task.score and type(task).judge is Task.judge:
+    if scored and type(task).score is Task.score and type(task).judge is Task.judge:
         raise ValueError(
             f"{field}.dataset={name} needs {field}.reward: use a built-in one, such as {field}.reward=gsm8k, or a "
             f"function of yours, {field}.reward=my_rewards.py:exact_match."

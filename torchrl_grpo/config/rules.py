@@ -193,10 +193,17 @@ def _validate_turns(env: EnvConfig) -> None:
             raise ConfigError(
                 f"env.{name}={value} must have env.max_turns of at least 2, it is {env.max_turns}: use env.max_turns=2."
             )
-    if env.tool_parser is not None and not env.tools:
+    if env.tool_parser is not None and not (env.tools or env.agent):
         raise ConfigError(
-            f"env.tool_parser={env.tool_parser} needs env.tools, there are none: name some, or leave it out."
+            f"env.tool_parser={env.tool_parser} needs env.tools or env.agent, there are none: name some, or leave it "
+            "out."
         )
+    for name, value in (("tools", env.tools), ("retry_prompt", env.retry_prompt), ("transforms", env.transforms)):
+        if value and env.agent is not None:
+            raise ConfigError(
+                f"env.{name}={value} and env.agent={env.agent} exclude each other, the agent says itself what follows "
+                "a turn: use one of them alone."
+            )
 
 
 def _validate_dataset(data: DataConfig, field: str) -> None:

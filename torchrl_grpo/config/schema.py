@@ -55,8 +55,12 @@ class EnvConfig(DataConfig):
     """Functions that the policy may call, as file.py:function or package.module:function; the model sees their type
     hints and docstrings. They run in reward workers, at least one of which is then started."""
     tool_parser: str | None = None
-    """tools: a function of yours that finds the calls in a text, as file.py:function; null parses those of Qwen and
-    Hermes, Llama 3 and Mistral."""
+    """tools, agent: a function of yours that finds the calls in a text, as file.py:function; null parses those of Qwen
+    and Hermes, Llama 3 and Mistral."""
+    agent: str | None = None
+    """Who plays the problems with an OpenAI client: file.py:function or package.module:function of an async def
+    play(client, problem), or a command line such as "python solve.py" (docs/agents.md). Each request is a turn of the
+    policy. Agents run in reward workers, at least one of which is then started."""
     transforms: list[dict[str, Any]] = field(default_factory=list)
     """TorchRL's transforms to append to each environment, in order, with arguments next to their _target_, such as
     [{_target_: torchrl.envs.StepCounter}]; docs/torchrl.md says which work. They run in the process that samples."""

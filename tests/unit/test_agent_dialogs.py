@@ -1,0 +1,230 @@
+"""Agents' dialogs as training data: the tokens, masks and log-probs of the run, whatever the agent does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.agents import agent_task
+from tests.support.models import response_log_probs
+from torchrl_grpo import keys
+from torchrl_grpo.agents import WithAgent
+from torchrl_grpo.agents.programs import Function
+from torchrl_grpo.collectors import RolloutCollector, Sampler
+from torchrl_grpo.collectors.evaluation import Evaluator
+from torchrl_grpo.collectors.sampler import RolloutTask
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.generation.transformers import TransformersEngine
+from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.objectives import GRPOLoss
+from torchrl_grpo.reward_pool import RewardPool
+from torchrl_grpo.starter import starter_path
+from torchrl_grpo.tasks.arithmetic import ArithmeticTask
+from torchrl_grpo.tasks.base import Score, Task
+from torchrl_grpo.transforms import GroupAdvantage
+
+pytest.importorskip("openai")
+END = 1
+
+
+@pytest.fixture(scope="module")
+def starter():
+    return AutoModelForCausalLM.from_pretrained(starter_path()), AutoTokenizer.from_pretrained(starter_path())
+
+
+def collector(starter: Any, task: Task, *, turns: int = 4, tokens: int = 12, pool: RewardPool | None = None, rows: int = 8):
+    model, tokenizer = starter
+    engine = TransformersEngine(model)
+    engine.seed(3)
+    policy = GenerationPolicy(engine, SamplingParams(tokens, stop_token_ids=(END,)))
+    env = LLMEnv(task, tokenizer, num_envs=rows, repeats=4, max_turns=turns, reward_pool=pool)
+    return RolloutCollector(env, policy)
+
+
+def check_log_probs(starter: Any, batch: TensorDictBase) -> None:
+    """The recorded log-probs are those of one forward pass over each sample."""
+    score = response_log_probs(starter[0])
+    for row in batch.unbind(0):
+        full, mask = row[keys.FULL], row[keys.ASSISTANT_MASK]
+        start = int(mask.nonzero()[0])
+        [expected] = score([full], [start])
+        torch.testing.assert_close(row[keys.LOG_PROBS][mask], expected[mask[start:]], rtol=1e-4, atol=1e-4)
+        assert not row[keys.LOG_PROBS][~mask].any()
+
+
+def test_log_probs_of_a_compacting_agent_are_those_of_a_forward_pass_and_its_answers_are_the_sampled_tokens(starter):
+    said: list[str] = []
+
+    async def play(client, problem):
+        async def ask(messages, **wishes):
+            answer = await client.chat.completions.create(model="policy", messages=messages, **wishes)
+            said.append(answer.choices[0].message.content)
+            return answer.choices[0].message
+
+        chat = [{"role": "user", "content": problem["prompt"]}]
+        chat += [await ask(chat), {"role": "user", "content": "again"}]
+        chat += [await ask(chat, max_tokens=3), {"role": "user", "content": "and again"}]
+        await ask([{"role": "user", "content": "a word of the dialog so far"}], stop="#")
+        await ask(chat)
+        return len(said) % 2
+
+    batch = collector(starter, agent_task(play)).rollout()
+    assert len(batch) == 16
+    check_log_probs(starter, batch)
+    sampled = [row[keys.FULL][row[keys.ASSISTANT_MASK]] for row in batch.unbind(0)]
+    texts = starter[1].batch_decode(sampled, skip_special_tokens=True)
+    # The samples of a trajectory come as they end: first the compacted one, then the one that the agent went back to.
+    assert [int(row[keys.DONE]) for row in batch.unbind(0)] == [0, 1] * 8
+    assert sorted("".join(texts)) == sorted("".join(said) + "#" * sum(text.endswith("#") for text in texts[::2]))
+    assert all(len(tokens) <= 12 + 3 + 12 for tokens in sampled[1::2])
+    assert all("#" not in text[:-1] for text in texts[::2])
+    trajectory = batch[keys.TRAJECTORY].reshape(-1).tolist()
+    assert trajectory[::2] == trajectory[1::2]
+    assert len(set(trajectory)) == 8
+
+
+class Retry(ArithmeticTask):
+    """The game of ``retrying`` as a task."""
+
+    def next_turn(self, problem, responses):
+        right = super().score(problem, responses).correct
+        return None if right or len(responses) == 3 else "Wrong. Once more."
+
+    def score(self, problem, responses):
+        right = super().score(problem, responses).correct
+        return Score(right / len(responses), right and len(responses) == 1)
+
+
+def retrying(task: ArithmeticTask):
+    async def play(client, problem):
+        chat = list(problem["messages"])
+        for turn in range(1, 4):
+            answer = await client.chat.completions.create(model="policy", messages=chat)
+            message, reason = answer.choices[0].message, answer.choices[0].finish_reason
+            right = task.score(next(one for one in task.problems("train") if one.query == problem["prompt"]), [message.content]).correct
+            if right or reason == "length":
+                return right / turn
+            chat += [message, {"role": "user", "content": "Wrong. Once more."}]
+        return 0.0
+
+    return play
+
+
+def test_an_agent_gives_the_tokens_rewards_and_first_loss_of_the_same_game_as_a_task(starter):
+    def played(task: Task):
+        batch = collector(starter, task, tokens=8).rollout()
+        batch = GroupAdvantage(4)(batch)
+        model = AutoModelForCausalLM.from_pretrained(starter_path()).eval()
+        loss = GRPOLoss(TokenScorer(model))
+        trainer = GRPOTrainer(loss, model, torch.optim.SGD(model.parameters(), lr=0.1), optim_batch_size=8)
+        return batch, trainer.train_batch(batch)["train/grad_norm"]
+
+    (one, grad_one), (two, grad_two) = played(Retry()), played(WithAgent(ArithmeticTask(), Function(retrying(ArithmeticTask()))))
+    for key in (keys.FULL, keys.LOG_PROBS, keys.ASSISTANT_MASK, keys.REWARD, keys.CORRECT, keys.TRUNCATED, keys.POLICY_VERSIONS):
+        for left, right in zip(one.unbind(0), two.unbind(0), strict=True):
+            assert torch.equal(left[key], right[key]), key
+    assert grad_one == grad_two
+    assert max(len(row[keys.FULL]) for row in one.unbind(0)) > min(len(row[keys.FULL]) for row in one.unbind(0))
+
+
+def test_what_an_agent_does_wrong_costs_its_dialog_and_no_other(starter):
+    started = iter(range(100))
+
+    async def play(client, problem):
+        number = next(started)
+        if number == 0:
+            return 1.0  # never asks
+        await client.chat.completions.create(model="policy", messages=problem["messages"])
+        if number == 1:
+            raise OSError("no such file")
+        if number == 2:  # no template takes it
+            await client.chat.completions.create(model="policy", messages=[{"role": "tool", "content": "x"}])
+        return float(number)
+
+    play_all = collector(starter, agent_task(play))
+    batch = play_all.rollout()
+    assert batch[keys.REWARD_VALID].reshape(-1).tolist() == [False, False, number_of_two_is_valid(batch), *[True] * 5]
+    assert batch[keys.REWARD].reshape(-1).tolist()[3:] == [3.0, 4.0, 5.0, 6.0, 7.0]
+    assert "an agent must ask the policy" in batch[0][keys.REWARD_ERROR]
+    assert batch[1][keys.REWARD_ERROR].startswith("OSError: no such file at ")
+    assert play_all.take_counts()["rewards/invalid_exception"] >= 2
+    assert not batch[0][keys.ASSISTANT_MASK].any()
+
+
+def number_of_two_is_valid(batch: TensorDictBase) -> bool:
+    """Some templates write a tool's result alone, the starter's among them."""
+    return bool(batch[2][keys.REWARD_VALID])
+
+
+def test_samplers_and_evaluators_count_trajectories(starter):
+    async def play(client, problem):
+        for text in ("a", "b", "c"):
+            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
+        return 1.0 if "1" in problem["prompt"] else 0.0
+
+    played = collector(starter, agent_task(play))
+    sampler = Sampler(
+        played.policy.engine, lambda groups: played, None, played.policy.params, [], groups_at_a_time=2
+    )
+    drawn = [played.base_env.drawing.draw() for _ in range(2)]
+    report, groups = sampler.play(RolloutTask(tuple(drawn)))
+    assert [len(group) for group in groups] == [12, 12]
+    assert [len(one.outcomes) for one in report.groups] == [4, 4]
+    assert not any(one.varied for one in report.groups)
+    assert played.dialog_turns == 8
+
+    tests = [
+        LLMEnv(agent_task(play), starter[1], num_envs=4 * k, repeats=k, split="test", max_turns=4) for k in (1, 2)
+    ]
+    evaluator = Evaluator(played.policy.engine, *tests, params=played.policy.params)
+    metrics, rows = evaluator.evaluate(sampled=True)
+    assert metrics["eval/pass@1"] == metrics["eval/pass@2"] == metrics["eval/reward_mean"]
+    assert len(rows) == 12
+
+
+@pytest.mark.slow
+def test_a_worker_that_an_agent_kills_costs_its_dialogs_and_the_run_goes_on(starter):
+    async def play(client, problem):
+        await client.chat.completions.create(model="policy", messages=problem["messages"])
+        if problem["kill"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if problem["hang"]:
+            await asyncio.sleep(60)
+        return 1.0
+
+    class Task(ArithmeticTask):
+        def problems(self, split):
+            from dataclasses import replace
+
+            own = super().problems(split)[:3]
+            return [replace(one, extra={"kill": i == 0, "hang": i == 1}) for i, one in enumerate(own)]
+
+    task = WithAgent(Task(), Function(play))
+    with RewardPool(task, 3, timeout_s=3) as pool:
+        played = collector(starter, task, pool=pool, rows=12)
+        start = time.monotonic()
+        batch = played.rollout()
+        assert time.monotonic() - start < 30
+        causes = {}
+        for row in batch.unbind(0):
+            causes.setdefault(row[keys.QUERY], []).append(bool(row[keys.REWARD_VALID]))
+        by_name = {one.query: one.extra for one in task.problems("train")}
+        for query, valid in causes.items():
+            expected = not (by_name[query]["kill"] or by_name[query]["hang"])
+            if by_name[query]["hang"]:
+                assert not any(valid)
+        counts = played.take_counts()
+        assert counts["workers/restarts_reward"] >= 1
+        assert counts["rewards/invalid_timeout"] >= 1
+        assert played.rollout() is not None

@@ -30,9 +30,9 @@ key                               shape, dtype       meaning
 ``"reward_valid"``                [1] bool           False where the reward crashed or timed out
 ``"reward_error"``                non-tensor str     why, and where; only in sequences whose reward is not valid
 ``"group_id"``                    [1] int64          equal for the G responses to one prompt, unique in a run
-``"trajectory"``                  [1] int64          unique in a run; there where a trajectory of the rollout has several
-                                                     training samples: equal for these, which are adjacent rows, and the
-                                                     last of them alone is done and has the reward
+``"trajectory"``                  [1] int64          where a trajectory of the rollout has several training samples:
+                                                     unique in a run, and equal for these. They are adjacent rows, the
+                                                     last of which alone is done and has the reward
 ``"policy_version"``              [1] int64          the oldest weights that sampled a token of the sequence
 ``("policy_versions", "full")``   [T] int64          the weights that sampled each token, -1 on tokens not sampled
 ``"advantage"``                   [1] float32        written by ``GroupAdvantage``; [T] at its level "token"

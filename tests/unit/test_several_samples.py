@@ -66,7 +66,11 @@ def test_trajectories_are_numbered_in_their_order_and_rows_without_a_number_are_
     ],
 )
 def test_a_trajectory_counts_once_and_each_of_its_tokens_as_much_as_the_others(aggregation, of_samples):
-    loss = GRPOLoss(make_trainer().loss.actor_network, aggregation=aggregation, constant_length=5 if aggregation == "constant" else None)
+    loss = GRPOLoss(
+        make_trainer().loss.actor_network,
+        aggregation=aggregation,
+        constant_length=5 if aggregation == "constant" else None,
+    )
     batch = TensorDict(
         {
             keys.ASSISTANT_MASK: torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0], [0, 1, 1, 0]]).bool(),

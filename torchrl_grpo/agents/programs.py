@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from inspect import iscoroutinefunction
 from numbers import Real
@@ -89,6 +90,10 @@ class Function(Program):
         if find_spec("openai") is None:
             raise ValueError(f"{what} needs the package openai, which is not installed: pip install openai.")
         self._play, self._what = play, what
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        import_module("openai")  # takes a second, which is not to be the first agent's
 
     def start(self, problem: Mapping[str, Any], url: str, key: str) -> tuple[Future[float | None], Callable[[], None]]:
         done: Future[float | None] = Future()
@@ -171,7 +176,9 @@ def _talk(process: subprocess.Popen[bytes], given: bytes) -> tuple[bytes, bytes]
             while data := pipe.read1(2**16):
                 ends[place] = (ends[place] + data)[-_MOST_OUTPUT:]
 
-    readers = [threading.Thread(target=read, args=one, daemon=True) for one in enumerate((process.stdout, process.stderr))]
+    readers = [
+        threading.Thread(target=read, args=one, daemon=True) for one in enumerate((process.stdout, process.stderr))
+    ]
     for reader in readers:
         reader.start()
     with suppress(OSError), process.stdin as pipe:  # it need not read it

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchrl_grpo.tasks.base import Dialog, Message, Wish
@@ -67,7 +68,7 @@ class Request:
 
     messages: Sequence[Message]
     tools: Sequence[dict[str, Any]] = ()
-    wish: Wish = Wish()
+    wish: Wish = field(default_factory=Wish)
     stream: bool = False
     usage: bool = False
     path: str = CHAT
@@ -139,13 +140,13 @@ def _call(given: Any, field: str) -> dict[str, Any]:
     """A call with its arguments as an object, which is what chat templates want."""
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRequest(f"{field} must be calls of functions with a name: send those of the answer as they were.", field)
+        raise BadRequest(
+            f"{field} must be calls of functions with a name: send those of the answer as they were.", field
+        )
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError, RecursionError):  # else as the policy wrote them
             arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            pass  # as the policy wrote them
     called = {"name": function["name"], "arguments": arguments}
     return {"id": str(given.get("id", "")), "type": "function", "function": called}
 
@@ -162,7 +163,9 @@ def _prompt(given: Mapping[str, Any]) -> str:
 def _tools(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     tools, choice = given.get("tools") or [], given.get("tool_choice")
     if not isinstance(tools, list) or not all(
-        isinstance(tool, dict) and isinstance(tool.get("function"), dict) and isinstance(tool["function"].get("name"), str)
+        isinstance(tool, dict)
+        and isinstance(tool.get("function"), dict)
+        and isinstance(tool["function"].get("name"), str)
         for tool in tools
     ):
         raise BadRequest("tools must be a list of functions with names: send their JSON schemas.", "tools")
@@ -203,7 +206,8 @@ def _log_probs(given: Mapping[str, Any], chat: bool) -> bool:
         return value is not None
     if given.get("top_logprobs"):
         raise BadRequest(
-            f"top_logprobs={given['top_logprobs']!s:.60} must be 0: those of other tokens are not known.", "top_logprobs"
+            f"top_logprobs={given['top_logprobs']!s:.60} must be 0: those of other tokens are not known.",
+            "top_logprobs",
         )
     return _flag(given, "logprobs")
 
@@ -248,7 +252,8 @@ class Answer:
             if read and not any(call.error for call in read):
                 calls = [
                     {
-                        "id": f"call{number % 1000:03d}{place % 100:02d}",  # 9 characters: what Mistral's templates take
+                        # 9 characters: what Mistral's templates take.
+                        "id": f"call{number % 1000:03d}{place % 100:02d}",
                         "type": "function",
                         "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
                     }
@@ -277,20 +282,22 @@ class Answer:
         """The answer as the events of a stream. All of it is there at once, so there are few of them."""
         whole = self.body()["choices"][0]
         head = self._head(".chunk")
+        first: dict[str, Any] = {"text": whole.get("text")}
+        last: dict[str, Any] = {"text": ""}
         if self.request.path == CHAT:
-            delta = whole.pop("message")
-            for place, call in enumerate(delta.get("tool_calls", ())):
-                delta["tool_calls"] = [*delta["tool_calls"][:place], call | {"index": place}, *delta["tool_calls"][place + 1 :]]
+            delta = whole["message"]
+            if self.calls:
+                delta |= {"tool_calls": [call | {"index": place} for place, call in enumerate(self.calls)]}
             first, last = {"delta": delta}, {"delta": {}}
-        else:
-            first, last = {"text": whole["text"]}, {"text": ""}
         yield head | {"choices": [{"index": 0, **first, "logprobs": whole["logprobs"], "finish_reason": None}]}
         yield head | {"choices": [{"index": 0, **last, "logprobs": None, "finish_reason": self.finish_reason}]}
         if self.request.usage:
             yield head | {"choices": [], "usage": self._usage()}
 
     def _head(self, chunk: str) -> dict[str, Any]:
-        kind, name = (f"chat.completion{chunk}", "chatcmpl") if self.request.path == CHAT else ("text_completion", "cmpl")
+        kind, name = (
+            (f"chat.completion{chunk}", "chatcmpl") if self.request.path == CHAT else ("text_completion", "cmpl")
+        )
         return {"id": f"{name}-{self.number}", "object": kind, "created": 0, "model": self.request.model}
 
     def _usage(self) -> dict[str, int]:
@@ -324,5 +331,3 @@ def _offsets(texts: Sequence[str]) -> list[int]:
 def models() -> dict[str, Any]:
     """The one model that there is."""
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "torchrl_grpo"}]}
-
-

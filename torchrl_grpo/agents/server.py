@@ -166,5 +166,7 @@ def _stream(writer: asyncio.StreamWriter, events: Iterable[Any], stays: bool) ->
 
 def _write_head(writer: asyncio.StreamWriter, status: int, kind: str, length: str, stays: bool) -> None:
     connection = "keep-alive" if stays else "close"
-    head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: {kind}\r\n{length}\r\nConnection: {connection}\r\n\r\n"
+    head = (
+        f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: {kind}\r\n{length}\r\nConnection: {connection}\r\n\r\n"
+    )
     writer.write(head.encode())

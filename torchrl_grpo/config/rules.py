@@ -198,10 +198,11 @@ def _validate_turns(env: EnvConfig) -> None:
             f"env.tool_parser={env.tool_parser} needs env.tools or env.agent, there are none: name some, or leave it "
             "out."
         )
-    for name, value in (("tools", env.tools), ("retry_prompt", env.retry_prompt), ("transforms", env.transforms)):
-        if value and env.agent is not None:
+    others: dict[str, Any] = {"tools": env.tools, "retry_prompt": env.retry_prompt, "transforms": env.transforms}
+    for name, other in others.items():
+        if other and env.agent is not None:
             raise ConfigError(
-                f"env.{name}={value} and env.agent={env.agent} exclude each other, the agent says itself what follows "
+                f"env.{name}={other} and env.agent={env.agent} exclude each other, the agent says itself what follows "
                 "a turn: use one of them alone."
             )
 

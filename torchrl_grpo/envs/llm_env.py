@@ -55,7 +55,7 @@ class _Row:
     sample: int = 0  # of which these are
     others: dict[int, _Sample] = field(default_factory=dict)
     samples: list[int] = field(default_factory=list)  # of the turns
-    wish: Wish = Wish()  # for the next turn
+    wish: Wish = field(default_factory=Wish)  # for the next turn
     given: int = 0  # tokens before it, of a task that opens
     rewards: list[float | None] = field(default_factory=list)  # of the turns, where the task rewards them
     reward: float = 0.0

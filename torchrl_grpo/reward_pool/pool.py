@@ -480,7 +480,13 @@ def _as_json(turn: Turn | Failure) -> Any:
         counts = {str(name): float(count) for name, count in turn.counts.items()}
         score = turn.score and [turn.score.reward, turn.score.correct, dict(turn.score.parts)]
         tools = None if turn.tools is None else list(turn.tools)
-        made = {"messages": messages, "score": score, "counts": counts, "reward": turn.reward, "tools": tools}
+        made: dict[str, Any] = {
+            "messages": messages,
+            "score": score,
+            "counts": counts,
+            "reward": turn.reward,
+            "tools": tools,
+        }
         made |= {"sample": turn.sample, "wish": [turn.wish.max_tokens, list(turn.wish.stop), turn.wish.log_probs]}
         try:
             if len(json.dumps(made)) > _LARGEST_ANSWER // 128:

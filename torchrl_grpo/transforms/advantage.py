@@ -297,9 +297,7 @@ class GroupAdvantage(Transform):
         self._count(advantage != 0, group, valid, torch.ones_like(valid))
         return tensordict.set(self.advantage_key, advantage[member].reshape(*tensordict.batch_size, 1))
 
-    def _write_tokens(
-        self, tensordict: TensorDictBase, member: Tensor, group: Tensor, valid: Tensor
-    ) -> TensorDictBase:
+    def _write_tokens(self, tensordict: TensorDictBase, member: Tensor, group: Tensor, valid: Tensor) -> TensorDictBase:
         """Writes one advantage for each sampled token.
 
         Args:

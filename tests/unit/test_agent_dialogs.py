@@ -64,7 +64,7 @@ def check_log_probs(starter: Any, batch: TensorDictBase) -> None:
         assert not row[keys.LOG_PROBS][~mask].any()
 
 
-def test_log_probs_of_a_compacting_agent_are_those_of_a_forward_pass_and_its_answers_are_the_sampled_tokens(starter):
+def test_a_compacting_agent_s_log_probs_are_those_of_a_forward_pass(starter):
     said: list[str] = []
 
     async def play(client, problem):
@@ -124,7 +124,7 @@ def retrying(task: ArithmeticTask):
     return play
 
 
-def test_an_agent_gives_the_tokens_rewards_and_first_loss_of_the_same_game_as_a_task(starter):
+def test_an_agent_gives_what_the_same_game_as_a_task_gives(starter):
     def played(task: Task):
         batch = collector(starter, task, tokens=8).rollout()
         batch = GroupAdvantage(4)(batch)
@@ -199,7 +199,7 @@ def test_samplers_and_evaluators_count_trajectories(starter):
 
 
 @pytest.mark.slow
-def test_an_agent_that_kills_its_worker_costs_that_worker_s_dialogs_and_no_others(starter, tmp_path):
+def test_an_agent_that_kills_its_worker_costs_that_worker_s_dialogs(starter, tmp_path):
     flag = str(tmp_path / "one agent alone makes this")
 
     async def play(client, problem):

@@ -46,7 +46,7 @@ def test_an_agent_plays_a_problem_and_says_its_reward():
     assert end == Turn(None, Score(0.25, False))
 
 
-def test_a_request_that_continues_an_answer_asks_with_what_is_new_alone():
+def test_a_request_that_continues_an_answer_asks_with_what_is_new():
     async def play(client, problem):
         said = chat("a")
         for text in ("b", "c"):
@@ -60,7 +60,7 @@ def test_a_request_that_continues_an_answer_asks_with_what_is_new_alone():
     assert end.score == Score(1.0, True)
 
 
-def test_a_compacted_chat_and_a_sub_agent_begin_samples_and_an_old_one_goes_on():
+def test_compacting_and_sub_agents_begin_samples_and_an_old_one_goes_on():
     async def play(client, problem):
         async def ask(*messages):
             answer = await client.chat.completions.create(model="any", messages=list(messages))
@@ -81,7 +81,7 @@ def test_a_compacted_chat_and_a_sub_agent_begin_samples_and_an_old_one_goes_on()
     assert asked[4].messages == [*chat("a", "other words", "b", "answer 2", "c")]
 
 
-def test_tool_calls_come_back_as_the_client_gives_them_and_continue_the_tokens():
+def test_tool_calls_come_back_and_continue_the_tokens():
     async def play(client, problem):
         said = chat("a")
         answer = await client.chat.completions.create(model="any", messages=said, tools=[ADD])
@@ -174,7 +174,7 @@ def test_wishes_reach_the_run_and_a_stop_string_is_not_told():
         ({"stream": "yes"}, "stream=yes must be true or false"),
     ],
 )
-def test_what_cannot_be_honored_is_an_error_with_field_rule_value_and_fix(wrong, said):
+def test_what_cannot_be_honored_is_an_error_with_a_fix(wrong, said):
     async def play(client, problem):
         wants = {"model": "any", "messages": chat("a")} | wrong
         with pytest.raises(openai.BadRequestError) as error:
@@ -189,7 +189,7 @@ def test_what_cannot_be_honored_is_an_error_with_field_rule_value_and_fix(wrong,
     assert end.score == Score(1.0, True)
 
 
-def test_the_server_refuses_strangers_other_paths_and_what_is_no_http():
+def test_the_server_refuses_strangers_and_what_is_no_http():
     seen: list[tuple[int, str]] = []
 
     async def play(client, problem):
@@ -227,7 +227,7 @@ def test_the_server_refuses_strangers_other_paths_and_what_is_no_http():
     assert seen[1][1]["data"][0]["id"] == "policy"
 
 
-def test_requests_at_the_same_time_are_answered_one_after_the_other():
+def test_requests_at_the_same_time_are_answered_in_turn():
     async def play(client, problem):
         async def ask(text):
             answer = await client.chat.completions.create(model="any", messages=chat(text))
@@ -249,7 +249,7 @@ def test_without_a_reward_of_its_own_an_agent_is_scored_by_the_task():
     assert end.score.parts == {"gsm8k": 1.0}
 
 
-def test_an_agent_that_asks_too_often_is_refused_and_scored_as_one_that_was_cut_off():
+def test_an_agent_that_asks_too_often_is_refused_and_truncated():
     async def play(client, problem):
         said = 0
         with pytest.raises(openai.BadRequestError, match=r"env\.max_turns=2 requests"):
@@ -262,7 +262,7 @@ def test_an_agent_that_asks_too_often_is_refused_and_scored_as_one_that_was_cut_
     assert end == Turn([], Score(0.5, False))  # messages: it would have gone on
 
 
-def test_a_chat_without_room_is_refused_and_the_task_scores_an_agent_that_raises_for_it():
+def test_a_chat_without_room_is_refused_and_scored_by_the_task():
     async def play(client, problem):
         for _ in range(2):
             await client.chat.completions.create(model="any", messages=chat("a"))
@@ -357,14 +357,14 @@ def command(tmp_path: Path, code: str) -> Command:
     return program
 
 
-def test_a_command_is_given_the_endpoint_and_the_problem_and_prints_its_reward(tmp_path):
+def test_a_command_gets_the_endpoint_and_prints_its_reward(tmp_path):
     program = command(tmp_path, "print('thinking'); print(0.5 * (ask(problem['prompt']) == problem['answer']))")
     asked, end = played(agent_task(program), lambda turn: "2")
     assert asked[0].messages == chat("1+1=?")
     assert end.score == Score(0.5, False)
 
 
-def test_a_command_may_print_a_reward_as_json_or_leave_it_to_the_task(tmp_path):
+def test_a_command_may_print_json_or_leave_the_reward_to_the_task(tmp_path):
     program = command(tmp_path, "ask('a'); print(json.dumps({'reward': -1}))")
     assert played(agent_task(program), lambda turn: "2")[1].score == Score(-1.0, False)
     program = command(tmp_path, "ask('a'); print('done')")
@@ -378,7 +378,7 @@ def test_a_command_that_fails_is_invalid_with_its_last_words(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
-def test_a_command_is_killed_with_all_that_it_started_when_its_time_is_over(tmp_path):
+def test_a_command_is_killed_with_all_that_it_started(tmp_path):
     code = "import subprocess; ask('a'); subprocess.run(['sleep', '61'], start_new_session=True)"
     import os
 

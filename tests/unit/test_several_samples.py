@@ -48,7 +48,7 @@ def compacting() -> TensorDictBase:
     return lazy_stack([row(6, 3, 0.0, done=False), row(6, 1, 1.0), row(7, 2, 0.0)])
 
 
-def test_trajectories_are_numbered_in_their_order_and_rows_without_a_number_are_their_own():
+def test_trajectories_are_numbered_in_the_order_of_their_rows():
     assert trajectories_of(compacting()).tolist() == [0, 0, 1]
     assert trajectories_of(lazy_stack([row(None, 1, 0.0), *compacting().unbind(0)])).tolist() == [0, 1, 1, 2]
     assert trajectories_of(lazy_stack([row(None, 1, 0.0), row(None, 2, 0.0)])) is None
@@ -65,7 +65,7 @@ def test_trajectories_are_numbered_in_their_order_and_rows_without_a_number_are_
         ("constant", [1 / 10, 1 / 10, 1 / 10]),
     ],
 )
-def test_a_trajectory_counts_once_and_each_of_its_tokens_as_much_as_the_others(aggregation, of_samples):
+def test_a_trajectory_counts_once_with_equal_tokens(aggregation, of_samples):
     loss = GRPOLoss(
         make_trainer().loss.actor_network,
         aggregation=aggregation,
@@ -84,7 +84,7 @@ def test_a_trajectory_counts_once_and_each_of_its_tokens_as_much_as_the_others(a
     torch.testing.assert_close(weights, expected)
 
 
-def test_a_trajectory_in_two_samples_weighs_what_the_same_tokens_weigh_in_one():
+def test_a_trajectory_in_two_samples_weighs_what_it_weighs_in_one():
     whole = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool()
     split = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]]).bool()
     for aggregation in ("sequence_mean", "token_mean", "constant"):
@@ -93,7 +93,7 @@ def test_a_trajectory_in_two_samples_weighs_what_the_same_tokens_weigh_in_one():
         assert torch.equal(one, two)
 
 
-def test_a_trajectory_that_is_not_valid_leaves_with_all_of_its_samples():
+def test_a_trajectory_that_is_not_valid_leaves_with_its_samples():
     batch = TensorDict(
         {
             keys.ASSISTANT_MASK: torch.ones(3, 2, dtype=torch.bool),
@@ -118,7 +118,7 @@ def test_the_samples_of_a_trajectory_stay_in_one_optimizer_step():
     assert seen == [4, 1]
 
 
-def test_the_split_into_micro_batches_changes_no_step_of_several_samples():
+def test_micro_batches_change_no_step_of_several_samples():
     def step(tokens: int) -> torch.Tensor:
         batch = make_batch((9, 14, 6, 11))
         for sample, trajectory in zip(batch.unbind(0), (0, 0, 1, 1), strict=True):
@@ -170,7 +170,7 @@ def test_metrics_count_a_trajectory_once():
     assert "rollout/samples" not in rollout_metrics(batch[2:])
 
 
-def test_rows_of_samples_say_which_sample_they_are_and_the_reward_of_their_trajectory():
+def test_rows_of_samples_have_their_number_and_the_trajectory_s_reward():
     rows = sample_rows(GroupAdvantage(2, std="none")(compacting()), "train")
     assert [(one.get("sample"), one["reward"], one["length"]) for one in rows] == [(0, 1, 3), (1, 1, 1), (None, 0, 2)]
 

@@ -98,11 +98,14 @@ class Function(Program):
     def start(self, problem: Mapping[str, Any], url: str, key: str) -> tuple[Future[float | None], Callable[[], None]]:
         done: Future[float | None] = Future()
         running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+        ended = threading.Event()
 
         async def main() -> Any:
             from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
             running.append((asyncio.get_running_loop(), asyncio.current_task()))  # type: ignore[arg-type]
+            if ended.is_set():
+                raise asyncio.CancelledError
             # Loopback needs neither certificates, which take 70 ms to load, nor a proxy. Nothing limits the time of a
             # request, because the policy answers when its batch is sampled.
             plain = DefaultAsyncHttpxClient(verify=False, trust_env=False)
@@ -118,6 +121,7 @@ class Function(Program):
                 done.set_exception(error)
 
         def end() -> None:
+            ended.set()
             with suppress(RuntimeError, IndexError):  # its loop has ended, or has not begun
                 loop, task = running[0]
                 loop.call_soon_threadsafe(task.cancel)

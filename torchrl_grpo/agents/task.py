@@ -122,8 +122,8 @@ class _Episode:
     def close(self) -> None:
         """Ends the agent, and refuses what it still asks."""
         ended = BadRequest("the API key must be that of an episode that is being played, its has ended.", status=401)
-        self.refuse(ended)
         self.end()
+        self.refuse(ended)
         with suppress(Empty):
             while True:
                 event = self._events.get_nowait()

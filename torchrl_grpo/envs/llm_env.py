@@ -545,7 +545,7 @@ class LLMEnv(EnvBase):
 
     @property
     def transcripts(self) -> list[dict[int, str]]:
-        """Return each row's dialog after its prompt, as text, by sample; other roles' messages begin with ``[role]``."""
+        """Return each row's dialog after its prompt, as text, by sample; other roles begin with ``[role]``."""
 
         def line(message: Message) -> str:
             said = str(message["content"])

@@ -130,7 +130,9 @@ def _reason(table: Table, row: Row) -> str:
 
 
 def _sentence(text: str) -> str:
-    """A line of a table as a sentence; names keep their small letters."""
+    """A line of a table as a sentence; names keep their small letters. The page says above what our keys count."""
+    if text.startswith("counts "):
+        text = text.partition(";")[0]
     is_name = text.startswith(("verl", "vllm", "loglinear")) or not text[0].isalpha()
     return _prose(text if is_name else text[0].upper() + text[1:])
 
@@ -138,7 +140,8 @@ def _sentence(text: str) -> str:
 def _ours(row: Row) -> str:
     if row.values is not None:
         return _choices(row)
-    return QUANTITIES[row.ours[1:]] if row.ours.startswith("@") else f"`{row.ours}`"
+    ours = row.ours or ""
+    return QUANTITIES[ours[1:]] if ours.startswith("@") else f"`{ours}`"
 
 
 def _choices(row: Row) -> str:

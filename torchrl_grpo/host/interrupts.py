@@ -2,6 +2,8 @@
 one ends the process at once. Also closed pipes: a run continues without its output.
 
 Python calls a signal's handler in the main thread, between any two steps of it. Only that thread may use this module.
+A save, and the lines of one step in ``metrics.jsonl`` and ``samples.jsonl``, are ``shielded``: so the newest checkpoint
+and the last row are of the same step.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 affects nothing else.
 
 Each worker process has a pipe of its own, which one thread at a time uses, so there is no queue or lock that a killed
-worker could leave broken. The workers import this module, and start fast because it does not import torch.
+worker could leave broken. The workers are new interpreters that import this module, and start fast because it does not
+import torch; those of ``multiprocessing`` would import the script again.
 """
 
 from __future__ import annotations

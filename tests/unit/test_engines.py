@@ -92,8 +92,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> str:
         weight_transfers=("auto", "object_store"),
         step_overhead_s=0.01,
     )
-    monkeypatch.setitem(ENGINES, "server", kind)
-    return "inference_model.backend=server"
+    monkeypatch.setitem(ENGINES, "third", kind)
+    return "inference_model.backend=third"
 
 
 def compared(tree: ast.AST) -> set[str]:
@@ -117,21 +117,23 @@ def test_each_entry_leads_to_an_engine_that_a_run_can_make(name: str) -> None:
     assert set(ENGINES[name].weight_transfers) <= set(typing.get_args(checks.WeightTransfer))
 
 
-def test_capabilities_are_those_of_the_two_engines() -> None:
+def test_capabilities_are_those_of_the_engines() -> None:
     assert engines_with("exact") == ["transformers"]
-    for capability in ("concurrent", "updates_in_flight", "tensor_parallel"):
-        assert engines_with(capability) == ["vllm"]
-    assert engines_with("stop_strings") == ["transformers", "vllm"]
+    assert engines_with("tensor_parallel") == ["vllm"]
+    assert engines_with("elsewhere") == ["server"]
+    for capability in ("concurrent", "updates_in_flight"):
+        assert engines_with(capability) == ["vllm", "server"]
+    assert engines_with("stop_strings") == ["transformers", "vllm", "server"]
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("in_flight=keep", "in_flight=keep must be wait with inference_model.backend=server: use wait, or inference_m"),
-        ("tensor_parallel_size=2", "size=2 must be 1 with inference_model.backend=server: use 1, or inference_model.b"),
-        ("stop=[x]", "stop=['x'] must be [] with inference_model.backend=server: use [], or inference_model.backend="),
-        ("weight_transfer=broadcast", "broadcast must be one of auto, object_store with inference_model.backend=serv"),
-        ("exact=true", "exact=true needs inference_model.backend=transformers, it is server"),
+        ("in_flight=keep", "in_flight=keep must be wait with inference_model.backend=third: use wait, or inference_m"),
+        ("tensor_parallel_size=2", "size=2 must be 1 with inference_model.backend=third: use 1, or inference_model.b"),
+        ("stop=[x]", "stop=['x'] must be [] with inference_model.backend=third: use [], or inference_model.backend="),
+        ("weight_transfer=broadcast", "broadcast must be one of auto, object_store with inference_model.backend=thir"),
+        ("exact=true", "exact=true needs inference_model.backend=transformers, it is third"),
     ],
 )
 def test_the_config_refuses_what_an_engine_cannot_do(server: str, override: str, message: str) -> None:

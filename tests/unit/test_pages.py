@@ -209,7 +209,7 @@ def test_links_to_other_places_are_well_made_and_to_known_hosts() -> None:
     """They are not followed: there may be no network."""
     for page in (README, *PAGES):
         text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
-        for link in re.findall(r"\bhttps?://[^\s)\"'`>]+", text):
+        for link in re.findall(r"\bhttps?://[^\s)\]\"'`>]+", text):
             host, _, _ = urlsplit(link).netloc.partition(":")
             assert host in OF_OTHERS or (host in HOSTS and link.startswith("https:")), (page, link)
             assert not link.endswith((".", ",")), (page, link)

@@ -251,6 +251,7 @@ def engine_request(
         on_cpu=plan.inference[0][0].type == "cpu",
         colocated=plan.colocated,
         num_sequences=-(-config.env.num_envs // len(plan.inference)),
+        trains=not config.only_evaluates,
     )
 
 
@@ -289,6 +290,7 @@ def _plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePla
         needs_reference=config.has_own_reference,
         needs_teacher=config.needs_teacher,
         engine_devices=inference.devices_per_engine,
+        servers=len(inference.address),
         cluster=config.ray.address,
     )
     if unused := num_unused(plan, accelerators):
@@ -455,7 +457,12 @@ def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
     ranks = [(device,) for device in plan.train]
     roles: list[tuple[str, Sequence[tuple[torch.device, ...]], str, int]] = [
         ("train (LoRA)" if train.lora.enabled else "train", ranks, train.dtype, memory["train"].peak),
-        (f"inference ({inference.backend})", plan.inference, inference.dtype, memory["inference"].peak),
+        (
+            f"inference ({inference.backend})",
+            plan.inference,
+            inference.dtype,
+            0 if inference.address else memory["inference"].peak,
+        ),
     ]
     if "reference" in memory:
         own = [(device,) for device in plan.reference]
@@ -469,7 +476,9 @@ def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
     return [
         {
             "role": role,
-            "devices": _listed(devices),
+            "devices": ", ".join(inference.address)
+            if devices is plan.inference and inference.address
+            else _listed(devices),
             "dtype": dtype,
             "parameters": parameters.get(role, blueprint.shape.parameters),
             "memory per device": peak,

@@ -143,6 +143,7 @@ def make_sampler(
     task_groups: int | None = None,
     concurrent_tasks: int = 1,
     *,
+    number: int = 0,
     device: torch.device | None = None,
 ) -> Sampler:
     """A sampler.
@@ -152,12 +153,13 @@ def make_sampler(
         task_groups: groups of a rollout task; the engine is then one that several may call at a time, where there is
             such a one and it need not sleep. None is a sampler that plays whole batches.
         concurrent_tasks: rollout tasks that it plays at a time.
+        number: of the sampler, from 0.
         device: of its engine, the first one of several.
     """
     config = blueprint.config
     say(f"starting the engine: {config.inference_model.backend}")
     concurrent = task_groups is not None and not blueprint.sleeps
-    engine = make_engine(blueprint, device or own_device(), concurrent=concurrent)
+    engine = make_engine(blueprint, device or own_device(), concurrent=concurrent, number=number)
     policy = GenerationPolicy(engine, blueprint.params, rescore=_rescorer(config, engine))
 
     def make_collector(groups: int) -> RolloutCollector:
@@ -197,11 +199,11 @@ def make_sampler(
     )
 
 
-def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool = False) -> Engine:
+def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool = False, number: int = 0) -> Engine:
     """The generation engine with its model; ``concurrent`` is one that many threads may call at a time, if it can."""
     config = blueprint.config
     request = engine_request(config, blueprint.plan, blueprint.model_config, blueprint.max_dialog_tokens)
-    request = replace(request, folder=blueprint.folder)
+    request = replace(request, folder=blueprint.folder, number=number)
     load_model = partial(_load, config, "inference_model", device)
     return engine_class(config.inference_model.backend).make(request, device, load_model, concurrent=concurrent)
 

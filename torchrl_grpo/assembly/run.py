@@ -364,13 +364,15 @@ def _make_roles(
             return Here(name, partial(factory, device=seat))
         return OnRay(name, factory, {**seat, "max_concurrency": callers}, ray.actor_timeout_s)
 
-    sampler = partial(make_seeded, partial(make_sampler, blueprint, task_groups, concurrent_tasks))
+    def sampler(number: int) -> Callable[..., Any]:
+        factory = partial(make_sampler, blueprint, task_groups, concurrent_tasks, number=number)
+        return partial(make_seeded, factory, config.seed + number)
+
     rollouts = Rollouts(
         _tasks(blueprint, task_groups, max_staleness),
         driver,
         samplers=[
-            place(f"sampler {index}", seat, partial(sampler, config.seed + index), threads)
-            for index, seat in enumerate(seats["inference"])
+            place(f"sampler {index}", seat, sampler(index), threads) for index, seat in enumerate(seats["inference"])
         ],
         references=[
             place(f"reference model {index}", seat, partial(make_reference, untested))

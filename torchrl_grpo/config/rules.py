@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torchrl_grpo.checks import (
 from torchrl_grpo.config.data import DataConfig
 from torchrl_grpo.config.fields import leaves
 from torchrl_grpo.config.measuring import EvaluationConfig
+from torchrl_grpo.config.models import InferenceModelConfig
 from torchrl_grpo.config.schema import EnvConfig, GRPOConfig
 from torchrl_grpo.config.security import check_no_secrets
 from torchrl_grpo.errors import ConfigError
@@ -385,12 +387,35 @@ def _validate_models(config: GRPOConfig) -> None:
                 f"inference_model.{name}={getattr(engine, name)} must be {only} with inference_model.backend="
                 f"{engine.backend}: use {only}{f', or inference_model.backend={others}' if others else ''}."
             )
+    if kind.elsewhere:
+        _validate_servers(engine)
     if engine.weight_transfer not in kind.weight_transfers:
         raise ConfigError(
             f"inference_model.weight_transfer={engine.weight_transfer} must be one of "
             f"{', '.join(kind.weight_transfers)} with inference_model.backend={engine.backend}: use "
             f"inference_model.weight_transfer={kind.weight_transfers[0]}."
         )
+
+
+def _validate_servers(engine: InferenceModelConfig) -> None:
+    """The addresses of servers, which have the devices that they have."""
+    example = "use inference_model.address=[http://127.0.0.1:8000], for example."
+    if not engine.address:
+        raise ConfigError(f"inference_model.backend={engine.backend} needs inference_model.address: {example}")
+    for address in engine.address:
+        if not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", str(address)):
+            raise ConfigError(f"inference_model.address must have URLs of servers, {address!r} is none: {example}")
+    if len(set(engine.address)) < len(engine.address):
+        raise ConfigError(
+            f"inference_model.address={list(engine.address)} must name each server once: two samplers would give it "
+            "their weights in turn."
+        )
+    for name in ("num_devices", "devices"):
+        if getattr(engine, name) is not None:
+            raise ConfigError(
+                f"inference_model.{name}={getattr(engine, name)} must be left out with inference_model.backend="
+                f"{engine.backend}, whose samplers are its addresses: give more addresses."
+            )
 
 
 def _validate_exact(config: GRPOConfig) -> None:
@@ -433,6 +458,8 @@ _ENGINE_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("tensor_parallel_size", 1, "tensor_parallel"),
     ("stop", [], "stop_strings"),
     ("engine_kwargs", None, "own_arguments"),
+    ("address", [], "elsewhere"),
+    ("weights_folder", None, "elsewhere"),
 )
 
 # Keys that are read with some values of another key alone: that key, those values, one of them as it is written.

@@ -132,6 +132,8 @@ class EngineRequest:
         on_cpu: whether the engine is to run on a CPU.
         colocated: whether it shares its device with the other roles.
         num_sequences: responses that training samples at a time.
+        trains: whether the run trains, so that the engine will be given weights.
+        number: of the engine, among those of the run.
         folder: of the run, for a log; None is none.
     """
 
@@ -145,6 +147,8 @@ class EngineRequest:
     on_cpu: bool
     colocated: bool
     num_sequences: int
+    trains: bool = True
+    number: int = 0
     folder: Path | None = None
 
 

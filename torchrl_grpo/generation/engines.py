@@ -27,6 +27,7 @@ class EngineKind:
         own_arguments: whether it takes further arguments of its library (``engine_kwargs``).
         weight_transfers: values of ``weight_transfer`` that it takes.
         weights_on_device: whether it takes weights from GPU memory, its own or another one (a ``TransferHandle``).
+        elsewhere: whether it runs on servers that others started, at ``address``; it then takes no device of the run.
         step_overhead_s: seconds of each decoding step beside the accelerator's work, as ``torchrl_grpo.plan`` assumes.
     """
 
@@ -39,6 +40,7 @@ class EngineKind:
     stop_strings: bool = True
     own_arguments: bool = False
     weights_on_device: bool = False
+    elsewhere: bool = False
     weight_transfers: tuple[str, ...] = get_args(WeightTransfer)
 
 
@@ -56,6 +58,14 @@ ENGINES: dict[str, EngineKind] = {
         tensor_parallel=True,
         own_arguments=True,
         weights_on_device=True,
+    ),
+    "server": EngineKind(
+        "torchrl_grpo.generation.server:ServerEngine",
+        step_overhead_s=0.002,
+        concurrent=True,
+        updates_in_flight=True,
+        elsewhere=True,
+        weight_transfers=("auto", "object_store"),
     ),
 }
 """Engines by name; the names are the choices of ``inference_model.backend``."""

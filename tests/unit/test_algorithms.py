@@ -5,6 +5,7 @@ The loops here share no code with the package: one token at a time, scalar arith
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, check_command_line
 from torchrl_grpo.models.scoring import WrapperScorer
-from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, SAPOLoss
+from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, SAPOLoss, SFTLoss
 
 Token = Callable[[Tensor, Tensor, Tensor], Tensor]  # (ratio, log-prob, advantage) -> objective of a token
 
@@ -489,6 +490,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "shaping": {"kl_coef": 0.01, "kl_estimator": "k1"},
     },
     "distill": {"advantage": ("none", "none"), "aggregation": "token_mean"},
+    "sft": {"advantage": ("none", "none"), "aggregation": "token_mean", "loss": SFTLoss},
     "decoupled_ppo": {
         "advantage": ("group", "group"),
         "aggregation": "token_mean",
@@ -507,8 +509,13 @@ def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path)
     expected = {"kl_coef": 0.0, "ratio_level": "token", "aggregation": "sequence_mean"}
     expected |= {"proximal": "behaviour", "behaviour": ("none", "token", 5.0), "kl_estimator": "k3"}
     expected |= {"level": "sequence", "shaping": None, "dynamic_sampling": False} | PRESETS[name]
-    teacher = ["teacher.model=starter"] if name == "distill" else []
-    run = build(compose_config(*SMALL, f"algo={name}", *teacher), tmp_path)
+    more = ["teacher.model=starter"] if name == "distill" else []
+    if name == "sft":
+        rows = [{"question": f"{i}+1=?", "answer": f"#### {i + 1}"} for i in range(20)]
+        (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        columns = ["env.columns.completion=answer", "env.reward=gsm8k"]
+        more = [f"env.dataset={tmp_path / 'data.jsonl'}", "env.difficulty=2", *columns]
+    run = build(compose_config(*SMALL, f"algo={name}", *more), tmp_path / "run")
     before = _copy(run.learner.trainer.model)
     try:
         run.fit()

@@ -159,6 +159,8 @@ def prepare(
             template_arguments=env.chat_template_kwargs,
         )
         train_env = make(num_envs=env.num_envs, repeats=env.repeats, seed=config.seed)
+        if config.policy.demonstrations:
+            train_env.task.demonstration(train_env.prompts.problems[train_env.prompts.usable[0]])
         train_env.drawing.difficulty_filter = env.difficulty_filter
         if env.curriculum is not None:
             train_env.drawing.follow(env.curriculum)

@@ -19,6 +19,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
 from torchrl_grpo.assembly.blueprint import Blueprint, engine_request, transformed
 from torchrl_grpo.assembly.tasks import dataset_names
+from torchrl_grpo.collectors.demonstrations import Demonstrations
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.sampler import Sampler
@@ -162,7 +163,10 @@ def make_sampler(
     engine = make_engine(blueprint, device or own_device(), concurrent=concurrent, number=number)
     policy = GenerationPolicy(engine, blueprint.params, rescore=_rescorer(config, engine))
 
-    def make_collector(groups: int) -> RolloutCollector:
+    def make_collector(groups: int) -> RolloutCollector | Demonstrations:
+        if config.policy.demonstrations:
+            stops = blueprint.params.stop_token_ids
+            return Demonstrations(blueprint.train_env, engine, stops, config.max_response_tokens)
         env = blueprint.train_env.with_rows(groups * config.env.repeats)
         return RolloutCollector(transformed(config, env), policy)
 

@@ -188,6 +188,8 @@ def _make_dataset(data: DataConfig, field: str, reward: Any, split: Split, score
             "max_samples": data.max_samples,
             "prompt_column": data.columns.prompt,
             "answer_column": data.columns.answer,
+            "completion_column": data.columns.completion,
+            "messages_column": data.columns.messages,
             "prompt_template": data.prompt_template,
             "system_prompt": data.system_prompt,
             "field": field,

@@ -13,6 +13,7 @@ from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
 
 from torchrl_grpo import keys
+from torchrl_grpo.collectors.demonstrations import Demonstrations
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.generation.base import Engine, SamplingParams, preserve_rng
@@ -104,7 +105,7 @@ class Sampler:
     def __init__(
         self,
         engine: Engine,
-        make_collector: Callable[[int], RolloutCollector],
+        make_collector: Callable[[int], RolloutCollector | Demonstrations],
         evaluator: Evaluator | None,
         params: SamplingParams,
         probe_prompts: Sequence[Tensor],
@@ -123,7 +124,9 @@ class Sampler:
         self.sleeps = sleeps
         self.reward_pool = reward_pool
         self._make_collector = make_collector
-        self._idle: list[tuple[int, RolloutCollector]] = []  # with the number of groups that each plays
+        self._idle: list[
+            tuple[int, RolloutCollector | Demonstrations]
+        ] = []  # with the number of groups that each plays
         self._lock = threading.Lock()
         self._asleep = False
 
@@ -189,7 +192,7 @@ class Sampler:
         if self.sleeps:
             torch.cuda.empty_cache()
 
-    def _take(self, groups: int) -> RolloutCollector:
+    def _take(self, groups: int) -> RolloutCollector | Demonstrations:
         """Return an idle collector of this many groups."""
         with self._lock:
             for position, (size, collector) in enumerate(self._idle):

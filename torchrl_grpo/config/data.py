@@ -17,6 +17,11 @@ class ColumnsConfig:
     them exists."""
     answer: str | None = None
     """Column that the reward gets as answer; by default answer, solution, ground_truth or target, if there is one."""
+    completion: str | None = None
+    """algo=sft: the response to be learned, a text, or a list of chat messages."""
+    messages: str | None = None
+    """A whole chat, in place of prompt and completion: the prompt ends before the assistant's first turn, and algo=sft
+    learns the assistant's turns."""
 
 
 @dataclass

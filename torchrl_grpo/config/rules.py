@@ -230,6 +230,11 @@ def _validate_dataset(data: DataConfig, field: str) -> None:
                 f"{field}.{key}={getattr(data, key)} must be left out with {field}.dataset_path={data.dataset_path}: "
                 "it is for data on the hub."
             )
+    if data.columns.messages is not None and (data.columns.prompt or data.columns.completion) is not None:
+        raise ConfigError(
+            f"{field}.columns.messages={data.columns.messages} is prompt and completion in one: leave {field}.columns."
+            "prompt and completion out."
+        )
     if data.test_split is not None and data.test_fraction is not None:
         raise ConfigError(
             f"{field}.test_split={data.test_split} and {field}.test_fraction={data.test_fraction} exclude each other: "
@@ -296,6 +301,20 @@ def _validate_numbers(config: GRPOConfig) -> None:
 
 def _validate_policy(config: GRPOConfig) -> None:
     policy, env, every = config.policy, config.env, config.ref_model.refresh_every
+    if policy.demonstrations:
+        sampled = {
+            "policy.dynamic_sampling": policy.dynamic_sampling,
+            "env.difficulty_filter": env.difficulty_filter,
+            "env.curriculum": env.curriculum,
+            "env.transforms": env.transforms,
+            "policy.teacher_divergence": config.needs_teacher and not config.teacher_in_loss and "sampled",
+        }
+        for name, value in sampled.items():
+            if value:
+                raise ConfigError(
+                    f"{name}={_written(value)} must be left out with policy.demonstrations=true (algo=sft): it is for "
+                    "responses that the policy sampled."
+                )
     check_clip_epsilon(policy.clip_epsilon, "policy.clip_epsilon")
     check_behaviour_weight(policy.behaviour_weight, policy.proximal, "policy.behaviour_weight")
     check_bounds(policy.reward_clip, "policy.reward_clip")
@@ -469,6 +488,7 @@ _READ_WITH: dict[str, tuple[str, Container[Any], str]] = {
     "policy.behaviour_cap": ("policy.behaviour_weight", ("truncate", "mask"), "mask"),
     "policy.behaviour_level": ("policy.behaviour_weight", ("truncate", "mask"), "mask"),
     "policy.max_sampling_rounds": ("policy.dynamic_sampling", (True,), "true"),
+    "env.columns.completion": ("policy.demonstrations", (True,), "true"),
     "policy.teacher_beta": ("policy.teacher_divergence", ("jsd",), "jsd"),
     "policy.teacher_top_k": ("policy.teacher_divergence", ("reverse", "forward", "jsd"), "reverse"),
     "policy.constant_length": ("policy.aggregation", ("constant",), "constant"),

@@ -143,6 +143,9 @@ class PolicyConfig:
     """Weight of the KL to the sampling policy."""
     entropy_coef: float = limited(0.0, ge=0)
     """Weight of the entropy bonus."""
+    demonstrations: bool = False
+    """Whether the responses are read from the data (env.columns.completion or messages) in place of being sampled, each
+    with an advantage of 1; env.repeats is then 1."""
     reward_coef: float = limited(1.0, ge=0)
     """With a teacher: weight of the reward's advantage beside it; 0 trains on the teacher alone."""
     teacher_coef: float = limited(0.0, ge=0)

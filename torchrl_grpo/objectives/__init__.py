@@ -2,6 +2,6 @@
 
 from torchrl_grpo.objectives.grpo import GRPOLoss
 from torchrl_grpo.objectives.output import GRPOLossOutput
-from torchrl_grpo.objectives.variants import CISPOLoss, SAPOLoss
+from torchrl_grpo.objectives.variants import CISPOLoss, SAPOLoss, SFTLoss
 
-__all__ = ["CISPOLoss", "GRPOLoss", "GRPOLossOutput", "SAPOLoss"]
+__all__ = ["CISPOLoss", "GRPOLoss", "GRPOLossOutput", "SAPOLoss", "SFTLoss"]

@@ -263,6 +263,10 @@ class GRPOLoss(LossModule):
             mean = mean.detach() + log_prob - log_prob.detach()
         return F.importance_ratio(mean, torch.zeros_like(mean)).expand_as(log_prob)
 
+    def behaviour(self, log_prob: Tensor, sample_log_prob: Tensor) -> Tensor:
+        """[B, T], the log-probs of the policy that sampled. Subclasses for other data put their own here."""
+        return sample_log_prob
+
     def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
         """Per-token objective to maximize: PPO's clipped surrogate. Subclasses override it.
 
@@ -299,7 +303,8 @@ class GRPOLoss(LossModule):
         count = data.get(keys.TOKEN_COUNT, None)
         count = mask.sum().clamp(min=1) if count is None else count[0, 0].to(cur.device)
         cur = torch.where(mask, cur, 0.0)
-        sample, entropy = per_token(self.tensor_keys.sample_log_prob), per_token(self.tensor_keys.entropy)
+        sample = self.behaviour(cur, per_token(self.tensor_keys.sample_log_prob))
+        entropy = per_token(self.tensor_keys.entropy)
         advantage = _of_sequence_or_token(data, self.tensor_keys.advantage, mask.shape[1]).to(cur.device)
         advantage = torch.where(mask, advantage, 0.0)
 

@@ -82,6 +82,24 @@ class SAPOLoss(GRPOLoss):
         return F.sapo_objective(ratio, advantage, self.tau_positive, self.tau_negative)
 
 
+class SFTLoss(GRPOLoss):
+    """Minus the log-likelihood of demonstrations: supervised training, with each token weighted by its advantage.
+
+    Nobody sampled them, so that the policy itself counts as the one that did: every ratio is 1, and the metrics that
+    compare with the sampling policy say nothing.
+
+    Args:
+        actor_network: as in ``GRPOLoss``, like all other arguments.
+    """
+
+    def behaviour(self, log_prob: Tensor, sample_log_prob: Tensor) -> Tensor:
+        return log_prob.detach()
+
+    def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        """See the class."""
+        return advantage * log_prob
+
+
 def _refuse_dual_clip(name: str, settings: dict[str, Any]) -> None:
     if settings.get("dual_clip") is not None:
         raise ValueError(

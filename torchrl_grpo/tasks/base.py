@@ -233,6 +233,17 @@ class Task(ABC):
         """Return a further user message after the policy's latest turn, or None to end the dialog."""
         return None
 
+    def demonstration(self, problem: Problem) -> list[Message]:
+        """Return how the dialog should go on after ``messages``: the assistant's turn is first and last.
+
+        Raises:
+            ValueError: there is none; the message says what the problem must have.
+        """
+        raise ValueError(
+            f"algo=sft (policy.demonstrations=true) must have a response to each problem, task {self.name!r} has none: "
+            "name their column as env.columns.completion, or that of whole chats as env.columns.messages."
+        )
+
     def judge(self, dialog: Dialog) -> Score:
         """Return the score of a finished dialog; by default ``score``'s."""
         return self.score(dialog.problem, dialog.responses)
@@ -305,6 +316,9 @@ class WrappedTask(Task):
 
     def score(self, problem: Problem, responses: Sequence[str]) -> Score:
         return self.task.score(problem, responses)
+
+    def demonstration(self, problem: Problem) -> list[Message]:
+        return self.task.demonstration(problem)
 
     def judge(self, dialog: Dialog) -> Score:
         return self.task.judge(dialog)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, overload
 
 from torchrl_grpo.tasks.base import Message, Problem, Split, Task
-from torchrl_grpo.tasks.fields import checked_chat, checked_text, fill_template
+from torchrl_grpo.tasks.fields import checked_chat, checked_demonstration, checked_text, fill_template, first_turn
 from torchrl_grpo.tasks.sources import Files, Hub, Row, Source, Table, UnknownSplitError, data_name, find_source
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "instruction")
@@ -76,6 +76,9 @@ class DatasetTask(Task):
         max_samples: most rows of each split that are read, the first ones.
         prompt_column: a text, or a list of chat messages; by default one of ``PROMPT_COLUMNS``.
         answer_column: what the reward compares with; by default one of ``ANSWER_COLUMNS``, or none.
+        completion_column: what the policy should answer, for supervised training: a text, or a list of chat messages.
+        messages_column: a whole chat in place of prompt and completion; the prompt ends before the assistant's first
+            turn.
         prompt_template: the user's message, see ``fill_template``; by default the prompt alone.
         system_prompt: the system's message, in place of one in the data.
         field: what messages call the options.
@@ -105,6 +108,8 @@ class DatasetTask(Task):
         max_samples: int | None = None,
         prompt_column: str | None = None,
         answer_column: str | None = None,
+        completion_column: str | None = None,
+        messages_column: str | None = None,
         prompt_template: str | None = None,
         system_prompt: str | None = None,
         field: str = "env",
@@ -122,8 +127,10 @@ class DatasetTask(Task):
         self.test_split = test_split
         self.test_fraction = test_fraction
         self.max_samples = max_samples
-        self.prompt_column = prompt_column
+        self.prompt_column = messages_column or prompt_column
         self.answer_column = answer_column
+        self.completion_column = messages_column or completion_column
+        self.messages_column = messages_column
         self.prompt_template = prompt_template
         self.system_prompt = system_prompt
         self.field = field
@@ -188,16 +195,30 @@ class DatasetTask(Task):
         if prompts is None:
             query = fill_template(self.prompt_template or "", row)
         elif isinstance(row[prompts], list):
-            query = checked_chat(row[prompts], prompts, self.prompt_template)[-1]["content"]
+            query = checked_chat(self._prompt(row), prompts, self.prompt_template)[-1]["content"]
         else:
             query = checked_text(row, prompts)
         return Problem(query, self.read_answer(row, answers) if answers else None, extra=row)
+
+    def demonstration(self, problem: Problem) -> list[Message]:
+        column = self.completion_column
+        if column is None:
+            return super().demonstration(problem)
+        value = problem.extra[column]
+        if not isinstance(value, list):
+            value = [{"role": "assistant", "content": checked_text(problem.extra, column)}]
+        return checked_demonstration(value[first_turn(value) :] if self.messages_column else value, column)
+
+    def _prompt(self, row: Row) -> Any:
+        """The prompt in a row: of a whole chat, what comes before the assistant's first turn."""
+        value = row[self.prompt_column or ""]
+        return value[: first_turn(value)] if self.messages_column and isinstance(value, list) else value
 
     def _chat(self, problem: Problem, *, filled: bool = True) -> list[Message]:
         """The prompt without the system prompt of the options; ``filled`` in a template, if there is one."""
         row, text = problem.extra, problem.query
         if self.prompt_column is not None:
-            prompt = row.get(self.prompt_column, text)
+            prompt = self._prompt(row) if self.prompt_column in row else text
             if isinstance(prompt, list):
                 return [{key: value for key, value in message.items() if value is not None} for message in prompt]
             if self.prompt_template is not None and filled:
@@ -207,7 +228,8 @@ class DatasetTask(Task):
     def _find_columns(self, names: Sequence[str]) -> None:
         """Find the columns of prompt and answer that the options do not name; a template can be the prompt."""
         given = self.prompt_column, self.answer_column
-        for key, name in zip(("prompt", "answer"), given, strict=True):
+        columns = {"messages": self.messages_column, "prompt": given[0], "answer": given[1]}
+        for key, name in (columns | {"completion": self.completion_column}).items():
             if name is not None and name not in names:
                 close = difflib.get_close_matches(name, names, 1)
                 raise ValueError(
@@ -293,6 +315,8 @@ class DatasetTask(Task):
                 problem = self.make_problem(row)
                 # The first 8 bytes decide about the split: the same problem is in the same one with every template.
                 chats = [self._chat(problem, filled=filled) for filled in (False, True)]
+                if self.completion_column is not None and split == "train":
+                    self.demonstration(problem)
             except ValueError as error:
                 raise ValueError(f"{table.where(index)} {error}") from error
             unanswered += self.answer_column is not None and problem.answer is None

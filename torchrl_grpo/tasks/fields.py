@@ -70,6 +70,36 @@ def checked_text(row: Row, column: str) -> str:
     raise ValueError(f"must have text in the column {column!r}, it {found}: write text there, or remove the row.")
 
 
+def first_turn(chat: Sequence[Any]) -> int:
+    """Return the index of the assistant's first message in a chat, its length where there is none.
+
+    >>> first_turn([{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}])
+    1
+    """
+    turns = (index for index, one in enumerate(chat) if isinstance(one, dict) and one.get("role") == "assistant")
+    return next(turns, len(chat))
+
+
+def checked_demonstration(chat: Sequence[Any], column: str) -> list[Message]:
+    """Messages after a prompt, the assistant's first and last, without the columns of other rows.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    for message in chat:
+        if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
+            raise ValueError(
+                f"must have chat messages in the column {column!r}, each with role and content as text, it has "
+                f"{message!r:.80}: fix the row, or remove it."
+            )
+    if not chat or {chat[0]["role"], chat[-1]["role"]} != {"assistant"}:
+        raise ValueError(
+            f"must have in the column {column!r} what the assistant is to answer to the prompt, ending with the "
+            f"assistant's, it has {list(chat[-1:])!r:.80}: fix the row, or remove it."
+        )
+    return [{key: value for key, value in message.items() if value is not None} for message in chat]
+
+
 def checked_chat(chat: Sequence[Any], column: str, template: str | None) -> Sequence[Message]:
     """The chat in a column, which ends before the policy's turn.
 

@@ -100,6 +100,9 @@ class MixedTask(Task):
     def messages(self, problem: Problem) -> list[Message]:
         return self.task_of(problem).messages(problem)
 
+    def demonstration(self, problem: Problem) -> list[Message]:
+        return self.task_of(problem).demonstration(problem)
+
     def judge(self, dialog: Dialog) -> Score:
         return self.task_of(dialog.problem).judge(dialog)
 

@@ -1,0 +1,217 @@
+"""Supervised training: demonstrations as trajectories, their loss, and a run that goes on as if it had not stopped."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from tests.support.configs import compose_config
+from tests.support.models import make_tiny_model
+from tests.support.runs import at, differences, run, state_of, steps
+from torchrl_grpo import keys
+from torchrl_grpo.assembly.blueprint import prepare
+from torchrl_grpo.collectors.demonstrations import Demonstrations, TurnWriter
+from torchrl_grpo.config import ConfigError
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.generation import TransformersEngine
+from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.objectives import SFTLoss
+from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.starter import starter_path
+from torchrl_grpo.tasks.dataset import DatasetTask
+
+ROWS = [
+    {"question": f"{a}+{b}=?", "solution": f"It is #### {a + b}", "answer": str(a + b)}
+    for a in range(10, 20)
+    for b in range(20, 24)
+]
+
+
+def write(folder: Path, rows: list[dict]) -> Path:
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def turns(*texts: str) -> list[dict[str, str]]:
+    """A chat of user and assistant in turn."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(starter_path())
+
+
+def test_a_chat_is_written_as_the_template_writes_it_with_the_assistants_turns_alone_learned(tokenizer) -> None:
+    chat = turns("1+1?", "2", "and 1 more?", "3<|end|>!")
+    tokens, said = TurnWriter(tokenizer, [1])(chat[1:])
+    assert tokenizer.decode(tokens) == "2<|end|><|user|>and 1 more?<|end|><|assistant|>3<|end|>!<|end|>"
+    assert tokenizer.decode(tokens[said]) == "2<|end|>3<|end|>!<|end|>"
+    prompt = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, tokenize=False)
+    whole = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert prompt + tokenizer.decode(tokens) == whole
+
+
+def test_a_turn_ends_with_a_token_that_ends_a_response(tokenizer) -> None:
+    """Where a template ends it with another one, that is the end-of-sequence token."""
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+    tokens, said = TurnWriter(tokenizer, [1])(turns("", "2")[1:])
+    assert tokenizer.decode(tokens) == "2<|end|>" and said.all()
+
+
+@pytest.mark.parametrize("kind", ["completion", "completion_messages", "messages"])
+def test_the_columns_of_a_data_set_are_demonstrations(kind: str, tmp_path: Path) -> None:
+    chat = turns("1+1?", "2", "and 1 more?", "3")
+    row = {"q": "1+1?", "c": "2"} if kind == "completion" else {"q": "1+1?", "c": chat[1:], "m": chat, "answer": "3"}
+    columns = {"messages_column": "m"} if kind == "messages" else {"prompt_column": "q", "completion_column": "c"}
+    task = DatasetTask(str(write(tmp_path, [row])), **columns)
+    problem = task.problems("train")[0]
+    assert (problem.query, task.messages(problem)) == ("1+1?", chat[:1])
+    assert task.demonstration(problem) == (chat[1:2] if kind == "completion" else chat[1:])
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "message"),
+    [
+        ({"c": None}, {"completion_column": "c"}, r"data\.jsonl:1 .*must have text in the column 'c'"),
+        ({"c": turns("no")}, {"completion_column": "c"}, r":1 .*must have in the column 'c' what the assistant is to"),
+        ({"c": ["no"]}, {"completion_column": "c"}, r":1 .*must have chat messages in the column 'c'.*'no'"),
+        (
+            {"c": turns("1+1?")},
+            {"messages_column": "c", "prompt_column": None},
+            r":1 .*ending with the assistant's, it",
+        ),
+        ({"c": turns("?", "2", "?")}, {"messages_column": "c", "prompt_column": None}, r":1 .*ending with the assist"),
+        ({"c": "2"}, {"completion_column": "d"}, r"columns\.completion=d must be a column of"),
+        ({"c": "2"}, {"messages_column": "d", "prompt_column": None}, r"columns\.messages=d must be a column of"),
+    ],
+)
+def test_a_row_without_a_demonstration_is_named(row: dict, columns: dict, message: str, tmp_path: Path) -> None:
+    task = DatasetTask(str(write(tmp_path, [{"q": "1+1?", **row}])), **({"prompt_column": "q"} | columns))
+    with pytest.raises(ValueError, match=message):
+        task.problems("train")
+
+
+def demonstrations(path: Path, most: int = 100, **columns: str) -> TensorDictBase:
+    """All rows of a data set as the trainer gets them, with an advantage of 1."""
+    task = DatasetTask(str(path), **({"completion_column": "solution", "answer_column": "answer"} | columns))
+    env = LLMEnv(task, AutoTokenizer.from_pretrained(starter_path()), num_envs=1, repeats=1)
+    source = Demonstrations(env, TransformersEngine(make_tiny_model()), [1], most)
+    batch = source.rollout([env.drawing.again(i, i) for i in range(env.num_problems)])
+    for row in batch.unbind(0):
+        row.set(keys.ADVANTAGE, row[keys.REWARD])
+    return batch
+
+
+def test_the_loss_and_gradient_are_those_of_a_plain_cross_entropy(tmp_path: Path) -> None:
+    """In float64, over demonstrations of different lengths: the mean over all tokens of the assistant."""
+    rows = [{**row, "solution": row["solution"] * (1 + i % 3)} for i, row in enumerate(ROWS[:5])]
+    batch = demonstrations(write(tmp_path, rows))
+    model = make_tiny_model().double()
+    loss = SFTLoss(TokenScorer(model), aggregation="token_mean")
+    out = loss(batch)
+    out["loss_objective"].backward()
+    got = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    parts, count = [], 0
+    for row in batch.unbind(0):
+        labels = torch.where(row[keys.ASSISTANT_MASK], row[keys.FULL], -100)[1:]
+        logits = model(input_ids=row[keys.FULL][None]).logits[0, :-1]
+        parts.append(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        count += int((labels >= 0).sum())
+    expected = sum(parts) / count
+    expected.backward()
+    torch.testing.assert_close(out["loss_objective"].detach(), expected.detach(), rtol=1e-6, atol=0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(got[name], parameter.grad, rtol=1e-4, atol=1e-7)
+    assert (out["ratio_mean"], out["ESS"], out["kl_k3_to_inference"], out["clip_fraction_high"]) == (1, 1, 0, 0)
+    torch.testing.assert_close(out["objective"], -expected.detach(), rtol=1e-6, atol=0)
+
+
+def test_a_long_demonstration_is_cut_as_a_response_would_be(tmp_path: Path) -> None:
+    batch = demonstrations(write(tmp_path, ROWS[:1]), most=7)
+    [row] = batch.unbind(0)
+    text = AutoTokenizer.from_pretrained(starter_path()).decode(row[keys.RESPONSE])
+    assert (text, row[keys.TRUNCATED].item(), row[keys.TERMINATED].item()) == ("It is #", True, False)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
+def test_the_loss_is_that_of_trls_sft_trainer_on_the_same_rows(tmp_path: Path) -> None:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    path = write(tmp_path, ROWS[:8])
+    batch = demonstrations(path)
+    model = make_tiny_model()
+    expected = SFTLoss(TokenScorer(model), aggregation="token_mean")(batch)["loss_objective"].item()
+    rows = [{"prompt": turns(row["question"]), "completion": turns("", row["solution"])[1:]} for row in ROWS[:8]]
+    arguments = SFTConfig(
+        output_dir=str(tmp_path / "trl"),
+        per_device_train_batch_size=8,
+        max_steps=1,
+        learning_rate=0.0,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(starter_path())
+    trainer = SFTTrainer(model=model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_run_learns_evaluates_and_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    path = write(tmp_path, ROWS)
+    data = (
+        *(f"env.dataset={path}", "env.columns.completion=solution", "env.columns.answer=answer", "env.reward=gsm8k"),
+        *("env.test_fraction=0.2", "evaluation.num_prompts=8", "algo=sft", "env.difficulty=2"),
+    )
+    rows = run(tmp_path / "whole", *data, steps(4))
+    assert [row["train/loss"] for row in rows if row["step"]][-1] < 0.5 * rows[1]["train/loss"]
+    assert rows[1]["rollout/sequences"] == 16 and rows[1]["rollout/zero_variance_groups"] == 0
+    assert rows[-1]["eval/pass@1"] >= rows[0]["eval/pass@1"]
+    first = next(row for row in read_jsonl(tmp_path / "whole" / "samples.jsonl") if row["split"] == "train")
+    assert first["response"].startswith("It is #### ") and first["finish_reason"] == "stop"
+    run(tmp_path / "half", *data, steps(2))
+    again = run(tmp_path / "rest", *data, steps(4), f"train.resume={tmp_path / 'half'}")
+    named = ("step", "train/loss", "train/grad_norm", "rollout/tokens")
+    both = [[[row[name] for name in named] for row in some if row["step"] > 2] for some in (again, rows)]
+    assert both[0] == both[1] and len(both[0]) == 2
+    assert differences(state_of(at(tmp_path / "whole", 4)), state_of(at(tmp_path / "rest", 4))) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algo=sft"], r"algo=sft .* must have a response to each problem, task 'arithmetic' has none: name their col"),
+        (
+            ["algo=sft", "env.difficulty_filter=[0.1,0.9]"],
+            r"env\.difficulty_filter=.* left out with policy\.demonstratio",
+        ),
+        (["algo=sft", "policy.dynamic_sampling=true"], r"policy\.dynamic_sampling=true must be left out with"),
+        (
+            ["algo=sft", "policy.teacher_coef=1", "teacher.model=starter"],
+            r"policy\.teacher_divergence=sampled must be left out with",
+        ),
+        (
+            ["env.dataset=a.jsonl", "env.columns.completion=c"],
+            r"env\.columns\.completion=c must be left out with policy\.demonstrations=false",
+        ),
+        (
+            ["algo=sft", "env.dataset=a.jsonl", "env.columns.messages=m", "env.columns.prompt=p"],
+            r"env\.columns\.messages=m is prompt and completion in one: leave env\.columns\.prompt",
+        ),
+    ],
+)
+def test_what_has_no_demonstrations_or_asks_for_samples_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(compose_config(*overrides, "evaluation.num_prompts=0", "logging.tensorboard=false"))

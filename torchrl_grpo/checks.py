@@ -26,16 +26,16 @@ Precision = Literal["full", "bf16", "fp16"]
 InFlight = Literal["wait", "keep", "abort"]
 """Ways in which new weights treat sequences that are being sampled."""
 WeightTransfer = Literal["auto", "object_store", "broadcast", "cuda_ipc"]
-"""How weights reach engines in other processes."""
+"""Transfers of weights to engines in other processes."""
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 """Units that the importance ratio is taken over."""
 Aggregation = Literal["sequence_mean", "token_mean", "constant"]
-"""How the objective is averaged over tokens."""
+"""Averages of the objective over tokens."""
 Proximal = Literal["behaviour", "recomputed", "interpolated"]
 """Policies that the ratio can be taken to."""
 WeightBound = Literal["none", "truncate", "mask"]
-"""How an importance weight is bounded."""
+"""Bounds of an importance weight."""
 WeightLevel = Literal["token", "sequence"]
 """Units that an importance weight is taken over."""
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -49,14 +49,14 @@ AdvantageMean = Literal["group", "leave_one_out", "batch", "none"]
 AdvantageStd = Literal["group", "batch", "none"]
 """Scales of the advantage."""
 RewardCombination = Literal["sum", "gdpo"]
-"""How the parts of a reward become an advantage."""
+"""Ways to turn the parts of a reward into an advantage."""
 AdvantageLevel = Literal["sequence", "token"]
 """Units that get one advantage each."""
 
 Optimizer = Literal["adamw", "adamw_8bit"]
 """Optimizers."""
 LearningRate = Literal["constant", "linear", "cosine"]
-"""How the learning rate falls after its warm-up."""
+"""Shapes of the learning rate after its warm-up."""
 
 ServiceMode = Literal["disabled", "offline", "online"]
 """Modes of Weights & Biases and MLflow."""

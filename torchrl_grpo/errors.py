@@ -60,8 +60,8 @@ class StalledError(BaseException):
 
 
 INVALID_CAUSES = ("exception", "not_finite", "none", "timeout", "crash", "lost")
-"""Why a reward is invalid, as in the names of metrics; ``none`` where no reward applies, ``lost`` where the process
-that kept the dialog had ended."""
+"""Causes of invalid rewards, as in metric names; ``none``: no reward applies, ``lost``: the process that kept the
+dialog ended."""
 
 
 class InvalidRewardError(ValueError):

@@ -90,7 +90,7 @@ class Observer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long a run is, and how often its weights are evaluated, saved, exported and given to the reference model.
+    """Length of a run, and frequencies of evaluations, checkpoints, exports and reference refreshes.
 
     Attributes:
         num_batches: steps of the run; one step trains one batch.

@@ -35,7 +35,7 @@ _END_S = 2.0
 
 
 class Program(ABC):
-    """What an agent is: something that plays a problem with an OpenAI client."""
+    """Interface of an agent: it plays a problem with an OpenAI client."""
 
     @abstractmethod
     def start(self, problem: Mapping[str, Any], url: str, key: str) -> tuple[Future[float | None], Callable[[], None]]:

@@ -54,7 +54,7 @@ class BadRequest(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """What an agent asks of the policy.
+    """Request of an agent to the policy.
 
     Attributes:
         messages: the chat, as chat templates take it; of a completion one message of no role, which is its text.
@@ -76,7 +76,7 @@ class Request:
 
 
 def parse_request(path: str, body: bytes) -> Request:
-    """What a request asks for.
+    """Parse and check a request.
 
     Raises:
         BadRequest: it cannot be honored; the message says what can.

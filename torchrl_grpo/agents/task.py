@@ -132,7 +132,7 @@ class _Episode:
 
 
 def _rest(chat: list[Message], sample: _Sample, request: Request) -> list[Message] | None:
-    """What a chat says after that of a sample; None where it does not go on with it."""
+    """Return a chat's messages after those of a sample; None if it does not continue the sample."""
     if sample.path != request.path or list(sample.tools) != list(request.tools):
         return None
     if request.path == CHAT:

@@ -1,1 +1,1 @@
-"""From a checked config to a run: the only place that knows both the config and the components."""
+"""Builds a run from a checked config: the only place that knows both the config and the components."""

@@ -304,7 +304,7 @@ def _plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePla
 
 
 def _test_envs(config: GRPOConfig, task: Task, make: partial[LLMEnv]) -> tuple[LLMEnv | None, LLMEnv | None]:
-    """For pass@1 and pass@k; all runs are tested on the same problems."""
+    """Environments for pass@1 and pass@k; all runs are tested on the same problems."""
     if not config.evaluation.num_prompts:
         return None, None
     most, k = config.evaluation.num_prompts, config.evaluation.k

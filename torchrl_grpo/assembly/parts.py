@@ -1,4 +1,4 @@
-"""From a blueprint and a device to the parts of a role: the only place that makes engines, models and environments.
+"""Makes the parts of a role from a blueprint and a device: the only place that makes engines, models and environments.
 
 The driver of a local run calls these functions, and so do the actors of a distributed one, each in its own process.
 """
@@ -257,7 +257,7 @@ def _kl_scoring(config: GRPOConfig, scorer: TokenScorer) -> KLScoring:
 
 
 def _passes(config: GRPOConfig) -> dict[str, Any]:
-    """How large, and how precise, the passes of those who score are: as the trainer's."""
+    """Size and precision of scoring passes: those of the trainer."""
     return {"max_tokens": config.train.micro_batch_tokens, "autocast_dtype": _autocast_dtype(config)}
 
 

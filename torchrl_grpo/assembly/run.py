@@ -1,4 +1,4 @@
-"""From the config to a run, in this process or on Ray.
+"""Builds a run from the config, in this process or on Ray.
 
 ``build`` checks everything that can be checked without weights, shows the plan, and only then loads models.
 """
@@ -279,7 +279,7 @@ def _check_distributed(blueprint: Blueprint) -> None:
 
 
 def _transfer(blueprint: Blueprint, max_staleness: int, *, distributed: bool) -> Transfer:
-    """How the weights reach the engines."""
+    """Choose how the weights reach the engines."""
     config, plan = blueprint.config, blueprint.plan
     return transfer_kind(
         config.inference_model.weight_transfer,

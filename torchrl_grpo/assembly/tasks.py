@@ -1,4 +1,4 @@
-"""From ``env.*`` of the config to the task."""
+"""Makes the task that ``env.*`` of the config describes."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def sample_rows(
 
 
 def _siblings(batch: TensorDictBase) -> list[list[int]]:
-    """For each row, the rows of its trajectory."""
+    """Rows of each row's trajectory."""
     trajectory = trajectories_of(batch)
     if trajectory is None:
         return [[row] for row in range(len(batch))]

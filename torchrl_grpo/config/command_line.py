@@ -1,4 +1,4 @@
-"""From the command line to a validated config, and from errors to exit statuses."""
+"""Turns the command line into a validated config, and errors into exit statuses."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class LoraConfig:
 
 @dataclass
 class DevicesConfig:
-    """Where a role computes."""
+    """Devices of a role."""
 
     num_devices: Any = None
     """Number of devices, at least 1, or all that the other roles leave (all); by default chosen automatically. If

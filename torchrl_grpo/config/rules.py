@@ -33,7 +33,7 @@ from torchrl_grpo.generation.engines import ENGINES, engines_with
 from torchrl_grpo.host.trees import dotted
 
 MOST_STOP_BYTES = 256
-"""In ``inference_model.stop``: an engine has a table with a row of the vocabulary for each."""
+"""Maximum size of ``inference_model.stop``: an engine has a table with a row of the vocabulary for each byte."""
 
 _COMPARISONS = {
     "ge": (lambda value, limit: value >= limit, "at least"),
@@ -69,7 +69,7 @@ def validate(config: GRPOConfig) -> None:
 
 
 def staleness_bound(config: GRPOConfig, asynchronous: bool) -> int:
-    """How many steps after the weights that sampled it a sequence may be trained.
+    """Return the maximum number of steps between the weights that sample a sequence and those trained on it.
 
     Raises:
         ConfigError: the script is ``grpo.py``, which knows no staleness, and some was asked for.

@@ -358,11 +358,11 @@ class LLMEnv(EnvBase):
 
     @property
     def turn_rewards(self) -> list[list[float | None]]:
-        """For each row, the rewards that the task gave to its turns, None where it gave none."""
+        """Rewards that the task gave to each row's turns, None where it gave none."""
         return [row.rewards for row in self._rows]
 
     def wish(self, row: int) -> Wish:
-        """Where a row's next turn is to be cut off."""
+        """Limit of a row's next turn."""
         return self._rows[row].wish
 
     def receive(self, row: int, response: Tensor, length_stopped: bool, log_probs: Tensor | None = None) -> None:
@@ -559,7 +559,7 @@ class LLMEnv(EnvBase):
 
     @property
     def samples(self) -> list[list[int]]:
-        """For each row, the training sample of each of its turns, by number."""
+        """Number of the training sample of each turn, for each row."""
         return [row.samples for row in self._rows]
 
     @property

@@ -1,4 +1,4 @@
-"""How a model is advanced token by token: the interface, and the path that every causal language model can take.
+"""Decoding a model token by token: the interface, and an implementation for every causal language model.
 
 A :class:`Decoder` starts a :class:`Batch`; prompts are added to it, and it then turns the latest token of every row
 into the next logits, and drops rows. Each prompt is computed once, whatever the number of rows that continue it. What

@@ -1,4 +1,4 @@
-"""From logits to tokens: the sampled distribution and one draw from it, as pure functions on tensors.
+"""Sampling from logits: the distribution and one draw from it, as pure functions on tensors.
 
 The log-prob that is returned is always that of the distribution which was drawn from, in float32. Draws invert the
 cumulative distribution at given uniform numbers: over a vocabulary of 32,000 that costs half of what Gumbel noise does,

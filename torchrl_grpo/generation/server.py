@@ -147,7 +147,7 @@ class ServerEngine(Engine):
     def generate(
         self, prompts: Sequence[Tensor], n: int, params: SamplingParams, on_finished: OnFinished | None = None
     ) -> list[list[Completion]]:
-        """As in ``Engine``; any number of threads may call it at the same time, also during an update."""
+        """See ``Engine``; any number of threads may call it at the same time, even during an update."""
         if self._closed:
             raise RuntimeError("the engine is closed.")
         for prompt in prompts:
@@ -198,7 +198,7 @@ class ServerEngine(Engine):
         )
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """As in ``Engine``, through the folder; without one the server keeps its weights.
+        """See ``Engine``; the weights go through the folder, and without one the server keeps its weights.
 
         Raises:
             EngineDeadError: the server did not take the weights.
@@ -263,7 +263,7 @@ def _tied_weights(request: EngineRequest) -> dict[str, str]:
 
 
 def _end_of(tokens: Sequence[int], stop: StopStrings) -> int | None:
-    """How many tokens there are up to the one that completes a stop string."""
+    """Return the number of tokens up to the one that completes a stop string."""
     state = 0
     for place, token in enumerate(tokens):
         if token < stop.table.shape[1]:  # the model may have more than the tokenizer
@@ -307,7 +307,7 @@ class _Server(ABC):
 
     name: str
     restart: str
-    """How it must be started to be trained against."""
+    """Command line with which the server can be trained against."""
 
     def __init__(self, address: str) -> None:
         import httpx

@@ -62,7 +62,7 @@ class StopStrings:
 
 
 def ending(stop: StopStrings | None, stop_token_ids: Sequence[int], vocab_size: int) -> Tensor:
-    """As ``StopStrings.table``, [S, vocab_size]: stop tokens lead to the end as well.
+    """Return ``StopStrings.table``, [S, vocab_size], with stop tokens that lead to the end as well.
 
     Args:
         stop: strings that end a response; None is none.

@@ -70,7 +70,7 @@ TRIAL_S = 120.0
 
 WORKER_EXTENSION = "torchrl_grpo.weights.worker.WeightSyncExtension"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Those that vLLM's attention on a CPU computes (``CPUAttentionBackend``)."""
+"""Head sizes that vLLM's attention on a CPU supports (``CPUAttentionBackend``)."""
 NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
 """Types of models that vLLM refuses to run in float16 (``vllm.config.model``)."""
 
@@ -400,7 +400,7 @@ class VLLMBase(Engine):
             self._receive(block)
 
     def load(self, handle: WeightHandle, version: int) -> None:
-        """As in ``Engine``; the workers receive the weights by themselves where that is possible.
+        """See ``Engine``; the workers receive the weights by themselves if possible.
 
         Raises:
             TransferRefusedError: they cannot. The engine is as it was, or has the weights of ``EitherHandle.slow``.

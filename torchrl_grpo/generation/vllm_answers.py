@@ -12,7 +12,7 @@ from torchrl_grpo.generation.base import Completion, OnFinished
 from torchrl_grpo.generation.stops import StopStrings
 
 STOP = "stop_strings"
-"""In the ``extra_args`` of a request's sampling parameters: its stop strings."""
+"""Key of a request's stop strings in the ``extra_args`` of its sampling parameters."""
 
 
 class Answer:

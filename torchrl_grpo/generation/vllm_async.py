@@ -189,7 +189,7 @@ class AsyncVLLMEngine(VLLMBase):
     def generate(
         self, prompts: Sequence[Tensor], n: int, params: SamplingParams, on_finished: OnFinished | None = None
     ) -> list[list[Completion]]:
-        """As in ``Engine``; any number of threads may call it at the same time, also during an update.
+        """See ``Engine``; any number of threads may call it at the same time, even during an update.
 
         With ``in_flight="abort"``, where what is finished may be sampled again, ``on_finished`` is not called.
 
@@ -350,7 +350,7 @@ def _guarded_executor() -> type:
 
 
 def __getattr__(name: str) -> Any:
-    """Where the scheduler's process, new and reading its arguments, finds the executor, which is not defined there yet.
+    """Provide the executor to the new scheduler process, which looks it up here while reading its arguments.
 
     It is the first that we hear of that process, before it waits for anything from us, and the time to tie it to us.
     """

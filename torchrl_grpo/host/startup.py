@@ -161,8 +161,8 @@ def actor_environment() -> dict[str, str]:
 
 
 def import_as_in_driver(module: str) -> None:
-    """In an actor whose driver used ``quick_imports``: use it too, and import one of our modules that way, before
-    anything else is imported.
+    """Use ``quick_imports`` in an actor if its driver did, and import one of our modules that way, before anything
+    else.
     """
     if os.environ.get(_QUICK) and "torchrl" not in sys.modules:
         with quick_imports():

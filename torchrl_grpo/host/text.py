@@ -83,7 +83,7 @@ def invalid_cause(cause: str) -> str:
 
 
 def decoding(name: str) -> str:
-    """How the responses behind an ``eval/pass@*`` metric were decoded.
+    """Return the decoding of the responses behind an ``eval/pass@*`` metric.
 
     >>> decoding("eval/pass@1"), decoding("eval/pass@1/gsm8k"), decoding("eval/pass@16")
     ('greedy', 'greedy', 'sampled')

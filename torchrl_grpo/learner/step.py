@@ -129,7 +129,7 @@ class GRPOTrainer:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Device of the model's computations."""
         return compute_device(self.model)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -15,7 +15,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ADAPTER_NUMBER = 4
 """Bytes of a number of adapters: peft keeps them in float32, whatever the model is in."""
 _LORA_RANK = 16
-"""Of adapters where ``train_model.lora.r`` is not set."""
+"""Rank of adapters if ``train_model.lora.r`` is not set."""
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ class Layout:
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Where the queries and the keys of each sequence begin and end, int32, as ``varlen_attn`` takes them."""
+        """Start and end of each sequence's queries and keys, int32, as ``varlen_attn`` takes them."""
         bounds = (torch.tensor([0, *part]).cumsum(0, dtype=torch.int32) for part in self.lengths)
         queries, keys = (send(part, self.tokens.device) for part in bounds)
         return queries, keys
@@ -398,7 +398,7 @@ class _FlashOnCPU(torch.autograd.Function):
 
 
 def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In float32 or wider, [heads that share a key, heads of keys, N, D]: no key is copied."""
+    """Convert to float32 or wider, [heads that share a key, heads of keys, N, D], without copying keys."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     repeats = query.shape[1] // key.shape[1]
@@ -409,7 +409,7 @@ def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Te
 def _by_group(
     groups: tuple[tuple[int, ...], ...], *tensors: Tensor
 ) -> Iterator[tuple[int, Sequence[int], tuple[Tensor, ...]]]:
-    """For each prompt its length, the lengths of its sequences, and their part of each tensor."""
+    """Yield each prompt's length, the lengths of its sequences, and their part of each tensor."""
     totals = [sum(lengths) for _, *lengths in groups]
     for (prompt, *lengths), *parts in zip(groups, *(tensor.split(totals, 2) for tensor in tensors), strict=True):
         yield prompt, lengths, tuple(parts)

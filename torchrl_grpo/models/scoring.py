@@ -143,7 +143,7 @@ class TokenScorer(TensorDictModuleBase):
         return layout.spelled() if tied_embedding(self.base) is not None else layout
 
     def score_layout(self, layout: Layout, states: Tensor | None = None) -> tuple[Tensor, ...]:
-        """As ``score``, of sequences whose layout there is, on any device.
+        """Score sequences with an existing layout, on any device; see ``score``.
 
         Args:
             layout: of the sequences.
@@ -160,7 +160,7 @@ class TokenScorer(TensorDictModuleBase):
         return tuple(values.view(shape) for values in found)
 
     def teacher_states(self, layout: Layout, top_k: int | None = None) -> Tensor:
-        """What a divergence from this model needs to know of the tokens of a layout, see ``Teacher``.
+        """Return this model's states for a divergence at the tokens of a layout, see ``Teacher``.
 
         Args:
             layout: of the sequences.
@@ -179,7 +179,7 @@ class TokenScorer(TensorDictModuleBase):
         return zeros.index_put((layout.places,), states).unflatten(0, shape)
 
     def _score(self, layout: Layout, numel: int, states: Tensor | None) -> tuple[Tensor, ...]:
-        """As ``score``, but [B * T], and with the LM head gathered: FSDP2 wants no views from what it calls."""
+        """Score into [B * T], with the LM head gathered: FSDP2 does not accept views from the function it calls."""
         hidden_ND, weight = self._hidden(layout)
         bias = self.base.get_output_embeddings().bias
         options: dict[str, Any] = {"temperature": self.temperature, "max_chunk_elements": self.max_chunk_elements}
@@ -301,7 +301,7 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
 
 
 def _rounding(dtype: torch.dtype, logits: Tensor) -> float:
-    """How far log-probs made of such logits may be off on average, in nats."""
+    """Return the average error of log-probs from such logits that counts as rounding, in nats."""
     return max(1e-4, 2 * torch.finfo(dtype).eps) * max(1.0, logits.abs().max().item())
 
 
@@ -311,7 +311,9 @@ def _scores(scorer: TokenScorer, tokens: Tensor, mask: Tensor) -> Tensor:
 
 
 def _check_packing(scorer: TokenScorer, tokens: Tensor, rounding: float) -> str:
-    """Why a model cannot be packed, in its sliding windows or beyond: its log-probs would differ; or ""."""
+    """Return why a model cannot be packed, within or beyond its sliding windows, because its log-probs would differ; or
+    "".
+    """
     why = _compare_packing(scorer, tokens, rounding)
     if not why and getattr(scorer.base.config.get_text_config(), "sliding_window", None):
         with _narrow_windows(scorer.base):
@@ -320,7 +322,7 @@ def _check_packing(scorer: TokenScorer, tokens: Tensor, rounding: float) -> str:
 
 
 def _compare_packing(scorer: TokenScorer, tokens: Tensor, rounding: float) -> str:
-    """As ``_check_packing``, of two groups of two, with the windows that the model has."""
+    """Do ``_check_packing`` for two groups of two, with the model's own windows."""
     tokens = tokens.view(2, 6)[[0, 0, 1, 1]]
     tokens[1::2, 3:] = tokens[0::2, 2:5]  # the same prompt of three tokens, another response
     mask = torch.arange(6, device=tokens.device) >= torch.tensor([[3], [3], [2], [3]], device=tokens.device)
@@ -360,7 +362,7 @@ class AdapterOffScorer(TokenScorer):
     """Scores with a peft model's adapters switched off: the reference policy of a LoRA run, without a second model."""
 
     def score_layout(self, layout: Layout, states: Tensor | None = None) -> tuple[Tensor, ...]:
-        """As ``TokenScorer.score_layout``, by the base model alone."""
+        """Score with the base model alone; see ``TokenScorer.score_layout``."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with self.model.disable_adapter():
             # peft turns this off meanwhile. If this is the first forward, FSDP2 would then believe

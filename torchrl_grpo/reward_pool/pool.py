@@ -296,7 +296,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         return futures
 
     def _queue_of(self, dialog: Dialog) -> deque[Any]:
-        """Where a dialog waits: its first turn goes to the worker that keeps the fewest."""
+        """Return the queue of a dialog: its first turn goes to the worker that keeps the fewest dialogs."""
         if not dialog.episode:
             return self._waiting
         if not dialog.responses:

@@ -159,7 +159,7 @@ def stated_number(text: str, last_number: bool = False) -> str | None:
 
 
 def tagged_answer(text: str) -> tuple[int, str]:
-    """Where the last ``<answer>...</answer>`` begins, and what it encloses; -1 and nothing when there is none.
+    """Return the position and the content of the last ``<answer>...</answer>``; -1 and nothing if there is none.
 
     >>> tagged_answer("so <answer>72</answer>")
     (3, '72')

@@ -31,7 +31,7 @@ def follows(
     kwargs: Sequence[Mapping[str, Any]],
     loose: bool = False,
 ) -> list[bool]:
-    """For each instruction, whether the response follows it; an empty response follows none.
+    """Return whether the response follows each instruction; an empty response follows none.
 
     Args:
         response: the response.

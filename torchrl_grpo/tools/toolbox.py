@@ -35,7 +35,7 @@ class ToolCall:
 
 
 Parser = Callable[[str], Sequence[ToolCall]]
-"""From the policy's text, special tokens included, to its calls."""
+"""Function from the policy's text, including special tokens, to its calls."""
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:

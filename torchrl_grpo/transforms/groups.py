@@ -73,12 +73,12 @@ class GroupQueue(MCAdvantage):
         return members
 
     def get_extra_state(self) -> dict[int | str, list[Any]]:
-        """For ``state_dict``: the trajectories that wait, as tensors, numbers and texts alone."""
+        """Return the waiting trajectories as tensors, numbers and texts, for ``state_dict``."""
         queues = {name: self._queue_list(name) for name in group_names(self)}
         return {name: [([row.to_dict() for row in one.steps], one.value) for one in queues[name]] for name in queues}
 
     def set_extra_state(self, state: dict[int | str, list[Any]]) -> None:
-        """For ``load_state_dict``."""
+        """Restore the waiting trajectories, for ``load_state_dict``."""
         self.clear_queues()
         for name, members in state.items():
             for steps, value in members:

@@ -86,7 +86,7 @@ class NcclWeights(TransferHandle):
 
 
 _rounds: dict[Meeting, int] = {}
-"""How many updates the engine of this process has joined."""
+"""Number of updates that this process's engine has joined."""
 
 
 class NcclSender(Sender):
@@ -219,5 +219,5 @@ def _send(group: Any, parts: Sequence[tuple[Tensor, Part]]) -> None:
 
 
 def _on_host(flat: Tensor) -> Tensor:
-    """Where a version is kept: the accelerator's memory is the trainer's."""
+    """Copy to host memory, where versions are kept: the accelerator's memory is the trainer's."""
     return torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat) if flat.is_cuda else flat

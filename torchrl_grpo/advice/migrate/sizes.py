@@ -172,7 +172,7 @@ def _length(asked: Quantities, batch: _Batch, ours: dict[str, Any], lacks: Note,
 
 
 def _whole_run(asked: Quantities, batch: _Batch) -> str:
-    """How many optimizer steps the run has, in words."""
+    """Return the number of optimizer steps of the run, in words."""
     return f"{asked.get('epochs', 1):g} x {batch.group} x problems / {batch.step}"
 
 

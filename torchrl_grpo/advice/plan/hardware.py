@@ -108,7 +108,7 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "mistral-7b": _config(32, 4096, 32, 8, 14336, 32000),
 }
 SHAPES: Mapping[str, Shape] = {name: shape_of_config(SimpleNamespace(**config)) for name, config in _CONFIGS.items()}
-"""From the models' own config.json on the Hugging Face hub, by the start of their names."""
+"""Shapes from the models' own config.json on the Hugging Face hub, by the start of their names."""
 
 
 def model_shape(name: str, folder: Path, parameters: float | None = None) -> Shape:

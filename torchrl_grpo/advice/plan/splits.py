@@ -222,7 +222,7 @@ def _nearly(seconds: float) -> int:
 
 
 def gains(settings: Settings, row: Row) -> dict[str, float]:
-    """How much faster the loop is with one thing changed at a time."""
+    """Return the speedup of the loop from each single change."""
     loop = settings.loop(row.split)
     costs = settings.costs(row.split, loop)
     changed = {

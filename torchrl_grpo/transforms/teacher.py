@@ -1,4 +1,4 @@
-"""A teacher's part in a batch: its states, for a divergence over the vocabulary, or its share of the advantage.
+"""A teacher's part in a batch: its states, for a divergence over the vocabulary, or its share of the advantage."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torchrl import torchrl_logger
 
@@ -15,15 +15,21 @@ from torchrl_grpo.config.components import make_component
 from torchrl_grpo.config.data import DataConfig, DatasetConfig
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.host.startup import say
-from torchrl_grpo.rewards.functions import load_function
-from torchrl_grpo.tasks.base import Split, Task
+from torchrl_grpo.rewards.functions import load_class, load_function
+from torchrl_grpo.tasks.base import Problem, Split, Task
 from torchrl_grpo.tasks.conversations import WithRetry, WithTools
 from torchrl_grpo.tasks.dataset import DatasetTask
 from torchrl_grpo.tasks.mixed import MixedTask
+from torchrl_grpo.tasks.seeds import SeedsTask
 from torchrl_grpo.tasks.sources import UnknownSplitError, data_name
 from torchrl_grpo.tasks.with_tests import WithTests
 from torchrl_grpo.tools import Toolbox, parse_tool_calls
 from torchrl_grpo.tools.toolbox import Parser
+
+if TYPE_CHECKING:
+    from torchrl_grpo.tasks.with_rewards import Rewards
+
+Scoring = Literal["must", "may", "not"]
 
 BUILTINS = {
     "arithmetic": "torchrl_grpo.tasks.arithmetic:ArithmeticTask",
@@ -51,15 +57,17 @@ def make_task(env: EnvConfig, split: Split = "train", tests: Sequence[DatasetCon
     'arithmetic'
     """
     env, tests = _sandboxed(env, tests)
-    task = _make_scored(env, split)
+    scoring: Scoring = "not" if env.environment is not None else "may" if env.agent is not None else "must"
+    task = _make_problems(env, split, scoring)
     if tests:
         own = list(task.tasks) if isinstance(task, MixedTask) else []
         names = dataset_names(tests, "evaluation.datasets", own)
-        scored = env.agent is None
-        sets = [_make_test(entry, f"evaluation.datasets[{i}]", env.reward, scored) for i, entry in enumerate(tests)]
+        sets = [_make_test(entry, f"evaluation.datasets[{i}]", env.reward, scoring) for i, entry in enumerate(tests)]
         task = WithTests(task, dict(zip(names, sets, strict=True)))
-    if env.tools:
-        functions = [load_function(name, "env.tools", {}) for name in env.tools]
+    functions = [load_function(name, "env.tools", {}) for name in env.tools]
+    if env.environment is not None:
+        task = _with_environment(task, env, split, functions)
+    elif functions:
         task = WithTools(task, Toolbox(functions, _tool_parser(env)))
     if env.retry_prompt is not None:
         task = WithRetry(task, env.retry_prompt)
@@ -135,34 +143,53 @@ def dataset_names(entries: Sequence[DatasetConfig], field: str, taken: Sequence[
     return names
 
 
-def _make_test(entry: DatasetConfig, field: str, reward: Any, scored: bool) -> Task:
+def _with_environment(task: Task, env: EnvConfig, split: Split, tools: Sequence[Callable[..., Any]]) -> Task:
+    """Wrap the task in the environments that the config names."""
+    from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
+
+    named = {"": env.environment} if isinstance(env.environment, str) else env.environment
+    parser = _tool_parser(env)
+    kinds = {name: Kind(load_class(place, "env.environment"), tools, parser) for name, place in named.items()}
+    problems = task.problems(split)
+    rewards = None
+    if env.reward is not None:
+        rewards = _rewards(task, env.reward, "env.reward", problems[0], has_environment=True)
+    played = WithEnvironment(task, kinds, rewards=rewards, at_a_time=env.environments_at_a_time)
+    played.check(problems)
+    return played
+
+
+def _make_test(entry: DatasetConfig, field: str, reward: Any, scoring: Scoring) -> Task:
     """Make a test set: the test split or, if there is none and none was asked for, all of the data."""
     reward = reward if entry.reward is None else entry.reward
     try:
-        return _make_dataset(entry, field, reward, "test", scored)
+        return _make_dataset(entry, field, reward, "test", scoring)
     except UnknownSplitError:
         if entry.test_split is not None:
             raise
-        return _make_dataset(replace(entry, test_split=entry.train_split or "train"), field, reward, "test", scored)
+        return _make_dataset(replace(entry, test_split=entry.train_split or "train"), field, reward, "test", scoring)
 
 
-def _make_scored(env: EnvConfig, split: Split) -> Task:
+def _make_problems(env: EnvConfig, split: Split, scoring: Scoring) -> Task:
+    """The task or the data of a config; with its rewards, if it is to be scored by them."""
     if env.task.get("_target_") is not None:
         task = make_component("env.task", env.task, Task)
         return task if env.reward is None else _with_rewards(task, env.reward, "env.reward")
+    if env.datasets is None and env.dataset is None and scoring == "not":
+        return SeedsTask(env.max_samples, env.prompt_template, env.system_prompt)
     if env.datasets is None:
-        return _make_dataset(env, "env", env.reward, split, env.agent is None)
+        return _make_dataset(env, "env", env.reward, split, scoring)
     fields = [f"env.datasets[{index}]" for index in range(len(env.datasets))]
     names = dataset_names(env.datasets, "env.datasets")
     tasks = [
-        _make_dataset(entry, field, env.reward if entry.reward is None else entry.reward, split, env.agent is None)
+        _make_dataset(entry, field, env.reward if entry.reward is None else entry.reward, split, scoring)
         for entry, field in zip(env.datasets, fields, strict=True)
     ]
     return MixedTask(tasks, [entry.weight for entry in env.datasets], names)
 
 
-def _make_dataset(data: DataConfig, field: str, reward: Any, split: Split, scored: bool) -> Task:
-    """A data set's task; where nobody else scores, it must be ``scored``."""
+def _make_dataset(data: DataConfig, field: str, reward: Any, split: Split, scoring: Scoring) -> Task:
+    """A data set's task, with its scorer: it must have one, it may, or what plays it scores."""
     name = data.dataset or ""
     if name in checks.GENERATED:
         task: Task = _builtin(name)(data.difficulty)
@@ -198,9 +225,11 @@ def _make_dataset(data: DataConfig, field: str, reward: Any, split: Split, score
         task = _builtin(name)(data.dataset_path, **options) if is_preset else DatasetTask(name, **options)
         task.problems(split)
         reward = task.reward if reward is None else reward
+    if scoring == "not":
+        return task
     if reward is not None:
         return _with_rewards(task, reward, f"{field}.reward", split)
-    if scored and type(task).score is Task.score and type(task).judge is Task.judge:
+    if scoring == "must" and type(task).score is Task.score and type(task).judge is Task.judge:
         raise ValueError(
             f"{field}.dataset={name} needs {field}.reward: use a built-in one, such as {field}.reward=gsm8k, or a "
             f"function of yours, {field}.reward=my_rewards.py:exact_match."
@@ -215,11 +244,17 @@ def _builtin(name: str) -> Any:
 
 def _with_rewards(task: Task, spec: Any, field: str, split: Split | None = None) -> Task:
     """Wrap the task in rewards, which may use the columns of the split's problems."""
-    from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
+    from torchrl_grpo.tasks.with_rewards import WithRewards
+
+    return WithRewards(task, _rewards(task, spec, field, None if split is None else task.problems(split)[0]))
+
+
+def _rewards(task: Task, spec: Any, field: str, first: Problem | None, has_environment: bool = False) -> Rewards:
+    """The rewards of a spec, which get the columns of a task's problems, such as the first one."""
+    from torchrl_grpo.tasks.with_rewards import make_rewards
 
     column = getattr(task, "prompt_column", None)
     rewards = make_rewards(spec, field=field, **({} if column is None else {"prompt_column": column}))
-    if split is not None:
-        first = task.problems(split)[0]
-        rewards.check(first.extra, has_answer=first.answer is not None)
-    return WithRewards(task, rewards)
+    if first is not None:
+        rewards.check(first.extra, has_answer=first.answer is not None, has_environment=has_environment)
+    return rewards

@@ -60,7 +60,7 @@ def from_hydra(cfg: DictConfig, overrides: Sequence[str] = (), find_saved: FindS
 
     Args:
         cfg: what it composed.
-        overrides: of the command line.
+        overrides: of the command line, where ``env.environment`` takes the place of a data set.
         find_saved: given ``train.resume``, finds the checkpoint that the run goes on from and the config in it, which
             is then the base of the overrides; None, or where it finds none, the run has the config that was composed.
 
@@ -76,6 +76,9 @@ def from_hydra(cfg: DictConfig, overrides: Sequence[str] = (), find_saved: FindS
         if find_saved is not None and (saved := find_saved(merged.train.resume)) is not None:
             merged = on_saved_config(merged, overrides, *saved)
             check_integers("", OmegaConf.to_container(merged))
+        given = {".".join(text.lstrip("+").partition("=")[0].split(".")[:2]) for text in overrides}
+        if "env.environment" in given and not given & {"env.dataset", "env.datasets"}:
+            merged.env.dataset = None
         if merged.env.max_steps is not None:
             merged.env.max_turns = merged.env.max_steps
             merged.env.max_steps = None
@@ -123,7 +126,7 @@ def compose(name: str, overrides: Sequence[str]) -> GRPOConfig:
     register()
     check_command_line(overrides)
     with hydra.initialize_config_dir(CONFIG_FILES, version_base="1.3"):
-        return from_hydra(hydra.compose(name, list(overrides)))
+        return from_hydra(hydra.compose(name, list(overrides)), overrides)
 
 
 def split_command_line(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

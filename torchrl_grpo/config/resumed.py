@@ -42,6 +42,7 @@ _AS_BEFORE = (
     "env.chat_template_kwargs",
     "env.datasets",
     "env.task",
+    "env.environment",
     "env.repeats",
     "env.curriculum",
     "env.max_prompt_tokens",

@@ -161,8 +161,17 @@ def _validate_data(env: EnvConfig) -> None:
         raise ConfigError(f"env.task={env.task} must have _target_: for example, env.task._target_=my_tasks.MyTask.")
     if own_task is not None and env.datasets is not None:
         raise ConfigError(f"env.task._target_={own_task} and env.datasets exclude each other: use one of them alone.")
+    _validate_environment(env)
     if own_task is None and env.datasets is None:
-        _validate_dataset(env, "env")
+        if env.environment is None or env.dataset is not None:
+            _validate_dataset(env, "env")
+            return
+        for name, value in _data_keys(env).items():
+            if name not in _OF_SEEDS:
+                raise ConfigError(
+                    f"env.{name}={value} must be left out with env.environment and no env.dataset, where nothing reads "
+                    "it: give env.dataset, if the environment is to get its rows."
+                )
         return
     switch = "env.datasets" if own_task is None else f"env.task._target_={own_task}"
     for name, value in _data_keys(env).items():
@@ -173,6 +182,44 @@ def _validate_data(env: EnvConfig) -> None:
         raise ConfigError("env.datasets=[] must have a data set: for example, [{dataset: gsm8k}].")
     for index, entry in enumerate(env.datasets or []):
         _validate_dataset(entry, f"env.datasets[{index}]")
+
+
+def _validate_environment(env: EnvConfig) -> None:
+    """That what the environment is given is a name or names, and that nothing else plays the dialogs."""
+    if env.environment is None:
+        if env.environments_at_a_time != EnvConfig().environments_at_a_time:
+            raise ConfigError(
+                f"env.environments_at_a_time={env.environments_at_a_time} needs env.environment: leave it out."
+            )
+        return
+    named = env.environment
+    names = [named] if isinstance(named, str) else list(named.values()) if isinstance(named, dict) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"env.environment={named} must be a class or classes by name: for example, my_envs.py:Guess, or "
+            "{easy: my_envs.py:Easy, hard: my_envs.py:Hard}."
+        )
+    if isinstance(named, dict) and env.dataset is None and env.datasets is None:
+        raise ConfigError(
+            f"env.environment={named} needs a data set with the column environment, which says whose row it is: give "
+            "env.dataset, or one class."
+        )
+    for name, value, default in (
+        ("env.task._target_", env.task.get("_target_"), None),
+        ("env.agent", env.agent, None),
+        ("env.retry_prompt", env.retry_prompt, None),
+        ("env.transforms", list(env.transforms), []),
+    ):
+        if value != default:
+            raise ConfigError(f"{name}={value} and env.environment exclude each other: use one of them alone.")
+    for index, entry in enumerate(env.datasets or []):
+        if entry.reward is not None:
+            raise ConfigError(
+                f"env.datasets[{index}].reward={entry.reward} must be left out with env.environment: use env.reward."
+            )
+
+
+_OF_SEEDS = ("max_samples", "prompt_template", "system_prompt", "reward")
 
 
 def _check_arguments(name: str, value: Any, example: str) -> None:
@@ -195,10 +242,10 @@ def _validate_turns(env: EnvConfig) -> None:
             raise ConfigError(
                 f"env.{name}={value} must have env.max_turns of at least 2, it is {env.max_turns}: use env.max_turns=2."
             )
-    if env.tool_parser is not None and not (env.tools or env.agent):
+    if env.tool_parser is not None and not (env.tools or env.agent or env.environment):
         raise ConfigError(
-            f"env.tool_parser={env.tool_parser} needs env.tools or env.agent, there are none: name some, or leave it "
-            "out."
+            f"env.tool_parser={env.tool_parser} needs env.tools, env.environment or env.agent, there are none: name "
+            "some, or leave it out."
         )
     others: dict[str, Any] = {"tools": env.tools, "retry_prompt": env.retry_prompt, "transforms": env.transforms}
     for name, other in others.items():
@@ -459,7 +506,10 @@ def _validate_exact(config: GRPOConfig) -> None:
 def _validate_unread(config: GRPOConfig) -> None:
     """Refuse settings that nothing would read: the user believes that they have an effect."""
     values, defaults = ({name: value for name, _, value in leaves(node)} for node in (config, GRPOConfig()))
+    in_workers = config.env.tools or config.env.environment or config.env.agent  # of which there is then one
     for name, (switch, reads, use) in _READ_WITH.items():
+        if name == "env.reward_timeout_s" and in_workers:
+            continue
         if values[switch] not in reads and values[name] != defaults[name]:
             raise ConfigError(
                 f"{name}={values[name]} must be left out with {switch}={_written(values[switch])}, where nothing reads "

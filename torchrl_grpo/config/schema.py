@@ -30,6 +30,13 @@ class EnvConfig(DataConfig):
     task: dict[str, Any] = field(default_factory=lambda: {"_target_": None})
     """A task of your own instead of dataset: as _target_ a subclass of torchrl_grpo.tasks.Task, with its arguments next
     to it."""
+    environment: Any = None
+    """Class whose instances play the dialogs, one each, as file.py:Class or package.module:Class; or classes by the
+    value of the column environment, {easy: my_envs.py:Easy, hard: my_envs.py:Hard} (docs/environments.md). With
+    dataset=null it makes its own problems from a number, the column seed; on the command line it replaces a data set
+    that is not given there. Environments run in reward workers, at least one of which is then started."""
+    environments_at_a_time: int = limited(16, ge=1)
+    """environment: dialogs that a reward worker starts, or answers, at the same time, each in a thread of its own."""
     chat_template_kwargs: Any = None
     """Arguments of the chat template, such as {enable_thinking: false}."""
     num_envs: int = limited(64, ge=2, le=2**16)
@@ -47,7 +54,7 @@ class EnvConfig(DataConfig):
     the level is the column level, or that of dataset_options.levels. null draws all levels."""
     max_turns: int = limited(1, ge=1)
     """Maximum number of the policy's turns in one dialog, at least 1. More than 1 needs tools, transforms, a
-    retry_prompt, or a task that answers."""
+    retry_prompt, an environment, or a task that answers."""
     sandbox: str = choice(checks.Sandbox, "auto")
     """Isolation of programs that the reward code runs: auto uses what the machine offers, and the run says which;
     strict refuses to run without kernel namespaces."""

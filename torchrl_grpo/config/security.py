@@ -66,4 +66,4 @@ def _is_code(name: str, value: Any) -> bool:
         return True
     if name.endswith("_target_"):
         return not value.startswith(("torchrl_grpo.objectives.", "torchrl_grpo.transforms."))
-    return ":" in value and any(part in name for part in ("reward", "tool"))
+    return ":" in value and any(part in name for part in ("reward", "tool", "environment"))

@@ -71,6 +71,11 @@ class _Row:
         return self.drawn.problem
 
     @property
+    def query(self) -> str:
+        """The problem's or, where it has none, the end of the first prompt."""
+        return self.problem.query or (str(self.chat[-1]["content"]) if self.chat else "")
+
+    @property
     def done(self) -> bool:
         return self.terminated or self.truncated
 
@@ -265,7 +270,7 @@ class LLMEnv(EnvBase):
             self._open(new)
         blank = [_Row(row.drawn) for row in self._rows]
         columns: dict[str, Any] = self._outcome_columns(blank, ("correct", "valid"))
-        columns[keys.QUERY] = NonTensorStack(*[NonTensorData(row.problem.query) for row in blank])
+        columns[keys.QUERY] = NonTensorStack(*[NonTensorData(row.query) for row in self._rows])
         if self._has_datasets:
             columns[keys.DATASET] = NonTensorStack(*[NonTensorData(row.problem.dataset) for row in blank])
         if self.task.has_parts:

@@ -5,8 +5,9 @@ form      told by               given
 ========  ====================  ==================================================================================
 own                             ``FACTS`` and the columns by name; columns alone to ``**kwargs``
 TRL's     ``completions``,      lists of one: ``prompts``, ``completions``, ``completion_ids`` and the columns;
-          ``completion_ids`` or ``trainer_state=None``, and ``log_extra`` and ``log_metric``, which do nothing
-          ``prompts``
+          ``completion_ids``,   ``trainer_state=None``, and ``log_extra`` and ``log_metric``, which do nothing
+          ``prompts``, or
+          ``environments``
 verl's    ``solution_str``      ``data_source``, ``solution_str``, ``ground_truth``, ``extra_info``; columns by name
 ========  ====================  ==================================================================================
 """
@@ -35,7 +36,7 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 
 def _own(facts: Given, columns: Given) -> tuple[Given, Given]:
-    return columns | {name: facts[name] for name in FACTS}, columns
+    return columns | {name: facts[name] for name in (*FACTS, *(facts.keys() & _ENVIRONMENTS))}, columns
 
 
 def _trl(facts: Given, columns: Given) -> tuple[Given, Given]:
@@ -48,7 +49,7 @@ def _trl(facts: Given, columns: Given) -> tuple[Given, Given]:
         "trainer_state": None,
         "log_extra": _ignore,
         "log_metric": _ignore,
-    }  # fmt: skip
+    } | {name: facts[name] for name in facts.keys() & _ENVIRONMENTS}  # fmt: skip
     return given, given
 
 
@@ -65,7 +66,10 @@ def _verl(facts: Given, columns: Given) -> tuple[Given, Given]:
 
 # From facts and columns to what is matched by name, and what else ``**kwargs`` gets.
 _FORMS: dict[Form, Callable[[Given, Given], tuple[Given, Given]]] = {"own": _own, "trl": _trl, "verl": _verl}
+_OWN = set(FACTS) - {"answer"}
 _OF_TRL = {"completions", "completion_ids", "prompts"}
+_ENVIRONMENTS = {"environments"}
+"""Argument where environments play the dialogs: a list with the response's own."""
 _OF_VERL = ("solution_str", "model_output", "predict_str")
 _ABSENT = object()
 _NOTHING: Given = dict.fromkeys((*FACTS, "prompt_column", "written", "dataset"))
@@ -105,7 +109,8 @@ class RewardFunction:
         self._names = set(named)
         self._needed = {key for key, p in named.items() if p.default is p.empty}
         self._takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self.form: Form = "trl" if _OF_TRL & set(named) else "verl" if named.keys() & set(_OF_VERL) else "own"
+        of_trl = _OF_TRL & set(named) or (_ENVIRONMENTS & set(named) and not _OWN & set(named))
+        self.form: Form = "trl" if of_trl else "verl" if named.keys() & set(_OF_VERL) else "own"
         unknown = sorted(set(self.options) - self._names)
         if unknown and not self._takes_rest:
             keys = sorted({"name", "weight"} | self._names)
@@ -127,17 +132,19 @@ class RewardFunction:
         call = getattr(function, "__call__", None)  # noqa: B004  # of an object whose class defines it
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
-    def check(self, columns: Collection[str], has_answer: bool = True) -> None:
+    def check(self, columns: Collection[str], has_answer: bool = True, has_environment: bool = False) -> None:
         """Refuse arguments that are neither columns nor built-in.
 
         Args:
             columns: of the data.
             has_answer: whether its problems have an answer.
+            has_environment: whether environments play its dialogs.
 
         Raises:
             ValueError: there are some.
         """
         facts = _NOTHING if has_answer else _NOTHING | {"answer": _ABSENT}
+        facts = facts | (dict.fromkeys(_ENVIRONMENTS) if has_environment else {})
         given = _FORMS[self.form](facts, dict.fromkeys(columns))[0]
         there = {name for name, value in given.items() if value not in (_ABSENT, [_ABSENT])}
         if not self._takes_rest and not (self._names - set(self.options)) & there:

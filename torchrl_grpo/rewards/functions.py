@@ -42,10 +42,23 @@ def load_function(name: str, field: str = "env.reward", builtins: Mapping[str, s
     >>> load_function("gsm8k")("#### 72", "72")
     True
     """
-    place, colon, function = builtins.get(name, name).rpartition(":")
+    return _load(builtins.get(name, name), name, field, builtins, "function")
+
+
+def load_class(name: str, field: str) -> Callable[..., Any]:
+    """The class of a name, ``path/to/file.py:Class`` or ``package.module:Class``; see ``load_function``.
+
+    Raises:
+        ValueError: there is no such class, or what defines it cannot be imported.
+    """
+    return _load(name, name, field, {}, "class")
+
+
+def _load(full: str, name: str, field: str, builtins: Mapping[str, str], kind: str) -> Callable[..., Any]:
+    place, colon, function = full.rpartition(":")
     if not (colon and place and function):
         known = f"a built-in name ({', '.join(sorted(builtins))}), " if builtins else ""
-        raise ValueError(f"{field}={name} must be {known}file.py:function or package.module:function: use one of them.")
+        raise ValueError(f"{field}={name} must be {known}file.py:{kind} or package.module:{kind}: use one of them.")
     path = Path(place).expanduser().resolve() if place.endswith(".py") else None
     if path is not None and not path.is_file():
         raise ValueError(
@@ -57,14 +70,15 @@ def load_function(name: str, field: str = "env.reward", builtins: Mapping[str, s
     except (Exception, SystemExit) as error:
         raise _refused(field, name, place, error) from error
     found = getattr(module, function, None)
-    if not callable(found) or isinstance(found, type):
+    classes = kind == "class"
+    if not callable(found) or isinstance(found, type) != classes:
         there = [
-            key for key, value in vars(module).items() if callable(value) and not isinstance(value, type)
+            key for key, value in vars(module).items() if callable(value) and isinstance(value, type) == classes
             and getattr(value, "__module__", None) == module.__name__ and not key.startswith("_")
         ]  # fmt: skip
         what = "it is not one" if hasattr(module, function) else "it has no such name"
         raise ValueError(
-            f"{field}={name} must name a function of {place}, {what}: use one of {there or 'those you define there'}."
+            f"{field}={name} must name a {kind} of {place}, {what}: use one of {there or 'those you define there'}."
         )
     if path is not None:
         found = FileFunction(module, function, _beside(path) | {module.__name__: _sources[module.__name__]})
@@ -96,7 +110,7 @@ def _module_of(path: Path) -> str:
 
 
 class FileFunction:
-    """A function in a file, which any pickler sends as the source of its file.
+    """A function, or a class, in a file, which any pickler sends as the source of its file.
 
     Args:
         module: what the file defines.

@@ -62,6 +62,7 @@ class Dialog:
         episode: key of the dialog of a task that ``opens``, which no other dialog of the run has; else empty.
         prompt_tokens: tokens before the latest turn.
         log_probs: text and log-prob of each token of the latest turn, where the task asked for them.
+        environment: object that plays the dialog, where there is one; it does not leave its process.
     """
 
     problem: Problem
@@ -74,6 +75,7 @@ class Dialog:
     episode: str = ""
     prompt_tokens: int = 0
     log_probs: Sequence[tuple[str, float]] = ()
+    environment: Any = None
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
-import threading
 from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from torchrl_grpo.errors import InvalidRewardError
+from torchrl_grpo.host.event_loop import event_loop
 from torchrl_grpo.rewards.forms import RewardFunction
 from torchrl_grpo.rewards.functions import load_function
 from torchrl_grpo.rewards.spec import CORRECT, RewardSpec, parse_rewards, part_weight, reward_weights
@@ -46,18 +45,19 @@ class Rewards:
         self.functions, self.weights, self.prompt_column = list(functions), dict(weights), prompt_column
         self.asynchronous = any(function.asynchronous for function in functions)
 
-    def check(self, columns: Collection[str], has_answer: bool = True) -> None:
+    def check(self, columns: Collection[str], has_answer: bool = True, has_environment: bool = False) -> None:
         """Refuse functions with an argument that is neither a column nor built-in.
 
         Args:
             columns: of the data.
             has_answer: whether its problems have an answer.
+            has_environment: whether environments play its dialogs.
 
         Raises:
             ValueError: there is one.
         """
         for function in self.functions:
-            function.check(columns, has_answer)
+            function.check(columns, has_answer, has_environment)
 
     def __call__(self, dialog: Dialog) -> Score:
         """The score of a dialog.
@@ -84,7 +84,7 @@ class Rewards:
             for function in self.functions:
                 results.append(function.call(_facts(dialog, self.prompt_column), dialog.problem.extra))
             if any(map(inspect.isawaitable, results)):
-                return asyncio.run_coroutine_threadsafe(self._wait(results, timeout_s), _event_loop())
+                return asyncio.run_coroutine_threadsafe(self._wait(results, timeout_s), event_loop())
             done.set_result(self._score(results))
         except (Exception, SystemExit) as error:
             for result in results:
@@ -186,7 +186,8 @@ def _facts(dialog: Dialog, prompt_column: str) -> dict[str, Any]:
     turn: Message = {"role": "assistant", "content": response}
     messages = list(dialog.messages) or [{"role": "user", "content": problem.query}, turn]
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-len(dialog.responses) :]
-    return {
+    environment = {} if dialog.environment is None else {"environments": [dialog.environment]}
+    return environment | {
         "response": response,
         "prompt": problem.query,
         "messages": messages,
@@ -222,18 +223,3 @@ def _correct(name: str, parts: Mapping[str, float | None]) -> bool | None:
         return None if value is None else value > 0
     value = parts.get(name, parts.get(f"{name}/reward", next(iter(parts.values()), None)))
     return None if value is None else value >= 1
-
-
-_loop: tuple[int, asyncio.AbstractEventLoop] | None = None
-_lock = threading.Lock()
-
-
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return this process's loop for rewards: a single one, so that a function's clients stay usable."""
-    global _loop
-    with _lock:
-        if _loop is None or _loop[0] != os.getpid():
-            loop = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="async rewards", daemon=True).start()
-            _loop = os.getpid(), loop
-        return _loop[1]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
+import copy
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torchrl_grpo.host.event_loop import settled
 
 _LONGEST_RESULT = 8192  # characters
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
@@ -120,6 +122,12 @@ class Toolbox:
             raise ValueError(f"env.tools must have different names, got {[f.__name__ for f in functions]}: rename one.")
         self.calls = parser
 
+    def replaced(self, functions: Mapping[str, Callable[..., Any]]) -> Toolbox:
+        """The same tools with other functions, by name, such as the methods of an object."""
+        other = copy.copy(self)
+        other.functions = dict(functions)
+        return other
+
     def run(self, call: ToolCall) -> tuple[str, bool]:
         """Return the message to the policy, and whether the call succeeded."""
         problem = call.error or self._problem(call)
@@ -127,8 +135,7 @@ class Toolbox:
             return f"error: {problem}", False
         try:
             result = self.functions[call.name](**call.arguments)
-            if inspect.iscoroutine(result):
-                result = asyncio.run(result)
+            result = settled(result)
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except (Exception, SystemExit) as error:
             return f"error: {type(error).__name__}: {error}"[:_LONGEST_RESULT], False

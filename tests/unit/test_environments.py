@@ -1,0 +1,358 @@
+"""Environments: classes as TRL's guides have them, text games, what failures cost, and that each one is closed."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import games, trl_environments
+from torchrl_grpo.assembly.tasks import make_task
+from torchrl_grpo.config.schema import EnvConfig
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.reward_pool import Failure, RewardPool
+from torchrl_grpo.tasks.base import Dialog, Problem, Score, Turn
+from torchrl_grpo.tasks.seeds import SeedsTask
+from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
+from torchrl_grpo.tasks.with_rewards import make_rewards
+
+TRL = "tests/support/trl_environments.py"
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(games, "PATH", str(tmp_path / "said"))
+    monkeypatch.setenv("GAMES_PATH", str(tmp_path / "said"))
+    return tmp_path / "said"
+
+
+def noted(path: Path, **wanted: int) -> Counter[str]:
+    """What was noted; environments are closed in their own threads, so it waits for what is wanted."""
+    end = time.monotonic() + 10
+    while True:
+        found = Counter(path.read_text().split() if path.exists() else ())
+        if found == wanted or time.monotonic() > end:
+            return found
+        time.sleep(0.01)
+
+
+def call(tool: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
+
+
+class Play:
+    """A dialog with a task, turn by turn."""
+
+    def __init__(self, task: Any, problem: Problem, episode: str = "e") -> None:
+        self.task, self.problem, self.episode = task, problem, episode
+        self.said: list[str] = []
+        self.chat = task.messages(problem)
+        self.opened = self.turn(None)
+        if isinstance(self.opened, Turn):
+            self.chat = list(self.opened.messages or ())
+
+    def turn(self, response: str | None, *, last: bool = False, cut: bool = False) -> Any:
+        self.said += [] if response is None else [response]
+        chat = [*self.chat, *({"role": "assistant", "content": text} for text in self.said)]
+        dialog = Dialog(
+            self.problem, list(self.said), chat, [], "length" if cut else "stop", response or "", last, self.episode
+        )
+        [turn] = self.task.advance([dialog])
+        return turn
+
+
+def task_of(kind: type, **options: Any) -> WithEnvironment:
+    return WithEnvironment(SeedsTask(8), {"": Kind(kind)}, **options)
+
+
+def problem(task: Any, number: int = 0) -> Problem:
+    found: Problem = task.problems("train")[number]
+    return found
+
+
+# TRL's contract
+
+
+def test_trls_environment_that_makes_its_own_tasks_runs_as_it_is() -> None:
+    task = make_task(EnvConfig(environment=f"{TRL}:IncrementEnv", max_turns=3))
+    random.seed(5)
+    target = random.randint(1, 6)
+    random.seed(5)
+    play = Play(task, problem(task))
+    assert play.opened.messages == [{"role": "user", "content": f"Increment the counter by {target}."}]
+    [schema] = play.opened.tools
+    assert schema["function"]["name"] == "increment"
+    assert schema["function"]["parameters"]["properties"] == {
+        "step": {"type": "integer", "description": "Value to add to the counter."}
+    }
+    turn = play.turn(call("increment", step=target - 1))
+    assert [message["content"] for message in turn.messages] == [str(target - 1)] and turn.score is None
+    turn = play.turn(call("increment", step=1), last=True)  # made too: the reward is what it comes to
+    assert turn.score == Score(1.0, True) and turn.messages[0]["content"] == str(target)
+
+
+def test_trls_environment_with_a_data_set_gets_its_columns(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [{"role": "user", "content": f"Increment the counter to {i}."}], "target": i} for i in range(1, 7)
+    ]
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    task = make_task(EnvConfig(dataset=str(data), environment=f"{TRL}:TargetEnv", max_turns=3))
+    play = Play(task, problem(task, 2))
+    assert play.opened.messages == rows[2]["prompt"]
+    play.turn(call("increment", step=3))
+    assert play.turn("Done.").score == Score(1.0, True)
+
+
+def test_trls_several_environments_go_by_the_column_and_show_their_own_tools(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": "Play. ", "environment": name, "target": 1} for name in ("counter", "game")]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    kinds = {"counter": f"{TRL}:TargetEnv", "game": f"{TRL}:GameEnv"}
+    task = make_task(EnvConfig(dataset=str(data), environment=kinds, max_turns=2, reward=f"{TRL}:steady"))
+    counter, game = (Play(task, problem(task, number), str(number)) for number in (0, 1))
+    assert [[tool["function"]["name"] for tool in play.opened.tools] for play in (counter, game)] == [
+        ["increment"],
+        ["move"],
+    ]
+    assert game.opened.messages[-1]["content"] == "Play. Reach the goal tile."
+    assert game.turn(call("move", action="up")).messages[0]["content"] == "moved up"
+    assert "there is no tool 'move'" in counter.turn(call("move", action="up")).messages[0]["content"]
+    rows[1]["environment"] = "gmae"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=r"one of the names in env.environment, \['counter', 'game'\], it has 'gmae'"):
+        make_task(EnvConfig(dataset=str(data), environment=kinds, reward=f"{TRL}:steady"))
+
+
+def test_trls_reward_functions_read_the_environment_and_its_exceptions_are_told() -> None:
+    task = make_task(EnvConfig(environment=f"{TRL}:WordleEnv", reward=f"{TRL}:reward_func", max_turns=4))
+    play = Play(task, problem(task))
+    assert play.turn(call("guess", guess="[house]")).messages[0]["content"] == "GGGGG"
+    assert play.turn(call("guess", guess="[mouse]")).messages[0]["content"] == "error: ValueError: Game over."
+    assert play.turn("I won.").score == Score(1.0, True, {"reward_func": 1.0})
+
+
+def test_the_reward_of_functions_and_the_environments_own_add_up() -> None:
+    spec = {"fn": f"{TRL}:format_reward", "weight": 2.0}
+    task = make_task(EnvConfig(environment=f"{TRL}:IncrementEnv", reward=spec, max_turns=4))
+    play = Play(task, problem(task))
+    target = int(play.opened.messages[0]["content"].split()[-1].rstrip("."))
+    play.turn(call("increment", step=target))
+    score = play.turn("Done: tool_call").score
+    assert score == Score(1.5, True, {"format_reward": 0.25, "IncrementEnv": 1.0})
+
+
+def test_tools_are_beside_the_methods_of_an_environment() -> None:
+    tools = ["tests.support.echo:add"]
+    task = make_task(EnvConfig(environment=f"{TRL}:IncrementEnv", tools=tools, max_turns=2))
+    play = Play(task, problem(task))
+    assert [tool["function"]["name"] for tool in play.opened.tools] == ["add", "increment"]
+    turn = play.turn(call("add", a=2, b=3) + call("increment", step=1))
+    assert [message["content"] for message in turn.messages] == ["5", "1"]
+    assert turn.counts["tools/calls"] == 2 and turn.counts["tools/errors"] == 0
+
+
+# Text games
+
+
+@pytest.mark.parametrize("kind", [games.Game, games.AsyncGame])
+def test_a_text_game_answers_and_rewards_each_response(path: Path, kind: type) -> None:
+    task = task_of(kind)
+    play = Play(task, problem(task, 3))
+    assert play.opened.messages == [{"role": "user", "content": "game 3"}] and not play.opened.tools
+    first = play.turn("0.25")
+    assert (first.messages, first.reward, first.score) == ([{"role": "user", "content": "0.25"}], 0.25, None)
+    second = play.turn("0.5")
+    assert (second.messages[0]["content"], second.reward) == ("0.25 0.5", 0.5)
+    end = play.turn("stop")
+    assert (end.messages, end.reward, end.score) == (None, 0.0, Score(0.75, False))
+    task.close("e")
+    assert noted(path, made=1, closed=1) == {"made": 1, "closed": 1}
+
+
+def test_a_response_that_was_cut_off_is_no_step_and_a_last_turn_is_scored(path: Path) -> None:
+    task = task_of(games.Game)
+    play = Play(task, problem(task))
+    play.turn("1")
+    assert play.turn("5", cut=True) == Turn(None, Score(1.0, True))
+    last = play.turn("2", last=True)
+    assert (last.messages[0]["content"], last.reward, last.score) == ("1 2", 2.0, Score(3.0, True))
+
+
+def test_environments_start_side_by_side_and_one_that_does_not_start_fails_alone(path: Path) -> None:
+    task = task_of(games.SlowStart)
+    dialogs = [
+        Dialog(one, [], task.messages(one), last=False, episode=str(i)) for i, one in enumerate(task.problems("train"))
+    ]
+    start = time.monotonic()
+    turns = task.advance(dialogs)
+    assert time.monotonic() - start < 2.5  # eight, of half a second each
+    assert [isinstance(turn, OSError) for turn in turns] == [bool(number % 2) for number in range(8)]
+    for one in dialogs:
+        task.close(one.episode)
+    assert noted(path, made=8, closed=8) == {"made": 8, "closed": 8}
+
+
+# In reward workers
+
+
+def play(pool: RewardPool, *dialogs: Dialog) -> list[Turn | Failure]:
+    return [future.result(timeout=60) for future in pool.submit_all(dialogs)]
+
+
+def dialog(episode: str, *responses: str) -> Dialog:
+    chat = [{"role": "user", "content": ""}]
+    return Dialog(Problem("", None, {"seed": 1}), responses, chat, last=False, episode=episode)
+
+
+@pytest.mark.parametrize("kind", [games.Game, games.AsyncGame])
+def test_an_environment_that_hangs_costs_its_own_dialog_alone(path: Path, kind: type) -> None:
+    with RewardPool(task_of(kind), 1, timeout_s=1.0) as pool:
+        assert all(isinstance(turn, Turn) for turn in play(pool, *map(dialog, "abc")))
+        hung, *others = play(pool, dialog("a", "hang"), dialog("b", "1"), dialog("c", "2"))
+        assert isinstance(hung, Failure) and hung.cause == "timeout" and "env.reward_timeout_s=1" in hung.text
+        assert [turn.reward for turn in others if isinstance(turn, Turn)] == [1.0, 2.0]
+        [alone] = play(pool, dialog("b", "1", "hang"))
+        assert isinstance(alone, Failure) and alone.cause == "timeout"
+        [after] = play(pool, dialog("c", "2", "4"))
+        assert isinstance(after, Turn) and after.reward == 4.0
+        assert set(pool.take_counts().values()) == {0}
+
+
+def test_a_process_with_many_that_hang_is_replaced(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RewardPool(task_of(games.Game), 1, timeout_s=1.0) as pool:
+        episodes = [f"e{number}" for number in range(16)]
+        play(pool, *map(dialog, episodes), dialog("other"))
+        hung = play(pool, *[dialog(episode, "hang") for episode in episodes])
+        assert {turn.cause for turn in hung if isinstance(turn, Failure)} <= {"timeout", "crash", "lost"}
+        [next_one] = play(pool, dialog("next"))
+        assert isinstance(next_one, Turn) and pool.take_counts()["workers/restarts_reward"] == 1
+
+
+@pytest.mark.parametrize("end", ["stop", "boom", "exit", "pool", "end"])
+def test_an_environment_is_closed_once_in_each_way_a_dialog_ends(path: Path, end: str) -> None:
+    with RewardPool(task_of(games.Game), 1, timeout_s=30) as pool:
+        play(pool, dialog("a"))
+        if end not in ("pool", "end"):
+            play(pool, dialog("a", end))
+        if end != "pool":
+            pool.end("a")
+            pool.end("a")
+        play(pool, dialog("b"))
+        pool.end("b")
+    closed = 1 if end == "exit" else 2  # what is in a process that dies goes with it
+    assert noted(path, made=2, closed=closed) == {"made": 2, "closed": closed}
+
+
+# What is refused
+
+
+class NoReset:
+    def step(self, response: str) -> tuple[str, float, bool]:
+        raise NotImplementedError
+
+
+class NoTools:
+    def reset(self) -> None: ...
+    def get_reward(self) -> float:
+        return 0.0
+
+
+class NoReward:
+    def reset(self) -> str:
+        return "Press."
+
+    def press(self) -> str:
+        """Presses the button."""
+        return "pressed"
+
+
+class Undescribed(NoTools):
+    def press(self, hard):
+        return hard
+
+
+class Wants(NoReward):
+    def reset(self, level: int) -> str:  # type: ignore[override]
+        return str(level)
+
+    def get_reward(self) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (NoReset, r"env.environment=NoReset must have reset\(self"),
+        (NoTools, r"env.environment=NoTools must have step\(self, response\) or public methods"),
+        (NoReward, r"env.environment=NoReward needs env.reward"),
+        (Undescribed, r"env.tools: press must have type hints and a docstring"),
+        (Wants, r"reset of the environment Wants needs level, the columns are \['seed'\]"),
+    ],
+)
+def test_a_class_that_cannot_play_is_refused_before_a_dialog(kind: type, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        task = task_of(kind)
+        task.check(task.problems("train"))
+
+
+def test_what_reset_and_step_return_is_checked() -> None:
+    class Silent(games.Game):
+        def reset(self, seed: int) -> None:  # type: ignore[override]
+            self.said = []
+
+        def step(self, response: str) -> str:  # type: ignore[override]
+            return response
+
+    task = task_of(Silent)
+    assert "must return the first prompt where there is no data set" in str(Play(task, problem(task)).opened)
+    prompted = WithEnvironment(SeedsTask(4, "Number {seed}."), {"": Kind(Silent)})
+    started = Play(prompted, problem(prompted, 3))
+    assert started.opened.messages == [{"role": "user", "content": "Number 3."}]
+    assert "must return (observation, reward, done), it returned 'no'" in str(started.turn("no"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"environment": 3}, "env.environment=3 must be a class or classes by name"),
+        ({"environment": {"a": "f.py:A"}}, "needs a data set with the column environment"),
+        ({"environment": "f.py:A", "retry_prompt": "Again.", "max_turns": 2}, "env.retry_prompt=Again. and env.env"),
+        ({"environment": "f.py:A", "difficulty": 3}, "env.difficulty=3 must be left out with env.environment"),
+        ({"dataset": "arithmetic", "environments_at_a_time": 3}, "needs env.environment: leave it out"),
+    ],
+)
+def test_settings_that_nothing_would_read_are_refused(settings: dict[str, Any], message: str) -> None:
+    from torchrl_grpo.config.rules import validate
+    from torchrl_grpo.config.schema import GRPOConfig
+
+    with pytest.raises(ConfigError, match=message):
+        validate(GRPOConfig(env=EnvConfig(**settings)))
+
+
+def test_an_environment_on_the_command_line_takes_the_place_of_the_data_set() -> None:
+    from torchrl_grpo.config.command_line import compose
+
+    config = compose("grpo_arithmetic", [f"env.environment={TRL}:IncrementEnv", "env.reward_timeout_s=5"])
+    assert config.env.dataset is None
+    kept = compose("grpo_arithmetic", [f"env.environment={TRL}:IncrementEnv", "env.dataset=arithmetic"])
+    assert kept.env.dataset == "arithmetic"
+
+
+def test_functions_of_environments_are_told_by_their_arguments() -> None:
+    def own(response: str, environments: list[Any]) -> float:
+        return float(len(environments) == 1 and environments[0].reward and response == "Done.")
+
+    rewards = make_rewards({"fn": own, "name": "own"})
+    rewards.check({"seed"}, has_environment=True)
+    with pytest.raises(ValueError, match="reward own needs environments"):
+        rewards.check({"seed"})
+    task = WithEnvironment(SeedsTask(4), {"": Kind(trl_environments.WordleEnv)}, rewards=rewards)
+    started = Play(task, problem(task))
+    started.turn(call("guess", guess="[house]"))
+    assert started.turn("Done.").score == Score(1.0, True, {"own": 1.0})

@@ -1,0 +1,313 @@
+"""``WithEnvironment``: a task whose dialogs are played by environments, objects with a state, one for each dialog.
+
+A class of an environment is TRL's (``environment_factory``) or, where it has ``step(self, response)``, a text game in
+Gymnasium's words. It is made without arguments; any method may be an ``async def``.
+
+========================  ============================================================================================
+``reset(self, **columns)``  the first observation, a text that is appended to the user's message, or None; it gets the
+                          columns of the problem that it names
+``step(self, response)``  a text game: (observation, reward, done)
+other public methods      otherwise: tools that the policy may call; type hints and docstring are their schema
+``get_reward(self)``      of a class with tools: the reward of the dialog, a number
+``close(self)``           called at the end, if it is there
+========================  ============================================================================================
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torchrl_grpo.errors import InvalidRewardError
+from torchrl_grpo.host.event_loop import settled
+from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Task, Turn, WrappedTask
+from torchrl_grpo.tasks.instances import Instance
+from torchrl_grpo.tasks.with_rewards import Rewards
+from torchrl_grpo.tools import Toolbox, tool_message
+from torchrl_grpo.tools.toolbox import Parser, parse_tool_calls
+
+COLUMN = "environment"
+"""Column that says which of several environments a problem is for."""
+_NO_TOOLS = ("reset", "get_reward", "close")
+_MOST_STUCK = 16
+"""Environments whose methods never returned, after which their process is replaced."""
+
+
+class Kind:
+    """A class of environments.
+
+    Attributes:
+        name: of the class.
+        steps: whether it is a text game.
+        toolbox: the tools of a dialog; those that are methods wait for an instance.
+
+    Args:
+        make: the class, or what makes an instance as it does.
+        tools: functions that the policy may call besides.
+        parser: finds calls in the policy's text.
+        field: what messages call the class.
+
+    Raises:
+        ValueError: it is no class, has no ``reset``, or no tool and no ``step``; or a tool is not described.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        tools: Sequence[Callable[..., Any]] = (),
+        parser: Parser = parse_tool_calls,
+        field: str = "env.environment",
+    ) -> None:
+        made = inspect.unwrap(make)
+        if not isinstance(made, type):
+            raise ValueError(f"{field}={made!r:.80} must be a class: name the class itself.")
+        self.make, self.name = make, made.__name__
+        where = f"{field}={self.name}"
+        reset = getattr(made, "reset", None)
+        if not callable(reset):
+            raise ValueError(f"{where} must have reset(self, **columns): write it, it may return None.")
+        self._reset = inspect.signature(reset).parameters
+        step = getattr(made, "step", None)
+        self.steps = callable(step) and "response" in inspect.signature(step).parameters
+        self.owns_reward = self.steps or callable(getattr(made, "get_reward", None))
+        methods = inspect.getmembers(made, lambda one: inspect.isfunction(one) or inspect.ismethod(one))
+        names = [name for name, _ in methods if not name.startswith("_")]
+        self._methods = [] if self.steps else [name for name in names if name not in _NO_TOOLS]
+        if self.steps and tools:
+            raise ValueError(f"env.tools must be left out with {where}, a text game reads responses: use one of them.")
+        if not (self.steps or self._methods):
+            raise ValueError(
+                f"{where} must have step(self, response) or public methods, which are the policy's tools, it has none: "
+                "write one."
+            )
+        bare: Any = object.__new__(made)  # only to see the methods as the policy does, without self
+        schemas = Toolbox([*tools, *(getattr(bare, name) for name in self._methods)], parser)
+        self.toolbox = schemas.replaced({function.__name__: function for function in tools})
+
+    def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """What ``reset`` gets of a row: everything, or what it names.
+
+        Raises:
+            ValueError: it needs a column that there is not.
+        """
+        named = [p for name, p in self._reset.items() if name != "self"]
+        missing = [
+            p.name for p in named
+            if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in columns
+        ]  # fmt: skip
+        if missing:
+            raise ValueError(
+                f"reset of the environment {self.name} needs {' and '.join(missing)}, the columns are "
+                f"{sorted(columns)}: name one of them, or give it a default."
+            )
+        every = any(p.kind is p.VAR_KEYWORD for p in named)
+        return {name: value for name, value in columns.items() if every or name in self._reset}
+
+    def tools_of(self, environment: Any) -> Toolbox:
+        """The tools of a dialog, with the methods of its environment."""
+        methods = {name: getattr(environment, name) for name in self._methods}
+        return self.toolbox.replaced(self.toolbox.functions | methods)
+
+
+class WithEnvironment(WrappedTask):
+    """Another task's problems, each dialog of which is played by an environment of its own.
+
+    An environment is made in a thread of its own and stays there. Its own reward, the sum of its steps' or what
+    ``get_reward`` returns, and that of reward functions add up; a dialog is correct where the own reward is at least 1,
+    and where there is none, as the functions say. The calls of a last turn are made too: the reward may depend on them.
+
+    Args:
+        task: the other one.
+        kinds: the classes by what the problem's column ``environment`` says; one alone has the name ``""``.
+
+    Keyword Args:
+        rewards: reward functions; they get ``environments``, a list with the dialog's own.
+        at_a_time: dialogs that are opened, or answered, at a time.
+
+    Raises:
+        ValueError: nothing gives a reward, or ``reset`` needs a column that there is not.
+
+    >>> class Guess:
+    ...     def reset(self, seed):
+    ...         self.number = seed % 10
+    ...         return "Guess a digit."
+    ...
+    ...     def step(self, response):
+    ...         done = response == str(self.number)
+    ...         return "no", float(done), done
+    >>> from torchrl_grpo.tasks.seeds import SeedsTask
+    >>> task = WithEnvironment(SeedsTask(), {"": Kind(Guess)})
+    >>> problem = task.problems("train")[3]
+    >>> opening = Dialog(problem, [], task.messages(problem), last=False, episode="a")
+    >>> task.advance([opening])[0].messages
+    [{'role': 'user', 'content': 'Guess a digit.'}]
+    >>> task.advance([replace(opening, responses=["3"])])[0].score
+    Score(reward=1.0, correct=True)
+    >>> task.close("a")
+    """
+
+    opens = True
+
+    def __init__(
+        self, task: Task, kinds: Mapping[str, Kind], *, rewards: Rewards | None = None, at_a_time: int = 16
+    ) -> None:
+        super().__init__(task)
+        self.kinds, self.rewards, self.at_a_time, self.opens = dict(kinds), rewards, at_a_time, True
+        self.has_parts = rewards is not None
+        self.tools = [schema for kind in kinds.values() for schema in kind.toolbox.schemas]
+        if self.name == "seeds":
+            self.name = "+".join(kind.name for kind in kinds.values())
+        for kind in kinds.values():
+            if rewards is None and not kind.owns_reward:
+                raise ValueError(
+                    f"env.environment={kind.name} needs env.reward, it has no get_reward(self): write one that returns "
+                    "the reward of the dialog, or name a reward function, which gets environments."
+                )
+        self._instances: dict[str, Instance] = {}
+        self._stuck: list[Future[Turn]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the environments of dialogs: they stay where they are."""
+        return self.__dict__ | {"_instances": {}, "_stuck": []}
+
+    @property
+    def multi_turn(self) -> bool:
+        return True
+
+    def kind_of(self, problem: Problem) -> Kind:
+        """The class that a problem is for.
+
+        Raises:
+            ValueError: it names none of several.
+        """
+        name = "" if "" in self.kinds else problem.extra.get(COLUMN)
+        if name not in self.kinds:
+            raise ValueError(
+                f"the column {COLUMN} must have one of the names in env.environment, {sorted(self.kinds)}, it has "
+                f"{name!r:.80}: fix the row, or name a class for it."
+            )
+        return self.kinds[name]
+
+    def check(self, problems: Sequence[Problem]) -> None:
+        """Refuse problems that no environment can be made for.
+
+        Raises:
+            ValueError: there is one.
+        """
+        for problem in problems:
+            self.kind_of(problem).arguments(self._columns(problem))
+
+    def _columns(self, problem: Problem) -> dict[str, Any]:
+        return {name: value for name, value in problem.extra.items() if "" in self.kinds or name != COLUMN}
+
+    def advance(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Exception]:
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        futures = [self._start(dialog, timeout_s) for dialog in dialogs]
+        turns = [self._awaited(future, end, timeout_s) for future in futures]
+        self._stuck = [future for future in self._stuck if not future.done()]
+        if len(self._stuck) >= _MOST_STUCK:  # there is a time limit in reward workers alone
+            os._exit(os.EX_SOFTWARE)
+        return turns
+
+    def _start(self, dialog: Dialog, timeout_s: float | None) -> Future[Turn]:
+        play = self._play
+        if not dialog.responses:
+            self._instances[dialog.episode] = Instance()
+            play = self._open
+        instance = self._instances.get(dialog.episode)
+        if instance is None:
+            raise RuntimeError(f"the dialog {dialog.episode!r} must be opened before its first turn, it was not.")
+        return instance.call(partial(play, instance, dialog, timeout_s))
+
+    def _awaited(self, future: Future[Turn], end: float | None, timeout_s: float | None) -> Turn | Exception:
+        try:
+            return future.result(None if end is None else max(0.0, end - time.monotonic()))
+        except TimeoutError as error:
+            if future.done():  # it is the environment's own
+                return error
+            self._stuck.append(future)
+            return InvalidRewardError(
+                f"an environment must answer within env.reward_timeout_s={timeout_s:g}, it did not: use a larger one, "
+                "or look for what it waits for.",
+                "timeout",
+            )
+        except Exception as error:
+            return error
+
+    def close(self, episode: str) -> None:
+        instance = self._instances.pop(episode, None)
+        if instance is not None:
+            instance.close()
+
+    # In the thread of an instance
+
+    def _open(self, instance: Instance, dialog: Dialog, timeout_s: float | None) -> Turn:
+        kind = self.kind_of(dialog.problem)
+        instance.environment = kind.make()
+        said = settled(instance.environment.reset(**kind.arguments(self._columns(dialog.problem))), timeout_s)
+        return Turn(_prompt(dialog.messages, said, kind.name), None, tools=kind.toolbox.schemas)
+
+    def _play(self, instance: Instance, dialog: Dialog, timeout_s: float | None) -> Turn:
+        kind, turn = self.kind_of(dialog.problem), Turn(None, None)
+        if dialog.finish_reason == "stop":
+            turn = (self._step if kind.steps else self._call)(instance, kind, dialog, timeout_s)
+        if turn.messages is None or dialog.last:
+            turn = replace(turn, score=self._score(instance, kind, dialog, timeout_s))
+        return turn
+
+    def _step(self, instance: Instance, kind: Kind, dialog: Dialog, timeout_s: float | None) -> Turn:
+        result = settled(instance.environment.step(dialog.responses[-1]), timeout_s)
+        try:
+            observation, reward, done = result
+            reward = float(reward)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"step of the environment {kind.name} must return (observation, reward, done), it returned "
+                f"{result!r:.80} ({error}): return these three."
+            ) from error
+        instance.rewards.append(reward)
+        return Turn(None if done else [{"role": "user", "content": str(observation)}], None, {}, reward)
+
+    def _call(self, instance: Instance, kind: Kind, dialog: Dialog, timeout_s: float | None) -> Turn:
+        toolbox = kind.tools_of(instance.environment)
+        calls, start = list(toolbox.calls(dialog.raw)), time.perf_counter()
+        if not calls:
+            return Turn(None, None)
+        results = [(call.name, *toolbox.run(call)) for call in calls]
+        messages = [tool_message(name, text, number) for number, (name, text, _) in enumerate(results)]
+        counts = {"tools/calls": len(calls), "tools/errors": sum(not well for _, _, well in results)}
+        return Turn(messages, None, counts | {"tools/seconds": time.perf_counter() - start})
+
+    def _score(self, instance: Instance, kind: Kind, dialog: Dialog, timeout_s: float | None) -> Score:
+        own: float | None = None
+        if kind.steps:
+            own = sum(instance.rewards)
+        elif kind.owns_reward:
+            own = float(settled(instance.environment.get_reward(), timeout_s))
+        if self.rewards is None:
+            assert own is not None
+            return Score(own, own >= 1)
+        score = self.rewards.start(replace(dialog, environment=instance.environment), timeout_s).result()
+        return score if own is None else Score(score.reward + own, own >= 1, {**score.parts, kind.name: own})
+
+
+def _prompt(messages: Sequence[Message], said: Any, name: str) -> list[Message]:
+    """The chat of a problem with what ``reset`` said at the end of the user's message."""
+    if not isinstance(said, str | None):
+        raise TypeError(f"reset of the environment {name} must return a text or None, it returned {said!r:.80}.")
+    *before, last = messages
+    if last["role"] != "user":
+        return [*messages, {"role": "user", "content": said or ""}]
+    content = f"{last['content']}{said or ''}"
+    if not content:
+        raise ValueError(
+            f"reset of the environment {name} must return the first prompt where there is no data set, it returned "
+            f"{said!r}: return a text, or give env.dataset or env.prompt_template."
+        )
+    return [*before, {**last, "content": content}]

@@ -145,6 +145,8 @@ PAIRS = {
     "env.tools=[a.py:b]": "must have env.max_turns of at least 2",
     "env.retry_prompt=again": "must have env.max_turns of at least 2",
     "env.tool_parser=a.py:b": "needs env.tools",
+    "env.agent=a.py:play env.retry_prompt=again env.max_turns=2": "exclude each other, the agent says itself",
+    "env.agent=a.py:play env.tools=[a.py:b] env.max_turns=2": "exclude each other, the agent says itself",
     "env.test_split=test": "must be left out with env.dataset=arithmetic",
     "env.dataset=gsm8k env.difficulty=3": "env.difficulty=3 must be left out with env.dataset=gsm8k",
     "env.dataset=a.jsonl env.dataset_path=b": "env.dataset_path=b must be left out with env.dataset=a.jsonl",

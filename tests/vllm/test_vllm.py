@@ -27,6 +27,9 @@ from tests.support.processes import shared_memory, socket_files, worker_processe
 from tests.support.prompts import LONG_PROMPTS
 from tests.support.stops import assert_stop_strings_end_responses
 from tests.support.weights import mismatch
+from torchrl_grpo import keys
+from torchrl_grpo.agents import WithAgent
+from torchrl_grpo.agents.programs import Function
 from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
@@ -108,6 +111,27 @@ class TestEngine:
         batch = RolloutCollector(env, policy).rollout()
         between = tokens_between_turns(batch)
         assert len(set(between)) > 3 and max(between) > 30  # tools and users spoke, twice in some dialogs
+        assert log_prob_gap(batch, model) < ROUNDING
+
+    def test_log_probs_of_an_agent_that_compacts_are_the_model_s(self, engine, tokenizer):
+        pytest.importorskip("openai")
+
+        async def play(client, problem):
+            chat = [{"role": "user", "content": problem["prompt"]}]
+            answer = await client.chat.completions.create(model="policy", messages=chat)
+            chat += [answer.choices[0].message, {"role": "user", "content": "again"}]
+            await client.chat.completions.create(model="policy", messages=chat, max_tokens=5)
+            await client.chat.completions.create(model="policy", messages=chat[-1:], stop="e")
+            return 1.0
+
+        model = make_model(3)
+        engine.update_weights(named_weights(model), 3)
+        env = LLMEnv(WithAgent(EchoTask(), Function(play)), tokenizer, num_envs=8, repeats=4, max_turns=3)
+        policy = GenerationPolicy(engine, SamplingParams(16, stop_token_ids=(END, *range(40, 70))))
+        batch = RolloutCollector(env, policy).rollout()
+        assert [int(row[keys.DONE]) for row in batch.unbind(0)] == [0, 1] * 8
+        assert batch[keys.REWARD_VALID].all()
+        assert batch[keys.REWARD].sum() == 8
         assert log_prob_gap(batch, model) < ROUNDING
 
     def test_log_probs_after_top_p_and_top_k_are_of_what_is_left(self, engine):

@@ -87,7 +87,9 @@ async def play(client: Any, problem: dict[str, Any]) -> float:
 def make_tokenizer(size: int) -> PreTrainedTokenizerFast:
     """A token for each word, and a few for the chat template."""
     names = ["[UNK]", "user", "assistant", "end"]
-    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate([*names, *(f"w{i}" for i in range(4, size))])}))
+    words = Tokenizer(
+        models.WordLevel({name: i for i, name in enumerate([*names, *(f"w{i}" for i in range(4, size))])})
+    )
     words.model.unk_token = "[UNK]"
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", chat_template=TEMPLATE)
@@ -97,7 +99,9 @@ def make(size: str, task: Task, pool: RewardPool) -> tuple[RolloutCollector, Qwe
     """A collector of ``ROWS`` dialogs; about one token in 32 ends a turn, which has at most 63."""
     torch.manual_seed(0)
     heads, kv_heads = HEADS[size]
-    config = Qwen2Config(**SIZES[size], num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=True)
+    config = Qwen2Config(
+        **SIZES[size], num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=True
+    )
     model = Qwen2ForCausalLM(config).eval()
     engine = TransformersEngine(model)
     engine.seed(0)
@@ -168,7 +172,10 @@ def memory(episodes: int) -> dict[str, Any]:
             status = Path(f"/proc/{worker}/status").read_text()
             mib[done] = int(status.partition("VmRSS:")[2].split()[0]) / 1024
     shown = [size for size in mib if size in (ROWS, 256, 512, 1024, max(mib))]
-    return {"worker_mib": {str(size): mib[size] for size in shown}, "episodes_per_s": max(mib) / (time.perf_counter() - seconds)}
+    return {
+        "worker_mib": {str(size): mib[size] for size in shown},
+        "episodes_per_s": max(mib) / (time.perf_counter() - seconds),
+    }
 
 
 def main() -> None:

@@ -48,6 +48,8 @@ AdvantageMean = Literal["group", "leave_one_out", "batch", "none"]
 """Baselines of the advantage."""
 AdvantageStd = Literal["group", "batch", "none"]
 """Scales of the advantage."""
+Sampling = Literal["uniform", "pass_rate"]
+"""How problems are drawn."""
 RewardCombination = Literal["sum", "gdpo"]
 """Ways to turn the parts of a reward into an advantage."""
 AdvantageLevel = Literal["sequence", "token"]

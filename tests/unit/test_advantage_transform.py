@@ -23,6 +23,7 @@ from torchrl_grpo.models.packing import pad_batch
 from torchrl_grpo.tasks.base import Problem
 from torchrl_grpo.transforms.advantage import GroupAdvantage
 from torchrl_grpo.transforms.reward import RewardShaping
+from torchrl_grpo.transforms.whitening import AdvantageWhitening
 
 
 def batch_of(rewards: list[float], groups: list[int], valid: list[bool] | None = None) -> TensorDict:
@@ -528,3 +529,35 @@ def test_an_advantage_of_ones_own_is_made_once_wherever_the_transform_is() -> No
     buffer.extend(rows.clone())
     for _ in range(3):
         assert set(buffer.sample()["advantage"].flatten().tolist()) <= {1.0, -1.0}
+
+
+@pytest.mark.parametrize("level", ["sequence", "token"])
+def test_a_second_normalization_equals_a_plain_loop_over_tokens(level: str) -> None:
+    """Over the sampled tokens of valid sequences alone; a sequence's advantage counts once a token."""
+    generator = torch.Generator().manual_seed(0)
+    rows, values = [], []
+    for number, length in enumerate((4, 7, 3, 5)):
+        mask = torch.rand(length, generator=generator) < 0.7
+        mask[1] = True
+        size = length if level == "token" else 1
+        advantage = torch.randn(size, generator=generator)
+        rows.append(
+            TensorDict(
+                {keys.ASSISTANT_MASK: mask, keys.ADVANTAGE: advantage, keys.REWARD_VALID: torch.tensor([number != 2])}
+            )
+        )
+        values += [float(advantage[t % size]) for t in range(length) if mask[t] and number != 2]
+    before = [row[keys.ADVANTAGE].clone() for row in rows]
+    mean = sum(values) / len(values)
+    std = (sum((value - mean) ** 2 for value in values) / (len(values) - 1)) ** 0.5
+    batch = AdvantageWhitening()(lazy_stack(rows))
+    for number, (row, old) in enumerate(zip(batch.unbind(0), before, strict=True)):
+        expected = old if number == 2 else (old - mean) / (std + 1e-6)
+        mask = row[keys.ASSISTANT_MASK] if level == "token" else torch.ones(1, dtype=torch.bool)
+        torch.testing.assert_close(row[keys.ADVANTAGE][mask], expected[mask])
+
+
+def test_equal_advantages_are_exactly_zero_after_a_second_normalization() -> None:
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    batch = TensorDict({keys.ASSISTANT_MASK: mask, keys.ADVANTAGE: torch.full((2, 1), 1 / 3)}, [2])
+    assert AdvantageWhitening()(batch)[keys.ADVANTAGE].tolist() == [[0.0], [0.0]]

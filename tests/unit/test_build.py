@@ -409,7 +409,7 @@ def test_every_config_key_is_read_by_something_that_uses_it(
         compose_config(
             *SMALL,
             *("inference_model.check_sync=true", "teacher.model=starter", "policy.teacher_coef=0.1"),
-            "policy.teacher_divergence=jsd",
+            *("policy.teacher_divergence=jsd", "env.sampling=pass_rate"),
         ),
     ]
     expected = {

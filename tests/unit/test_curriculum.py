@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.configs import compose_config
 from tests.support.scripts import SMALL, SYNC, rows_of
+from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.tasks.base import Problem, Score, Split, Task
 from torchrl_grpo.tasks.curriculum import WINDOW, Curriculum
@@ -132,3 +133,51 @@ def test_a_run_climbs_and_goes_on_from_a_checkpoint_at_its_level(run_here: Calla
     assert [row["rollout/level"] for row in whole] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2]
     for name in ("rollout/level", "rollout/response_length", "rollout/prompt_length"):
         assert [row.get(name) for row in rest if row["step"] > 9] == [row.get(name) for row in whole[9:]], name
+
+
+def pass_rate_drawing(size: int = 1000, target: float = 0.5, floor: float = 0.1) -> Drawing:
+    task = Leveled([None] * size)
+    drawing = Drawing(task, task.all, range(size))
+    drawing.pass_rate = (target, floor)
+    return drawing
+
+
+@pytest.mark.parametrize(
+    ("target", "right", "share"),
+    # max(floor, 1 - |p - target| / max(target, 1 - target)) with p = right / 4
+    [(0.5, 0, 0.1), (0.5, 1, 0.5), (0.5, 2, 1.0), (0.5, 4, 0.1), (0.75, 0, 0.1), (0.75, 2, 2 / 3), (0.25, 3, 1 / 3)],
+)
+def test_an_epoch_draws_a_problem_as_often_as_its_pass_rate_says(target: float, right: int, share: float) -> None:
+    drawing = pass_rate_drawing(4000, target)
+    assert len({drawing.draw().index for _ in range(4000)}) == 4000  # what is not known yet is always drawn
+    drawing.record((index, number < right) for index in range(4000) for number in range(4))
+    drawn = []
+    while drawing.epoch < 2:
+        drawn.append(drawing.draw().index)
+    assert len(drawn) - 1 == len(set(drawn[:-1])) == pytest.approx(4000 * share, abs=100)
+
+
+def test_drawing_by_pass_rate_goes_on_after_a_restart_as_it_would_have() -> None:
+    drawing, again = pass_rate_drawing(50), pass_rate_drawing(50)
+    for drawn in [drawing.draw() for _ in range(60)]:
+        drawing.record([(drawn.index, drawn.index % 3 == 0)] * 2)
+    again.load_state_dict(drawing.state_dict())
+    expected = [drawing.draw() for _ in range(100)]
+    assert [again.draw() for _ in range(100)] == expected
+    assert len({one.index for one in expected}) < 50 and drawing.epoch > 3
+
+
+def test_pass_rate_and_difficulty_filter_work_together() -> None:
+    drawing = pass_rate_drawing(40, floor=1.0)
+    drawing.difficulty_filter = (0.2, 0.8)
+    for _ in range(40):
+        index = drawing.draw().index
+        drawing.record([(index, True), (index, index % 2 == 0)])
+    assert {drawing.draw().index for _ in range(20)} == set(range(1, 40, 2))
+
+
+def test_settings_of_the_pass_rate_are_read_with_it_alone() -> None:
+    with pytest.raises(ConfigError, match=r"env\.sampling_floor=0\.2 must be left out with env\.sampling=uniform"):
+        compose_config("env.sampling_floor=0.2")
+    config = compose_config(*SMALL, "env.sampling=pass_rate", "env.sampling_target=0.6", "evaluation.num_prompts=0")
+    assert prepare(config).train_env.drawing.pass_rate == (0.6, 0.1)

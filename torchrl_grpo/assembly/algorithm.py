@@ -17,6 +17,7 @@ from torchrl_grpo.rewards.spec import parse_rewards, reward_weights
 from torchrl_grpo.transforms.advantage import GroupAdvantage
 from torchrl_grpo.transforms.reward import RewardShaping
 from torchrl_grpo.transforms.teacher import TeacherAdvantage
+from torchrl_grpo.transforms.whitening import AdvantageWhitening
 
 
 def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLoss:
@@ -89,6 +90,8 @@ def batch_transforms(config: GRPOConfig) -> list[tuple[str, Transform]]:
         **settings,
     )
     transforms.append(("advantage", advantage))
+    if policy.advantage_whiten:
+        transforms.append(("whitening", AdvantageWhitening()))
     if config.needs_teacher:
         coef = policy.teacher_coef - config.teacher_in_loss
         transforms.append(("teacher", TeacherAdvantage(coef, policy.reward_coef)))

@@ -162,6 +162,8 @@ def prepare(
         if config.policy.demonstrations:
             train_env.task.demonstration(train_env.prompts.problems[train_env.prompts.usable[0]])
         train_env.drawing.difficulty_filter = env.difficulty_filter
+        if env.sampling == "pass_rate":
+            train_env.drawing.pass_rate = (env.sampling_target, env.sampling_floor)
         if env.curriculum is not None:
             train_env.drawing.follow(env.curriculum)
         config = _with_length(config, train_env.num_problems)

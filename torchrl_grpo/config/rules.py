@@ -353,6 +353,7 @@ def _validate_policy(config: GRPOConfig) -> None:
             "policy.dynamic_sampling": policy.dynamic_sampling,
             "env.difficulty_filter": env.difficulty_filter,
             "env.curriculum": env.curriculum,
+            "env.sampling": env.sampling != "uniform" and env.sampling,
             "env.transforms": env.transforms,
             "policy.teacher_divergence": config.needs_teacher and not config.teacher_in_loss and "sampled",
         }
@@ -539,6 +540,8 @@ _READ_WITH: dict[str, tuple[str, Container[Any], str]] = {
     "policy.behaviour_level": ("policy.behaviour_weight", ("truncate", "mask"), "mask"),
     "policy.max_sampling_rounds": ("policy.dynamic_sampling", (True,), "true"),
     "env.columns.completion": ("policy.demonstrations", (True,), "true"),
+    "env.sampling_target": ("env.sampling", ("pass_rate",), "pass_rate"),
+    "env.sampling_floor": ("env.sampling", ("pass_rate",), "pass_rate"),
     "policy.teacher_beta": ("policy.teacher_divergence", ("jsd",), "jsd"),
     "policy.teacher_top_k": ("policy.teacher_divergence", ("reverse", "forward", "jsd"), "reverse"),
     "policy.constant_length": ("policy.aggregation", ("constant",), "constant"),

@@ -49,6 +49,13 @@ class EnvConfig(DataConfig):
     difficulty_filter: list[float] | None = None
     """Range [low, high] of the share of correct responses in past epochs within which a problem is drawn again: [0.05,
     0.95] drops for good what was never or always solved. null draws all in each epoch."""
+    sampling: str = choice(checks.Sampling, "uniform")
+    """How problems are drawn: each once in an epoch (uniform), or those more often whose share of correct responses so
+    far is near sampling_target (pass_rate). A problem without responses is always drawn."""
+    sampling_target: float = limited(0.5, gt=0, lt=1)
+    """sampling=pass_rate: share of correct responses at which a problem is always drawn, in (0, 1)."""
+    sampling_floor: float = limited(0.1, gt=0, le=1)
+    """sampling=pass_rate: lowest probability with which an epoch draws a problem, in (0, 1]."""
     curriculum: float | None = limited(None, gt=0, le=1)
     """Share of the latest 128 responses that must be correct before problems of the next level are drawn, in (0, 1];
     the level is the column level, or that of dataset_options.levels. null draws all levels."""
@@ -99,6 +106,8 @@ class PolicyConfig:
     """Baseline: mean of the group, of its other members (leave_one_out), of the batch, or none."""
     advantage_std: str = choice(checks.AdvantageStd, "group")
     """Scale: standard deviation of the group, of the batch, or none."""
+    advantage_whiten: bool = False
+    """Whether the advantages are normalized a second time, by mean and standard deviation over the batch's tokens."""
     advantage_level: str = choice(checks.AdvantageLevel, "sequence")
     """One advantage per sequence, from its reward, or per token, from the rewards that follow it (GAE)."""
     gae_gamma: float = limited(1.0, gt=0, le=1)

@@ -39,7 +39,9 @@ class Drawing:
 
     With a ``difficulty_filter`` an epoch leaves out the problems of whose responses so far, in all epochs, too many or
     too few were correct. Without further responses they stay out; where all would be left out, none is. With a
-    ``curriculum`` an epoch has the problems of the current levels, and a new one begins with each level.
+    ``curriculum`` an epoch has the problems of the current levels, and a new one begins with each level. With a
+    ``pass_rate`` an epoch passes over a problem with a probability that grows with the distance of its share of correct
+    responses from a target.
 
     Args:
         task: decides the order of an epoch.
@@ -53,6 +55,8 @@ class Drawing:
         difficulty_filter: (low, high), the shares of correct responses between which a problem is drawn again; None
             draws all. Responses count from when it is set.
         curriculum: which levels are drawn of; None draws all. ``follow`` sets it.
+        pass_rate: (target, floor): a problem with a share p of correct responses so far is drawn with a probability of
+            ``max(floor, 1 - |p - target| / max(target, 1 - target))``, one without responses always; None always draws.
     """
 
     def __init__(self, task: Task, problems: Sequence[Problem], usable: Sequence[int]) -> None:
@@ -61,6 +65,7 @@ class Drawing:
         self.usable = list(usable)
         self.difficulty_filter: Sequence[float] | None = None
         self.curriculum: Curriculum | None = None
+        self.pass_rate: tuple[float, float] | None = None
         self.skipped: frozenset[int] = frozenset()
         self._outcomes: Counter[tuple[int, bool]] = Counter()
         self._next_group = 0
@@ -95,23 +100,44 @@ class Drawing:
 
     def draw(self) -> Drawn:
         """Draw the problem of the next group."""
+        index = self._next_index()
+        while not self._keeps(index):
+            index = self._next_index()
+        drawn = self.again(self._next_group, index)
+        self._next_group += 1
+        return drawn
+
+    def _next_index(self) -> int:
         if self._position == len(self._order):
             self.skipped = self._out_of_range()
             self._start_epoch(self.epoch + 1)
-        drawn = self.again(self._next_group, self._order[self._position])
         self._position += 1
-        self._next_group += 1
-        return drawn
+        return self._order[self._position - 1]
+
+    def _keeps(self, index: int) -> bool:
+        """Whether the problem at the current place in the epoch is drawn; see ``pass_rate``."""
+        share = None if self.pass_rate is None else self._share(index)
+        if self.pass_rate is None or share is None:
+            return True
+        target, floor = self.pass_rate
+        near = 1 - abs(share - target) / max(target, 1 - target)
+        return random.Random(f"{self._seed}/{self.epoch}/{self._position}").random() < max(floor, near)
+
+    def _share(self, index: int) -> float | None:
+        """Return the share of a problem's responses so far that are correct; None without any."""
+        right, wrong = self._outcomes[index, True], self._outcomes[index, False]
+        return right / (right + wrong) if right + wrong else None
 
     def again(self, group: int, index: int) -> Drawn:
         """Rebuild what ``draw`` gave for a group, from its id and the problem's index."""
         return Drawn(group, index, self.problems[index])
 
     def record(self, outcomes: Outcomes) -> None:
-        """Count responses, if there is a ``difficulty_filter`` or a ``curriculum``."""
-        if self.difficulty_filter is not None:
+        """Count responses, if there is a ``difficulty_filter``, a ``pass_rate`` or a ``curriculum``."""
+        outcomes = list(outcomes)
+        if self.difficulty_filter is not None or self.pass_rate is not None:
             self._outcomes.update(outcomes)
-        elif self.curriculum is not None and self.curriculum.record(list(outcomes)):
+        if self.curriculum is not None and self.curriculum.record(outcomes):
             self._start_epoch(self.epoch + 1)
 
     def metrics(self) -> dict[str, float]:
@@ -127,8 +153,8 @@ class Drawing:
         low, high = self.difficulty_filter
         out = set()
         for index in {index for index, _ in self._outcomes}:
-            right, wrong = self._outcomes[index, True], self._outcomes[index, False]
-            if not low <= right / (right + wrong) <= high:
+            share = self._share(index)
+            if share is not None and not low <= share <= high:
                 out.add(index)
         if len(out) == len(self.usable):
             torchrl_logger.warning(
@@ -147,7 +173,7 @@ class Drawing:
         return told.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the state of a ``difficulty_filter`` or a ``curriculum``."""
+        """Return the position, and the state of a ``difficulty_filter``, a ``pass_rate`` or a ``curriculum``."""
         known: dict[str, Any] = {}
         if self._outcomes:
             known["outcomes"] = [[*key, count] for key, count in sorted(self._outcomes.items())]

@@ -272,7 +272,9 @@ def _reward(asked: Quantities, chosen: Mapping[str, Any], ours: dict[str, Any], 
     elif "kl_in_reward" in asked:
         ours |= {"policy.advantage_mean": "none", "policy.advantage_std": "none"}
     if len(both) > 1:
-        lacks("actor.adv_norm", "advantages are normalized once, as actor.reward_norm says")
+        ours["policy.advantage_whiten"] = True
+        if {asked.get("advantage_mean"), asked.get("advantage_std")} != {"batch"}:
+            lacks("actor.adv_norm", "the second normalization is by mean and standard deviation of the batch")
     if asked.get("overlong") and asked.get("overlong_tokens"):
         ours["policy.overlong_buffer"] = round(asked["overlong_tokens"] / chosen["inference_model.max_new_tokens"], 6)
 

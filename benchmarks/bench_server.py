@@ -153,22 +153,25 @@ def lost() -> dict[str, Any]:
         config = compose("grpo_arithmetic", [
             "env.num_envs=32", "env.repeats=4", "optimizer.lr=1e-4", "evaluation.num_prompts=100",
             "inference_model.backend=server", f"inference_model.address=[{first.address},{second.address}]",
-            "train.max_staleness=2", "ray.actor_timeout_s=30", f"train.total_dialog_turns={32 * steps}",
+            "train.max_staleness=2", "ray.actor_timeout_s=90", f"train.total_dialog_turns={32 * steps}",
         ])  # fmt: skip
-        made, trained = build(config, folder, asynchronous=True), Counter[int]()
-        real = made.learner.train_groups
-
-        def train_groups(*groups: Any) -> dict[str, float]:
-            trained.update(group[0]["group_id"].item() for group in ray.get(list(groups)))
-            metrics = real(*groups)
-            happens.pop(made.learner.version, lambda: None)()
-            return metrics
-
-        made.learner.train_groups = train_groups  # type: ignore[method-assign]
+        trained = Counter[int]()
         try:
-            summary = made.fit()
+            made = build(config, folder, asynchronous=True)
+            real = made.learner.train_groups
+
+            def train_groups(*groups: Any) -> dict[str, float]:
+                trained.update(group[0]["group_id"].item() for group in ray.get(list(groups)))
+                metrics = real(*groups)
+                happens.pop(made.learner.version, lambda: None)()
+                return metrics
+
+            made.learner.train_groups = train_groups  # type: ignore[method-assign]
+            try:
+                summary = made.fit()
+            finally:
+                made.close()
         finally:
-            made.close()
             for server in servers:
                 server.signal(signal.SIGKILL)
     return {

@@ -27,13 +27,23 @@ from torchrl_grpo.config import (
 )
 from torchrl_grpo.errors import LearnerLostError, WaitedTooLongError, WorkersLostError
 
-CONFIGS = sorted(path.stem for path in (ROOT / "config").glob("grpo_*.yaml"))
+CONFIGS = sorted(path.stem for path in (ROOT / "config").glob("*.yaml"))
 
 
 def test_defaults_of_every_config_file_are_valid() -> None:
-    names = ["arithmetic", "countdown", "gsm8k", "ifeval", "math"]
-    assert [f"grpo_{name}" for name in names] == CONFIGS
-    assert [compose_config(name=config).env.dataset for config in CONFIGS] == names
+    names = ["grpo_arithmetic", "grpo_countdown", "grpo_gsm8k", "grpo_ifeval", "grpo_math"]
+    assert sorted([*names, "distill_gsm8k", "grpo_gsm8k_qwen3", "sft_gsm8k"]) == CONFIGS
+    assert [compose_config(name=config).env.dataset for config in CONFIGS] == [name.split("_")[1] for name in CONFIGS]
+
+
+def test_the_configs_of_teaching_have_their_algorithms_over_the_tasks_settings() -> None:
+    distill, sft, thinks = (compose_config(name=name) for name in ("distill_gsm8k", "sft_gsm8k", "grpo_gsm8k_qwen3"))
+    assert (distill.policy.teacher_coef, distill.policy.kl_coef, distill.policy.reward_coef) == (1.0, 0.0, 0.0)
+    assert (sft.policy.demonstrations, sft.env.repeats, sft.env.columns.completion) == (True, 1, "answer")
+    assert sft.policy.loss["_target_"].endswith("SFTLoss") and sft.train.total_epochs == 3
+    assert (thinks.env.chat_template_kwargs, thinks.policy.kl_coef) == ({"enable_thinking": True}, 0.001)
+    off = compose_config("env.chat_template_kwargs={enable_thinking: false}", name="grpo_gsm8k_qwen3")
+    assert off.env.chat_template_kwargs == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(
@@ -125,7 +135,7 @@ MISTAKES = {
     "optimiser.lr=1e-4": r"optimiser\.lr=1e-4 names a config key that does not exist: did you mean optimizer\.lr\?",
     "inference_model.top_p=0.9": r"top_p=0\.9 names a .* what is cut off changes the distribution .*temperature alone",
     "optimizer.learning_rate=1": r"learning_rate=1 names a .* that does not exist: did you mean optimizer\.lr\?",
-    "--config-name grpo_arith": r"grpo_arith must be one of grpo_arithmetic, .*: did you mean grpo_arithmetic\?",
+    "--config-name grpo_arith": r"grpo_arith must be one of .*grpo_arithmetic, .*: did you mean grpo_arithmetic\?",
     "--config-name mine": r"--config-name=mine must be .*, or a file in --config-dir: give the folder of your own by",
     "env.num_env=8": r"did you mean env\.num_envs\?",
     "++optimizer.lrr=2": r"optimizer\.lrr=2 names a config key that does not exist: did you mean optimizer\.lr\?",

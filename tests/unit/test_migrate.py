@@ -95,7 +95,7 @@ EXPECTED: dict[str, tuple[int, int, int, str, dict[str, Any]]] = {
         {"policy.clip_epsilon": [0.2, 0.28], "policy.overlong_buffer": 0.2, "optimizer.warmup_steps": 160},
     ),
     "run_qwen3_4b_fsdp.sh": (2560, 1280, 5, "grpo.py", {"train.total_dialog_turns": 256_000}),
-    "gsm8k_grpo.yaml": (1024, 1024, 4, "grpo-async.py", {"policy.reward_bias": -5.0, "policy.reward_scale": 10.0}),
+    "gsm8k_grpo.yaml": (1024, 1024, 4, "grpo-async.py", {"policy.reward_bias": -5.0, "policy.advantage_whiten": True}),
     "gsm8k_drgrpo.yaml": (1024, 1024, 4, "grpo-async.py", {"policy.advantage_std": "none", "train.max_staleness": 2}),
     "gsm8k_dapo_dynamic_bs.yaml": (1024, 1024, 4, "grpo-async.py", {"policy.overlong_buffer": 0.125}),
     "gsm8k_grpo_lora_vllm.yaml": (1024, 1024, 4, "grpo-async.py", {"optimizer.lr": 1.7e-4}),

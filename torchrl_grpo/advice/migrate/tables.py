@@ -186,6 +186,7 @@ BASE: dict[str, Any] = {
     "+policy.loss.tau_negative": None,
     "policy.advantage_mean": "group",
     "policy.advantage_std": "group",
+    "policy.advantage_whiten": False,
     "policy.advantage_level": "sequence",
     "policy.gae_gamma": 1.0,
     "policy.gae_lambda": 1.0,

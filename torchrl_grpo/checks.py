@@ -52,8 +52,10 @@ Sampling = Literal["uniform", "pass_rate"]
 """How problems are drawn."""
 RewardCombination = Literal["sum", "gdpo"]
 """Ways to turn the parts of a reward into an advantage."""
-AdvantageLevel = Literal["sequence", "token"]
+AdvantageLevel = Literal["sequence", "token", "turn"]
 """Units that get one advantage each."""
+TurnCredit = Literal["sum", "per_turn"]
+"""What a turn is credited with: the reward of the dialog, or what follows from the turn on."""
 
 Optimizer = Literal["adamw", "adamw_8bit"]
 """Optimizers."""
@@ -135,10 +137,10 @@ def check_group_size(repeats: int, mean: str, std: str, name: str = "repeats") -
 
 def check_level(level: str, mean: str, name: str = "mean") -> None:
     """Refuse a baseline that is not defined for tokens."""
-    if level == "token" and mean == "leave_one_out":
+    if level != "sequence" and mean == "leave_one_out":
         raise ValueError(
-            f"{name}=leave_one_out must not be used with an advantage for each token, because it leaves a sequence "
-            "out, not a token: use group or batch."
+            f"{name}=leave_one_out must not be used with an advantage for each {level}, because it leaves a sequence "
+            f"out, not a {level}: use group or batch."
         )
 
 

@@ -17,7 +17,7 @@ key                               shape, dtype       meaning
 ``("next", "teacher_states")``    [S, E] or [S, 2 K]  of the S sampled tokens: what goes into the teacher's LM head, or
                                                      its K largest log-probs and then their ids
 ``("next", "reward")``            [1] float32        score of the trajectory, the sum over its turns; 0 where not valid
-``("next", "turn_rewards")``      [T] float32        each turn's reward on the last token that the turn sampled, where a
+``("next", "turn_rewards")``      [T] float64        each turn's reward on the last token that the turn sampled, where a
                                                      dialog of the rollout had several turns; else all of the reward is
                                                      the last turn's
 ``("next", "shaped_reward")``     [1] float32        written by ``RewardShaping``: what the policy is trained for

@@ -561,3 +561,109 @@ def test_equal_advantages_are_exactly_zero_after_a_second_normalization() -> Non
     mask = torch.ones(2, 3, dtype=torch.bool)
     batch = TensorDict({keys.ASSISTANT_MASK: mask, keys.ADVANTAGE: torch.full((2, 1), 1 / 3)}, [2])
     assert AdvantageWhitening()(batch)[keys.ADVANTAGE].tolist() == [[0.0], [0.0]]
+
+
+def turn_row(turns: list[float], group: int, valid: bool = True, *, rewards: bool = True) -> TensorDict:
+    """A dialog of turns of 1 to 3 tokens, one or two tokens between them; a reward is on the last token of its turn."""
+    mask, at = [0], [0.0]
+    for number, reward in enumerate(turns):
+        length = 1 + (number + group) % 3
+        mask += [1] * length + [0] * (1 + number % 2)
+        at += [0.0] * (length - 1) + [reward] + [0.0] * (1 + number % 2)
+    row = TensorDict({keys.ASSISTANT_MASK: torch.tensor(mask).bool(), keys.REWARD: torch.tensor([sum(turns)])})
+    if rewards:
+        row[keys.TURN_REWARDS] = torch.tensor(at, dtype=torch.float64)
+    row[keys.GROUP_ID], row[keys.REWARD_VALID] = torch.tensor([group]), torch.tensor([valid])
+    return row
+
+
+def turns_of(row: TensorDict) -> list[list[int]]:
+    """The positions of each turn's tokens."""
+    found: list[list[int]] = []
+    before = False
+    for place, sampled in enumerate(row[keys.ASSISTANT_MASK].tolist()):
+        if sampled and not before:
+            found.append([])
+        if sampled:
+            found[-1].append(place)
+        before = sampled
+    return found
+
+
+def turn_advantages_by_loop(rows: list[TensorDict], gamma: float, mean: str, std: str) -> list[list[float]]:
+    """The advantage of every token, from the definition, dialog by dialog and turn by turn."""
+    returns: list[list[float]] = []
+    for row in rows:
+        own = [sum(row[keys.TURN_REWARDS][place].item() for place in places) for places in turns_of(row)]
+        returns.append([sum(gamma ** (j - k) * own[j] for j in range(k, len(own))) for k in range(len(own))])
+    groups, valid = ([row[key].item() for row in rows] for key in (keys.GROUP_ID, keys.REWARD_VALID))
+    common = {g: min(len(returns[i]) for i in range(len(rows)) if groups[i] == g and valid[i]) for g in set(groups)}
+    compared = [
+        (i, k, (groups[i], min(k, common[groups[i]] - 1)))
+        for i in range(len(rows)) for k in range(len(returns[i])) if valid[i]
+    ]  # fmt: skip
+    centred = {}
+    for i, k, stage in compared:
+        others = [returns[j][h] for j, h, other in compared if mean == "batch" or other == stage]
+        centred[i, k] = returns[i][k] - (0.0 if mean == "none" else mean_and_std(others)[0])
+    out = [[0.0] * len(row[keys.ASSISTANT_MASK]) for row in rows]
+    for i, k, stage in compared:
+        others = [centred[j, h] for j, h, other in compared if std == "batch" or other == stage]
+        scale = 1.0 if std == "none" else mean_and_std(others)[1] + 1e-6
+        for place in turns_of(rows[i])[k]:
+            out[i][place] = centred[i, k] / scale
+    return out
+
+
+def random_turn_rows(seed: int) -> list[TensorDict]:
+    """3 groups of 4 dialogs of 1 to 4 turns; one dialog is not valid, and group 1 has two turns in all of them."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for i in range(12):
+        count = 2 if i % 3 == 1 else 1 + int(torch.randint(0, 4, (), generator=generator))
+        rows.append(turn_row(torch.randn(count, generator=generator).tolist(), i % 3, i != 2))
+    return rows
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.7])
+@pytest.mark.parametrize(("mean", "std"), [("group", "group"), ("group", "none"), ("batch", "batch"), ("none", "none")])
+@pytest.mark.parametrize("seed", range(3))
+def test_turn_advantages_are_what_a_plain_loop_computes(seed, mean, std, gamma):
+    rows = random_turn_rows(seed)
+    out = GroupAdvantage(4, level="turn", gamma=gamma, mean=mean, std=std)(lazy_stack([row.clone() for row in rows]))
+    assert_tokens_close(token_lists(out), turn_advantages_by_loop(rows, gamma, mean, std))
+
+
+def test_turn_advantages_by_hand():
+    """Returns 1, 2 and 3, 0 of the turns that both have, and 5 of a third, which is compared with the second ones."""
+    rows = [turn_row([-1.0, 2.0], 0), turn_row([3.0, -5.0, 5.0], 0)]
+    out = GroupAdvantage(2, level="turn", std="none")(lazy_stack(rows))
+    first, second = ([row[places[0]] for places in turns_of(rows[i])] for i, row in enumerate(token_lists(out)))
+    assert first == pytest.approx([1 - 2, 2 - 7 / 3]) and second == pytest.approx([3 - 2, 0 - 7 / 3, 5 - 7 / 3])
+
+
+def test_dialogs_of_one_turn_have_the_advantage_of_their_reward():
+    values = [0.0, 1.0, 1.0, 0.25]
+    rows = [turn_row([value], 0, rewards=False) for value in values]
+    out = GroupAdvantage(4, level="turn")(lazy_stack(rows))
+    expected = GroupAdvantage(4)(batch_of(values, [0] * 4))["advantage"].reshape(-1).tolist()
+    assert [max(row, key=abs) for row in token_lists(out)] == pytest.approx(expected)
+
+
+def test_returns_that_differ_in_the_rounding_of_their_sums_are_equal():
+    """Both have 0.7 from the first turn on and 1 from the last; in between they differ."""
+    rows = [turn_row([-0.1, -0.1, -0.1, 1.0], 0), turn_row([-0.3, 0.0, 0.0, 1.0], 0)]
+    out = token_lists(GroupAdvantage(2, level="turn")(lazy_stack(rows)))
+    turns = [[row[places[0]] for places in turns_of(one)] for row, one in zip(out, rows, strict=True)]
+    assert [turns[0][0], turns[1][0], turns[0][3], turns[1][3]] == [0.0] * 4
+    assert turns[0][1] < 0 < turns[1][1]
+
+
+def test_a_buffer_gets_turn_advantages_of_whole_groups():
+    rows = [turn_row([0.0, 1.0], 0), turn_row([1.0, 2.0], 0)]
+    transform = GroupAdvantage(2, level="turn", std="none")
+    buffer = ReplayBuffer(storage=LazyStackStorage(4), transform=transform, batch_size=2)
+    buffer.extend(lazy_stack(rows[:1]))
+    assert len(buffer) == 0
+    buffer.extend(lazy_stack(rows[1:]))
+    assert [max(row.get("advantage").tolist(), key=abs) for row in buffer[:].unbind(0)] == [-1.0, 1.0]

@@ -26,6 +26,7 @@ from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, check_command_line
 from torchrl_grpo.models.scoring import WrapperScorer
 from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, SAPOLoss, SFTLoss
+from torchrl_grpo.transforms.advantage import GroupAdvantage
 
 Token = Callable[[Tensor, Tensor, Tensor], Tensor]  # (ratio, log-prob, advantage) -> objective of a token
 
@@ -238,6 +239,42 @@ def test_value_and_gradient_equal_a_plain_loop(name: str, seed: int, level: str)
     value, gradient = plain_loop(logits, rows, objective, **loop)
     torch.testing.assert_close(out.detach(), value)
     torch.testing.assert_close(loss.actor_network.logits.grad, gradient)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_turn_credit_in_value_and_gradient_equals_a_plain_loop(seed: int) -> None:
+    """Two groups of two dialogs, whose turns are the runs of sampled tokens, with a reward on the last of each."""
+    logits, rows = rich_batch(seed)
+    generator = torch.Generator().manual_seed(seed)
+    returns: list[dict[int, tuple[int, float]]] = []  # of each sampled token: its turn, and what follows from it on
+    for i, row in enumerate(rows):
+        mask = [*row["masks", "all_assistant_mask"].tolist(), False]
+        ends = [t for t in range(len(mask) - 1) if mask[t] and not mask[t + 1]]
+        rewards = torch.randn(len(ends), generator=generator, dtype=torch.float64).tolist()
+        row["next", "turn_rewards"] = torch.zeros(len(mask) - 1, dtype=torch.float64)
+        for t, reward in zip(ends, rewards, strict=True):
+            row["next", "turn_rewards"][t] = reward
+        row["next", "reward"], row["group_id"] = torch.tensor([sum(rewards)]), torch.tensor([i // 2])
+        turns = {t: sum(end < t for end in ends) for t in range(len(mask) - 1) if mask[t]}
+        after = [sum(0.8 ** (j - k) * rewards[j] for j in range(k, len(ends))) for k in range(len(ends))]
+        returns.append({t: (k, after[k]) for t, k in turns.items()})
+    batch = GroupAdvantage(2, level="turn", gamma=0.8)(lazy_stack([row.exclude("advantage") for row in rows]))
+    loss = GRPOLoss(Table(logits.clone()))
+    out = total(loss(batch))
+    out.backward()
+    for i, row in enumerate(rows):
+        group = [returns[i - i % 2], returns[i - i % 2 + 1]]
+        common = min(max(turn for turn, _ in one.values()) for one in group)
+        row["advantage"] = torch.zeros(len(row["tokens", "full"]), dtype=torch.float64)
+        for t, (k, value) in returns[i].items():
+            all_of = [{h: g for h, g in one.values()} for one in group]
+            others = [g for one in all_of for h, g in one.items() if min(h, common) == min(k, common)]
+            mean = sum(others) / len(others)
+            std = math.sqrt(sum((g - mean) ** 2 for g in others) / (len(others) - 1))
+            row["advantage"][t] = (value - mean) / (std + 1e-6)
+    value, gradient = plain_loop(logits, rows, clip(0.2, 0.2))
+    torch.testing.assert_close(out.detach(), value, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss.actor_network.logits.grad, gradient, rtol=1e-5, atol=1e-6)
 
 
 PER_TOKEN = (

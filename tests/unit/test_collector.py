@@ -353,7 +353,7 @@ def test_a_dialogs_reward_is_the_sum_and_each_turn_keeps_its_own(tokenizer):
     for row, expected in zip(batch.unbind(0), ([4.0], [3.0, 2.0]), strict=True):
         sampled, rewards = row["masks", "all_assistant_mask"], row["next", "turn_rewards"]
         ends = (sampled & ~torch.cat([sampled[1:], torch.tensor([False])])).nonzero().reshape(-1)
-        assert rewards.dtype == torch.float32 and rewards.shape == sampled.shape
+        assert rewards.dtype == torch.float64 and rewards.shape == sampled.shape
         assert rewards[ends].tolist() == expected and rewards.sum() == row["next", "reward"]
     shaped = RewardShaping(scale=2.0, bias=1.0)(batch)[1]
     places = shaped[keys.TOKEN_REWARD].nonzero().reshape(-1)

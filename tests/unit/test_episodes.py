@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensordict import lazy_stack
 
 from tests.support.echo import EchoTask, add
 from tests.support.envs import END, ScriptedEngine, respond
 from tests.support.kept import KeepingTask
 from torchrl_grpo import keys
 from torchrl_grpo.collectors import RolloutCollector
+from torchrl_grpo.collectors.summary import sample_rows
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.reporting.records import reward_text
 from torchrl_grpo.reward_pool import Failure, RewardPool
 from torchrl_grpo.reward_pool.pool import RESTARTS, TIMED_OUT
 from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Task, Turn, WrappedTask
@@ -293,6 +296,16 @@ def test_rewards_of_turns_stand_at_their_tokens_and_sum_to_the_reward(tokenizer,
     at = row[keys.TURN_REWARDS]
     ends = (row[keys.FULL] == END) & row[keys.ASSISTANT_MASK]
     assert at[ends].tolist() == [1.0, 0.0, 2.0, 0.0] and at[~ends].abs().sum() == 0
+    [sample] = sample_rows(lazy_stack([row]), "test")
+    assert sample["turn_rewards"] == [1.0, 0.0, 2.0, 0.0]
+    assert reward_text(sample) == "3 (turns: 1, 0, 2, 0)"
+
+
+def test_rewards_of_turns_are_exact_where_their_sum_is_rounded(tokenizer, encode, path):
+    """-0.1 and 100.8 make 100.7, which float32 has only by 1e-6."""
+    env = LLMEnv(KeepingTask(path), tokenizer, num_envs=1, repeats=1, max_turns=2)
+    [row] = collect(env, engine(encode, "-0.1", "100.8")).unbind(0)
+    assert row[keys.TURN_REWARDS][row[keys.TURN_REWARDS] != 0].tolist() == [-0.1, 100.8]
 
 
 # What wraps a task

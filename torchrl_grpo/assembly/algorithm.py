@@ -71,8 +71,8 @@ def batch_transforms(config: GRPOConfig) -> list[tuple[str, Transform]]:
             kl_estimator=config.kl_estimator,
         )
         transforms.append(("shaping", shaping))
-        if policy.advantage_level == "sequence":
-            settings["reward_key"] = keys.SHAPED_REWARD
+        shaped = keys.SHAPED_REWARD if config.advantage_level == "sequence" else keys.TOKEN_REWARD
+        settings["reward_key"] = shaped
     if config.env.reward_combination == "gdpo":
         specs = [config.env.reward, *(entry.reward for entry in config.env.datasets or [])]
         weights = [reward_weights(parse_rewards(spec)) for spec in specs if spec is not None]
@@ -84,7 +84,7 @@ def batch_transforms(config: GRPOConfig) -> list[tuple[str, Transform]]:
         repeats=config.env.repeats,
         mean=policy.advantage_mean,
         std=policy.advantage_std,
-        level=policy.advantage_level,
+        level=config.advantage_level,
         gamma=policy.gae_gamma,
         lmbda=policy.gae_lambda,
         **settings,

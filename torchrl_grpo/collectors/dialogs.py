@@ -12,6 +12,8 @@ from torchrl_grpo import keys
 
 _BEFORE = ("next", "done", "terminated", "truncated", "correct", "history", keys.LENGTH_STOPPED)
 _OF_SEQUENCE = (keys.REWARD_VALID, keys.ADVANTAGE)
+_ROUNDING = 1e-6
+"""Share of float32's sums that is their rounding: rewards that are equal stay equal."""
 _MOST_ROWS = 2**16
 """Rows of an environment, for a number that no other trajectory of the run has."""
 
@@ -90,11 +92,14 @@ def _merge(turns: list[TensorDictBase], own: Sequence[float | None]) -> TensorDi
     full, prompt = turns[-1].get(keys.FULL), turns[0].get(keys.PROMPT)
     sampled, versions = torch.zeros_like(full, dtype=torch.bool), torch.full_like(full, -1)
     written = [key for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS) if turns[0].get(key, None) is not None]
-    rewards, *log_probs = (torch.zeros(full.shape) for _ in range(1 + len(written)))
+    log_probs = [torch.zeros(full.shape) for _ in written]
+    rewards = torch.zeros(full.shape, dtype=torch.float64)
     shares = [float(turn.get(keys.REWARD)) for turn in turns]
-    for index, share in enumerate(own[: len(turns) - 1]):
-        shares[index] += share or 0.0
-        shares[-1] -= share or 0.0
+    given = [share or 0.0 for share in own]
+    if any(given):
+        rest = sum(shares) - sum(given)  # of a score that is more than its turns' rewards, or rounding
+        shares = given
+        shares[-1] += rest if abs(rest) > _ROUNDING * sum(map(abs, given)) else 0.0
     for turn, share in zip(turns, shares, strict=True):
         length, mask = turn.get(keys.FULL).numel(), turn.get(keys.ASSISTANT_MASK)
         if not torch.equal(turn.get(keys.FULL), full[:length]):

@@ -190,8 +190,17 @@ def _sample(row: TensorDictBase, split: str, end: TensorDictBase) -> dict[str, A
     entry |= {name: value.item() for name, value in present.items() if value is not None}
     other = {"parts": row.get(keys.REWARD_PARTS, None), "dataset": row.get(keys.DATASET, None)}
     entry |= {name: value.data for name, value in other.items() if value is not None and value.data}
+    if any((turns := _turn_rewards(row))[:-1]):
+        entry["turn_rewards"] = turns
     length = int(row[keys.ASSISTANT_MASK].sum())
     return entry | {"length": length, "finish_reason": "length" if row[keys.TRUNCATED].item() else "stop"}
+
+
+def _turn_rewards(row: TensorDictBase) -> list[float]:
+    """The reward of each turn, where a sequence has them."""
+    rewards, mask = row.get(keys.TURN_REWARDS, None), row[keys.ASSISTANT_MASK]
+    ends = mask & ~torch.cat([mask[1:], torch.zeros_like(mask[:1])])
+    return [] if rewards is None else rewards[ends].tolist()
 
 
 def _tokens(row: TensorDictBase, tokenizer: PreTrainedTokenizerBase, scores: dict[str, Tensor]) -> dict[str, list[Any]]:

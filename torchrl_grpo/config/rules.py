@@ -366,9 +366,14 @@ def _validate_policy(config: GRPOConfig) -> None:
     check_clip_epsilon(policy.clip_epsilon, "policy.clip_epsilon")
     check_behaviour_weight(policy.behaviour_weight, policy.proximal, "policy.behaviour_weight")
     check_bounds(policy.reward_clip, "policy.reward_clip")
-    check_level(policy.advantage_level, policy.advantage_mean, "policy.advantage_mean")
+    check_level(config.advantage_level, policy.advantage_mean, "policy.advantage_mean")
+    if policy.turn_credit == "per_turn" and policy.advantage_level == "token":
+        raise ConfigError(
+            "policy.turn_credit=per_turn and policy.advantage_level=token exclude each other, both say what a token is "
+            "credited with: use one of them alone."
+        )
     if env.reward_combination == "gdpo":
-        check_decoupled(policy.advantage_level, policy.advantage_mean, "env.reward_combination=gdpo")
+        check_decoupled(config.advantage_level, policy.advantage_mean, "env.reward_combination=gdpo")
         if config.shapes_reward or policy.dynamic_sampling:
             raise ConfigError(
                 "env.reward_combination=gdpo must have neither policy.dynamic_sampling nor what changes the sum of the "
@@ -510,6 +515,8 @@ def _validate_unread(config: GRPOConfig) -> None:
     in_workers = config.env.tools or config.env.environment or config.env.agent  # of which there is then one
     for name, (switch, reads, use) in _READ_WITH.items():
         if name == "env.reward_timeout_s" and in_workers:
+            continue
+        if name == "policy.gae_gamma" and config.advantage_level == "turn":
             continue
         if values[switch] not in reads and values[name] != defaults[name]:
             raise ConfigError(

@@ -110,8 +110,11 @@ class PolicyConfig:
     """Whether the advantages are normalized a second time, by mean and standard deviation over the batch's tokens."""
     advantage_level: str = choice(checks.AdvantageLevel, "sequence")
     """One advantage per sequence, from its reward, or per token, from the rewards that follow it (GAE)."""
+    turn_credit: str = choice(checks.TurnCredit, "sum")
+    """Credit of each turn of a dialog: the reward of the dialog (sum), or the rewards from that turn on, compared with
+    those of the same turn in the group (per_turn, docs/algorithms.md)."""
     gae_gamma: float = limited(1.0, gt=0, le=1)
-    """advantage_level=token: discount of later rewards, in (0, 1]."""
+    """advantage_level=token, turn_credit=per_turn: discount of later rewards, in (0, 1]."""
     gae_lambda: float = limited(1.0, ge=0, le=1)
     """advantage_level=token: lambda of GAE (arXiv 1506.02438), in [0, 1]."""
     reward_scale: float = limited(1.0, gt=0)
@@ -336,11 +339,16 @@ class GRPOConfig:
         return chosen or ("k1" if self.policy.kl_in_reward else "k3")
 
     @property
+    def advantage_level(self) -> str:
+        """What has an advantage of its own: the sequence, each turn or each token."""
+        return "turn" if self.policy.turn_credit == "per_turn" else self.policy.advantage_level
+
+    @property
     def shapes_reward(self) -> bool:
         """Whether the advantage is made of something else than the task's reward."""
         policy = self.policy
         plain = (policy.reward_scale, policy.reward_bias, policy.reward_clip, policy.overlong_buffer)
-        token = policy.advantage_level == "token"
+        token = self.advantage_level == "token"
         return plain != (1.0, 0.0, None, None) or policy.kl_in_reward or token
 
 

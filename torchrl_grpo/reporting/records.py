@@ -51,8 +51,11 @@ def passes(
 
 
 def reward_text(row: Mapping[str, Any]) -> str:
-    """Format a sample's reward: ``invalid`` for one that crashed or timed out, not 0."""
-    return "invalid" if row.get("valid") is False or row.get("reward") is None else number(row["reward"])
+    """Format a sample's reward, with those of its turns: ``invalid`` for one that crashed or timed out, not 0."""
+    if row.get("valid") is False or row.get("reward") is None:
+        return "invalid"
+    turns = row.get("turn_rewards")
+    return number(row["reward"]) + (f" (turns: {', '.join(map(number, turns))})" if turns else "")
 
 
 def merge_steps(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -55,6 +55,11 @@ class GroupAdvantage(Transform):
     the valid sequences of the group or the batch. With ``RewardShaping(kl_coef=...)`` before it and ``mean="batch",
     std="batch"`` this is REINFORCE++ (arXiv 2501.03262). Not in a ``TransformedEnv``, where no sequence is whole.
 
+    With ``level="turn"`` it is one for each turn, for all of its tokens: the turn's return, its own reward and those of
+    the turns after it, each discounted once more by ``gamma``. Returns are compared turn by turn: the first turns with
+    each other, then the second ones, as long as all valid members of the group have that turn. Later turns are compared
+    together with the last one that all have.
+
     With ``part_weights`` the parts of the reward are normalized one by one, then summed by weight, and the sums
     normalized over the batch: GDPO (arXiv 2601.05242), see ``decoupled_advantage``. The parts are those of a
     trajectory's last step.
@@ -78,20 +83,21 @@ class GroupAdvantage(Transform):
     Keyword Args:
         mean: the baseline, see ``functional.group_advantage``.
         std: the scale, see there.
-        level: one advantage for each ``"sequence"`` or for each sampled ``"token"``.
-        gamma: discount from one sampled token to the next, in [0, 1]; at level token.
+        level: one advantage for each ``"sequence"``, for each ``"turn"`` or for each sampled ``"token"``.
+        gamma: discount from one sampled token, or one turn, to the next, in [0, 1]; at level token and turn.
         lmbda: how far the estimate looks past the state values, in [0, 1]; at level token.
         trajectory_return: what is made of the rewards of a trajectory: their sum, the largest, or the mean.
         reward_key: [..., 1] floating, one reward a row (or [..., n, 1]), ``("next", "reward")`` if None: what
             ``RewardShaping`` writes is read only where ``keys.SHAPED_REWARD`` is named here. At level token [..., T],
-            one reward a token, ``("next", "token_reward")`` if None.
+            one reward a token, ``("next", "token_reward")`` if None. At level turn likewise, if None
+            ``("next", "turn_rewards")`` or, where a row has none, its reward.
         part_weights: weights of the parts in ``("next", "reward_parts")``, by part or function, 1 where none is given;
             None reads the reward as a whole.
         valid_key: [..., 1] bool; where the key is missing every reward is valid.
         group_key: [..., 1] int64, or text that is equal within a group.
         done_key: [..., 1] bool, the last step of a trajectory.
-        advantage_key: [..., 1] float32, written; at level token [..., T], ragged like the tokens and 0 on those that
-            were not sampled.
+        advantage_key: [..., 1] float32, written; at level token or turn [..., T], ragged like the tokens and 0 on
+            those that were not sampled.
         **candidates: arguments of ``MCAdvantage``, those that are named above.
 
     At level token, ``"state_value"`` is read where the batch has it: [..., T] floating, at each sampled token the value
@@ -102,7 +108,7 @@ class GroupAdvantage(Transform):
         ValueError: an argument is out of its range, a batch has a group of another size or a trajectory without an end.
         TypeError: an argument is TorchRL's and has another name here.
         KeyError: a batch has no groups or no rewards (at level token: no token rewards, no mask).
-        RuntimeError: at level token, it is in an environment.
+        RuntimeError: at level token or turn, it is in an environment.
 
     Examples:
         >>> import torch
@@ -149,13 +155,15 @@ class GroupAdvantage(Transform):
         for name, value in (("gamma", gamma), ("lmbda", lmbda)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name}={value} must be in [0, 1]: use 1.0.")
-            if level == "sequence" and value != 1:
-                raise ValueError(
-                    f"{name}={value} must be 1 with level='sequence', nothing reads it: use level='token'."
-                )
+            if value != 1 and (level == "sequence" or (level, name) == ("turn", "lmbda")):
+                raise ValueError(f"{name}={value} must be 1 with level={level!r}, nothing reads it: use level='token'.")
         if reward_key is None:
-            reward_key = keys.REWARD if level == "sequence" else keys.TOKEN_REWARD
-        more = [keys.ASSISTANT_MASK, keys.STATE_VALUE] if level == "token" else []
+            reward_key = {"sequence": keys.REWARD, "turn": keys.TURN_REWARDS, "token": keys.TOKEN_REWARD}[level]
+        of_tokens: dict[str, list[NestedKey]] = {
+            "token": [keys.ASSISTANT_MASK, keys.STATE_VALUE],
+            "turn": [keys.ASSISTANT_MASK, keys.REWARD],
+        }
+        more = of_tokens.get(level, [])
         more += [] if part_weights is None else [keys.REWARD_PARTS]
         super().__init__(in_keys=[reward_key, valid_key, group_key, *more], out_keys=[advantage_key])
         self.level = level
@@ -259,10 +267,11 @@ class GroupAdvantage(Transform):
 
     def _returns(self, flat: TensorDictBase, member: Tensor) -> Tensor:
         """[M] float64, what the rewards of each trajectory's steps make."""
+        key = keys.REWARD if self.reward_key == keys.TURN_REWARDS else self.reward_key
         if isinstance(flat, LazyStackedTensorDict):
-            rewards = [entry(row, self.reward_key).reshape(-1) for row in flat.unbind(0)]
+            rewards = [entry(row, key).reshape(-1) for row in flat.unbind(0)]
         else:
-            rewards = list(entry(flat, self.reward_key).flatten(1).unbind(0))
+            rewards = list(entry(flat, key).flatten(1).unbind(0))
         lengths = torch.tensor([reward.numel() for reward in rewards], device=member.device)
         out = torch.zeros(int(member[-1]) + 1, dtype=torch.float64, device=member.device)
         index = member.repeat_interleave(lengths)
@@ -286,6 +295,8 @@ class GroupAdvantage(Transform):
         valid = self._valid(flat, member)
         if self.level == "token":
             return self._write_tokens(tensordict, member, group[member], valid[member])
+        if self.level == "turn":
+            return self._write_turns(tensordict, member, group, valid)
         if self.part_weights is None:
             advantage = self.advantage(self._returns(flat, member), group, valid)
         else:
@@ -311,20 +322,65 @@ class GroupAdvantage(Transform):
         mask = pad(flat, keys.ASSISTANT_MASK, False)
         value = pad(flat, keys.STATE_VALUE).double() if has(flat, keys.STATE_VALUE) else torch.zeros_like(reward)
         counted = mask & valid.unsqueeze(-1)
-        first = torch.searchsorted(member, member)  # row of each trajectory
-        place = torch.arange(len(member), device=member.device) - first
-        wide = [x.new_zeros(int(member[-1]) + 1, int(place.max()) + 1, x.shape[1]) for x in (reward, value, counted)]
-        for whole, part in zip(wide, (reward, value, counted), strict=True):
-            whole[member, place] = part
-        rewards, values, sampled = (whole.flatten(1) for whole in wide)
-        estimate = sampled_token_gae(rewards, values, sampled, self.gamma, self.lmbda)
-        estimate = estimate.view_as(wide[0])[member, place]
+        rewards, values, sampled = (_joined(x, member) for x in (reward, value, counted))
+        estimate = _parted(sampled_token_gae(rewards, values, sampled, self.gamma, self.lmbda), member, counted)
         of_token = group.unsqueeze(-1).expand_as(counted)[counted]
         every = torch.ones_like(of_token, dtype=torch.bool)
         advantage = torch.zeros(counted.shape, dtype=torch.float32, device=counted.device)
         advantage[counted] = self.advantage(estimate[counted], of_token, every)
         self._count((advantage != 0).any(-1), group, valid, torch.ones_like(valid))
-        widths = [row.get(keys.ASSISTANT_MASK).shape[-1] for row in flat.unbind(0)]
+        return self._set_tokens(tensordict, advantage)
+
+    def _write_turns(self, tensordict: TensorDictBase, member: Tensor, group: Tensor, valid: Tensor) -> TensorDictBase:
+        """Write the advantage of each turn to its tokens.
+
+        Args:
+            tensordict: batch of N sequences.
+            member: [N] int64, the trajectory of each; its turns are those of its rows, one after the other.
+            group: [M] int64.
+            valid: [M] bool.
+        """
+        flat = flatten(tensordict)
+        mask = pad(flat, keys.ASSISTANT_MASK, False)
+        sampled = _joined(mask & valid[member].unsqueeze(-1), member)
+        starts = sampled & ~torch.cat([torch.zeros_like(sampled[:, :1]), sampled[:, :-1]], 1)
+        turn = (starts.cumsum(1) - 1).clamp(min=0)
+        count = starts.sum(1)
+        reward = torch.where(sampled, _joined(self._turn_rewards(flat, mask), member), 0.0)
+        returns = reward.new_zeros(len(count), max(1, int(count.max()))).scatter_add(1, turn, reward)
+        for number in range(returns.shape[1] - 2, -1, -1):
+            returns[:, number] += self.gamma * returns[:, number + 1]
+        ids, index = group.unique(return_inverse=True)
+        most = torch.full((len(ids),), returns.shape[1], device=group.device)
+        common = most.scatter_reduce(0, index[valid], count[valid], "amin")
+        numbers = torch.arange(returns.shape[1], device=group.device)
+        there = numbers < count.unsqueeze(-1)
+        stage = torch.minimum(numbers, (common[index] - 1).clamp(min=0).unsqueeze(-1))
+        compared = index.unsqueeze(-1) * returns.shape[1] + stage
+        every = torch.ones_like(compared[there], dtype=torch.bool)
+        of_turn = torch.zeros_like(returns, dtype=torch.float32)
+        # In float32, where returns that are equal but for the order of their sums are equal.
+        of_turn[there] = self.advantage(returns[there].float(), compared[there], every)
+        self._count((of_turn != 0).any(-1), group, valid, torch.ones_like(valid))
+        advantage = torch.where(sampled, of_turn.gather(1, turn), 0.0)
+        return self._set_tokens(tensordict, _parted(advantage, member, mask))
+
+    def _turn_rewards(self, flat: TensorDictBase, mask: Tensor) -> Tensor:
+        """[N, T] float64, a reward on tokens of each turn."""
+        if self.reward_key != keys.TURN_REWARDS:
+            return pad(flat, self.reward_key).double()
+        out = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
+        for row, target, sampled in zip(flat.unbind(0), out, mask, strict=True):
+            rewards = row.get(keys.TURN_REWARDS, None)
+            if rewards is not None:
+                target[: rewards.shape[-1]] = rewards
+            else:
+                target[sampled.nonzero().reshape(-1)[-1:]] = entry(row, keys.REWARD).double()
+        return out
+
+    def _set_tokens(self, tensordict: TensorDictBase, advantage: Tensor) -> TensorDictBase:
+        """Write [N, T] advantages, each row as wide as its tokens."""
+        widths = [row.get(keys.ASSISTANT_MASK).shape[-1] for row in flatten(tensordict).unbind(0)]
         return set_rows(
             tensordict, self.advantage_key, [row[:width] for row, width in zip(advantage, widths, strict=True)]
         )
@@ -386,10 +442,11 @@ class GroupAdvantage(Transform):
         return next_tensordict
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        if self.level == "token":
+        if self.level != "sequence":
             raise RuntimeError(
-                "level='token' must get finished sequences, GroupAdvantage is in an environment, where a step has one "
-                "turn of them: call it on the collector's batch, put it into a ReplayBuffer, or use level='sequence'."
+                f"level={self.level!r} must get finished sequences, GroupAdvantage is in an environment, where a step "
+                "has one turn of them: call it on the collector's batch, put it into a ReplayBuffer, or use "
+                "level='sequence'."
             )
         zeros = torch.zeros((*tensordict_reset.batch_size, 1), dtype=torch.float32)
         return tensordict_reset.set(_in_next(self.advantage_key), zeros)
@@ -400,6 +457,24 @@ class GroupAdvantage(Transform):
             shape=(*observation_spec.shape, 1), dtype=torch.float32, device=observation_spec.device
         )
         return observation_spec
+
+
+def _places(member: Tensor) -> Tensor:
+    """[N] int64, which of its trajectory's rows each row is; those of a trajectory are adjacent."""
+    return torch.arange(len(member), device=member.device) - torch.searchsorted(member, member)
+
+
+def _joined(rows: Tensor, member: Tensor) -> Tensor:
+    """[M, L], of each trajectory all that [N, T] ``rows`` have, one row after the other."""
+    places = _places(member)
+    whole = rows.new_zeros(int(member[-1]) + 1, int(places.max()) + 1, rows.shape[1])
+    whole[member, places] = rows
+    return whole.flatten(1)
+
+
+def _parted(whole: Tensor, member: Tensor, like: Tensor) -> Tensor:
+    """[N, T] as ``like``: undo ``_joined``."""
+    return whole.unflatten(1, (-1, like.shape[1]))[member, _places(member)]
 
 
 def _in_next(key: NestedKey) -> NestedKey:

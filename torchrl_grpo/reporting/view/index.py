@@ -155,7 +155,7 @@ class Index:
 
 def _can_be_shown(row: dict[str, Any]) -> bool:
     """Whether the values that are shown or searched have the types that a run writes."""
-    parts = row.get("parts") or {}
+    parts, turns = row.get("parts") or {}, row.get("turn_rewards") or []
     return (
         is_step(row.get("step"))
         and all(isinstance(row.get(name), str | None) for name in _TEXTS)
@@ -163,6 +163,8 @@ def _can_be_shown(row: dict[str, Any]) -> bool:
         and isinstance(row.get("group"), int | str | None)
         and isinstance(parts, dict)
         and all(value is None or is_number(value) for value in parts.values())
+        and isinstance(turns, list)
+        and all(map(is_number, turns))
     )
 
 

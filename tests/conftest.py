@@ -105,6 +105,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Lets Ray and vLLM start processes that have imported all, see ``tests.support.forks``."""
+    if sys.platform == "linux" and {"vllm", "ray"} & {mark.name for mark in item.iter_markers()}:
+        from tests.support import forks
+
+        forks.start()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_curves() -> Iterator[None]:
     """Runs write their report without its curves, whose drawing takes half the time of a run of a few steps."""

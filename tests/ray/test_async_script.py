@@ -66,7 +66,7 @@ def test_several_ranks_replicas_and_references_train_on_fresh_enough_data(
     bound = 1 if script == ASYNC else 0
     with Script(
         script, tmp_path, *DEVICES, *arguments, "policy.kl_coef=0.01", "train.total_dialog_turns=96",
-        "evaluation.num_prompts=0",
+        "evaluation.num_prompts=0", anew=script == ASYNC,
     ) as running:  # fmt: skip
         running.wait()
     assert running.process.returncode == 0, running.printed()

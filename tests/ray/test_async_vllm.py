@@ -25,7 +25,7 @@ def test_a_replica_of_two_processes_has_the_trainers_weights(tmp_path: Path, mon
     with Script(
         ASYNC, tmp_path, "inference_model.backend=vllm", "inference_model.num_devices=2", "policy.kl_coef=0",
         "inference_model.tensor_parallel_size=2", "inference_model.check_sync=true", "evaluation.num_prompts=0",
-        "train.total_dialog_turns=48",
+        "train.total_dialog_turns=48", anew=True,
     ) as running:  # fmt: skip
         running.wait()
     assert running.process.returncode == 0, running.printed()

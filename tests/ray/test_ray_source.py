@@ -714,7 +714,7 @@ def test_a_restored_source_plays_what_was_not_trained_and_nothing_twice(source_o
 def test_what_an_actor_refuses_is_raised_as_it_was(ray_cluster: cluster.Cluster, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.touch()
-    factory: Any = partial(make_sampler, None, 0.0, broken, CountingEngine)  # type: ignore[arg-type]
+    factory: Any = partial(make_sampler, None, 0.0, broken, CountingEngine, False)  # type: ignore[arg-type]
     tasks: Any = SimpleNamespace(buffer=GroupBuffer(1, 0))  # the factory is what fails
     source = Rollouts(tasks, InThread(), samplers=[on_ray("sampler 0", partial(make_seeded, factory, 0))])
     source.start()

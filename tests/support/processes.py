@@ -10,10 +10,13 @@ from pathlib import Path
 
 import psutil
 
+from tests.support import forks
+
 
 def worker_processes() -> list[psutil.Process]:
-    """Our child processes, without those that Python, wandb and `math` (of other tests) keep until we exit."""
+    """Our child processes, without those that Python, wandb, `math` and `forks` (of other tests) keep until we exit."""
     children = [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
+    children = [one for one in children if one.name() != forks.SERVER]
     return [
         one
         for one in children

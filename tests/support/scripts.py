@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from tests.support import forks
 from tests.support.configs import ROOT
 from torchrl_grpo.host.files import read_jsonl
 
@@ -27,12 +28,22 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 class Script:
-    """A script in a process of its own, and all the processes that were seen below it."""
+    """A script in a process of its own, and all the processes that were seen below it.
 
-    def __init__(self, script: Path, folder: Path, *arguments: str) -> None:
+    Args:
+        script: its path.
+        folder: where it runs.
+        *arguments: of its command line.
+        anew: whether all of them are new interpreters, and not forks of one that has imported.
+    """
+
+    def __init__(self, script: Path, folder: Path, *arguments: str, anew: bool = False) -> None:
         self.folder, self.family = folder, set[psutil.Process]()
         self._output = (folder / "printed.txt").open("w")
-        self.process = subprocess.Popen(
+        anew = anew or sys.platform != "linux"
+        # A process that was started in the background ignores Ctrl-C, and so would this one.
+        options: dict[str, Any] = {"preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL)} if anew else {}
+        self.process = (subprocess.Popen if anew else forks.Popen)(
             [
                 sys.executable,
                 str(script),
@@ -47,8 +58,7 @@ class Script:
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            # A process that was started in the background ignores Ctrl-C, and so would this one.
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+            **options,
         )
 
     def __enter__(self) -> Script:

@@ -22,6 +22,7 @@ import torch
 from transformers import AutoTokenizer
 
 import torchrl_grpo.generation.vllm as vllm_module
+from tests.support import forks
 from tests.support.models import response_log_probs
 from tests.support.processes import shared_memory, socket_files, worker_processes
 from tests.support.prompts import PROMPTS
@@ -209,7 +210,7 @@ def test_a_killed_script_leaves_no_process(tmp_path: Path, while_starting: bool)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     root = str(Path(__file__).resolve().parents[2])
-    with subprocess.Popen(
+    with (forks.Popen if while_starting else subprocess.Popen)(
         [sys.executable, str(script)],
         env=os.environ | {"PYTHONPATH": root},
         stdin=subprocess.PIPE,
@@ -218,9 +219,14 @@ def test_a_killed_script_leaves_no_process(tmp_path: Path, while_starting: bool)
     ) as process:
         assert process.stdout is not None
         if while_starting:
-            parent = psutil.Process(process.pid)
-            assert until(lambda: len(parent.children(recursive=True)) >= 2, every_s=0.1)
-            pids = [child.pid for child in parent.children(recursive=True)]
+            started: list[psutil.Process] = []
+
+            def starts() -> bool:
+                started[:] = psutil.Process(process.pid).children(recursive=True)
+                return len([child for child in started if child.name() != forks.SERVER]) >= 2
+
+            assert until(starts, every_s=0.1)
+            pids = [child.pid for child in started]
         else:
             pids = json.loads(next(line for line in process.stdout if line.startswith("[")))
         process.kill()

@@ -1,0 +1,304 @@
+"""Processes that have imported all: forks of a server, where new interpreters would import for seconds (Linux only).
+
+A process that starts others has a server below it, which has no threads and has imported what takes long. The server
+forks itself for a command line of Python's, with the environment and the files that the new process is to have. Its
+parent is whoever asked for it, as usual; only workers of a Ray are below the server of the process that started Ray.
+Each of these processes has a server of its own, so what it starts is forked too.
+
+A process that ``subprocess`` starts, and all below it, are new interpreters: how a process starts and what it imports
+is tested with these.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import gc
+import json
+import multiprocessing.util
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+from torchrl_grpo.host import startup
+from torchrl_grpo.host.processes import die_with_parent
+from torchrl_grpo.runtime import cluster
+
+SERVER = "test-forks"
+"""Name of the servers' processes."""
+ADDRESS = "TORCHRL_GRPO_TEST_FORKS"
+"""Environment variable with the server's address; without it a Ray starts new interpreters, see ``ray_worker.py``."""
+_MOST_BYTES, _MOST_FILES, _LONGEST_START_S = 2**20, 64, 120
+_OUT_OF_THE_WAY = 512  # no file is asked for under this number, or a higher one
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
+
+_own: tuple[int, str] | None = None
+"""The process that the server is for, and the server's address."""
+_one_at_a_time = threading.Lock()
+
+
+def start() -> None:
+    """Start the server of this process, if it has none, from the main thread, with which the server ends."""
+    if _own is not None:
+        return
+    address = _new_address()
+    command = f"""
+from torchrl_grpo.host.startup import quick_imports
+with quick_imports():
+    from tests.support.forks import _import_and_serve
+_import_and_serve({address!r}, {os.getpid()})
+"""
+    subprocess.Popen([sys.executable, "-c", command], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    _use(address)
+    _patch()
+
+
+class Popen(subprocess.Popen[str]):
+    """``subprocess.Popen`` for a command line that begins with ``sys.executable``, without the time for imports."""
+
+    def _execute_child(self, args: Sequence[Any], executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any,
+        cwd: Any, env: Mapping[str, str] | None, startupinfo: Any, creationflags: Any, shell: bool, p2cread: int,
+        p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int, restore_signals: bool, gid: Any,
+        gids: Any, uid: Any, umask: int, start_new_session: bool, *rest: Any) -> None:  # fmt: skip
+        start()
+        assert args[0] == sys.executable and preexec_fn is None and not shell
+        wanted = enumerate((p2cread, c2pwrite, errwrite))
+        files = {target: target if file == -1 else file for target, file in wanted} | {file: file for file in pass_fds}
+        arguments = [os.fspath(one) for one in args[1:]]
+        self.pid = _fork(arguments, os.environ if env is None else env, cwd, files, start_new_session)
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+
+def _fork(arguments: Sequence[str], env: Mapping[str, str], cwd: Any, files: Mapping[int, int], session: bool) -> int:
+    """Return the process id of a new child of ours that runs a command line of Python's, with files by its numbers."""
+    assert _own is not None
+    request = {
+        "arguments": list(arguments),
+        "env": dict(env),
+        "cwd": os.fspath(cwd or os.getcwd()),
+        "files": list(files),
+        "session": session,
+        "adopted": True,
+        "vllm": bool(sys.modules.get("vllm")) or any(one.endswith("=vllm") for one in arguments),
+    }
+    prctl = ctypes.CDLL(None).prctl
+    with _one_at_a_time, _connected(_own[1]) as connection:
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)  # who loses its parent below us, as the child does, becomes ours
+        try:
+            socket.send_fds(connection, [json.dumps(request).encode()], list(files.values()))
+            pid = int(connection.recv(32))
+            assert connection.recv(8) == b"adopted"
+        finally:
+            prctl(_PR_SET_CHILD_SUBREAPER, 0)
+    return pid
+
+
+def _connected(address: str) -> socket.socket:
+    deadline = time.monotonic() + _LONGEST_START_S
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(address)
+            return connection
+        except ConnectionRefusedError:  # it imports
+            connection.close()
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def _new_address() -> str:
+    return f"\0torchrl-grpo-test-{os.getpid()}-{time.monotonic_ns()}"
+
+
+def _use(address: str) -> None:
+    global _own
+    _own = os.getpid(), address
+    os.environ[ADDRESS] = address[1:]
+
+
+def _patch() -> None:
+    """Let ``multiprocessing`` and Ray start their processes so, in this process and in all that are forked."""
+    real, start_here = multiprocessing.util.spawnv_passfds, cluster._start_here
+
+    def spawnv_passfds(path: Any, args: Any, passfds: Any) -> int:
+        if _own is None or _own[0] != os.getpid() or "--multiprocessing-fork" not in args:
+            return real(path, args, passfds)
+        files = {file: file for file in (0, 1, 2, *passfds)}
+        return _fork([os.fsdecode(one) for one in args[1:]], os.environ, None, files, False)
+
+    def start_with_forks(folder: str) -> None:
+        constants: Any = import_module("ray._private.ray_constants")
+        constants.SETUP_WORKER_FILENAME = os.path.join(os.path.dirname(__file__), "ray_worker.py")
+        start_here(folder)
+
+    multiprocessing.util.spawnv_passfds = spawnv_passfds
+    cluster._start_here = start_with_forks
+
+
+# The server. It does not import Ray, which reads the environment of its process when it is imported.
+
+_set_by_imports: dict[str, str] = {}
+"""Environment variables."""
+
+
+def _import_and_serve(address: str, parent: int) -> None:
+    sys.path.remove("")
+    for module in ("torchrl_grpo.runtime.actors", "torchrl_grpo.assembly.run", "torchrl_grpo.scripts.job"):
+        import_module(module)
+    for module in ("pytest", "psutil"):
+        import_module(module)
+    with suppress(ModuleNotFoundError):  # vLLM's, which finds the title where the first environment lies
+        import_module("setproctitle").getproctitle()
+    _patch()
+    gc.freeze()
+    _serve(address, parent)
+
+
+def _serve(address: str, parent: int) -> None:
+    die_with_parent(parent)
+    _be_named(SERVER)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, _reap)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                data, files, *_ = socket.recv_fds(connection, _MOST_BYTES, _MOST_FILES)
+                if data:
+                    _answer(connection, listener, json.loads(data), files)
+
+
+def _be_named(name: str) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
+
+
+def _reap(*_: Any) -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
+
+
+def _answer(connection: socket.socket, listener: socket.socket, request: dict[str, Any], files: list[int]) -> None:
+    if request["vllm"] and "vllm" not in sys.modules:
+        before = dict(os.environ)
+        import_module("vllm.v1.engine.core")
+        import_module("vllm.v1.executor.multiproc_executor")
+        _set_by_imports.update({name: value for name, value in os.environ.items() if before.get(name) != value})
+        gc.freeze()
+    child = os.fork()
+    if child:
+        if request["adopted"]:
+            with suppress(ChildProcessError):
+                os.waitpid(child, 0)
+            connection.send(b"adopted")
+        for file in files:
+            os.close(file)
+        return
+    if request["adopted"]:
+        between = os.getpid()
+        if child := os.fork():
+            connection.send(str(child).encode())
+            os._exit(0)
+        while os.getppid() == between:
+            time.sleep(0.0005)
+    listener.close()
+    connection.close()
+    _be_new(request, files)
+
+
+def _be_new(request: dict[str, Any], files: list[int]) -> None:
+    """Be a new interpreter with its own server; never returns."""
+    _be_named("python")
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if request["session"]:
+        os.setsid()
+    elif request.get("group"):
+        os.setpgid(0, 0)
+    kept = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY) for file in files]
+    for file in files:
+        os.close(file)
+    for file, target in zip(kept, request["files"], strict=True):
+        os.dup2(file, target)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(_set_by_imports | request["env"])
+    os.chdir(request["cwd"])
+    own, address = os.getpid(), _new_address()
+    if os.fork() == 0:
+        for target in request["files"]:
+            if target > 2:
+                os.close(target)
+        _serve(address, own)
+    _use(address)
+    _take_environment()
+    status = 0
+    try:
+        _run_command_line(request["arguments"])
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        status = -signal.SIGINT
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    if status < 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(own, signal.SIGINT)
+    os._exit(status)
+
+
+def _take_environment() -> None:
+    """Do what libraries do when they are imported and see the environment."""
+    import torch
+
+    startup._started_at = time.monotonic()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+    if os.environ.get("PYTHONWARNINGS") == "ignore":
+        warnings.simplefilter("ignore")
+    if (vllm_logger := sys.modules.get("vllm.logger")) is not None:
+        vllm_logger._configure_vllm_root_logger()
+    sys.path[:0] = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one not in sys.path]
+
+
+def _run_command_line(arguments: list[str]) -> None:
+    while arguments[0].startswith("-") and arguments[0] not in ("-c", "-m"):
+        arguments = arguments[2 if arguments[0] == "-X" else 1 :]
+    first, *rest = arguments
+    if first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.path.insert(0, "")
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    elif first == "-m":
+        sys.argv = rest
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, os.path.dirname(os.path.abspath(first)))
+        runpy.run_path(first, run_name="__main__")

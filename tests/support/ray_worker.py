@@ -1,0 +1,37 @@
+"""What a Ray of the tests starts for a worker: asks a server of ``forks`` for a process; without one it is Ray's own.
+
+Nothing is imported here that takes long.
+"""
+
+import json
+import os
+import socket
+import sys
+from importlib.util import find_spec
+
+
+def main() -> None:
+    context, arguments = {}, []
+    for one in sys.argv[1:]:
+        name, _, value = one.partition("=")
+        if name == "--serialized-runtime-env-context":
+            context = json.loads(value)
+        elif name != "--language":
+            arguments.append(one)
+    environment = dict(os.environ)
+    environment |= {key: os.path.expandvars(value) for key, value in (context.get("env_vars") or {}).items()}
+    request = {"arguments": arguments, "env": environment, "cwd": os.getcwd(), "files": [0, 1, 2]}
+    request |= {"session": False, "adopted": False, "vllm": False}
+    request["group"] = os.getpgrp() == os.getpid()  # Ray ends it with the worker
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        try:
+            connection.connect(f"\0{os.environ['TORCHRL_GRPO_TEST_FORKS']}")
+        except (KeyError, ConnectionRefusedError):
+            ray = os.path.dirname(find_spec("ray").origin)
+            usual = os.path.join(ray, "_private", "workers", "setup_worker.py")
+            os.execv(sys.executable, [sys.executable, usual, *sys.argv[1:]])
+        socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
+        connection.recv(1)  # it is closed once the worker is there
+
+
+main()

@@ -2,13 +2,15 @@
 
     python tools/fits.py
 
-From two GPUs on it asks what ``python -m torchrl_grpo.plan`` asks; on one, where the roles take turns, it counts with
-the same model of memory: a training step beside the reference model, and an engine beside what rests between two steps.
+It asks what ``python -m torchrl_grpo.plan`` asks: from two GPUs on for the fastest split, and where there is none, as
+on one GPU, whether the roles have room in turns.
 """
 
 from __future__ import annotations
 
-from torchrl_grpo.advice.plan.splits import Settings, best_splits
+from contextlib import suppress
+
+from torchrl_grpo.advice.plan.splits import best_splits
 from torchrl_grpo.config import ConfigError, compose
 from torchrl_grpo.scripts.plan import parse, settings_of
 
@@ -17,6 +19,7 @@ MODELS = {
     "14B": "Qwen/Qwen2.5-14B", "32B": "Qwen/Qwen2.5-32B", "30B-A3B": "Qwen/Qwen3-30B-A3B",
 }  # fmt: skip
 DEVICES = (1, 2, 4, 8)
+SIZES = (1, 2, 4)
 JOB = (
     "inference_model.backend=vllm",
     "inference_model.dtype=bfloat16",
@@ -29,34 +32,28 @@ JOB = (
 )
 WAYS = {
     "yes": (),
+    "8-bit": ("train_model.dtype=bfloat16", "train.mixed_precision=full", "optimizer.name=adamw_8bit"),
     "offload": ("train_model.cpu_offload=true",),
     "LoRA": ("train_model.lora.enabled=true", "train_model.dtype=bfloat16", "train.mixed_precision=full"),
 }
 """Options that the job has besides, the first ones that fit being taken."""
 
 
-def on_one(settings: Settings) -> bool:
-    """Whether the roles fit on one device together, taking turns."""
-    work = settings.work
-    train, reference = work.train_memory(1), work.reference_memory()
-    engine = work.weight_bytes + work.group_memory()  # a group at a time at least
-    return reference + max(train.peak, train.resting + engine) <= settings.room
-
-
 def answer(model: str, devices: int) -> str:
     """Return how a model fits on so many devices."""
     for way, options in WAYS.items():
-        for size in (1, 2, 4):
-            overrides = [*JOB, *options, f"model.name={model}", f"inference_model.tensor_parallel_size={size}"]
-            settings = settings_of(compose("grpo_gsm8k", overrides), parse(["--prompt-tokens=256"]))
-            try:
-                if devices == 1 and (size > 1 or not on_one(settings)):
-                    continue
-                split = best_splits(settings, devices)[0].split if devices > 1 else None
-            except ConfigError:
-                continue
-            parts = [way, *([f"TP {size}"] if size > 1 else [])]
-            return ", ".join(parts) + ("" if split is None else f" ({split.train}+{split.reference}+{split.inference})")
+        for turns in (False, True):
+            for size in SIZES:
+                overrides = [*JOB, *options, f"model.name={model}", f"inference_model.tensor_parallel_size={size}"]
+                overrides += ["ref_model.sharded=true"] if turns and devices > 1 else []
+                settings = settings_of(compose("grpo_gsm8k", overrides), parse(["--prompt-tokens=256"]))
+                parts = [way, *([f"TP {size}"] if size > 1 else [])]
+                if turns and settings.in_turns(devices) is not None:
+                    return ", ".join([*parts, *(["turns"] if devices > 1 else [])])
+                if not turns and devices > 1:
+                    with suppress(ConfigError):
+                        split = best_splits(settings, devices)[0].split
+                        return f"{', '.join(parts)} ({split.train}+{split.reference}+{split.inference})"
     return "no"
 
 

@@ -162,16 +162,9 @@ def check_sampling_rounds(rounds: int, rows: int, wanted: int, name: str = "max_
         )
 
 
-def check_optimizer(name: str, devices: int) -> None:
-    """Check that an optimizer of this name exists for a model on this many devices."""
-    if name != "adamw_8bit":
-        return
-    if not _has_torchao:
+def check_optimizer(name: str) -> None:
+    """Check that an optimizer of this name exists."""
+    if name == "adamw_8bit" and not _has_torchao:
         raise ValueError(
             "optimizer.name=adamw_8bit needs the package torchao: pip install torchao, or use optimizer.name=adamw."
-        )
-    if devices > 1:
-        raise ValueError(
-            f"optimizer.name=adamw_8bit must train on one device, got {devices}: use optimizer.name=adamw, whose state "
-            "is divided among the devices."
         )

@@ -44,6 +44,33 @@ def test_a_run_moves_from_one_process_to_several_ranks_and_back(lora_run: Path, 
             assert row == pytest.approx(numbers_there, rel=1e-4, abs=1e-6)
 
 
+def test_a_sharded_reference_model_scores_as_one_of_its_own_also_after_a_resume(tmp_path: Path) -> None:
+    job = ("policy.kl_coef=0.05", "ref_model.refresh_every=2", "train.checkpoint_frequency=2", steps(4))
+    expected = numbers(run(tmp_path / "one process", *job), 1)
+    assert numbers(run(tmp_path / "one rank", *job, "ref_model.sharded=true"), 1) == expected
+    job = (*job, "ref_model.sharded=true", "train_model.num_devices=2")
+    rows = run(tmp_path / "two ranks", *job)
+    assert numbers(rows, 1) == [pytest.approx(row, rel=1e-4, abs=1e-6) for row in expected]
+    assert rows[3]["train/kl_k3_to_ref"] == 0 < rows[2]["train/kl_k3_to_ref"]  # of a model that was refreshed
+    resumed = run(tmp_path / "resumed", *job, f"train.resume={folder_at(tmp_path / 'two ranks', 2)}")
+    assert numbers(resumed, 3) == numbers(rows, 3)
+
+
+def test_weights_in_bfloat16_with_8_bit_moments_go_on_exactly_on_as_many_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    job = (
+        "train_model.dtype=bfloat16", "optimizer.name=adamw_8bit", "train_model.num_devices=2", "policy.kl_coef=0",
+        "train.checkpoint_frequency=2", steps(3),
+    )  # fmt: skip
+    whole = run(tmp_path / "whole", *job)
+    resumed = run(tmp_path / "resumed", *job, f"train.resume={folder_at(tmp_path / 'whole', 2)}")
+    assert resumed[-1]["train/loss"] == whole[-1]["train/loss"]
+    assert resumed[-1]["train/grad_norm"] == whole[-1]["train/grad_norm"] > 0
+    states = [state_of(folder_at(tmp_path / name, 3)) for name in ("whole", "resumed")]
+    assert differences(*states) == []
+    assert {weight.dtype for weight in states[0]["trainer"]["model"].values()} == {torch.bfloat16}
+
+
 def train(folder: Path, stop_at: int | None, *overrides: str, asynchronous: bool = True) -> list[int]:
     """The groups that a run trains, in exact mode, until it is stopped or complete."""
     trained: list[int] = []

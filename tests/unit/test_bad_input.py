@@ -135,6 +135,7 @@ PAIRS = {
     "env.num_envs=64 train.dialog_turns_per_batch=96": "must be a multiple of env.num_envs=64",
     "train.optim_batch_size=48": "must divide train.dialog_turns_per_batch=64: use 32 or 64",
     "env.repeats=1": "env.repeats",
+    "ref_model.sharded=true ref_model.num_devices=2": "ref_model.num_devices=2 must be left out with ref_model.sharded",
     "ref_model.refresh_every=5": "needs a reference model apart from the trained one",
     "train_model.dtype=bfloat16": "must be float32 without LoRA",
     "inference_model.in_flight=keep": "must be wait with inference_model.backend=transformers",

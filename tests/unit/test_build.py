@@ -78,6 +78,10 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
             r"tensor_parallel_size=2 must be 1 with train_model\.lora\.enabled=true",
         ),
         (
+            ["train_model.num_devices=6", "train_model.replicas=4"],
+            r"train_model\.replicas=4 must divide the trainer's devices, which are 6, .*: use .*\.num_devices=8",
+        ),
+        (
             ["train_model.cpu_offload=true", "optimizer.name=adamw_8bit"],
             r"optimizer\.name=adamw_8bit must be adamw with train_model\.cpu_offload=true",
         ),

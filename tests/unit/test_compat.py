@@ -27,6 +27,7 @@ from torchrl_grpo.compat.torch import (
 )
 from torchrl_grpo.compat.torchrl import group_names
 from torchrl_grpo.compat.transformers import attention_of
+from torchrl_grpo.models import sharding
 
 PACKAGE = ROOT / "torchrl_grpo"
 TREES = {
@@ -37,6 +38,7 @@ TREES = {
 NAMES = [
     "threading:_shutdown",
     "atexit:_run_exitfuncs",
+    "torch:_dynamo.utils.disable_cache_limit",
     "torch:_foreach_norm",
     "torch:_foreach_sub",
     "torch:Tensor._version",
@@ -51,6 +53,8 @@ NAMES = [
     "torch.distributed:ProcessGroupGloo._Options._timeout",
     "torch.nn:Module._load_from_state_dict",
     "torch.utils.tensorboard:SummaryWriter._get_file_writer",
+    "torchao.optim:AdamW8bit._new_buffer",
+    "torchao.optim.adam:single_param_adam",
     "torchrl.envs:EnvBase._reset",
     "torchrl.envs:EnvBase._step",
     "torchrl.envs:Transform._step",
@@ -219,3 +223,16 @@ def test_groups_that_wait_are_named(shared: bool) -> None:
     for name in ("a", 7):
         queue._queue_append(name, object())
     assert group_names(queue) == ["a", 7]
+
+
+def test_an_8_bit_moment_has_its_codes_and_scales_again_from_its_floats() -> None:
+    subclass = pytest.importorskip("torchao.optim.subclass_8bit")
+    for signed in (True, False):
+        moment = subclass.OptimState8bit.zeros((64, 64), signed)
+        values = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) ** 3
+        values[3] = 0.0  # a quarter of a block
+        values[8:16] = 0.0
+        moment.copy_(values if signed else values.abs())
+        again = subclass.OptimState8bit.zeros((64, 64), signed)
+        again.copy_(sharding._exact_floats(moment))
+        assert torch.equal(again.codes, moment.codes) and torch.equal(again.scale, moment.scale)

@@ -205,12 +205,24 @@ def test_savings_are_differences_of_the_peak_counted_by_hand() -> None:
     assert "train_model.num_devices=2" in found
 
 
+def test_moments_of_one_byte_are_two_bytes_a_weight_whatever_the_weights_are() -> None:
+    shape, count = make_shape()
+    whole = StepSetup(1000, 20, passes=1, number=2, master=4, small_states=True)
+    half = replace(whole, master=2)
+    assert step_memory(shape, whole).resting == (4 + 2) * count
+    assert (step_memory(shape, half).resting, step_memory(shape, half).gradients) == ((2 + 2) * count, 2 * count)
+    assert step_memory(shape, replace(half, ranks=4)).resting == (2 + 2) * count // 4
+    assert step_memory(shape, replace(half, ranks=4, replicas=2)).resting == (2 + 2) * count // 2
+
+
 def test_knobs_that_are_on_or_cannot_be_turned_are_not_named() -> None:
     shape, _ = make_shape()
     tuned = StepSetup(1000, 20, passes=4, number=2, checkpoints=True, adapters=16, small_states=True)
     assert set(savings(shape, tuned)) == {"train.micro_batch_tokens=500", "train_model.num_devices=2"}
     alone = replace(tuned, sequences=1, small_states=False, ranks=2)  # a pass has a sequence at least
-    assert set(savings(shape, alone)) == {"train_model.num_devices=4", "train_model.cpu_offload=true"}
+    assert set(savings(shape, alone)) == {
+        "train_model.num_devices=4", "train_model.cpu_offload=true", "optimizer.name=adamw_8bit",
+    }  # fmt: skip
     assert set(savings(shape, replace(alone, offloads=True))) == {"train_model.num_devices=4"}
 
 

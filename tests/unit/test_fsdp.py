@@ -33,7 +33,7 @@ from torchrl_grpo.learner.shards import ShardedSaver
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.prefix import Layout
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
-from torchrl_grpo.models.sharding import init_mesh, loading_device, mesh_of, shard_model
+from torchrl_grpo.models.sharding import init_mesh, loading_device, mesh_of, num_replicas, shard_model
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 
@@ -294,10 +294,28 @@ def run_grid_rank(rank: int, world_size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def run_copies_rank(rank: int, world_size: int, folder: str) -> None:
+    """What each process of 2 x 2 does, where each pair shards a copy of the model."""
+    torch.set_num_threads(1)
+    path = Path(folder)
+    store = dist.FileStore(f"{folder}/meet_copies", 4)
+    mesh = init_mesh(rank, 4, store, device=CPU, timeout_s=600, replicas=2)
+    out: dict[str, Any] = {name: COMPARED[name](mesh) for name in ON_ALL_WORLD_SIZES}
+    out["share"] = share_of_memory(mesh)
+    out["replicas"] = num_replicas(make_trainer(mesh).model)
+    out["save_False"] = save_and_go_on(mesh, path / "ranks_copies", lora=False)
+    dist.barrier()
+    out["load_False"] = load_and_go_on(mesh, path / "ranks_copies", lora=False)
+    out["load_single_False"] = load_and_go_on(mesh, path / "single_False.pt", lora=False)
+    torch.save(out, path / f"rank_copies_{rank}.pt")
+    dist.destroy_process_group()
+
+
 def run_four_ranks(rank: int, world_size: int, folder: str) -> None:
-    """What each of four processes does: one group, and then the other."""
+    """What each of four processes does: one group, and then the others."""
     run_rank(rank, world_size, folder)
     run_grid_rank(rank, world_size, folder)
+    run_copies_rank(rank, world_size, folder)
 
 
 class _NoTokenizer:
@@ -352,6 +370,11 @@ def four(folder: Path, four_ranks: None) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def grid(folder: Path, four_ranks: None) -> list[dict[str, Any]]:
     return given_by("grid", 4, folder)
+
+
+@pytest.fixture(scope="module")
+def copies(folder: Path, four_ranks: None) -> list[dict[str, Any]]:
+    return given_by("copies", 4, folder)
 
 
 @pytest.fixture(params=["two", "four"])
@@ -551,6 +574,35 @@ def test_layers_split_over_pairs_train_like_one_process(
     for got, metrics in zip(grid[0][name]["metrics"], single[name]["metrics"], strict=True):
         for key in metrics.keys() - OF_THE_SPLIT:
             assert got[key] == pytest.approx(metrics[key], rel=5e-6, abs=5e-6), key
+
+
+def test_two_sharded_copies_train_like_four_shards_and_like_one_process(
+    copies: list[dict[str, Any]], four: list[dict[str, Any]], single: dict[str, Any]
+) -> None:
+    for name in ("full_float64", "lora_float64"):
+        for other in (four[0][name], single[name]):
+            assert distance(copies[0][name]["weights"], other["weights"]) < 1e-14
+            for got, metrics in zip(copies[0][name]["metrics"], other["metrics"], strict=True):
+                for key in metrics.keys() - OF_THE_SPLIT:
+                    assert got[key] == pytest.approx(metrics[key], rel=5e-6, abs=5e-6), key
+    names = [name for name, value in copies[0].items() if isinstance(value, dict) and "metrics" in value]
+    for rank in copies:
+        assert rank["replicas"] == 2
+        assert rank["share"] == pytest.approx(1 / 2, rel=0.05)
+        for name in names:
+            assert rank[name]["metrics"] == copies[0][name]["metrics"]
+            assert worst(rank[name]["weights"], copies[0][name]["weights"]) == 0
+
+
+def test_a_checkpoint_of_sharded_copies_is_one_of_any_number_of_ranks(
+    copies: list[dict[str, Any]], single: dict[str, Any], folder: Path
+) -> None:
+    saved, loaded = copies[0]["save_False"], copies[0]["load_False"]
+    assert worst(loaded["at_save"], saved["at_save"]) == worst(loaded["weights"], saved["weights"]) == 0
+    assert distance(copies[0]["load_single_False"]["weights"], single["save_False"]["weights"]) < 1e-6
+    to_single = load_and_go_on(None, folder / "ranks_copies", lora=False)
+    assert worst(to_single["at_save"], saved["at_save"]) == 0
+    assert distance(to_single["weights"], saved["weights"]) < 1e-6
 
 
 def test_split_layers_are_scaled_recomputed_and_held_like_whole_ones(grid: list[dict[str, Any]]) -> None:

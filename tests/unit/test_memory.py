@@ -64,7 +64,7 @@ def test_all_who_speak_of_memory_say_the_same(job: tuple[str, ...], monkeypatch:
     work = settings.work
     assert work.shape == blueprint.shape
     assert work.train_memory(1) == memory.train
-    assert work.reference_memory() == (memory.reference.weights if memory.reference else 0)
+    assert work.reference_memory(1) == (memory.reference.weights if memory.reference else 0)
     assert (work.weight_bytes, 4 * work.group_memory()) == (memory.engine.weights, memory.engine.cache)
 
     trainer = parts.make_trainer(blueprint, torch.device("cpu"))

@@ -15,7 +15,7 @@ import pytest
 from tests.support.configs import ROOT
 from torchrl_grpo.advice.plan.hardware import GPUS, SHAPES, Workload, model_shape
 from torchrl_grpo.advice.plan.simulation import Costs, Loop, Simulation
-from torchrl_grpo.advice.plan.splits import Settings, Split, best_splits
+from torchrl_grpo.advice.plan.splits import Settings, Split, best_splits, simulate
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.models.memory import Shape, StepSetup
 from torchrl_grpo.scripts.plan import main
@@ -36,6 +36,7 @@ WORK = Workload(
     backend="vllm",
     recomputes=False,
     scores=True,
+    shards_reference=False,
     broadcast=False,
     reward_s=0.0,
 )
@@ -207,3 +208,31 @@ def test_a_plan_is_made_without_torch() -> None:
     code = "import sys, torchrl_grpo.scripts.plan; sys.exit('torch' in sys.modules)"
     driver = {**os.environ, "TORCHRL_GRPO_QUICK_IMPORTS": ""}  # an actor's imports begin with torch
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=driver, timeout=60).returncode == 0
+
+
+def test_devices_that_take_turns_hold_a_step_or_an_engine_beside_what_rests() -> None:
+    work = replace(SETTINGS.work, shards_reference=True)
+    settings, train = replace(SETTINGS, work=work), work.train_memory(8)
+    shard = work.reference_memory(8)
+    assert shard == work.shape.parameters * work.reference_number // 8
+    assert SETTINGS.work.reference_memory(8) == work.shape.parameters * work.reference_number
+    assert settings.memory_in_turns(8) == shard + train.peak
+    assert settings.has_reference is False  # on devices of its own
+    large = replace(work, step=replace(work.step, offloads=True), engine_number=40)
+    assert replace(settings, work=large).memory_in_turns(8) == large.weight_bytes + large.group_memory()
+    assert train.resting == 12 * work.shape.parameters // 8
+
+
+def test_turns_take_as_long_as_sampling_and_training_one_after_the_other() -> None:
+    work = replace(SETTINGS.work, scores=False, groups=64)
+    settings = replace(SETTINGS, work=work, rows=64 * work.group_size)
+    found = settings.in_turns(8)
+    assert found is not None
+    split = Split(8, 0, 8)
+    costs = settings.costs(split, settings.loop(split))
+    assert found.step_s > costs.train + costs.publish + costs.update
+    alone = best_splits(settings, 8)[0].split
+    loop = replace(settings.loop(alone), max_staleness=0)
+    assert found.step_s < simulate(loop, settings.costs(alone, loop)).step_s  # where some wait for the others
+    assert settings.in_turns(7) is None  # which do not share 64 groups
+    assert replace(settings, work=replace(work, shape=SHAPES["qwen2.5-32b"])).in_turns(8) is None

@@ -14,6 +14,7 @@ from tests.support.runs import LORA, SMALL, at, changed, differences, numbers, r
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, plain
 from torchrl_grpo.config.resumed import written
+from torchrl_grpo.learner.optimizer import make_optimizer
 from torchrl_grpo.learner.resume import Resume, find_resume
 from torchrl_grpo.models import loading
 from torchrl_grpo.reporting.metrics import read_jsonl
@@ -72,6 +73,20 @@ def test_the_moments_of_adamw_8bit_are_of_one_byte(adamw_8bit_run: Path) -> None
     moment = state["model.layers.0.mlp.down_proj.weight"]["exp_avg"]
     assert (moment.codes.dtype, moment.codes.numel()) == (torch.uint8, moment.numel())
     assert differences(state_of(at(adamw_8bit_run, 3)), state_of(at(adamw_8bit_run, 6)))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("adamw_8bit_run")
+def test_weights_in_bfloat16_move_by_steps_that_are_smaller_than_their_rounding() -> None:
+    """From 1, where the next number in bfloat16 is 1 - 2**-8: by 2e-4 in each of 20 steps, on average."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    optimizer = make_optimizer([weight], "adamw_8bit", lr=2e-4)
+    for _ in range(20):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert weight.dtype == torch.bfloat16 and len(weight.unique()) > 1
+    assert weight.float().mean().item() == pytest.approx(1 - 20 * 2e-4, abs=3e-4)
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ def prepare(
         task = make_task(config.env, tests=config.evaluation.datasets or ())
         model_config, tokenizer, stop_token_ids = describe_model(config)
         teacher = None if config.teacher.model is None else check_teacher(config, tokenizer)
-        check_optimizer(config.optimizer.name, len(plan.train))
+        check_optimizer(config.optimizer.name)
         _check_sharding(config, len(plan.train), model_config.get_text_config())
         env, inference = config.env, config.inference_model
         params = SamplingParams(
@@ -291,7 +291,7 @@ def _plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePla
     plan = plan_devices(
         {role: RoleRequest(node.num_devices, node.devices) for role, node in nodes},
         accelerators,
-        needs_reference=config.has_own_reference,
+        needs_reference=config.has_own_reference and not config.ref_model.sharded,
         needs_teacher=config.needs_teacher,
         engine_devices=inference.devices_per_engine,
         servers=len(inference.address),
@@ -339,6 +339,13 @@ def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedCo
             f"train_model.tensor_parallel_size={size} must divide the model's {heads} key and value heads: use "
             f"{max(fits for fits in range(1, size) if heads % fits == 0)}."
         )
+    copies = train.replicas
+    if copies > 1 and (devices % copies or devices < 2 * copies or size > 1):
+        raise ConfigError(
+            f"train_model.replicas={copies} must divide the trainer's devices, which are {devices}, into groups of two "
+            f"or more, with train_model.tensor_parallel_size=1: use train_model.num_devices={2 * copies}, for example, "
+            "or leave it out."
+        )
     if size > 1 and train.lora.enabled:
         raise ConfigError(
             f"train_model.tensor_parallel_size={size} must be 1 with train_model.lora.enabled=true: leave it out, and "
@@ -346,8 +353,8 @@ def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedCo
         )
     if train.cpu_offload and config.optimizer.name != "adamw":
         raise ConfigError(
-            f"optimizer.name={config.optimizer.name} must be adamw with train_model.cpu_offload=true, because its "
-            "state cannot be sharded: leave one of them out."
+            f"optimizer.name={config.optimizer.name} must be adamw with train_model.cpu_offload=true, because it is "
+            "not made for steps on the CPU: leave one of them out."
         )
 
 
@@ -415,7 +422,8 @@ def _check_device(blueprint: Blueprint, device: torch.device, total: int) -> Non
     holds: dict[str, float] = {}
     if device in plan.train:
         holds = {"trained weights and optimizer state": train.resting, "gradients": train.gradients}
-    if device in plan.reference and memory.reference is not None:
+    of_reference = plan.train if config.ref_model.sharded else plan.reference
+    if device in of_reference and memory.reference is not None:
         holds["the reference model"] = memory.reference.weights
     if device in plan.teacher and memory.teacher is not None:
         holds["the teacher"] = memory.teacher.weights
@@ -469,7 +477,7 @@ def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
         ),
     ]
     if "reference" in memory:
-        own = [(device,) for device in plan.reference]
+        own = ranks if config.ref_model.sharded else [(device,) for device in plan.reference]
         roles.append(("reference", own, config.ref_model.dtype, memory["reference"].peak))
     elif config.needs_reference:
         roles.append(("reference (adapters off)", ranks, train.dtype, 0))

@@ -27,7 +27,7 @@ class RunMemory:
     Attributes:
         train: of a rank of the learner.
         engine: of one of an engine's devices.
-        reference: of a reference model of its own; None without one.
+        reference: of a reference model of its own, which may lie on the learner's devices; None without one.
         teacher: of the teacher, likewise.
     """
 
@@ -75,10 +75,14 @@ def run_memory(
     setup = replace(step_setup(config), ranks=ranks).of_batch(tokens, prompt + response)
     if on_cpu:
         setup = replace(setup, offloads=False)
+    shards = ranks // config.train_model.replicas
+    reference = weight_bytes(shape, BYTES[config.ref_model.dtype], shards if config.ref_model.sharded else 1)
+    if config.ref_model.sharded and setup.offloads:
+        reference = 0
     return RunMemory(
         train=step_memory(shape, setup),
         engine=ModelMemory(weight_bytes(shape, number, size), int(cache / size)),
-        reference=ModelMemory(weight_bytes(shape, BYTES[config.ref_model.dtype])) if config.has_own_reference else None,
+        reference=ModelMemory(reference) if config.has_own_reference else None,
         teacher=None if teacher is None else ModelMemory(weight_bytes(teacher, BYTES[config.teacher.dtype])),
     )
 
@@ -96,5 +100,6 @@ def step_setup(config: GRPOConfig) -> StepSetup:
         checkpoints=model.gradient_checkpointing,
         adapters=model.lora.r if model.lora.enabled else 0,
         small_states=config.optimizer.name == "adamw_8bit",
+        replicas=model.replicas,
         offloads=model.cpu_offload,
     )

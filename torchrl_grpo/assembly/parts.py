@@ -65,8 +65,9 @@ def make_learner(
     torch.manual_seed(config.seed)
     trainer = make_trainer(blueprint, device, mesh)
     transforms = batch_transforms(config)
-    if lora and config.needs_reference:
-        scorer = AdapterOffScorer(trainer.model, temperature=config.inference_model.temperature)
+    if config.learner_scores:
+        temperature = config.inference_model.temperature
+        scorer = AdapterOffScorer(trainer.model, temperature=temperature) if lora else _sharded(blueprint, device, mesh)
         transforms.insert(0, ("reference", _kl_scoring(config, scorer)))
     model = config.model
     base = loading.CheckpointModel(
@@ -237,8 +238,10 @@ def make_teacher(blueprint: Blueprint, device: torch.device | None = None) -> Re
     model = _load(config, "teacher", device or own_device()).requires_grad_(False)
     scorer = TokenScorer(model, temperature=config.inference_model.temperature)
     if config.teacher_in_loss:
-        return Reference(TeacherStates(scorer, top_k=config.policy.teacher_top_k, **_passes(config)))
-    return Reference(KLScoring(scorer, out_key=keys.TEACHER_LOG_PROBS, **_passes(config)))
+        states = TeacherStates(scorer, top_k=config.policy.teacher_top_k, **_passes(config))
+        return Reference(states, makes_room=blueprint.sleeps)
+    scoring = KLScoring(scorer, out_key=keys.TEACHER_LOG_PROBS, **_passes(config))
+    return Reference(scoring, makes_room=blueprint.sleeps)
 
 
 def _teacher_head(config: GRPOConfig, device: torch.device) -> Teacher:
@@ -250,6 +253,18 @@ def _teacher_head(config: GRPOConfig, device: torch.device) -> Teacher:
     head = _load(config, "teacher", torch.device("cpu")).get_output_embeddings()
     bias = None if head.bias is None else head.bias.detach().to(device)
     return Teacher(beta, head.weight.detach().to(device), bias)
+
+
+def _sharded(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | None) -> TokenScorer:
+    """The scorer of a reference model that lies on the training ranks as the trained model does."""
+    config = blueprint.config
+    say("loading the reference model")
+    model = _load(config, "ref_model", device if mesh is None else loading_device(mesh)).requires_grad_(False)
+    scorer = TokenScorer(model, temperature=config.inference_model.temperature)  # before sharding: it checks itself
+    if mesh is not None:
+        offload = config.train_model.cpu_offload
+        shard_model(model, mesh, param_dtype=_autocast_dtype(config), cpu_offload=offload)
+    return scorer
 
 
 def _kl_scoring(config: GRPOConfig, scorer: TokenScorer) -> KLScoring:

@@ -345,6 +345,7 @@ def _make_roles(
             partial(make_learner, untested, transfer),
             options=seats["train"],
             tensor_parallel_size=config.train_model.tensor_parallel_size,
+            replicas=config.train_model.replicas,
             actor_timeout_s=ray.actor_timeout_s,
             resumed_from=None if resume is None else resume.path,
         )

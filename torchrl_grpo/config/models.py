@@ -62,12 +62,16 @@ class TrainModelConfig(DevicesConfig):
     """The trained model's devices and memory."""
 
     dtype: str = choice(checks.Dtype, "float32")
-    """Type of the master weights and of the optimizer state."""
+    """Type of the master weights and of the optimizer state. Without LoRA bfloat16 needs optimizer.name=adamw_8bit,
+    which rounds weights at random."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass to save memory."""
     tensor_parallel_size: int = limited(1, ge=1)
     """Devices that compute each layer together, at least 1; must divide the number of devices, over which the model is
     otherwise sharded."""
+    replicas: int = limited(1, ge=1)
+    """Copies of the model, each sharded over as many of its devices, at least 1. With as many as machines, layers are
+    gathered within a machine, and gradients alone travel between machines (HSDP)."""
     model_kwargs: Any = None
     """Further arguments of from_pretrained for all models that Transformers loads, such as {experts_implementation:
     grouped_mm}, or fields of config.json; vllm gets the latter through engine_kwargs.hf_overrides."""
@@ -138,6 +142,9 @@ class RefModelConfig(DevicesConfig):
 
     dtype: str = choice(checks.Dtype, "float32")
     """Type of the weights."""
+    sharded: bool = False
+    """Whether it is sharded over the trained model's devices, whose ranks score their shares of a batch before they
+    train it. Otherwise each device has a full copy, and scores while others sample."""
     refresh_every: int | None = limited(None, ge=1)
     """Copy the trained weights to the reference model every this many steps; null never."""
 

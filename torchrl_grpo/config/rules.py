@@ -405,10 +405,20 @@ def _validate_policy(config: GRPOConfig) -> None:
 
 
 def _validate_models(config: GRPOConfig) -> None:
-    if config.train_model.dtype != "float32" and not config.train_model.lora.enabled:
+    reference = config.ref_model
+    if reference.sharded and (given := reference.num_devices or reference.devices):
+        field = "num_devices" if reference.num_devices else "devices"
         raise ConfigError(
-            f"train_model.dtype={config.train_model.dtype} must be float32 without LoRA, because the optimizer's "
-            "small steps are lost in 16 bits: use train.mixed_precision=bf16, or train_model.lora.enabled=true."
+            f"ref_model.{field}={given} must be left out with ref_model.sharded=true, which puts the reference model "
+            f"on the trained model's devices: leave ref_model.{field} out, or use ref_model.sharded=false."
+        )
+    dtype = config.train_model.dtype
+    rounds_at_random = dtype == "bfloat16" and config.optimizer.name == "adamw_8bit"
+    if dtype != "float32" and not (config.train_model.lora.enabled or rounds_at_random):
+        raise ConfigError(
+            f"train_model.dtype={dtype} must be float32 without LoRA, because the optimizer's small steps are lost in "
+            "16 bits: use train.mixed_precision=bf16, train_model.lora.enabled=true, or bfloat16 with "
+            "optimizer.name=adamw_8bit, which rounds at random."
         )
     if config.model.revision is not None and (config.model.name == "starter" or Path(config.model.name).exists()):
         raise ConfigError(

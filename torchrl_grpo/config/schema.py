@@ -323,6 +323,11 @@ class GRPOConfig:
         return self.needs_reference and not self.train_model.lora.enabled
 
     @property
+    def learner_scores(self) -> bool:
+        """Whether the training ranks give them."""
+        return self.needs_reference and (self.train_model.lora.enabled or self.ref_model.sharded)
+
+    @property
     def needs_teacher(self) -> bool:
         """Whether there is a teacher."""
         return self.policy.teacher_coef > 0

@@ -19,7 +19,8 @@ from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.shards import ShardedSaver
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models.scoring import TokenScorer, autocast
-from torchrl_grpo.models.sharding import is_shared, is_writer
+from torchrl_grpo.models.sharding import copy_parts, is_shared, is_writer
+from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.transforms.ragged import join_groups
 from torchrl_grpo.weights import ObjectSender, Sender, WeightHandle
 from torchrl_grpo.weights.mismatch import Probe, log_prob_mismatch
@@ -36,8 +37,8 @@ class Learner:
 
     Args:
         trainer: trains the batch; of a sharded model, its rank's share.
-        transforms: what is applied to the whole batch first, by name: reference scoring (LoRA), reward shaping,
-            advantage. The name appears in ``time/{name}_s``.
+        transforms: what is applied to the whole batch first, by name: reference scoring (LoRA, or a sharded reference
+            model), reward shaping, advantage. The name appears in ``time/{name}_s``.
         sender: gives the weights to the engines.
         tokenizer: makes the text of the tokens in ``samples``; None leaves them out.
         makes_room: whether engines wake on this GPU when they are given weights: they get what training took of it.
@@ -126,7 +127,13 @@ class Learner:
     def reference_weights(self) -> WeightHandle | None:
         """Handle of the current full weights in the trainer's dtype, for a reference model; None on a rank other than
         0.
+
+        A reference model on the ranks themselves takes them here, part by part.
         """
+        own = next((transform for name, transform in self.transforms if name == "reference"), None)
+        if isinstance(own, KLScoring) and own.scorer.model is not self.trainer.model:
+            copy_parts(self.trainer.model, own.scorer.model)
+            return None
         return self._send(ObjectSender(None))
 
     def _send(self, sender: Sender) -> WeightHandle | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchrl_grpo.compat.torch import differences, norms
+from torchrl_grpo.learner.optimizer import has_small_states
 
 _MOST = 1024
 """Numbers per parameter to look at: far fewer in all than a step computes with."""
@@ -55,7 +56,7 @@ class StepMeasures:
         changes = differences(self._few(self._parameters), before)
         sums = {"changed": _squares(changes), "size": _squares(before)}
         states = [state for p in self._parameters if "exp_avg_sq" in (state := optimizer.state.get(p, {}))]
-        if any(type(state["exp_avg"]) not in (Tensor, DTensor) for state in states):  # of 8 bits
+        if has_small_states(optimizer):
             states = []
         if states:
             sums["of_mean"] = _squares(self._few([state["exp_avg"] for state in states]))

@@ -25,7 +25,8 @@ def make_optimizer(
     Args:
         parameters: what is trained.
         name: ``adamw``, or ``adamw_8bit``: torchao's, whose two moments take one byte each for a weight of a matrix, in
-            blocks of 256 with a scale (arXiv 2110.02861). It is compiled at its first step.
+            blocks of 256 with a scale (arXiv 2110.02861). It is compiled at its first step, and rounds weights in
+            bfloat16 at random, so that small steps count on average (arXiv 2010.06192).
         lr: the learning rate.
         weight_decay: decoupled, of matrices.
         betas: decays of the two moments.
@@ -37,7 +38,12 @@ def make_optimizer(
     ]
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-    from torchao.optim import AdamW8bit
+    from torchrl_grpo.compat.torchao import AdamW8bit
 
-    made: torch.optim.Optimizer = AdamW8bit(groups, lr=lr, betas=betas, eps=eps)
+    made: torch.optim.Optimizer = AdamW8bit(groups, lr=lr, betas=betas, eps=eps, bf16_stochastic_round=True)
     return made
+
+
+def has_small_states(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer keeps 8 bits a moment."""
+    return type(optimizer).__name__.endswith("8bit")

@@ -25,6 +25,7 @@ from torchrl_grpo.functional import effective_sample_size
 from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.learner.diagnosis import queries_of, scorer_failed, where_not_finite
 from torchrl_grpo.learner.measures import StepMeasures
+from torchrl_grpo.learner.optimizer import has_small_states
 from torchrl_grpo.learner.parts import read_parts
 from torchrl_grpo.learner.scores import PassScores
 from torchrl_grpo.models.loading import base_model_of, shape_of
@@ -45,6 +46,7 @@ from torchrl_grpo.models.sharding import (
     compute_device,
     load_whole_state,
     mesh_of,
+    num_replicas,
     whole_state,
 )
 from torchrl_grpo.objectives.grpo import GRPOLoss
@@ -188,8 +190,9 @@ class GRPOTrainer:
             master=master,
             checkpoints=bool(base.is_gradient_checkpointing),
             adapters=adapters["default"].r if adapters else 0,
-            small_states=type(self.optimizer).__name__.endswith("8bit"),
+            small_states=has_small_states(self.optimizer),
             ranks=self.world_size,
+            replicas=num_replicas(self.model),
             offloads=self.parameters[0].device.type != self.device.type,
         )
 

@@ -100,7 +100,8 @@ class StepSetup:
         checkpoints: whether gradient checkpointing is on.
         adapters: rank of the adapters that alone are trained; 0 trains all weights.
         small_states: whether the optimizer keeps 8 bits a moment.
-        ranks: that the model is sharded over.
+        ranks: that share a batch.
+        replicas: copies of the model, each sharded over as many of the ranks.
         offloads: whether weights, gradients and moments rest on the CPU.
     """
 
@@ -113,6 +114,7 @@ class StepSetup:
     adapters: int = 0
     small_states: bool = False
     ranks: int = 1
+    replicas: int = 1
     offloads: bool = False
 
     def of_batch(self, tokens: float, longest: float) -> StepSetup:
@@ -180,9 +182,10 @@ def step_memory(shape: Shape, setup: StepSetup) -> StepMemory:
     """
     number, master = setup.number, setup.master
     adapters = shape.adapted * setup.adapters * _ADAPTER_NUMBER
-    weights = int(shape.parameters * master + adapters) // setup.ranks
-    trained = int(adapters or shape.parameters * master) // setup.ranks
-    moments = trained // 2 if setup.small_states else 2 * trained
+    shards = setup.ranks // setup.replicas
+    weights = int(shape.parameters * master + adapters) // shards
+    trained = int(adapters or shape.parameters * master) // shards
+    moments = 2 * trained // (_ADAPTER_NUMBER if adapters else master) if setup.small_states else 2 * trained
     if setup.offloads:
         weights = trained = moments = 0
     copies, outside = 0, shape.head * (1 if shape.tied else 2)
@@ -276,9 +279,10 @@ def savings(shape: Shape, setup: StepSetup) -> dict[str, int]:
         knobs["train_model.lora.enabled=true"] = replace(setup, adapters=_LORA_RANK)
     share = replace(setup, tokens=half if single and setup.sequences > 1 else setup.tokens, ranks=2 * setup.ranks)
     knobs[f"train_model.num_devices={share.ranks}"] = share
-    if setup.ranks == 1 and not (setup.small_states or setup.offloads):
+    if setup.replicas > 1:
+        knobs["train_model.replicas=1"] = replace(setup, replicas=1)
+    if not (setup.small_states or setup.offloads):  # which exclude each other
         knobs["optimizer.name=adamw_8bit"] = replace(setup, small_states=True)
-    if not (setup.small_states or setup.offloads):  # 8-bit moments cannot be sharded
         knobs["train_model.cpu_offload=true"] = replace(setup, offloads=True)
     now = step_memory(shape, setup).peak
     return {name: now - step_memory(shape, other).peak for name, other in knobs.items()}

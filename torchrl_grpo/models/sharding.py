@@ -1,6 +1,7 @@
 """Sharding a model over processes with FSDP2: each rank holds a part of every parameter, and of the optimizer's state.
 
-Optionally, groups of ranks also compute each layer together (tensor parallelism), by the plan in the model's config.
+Optionally, groups of ranks also compute each layer together (tensor parallelism), by the plan in the model's config, or
+several groups hold a sharded copy each (HSDP): then layers are gathered within a group, and gradients summed over all.
 
 A rank of a group calls ``init_mesh`` once, loads the whole model on its ``loading_device`` (which takes memory on
 rank 0 alone, where that will do), and gives both to ``shard_model``. Afterwards the parameters are DTensors. Layers are
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,6 +58,7 @@ def init_mesh(
     device: torch.device,
     timeout_s: float,
     tensor_parallel_size: int = 1,
+    replicas: int = 1,
 ) -> DeviceMesh:
     """Join the process group of the trainer's ranks; call it once in each process, before sharding.
 
@@ -68,13 +71,19 @@ def init_mesh(
         timeout_s: how long a rank waits for the others, here and in each collective call, before it raises; with tensor
             parallelism, in those of all ranks (the others have torch's own bound, of minutes).
         tensor_parallel_size: ranks that compute the same sequences together, each a part of every layer.
+        replicas: sharded copies of the model, each on ranks that follow each other.
 
     Returns:
-        a mesh of two dimensions, ``"shard"`` and ``"tensor"``.
+        a mesh of two dimensions, ``"shard"`` and ``"tensor"``, before which ``"replicate"`` comes with several copies.
 
     Raises:
-        ValueError: ``world_size`` is no multiple of ``tensor_parallel_size``.
+        ValueError: ``world_size`` is no multiple of ``tensor_parallel_size``, or not of ``replicas``, or both are
+            above 1.
     """
+    if replicas > 1 and (world_size % replicas or tensor_parallel_size > 1):
+        raise ValueError(
+            f"replicas={replicas} must divide world_size={world_size}, without tensor parallelism: use replicas=1."
+        )
     if world_size % tensor_parallel_size:
         raise ValueError(
             f"world_size={world_size} must be a multiple of tensor_parallel_size={tensor_parallel_size}: use "
@@ -86,8 +95,19 @@ def init_mesh(
         backend = "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    _all_ranks.cache_clear()
+    if replicas > 1:
+        _all_ranks(device.type)
+        names = ("replicate", "shard", "tensor")
+        return init_device_mesh(device.type, (replicas, world_size // replicas, 1), mesh_dim_names=names)
     shape = (world_size // tensor_parallel_size, tensor_parallel_size)
     return init_device_mesh(device.type, shape, mesh_dim_names=("shard", "tensor"))
+
+
+@cache
+def _all_ranks(device_type: str) -> DeviceMesh:
+    """A mesh of one dimension, of all ranks of the process group."""
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("data",))
 
 
 def lone_mesh(device: torch.device) -> DeviceMesh:
@@ -149,8 +169,9 @@ def shard_model(
     # is gone.
     filled = mesh["tensor"].size() == 1
     tensors = {name: tensor.detach() for name, tensor in _tensors(model)} if filled and dist.get_rank() == 0 else {}
+    over = mesh["replicate", "shard"] if _replicates(mesh) else mesh["shard"]
     for module in [*layers, base]:
-        sharded = fully_shard(module, mesh=mesh["shard"], mp_policy=mixed, offload_policy=offload)
+        sharded = fully_shard(module, mesh=over, mp_policy=mixed, offload_policy=offload)
         sharded.set_gradient_divide_factor(1.0)  # a sum: the loss is normalized over the batch of all ranks
         sharded.set_force_sum_reduction_for_comms(True)  # the factor alone would ask for an operation gloo lacks
     base.call_gathered = lambda function, *args: function(*args)
@@ -187,7 +208,8 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], device: torch.device, me
         dist.broadcast(whole, 0)
         if isinstance(tensor, DTensor):
             tensor = tensor.to_local()  # FSDP2 gives the ranks chunks of the first dimension, the last ones none
-            whole = dict(enumerate(whole.chunk(mesh.size()))).get(dist.get_rank(), whole[:0])
+            shard = mesh["shard"]
+            whole = dict(enumerate(whole.chunk(shard.size()))).get(shard.get_local_rank(), whole[:0])
         tensor.copy_(whole)
 
 
@@ -233,9 +255,22 @@ def call_gathered(base: nn.Module, function: Callable[..., Any], *args: Any) -> 
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """The ranks that a model is sharded over and that see different data, or None."""
+    """The ranks that hold a sharded model and see different data, or None."""
     parameter = next(model.parameters())
-    return parameter.device_mesh["shard"] if isinstance(parameter, DTensor) else None
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh = parameter.device_mesh
+    return _all_ranks(mesh.device_type) if _replicates(mesh) else mesh["shard"]
+
+
+def num_replicas(model: nn.Module) -> int:
+    """How many sharded copies of a model its ranks hold."""
+    mesh = getattr(next(model.parameters()), "device_mesh", None)
+    return mesh["replicate"].size() if mesh is not None and _replicates(mesh) else 1
+
+
+def _replicates(mesh: DeviceMesh) -> bool:
+    return "replicate" in (mesh.mesh_dim_names or ())
 
 
 def is_shared(model: nn.Module) -> bool:
@@ -271,6 +306,14 @@ def compute_device(model: nn.Module) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
+@torch.no_grad()
+def copy_parts(source: nn.Module, target: nn.Module) -> None:
+    """Gives a model the weights of another one of the same shape and sharding; nothing is gathered."""
+    of = dict(source.named_parameters())
+    for name, parameter in target.named_parameters():
+        parameter.copy_(of[name])
+
+
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return a model's trained weights and its optimizer's state, by parameter name.
 
@@ -296,11 +339,8 @@ def own_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tupl
         the tensors by ``weights/NAME`` and ``moments/KIND/NAME``, sharded ones as DTensors, and the optimizer's state
         without them.
     """
-    tensors = {
-        f"{WEIGHTS}{name}": parameter.detach()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    tensors = {f"{WEIGHTS}{name}": parameter.detach() for name, parameter in parameters.items()}
     if optimizer is None:
         return tensors, {}
     whole: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_OWN)
@@ -308,10 +348,33 @@ def own_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tupl
     for name, state in whole["state"].items():
         for kind, value in state.items():
             if isinstance(value, Tensor) and value.dim():
-                tensors[f"moments/{kind}/{name}"] = value
+                tensors[f"moments/{kind}/{name}"] = _as_float(value, parameters[name])
             else:
                 rest[name][kind] = value
     return tensors, {**whole, "state": rest}
+
+
+def _as_float(moment: Tensor, parameter: Tensor) -> Tensor:
+    """A moment in numbers that any number of ranks can read: in 8 bits they stand in blocks of each rank's part."""
+    if not hasattr(moment, "codes") and (isinstance(moment, DTensor) or not isinstance(parameter, DTensor)):
+        return moment
+    local = _exact_floats(moment) if hasattr(moment, "codes") else moment.float()
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh, placements, stride = parameter.device_mesh, parameter.placements, parameter.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=stride)
+
+
+def _exact_floats(moment: Any) -> Tensor:
+    """The numbers of torchao's 8-bit moment, which give just its codes and scales when they are quantized again.
+
+    A scale is the largest magnitude in a block, and the codes have 1 but not -1: so the lowest one counts as -1 here.
+    """
+    values = moment.qmap.clone()
+    if moment.signed:
+        values[values.argmin()] = -1.0
+    floats: Tensor = type(moment)(moment.codes, moment.scale, values, moment.signed).dequantize()
+    return floats
 
 
 def load_parts(
@@ -326,10 +389,13 @@ def load_parts(
         rest: what ``own_parts`` gave beside them where the state was saved.
     """
     state = {name: dict(values) for name, values in rest["state"].items()}
+    own: Any = get_optimizer_state_dict(model, optimizer, options=_OWN)["state"]
     for path, tensor in tensors.items():
         if not path.startswith(WEIGHTS):
             _, kind, name = path.split("/", 2)
-            state[name][kind] = tensor
+            state[name][kind] = moment = own[name][kind]
+            local, read = ((one.to_local() if isinstance(one, DTensor) else one) for one in (moment, tensor))
+            local.copy_(read)  # nothing is done where the one is the other; moments of one byte are rounded
     whole: dict[str, Any] = {**rest, "state": state}
     set_optimizer_state_dict(model, optimizer, whole, options=_OWN)
 

@@ -89,6 +89,7 @@ def make_rank(
     *,
     world_size: int,
     tensor_parallel_size: int,
+    replicas: int,
 ) -> Learner:
     """Join the process group, if there is more than one rank, and make a rank's learner.
 
@@ -101,6 +102,7 @@ def make_rank(
     Keyword Args:
         world_size: number of ranks.
         tensor_parallel_size: ranks that compute each layer together.
+        replicas: sharded copies of the model.
     """
     if address is None:
         return factory(None)
@@ -114,6 +116,7 @@ def make_rank(
         device=own_device(),
         timeout_s=timeout_s,
         tensor_parallel_size=tensor_parallel_size,
+        replicas=replicas,
     )
     return factory(mesh)
 

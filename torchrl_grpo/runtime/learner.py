@@ -48,6 +48,7 @@ class RayLearner:
     Keyword Args:
         options: for each rank, Ray's options for its actor.
         tensor_parallel_size: ranks that compute each layer together.
+        replicas: sharded copies of the model.
         actor_timeout_s: longest wait for anything, and the timeout of the process group.
         resumed_from: the checkpoint that the factory restores.
     """
@@ -58,6 +59,7 @@ class RayLearner:
         *,
         options: Sequence[Mapping[str, Any]],
         tensor_parallel_size: int = 1,
+        replicas: int = 1,
         actor_timeout_s: float = 1800.0,
         resumed_from: Path | None = None,
     ) -> None:
@@ -69,7 +71,13 @@ class RayLearner:
         self._saving: Path | None = None
         self._answers = True
         self._store: TCPStore | None = None  # in which the ranks find each other
-        make = partial(make_rank, factory, world_size=len(options), tensor_parallel_size=tensor_parallel_size)
+        make = partial(
+            make_rank,
+            factory,
+            world_size=len(options),
+            tensor_parallel_size=tensor_parallel_size,
+            replicas=replicas,
+        )
         self._ranks = [start_actor(_ROLE, partial(make, rank), given) for rank, given in enumerate(options)]
 
     def start(self) -> None:

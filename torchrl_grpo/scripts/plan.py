@@ -100,12 +100,13 @@ def settings_of(config: GRPOConfig, asked: argparse.Namespace) -> Settings:
         groups=config.groups_per_batch,
         passes=train.epochs,
         optim_steps=config.optim_steps_per_batch,
-        step=step_setup(config),
+        step=replace(step_setup(config), replicas=1),
         engine_number=BYTES[engine.dtype],
         reference_number=BYTES[config.ref_model.dtype],
         backend=engine.backend,
         recomputes=config.policy.proximal == "recomputed",
         scores=config.needs_reference,
+        shards_reference=config.ref_model.sharded,
         broadcast=engine.weight_transfer in ("broadcast", "cuda_ipc"),
         reward_s=asked.reward_s,
     )
@@ -143,6 +144,12 @@ def _show(console: Console, settings: Settings, rows: Sequence[Row], asked: argp
     split, loop = best.split, settings.loop(best.split)
     at_once = simulate(replace(loop, max_staleness=0), settings.costs(split, loop))
     console.print(f"The same split with grpo.py (no overlap): {3600 / at_once.step_s:,.0f} steps/h.")
+    if (turns := settings.in_turns(asked.devices)) is not None:
+        console.print(
+            f"grpo.py with train_model.num_devices=all inference_model.num_devices=all, where all {asked.devices:,} "
+            f"take turns: {3600 / turns.step_s:,.0f} steps/h, "
+            f"{_gigabytes(settings.memory_in_turns(asked.devices))} GB/device."
+        )
     if split.devices < asked.devices:
         console.print(
             f"{asked.devices - split.devices:,} devices are left over and would hardly make it faster: a larger "

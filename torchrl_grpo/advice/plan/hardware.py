@@ -161,6 +161,7 @@ class Workload:
         backend: of the engine.
         recomputes: whether proximal log-probs are computed by a pass of their own.
         scores: whether there are reference log-probs.
+        shards_reference: whether the reference model is sharded over the learner's devices.
         broadcast: whether weights travel from accelerator to accelerator, not through Ray's object store.
         reward_s: seconds for the rewards of a task.
     """
@@ -179,6 +180,7 @@ class Workload:
     backend: str
     recomputes: bool
     scores: bool
+    shards_reference: bool
     broadcast: bool
     reward_s: float
 
@@ -197,7 +199,7 @@ class Workload:
         """Seconds of training one batch on so many devices."""
         backward = 1 if self.lora else 2  # adapters alone: no gradient of the other weights
         passes = (1 + backward + self.step.checkpoints) * self.passes + self.recomputes
-        passes += self.scores and self.lora  # with LoRA the learner gives the reference log-probs
+        passes += self.learner_scores
         sequences = self.groups * self.group_size
         share = max(1 / ranks, 1 / sequences)  # a sequence is not divided
         tokens = self.groups * self.group_tokens * share
@@ -216,13 +218,18 @@ class Workload:
         return self.step.adapters > 0
 
     @property
+    def learner_scores(self) -> bool:
+        """Whether the learner gives the reference log-probs."""
+        return self.scores and (self.lora or self.shards_reference)
+
+    @property
     def trained(self) -> float:
         """Parameters with gradient and optimizer state."""
         return self.shape.adapted * self.step.adapters if self.lora else self.shape.parameters
 
     def score_s(self, gpu: Gpu, groups: int) -> float:
-        """Seconds of scoring so many groups on one device; 0 without a reference model."""
-        if not self.scores or self.lora:
+        """Seconds of scoring so many groups on one device; 0 without a reference model on devices of its own."""
+        if not self.scores or self.learner_scores:
             return 0.0
         return groups * self.group_tokens * self.operations(1) / (gpu.rate(self.reference_number) * COMPUTE_SHARE)
 
@@ -261,9 +268,11 @@ class Workload:
         setup = replace(self.step, ranks=ranks).of_batch(tokens, self.prompt + self.response)
         return step_memory(self.shape, setup)
 
-    def reference_memory(self) -> int:
-        """Bytes of a reference model; 0 without one of its own."""
-        return weight_bytes(self.shape, self.reference_number) if self.scores and not self.lora else 0
+    def reference_memory(self, ranks: int) -> int:
+        """Bytes of a reference model on one of its devices, where the learner has so many; 0 without one of its own."""
+        if not self.scores or self.lora or (self.shards_reference and self.step.offloads):
+            return 0
+        return weight_bytes(self.shape, self.reference_number, ranks if self.shards_reference else 1)
 
     def group_memory(self) -> float:
         """Bytes of the KV cache of a group whose responses are all as long as they may be."""

@@ -72,7 +72,7 @@ class Settings:
     def memory(self, split: Split) -> tuple[float, float, float]:
         """Bytes on one device of each role, with the KV cache of the groups that a sampler has at a time."""
         groups = max(1, self.places(split))
-        reference = self.work.reference_memory()
+        reference = self.work.reference_memory(split.train)
         train = self.work.train_memory(split.train).peak + (0 if split.reference else reference)
         engine = (self.work.weight_bytes + groups * self.work.group_memory()) / self.engine_size
         return train, reference, engine
@@ -88,6 +88,24 @@ class Settings:
         """Whether each role's device has room."""
         train, reference, _ = self.memory(split)
         return max(train, reference) <= self.room and self.places(split) > 0
+
+    def memory_in_turns(self, devices: int) -> float:
+        """Bytes on each of so many devices on which all ranks train, and then engines sample a group or more.
+
+        That is a training step, or an engine beside what rests between two steps, and the reference model.
+        """
+        train = self.work.train_memory(devices)
+        engine = (self.work.weight_bytes + self.work.group_memory()) / self.engine_size
+        return self.work.reference_memory(devices) + max(train.peak, train.resting + engine)
+
+    def in_turns(self, devices: int) -> Result | None:
+        """The loop whose roles take turns on so many devices; None where they have no room, or cannot share a batch."""
+        samplers, left = divmod(devices, self.engine_size)
+        if left or not samplers or self.work.groups % samplers or self.memory_in_turns(devices) > self.room:
+            return None
+        split = Split(devices, 0, devices)
+        loop = self.loop(split)
+        return simulate(replace(loop, max_staleness=0), self.costs(split, loop))
 
     def loop(self, split: Split) -> Loop:
         """Return the actors of a split, as the simulation needs them."""

@@ -1,0 +1,46 @@
+"""torchao's 8-bit AdamW on weights that may be sharded. It imports torchao: import this module in functions.
+
+torchao itself would compile its update for DTensors whose parts are quantized, which the torch here cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchao.optim import AdamW8bit as _AdamW8bit
+from torchao.optim.adam import single_param_adam
+
+
+class AdamW8bit(_AdamW8bit):
+    """AdamW8bit whose state, and whose step, is of this rank's part of each weight; no rank waits for another one."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """As in ``torch.optim.Optimizer``."""
+        assert closure is None
+        update = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
+        with torch._dynamo.utils.disable_cache_limit():  # one for each shape
+            for group in self.param_groups:
+                of_group = group["lr"], *group["betas"], group["weight_decay"], group["eps"]
+                for parameter in group["params"]:
+                    if parameter.grad is None:
+                        continue
+                    own, gradient = _local(parameter.detach()), _local(parameter.grad)
+                    state = self.state[parameter]
+                    if not state:
+                        state["step"] = torch.tensor(0.0)
+                        state["exp_avg"] = self._new_buffer(own, True)
+                        state["exp_avg_sq"] = self._new_buffer(own, False)
+                    state["step"] += 1
+                    if own.numel():
+                        of_weight = state["step"], state["exp_avg"], state["exp_avg_sq"], None
+                        rounds = self.bf16_stochastic_round and own.dtype is torch.bfloat16
+                        update(own, gradient, *of_weight, *of_group, self.is_adamw, rounds)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

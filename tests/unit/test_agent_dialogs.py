@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from itertools import count
 from typing import Any
@@ -31,6 +32,9 @@ from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Score, Task
+from torchrl_grpo.tasks.seeds import SeedsTask
+from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
+from torchrl_grpo.tools import parse_tool_calls
 from torchrl_grpo.transforms import GroupAdvantage
 
 pytest.importorskip("openai")
@@ -124,32 +128,64 @@ def retrying(task: ArithmeticTask):
     return play
 
 
-def test_an_agent_gives_what_the_same_game_as_a_task_gives(starter):
-    def played(task: Task):
-        batch = collector(starter, task, tokens=8).rollout()
-        batch = GroupAdvantage(4)(batch)
-        model = AutoModelForCausalLM.from_pretrained(starter_path()).eval()
-        loss = GRPOLoss(TokenScorer(model))
-        trainer = GRPOTrainer(loss, model, torch.optim.SGD(model.parameters(), lr=0.1), optim_batch_size=8)
-        return batch, trainer.train_batch(batch)["train/grad_norm"]
+class Number:
+    """A game of finding a number, as an environment."""
 
-    (one, grad_one), (two, grad_two) = (
-        played(Retry()),
-        played(WithAgent(ArithmeticTask(), Function(retrying(ArithmeticTask())))),
-    )
-    for key in (
-        keys.FULL,
-        keys.LOG_PROBS,
-        keys.ASSISTANT_MASK,
-        keys.REWARD,
-        keys.CORRECT,
-        keys.TRUNCATED,
-        keys.POLICY_VERSIONS,
-    ):
+    def reset(self, seed):
+        self.number = seed % 40 + 27
+        return f"{self.number - 17}+17=?"
+
+    def step(self, response):
+        said = re.findall(r"\d+", response)
+        guess = int(said[-1][:9]) if said else -1
+        done = guess == self.number
+        return "higher" if guess < self.number else "lower", 1.0 if done else -0.01 * len(response), done
+
+
+async def guessing(client, problem):
+    """The same game as an agent."""
+    game, total = Number(), 0.0
+    chat = [{"role": "user", "content": game.reset(problem["seed"])}]
+    for _ in range(3):
+        answer = await client.chat.completions.create(model="policy", messages=chat)
+        if answer.choices[0].finish_reason == "length":
+            break  # a response that was cut off is no guess
+        said, reward, done = game.step(answer.choices[0].message.content)
+        total += reward
+        if done:
+            break
+        chat += [answer.choices[0].message, {"role": "user", "content": said}]
+    return total
+
+
+def as_game():
+    return WithEnvironment(SeedsTask(40), {"": Kind(Number, [], parse_tool_calls)}, rewards=None, at_a_time=16)
+
+
+PAIRS = {
+    "a task that answers": (Retry, lambda: WithAgent(ArithmeticTask(), Function(retrying(ArithmeticTask())))),
+    "an environment": (as_game, lambda: WithAgent(SeedsTask(40), Function(guessing))),
+}
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_an_agent_gives_the_tokens_rewards_and_loss_of_the_same_game(starter, kind):
+    def played(task: Task):
+        batch = GroupAdvantage(4)(collector(starter, task, turns=3, tokens=14, rows=16).rollout())
+        model = AutoModelForCausalLM.from_pretrained(starter_path()).eval()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = GRPOTrainer(GRPOLoss(TokenScorer(model)), model, optimizer, optim_batch_size=16)
+        metrics = trainer.train_batch(batch)
+        return batch, metrics["train/loss"], metrics["train/grad_norm"]
+
+    (one, *of_one), (two, *of_two) = (played(make()) for make in PAIRS[kind])
+    tokens = (keys.FULL, keys.LOG_PROBS, keys.ASSISTANT_MASK, keys.POLICY_VERSIONS)
+    for key in (*tokens, keys.REWARD, keys.CORRECT, keys.REWARD_VALID):
         for left, right in zip(one.unbind(0), two.unbind(0), strict=True):
             assert torch.equal(left[key], right[key]), key
-    assert grad_one == grad_two
-    assert max(len(row[keys.FULL]) for row in one.unbind(0)) > min(len(row[keys.FULL]) for row in one.unbind(0))
+    assert of_one == of_two
+    assert of_one[1] > 0
+    assert len({int(row[keys.ASSISTANT_MASK].sum()) for row in one.unbind(0)}) > 2
 
 
 def test_what_an_agent_does_wrong_costs_its_dialog_and_no_other(starter):

@@ -14,6 +14,7 @@ import argparse
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.reward_pool import RewardPool
-from torchrl_grpo.tasks.base import Problem, Score, Task
+from torchrl_grpo.tasks.base import Problem, Score, Split, Task
 from torchrl_grpo.transforms import GroupAdvantage
 
 PACKAGES = ("torch", "transformers", "tensordict", "torchrl", "openai")
@@ -57,13 +58,13 @@ class Words(Task):
 
     name = "words"
 
-    def problems(self, split):
+    def problems(self, split: Split) -> list[Problem]:
         return [Problem(" ".join(f"w{place}" for place in range(start, start + 32)), None) for start in range(40, 90)]
 
-    def next_turn(self, problem, responses):
+    def next_turn(self, problem: Problem, responses: Sequence[str]) -> str | None:
         return "w7 w8 w9" if len(responses) == 1 else None
 
-    def score(self, problem, responses):
+    def score(self, problem: Problem, responses: Sequence[str]) -> Score:
         return Score(reward(responses[-1]), False)
 
 

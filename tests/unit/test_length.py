@@ -94,6 +94,7 @@ def test_total_dialog_turns_0_evaluates_a_checkpoint_and_ends(
     assert "test after step 2" in printed and "model" not in printed.partition("test after step 2")[2]
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_the_asynchronous_script_evaluates_and_ends_too(data: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")

@@ -215,5 +215,5 @@ def test_a_run_scores_programs_of_a_data_set(tmp_path: Path) -> None:
     name = problem.query.split()[1].rstrip(".")
     assert task.judge(Dialog(problem, [fenced(f"def {name}(a, b):\n    return a + b")])).correct
     assert task.judge(Dialog(problem, ["no code"])).reward == 0
-    with pytest.raises(ValueError, match=r"env\.sandbox=strict must be left out, because no reward is code"):
+    with pytest.raises(ValueError, match=r"env\.sandbox=strict must be left out, because nothing runs programs"):
         make_task(compose_config(*SMALL, "env.sandbox=strict").env)

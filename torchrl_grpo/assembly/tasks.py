@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 Scoring = Literal["must", "may", "not"]
 
+PYTHON = "python"
+"""The built-in tool of ``env.tools``."""
+
 BUILTINS = {
     "arithmetic": "torchrl_grpo.tasks.arithmetic:ArithmeticTask",
     "countdown": "torchrl_grpo.tasks.countdown:CountdownTask",
@@ -64,9 +67,11 @@ def make_task(env: EnvConfig, split: Split = "train", tests: Sequence[DatasetCon
         names = dataset_names(tests, "evaluation.datasets", own)
         sets = [_make_test(entry, f"evaluation.datasets[{i}]", env.reward, scoring) for i, entry in enumerate(tests)]
         task = WithTests(task, dict(zip(names, sets, strict=True)))
-    functions = [load_function(name, "env.tools", {}) for name in env.tools]
+    functions = [load_function(name, "env.tools", {}) for name in env.tools if name != PYTHON]
     if env.environment is not None:
         task = _with_environment(task, env, split, functions)
+    elif PYTHON in env.tools:
+        task = _with_python(task, env, functions)
     elif functions:
         task = WithTools(task, Toolbox(functions, _tool_parser(env)))
     if env.retry_prompt is not None:
@@ -94,10 +99,12 @@ def _sandboxed(env: EnvConfig, tests: Sequence[DatasetConfig]) -> tuple[EnvConfi
     env = replace(env, reward=_with_option(env.reward, env.sandbox))
     several = [replace(one, reward=_with_option(one.reward, env.sandbox)) for one in env.datasets or ()]
     tests = [replace(one, reward=_with_option(one.reward, env.sandbox)) for one in tests]
-    if not any(_runs_programs(one.reward) for one in (env, *several, *tests)):
+    rewarded = any(_runs_programs(one.reward) for one in (env, *several, *tests))
+    if not rewarded and PYTHON not in env.tools:
         if env.sandbox != "auto":
             raise ValueError(
-                f"env.sandbox={env.sandbox} must be left out, because no reward is code: use env.reward=code."
+                f"env.sandbox={env.sandbox} must be left out, because nothing runs programs: use env.reward=code or "
+                f"env.tools=[{PYTHON}]."
             )
         return env, tests
     from torchrl_grpo.sandbox import isolation, require_isolation
@@ -106,11 +113,12 @@ def _sandboxed(env: EnvConfig, tests: Sequence[DatasetConfig]) -> tuple[EnvConfi
         require_isolation(env.sandbox)
     except RuntimeError as error:
         raise ValueError(f"env.{error}") from error
+    who = "reward 'code'" if rewarded else f"tool '{PYTHON}'"
     if isolation() == "namespaces":
-        say("reward 'code' runs programs in namespaces of the kernel: no network, no files but Python's")
+        say(f"{who} runs programs in namespaces of the kernel: no network, no files but Python's")
     else:
         torchrl_logger.warning(
-            "reward 'code' runs programs with limits of time and memory alone: they can read files and use the network "
+            f"{who} runs programs with limits of time and memory alone: they can read files and use the network "
             "(docs/security.md)."
         )
     return replace(env, datasets=several if env.datasets is not None else None), tests
@@ -157,6 +165,15 @@ def _with_environment(task: Task, env: EnvConfig, split: Split, tools: Sequence[
     played = WithEnvironment(task, kinds, rewards=rewards, at_a_time=env.environments_at_a_time)
     played.check(problems)
     return played
+
+
+def _with_python(task: Task, env: EnvConfig, tools: Sequence[Callable[..., Any]]) -> Task:
+    """Wrap the task in the tool ``python``: an environment that scores nothing, with the other tools beside it."""
+    from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
+    from torchrl_grpo.tools.python import Python
+
+    kind = Kind(Python, tools, _tool_parser(env), "env.tools")
+    return WithEnvironment(task, {"": kind}, judged=True, at_a_time=env.environments_at_a_time)
 
 
 def _make_test(entry: DatasetConfig, field: str, reward: Any, scoring: Scoring) -> Task:

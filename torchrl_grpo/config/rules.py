@@ -247,6 +247,11 @@ def _validate_turns(env: EnvConfig) -> None:
             f"env.tool_parser={env.tool_parser} needs env.tools, env.environment or env.agent, there are none: name "
             "some, or leave it out."
         )
+    if env.environment is not None and "python" in env.tools:
+        raise ConfigError(
+            f"env.tools={list(env.tools)} must not have python with env.environment={env.environment}, whose methods "
+            "are tools with a state already: leave it out."
+        )
     others: dict[str, Any] = {"tools": env.tools, "retry_prompt": env.retry_prompt, "transforms": env.transforms}
     for name, other in others.items():
         if other and env.agent is not None:

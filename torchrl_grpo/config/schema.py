@@ -63,11 +63,12 @@ class EnvConfig(DataConfig):
     """Maximum number of the policy's turns in one dialog, at least 1. More than 1 needs tools, transforms, a
     retry_prompt, an environment, or a task that answers."""
     sandbox: str = choice(checks.Sandbox, "auto")
-    """Isolation of programs that the reward code runs: auto uses what the machine offers, and the run says which;
-    strict refuses to run without kernel namespaces."""
+    """Isolation of programs that the reward code or the tool python runs: auto uses what the machine offers, and the
+    run says which; strict refuses to run without kernel namespaces."""
     tools: list[str] = field(default_factory=list)
     """Functions that the policy may call, as file.py:function or package.module:function; the model sees their type
-    hints and docstrings. They run in reward workers, at least one of which is then started."""
+    hints and docstrings. python is built in: it runs code in a sandbox and keeps the dialog's variables. They run in
+    reward workers, at least one of which is then started."""
     tool_parser: str | None = None
     """tools, agent: a function of yours that finds the calls in a text, as file.py:function; null parses those of Qwen
     and Hermes, Llama 3 and Mistral."""

@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -154,6 +155,22 @@ def run_python(program: str, stdin: str = "", limits: Limits | None = None) -> O
 
 
 def _run(program: str, stdin: str, limits: Limits, isolated: Isolation) -> Outcome:
+    with started(program, limits, isolated) as process:
+        return _communicate(process, stdin.encode(errors="replace"), limits)
+
+
+@contextmanager
+def started(program: str, limits: Limits, isolated: Isolation) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a program; in the end it is killed, with all that it started.
+
+    Args:
+        program: its source.
+        limits: on its resources; that of the clock is for who reads what it prints.
+        isolated: what there is.
+
+    Raises:
+        OSError: no process can be started.
+    """
     with tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as made:
         folder = Path(made)
         for name in ("program", "root", "tmp"):
@@ -194,7 +211,7 @@ def _run(program: str, stdin: str, limits: Limits, isolated: Isolation) -> Outco
             start_new_session=True,
         )
         try:
-            return _communicate(process, stdin.encode(errors="replace"), limits)
+            yield process
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with a PID namespace all that it holds ends with its first one

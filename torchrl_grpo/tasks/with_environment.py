@@ -128,6 +128,7 @@ class WithEnvironment(WrappedTask):
 
     Keyword Args:
         rewards: reward functions; they get ``environments``, a list with the dialog's own.
+        judged: whether the other task scores the dialogs, and nothing else does.
         at_a_time: dialogs that are opened, or answered, at a time.
 
     Raises:
@@ -155,16 +156,22 @@ class WithEnvironment(WrappedTask):
     opens = True
 
     def __init__(
-        self, task: Task, kinds: Mapping[str, Kind], *, rewards: Rewards | None = None, at_a_time: int = 16
+        self,
+        task: Task,
+        kinds: Mapping[str, Kind],
+        *,
+        rewards: Rewards | None = None,
+        judged: bool = False,
+        at_a_time: int = 16,
     ) -> None:
         super().__init__(task)
         self.kinds, self.rewards, self.at_a_time, self.opens = dict(kinds), rewards, at_a_time, True
-        self.has_parts = rewards is not None
+        self.judged, self.has_parts = judged, task.has_parts if judged else rewards is not None
         self.tools = [schema for kind in kinds.values() for schema in kind.toolbox.schemas]
         if self.name == "seeds":
             self.name = "+".join(kind.name for kind in kinds.values())
         for kind in kinds.values():
-            if rewards is None and not kind.owns_reward:
+            if not judged and rewards is None and not kind.owns_reward:
                 raise ValueError(
                     f"env.environment={kind.name} needs env.reward, it has no get_reward(self): write one that returns "
                     "the reward of the dialog, or name a reward function, which gets environments."
@@ -285,6 +292,8 @@ class WithEnvironment(WrappedTask):
         return Turn(messages, None, counts | {"tools/seconds": time.perf_counter() - start})
 
     def _score(self, instance: Instance, kind: Kind, dialog: Dialog, timeout_s: float | None) -> Score:
+        if self.judged:
+            return self.task.judge(dialog)
         own: float | None = None
         if kind.steps:
             own = sum(instance.rewards)

@@ -1,0 +1,137 @@
+"""The tool ``python``: a process for each dialog, with its variables, in the sandbox."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.configs import compose_config
+from torchrl_grpo.assembly.tasks import make_task
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.reward_pool import RewardPool
+from torchrl_grpo.sandbox import Limits, isolation
+from torchrl_grpo.sandbox.session import Session
+from torchrl_grpo.tasks.base import Dialog, Task
+from torchrl_grpo.tasks.with_environment import WithEnvironment
+
+TOOLS = ("env.tools=[python]", "env.max_turns=4")
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    made = Session(Limits(seconds=3))
+    yield made
+    made.close()
+
+
+def made_task(*overrides: str) -> Task:
+    return make_task(compose_config(*TOOLS, *overrides).env)
+
+
+def call(code: str) -> str:
+    return f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': code}})}</tool_call>"
+
+
+def said(task: Task, episode: str, *texts: str, last: bool = False) -> Dialog:
+    problem = task.problems("train")[0]
+    raw = texts[-1] if texts else ""
+    return Dialog(problem, list(texts), task.messages(problem), raw=raw, last=last, episode=episode)
+
+
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [
+        ("x = 20\nx * 2", "40"),
+        ("for i in range(2): print(i)", "0\n1"),
+        ("", ""),
+        ("None", ""),
+        (
+            "1 / 0",
+            'Traceback (most recent call last):\n  File "<code>", line 1, in <module>\nZeroDivisionError: ',
+        ),
+        ("if", "Traceback (most recent call last):"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("import os; os.write(1, b'not an answer\\n')", "14"),
+        ("import sys; sys.stderr.write('seen')", "seen4"),
+    ],
+)
+def test_code_says_what_a_notebook_says(session: Session, code: str, answer: str) -> None:
+    found = session.run(code)
+    assert found.startswith(answer) if answer.startswith("Traceback") else found == answer
+
+
+def test_variables_stay_from_call_to_call(session: Session) -> None:
+    session.run("def double(x): return 2 * x\nnumbers = [1, 2]")
+    session.run("numbers.append(double(4))")
+    assert session.run("numbers") == "[1, 2, 8]"
+
+
+def test_endless_code_ends_in_time_and_takes_its_variables_along(session: Session) -> None:
+    session.run("x = 1")
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match="the code took longer than 3 s; what it had computed is lost"):
+        session.run("while True: pass")
+    assert time.monotonic() - start < 30
+    assert session.run("'x' in globals()") == "False"
+
+
+def test_code_that_ends_its_process_is_told(session: Session) -> None:
+    with pytest.raises(RuntimeError, match="Python has ended; what it had computed is lost"):
+        session.run("import os; os._exit(0)")
+    assert session.run("6 * 7") == "42"
+
+
+def test_long_output_is_cut(session: Session) -> None:
+    assert session.run("print('a' * 10 ** 7)") == "a" * 2**16
+
+
+@pytest.mark.skipif(isolation() != "namespaces", reason="no namespaces here")
+def test_code_reaches_neither_files_nor_the_network(session: Session) -> None:
+    assert "FileNotFoundError" in session.run("open('/etc/passwd')")
+    assert "OSError" in session.run("import socket; socket.create_connection(('127.0.0.1', 1), 1)")
+
+
+def test_each_dialog_has_variables_of_its_own() -> None:
+    task = made_task()
+    assert isinstance(task, WithEnvironment)
+    assert [schema["function"]["name"] for schema in task.tools] == ["python"]
+    task.advance([said(task, "a"), said(task, "b")])
+    first = [said(task, name, call(f"x = {number}")) for name, number in (("a", 1), ("b", 2))]
+    task.advance(first)
+    turns = task.advance([said(task, name, call("x = 0"), call("x + 40")) for name in ("a", "b")])
+    assert [turn.messages[0]["content"] for turn in turns] == ["41", "42"]  # type: ignore[union-attr, index]
+    for name in ("a", "b"):
+        task.close(name)
+
+
+def test_the_data_sets_own_scorer_judges_the_last_turn() -> None:
+    task = made_task()
+    problem = task.problems("train")[0]
+    task.advance([said(task, "a")])
+    [turn] = task.advance([said(task, "a", call("1"), f"#### {problem.answer}")])
+    assert turn.score is not None and turn.score.correct and turn.messages is None  # type: ignore[union-attr]
+    task.close("a")
+
+
+def test_it_runs_in_a_reward_worker_beside_functions() -> None:
+    task = made_task("env.tools=[python,examples/my_tools.py:calculator]")
+    assert {schema["function"]["name"] for schema in task.tools} == {"python", "calculator"}
+    with RewardPool(task, 1, timeout_s=30) as pool:
+        pool.submit(said(task, "a")).result()
+        pool.submit(said(task, "a", call("x = 6"))).result()
+        turn = pool.submit(said(task, "a", call(""), call("x * 7"))).result()
+        assert turn.messages[0]["content"] == "42"  # type: ignore[union-attr]
+        pool.end("a")
+
+
+def test_an_environment_beside_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"env\.tools=\['python'\] must not have python with env\.environment"):
+        compose_config(*TOOLS, "env.environment=my_envs.py:Guess")
+
+
+def test_a_sandbox_that_nothing_needs_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"nothing runs programs: use env\.reward=code or env\.tools=\[python\]"):
+        make_task(compose_config("env.sandbox=strict").env)

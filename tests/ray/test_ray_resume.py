@@ -44,7 +44,7 @@ def test_a_run_moves_from_one_process_to_several_ranks_and_back(lora_run: Path, 
             assert row == pytest.approx(numbers_there, rel=1e-4, abs=1e-6)
 
 
-def test_a_sharded_reference_model_scores_as_one_of_its_own_also_after_a_resume(tmp_path: Path) -> None:
+def test_a_sharded_reference_model_scores_as_a_whole_one(tmp_path: Path) -> None:
     job = ("policy.kl_coef=0.05", "ref_model.refresh_every=2", "train.checkpoint_frequency=2", steps(4))
     expected = numbers(run(tmp_path / "one process", *job), 1)
     assert numbers(run(tmp_path / "one rank", *job, "ref_model.sharded=true"), 1) == expected
@@ -56,7 +56,7 @@ def test_a_sharded_reference_model_scores_as_one_of_its_own_also_after_a_resume(
     assert numbers(resumed, 3) == numbers(rows, 3)
 
 
-def test_weights_in_bfloat16_with_8_bit_moments_go_on_exactly_on_as_many_ranks(tmp_path: Path) -> None:
+def test_bfloat16_with_8_bit_moments_resumes_exactly_on_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     job = (
         "train_model.dtype=bfloat16", "optimizer.name=adamw_8bit", "train_model.num_devices=2", "policy.kl_coef=0",

@@ -36,7 +36,7 @@ def test_defaults_of_every_config_file_are_valid() -> None:
     assert [compose_config(name=config).env.dataset for config in CONFIGS] == [name.split("_")[1] for name in CONFIGS]
 
 
-def test_the_configs_of_teaching_have_their_algorithms_over_the_tasks_settings() -> None:
+def test_configs_of_teaching_put_the_algorithm_over_the_task() -> None:
     distill, sft, thinks = (compose_config(name=name) for name in ("distill_gsm8k", "sft_gsm8k", "grpo_gsm8k_qwen3"))
     assert (distill.policy.teacher_coef, distill.policy.kl_coef, distill.policy.reward_coef) == (1.0, 0.0, 0.0)
     assert (sft.policy.demonstrations, sft.env.repeats, sft.env.columns.completion) == (True, 1, "answer")

@@ -205,7 +205,7 @@ def test_savings_are_differences_of_the_peak_counted_by_hand() -> None:
     assert "train_model.num_devices=2" in found
 
 
-def test_moments_of_one_byte_are_two_bytes_a_weight_whatever_the_weights_are() -> None:
+def test_moments_of_one_byte_are_two_bytes_a_weight() -> None:
     shape, count = make_shape()
     whole = StepSetup(1000, 20, passes=1, number=2, master=4, small_states=True)
     half = replace(whole, master=2)

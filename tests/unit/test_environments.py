@@ -109,7 +109,7 @@ def test_trls_environment_with_a_data_set_gets_its_columns(tmp_path: Path) -> No
     assert play.turn("Done.").score == Score(1.0, True)
 
 
-def test_trls_several_environments_go_by_the_column_and_show_their_own_tools(tmp_path: Path) -> None:
+def test_trls_several_environments_go_by_the_column(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     rows = [{"prompt": "Play. ", "environment": name, "target": 1} for name in ("counter", "game")]
     data.write_text("\n".join(map(json.dumps, rows)))
@@ -129,7 +129,7 @@ def test_trls_several_environments_go_by_the_column_and_show_their_own_tools(tmp
         make_task(EnvConfig(dataset=str(data), environment=kinds, reward=f"{TRL}:steady"))
 
 
-def test_trls_reward_functions_read_the_environment_and_its_exceptions_are_told() -> None:
+def test_trls_reward_functions_read_the_environment() -> None:
     task = make_task(EnvConfig(environment=f"{TRL}:WordleEnv", reward=f"{TRL}:reward_func", max_turns=4))
     play = Play(task, problem(task))
     assert play.turn(call("guess", guess="[house]")).messages[0]["content"] == "GGGGG"
@@ -184,7 +184,7 @@ def test_a_response_that_was_cut_off_is_no_step_and_a_last_turn_is_scored(path: 
     assert (last.messages[0]["content"], last.reward, last.score) == ("1 2", 2.0, Score(3.0, True))
 
 
-def test_environments_start_side_by_side_and_one_that_does_not_start_fails_alone(path: Path) -> None:
+def test_environments_start_side_by_side_and_fail_alone(path: Path) -> None:
     task = task_of(games.SlowStart)
     dialogs = [
         Dialog(one, [], task.messages(one), last=False, episode=str(i)) for i, one in enumerate(task.problems("train"))
@@ -335,7 +335,7 @@ def test_settings_that_nothing_would_read_are_refused(settings: dict[str, Any], 
         validate(GRPOConfig(env=EnvConfig(**settings)))
 
 
-def test_an_environment_on_the_command_line_takes_the_place_of_the_data_set() -> None:
+def test_an_environment_on_the_command_line_replaces_the_data_set() -> None:
     from torchrl_grpo.config.command_line import compose
 
     config = compose("grpo_arithmetic", [f"env.environment={TRL}:IncrementEnv", "env.reward_timeout_s=5"])

@@ -129,14 +129,14 @@ def test_a_dialog_is_closed_once_after_its_turns_and_when_the_pool_ends(path: Pa
     pool.end("c")
 
 
-def test_a_worker_that_dies_while_it_opens_gives_failures_and_the_next_goes_on(path: Path) -> None:
+def test_a_worker_that_dies_while_it_opens_gives_failures(path: Path) -> None:
     with RewardPool(KeepingTask(path), 1, timeout_s=30) as pool:
         dead, alive = play(pool, dialog("a", query="die"), dialog("b"))
         assert isinstance(dead, Failure) and dead.cause == "crash"
         assert isinstance(alive, Turn)
 
 
-def test_tools_and_rewards_of_a_turn_travel_and_an_endless_reward_does_not(path: Path) -> None:
+def test_tools_and_rewards_of_a_turn_travel_infinite_ones_do_not(path: Path) -> None:
     class Telling(KeepingTask):
         def turn(self, dialog: Dialog) -> Turn:
             turn = super().turn(dialog)
@@ -250,7 +250,7 @@ def test_tools_of_an_opening_are_in_its_prompt_and_calls_are_in_raw(path):
 
 
 @pytest.mark.parametrize("queries", [["bad"], ["bad", "good"]])
-def test_a_dialog_that_does_not_open_is_invalid_and_the_policy_is_not_asked(tokenizer, encode, path, queries):
+def test_a_dialog_that_does_not_open_is_invalid_and_not_sampled(tokenizer, encode, path, queries):
     env = LLMEnv(KeepingTask(path, queries), tokenizer, num_envs=2 * len(queries), repeats=2, max_turns=3)
     asked = engine(encode, "1", "1", "stop")
     batch = collect(env, asked)

@@ -151,7 +151,7 @@ def test_a_colocated_engine_is_woken_for_a_second_task_of_a_batch(tokenizer: Pre
     assert engine.calls == ["update", "generate", "sleep", "wake", "generate", "sleep"]
 
 
-def test_an_engine_that_was_woken_after_its_task_sleeps_before_the_learners_turn(
+def test_an_engine_woken_after_its_task_sleeps_in_the_learners_turn(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     engine = Recorder()

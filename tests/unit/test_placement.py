@@ -43,7 +43,7 @@ def test_without_accelerators_each_role_is_one_cpu_process() -> None:
     assert not plan(0).distributed
 
 
-def test_a_teacher_has_a_device_of_its_own_or_works_while_the_learner_waits() -> None:
+def test_a_teacher_has_its_own_device_or_that_of_the_learner() -> None:
     def devices(got: DevicePlan) -> tuple[object, ...]:
         return got.reference, got.teacher
 

@@ -210,7 +210,7 @@ def test_a_plan_is_made_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=driver, timeout=60).returncode == 0
 
 
-def test_devices_that_take_turns_hold_a_step_or_an_engine_beside_what_rests() -> None:
+def test_devices_in_turns_hold_a_step_or_an_engine() -> None:
     work = replace(SETTINGS.work, shards_reference=True)
     settings, train = replace(SETTINGS, work=work), work.train_memory(8)
     shard = work.reference_memory(8)

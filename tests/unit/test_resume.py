@@ -77,7 +77,7 @@ def test_the_moments_of_adamw_8bit_are_of_one_byte(adamw_8bit_run: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("adamw_8bit_run")
-def test_weights_in_bfloat16_move_by_steps_that_are_smaller_than_their_rounding() -> None:
+def test_bfloat16_weights_move_by_less_than_their_rounding() -> None:
     """From 1, where the next number in bfloat16 is 1 - 2**-8: by 2e-4 in each of 20 steps, on average."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))

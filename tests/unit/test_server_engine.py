@@ -81,7 +81,7 @@ def test_new_weights_come_through_the_folder_with_their_version(engine: ServerEn
             torch.testing.assert_close(done.log_probs, expected, rtol=0, atol=1e-4)
 
 
-def test_a_file_of_weights_has_the_tied_head_and_is_never_seen_half_written(
+def test_a_file_of_weights_is_never_seen_half_written(
     engine: ServerEngine, stub: SGLangStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []

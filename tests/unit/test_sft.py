@@ -49,7 +49,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return AutoTokenizer.from_pretrained(starter_path())
 
 
-def test_a_chat_is_written_as_the_template_writes_it_with_the_assistants_turns_alone_learned(tokenizer) -> None:
+def test_a_chat_is_written_as_the_template_does(tokenizer) -> None:
     chat = turns("1+1?", "2", "and 1 more?", "3<|end|>!")
     tokens, said = TurnWriter(tokenizer, [1])(chat[1:])
     assert tokenizer.decode(tokens) == "2<|end|><|user|>and 1 more?<|end|><|assistant|>3<|end|>!<|end|>"

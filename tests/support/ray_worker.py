@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+import time
 from importlib.util import find_spec
 
 
@@ -24,9 +25,11 @@ def main() -> None:
     request |= {"session": False, "adopted": False, "vllm": False}
     request["group"] = os.getpgrp() == os.getpid()  # Ray ends it with the worker
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        try:
-            connection.connect(f"\0{os.environ['TORCHRL_GRPO_TEST_FORKS']}")
-        except (KeyError, ConnectionRefusedError):
+        address, deadline, there = os.environ.get("TORCHRL_GRPO_TEST_FORKS"), time.monotonic() + 30, False
+        while address and not there and time.monotonic() < deadline:  # it imports
+            there = connection.connect_ex(f"\0{address}") == 0
+            time.sleep(0 if there else 0.05)
+        if not there:
             ray = os.path.dirname(find_spec("ray").origin)
             usual = os.path.join(ray, "_private", "workers", "setup_worker.py")
             os.execv(sys.executable, [sys.executable, usual, *sys.argv[1:]])

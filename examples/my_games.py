@@ -1,25 +1,21 @@
-"""Guess a number from 0 to 9: three guesses, each is told higher, lower or right, and the last one counts.
+"""Guess a number from 1 to 7: three guesses, each is told higher, lower or right, and the last one counts.
 
-One game, written in the four forms that a run takes. ``docs/tutorials/games.md`` trains a model that plays it:
-
-    python examples/my_games.py games.jsonl      # demonstrations, by players who know the form
-    python sota/grpo/grpo.py --config-name grpo_arithmetic env.environment=examples/my_games.py:TextGame env.max_turns=3
+One game, written in the four forms that a run takes. ``docs/tutorials/games.md`` trains a model that plays it, and has
+the command of each form.
 """
 
-import json
 import random
-import sys
 
 from torchrl_grpo.tasks import Problem, Score, Task
 from torchrl_grpo.tools import ToolCall
 
-PROMPT = "Guess 0-9."
+PROMPT = "Guess 1-7."
 GUESSES = 3
 
 
 def told(guess, number):
     """Return what is said to a guess; None ends the game, because it was none."""
-    if len(guess) != 1 or guess not in "0123456789":
+    if len(guess) != 1 or guess not in "1234567":
         return None
     return "right" if int(guess) == number else "higher" if int(guess) < number else "lower"
 
@@ -28,7 +24,7 @@ class TextGame:
     """A text game: the policy's text is the guess."""
 
     def reset(self, seed):
-        self.number, self.left = seed % 10, GUESSES
+        self.number, self.left = 1 + seed % 7, GUESSES
         return PROMPT
 
     def step(self, response):
@@ -41,14 +37,14 @@ class ToolGame:
     """A class as TRL's ``environment_factory`` takes it: the guess is the call of a tool."""
 
     def reset(self, seed):
-        self.number, self.guesses = seed % 10, []
+        self.number, self.guesses = 1 + seed % 7, []
         return PROMPT
 
     def guess(self, number: int) -> str:
         """Guess the number.
 
         Args:
-            number: from 0 to 9.
+            number: from 1 to 7.
         """
         self.guesses.append(number)
         return told(str(number), self.number)
@@ -77,35 +73,25 @@ async def play(client, problem):
 
 
 class GuessTask(Task):
-    """A task: the problems, the answers to the policy, and the score."""
+    """A task: the problems, the answers to the policy, the score, and demonstrations for ``algo=sft``."""
 
     name = "guess"
 
     def problems(self, split):
         seeds = range(1000, 1250) if split == "test" else range(1000)
-        return [Problem(PROMPT, seed % 10, {"seed": seed}) for seed in seeds]
+        return [Problem(PROMPT, 1 + seed % 7, {"seed": seed}) for seed in seeds]
 
     def next_turn(self, problem, responses):
         return None if len(responses) == GUESSES else told(responses[-1], problem.answer)
 
+    def demonstration(self, problem):
+        """A dialog of someone who guesses at random: it shows the form alone."""
+        rng, chat = random.Random(problem.extra["seed"]), []
+        for _ in range(GUESSES):
+            guess = str(rng.randint(1, 7))
+            chat += [{"role": "assistant", "content": guess}, {"role": "user", "content": told(guess, problem.answer)}]
+        return chat[:-1]
+
     def score(self, problem, responses):
         right = len(responses) == GUESSES and told(responses[-1], problem.answer) == "right"
         return Score(float(right), right)
-
-
-def demonstration(rng):
-    """A chat of someone who guesses at random."""
-    number, chat, said = rng.randrange(10), [], PROMPT
-    for _ in range(GUESSES):
-        guess = str(rng.randrange(10))
-        chat += [{"role": "user", "content": said}, {"role": "assistant", "content": guess}]
-        said = told(guess, number)
-    return chat
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python examples/my_games.py FILE.jsonl")
-    with open(sys.argv[1], "w") as file:
-        rng = random.Random(0)
-        file.writelines(json.dumps({"messages": demonstration(rng)}) + "\n" for _ in range(4000))

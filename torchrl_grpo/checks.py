@@ -15,6 +15,8 @@ GENERATED = ("arithmetic", "countdown")
 """Built-in data sets that are generated."""
 PRESETS = ("gsm8k", "math", "ifeval")
 """Built-in data sets that are files, or on the hub; any other name is a file, a folder or a data set on the hub."""
+OPENENV = "openenv:"
+"""Prefix of the address of a server of OpenEnv."""
 REASONING_GYM = "reasoning_gym:"
 """Prefix of the name of one of reasoning-gym's data sets."""
 Sandbox = Literal["auto", "strict"]

@@ -153,11 +153,18 @@ def dataset_names(entries: Sequence[DatasetConfig], field: str, taken: Sequence[
 
 def _with_environment(task: Task, env: EnvConfig, split: Split, tools: Sequence[Callable[..., Any]]) -> Task:
     """Wrap the task in the environments that the config names."""
+    from torchrl_grpo.tasks.openenv import OpenEnvKind
     from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
 
     named = {"": env.environment} if isinstance(env.environment, str) else env.environment
     parser = _tool_parser(env)
-    kinds = {name: Kind(load_class(place, "env.environment"), tools, parser) for name, place in named.items()}
+
+    def kind(place: str) -> Kind:
+        if place.startswith(checks.OPENENV):
+            return OpenEnvKind(place.removeprefix(checks.OPENENV), tools, parser)
+        return Kind(load_class(place, "env.environment"), tools, parser)
+
+    kinds = {name: kind(place) for name, place in named.items()}
     problems = task.problems(split)
     rewards = None
     if env.reward is not None:

@@ -109,6 +109,11 @@ class Kind:
         every = any(p.kind is p.VAR_KEYWORD for p in named)
         return {name: value for name, value in columns.items() if every or name in self._reset}
 
+    def outcome(self, environment: Any) -> tuple[float | None, bool]:
+        """Return the reward of the policy's latest turn, None without one, and whether the environment, one with tools,
+        ended the dialog."""
+        return None, False
+
     def tools_of(self, environment: Any) -> Toolbox:
         """The tools of a dialog, with the methods of its environment."""
         methods = {name: getattr(environment, name) for name in self._methods}
@@ -287,9 +292,11 @@ class WithEnvironment(WrappedTask):
         if not calls:
             return Turn(None, None)
         results = [(call.name, *toolbox.run(call)) for call in calls]
+        reward, done = kind.outcome(instance.environment)
         messages = [tool_message(name, text, number) for number, (name, text, _) in enumerate(results)]
         counts = {"tools/calls": len(calls), "tools/errors": sum(not well for _, _, well in results)}
-        return Turn(messages, None, counts | {"tools/seconds": time.perf_counter() - start})
+        counts = counts | {"tools/seconds": time.perf_counter() - start}
+        return Turn(None if done else messages, None, counts, reward)
 
     def _score(self, instance: Instance, kind: Kind, dialog: Dialog, timeout_s: float | None) -> Score:
         if self.judged:

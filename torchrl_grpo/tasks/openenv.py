@@ -1,7 +1,8 @@
 """``OpenEnvKind``: environments that a server of OpenEnv plays, a session of it for each dialog.
 
 It speaks the server's protocol itself, JSON over a WebSocket (``openenv.core.EnvClient``): the package ``openenv``
-cannot be imported without fastmcp, which needs ``mcp<2``, and vLLM needs ``mcp>=2``. Tried with servers of openenv 0.10.
+cannot be imported without fastmcp, which needs ``mcp<2``, and vLLM needs ``mcp>=2``. Tried with
+servers of openenv 0.10.
 """
 
 from __future__ import annotations

@@ -294,8 +294,8 @@ class WithEnvironment(WrappedTask):
         results = [(call.name, *toolbox.run(call)) for call in calls]
         reward, done = kind.outcome(instance.environment)
         messages = [tool_message(name, text, number) for number, (name, text, _) in enumerate(results)]
-        counts = {"tools/calls": len(calls), "tools/errors": sum(not well for _, _, well in results)}
-        counts = counts | {"tools/seconds": time.perf_counter() - start}
+        counts: dict[str, float] = {"tools/calls": len(calls), "tools/errors": sum(not well for _, _, well in results)}
+        counts["tools/seconds"] = time.perf_counter() - start
         return Turn(None if done else messages, None, counts, reward)
 
     def _score(self, instance: Instance, kind: Kind, dialog: Dialog, timeout_s: float | None) -> Score:

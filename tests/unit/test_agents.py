@@ -7,6 +7,7 @@ import http.client
 import json
 import sys
 import time
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -409,3 +410,38 @@ def test_a_task_with_an_agent_travels_before_it_plays(tmp_path):
     (tmp_path / "mine.py").write_text("async def play(client, problem):\n    return 1\n")
     task = agent_task(load_program(f"{tmp_path}/mine.py:play"))
     assert isinstance(cloudpickle.loads(cloudpickle.dumps(task)).program, Function)
+
+
+def test_scorers_that_wait_are_asked_for_all_agents_at_a_time_within_a_limit() -> None:
+    async def play(client, problem):
+        await client.chat.completions.create(model="any", messages=chat("a"))
+
+    async def slow(response: str) -> float:
+        await asyncio.sleep(30 if response == "0" else 0.3)
+        return 1.0
+
+    task = agent_task(play, slow)
+    opening = [Dialog(PROBLEM, [], last=False, episode=str(number)) for number in range(8)]
+    task.advance(opening, 20)
+    said = [replace(one, responses=[str(number)]) for number, one in enumerate(opening)]
+    start = time.monotonic()
+    late, *others = task.advance(said, 3)
+    assert time.monotonic() - start < 20  # one after the other would be 8 limits
+    assert isinstance(late, InvalidRewardError) and late.cause == "timeout"
+    assert [turn.score for turn in others] == [Score(1.0, True, {"slow": 1.0})] * 7
+    for one in opening:
+        task.close(one.episode)
+
+
+def test_a_completion_goes_on_after_the_stop_string_that_its_tokens_have() -> None:
+    """An agent that writes the stop string again, as it has to, does not put it before the policy twice."""
+
+    async def play(client, problem):
+        text = "Q: "
+        for _ in range(2):
+            answer = await client.completions.create(model="any", prompt=text, stop=["END"])
+            text += answer.choices[0].text + "END and"
+        return 1
+
+    asked, _ = played(agent_task(play), lambda turn: "yesEND")
+    assert [(turn.sample, turn.messages[0]["content"]) for turn in asked] == [(0, "Q: "), (0, " and")]

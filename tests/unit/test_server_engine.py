@@ -20,7 +20,7 @@ from torchrl_grpo.assembly.blueprint import plan_rows, prepare
 from torchrl_grpo.assembly.parts import make_engine
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.generation.base import EngineDeadError, SamplingParams
-from torchrl_grpo.generation.server import ServerEngine
+from torchrl_grpo.generation.server import ServerEngine, _Answer
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.starter import starter_path
@@ -264,3 +264,18 @@ def test_the_key_goes_with_each_request(stub: SGLangStub, monkeypatch: pytest.Mo
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     with ServerEngine(stub.address) as engine:
         assert engine._server._client.headers["authorization"] == "Bearer secret"
+
+
+def test_tokens_without_a_label_are_of_no_known_weights(engine: ServerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.update_weights(named_weights(moved()), 1)
+    monkeypatch.setattr(engine._server, "complete", lambda *_: [_Answer([5, 6], [-1.0, -1.0], "stop", [])])
+    with pytest.raises(EngineDeadError, match="answered with weights 'without a label'"):
+        engine.generate(PROMPTS[:1], 1, PARAMS)
+
+
+def test_a_response_that_ends_in_an_error_is_not_asked_for_again(
+    engine: ServerEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine._server, "complete", lambda *_: [_Answer([5], [-1.0], "error", [])])
+    with pytest.raises(EngineDeadError, match=r"ended a response with \['error'\]"):
+        engine.generate(PROMPTS[:1], 1, PARAMS)

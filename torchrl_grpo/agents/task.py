@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -26,6 +26,8 @@ from torchrl_grpo.tools.toolbox import Parser, parse_tool_calls
 _AT_A_TIME = 64
 _NO_LIMIT_S = 3600.0
 """Seconds for an agent where the run has no limit: nothing waits for ever."""
+_SHORTEST_SCORING_S = 1.0
+"""Seconds for the scorers, however long the agents took."""
 
 
 @dataclass
@@ -52,6 +54,7 @@ class _Episode:
         answered: turns of the policy that the agent was given.
         refused: why it gets no further answers; None while it does.
         cut: whether a request was refused.
+        result: the agent's end, once it has come.
     """
 
     def __init__(self) -> None:
@@ -59,6 +62,7 @@ class _Episode:
         self.answered = 0
         self.refused: BadRequest | None = None
         self.cut = False
+        self.result: Future[float | None] | None = None
         self.end: Callable[[], None] = lambda: None
         self._events: SimpleQueue[_Asked | Future[float | None]] = SimpleQueue()
         self._waiting: _Asked | None = None
@@ -105,8 +109,8 @@ class _Episode:
         request = self._waiting.request
         answer = Answer.of(request, dialog, self.answered, parser)
         chat = [*request.messages, answer.message]
-        if request.path != CHAT:
-            chat = [{"role": "", "content": "".join(message["content"] for message in chat)}]
+        if request.path != CHAT:  # with a stop string that the answer is without: the tokens have it
+            chat = [{"role": "", "content": request.messages[0]["content"] + dialog.responses[-1]}]
         self._samples[self._sample].chat = chat
         self.answered += 1
         self._waiting.answer.set_result(answer)
@@ -173,10 +177,36 @@ class WithAgent(WrappedTask):
         deadline = time.monotonic() + (_NO_LIMIT_S if timeout_s is None else timeout_s)
         begun = [attempt(self._go_on, dialog) for dialog in dialogs]  # all of them, before one is waited for
         outcome = partial(self._outcome, deadline=deadline, timeout_s=timeout_s)
-        return [
+        turns = [
             failed if isinstance(failed, Exception) else attempt(outcome, dialog)
             for dialog, failed in zip(dialogs, begun, strict=True)
         ]
+        ends = {
+            index: turn
+            for index, (dialog, turn) in enumerate(zip(dialogs, turns, strict=True))
+            if isinstance(turn, Turn) and turn.score is None and self._episodes[dialog.episode].result is not None
+        }
+        if ends:  # together, because the other task may wait for several scorers at a time
+            left = None if timeout_s is None else max(_SHORTEST_SCORING_S, deadline - time.monotonic())
+            judged = self.task.advance([replace(dialogs[index], last=True) for index in ends], left)
+            for (index, turn), other in zip(ends.items(), judged, strict=True):
+                turns[index] = self._scored(turn, other, self._episodes[dialogs[index].episode])
+        return turns
+
+    def _scored(self, turn: Turn, other: Turn | Exception, episode: _Episode) -> Turn | Exception:
+        """The agent's last turn, with the score that the other task gives."""
+        if isinstance(other, Turn):
+            return replace(turn, score=other.score)
+        if not isinstance(other, NotImplementedError):
+            return other
+        raised = None if episode.result is None else episode.result.exception()
+        if isinstance(raised, Exception):
+            return raised
+        return InvalidRewardError(
+            "an agent must return its reward where nothing else scores the response, it returned None: return a "
+            "number, or name env.reward.",
+            "none",
+        )
 
     def _go_on(self, dialog: Dialog) -> None:
         """Starts an episode's agent, or gives it the policy's latest turn."""
@@ -229,34 +259,26 @@ class WithAgent(WrappedTask):
                 ) from None
             if isinstance(event, Future):
                 # An answer that found no room, or no turn, is one that goes on: the dialog is truncated.
-                return Turn([] if episode.cut else None, self._score(dialog, event, episode.cut))
+                episode.result = event
+                return Turn([] if episode.cut else None, self._own_score(dialog, event, episode.cut))
             if episode.refused is None:
                 return episode.turn(event)
             episode.refuse(episode.refused, event)
 
-    def _score(self, dialog: Dialog, result: Future[float | None], cut: bool) -> Score:
-        """The score of an episode whose agent has ended.
+    def _own_score(self, dialog: Dialog, result: Future[float | None], cut: bool) -> Score | None:
+        """The score that the agent gives itself; None leaves it to the other task.
 
         Raises:
-            InvalidRewardError: the agent asked for nothing, or nothing scores the dialog.
+            InvalidRewardError: the agent asked for nothing.
             Exception: what the agent raised; one that was refused an answer is scored by the task all the same.
         """
         error = result.exception()
         if error is not None and not cut:
             raise error
-        reward = None if error else result.result()
         if not dialog.responses:
             raise InvalidRewardError("an agent must ask the policy, it ended without: send a request.", "exception")
-        if reward is not None:
-            return Score(reward, reward >= 1)
-        try:
-            return self.task.judge(dialog)
-        except NotImplementedError as nobody:
-            raise error or InvalidRewardError(
-                "an agent must return its reward where nothing else scores the response, it returned None: return a "
-                "number, or name env.reward.",
-                "none",
-            ) from nobody
+        reward = None if error else result.result()
+        return None if reward is None else Score(reward, reward >= 1)
 
     def close(self, episode: str) -> None:
         found = self._episodes.pop(episode, None)

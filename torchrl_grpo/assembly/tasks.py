@@ -78,6 +78,11 @@ def make_task(env: EnvConfig, split: Split = "train", tests: Sequence[DatasetCon
         task = WithRetry(task, env.retry_prompt)
     if env.agent is not None:
         task = WithAgent(task, load_program(env.agent), _tool_parser(env))
+    if task.opens and env.transforms:
+        raise ValueError(
+            f"env.transforms={list(env.transforms)} must be left out with task {task.name!r}, which keeps something of "
+            "a dialog between its turns: let the task itself answer."
+        )
     if env.max_turns > 1 and not (task.multi_turn or env.transforms):
         raise ValueError(
             f"env.max_turns={env.max_turns} must be 1 with task {task.name!r}, whose dialogs end after the policy's "

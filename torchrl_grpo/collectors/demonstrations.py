@@ -106,8 +106,9 @@ class Demonstrations:
     def _row(self, drawn: Drawn) -> TensorDictBase:
         chat = self.env.task.demonstration(drawn.problem)
         prompt = self.env.prompts.tokens(drawn.index, drawn.problem)
-        response, said = (part[: self.most] for part in self._write(chat))
-        cut, version = len(said) == self.most, int(self.engine.policy_version)
+        whole, learned = self._write(chat)
+        response, said = whole[: self.most], learned[: self.most]
+        cut, version = len(whole) > self.most, int(self.engine.policy_version)
         mask = torch.cat([torch.zeros(len(prompt), dtype=torch.bool), said])
         true = torch.tensor([True])
         row = TensorDict(

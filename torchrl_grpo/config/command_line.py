@@ -85,7 +85,7 @@ def from_hydra(cfg: DictConfig, overrides: Sequence[str] = (), find_saved: FindS
         if merged.env.reasoning:
             merged.env.retry_prompt = merged.env.retry_prompt or RETRY_PROMPT
             merged.env.max_turns = max(merged.env.max_turns, 2)
-        if merged.policy.demonstrations:
+        if merged.policy.demonstrations and "env.repeats" not in given:
             merged.env.repeats = 1
         config: Any = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:

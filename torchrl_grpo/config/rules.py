@@ -361,6 +361,7 @@ def _validate_policy(config: GRPOConfig) -> None:
             "env.sampling": env.sampling != "uniform" and env.sampling,
             "env.transforms": env.transforms,
             "policy.teacher_divergence": config.needs_teacher and not config.teacher_in_loss and "sampled",
+            "policy.advantage_whiten": policy.advantage_whiten,
         }
         for name, value in sampled.items():
             if value:
@@ -368,6 +369,12 @@ def _validate_policy(config: GRPOConfig) -> None:
                     f"{name}={_written(value)} must be left out with policy.demonstrations=true (algo=sft): it is for "
                     "responses that the policy sampled."
                 )
+        target = str(policy.loss.get("_target_"))
+        if target.startswith("torchrl_grpo.") and not target.endswith(".SFTLoss"):
+            raise ConfigError(
+                "policy.demonstrations=true needs policy.loss._target_=torchrl_grpo.objectives.SFTLoss, it is "
+                f"{target}, whose ratio is to a policy that sampled: use algo=sft."
+            )
     check_clip_epsilon(policy.clip_epsilon, "policy.clip_epsilon")
     check_behaviour_weight(policy.behaviour_weight, policy.proximal, "policy.behaviour_weight")
     check_bounds(policy.reward_clip, "policy.reward_clip")
@@ -377,6 +384,12 @@ def _validate_policy(config: GRPOConfig) -> None:
             "policy.turn_credit=per_turn and policy.advantage_level=token exclude each other, both say what a token is "
             "credited with: use one of them alone."
         )
+    if env.agent is not None and config.advantage_level != "sequence":
+        name = "policy.turn_credit=per_turn" if policy.turn_credit == "per_turn" else "policy.advantage_level=token"
+        raise ConfigError(
+            f"{name} must be left out with env.agent={env.agent}, whose samples of one trajectory have no order in "
+            "common: use one advantage for each trajectory."
+        )
     if env.reward_combination == "gdpo":
         check_decoupled(config.advantage_level, policy.advantage_mean, "env.reward_combination=gdpo")
         if config.shapes_reward or policy.dynamic_sampling:
@@ -385,6 +398,14 @@ def _validate_policy(config: GRPOConfig) -> None:
                 "reward, it reads the parts: leave policy.reward_scale, reward_bias, reward_clip, overlong_buffer, "
                 "kl_in_reward and dynamic_sampling out, or use env.reward_combination=sum."
             )
+    if policy.dynamic_sampling and (config.needs_teacher or policy.turn_credit == "per_turn"):
+        other = (
+            f"policy.teacher_coef={policy.teacher_coef:g}" if config.needs_teacher else "policy.turn_credit=per_turn"
+        )
+        raise ConfigError(
+            f"policy.dynamic_sampling=true must be left out with {other}: a group whose rewards are all equal has a "
+            "signal there."
+        )
     if policy.dynamic_sampling:
         check_group_size(env.repeats, "group", "group", "env.repeats")
         wanted = config.dialog_turns_per_batch

@@ -62,7 +62,7 @@ def _is_code(name: str, value: Any) -> bool:
         return bool(value)
     if not isinstance(value, str):
         return False
-    if name.startswith("inference_model.engine_kwargs."):  # several of vLLM's take the name of a class
+    if name == "env.agent" or name.startswith("inference_model.engine_kwargs."):  # some of vLLM's name a class
         return True
     if name.endswith("_target_"):
         return not value.startswith(("torchrl_grpo.objectives.", "torchrl_grpo.transforms."))

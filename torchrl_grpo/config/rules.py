@@ -369,6 +369,11 @@ def _validate_policy(config: GRPOConfig) -> None:
                     f"{name}={_written(value)} must be left out with policy.demonstrations=true (algo=sft): it is for "
                     "responses that the policy sampled."
                 )
+        if env.repeats != 1:
+            raise ConfigError(
+                f"env.repeats={env.repeats} must be 1 with policy.demonstrations=true (algo=sft), which has one "
+                "demonstration for each problem: leave it out."
+            )
         target = str(policy.loss.get("_target_"))
         if target.startswith("torchrl_grpo.") and not target.endswith(".SFTLoss"):
             raise ConfigError(

@@ -33,7 +33,7 @@ class EnvConfig(DataConfig):
     environment: Any = None
     """Class whose instances play the dialogs, one each, as file.py:Class or package.module:Class; or classes by the
     value of the column environment, {easy: my_envs.py:Easy, hard: my_envs.py:Hard} (docs/environments.md). In place of
-    a class, openenv:http://127.0.0.1:8000 is a server of OpenEnv. With
+    a class, openenv:http://localhost:8000 is a server of OpenEnv. With
     dataset=null it makes its own problems from a number, the column seed; on the command line it replaces a data set
     that is not given there. Environments run in reward workers, at least one of which is then started."""
     environments_at_a_time: int = limited(16, ge=1)

@@ -137,7 +137,7 @@ def model_card(config: Mapping[str, Any], step: int, metrics: Mapping[str, float
         metrics: of its evaluation; they may be missing.
     """
     env, base = config["env"], config["model"]["name"]
-    entries = ", ".join(entry["dataset"] for entry in env["datasets"] or [])
+    entries = ", ".join(entry["dataset"] for entry in env.get("datasets") or [])
     data = env["task"].get("_target_") or env["dataset"] or entries or env["environment"]
     of_hub = base.count("/") == 1 and not Path(base).exists()
     tested = {name: accuracy(metrics, name) for name in metrics if name.startswith("eval/pass@")}

@@ -57,7 +57,7 @@ RewardCombination = Literal["sum", "gdpo"]
 AdvantageLevel = Literal["sequence", "token", "turn"]
 """Units that get one advantage each."""
 TurnCredit = Literal["sum", "per_turn"]
-"""What a turn is credited with: the reward of the dialog, or what follows from the turn on."""
+"""Credit of a turn: the reward of the dialog, or what follows from the turn on."""
 
 Optimizer = Literal["adamw", "adamw_8bit"]
 """Optimizers."""

@@ -116,7 +116,7 @@ class InferenceModelConfig(DevicesConfig):
     """vllm: further arguments of its EngineArgs, such as {max_num_seqs: 512, kv_cache_dtype: fp8}, which override the
     package's. With pipeline_parallel_size a sampler has that many times tensor_parallel_size devices."""
     in_flight: str = choice(checks.InFlight, "wait")
-    """What new weights do to running responses: wait for their end, keep them and continue with the new weights, or
+    """Effect of new weights on running responses: wait for their end, keep them and continue with the new weights, or
     abort and restart them. keep and abort need vllm."""
     weight_transfer: str = choice(checks.WeightTransfer, "auto")
     """How weights reach engines in other processes: object_store (Ray's, anywhere), or for vllm without LoRA also

@@ -331,7 +331,7 @@ class GRPOConfig:
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether there is a teacher."""
+        """True if a teacher scores the responses."""
         return self.policy.teacher_coef > 0
 
     @property
@@ -347,7 +347,7 @@ class GRPOConfig:
 
     @property
     def advantage_level(self) -> str:
-        """What has an advantage of its own: the sequence, each turn or each token."""
+        """Unit that has an advantage of its own: the sequence, each turn or each token."""
         return "turn" if self.policy.turn_credit == "per_turn" else self.policy.advantage_level
 
     @property

@@ -24,7 +24,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def settled(result: Any, timeout_s: float | None = None) -> Any:
-    """What a function returned or, where that is a coroutine, what it comes to.
+    """Return the result of a function or, if it is a coroutine, what it comes to.
 
     Raises:
         TimeoutError: a coroutine took longer than ``timeout_s`` seconds; it is cancelled.

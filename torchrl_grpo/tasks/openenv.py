@@ -105,7 +105,7 @@ class Session:
 
 
 def _text(outcome: Mapping[str, Any]) -> str:
-    """What is observed, as a text: an MCP tool's result, the only text there is, or everything as JSON."""
+    """Return the observation as text: an MCP tool's result, the only text there is, or everything as JSON."""
     seen = {name: value for name, value in (outcome.get("observation") or {}).items() if value not in (None, {}, [])}
     seen.pop(_OF_EVERY_ACTION, None)
     if seen.pop("tool_name", None) is not None:

@@ -91,7 +91,7 @@ class Kind:
         self.toolbox = schemas.replaced({function.__name__: function for function in tools})
 
     def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``reset`` gets of a row: everything, or what it names.
+        """Return the columns that ``reset`` gets: all, or those that it names.
 
         Raises:
             ValueError: it needs a column that there is not.

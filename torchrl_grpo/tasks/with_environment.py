@@ -241,9 +241,10 @@ class WithEnvironment(WrappedTask):
         try:
             return future.result(None if end is None else max(0.0, end - time.monotonic()))
         except TimeoutError as error:
-            if future.done():  # it is the environment's own
+            if end is None or time.monotonic() < end:  # it is the environment's own
                 return error
-            self._stuck.append(future)
+            if not future.done():
+                self._stuck.append(future)
             return InvalidRewardError(
                 f"an environment must answer within env.reward_timeout_s={timeout_s:g}, it did not: use a larger one, "
                 "or look for what it waits for.",

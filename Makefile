@@ -48,7 +48,7 @@ train: $(VENV)/.stamp-core  ## teach the embedded starter model arithmetic
 test: $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(VENV)/.stamp-openenv $(TEST_ENGINE)  ## run the whole test suite, the real vLLM and Ray included
 	$(PY) -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
-test-fast: $(VENV)/.stamp-dev  ## run the tests that need neither vLLM nor Ray nor much time, in 2 to 3 minutes
+test-fast: $(VENV)/.stamp-dev  ## run the tests that need neither vLLM nor Ray nor much time, in under 4 minutes
 	$(PY) -m pytest $(PYTEST_WORKERS) tests/unit tests/torchrl -m "not slow" $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-dev  ## ruff, mypy, the import rules, shell scripts and Dockerfiles

@@ -38,6 +38,7 @@ from torchrl_grpo.generation.base import (
     EngineRequest,
     OnFinished,
     SamplingParams,
+    cut_off,
     greedy,
 )
 from torchrl_grpo.generation.stops import StopStrings
@@ -180,10 +181,7 @@ class ServerEngine(Engine):
         return [completions[index % samples] for index in range(n)]
 
     def _completion(self, answer: _Answer, stop: StopStrings | None) -> Completion:
-        length, stopped = len(answer.tokens), answer.stopped
-        if stop is not None and (end := _end_of(answer.tokens, stop)) is not None:
-            length, stopped = end, True
-        versions = torch.empty(length, dtype=torch.int64)
+        versions = torch.empty(len(answer.tokens), dtype=torch.int64)
         labels = list(answer.labels)
         if sum(end - start for _, start, end in labels) < len(answer.tokens):
             labels.append(("without a label", 0, 0))
@@ -195,12 +193,13 @@ class ServerEngine(Engine):
                     f"{self.policy_version} that it was given: it was restarted, or others update it too."
                 )
             versions[start:end] = int(version)
-        return Completion(
-            tokens=torch.tensor(answer.tokens[:length], dtype=torch.int64),
-            log_probs=torch.tensor(answer.log_probs[:length], dtype=torch.float32),
-            finish_reason="stop" if stopped else "length",
+        done = Completion(
+            tokens=torch.tensor(answer.tokens, dtype=torch.int64),
+            log_probs=torch.tensor(answer.log_probs, dtype=torch.float32),
+            finish_reason="stop" if answer.stopped else "length",
             versions=versions if self._given else None,
         )
+        return cut_off(done, None, stop)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See ``Engine``; the weights go through the folder, and without one the server keeps its weights.
@@ -265,17 +264,6 @@ def _tied_weights(request: EngineRequest) -> dict[str, str]:
     names = {id(module): name for name, module in model.named_modules()}
     pair = (f"{names[id(head)]}.weight", f"{names[id(embedding)]}.weight")
     return {tie: next(name for name in pair if name != tie) for tie in tied if tie in pair and tie in shapes}
-
-
-def _end_of(tokens: Sequence[int], stop: StopStrings) -> int | None:
-    """Return the number of tokens up to the one that completes a stop string."""
-    state = 0
-    for place, token in enumerate(tokens):
-        if token < stop.table.shape[1]:  # the model may have more than the tokenizer
-            state = int(stop.table[state, token])
-        if state == stop.end:
-            return place + 1
-    return None
 
 
 class _Answer:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.support.configs import compose_config
+from tests.support.models import response_log_probs
 from tests.support.runs import SMALL, steps
 from tests.support.sglang_stub import SGLangStub
 from torchrl_grpo.assembly.run import build
@@ -38,10 +42,13 @@ def test_each_group_is_trained_once_whatever_becomes_of_the_servers(tmp_path: Pa
     )
     made = build(config, tmp_path, asynchronous=True)
     trained: list[int] = []
+    sampled: list[Any] = []
     real = made.learner.train_groups
 
     def train_groups(*groups: Any) -> dict[str, float]:
-        trained.extend(group[0]["group_id"].item() for group in ray.get(list(groups)))
+        for group in ray.get(list(groups)):
+            trained.append(group[0]["group_id"].item())
+            sampled.extend(group.unbind(0))
         metrics = real(*groups)
         happens.pop(made.learner.version, lambda: None)()
         return metrics
@@ -55,7 +62,21 @@ def test_each_group_is_trained_once_whatever_becomes_of_the_servers(tmp_path: Pa
     assert sorted(trained) == list(range(9 * config.groups_per_batch))
     assert not happens and rows[-1]["workers/restarts_rollout"] >= 2
     assert max(row["staleness/max"] for row in rows) <= 2
-    fresh = [row for row in rows if row["staleness/max"] == 0]
-    assert len(fresh) >= 2 and max(row["train/kl_k3_to_inference"] for row in fresh) < 1e-6
+    _check_log_probs(sampled, first.given | second.given)
     for server in (first, second):
         server.stop()
+
+
+def _check_log_probs(sampled: Sequence[Any], given: Mapping[int, Mapping[str, Any]]) -> None:
+    """Each response has the log-probs of the weights whose version it states, most of which are not the first."""
+    stated = [int(one["policy_version"]) for one in sampled]
+    assert len(set(stated)) >= 4
+    for version in set(stated):
+        model = AutoModelForCausalLM.from_pretrained(starter_path()).float().eval()
+        model.load_state_dict(given.get(version, {}), strict=False)
+        rows = [one for one, its in zip(sampled, stated, strict=True) if its == version]
+        tokens = [row["tokens", "full"] for row in rows]
+        starts = [row["tokens", "prompt"].numel() for row in rows]
+        wanted = response_log_probs(model)(tokens, starts)
+        for row, start, log_probs in zip(rows, starts, wanted, strict=True):
+            torch.testing.assert_close(row["log_probs", "full"][start:], log_probs, atol=2e-5, rtol=1e-4)

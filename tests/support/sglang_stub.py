@@ -34,6 +34,7 @@ class SGLangStub:
         aborts: how many requests for samples are answered with an abort first.
         foreign: how many requests for samples are answered as if others had updated the weights.
         seen: the bodies of all requests, by route.
+        given: the weights of each version that it was given, by name.
 
     Args:
         path: of the model.
@@ -44,6 +45,7 @@ class SGLangStub:
         self.path, self.label, self.raw, self.slow_s = path, FIRST, False, 0.0
         self.aborts = self.foreign = 0
         self.seen: list[tuple[str, Any]] = []
+        self.given: dict[int, dict[str, torch.Tensor]] = {}
         self._one = threading.Lock()
         self.engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(path).float().eval())
         self.context, self.vocabulary = 2048, self.engine.model.config.vocab_size
@@ -117,6 +119,7 @@ class SGLangStub:
             with self._one:
                 self.engine.update_weights(((k, v) for k, v in weights.items() if k != "lm_head.weight"), 0)
                 self.label = body["weight_version"]
+                self.given[int(self.label.partition("-")[2])] = weights
             return 200, {"success": True, "message": "done"}
         if route == "/generate":
             return self._generate(body)

@@ -9,13 +9,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchrl_grpo.advice.migrate.tables import Row, Table, read_table
+from torchrl_grpo.advice.migrate.tables import TRL, Row, Table, read_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "migrate.md"
 MARK = (
     "<!-- tables: made by tools/make_migrate_docs.py from torchrl_grpo/advice/migrate/*.toml, change them there -->\n"
 )
-ORDER = ("trl", "verl", "areal", "prime_rl", "torchrl")
+ORDER = (*reversed(TRL), "verl", "areal", "prime_rl", "torchrl")
 QUANTITIES = {
     "accumulation": "part of `train.optim_batch_size`",
     "advantage_mean": "`policy.advantage_mean`, without `reward_norm`",
@@ -28,6 +28,7 @@ QUANTITIES = {
     "clip_low": "`policy.clip_epsilon`",
     "context": "`env.max_prompt_tokens` + `inference_model.max_new_tokens`",
     "dataset": "`env.dataset`",
+    "divergence": "`policy.teacher_divergence`: 0 is forward, 1 reverse, between them jsd with `policy.teacher_beta`",
     "devices": "`train_model.num_devices` + `inference_model.num_devices`",
     "engine_allocation": "`inference_model.num_devices`, `inference_model.tensor_parallel_size`",
     "engine_data_parallel": "`inference_model.num_devices`, this x `inference_model.tensor_parallel_size`",
@@ -80,6 +81,9 @@ QUANTITIES = {
     "step_sequences": "`train.optim_batch_size`",
     "steps_per_generation": "part of `env.num_envs`",
     "synchronous": "`grpo.py` or `grpo-async.py`",
+    "sync_steps": "`train.dialog_turns_per_batch` / `train.optim_batch_size`",
+    "teacher": "`teacher.model`",
+    "teacher_revision": "`teacher.model`, after @",
     "test_dataset": "`evaluation.datasets`, where it is another one",
     "test_files": "the split `test` of `env.dataset`, or `evaluation.datasets`",
     "train_allocation": "`train_model.num_devices`",
@@ -103,10 +107,15 @@ def _section(table: Table) -> Iterator[str]:
     always = ", ".join(f"`{key}={_word(value)}`" for key, value in table.always.items())
     yield f"Input: {table.what}. Always set: {always}.\n"
     yield from (f"- {_prose(line)}" for line in table.differs)
+    known = read_table(TRL[-1]).rows if table.title.startswith("TRL's") else {}
+    if known:
+        yield "- Further keys: as for `GRPOConfig`, but for what it alone has (groups, rewards, clip, KL, entropy)."
     yield ""
     here: dict[str, list[str]] = {}
     nowhere: dict[str, list[str]] = {}
     for key, row in table.rows.items():
+        if known.get(key) == row:
+            continue
         name = f"`{key}`" + ("" if row.default is None else f" ({_word(row.default)})")
         if row.values is None and row.ours is None:
             nowhere.setdefault(_reason(table, row), []).append(name)

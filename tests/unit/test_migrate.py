@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
 import json
@@ -15,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from tests.support import peer_configs
+from tests.support import peer_configs, trl_fields
 from tests.support.configs import ROOT, compose_config
 from torchrl_grpo.advice.migrate.readers import Settings, read
 from torchrl_grpo.advice.migrate.scripts import Unknown, read_python, read_shell
-from torchrl_grpo.advice.migrate.tables import BASE, NAMES, SET_ME, read_table
+from torchrl_grpo.advice.migrate.tables import BASE, NAMES, SET_ME, TRL, read_table
 from torchrl_grpo.advice.migrate.translation import Translation, translate
 from torchrl_grpo.config import GRPOConfig, check_command_line, leaves
 from torchrl_grpo.config.rules import check_script
@@ -43,8 +44,16 @@ def composed(printed: str) -> GRPOConfig:
     """The config of a printed command line without what is to be set by hand, as its script checks it."""
     script, *overrides = words_of(printed)
     group = next((word.removeprefix("env.repeats=") for word in overrides if word.startswith("env.repeats=")), "8")
-    overrides = [word.replace(f"env.num_envs={SET_ME}", f"env.num_envs={group}") for word in overrides]
-    overrides = [word.replace(f"lora.enabled={SET_ME}", "lora.enabled=true") for word in overrides]
+    by_hand = {
+        "env.num_envs": 2 if group == "1" else 8 if group == SET_ME else group,
+        "train_model.lora.enabled": "true",
+        "algo": "distill",
+        "teacher.model": "t",
+    }
+    overrides = [
+        f"{key}={by_hand[key]}" if value == SET_ME and key in by_hand else f"{key}={value}"
+        for key, _, value in (word.partition("=") for word in overrides)
+    ]
     overrides = [word for word in overrides if SET_ME not in word]
     check_command_line(overrides)
     config = compose_config(*overrides, name="grpo_gsm8k")
@@ -123,7 +132,7 @@ def test_batches_count_sequences_whatever_the_file_counts(name: str, tmp_path: P
 
 def test_what_is_so_anyway_is_what_our_config_says() -> None:
     values = {key: value for key, _, value in leaves(compose_config(name="grpo_gsm8k"))}
-    values |= {"policy.loss._target_": values["policy.loss"]["_target_"]}
+    values |= {"policy.loss._target_": values["policy.loss"]["_target_"], "algo": "grpo"}
     assert {key: value for key, value in BASE.items() if not key.startswith("+")} == {
         key: values[key] for key in BASE if not key.startswith("+")
     }
@@ -589,7 +598,9 @@ def test_a_file_that_tells_no_value_becomes_a_command_line_that_passes(name: str
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_choice_of_a_table_becomes_a_command_line_that_passes(name: str) -> None:
-    chosen = {key: list(row.values) for key, row in read_table(name).rows.items() if row.values and not row.table}
+    seen = read_table(TRL[-1]).rows if name in TRL[:-1] else {}  # rows of several tables are tried with one of them
+    rows = {key: row for key, row in read_table(name).rows.items() if seen.get(key) != row}
+    chosen = {key: list(row.values) for key, row in rows.items() if row.values and not row.table}
     for number in range(max(map(len, chosen.values()))):
         values = {key: several[number % len(several)] for key, several in chosen.items()}
         settings = {key: {"true": True, "false": False}.get(one, one) for key, one in values.items()}
@@ -618,14 +629,129 @@ REFUSED = {
                          "orchestrator.train.source[0].algo.type=opd it is"),
     "prime_sft.toml": ("[deployment]\nnum_gpus = 1\n[data]\nname = 'd'\n", "data.name=d it is supervised fine-tuning"),
     "prime_infer.toml": ("[inference.vllm]\nmax_model_len = 9\n[deployment]\ntype = 'x'\n", "inference"),
-    "trl_sft.yaml": ("model_name_or_path: m\nper_device_train_batch_size: 4\npacking: true\n",
-                     "packing=true it is supervised fine-tuning"),
+    "trl_gold.py": ("from trl.experimental.gold import GOLDTrainer\nGOLDTrainer('m', 't')\n",
+                    "it is distillation by an experimental trainer"),
     "trl_any.yaml": ("model_name_or_path: m\nper_device_train_batch_size: 4\nlearning_rate: 1e-5\n",
                      "it is a run of any trainer of TRL"),
     "trl_dpo.py": ("from trl import DPOConfig, DPOTrainer\nDPOTrainer('m', args=DPOConfig(beta=0.1))\n", "it is DPO"),
     "trl_reward.yaml": ("model_name_or_path: m\nper_device_train_batch_size: 4\ncenter_rewards_coefficient: 0.1\n",
                         "it is the training of a reward model"),
 }  # fmt: skip
+
+
+SUPERVISED = {"algo": "sft", "model.name": "m", "env.dataset": "a/b", "inference_model.backend": "transformers"}
+DISTILLED = {"algo": "distill", "model.name": "m", "teacher.model": "t", "env.repeats": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        (
+            "sft.py",
+            "SFTTrainer('m', SFTConfig(per_device_train_batch_size=4, gradient_accumulation_steps=2, max_length=700,\n"
+            "    completion_only_loss=True, max_steps=30), train_dataset=load_dataset('a/b', split='train'))",
+            {
+                **SUPERVISED, "env.columns.completion": "completion", "env.num_envs": 8, "env.repeats": 1,
+                "train.total_dialog_turns": 240, "inference_model.max_new_tokens": 700, "env.max_prompt_tokens": None,
+                "optimizer.lr": 2e-5, "evaluation.num_prompts": 0, "env.reward": SET_ME,
+            },
+        ),
+        (
+            "sft.yaml",
+            "{model_name_or_path: m, dataset_name: a/b, assistant_only_loss: true, max_length: null, packing: false}",
+            {
+                **SUPERVISED, "env.columns.messages": "messages", "env.columns.completion": None,
+                "inference_model.max_new_tokens": SET_ME, "train.total_epochs": 3,
+            },
+        ),
+        (
+            "plain.py",
+            "SFTTrainer(model='m', train_dataset=load_dataset('a/b', split='train'))",
+            {**SUPERVISED, "env.columns.completion": SET_ME, "inference_model.max_new_tokens": 1024},
+        ),
+        (
+            "distill.yaml",
+            "{model_name_or_path: m, teacher_model_name_or_path: t, temperature: 0.7, max_completion_length: 300,\n"
+            "teacher_model_init_kwargs: {dtype: bfloat16}, per_device_train_batch_size: 1}",
+            {
+                **DISTILLED, "teacher.dtype": "bfloat16", "policy.teacher_divergence": "reverse", "env.num_envs": 2,
+                "policy.teacher_beta": None, "inference_model.temperature": 0.7, "inference_model.max_new_tokens": 300,
+                "train.optim_batch_size": 1, "optimizer.lr": None,
+            },
+        ),
+        (
+            "distill.py",
+            "DistillationTrainer('m', 't', DistillationConfig(beta=0.25, teacher_model_revision='v2', use_vllm=True))",
+            {
+                **DISTILLED, "teacher.model": "t@v2", "policy.teacher_divergence": "jsd", "policy.teacher_beta": 0.25,
+                "inference_model.backend": None,
+            },
+        ),
+        (
+            "gkd.py",
+            "GKDTrainer('m', 't', args=GKDConfig(lmbda=1.0, beta=0.0, max_length=1000))",
+            {
+                **DISTILLED, "policy.teacher_divergence": "forward", "inference_model.temperature": 0.9,
+                "inference_model.max_new_tokens": 128, "env.max_prompt_tokens": 872, "optimizer.lr": 2e-5,
+            },
+        ),
+        (
+            "gkd.yaml",
+            "{model_name_or_path: m, teacher_model_name_or_path: t, lmbda: 0, beta: 0.0, max_length: 600,\n"
+            "completion_only_loss: true}",
+            {
+                **DISTILLED, "algo": "sft", "policy.teacher_coef": 1.0, "policy.reward_coef": 0.0,
+                "policy.teacher_divergence": "forward", "env.columns.completion": "completion",
+                "inference_model.max_new_tokens": 600,
+            },
+        ),
+        (
+            "async.py",
+            "def score(completions): ...\nAsyncGRPOTrainer('m', score, AsyncGRPOConfig(max_staleness=3,\n"
+            "    token_budget=99, weight_sync_steps=2, epsilon_high=0.28, max_steps=10,\n"
+            "    per_device_train_batch_size=16))",
+            {
+                "algo": None, "train.max_staleness": 3, "train.micro_batch_tokens": 99, "env.num_envs": 32,
+                "train.optim_batch_size": 16, "train.total_dialog_turns": 160, "policy.clip_epsilon": [0.2, 0.28],
+                "policy.aggregation": "token_mean", "policy.kl_coef": 0.0, "env.reward": "async.py:score",
+                "inference_model.max_new_tokens": 2048, "inference_model.gpu_memory_utilization": None,
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_other_trainers_of_trl_are_read(name: str, text: str, wanted: dict[str, Any], tmp_path: Path) -> None:
+    made = translated(tmp_path, name, text)
+    assert {key: made.overrides.get(key) for key in wanted} == wanted
+    assert made.asynchronous == (name == "async.py")
+    composed(report(made, 100))
+
+
+def test_a_mixture_of_read_and_sampled_responses_is_said_to_be_none_here(tmp_path: Path) -> None:
+    made = translated(tmp_path, "gkd.py", "GKDTrainer('m', 't', args=GKDConfig())")
+    assert made.overrides["algo"] == "distill"
+    assert made.lacks["lmbda"].startswith(
+        "0.5 has no counterpart; there are 1, 0, and our own default is taken: a run "
+    )
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_every_field_of_a_config_of_trl_has_a_row_or_a_reason(name: str) -> None:
+    table = read_table(name)
+    fields = (trl_fields.SHARED + trl_fields.CONFIGS[name][1]).split()
+    assert [field for field in fields if field not in table.rows and table.ignores(field) is None] == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.parametrize("name", TRL)
+def test_the_fields_are_those_of_the_installed_trl(name: str) -> None:
+    import trl
+    from trl.experimental import async_grpo, gkd
+
+    named, own = trl_fields.CONFIGS[name]
+    config = next(getattr(module, named) for module in (trl, async_grpo, gkd) if hasattr(module, named))
+    classes = (config, trl.ModelConfig, trl.ScriptArguments)
+    fields = {item.name for one in classes for item in dataclasses.fields(one)}
+    assert fields == set((trl_fields.SHARED + own).split())
 
 
 @pytest.mark.parametrize("name", REFUSED)

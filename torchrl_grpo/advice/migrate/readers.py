@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from torchrl_grpo.advice.migrate.scripts import Unknown, read_python, read_shell
-from torchrl_grpo.advice.migrate.tables import NAMES, Table, read_table
+from torchrl_grpo.advice.migrate.tables import NAMES, TRL, Table, read_table
 from torchrl_grpo.host.trees import dotted
 
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -48,13 +48,14 @@ def read(path: Path) -> Settings:
         raise ValueError(f"FILE={path} must be whole {path.suffix or 'yaml'}, and it is not: {why}.") from error
     values = _flat(data) if isinstance(data, Mapping) else {}
     values = {key: _known(_number(_resolved(value, values))) for key, value in values.items()}
-    for name in ("trl",) if path.suffix == ".py" else NAMES:
+    is_script = path.suffix == ".py"
+    for name in TRL if is_script else NAMES:
         table = read_table(name)
-        if table.is_of(values) or (values and path.suffix == ".py"):
+        if table.is_of(values) or (values and is_script and name == TRL[-1]):
             _refuse(table, values, path)
             return Settings(table, _folded(values, table))
     looked = "; ".join(f"{table.title}: {', '.join(table.marks)}" for table in map(read_table, NAMES))
-    looked += ", or GRPOConfig(...) in a .py"
+    looked += ", or one of these classes of TRL in a .py"
     raise ValueError(f"FILE={path} must be a config of one of five libraries, and has none of their keys ({looked}).")
 
 
@@ -79,8 +80,8 @@ def _refuse(table: Table, values: Mapping[str, Any], path: Path) -> None:
     for refusal in table.refused:
         if (why := refusal.found_in({**values, **entries})) is not None:
             raise ValueError(
-                f"FILE={path} must be a GRPO run of {table.title}, and with {why} it is {refusal.what}: "
-                "give the config of a GRPO run."
+                f"FILE={path} must be a run of {table.title} with a counterpart here, and with {why} it is "
+                f"{refusal.what}: give the config of such a run (docs/migrate.md)."
             )
 
 
@@ -97,8 +98,8 @@ def _parse(suffix: str, text: str) -> Any:
 
 
 def _flat(node: Mapping[Any, Any], name: str = "") -> dict[str, Any]:
-    """Return the leaves of nested tables by their dotted names; one that is still to be set is None."""
-    return {key: None if value == "???" else value for key, value in dotted(node, name) if key}
+    """Return the leaves of nested tables by their dotted names, without those that are still to be set."""
+    return {key: value for key, value in dotted(node, name) if key and value != "???"}
 
 
 def _resolved(value: Any, values: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Settings in scripts, which are read and never run: Python that makes a ``GRPOConfig``, a shell script that starts
+"""Settings in scripts, which are read and never run: Python that makes a config of TRL, a shell script that starts
 verl.
 """
 
@@ -49,27 +49,45 @@ class Unknown:
 
 
 def read_python(text: str) -> dict[str, Any]:
-    """TRL's keys, of the calls of ``GRPOConfig`` and of what goes with it; none where it is not called.
+    """TRL's keys, of the calls of one of its config classes and of what goes with it; none where none is called.
+
+    The name of the class is a key too. Of several the first of ``_TRAINERS`` counts.
 
     Raises:
         SyntaxError: it is no Python.
     """
     script = _Script(ast.parse(text))
-    if not script.calls("GRPOConfig"):
-        return {f"{name.removesuffix('Trainer')}Config": True for name in _OTHER_TRAINERS if script.calls(name)}
-    found: dict[str, Any] = {"GRPOConfig": True}
-    for call in script.calls("GRPOConfig"):
+    kind = next((name for name in _TRAINERS if script.calls(f"{name}Config") or script.calls(f"{name}Trainer")), None)
+    if kind is None:
+        return {f"{name}Config": True for name in _OTHER_TRAINERS if script.calls(f"{name}Trainer")}
+    found: dict[str, Any] = {f"{kind}Config": True}
+    for call in script.calls(f"{kind}Config"):
         for key, value in script.arguments(call).items():
             found[key] = value if found.get(key, value) == value else Unknown(f"{found[key]} or {value}")
-    found |= script.settings_after("GRPOConfig")
-    trainer = next(iter(script.calls("GRPOTrainer")), None)
+    found |= script.settings_after(kind)
+    calls = script.calls(f"{kind}Trainer")
+    trainer = (
+        {name: script.argument(calls[0], name, place) for place, name in enumerate(_TRAINERS[kind])} if calls else {}
+    )
+    trainer |= {name: script.argument(calls[0], name, 99) for name in _NAMED} if calls else {}
     found |= _trainer(script, trainer)
-    found |= _adapters(script, trainer)
-    found = {**_data(script, trainer), **found}
-    return {key: value for key, value in found.items() if value is not None}
+    found |= _adapters(script, trainer.get("peft_config"))
+    return {**_data(script, trainer.get("train_dataset")), **found}
 
 
-_OTHER_TRAINERS = ("SFTTrainer", "DPOTrainer", "RewardTrainer", "KTOTrainer", "PPOTrainer", "RLOOTrainer")
+_TRAINERS = {
+    "GRPO": ("model", "reward_funcs", "args", "train_dataset"),
+    "AsyncGRPO": ("model", "reward_funcs", "args", "train_dataset"),
+    "GKD": ("model", "teacher_model", "args", "data_collator", "train_dataset"),
+    "Distillation": ("model", "teacher_model", "args", "train_dataset"),
+    "SFT": ("model", "args", "data_collator", "train_dataset"),
+}
+"""The trainers that are read, with their first arguments in order."""
+_NAMED = ("peft_config", "tools", "environment_factory", "rollout_func", "formatting_func")
+"""Arguments of trainers that are given by name."""
+_OTHER_TRAINERS = (
+    "DPO", "Reward", "KTO", "PPO", "RLOO", "GOLD", "SDFT", "SDPO", "IWOPD", "AsyncDistillation", "ServerDistillation",
+)  # fmt: skip
 
 
 class _Script:
@@ -164,16 +182,14 @@ class _Script:
                 found[text] = Unknown(text)
         return found
 
-    def argument(self, call: ast.Call | None, name: str, place: int) -> ast.expr | None:
+    def argument(self, call: ast.Call, name: str, place: int) -> ast.expr | None:
         """The expression of an argument that is given by name or by place."""
-        if call is None:
-            return None
         by_place = call.args[place] if len(call.args) > place else None
         return next((item.value for item in call.keywords if item.arg == name), by_place)
 
-    def settings_after(self, name: str) -> dict[str, Any]:
-        """Attributes set on objects of a class, or on the trainer's ``args``, after creation: ``config.x = 1``."""
-        owners = {*self._made_of(name), *(f"{one}.args" for one in self._made_of("GRPOTrainer"))}
+    def settings_after(self, kind: str) -> dict[str, Any]:
+        """Attributes set on a config, or on the trainer's ``args``, after creation: ``config.x = 1``."""
+        owners = {*self._made_of(f"{kind}Config"), *(f"{one}.args" for one in self._made_of(f"{kind}Trainer"))}
         found: dict[str, Any] = {}
         for node in self._nodes:
             if isinstance(node, ast.Assign):
@@ -216,17 +232,19 @@ def _conditional(node: ast.AST, inside: bool) -> Iterator[int]:
         yield from _conditional(child, inside or (isinstance(node, branches) and not main))
 
 
-def _trainer(script: _Script, trainer: ast.Call | None) -> dict[str, Any]:
-    """Arguments of the trainer: the model, rewards by their names, tools."""
+def _trainer(script: _Script, trainer: Mapping[str, ast.expr | None]) -> dict[str, Any]:
+    """Arguments of the trainer: the models, rewards by their names, tools."""
     made: dict[str, Any] = {}
-    if (model := script.argument(trainer, "model", 0)) is not None:
+    if (model := trainer.get("model")) is not None:
         made["model_name_or_path"] = _model(script, model)
-    if (rewards := script.argument(trainer, "reward_funcs", 1)) is not None:
+    if (teacher := trainer.get("teacher_model")) is not None:
+        made["teacher_model_name_or_path"] = _model(script, teacher)
+    if (rewards := trainer.get("reward_funcs")) is not None:
         listed = script.source(rewards)
         several = listed.elts if isinstance(listed, ast.List | ast.Tuple) else [rewards]
         made["reward_funcs"] = [_reward(script, one) for one in several]
-    for name in ("tools", "environment_factory", "rollout_func"):
-        if (given := script.argument(trainer, name, 99)) is not None:
+    for name in _NAMED[1:]:
+        if (given := trainer.get(name)) is not None:
             made[name] = ast.unparse(given)
     return made
 
@@ -251,10 +269,9 @@ def _reward(script: _Script, node: ast.expr) -> Any:
     return Unknown(ast.unparse(node))
 
 
-def _adapters(script: _Script, trainer: ast.Call | None) -> dict[str, Any]:
+def _adapters(script: _Script, given: ast.expr | None) -> dict[str, Any]:
     """LoRA: whether there is one, and its numbers."""
     calls = script.calls("LoraConfig")
-    given = script.argument(trainer, "peft_config", 99)
     found = script.source(given)
     if isinstance(found, ast.Constant) and found.value is None:
         return {}
@@ -270,10 +287,9 @@ def _adapters(script: _Script, trainer: ast.Call | None) -> dict[str, Any]:
     return made
 
 
-def _data(script: _Script, trainer: ast.Call | None) -> dict[str, Any]:
+def _data(script: _Script, node: ast.expr | None) -> dict[str, Any]:
     """The data set of the trainer, where one call of ``load_dataset`` must be it."""
     calls = script.calls("load_dataset")
-    node = script.argument(trainer, "train_dataset", 3)
     changes = False
     for _ in range(16):
         node = script.source(node)

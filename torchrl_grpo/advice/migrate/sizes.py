@@ -14,8 +14,9 @@ Note = Callable[[str, str], object]
 """Takes a key of ours or theirs, and what there is to say about it."""
 
 _COUNTS = (
-    "per_device", "accumulation", "steps_per_generation", "batch_sequences", "batch_prompts", "step_sequences",
-    "step_prompts", "minibatches", "epochs_per_batch", "rows", "devices", "nodes", "engine_tensor_parallel",
+    "per_device", "accumulation", "sync_steps", "steps_per_generation", "batch_sequences", "batch_prompts",
+    "step_sequences", "step_prompts", "minibatches", "epochs_per_batch", "rows", "devices", "nodes",
+    "engine_tensor_parallel",
 )  # fmt: skip
 _NODE = 8  # accelerators
 _MOST_ROWS = 2**16
@@ -36,7 +37,7 @@ SIZES = ("train.dialog_turns_per_batch", "train.optim_batch_size", "train.total_
 """Keys of ours that follow from the size of a batch."""
 _DEVICES = ("inference_model.num_devices", "inference_model.tensor_parallel_size", "train_model.num_devices")
 SETTLES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("per_device", "accumulation", "steps_per_generation"), ("env.num_envs",)),
+    **dict.fromkeys(("per_device", "accumulation", "sync_steps", "steps_per_generation"), ("env.num_envs",)),
     **dict.fromkeys(("batch_sequences", "batch_prompts"), ("env.num_envs",)),
     **dict.fromkeys(("step_sequences", "step_prompts", "minibatches"), ("train.optim_batch_size",)),
     **dict.fromkeys(("devices", "nodes", "allocation", "train_allocation", "engine_allocation"), _DEVICES),
@@ -63,6 +64,7 @@ SETTLES: dict[str, tuple[str, ...]] = {
     "refresh_optimizer_steps": ("ref_model.refresh_every",), "reward_bias": ("policy.reward_bias",),
     "reward_clip": ("policy.reward_clip",), "squared_log_ratio": ("policy.kl_to_behaviour_coef",),
     "rows": ("env.num_envs",), "synchronous": (), "test_dataset": ("evaluation.datasets",),
+    "divergence": ("policy.teacher_divergence",), **dict.fromkeys(("teacher", "teacher_revision"), ("teacher.model",)),
 }  # fmt: skip
 """Our keys that a quantity determines, to be set by hand if the file does not give it."""
 
@@ -84,13 +86,14 @@ def sizes(asked: Quantities, chosen: Mapping[str, Any], differs: Note, lacks: No
         if asked.get(name, 1) < 1:
             raise ValueError(f"{name.replace('_', ' ')}={asked[name]} must be at least 1: mend the file.")
     ours: dict[str, Any] = {}
-    batch = _batch(asked, ours, differs, lacks)
+    batch = _batch(asked, chosen["algo"] == "grpo", ours, differs, lacks)
     _length(asked, batch, ours, lacks, unset)
     _frequencies(asked, batch, ours, unset)
-    _devices(asked, ours, differs)
+    _devices(asked, chosen["algo"] == "sft", ours, differs)
     _clip(asked, chosen, ours, lacks, unset)
     _reward(asked, chosen, ours, lacks)
-    _tokens(asked, ours, differs)
+    _tokens(asked, chosen["algo"] == "sft", ours, differs)
+    _teacher(asked, ours)
     if asked.get("refresh_optimizer_steps") and chosen.get("policy.kl_coef") and not _has_lora(chosen):
         ours["ref_model.refresh_every"] = max(1, round(asked["refresh_optimizer_steps"] / batch.steps))
     if asked.get("lora_rank"):
@@ -112,16 +115,16 @@ def _has_lora(chosen: Mapping[str, Any]) -> bool:
     return bool(chosen.get("train_model.lora.enabled"))
 
 
-def _batch(asked: Quantities, ours: dict[str, Any], differs: Note, lacks: Note) -> _Batch:
+def _batch(asked: Quantities, compares: bool, ours: dict[str, Any], differs: Note, lacks: Note) -> _Batch:
     group = asked.get("group", 1)
-    if group < 2:
+    if group < 2 and compares:
         lacks("env.repeats", f"a group of {group} has nothing to be compared with; 8 is taken")
         group = 8
     step = asked.get("step_sequences")
     if "per_device" in asked:
         devices = asked.get("devices", 1)
         step = asked["per_device"] * asked["accumulation"] * devices
-        generated = asked.get("steps_per_generation") or asked["accumulation"]
+        generated = asked.get("steps_per_generation") or asked["accumulation"] * asked.get("sync_steps", 1)
         size = asked.get("batch_sequences") or asked["per_device"] * devices * generated
     else:
         size = asked["batch_sequences"] if "batch_sequences" in asked else asked["batch_prompts"] * group
@@ -144,10 +147,13 @@ def _batch(asked: Quantities, ours: dict[str, Any], differs: Note, lacks: Note) 
 
 
 def _whole(size: int, unit: int, step: int) -> int:
-    """The least batch of at least ``size`` that has whole units and, if it is not too large, whole steps."""
+    """The least batch of at least ``size`` that has whole units and, if it is not too large, whole steps.
+
+    There are at least 2 sequences in a batch of ours.
+    """
     both = math.lcm(unit, step)
     of = both if both <= 2 * max(size, step) else unit
-    return -(-size // of) * of
+    return max(2, -(-size // of) * of)
 
 
 def _length(asked: Quantities, batch: _Batch, ours: dict[str, Any], lacks: Note, unset: Note) -> None:
@@ -200,7 +206,7 @@ def _frequencies(asked: Quantities, batch: _Batch, ours: dict[str, Any], unset: 
         ours["train.keep_checkpoints"] = f"last:{asked['keep']}"
 
 
-def _devices(asked: Quantities, ours: dict[str, Any], differs: Note) -> None:
+def _devices(asked: Quantities, samples_nothing: bool, ours: dict[str, Any], differs: Note) -> None:
     parallel = asked.get("engine_tensor_parallel", 1)
     train, engine = asked.get("train_devices"), asked.get("engine_devices")
     for role, text in (("train", "train_allocation"), ("engine", "engine_allocation")):
@@ -219,7 +225,9 @@ def _devices(asked: Quantities, ours: dict[str, Any], differs: Note) -> None:
     if "devices" in asked:
         while parallel > max(1, shared // 2):
             parallel //= 2
-    if shared > 1:
+    if shared > 1 and samples_nothing:
+        ours |= {"train_model.num_devices": "all", "inference_model.num_devices": "all"}
+    elif shared > 1:
         engine = max(parallel, shared // 2 // parallel * parallel)
         train = shared - engine
         differs(
@@ -279,11 +287,27 @@ def _reward(asked: Quantities, chosen: Mapping[str, Any], ours: dict[str, Any], 
         ours["policy.overlong_buffer"] = round(asked["overlong_tokens"] / chosen["inference_model.max_new_tokens"], 6)
 
 
-def _tokens(asked: Quantities, ours: dict[str, Any], differs: Note) -> None:
+def _teacher(asked: Quantities, ours: dict[str, Any]) -> None:
+    """The teacher's name, and the divergence of a beta."""
+    if asked.get("teacher"):
+        revision = asked.get("teacher_revision")
+        ours["teacher.model"] = f"{asked['teacher']}@{revision}" if revision else asked["teacher"]
+    if (beta := asked.get("divergence")) is not None:
+        ours["policy.teacher_divergence"] = {0: "forward", 1: "reverse"}.get(beta, "jsd")
+        ours["policy.teacher_beta"] = beta if 0 < beta < 1 else 0.5
+
+
+def _tokens(asked: Quantities, samples_nothing: bool, ours: dict[str, Any], differs: Note) -> None:
     """Room for prompt and response, from one limit for both."""
     if "context" not in asked:
         return
     context = asked["context"]
+    if samples_nothing:
+        differs(
+            "inference_model.max_new_tokens", "a response is cut there, without its prompt; long prompts are dropped"
+        )
+        ours |= {"inference_model.max_new_tokens": context, "env.max_prompt_tokens": None}
+        return
     response = asked.get("response")
     if response is None or response >= context:
         prompt = min(_PROMPT, context // 2)

@@ -10,7 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-NAMES = ("verl", "areal", "torchrl", "prime_rl", "trl")
+TRL = ("trl_async", "trl_gkd", "trl_distill", "trl_sft", "trl")
+"""The tables of TRL, whose trainers have many keys in common; the last one has a file that none of the others has."""
+NAMES = ("verl", "areal", "torchrl", "prime_rl", *TRL)
 """The tables, in the order in which a file is compared with them."""
 
 
@@ -23,6 +25,7 @@ class Row:
         none: there is no such key of ours; what to do instead.
         differs: what means something else.
         default: what the peer does where a file does not say; "null" is None.
+        null: our key that is to be set by hand where a file says null, which is no bound.
         values: for their values ours, or several of our keys.
         same: values with which nothing has to be said here.
         when: the row counts where this other key of theirs is set, or has the value after ``=``.
@@ -37,6 +40,7 @@ class Row:
     none: str | None = None
     differs: str | None = None
     default: Any = None
+    null: str | None = None
     values: Mapping[str, Any] | None = None
     same: tuple[Any, ...] = ()
     when: str | None = None
@@ -49,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Sign that a file does not describe a GRPO run.
+    """Sign that a file describes a run without a counterpart.
 
     Attributes:
         key: a pattern of their keys; without one, the file has none of ``unless``.
@@ -86,6 +90,7 @@ class Table:
         title: its name.
         what: the files that are read.
         marks: keys, or the beginnings of dotted keys, that tell its files.
+        without: keys that none of its files has.
         differs: differences that no single key makes.
         refused: what makes a file none that can be translated.
         ignored: patterns of keys that ask for nothing here, by why they do not.
@@ -96,6 +101,7 @@ class Table:
     title: str
     what: str
     marks: tuple[str, ...]
+    without: tuple[str, ...]
     differs: tuple[str, ...]
     refused: tuple[Refusal, ...]
     ignored: Mapping[str, tuple[str, ...]]
@@ -109,33 +115,55 @@ class Table:
 
     def is_of(self, settings: Mapping[str, Any]) -> bool:
         """Whether flat settings are this peer's."""
+        if any(key in settings for key in self.without):
+            return False
         return any(key == mark or key.startswith(f"{mark}.") for mark in self.marks for key in settings)
 
 
 @cache
 def read_table(name: str) -> Table:
     """The table of one of ``NAMES``."""
-    data = tomllib.loads((Path(__file__).parent / f"{name}.toml").read_text(encoding="utf-8"))
+    data = _read(name)
     rows = {
         key: Row(**{**row, **{name: tuple(row.get(name, ())) for name in ("same", "said_for")}})
         for key, row in data["keys"].items()
     }
     refused = tuple(
         Refusal(**{**one, **{name: tuple(one.get(name, ())) for name in ("values", "unless", "without")}})
-        for one in data["refused"]
+        for refusal in data["refused"]
+        for one in _each_key(refusal)
     )
     ignored = {why: tuple(patterns) for why, patterns in data["ignored"].items()}
-    lists = {key: tuple(data[key]) for key in ("marks", "differs")}
+    lists = {key: tuple(data.get(key, ())) for key in ("marks", "without", "differs")}
     return Table(
         title=data["title"], what=data["what"], always=data["always"], rows=rows, refused=refused, ignored=ignored,
         **lists,
     )  # fmt: skip
 
 
+def _read(name: str) -> dict[str, Any]:
+    """A table's file. One with a ``base`` begins with the rows, refusals and ignored keys of that file."""
+    data: dict[str, Any] = tomllib.loads((Path(__file__).parent / f"{name}.toml").read_text(encoding="utf-8"))
+    if "base" not in data:
+        return data
+    base, ignored = _read(data["base"]), data.get("ignored", {})
+    data["refused"] = base.get("refused", []) + data.get("refused", [])
+    data["ignored"] = {why: several + ignored.get(why, []) for why, several in base["ignored"].items()}
+    data["keys"] = base["keys"] | data["keys"]
+    return data
+
+
+def _each_key(refusal: dict[str, Any]) -> list[dict[str, Any]]:
+    """A refusal for each of its keys, where a file gives it a list."""
+    several = refusal.get("key")
+    return [{**refusal, "key": key} for key in several] if isinstance(several, list) else [refusal]
+
+
 SET_ME = "SET_ME"
 """Placeholder on a printed command line for a value that the file does not give; no relevant key accepts it."""
 
 BASE: dict[str, Any] = {
+    "algo": "grpo",
     "seed": 0,
     "model.name": "Qwen/Qwen2.5-0.5B-Instruct",
     "model.revision": None,
@@ -150,6 +178,8 @@ BASE: dict[str, Any] = {
     "env.test_fraction": None,
     "env.max_samples": None,
     "env.columns.prompt": None,
+    "env.columns.completion": None,
+    "env.columns.messages": None,
     "env.system_prompt": None,
     "env.reward": None,
     "env.reward_combination": "sum",
@@ -181,6 +211,8 @@ BASE: dict[str, Any] = {
     "ref_model.num_devices": None,
     "ref_model.dtype": "bfloat16",
     "ref_model.refresh_every": None,
+    "teacher.model": None,
+    "teacher.dtype": "float32",
     "policy.loss._target_": "torchrl_grpo.objectives.GRPOLoss",
     "+policy.loss.tau_positive": None,
     "+policy.loss.tau_negative": None,
@@ -211,6 +243,10 @@ BASE: dict[str, Any] = {
     "policy.kl_estimator": None,
     "policy.kl_to_behaviour_coef": 0.0,
     "policy.entropy_coef": 0.0,
+    "policy.reward_coef": 1.0,
+    "policy.teacher_coef": 0.0,
+    "policy.teacher_divergence": "sampled",
+    "policy.teacher_beta": 0.5,
     "train.total_dialog_turns": 64_000,
     "train.total_epochs": None,
     "train.dialog_turns_per_batch": None,

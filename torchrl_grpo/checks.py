@@ -17,6 +17,8 @@ PRESETS = ("gsm8k", "math", "ifeval")
 """Built-in data sets that are files, or on the hub; any other name is a file, a folder or a data set on the hub."""
 OPENENV = "openenv:"
 """Prefix of the address of a server of OpenEnv."""
+VERIFIERS = "verifiers:"
+"""Prefix of the name of an environment of the library verifiers."""
 REASONING_GYM = "reasoning_gym:"
 """Prefix of the name of one of reasoning-gym's data sets."""
 Sandbox = Literal["auto", "strict"]

@@ -9,7 +9,7 @@ from typing import Any
 from torchrl_grpo.agents import WithAgent
 from torchrl_grpo.agents.programs import Function, Program
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
-from torchrl_grpo.tasks.base import Dialog, Problem, Turn
+from torchrl_grpo.tasks.base import Dialog, Problem, Task, Turn
 from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
 
 PROBLEM = Problem("1+1=?", "2", {"level": 3})
@@ -22,18 +22,25 @@ def agent_task(program: Any, reward: str | None = None) -> WithAgent:
 
 
 def played(
-    task: WithAgent, say: Callable[[Turn], str | Dialog], *, turns: int = 10, timeout_s: float = 20, episode: str = "0"
+    task: Task,
+    say: Callable[[Turn], str | Dialog],
+    *,
+    problem: Problem = PROBLEM,
+    turns: int = 10,
+    timeout_s: float = 20,
+    episode: str = "0",
 ) -> tuple[list[Turn], Turn | Exception]:
     """The turns that an agent asked for, and its end.
 
     Args:
-        task: plays ``PROBLEM``.
+        task: plays the problem.
         say: the policy: its response to what is asked, or the dialog's new entries.
+        problem: that is played.
         turns: most of them.
         timeout_s: of each.
         episode: its key.
     """
-    dialog, asked = Dialog(PROBLEM, [], last=False, episode=episode), list[Turn]()
+    dialog, asked = Dialog(problem, [], last=False, episode=episode), list[Turn]()
     while True:
         turn = task.advance([dialog], timeout_s)[0]
         if isinstance(turn, Exception) or turn.score is not None:
@@ -41,6 +48,6 @@ def played(
             return asked, turn
         asked.append(turn)
         said = say(turn)
-        new = said if isinstance(said, Dialog) else Dialog(PROBLEM, [said], tokens=list(range(len(said))), raw=said)
+        new = said if isinstance(said, Dialog) else Dialog(problem, [said], tokens=list(range(len(said))), raw=said)
         responses: Sequence[str] = [*dialog.responses, *new.responses]
         dialog = replace(new, responses=responses, last=len(responses) >= turns, episode=episode)

@@ -61,3 +61,11 @@ def test_transforms_beside_a_task_that_keeps_dialogs() -> None:
 @pytest.mark.parametrize("agent", ["evil.py:play", "python evil.py"])
 def test_an_agent_of_a_checkpoint_is_code(agent: str) -> None:
     assert code_in({"env": {"agent": agent, "dataset": "a"}}) == {"env.agent": agent}
+
+
+def test_an_environment_of_verifiers_in_a_checkpoint_is_code() -> None:
+    options = {"taskset": {"count": 3, "task": {"stops": {"early": {"fn": "evil.py:stop"}}}}}
+    assert code_in({"env": {"task": "verifiers:evil", "dataset_options": options}}) == {
+        "env.task": "verifiers:evil",
+        "env.dataset_options.taskset.task.stops.early.fn": "evil.py:stop",
+    }

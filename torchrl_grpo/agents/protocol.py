@@ -13,10 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchrl_grpo.agents import anthropic
 from torchrl_grpo.tasks.base import Dialog, Message, Wish
 from torchrl_grpo.tools.toolbox import Parser
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, ANTHROPIC = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+PATHS = (CHAT, TEXT, ANTHROPIC)
 MODEL = "policy"
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -46,9 +48,11 @@ class BadRequest(Exception):
         super().__init__(message)
         self.param, self.status, self.code = param, status, code
 
-    def body(self) -> dict[str, Any]:
-        """The error as OpenAI's servers write it."""
+    def body(self, path: str = CHAT) -> dict[str, Any]:
+        """The error as the servers of who defined the path write it."""
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
+        if path == ANTHROPIC:
+            return {"type": "error", "error": {"type": kind, "message": str(self)}}
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -62,7 +66,7 @@ class Request:
         wish: where the policy's turn is cut off, and what is told of it.
         stream: whether the answer is an event stream.
         usage: whether the stream ends with the usage.
-        path: ``CHAT`` or ``TEXT``.
+        path: one of ``PATHS``.
         model: what the agent calls the policy.
     """
 
@@ -87,12 +91,13 @@ def parse_request(path: str, body: bytes) -> Request:
         raise BadRequest(f"the body must be JSON, it is not ({error}): send an object.") from error
     if not isinstance(given, dict):
         raise BadRequest(f"the body must be an object, it is {body[:60]!r}: send one.")
+    given = anthropic.as_openai(given) if path == ANTHROPIC else given
     for name, only in _ONE.items():
         value = given.get(name)
         value = value.get("type") if name == "response_format" and isinstance(value, dict) else value
         if value not in (None, only, {}):
             raise BadRequest(f"{name}={value!s:.60} must be {json.dumps(only)}: {_FIXES[name]}.", name)
-    chat = path == CHAT
+    chat = path != TEXT
     tools = _tools(given) if chat else []
     streams = _flag(given, "stream")
     options = given.get("stream_options") or {}
@@ -230,6 +235,7 @@ class Answer:
         finish_reason: of OpenAI's.
         dialog: the turn's tokens, their number and, if they were asked for, their log-probs.
         number: of the answer in its episode.
+        stop: string that ended it; None where nothing of the request's did.
     """
 
     request: Request
@@ -238,14 +244,18 @@ class Answer:
     finish_reason: str
     dialog: Dialog
     number: int
+    stop: str | None = None
 
     @classmethod
     def of(cls, request: Request, dialog: Dialog, number: int, parser: Parser) -> Answer:
         """The latest turn of a dialog, as the answer to a request."""
         text, reason = dialog.responses[-1], str(dialog.finish_reason)
+        found: str | None = None
         if reason == "stop":
-            ends = [place for stop in request.wish.stop if (place := text.find(stop)) >= 0]
-            text = text[: min(ends)] if ends else text
+            ends = [(place, stop) for stop in request.wish.stop if (place := text.find(stop)) >= 0]
+            if ends:
+                place, found = min(ends)
+                text = text[:place]
         calls: list[dict[str, Any]] = []
         if request.tools and reason == "stop":
             read = parser(dialog.raw)
@@ -260,16 +270,18 @@ class Answer:
                     for place, call in enumerate(read)
                 ]
                 text = text.partition("<tool_call>")[0].strip() if "<tool_call>" in text else ""
-        return cls(request, text, calls, "tool_calls" if calls else reason, dialog, number)
+        return cls(request, text, calls, "tool_calls" if calls else reason, dialog, number, found)
 
     @property
     def message(self) -> Message:
         """The answer as a message of a later request says it."""
         given = {"role": "assistant", "content": self.text, "tool_calls": list(self.calls)}
-        return _message(given, "the answer") if self.request.path == CHAT else {"role": "", "content": self.text}
+        return _message(given, "the answer") if self.request.path != TEXT else {"role": "", "content": self.text}
 
     def body(self) -> dict[str, Any]:
         """The answer as one object."""
+        if self.request.path == ANTHROPIC:
+            return anthropic.body(self)
         choice: dict[str, Any] = {"index": 0, "finish_reason": self.finish_reason, "logprobs": self._log_probs()}
         if self.request.path == CHAT:
             choice["message"] = {"role": "assistant", "content": self.text or (None if self.calls else "")}
@@ -280,6 +292,9 @@ class Answer:
 
     def events(self) -> Iterator[dict[str, Any]]:
         """The answer as the events of a stream. All of it is there at once, so there are few of them."""
+        if self.request.path == ANTHROPIC:
+            yield from anthropic.events(self)
+            return
         whole = self.body()["choices"][0]
         head = self._head(".chunk")
         first: dict[str, Any] = {"text": whole.get("text")}

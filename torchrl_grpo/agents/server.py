@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol
 
-from torchrl_grpo.agents.protocol import CHAT, TEXT, Answer, BadRequest, Request, models, parse_request
+from torchrl_grpo.agents.protocol import ANTHROPIC, PATHS, Answer, BadRequest, Request, models, parse_request
 
 _LARGEST_HEAD = 2**16
 LARGEST_BODY = 2**18
@@ -33,7 +33,7 @@ class Asks(Protocol):
 
 
 class Server:
-    """Serves ``/v1/chat/completions`` and ``/v1/completions`` of any number of episodes.
+    """Serves ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/messages`` of any number of episodes.
 
     Args:
         find: gives the episode of a key, None where there is none.
@@ -83,7 +83,7 @@ class Server:
         self, writer: asyncio.StreamWriter, method: str, path: str, headers: dict[str, str], body: bytes, stays: bool
     ) -> None:
         try:
-            episode = self._find(headers.get("authorization", "").removeprefix("Bearer ").strip())
+            episode = next(filter(None, map(self._find, _keys(headers))), None)
             if episode is None:
                 raise BadRequest(
                     "the API key must be that of an episode that is being played, it is not: use OPENAI_API_KEY of the "
@@ -94,19 +94,27 @@ class Server:
             if path == "/v1/models" and method == "GET":
                 _write(writer, 200, models(), stays)
                 return
-            if path not in (CHAT, TEXT):
-                raise BadRequest(f"there is no {path:.60}: use {CHAT} or {TEXT}.", status=404)
+            if path not in PATHS:
+                raise BadRequest(f"there is no {path:.60}: use one of {', '.join(PATHS)}.", status=404)
             if method != "POST":
                 raise BadRequest(f"the method must be POST, it is {method:.20}: use POST.", status=405)
             request = parse_request(path, body)
             answer = await asyncio.wrap_future(episode.ask(request))
         except BadRequest as refusal:
-            _write(writer, refusal.status, refusal.body(), stays)
+            _write(writer, refusal.status, refusal.body(path), stays)
             return
-        if request.stream:
-            _stream(writer, answer.events(), stays)
+        if request.stream and path == ANTHROPIC:
+            _stream(writer, (f"event: {one['type']}\ndata: {json.dumps(one)}" for one in answer.events()), stays)
+        elif request.stream:
+            _stream(writer, (f"data: {data}" for data in (*map(json.dumps, answer.events()), "[DONE]")), stays)
         else:
             _write(writer, 200, answer.body(), stays)
+
+
+def _keys(headers: dict[str, str]) -> list[str]:
+    """What may be the key of an episode: OpenAI's key, Anthropic's, and the name of a session of verifiers."""
+    session = headers.get("x-session-id", "").partition(".")[0]
+    return [headers.get("authorization", "").removeprefix("Bearer ").strip(), headers.get("x-api-key", ""), session]
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str]]:
@@ -155,12 +163,12 @@ def _write(writer: asyncio.StreamWriter, status: int, body: Any, stays: bool) ->
     writer.write(data)
 
 
-def _stream(writer: asyncio.StreamWriter, events: Iterable[Any], stays: bool) -> None:
+def _stream(writer: asyncio.StreamWriter, events: Iterable[str], stays: bool) -> None:
     """Writes server-sent events."""
     _write_head(writer, 200, "text/event-stream", "Transfer-Encoding: chunked", stays)
-    for data in (*map(json.dumps, events), "[DONE]"):
-        event = f"data: {data}\n\n".encode()
-        writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+    for event in events:
+        data = f"{event}\n\n".encode()
+        writer.write(b"%x\r\n%b\r\n" % (len(data), data))
     writer.write(b"0\r\n\r\n")
 
 

@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from torchrl_grpo.agents.programs import Program
-from torchrl_grpo.agents.protocol import CHAT, Answer, BadRequest, Request
+from torchrl_grpo.agents.protocol import TEXT, Answer, BadRequest, Request
 from torchrl_grpo.agents.server import Server
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Task, Turn, WrappedTask, attempt
@@ -109,7 +109,7 @@ class _Episode:
         request = self._waiting.request
         answer = Answer.of(request, dialog, self.answered, parser)
         chat = [*request.messages, answer.message]
-        if request.path != CHAT:  # with a stop string that the answer is without: the tokens have it
+        if request.path == TEXT:  # with a stop string that the answer is without: the tokens have it
             chat = [{"role": "", "content": request.messages[0]["content"] + dialog.responses[-1]}]
         self._samples[self._sample].chat = chat
         self.answered += 1
@@ -139,7 +139,7 @@ def _rest(chat: list[Message], sample: _Sample, request: Request) -> list[Messag
     """Return a chat's messages after those of a sample; None if it does not continue the sample."""
     if sample.path != request.path or list(sample.tools) != list(request.tools):
         return None
-    if request.path == CHAT:
+    if request.path != TEXT:
         size = len(sample.chat)
         return chat[size:] if chat[:size] == list(sample.chat) else None
     text, known = chat[0]["content"], sample.chat[0]["content"]

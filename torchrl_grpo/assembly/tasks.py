@@ -60,6 +60,8 @@ def make_task(env: EnvConfig, split: Split = "train", tests: Sequence[DatasetCon
     'arithmetic'
     """
     env, tests = _sandboxed(env, tests)
+    if isinstance(env.task, str):
+        return _make_verifiers(env, split, tests)
     scoring: Scoring = "not" if env.environment is not None else "may" if env.agent is not None else "must"
     task = _make_problems(env, split, scoring)
     if tests:
@@ -89,6 +91,20 @@ def make_task(env: EnvConfig, split: Split = "train", tests: Sequence[DatasetCon
             "first turn: leave it out, or give env.retry_prompt, env.tools or env.transforms."
         )
     return task
+
+
+def _make_verifiers(env: EnvConfig, split: Split, tests: Sequence[DatasetConfig]) -> Task:
+    """The task of an environment of verifiers, which plays it."""
+    from torchrl_grpo.agents.verifiers import Verifiers, VerifiersTask, make_config
+
+    if tests:
+        raise ValueError(
+            f"evaluation.datasets must be left out with env.task={env.task}, whose tests are its own tasks."
+        )
+    config = make_config(env.task.removeprefix(checks.VERIFIERS), env.dataset_options or {}, env.max_turns)
+    task = VerifiersTask(config, env.max_samples)
+    task.problems(split)
+    return WithAgent(task, Verifiers(config), _tool_parser(env))
 
 
 def _tool_parser(env: EnvConfig) -> Parser:

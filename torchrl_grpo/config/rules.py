@@ -156,11 +156,17 @@ def _within(limits: Mapping[str, float]) -> float:
 def _validate_data(env: EnvConfig) -> None:
     """Check that there is one data set, several or a task, and that every key that is set is read."""
     _check_arguments("env.chat_template_kwargs", env.chat_template_kwargs, "enable_thinking: false")
-    own_task = env.task.get("_target_")
-    if len(env.task) > 1 and own_task is None:
+    if not isinstance(env.task, dict) and not str(env.task).startswith(checks.VERIFIERS):
+        raise ConfigError(
+            f"env.task={env.task} must be verifiers:NAME or a node with _target_: use env.task._target_="
+            f"{env.task or 'my_tasks.MyTask'}."
+        )
+    own_task = env.own_task
+    if isinstance(env.task, dict) and len(env.task) > 1 and own_task is None:
         raise ConfigError(f"env.task={env.task} must have _target_: for example, env.task._target_=my_tasks.MyTask.")
+    switch = "env.datasets" if own_task is None else env.player or f"env.task._target_={own_task}"
     if own_task is not None and env.datasets is not None:
-        raise ConfigError(f"env.task._target_={own_task} and env.datasets exclude each other: use one of them alone.")
+        raise ConfigError(f"{switch} and env.datasets exclude each other: use one of them alone.")
     _validate_environment(env)
     if own_task is None and env.datasets is None:
         if env.environment is None or env.dataset is not None:
@@ -173,10 +179,17 @@ def _validate_data(env: EnvConfig) -> None:
                     "it: give env.dataset, if the environment is to get its rows."
                 )
         return
-    switch = "env.datasets" if own_task is None else f"env.task._target_={own_task}"
+    if isinstance(env.task, str):
+        _check_arguments("env.dataset_options", env.dataset_options, "taskset: {split: train}")
     for name, value in _data_keys(env).items():
-        if name not in ("dataset", "reward"):
-            fix = "give it to each data set" if own_task is None else f"use +env.task.{name} for an argument of yours"
+        if name not in (_OF_VERIFIERS if isinstance(env.task, str) else ("dataset", "reward")):
+            fix = (
+                "give it to each data set"
+                if own_task is None
+                else "its options are env.dataset_options"
+                if isinstance(env.task, str)
+                else f"use +env.task.{name} for an argument of yours"
+            )
             raise ConfigError(f"env.{name}={value} must be left out with {switch}: {fix}.")
     if env.datasets == []:
         raise ConfigError("env.datasets=[] must have a data set: for example, [{dataset: gsm8k}].")
@@ -205,7 +218,7 @@ def _validate_environment(env: EnvConfig) -> None:
             "env.dataset, or one class."
         )
     for name, value, default in (
-        ("env.task._target_", env.task.get("_target_"), None),
+        ("env.task" if isinstance(env.task, str) else "env.task._target_", env.own_task, None),
         ("env.agent", env.agent, None),
         ("env.retry_prompt", env.retry_prompt, None),
         ("env.transforms", list(env.transforms), []),
@@ -219,6 +232,7 @@ def _validate_environment(env: EnvConfig) -> None:
             )
 
 
+_OF_VERIFIERS = ("dataset", "dataset_options", "max_samples")
 _OF_SEEDS = ("max_samples", "prompt_template", "system_prompt", "reward")
 
 
@@ -242,7 +256,7 @@ def _validate_turns(env: EnvConfig) -> None:
             raise ConfigError(
                 f"env.{name}={value} must have env.max_turns of at least 2, it is {env.max_turns}: use env.max_turns=2."
             )
-    if env.tool_parser is not None and not (env.tools or env.agent or env.environment):
+    if env.tool_parser is not None and not (env.tools or env.player or env.environment):
         raise ConfigError(
             f"env.tool_parser={env.tool_parser} needs env.tools, env.environment or env.agent, there are none: name "
             "some, or leave it out."
@@ -254,11 +268,13 @@ def _validate_turns(env: EnvConfig) -> None:
         )
     others: dict[str, Any] = {"tools": env.tools, "retry_prompt": env.retry_prompt, "transforms": env.transforms}
     for name, other in others.items():
-        if other and env.agent is not None:
+        if other and env.player is not None:
             raise ConfigError(
-                f"env.{name}={other} and env.agent={env.agent} exclude each other, the agent says itself what follows "
-                "a turn: use one of them alone."
+                f"env.{name}={other} and {env.player} exclude each other, the agent says itself what follows a turn: "
+                "use one of them alone."
             )
+    if env.agent is not None and isinstance(env.task, str):
+        raise ConfigError(f"env.agent={env.agent} and {env.player} exclude each other: use one of them alone.")
 
 
 def _validate_dataset(data: DataConfig, field: str) -> None:
@@ -389,10 +405,10 @@ def _validate_policy(config: GRPOConfig) -> None:
             "policy.turn_credit=per_turn and policy.advantage_level=token exclude each other, both say what a token is "
             "credited with: use one of them alone."
         )
-    if env.agent is not None and config.advantage_level != "sequence":
+    if env.player is not None and config.advantage_level != "sequence":
         name = "policy.turn_credit=per_turn" if policy.turn_credit == "per_turn" else "policy.advantage_level=token"
         raise ConfigError(
-            f"{name} must be left out with env.agent={env.agent}, whose samples of one trajectory have no order in "
+            f"{name} must be left out with {env.player}, whose samples of one trajectory have no order in "
             "common: use one advantage for each trajectory."
         )
     if env.reward_combination == "gdpo":
@@ -553,7 +569,7 @@ def _validate_exact(config: GRPOConfig) -> None:
 def _validate_unread(config: GRPOConfig) -> None:
     """Refuse settings that nothing would read: the user believes that they have an effect."""
     values, defaults = ({name: value for name, _, value in leaves(node)} for node in (config, GRPOConfig()))
-    in_workers = config.env.tools or config.env.environment or config.env.agent  # of which there is then one
+    in_workers = config.env.tools or config.env.environment or config.env.player  # of which there is then one
     for name, (switch, reads, use) in _READ_WITH.items():
         if name == "env.reward_timeout_s" and in_workers:
             continue

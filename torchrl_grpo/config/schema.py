@@ -27,9 +27,10 @@ class EnvConfig(DataConfig):
     datasets: list[DatasetConfig] | None = None
     """Several data sets instead of dataset: [{dataset: a.jsonl, weight: 0.7, columns: {prompt: q}}, {dataset: gsm8k}].
     Each takes the keys from dataset to reward, weight (by default 1) and name, for its metrics."""
-    task: dict[str, Any] = field(default_factory=lambda: {"_target_": None})
-    """A task of your own instead of dataset: as _target_ a subclass of torchrl_grpo.tasks.Task, with its arguments next
-    to it."""
+    task: Any = field(default_factory=lambda: {"_target_": None})
+    """A task instead of dataset: verifiers:NAME, an environment of the library verifiers, whose arguments are
+    dataset_options (docs/agents.md); or one of your own, as _target_ a subclass of torchrl_grpo.tasks.Task, with its
+    arguments next to it."""
     environment: Any = None
     """Class whose instances play the dialogs, one each, as file.py:Class or package.module:Class; or classes by the
     value of the column environment, {easy: my_envs.py:Easy, hard: my_envs.py:Hard} (docs/environments.md). In place of
@@ -94,6 +95,19 @@ class EnvConfig(DataConfig):
     environment's own process."""
     reward_timeout_s: float = limited(30.0, gt=0)
     """reward_workers: time limit for one response, in seconds; after it the reward is invalid."""
+
+    @property
+    def own_task(self) -> str | None:
+        """The class of a task, or verifiers:NAME; None where the task is a data set."""
+        own: str | None = self.task if isinstance(self.task, str) else self.task.get("_target_")
+        return own
+
+    @property
+    def player(self) -> str | None:
+        """Who plays the problems with an OpenAI client, as the user said it; None where nobody does."""
+        if isinstance(self.task, str):
+            return f"env.task={self.task}"
+        return None if self.agent is None else f"env.agent={self.agent}"
 
 
 @dataclass

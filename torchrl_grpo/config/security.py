@@ -62,7 +62,8 @@ def _is_code(name: str, value: Any) -> bool:
         return bool(value)
     if not isinstance(value, str):
         return False
-    if name == "env.agent" or name.startswith("inference_model.engine_kwargs."):  # some of vLLM's name a class
+    # Some of vLLM's engine_kwargs name a class, and options of verifiers name packages and functions.
+    if name in ("env.agent", "env.task") or name.startswith(("inference_model.engine_kwargs.", "env.dataset_options.")):
         return True
     if name.endswith("_target_"):
         return not value.startswith(("torchrl_grpo.objectives.", "torchrl_grpo.transforms."))

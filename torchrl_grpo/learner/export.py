@@ -138,7 +138,8 @@ def model_card(config: Mapping[str, Any], step: int, metrics: Mapping[str, float
     """
     env, base = config["env"], config["model"]["name"]
     entries = ", ".join(entry["dataset"] for entry in env.get("datasets") or [])
-    data = env["task"].get("_target_") or env["dataset"] or entries or env["environment"]
+    own = env["task"] if isinstance(env["task"], str) else env["task"].get("_target_")
+    data = own or env["dataset"] or entries or env["environment"]
     of_hub = base.count("/") == 1 and not Path(base).exists()
     tested = {name: accuracy(metrics, name) for name in metrics if name.startswith("eval/pass@")}
     rows = {"base model": base, "training data": data, "steps": f"{step:,}"}

@@ -73,7 +73,8 @@ def run_title(config: str, hydra: str) -> str:
         choices = load_yaml(hydra)["hydra"]["runtime"]["choices"]
         env = settings["env"]
         data = " and ".join(str(entry["dataset"]) for entry in env.get("datasets") or [env])
-        data = (env.get("task") or {}).get("_target_") or env.get("environment") or data
+        task = env.get("task") or {}
+        data = (task if isinstance(task, str) else task.get("_target_")) or env.get("environment") or data
         return f"{settings['model']['name']} on {data} with {choices['algo']}"
     except (yaml.YAMLError, AttributeError, KeyError, TypeError):
         return "GRPO run"

@@ -1,0 +1,99 @@
+"""Agents that know only Anthropic's client: the same tokens, told in other words."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from tests.support.agents import PROBLEM, agent_task, played
+from torchrl_grpo.tasks.base import Dialog, Score, Turn, Wish
+
+needed = ("anthropic", "openai")  # not importorskip: each process of pytest collects this file
+pytestmark = pytest.mark.skipif(None in map(find_spec, needed), reason="needs anthropic and openai (make test)")
+ADD = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {}}}
+OURS = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": ADD["input_schema"]}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def of(client: Any) -> Any:
+    url = str(client.base_url).removesuffix("/v1/")
+    return import_module("anthropic").AsyncAnthropic(base_url=url, api_key=client.api_key, max_retries=0)
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def test_a_message_is_a_turn_of_the_policy():
+    async def play(client, problem):
+        async with of(client) as claude:
+            answer = await claude.messages.create(
+                model="any", max_tokens=7, system="Be short.", stop_sequences=["END", "\n"], messages=[user("a")]
+            )
+        assert (answer.content[0].text, answer.stop_reason, answer.stop_sequence) == ("two ", "stop_sequence", "END")
+        assert (answer.usage.input_tokens, answer.usage.output_tokens) == (5, 2)
+        return 1
+
+    told = Dialog(PROBLEM, ["two END\n"], tokens=[3, 4], prompt_tokens=5)
+    [turn], end = played(agent_task(play), lambda turn: told)
+    assert turn == Turn([{"role": "system", "content": "Be short."}, user("a")], None, tools=[], wish=turn.wish)
+    assert turn.wish == Wish(7, ("END", "\n"))
+    assert end.score == Score(1.0, True)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_tool_calls_and_their_results_continue_the_tokens(streams):
+    async def play(client, problem):
+        said = [user([{"type": "text", "text": "a"}])]
+        wants: dict[str, Any] = {"model": "any", "max_tokens": 9, "messages": said, "tools": [ADD]}
+        async with of(client) as claude:
+            if streams:
+                async with claude.messages.stream(**wants) as stream:
+                    answer = await stream.get_final_message()
+            else:
+                answer = await claude.messages.create(**wants)
+            assert answer.stop_reason == "tool_use"
+            text, call = answer.content
+            assert (text.text, call.name, call.input) == ("Adding.", "add", {"a": 1})
+            results = [
+                {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "2"}]},
+                {"type": "text", "text": "Go on."},
+            ]
+            said += [{"role": "assistant", "content": answer.content}, user(results)]
+            last = await claude.messages.create(**wants)
+        assert (last.stop_reason, last.content[0].text) == ("end_turn", "done")
+        return 1
+
+    answers = iter([f"Adding. {CALL}", "done"])
+    asked, end = played(agent_task(play), lambda turn: next(answers))
+    assert [(turn.sample, list(turn.tools)) for turn in asked] == [(0, [OURS]), (0, [OURS])]
+    assert asked[1].messages == [{"role": "tool", "content": "2", "tool_call_id": "call00000"}, user("Go on.")]
+    assert end.score == Score(1.0, True)
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"messages": []}, "messages=[] must be a list with at least one message"),
+        ({"messages": [user([{"type": "image", "source": {}}])]}, "messages[0].content must be text"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools must be a list of functions"),
+        ({"tools": 3}, "tools must be a list of functions"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice=any must be auto or none"),
+    ],
+)
+def test_what_cannot_be_honored_is_an_error_in_anthropic_s_form(wrong, said):
+    async def play(client, problem):
+        async with of(client) as claude:
+            wants = {"model": "any", "max_tokens": 9, "messages": [user("a")]}
+            with pytest.raises(import_module("anthropic").BadRequestError) as error:
+                await claude.post("/v1/messages", body=wants | wrong, cast_to=object)
+            assert error.value.body["error"]["type"] == "invalid_request_error"
+            assert error.value.body["error"]["message"].startswith(said)
+            await claude.messages.create(**wants)
+        return 1
+
+    _, end = played(agent_task(play), lambda turn: "yes")
+    assert end.score == Score(1.0, True)

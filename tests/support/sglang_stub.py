@@ -33,7 +33,10 @@ class SGLangStub:
         slow_s: seconds that each request for samples takes longer.
         aborts: how many requests for samples are answered with an abort first.
         foreign: how many requests for samples are answered as if others had updated the weights.
+        busy: how many requests for scores are refused as one too many.
+        hangs: until it is set, requests for scores are not answered.
         seen: the bodies of all requests, by route.
+        keys: what each request was authorized with.
         given: the weights of each version that it was given, by name.
 
     Args:
@@ -43,8 +46,11 @@ class SGLangStub:
 
     def __init__(self, path: str, port: int = 0) -> None:
         self.path, self.label, self.raw, self.slow_s = path, FIRST, False, 0.0
-        self.aborts = self.foreign = 0
+        self.aborts = self.foreign = self.busy = 0
+        self.hangs = threading.Event()
+        self.hangs.set()
         self.seen: list[tuple[str, Any]] = []
+        self.keys: list[str | None] = []
         self.given: dict[int, dict[str, torch.Tensor]] = {}
         self._one = threading.Lock()
         self.engine = TransformersEngine(AutoModelForCausalLM.from_pretrained(path).float().eval())
@@ -68,6 +74,7 @@ class SGLangStub:
 
             def answer(self, body: Any) -> None:
                 stub.seen.append((self.path, body))
+                stub.keys.append(self.headers["authorization"])
                 status, said = stub.respond(self.path, body)
                 data = json.dumps(said).encode()
                 self.send_response(status)
@@ -131,6 +138,8 @@ class SGLangStub:
         if max(prompt) >= self.vocabulary:
             return 400, {"error": {"message": "out of vocabulary"}}
         temperature = asked["temperature"]
+        if "logprob_start_len" in body:
+            return self._score(prompt, body["logprob_start_len"], body["top_logprobs_num"])
         if "top_logprobs_num" in body:
             with torch.no_grad():
                 known = torch.tensor([prompt]).clamp(max=self.engine.model.config.vocab_size - 1)
@@ -161,3 +170,23 @@ class SGLangStub:
             for one in made
         ]
         return 200, answers if asked["n"] > 1 else answers[0]
+
+    def _score(self, prompt: list[int], start: int, top_k: int) -> tuple[int, Any]:
+        self.hangs.wait()
+        self.busy -= 1
+        if self.busy >= 0:
+            return 503, {"error": {"message": "too many requests"}}
+        with torch.no_grad():
+            known = torch.tensor([prompt]).clamp(max=self.engine.model.config.vocab_size - 1)
+            logits = self.engine.model(known).logits[0, start:-1]
+        log_probs = logits if self.raw else logits.log_softmax(-1)
+        ids = zip(known[0, start + 1 :], prompt[start + 1 :], strict=True)
+        own = [[row[token].item(), given, None] for row, (token, given) in zip(log_probs, ids, strict=True)]
+        likely = [
+            [[x, i, None] for x, i in zip(*(part.tolist() for part in row.topk(top_k)), strict=True)]
+            for row in log_probs
+        ]
+        info: dict[str, Any] = {"input_token_logprobs": [[None, prompt[start], None], *own]}
+        if top_k:
+            info["input_top_logprobs"] = [None, *likely]
+        return 200, {"meta_info": info}

@@ -56,6 +56,14 @@ def test_roles_that_take_turns_on_several_gpus_share_a_bundle_for_each() -> None
     assert [seat.num_gpus for seat in taken["inference"]] == [0.6666]
 
 
+def test_what_works_on_servers_takes_no_gpu_and_shares_no_bundle() -> None:
+    cpu = torch.device("cpu")
+    bundles, taken = seats(DevicePlan(gpus(0), ((cpu,), (cpu,)), (), colocated=False, teacher=(cpu,)), [8.0])
+    assert bundles == [{"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0}, {"CPU": 1.0}, {"CPU": 1.0}]
+    assert taken["inference"] == [Seat(1, (cpu,), 1.0, 0), Seat(2, (cpu,), 1.0, 0)]
+    assert taken["teacher"] == [Seat(3, (cpu,), 1.0, 0)]
+
+
 def test_a_process_is_pinned_to_the_plans_devices_among_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")

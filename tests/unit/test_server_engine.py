@@ -18,11 +18,14 @@ from tests.support.prompts import PROMPTS
 from tests.support.sglang_stub import SGLangStub
 from torchrl_grpo.assembly.blueprint import plan_rows, prepare
 from torchrl_grpo.assembly.parts import make_engine
+from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.generation.base import EngineDeadError, SamplingParams
-from torchrl_grpo.generation.server import ServerEngine, _Answer
+from torchrl_grpo.generation.server import ServerEngine
+from torchrl_grpo.generation.servers import Answer
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.generation.transformers import TransformersEngine
+from torchrl_grpo.models import loading
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.weights import named_weights
 
@@ -198,14 +201,26 @@ def test_on_a_machine_with_accelerators_servers_take_none() -> None:
     assert not plan.colocated
 
 
-def test_an_evaluation_alone_leaves_the_served_weights(stub: SGLangStub, tmp_path: Path) -> None:
-    blueprint = prepare(
-        compose_config(*served(stub.address), "train.total_dialog_turns=0", "evaluation.num_prompts=4"), []
-    )
-    engine = make_engine(blueprint, CPU)
-    engine.update_weights(named_weights(moved()), 0)
-    engine.close()
-    assert "/update_weights_from_disk" not in [route for route, _ in stub.seen]
+def test_an_evaluation_alone_loads_no_model_and_leaves_the_served_one(
+    stub: SGLangStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "load_model", None)
+    evaluates = ("train.total_dialog_turns=0", "evaluation.num_prompts=4", "policy.kl_coef=0.1")
+    run = build(compose_config(*served(stub.address), *evaluates), tmp_path)
+    assert [row["role"] for row in plan_rows(run.blueprint)] == ["inference (server)"]
+    run.source.publish(run.learner.weights(), 0)
+    metrics, rows = run.source.evaluate(sampled=False)
+    run.close()
+    assert 0 <= metrics["eval/pass@1"] <= 1 and len(rows) == 4
+    routes = [route for route, _ in stub.seen]
+    assert "/generate" in routes and "/update_weights_from_disk" not in routes
+
+
+def test_a_checkpoint_is_not_what_a_server_would_evaluate() -> None:
+    with pytest.raises(ConfigError, match=r"train\.resume=here must be left out with train\.total_dialog_turns=0 and"):
+        compose_config(
+            *served("http://a"), "train.total_dialog_turns=0", "evaluation.num_prompts=4", "train.resume=here"
+        )
 
 
 @pytest.mark.parametrize(
@@ -263,12 +278,13 @@ def test_sglang_does_not_keep_responses_over_an_update(stub: SGLangStub) -> None
 def test_the_key_goes_with_each_request(stub: SGLangStub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     with ServerEngine(stub.address) as engine:
-        assert engine._server._client.headers["authorization"] == "Bearer secret"
+        engine.generate(PROMPTS[:1], 1, PARAMS)
+    assert len(stub.keys) == 5 and set(stub.keys) == {"Bearer secret"}
 
 
 def test_tokens_without_a_label_are_of_no_known_weights(engine: ServerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.update_weights(named_weights(moved()), 1)
-    monkeypatch.setattr(engine._server, "complete", lambda *_: [_Answer([5, 6], [-1.0, -1.0], "stop", [])])
+    monkeypatch.setattr(engine._server, "complete", lambda *_: [Answer([5, 6], [-1.0, -1.0], "stop", [])])
     with pytest.raises(EngineDeadError, match="answered with weights 'without a label'"):
         engine.generate(PROMPTS[:1], 1, PARAMS)
 
@@ -276,6 +292,6 @@ def test_tokens_without_a_label_are_of_no_known_weights(engine: ServerEngine, mo
 def test_a_response_that_ends_in_an_error_is_not_asked_for_again(
     engine: ServerEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine._server, "complete", lambda *_: [_Answer([5], [-1.0], "error", [])])
+    monkeypatch.setattr(engine._server, "complete", lambda *_: [Answer([5], [-1.0], "error", [])])
     with pytest.raises(EngineDeadError, match=r"ended a response with \['error'\]"):
         engine.generate(PROMPTS[:1], 1, PARAMS)

@@ -1,4 +1,4 @@
-"""The real server of ``vllm serve``, whose model was taught here to say one thing: as a judge, and as an engine."""
+"""The real server of ``vllm serve``, whose model was taught here to say one thing: as judge, teacher and engine."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.models import make_tiny_model, response_log_probs
+from torchrl_grpo import keys
 from torchrl_grpo.generation.base import Completion, SamplingParams
 from torchrl_grpo.generation.server import ServerEngine
+from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.rewards.judge import TEMPLATE
 from torchrl_grpo.tasks.base import Dialog, Problem
 from torchrl_grpo.tasks.with_rewards import make_rewards
+from torchrl_grpo.transforms.kl_scoring import KLScoring
+from torchrl_grpo.transforms.served_teacher import ServedTeacher
+from torchrl_grpo.transforms.teacher import TeacherStates
 from torchrl_grpo.weights import named_weights
 
 pytest.importorskip("httpx")
@@ -104,6 +110,28 @@ def test_a_judge_behind_vllm_serve_rates_responses(address: str) -> None:
         rate("It is 42.", max_tokens=3)
     with pytest.raises(RuntimeError, match="status 404"):
         rate("It is 42.", model="another", retries=0)
+
+
+def test_a_teacher_behind_vllm_serve_scores_as_the_model_does(address: str, folder: Path) -> None:
+    scorer = TokenScorer(taught(folder))
+    ServedTeacher.check(address, vocabulary=261, longest=2047, top_k=4)
+    with pytest.raises(ValueError, match=r"refuses to score token ids .* --max-logprobs for a policy.teacher_top_k"):
+        ServedTeacher.check(address, vocabulary=261, longest=2047, top_k=64)
+    for local, served, key in (
+        (KLScoring(scorer, out_key=keys.TEACHER_LOG_PROBS), ServedTeacher(address), keys.TEACHER_LOG_PROBS),
+        (TeacherStates(scorer, top_k=4), ServedTeacher(address, top_k=4), keys.TEACHER_STATES),
+    ):
+        for here, there in zip(local(sampled()).unbind(0), served(sampled()).unbind(0), strict=True):
+            torch.testing.assert_close(there[key], here[key], rtol=0, atol=1e-4)
+
+
+def sampled() -> TensorDictBase:
+    """Sequences, one of them longer than several blocks of the cache, of which all but the first tokens are sampled."""
+    rows = []
+    for length in (7, 200):
+        tokens = torch.randint(5, 261, (length,), generator=torch.Generator().manual_seed(length))
+        rows.append(TensorDict({keys.FULL: tokens, keys.ASSISTANT_MASK: torch.arange(length) >= 4}))
+    return lazy_stack(rows)
 
 
 @pytest.fixture

@@ -46,6 +46,7 @@ from torchrl_grpo.runtime.placement import (
     plan_devices,
 )
 from torchrl_grpo.tasks.base import Task
+from torchrl_grpo.transforms.served_teacher import ServedTeacher
 from torchrl_grpo.weights import Transfer
 
 _BETWEEN_TURNS = 1024
@@ -146,6 +147,8 @@ def prepare(
         max_prompt_tokens, max_dialog_tokens = _max_prompt_tokens(config, model_config)
         request = engine_request(config, plan, model_config, max_dialog_tokens)
         engine_class(inference.backend).check(request)
+        if not config.only_evaluates:
+            _check_served_teacher(config, max_dialog_tokens + inference.max_new_tokens)
         workers = env.reward_workers or (1 if env.tools or task.opens else 0)
         reward_pool = RewardPool(task, workers, timeout_s=env.reward_timeout_s) if workers else None
         make = partial(
@@ -240,6 +243,18 @@ def check_teacher(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Sha
     return loading.config_shape(found, config.model.attn_implementation, trust_remote_code=remote_code)
 
 
+def _check_served_teacher(config: GRPOConfig, longest: int) -> None:
+    """Check the servers of the teacher, if it has any, for sequences of so many tokens.
+
+    Raises:
+        ValueError: one does not answer, or cannot be the teacher.
+    """
+    for address in config.teacher.address:
+        found = loading.load_config(config.teacher.model or "", trust_remote_code=config.model.trust_remote_code)
+        vocabulary = found.get_text_config().vocab_size
+        ServedTeacher.check(address, vocabulary=vocabulary, longest=longest, top_k=config.policy.teacher_top_k)
+
+
 def engine_request(
     config: GRPOConfig, plan: DevicePlan, model_config: PretrainedConfig, max_dialog_tokens: int
 ) -> EngineRequest:
@@ -291,10 +306,11 @@ def _plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePla
     plan = plan_devices(
         {role: RoleRequest(node.num_devices, node.devices) for role, node in nodes},
         accelerators,
-        needs_reference=config.has_own_reference and not config.ref_model.sharded,
-        needs_teacher=config.needs_teacher,
+        needs_reference=config.has_own_reference and not config.ref_model.sharded and not config.only_evaluates,
+        needs_teacher=config.needs_teacher and not config.only_evaluates,
         engine_devices=inference.devices_per_engine,
         servers=len(inference.address),
+        teacher_servers=len(config.teacher.address),
         cluster=config.ray.address,
     )
     if unused := num_unused(plan, accelerators):
@@ -408,7 +424,7 @@ def check_devices(blueprint: Blueprint) -> None:
         ConfigError: one does not.
     """
     total = max((total for _, total in accelerators_in_use().values()), default=None)
-    for device in blueprint.plan.devices:
+    for device in () if blueprint.config.evaluates_served else blueprint.plan.devices:
         if total is not None and device.type == "cuda":
             with as_config_errors():
                 _check_device(blueprint, device, total)
@@ -456,7 +472,7 @@ def stored_bytes(blueprint: Blueprint, transfer: Transfer) -> int:
     engines in another way, do not count.
     """
     config = blueprint.config
-    if transfer.kind != "object_store" or config.train_model.lora.enabled:
+    if transfer.kind != "object_store" or config.train_model.lora.enabled or config.evaluates_served:
         return 0
     itemsize: int = getattr(torch, config.inference_model.dtype).itemsize
     return 2 * int(blueprint.shape.parameters) * itemsize
@@ -476,21 +492,26 @@ def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
             0 if inference.address else memory["inference"].peak,
         ),
     ]
+    if config.evaluates_served:
+        del roles[0]
+    if config.only_evaluates:
+        memory = {}
+    elif config.needs_reference and "reference" not in memory:
+        roles.append(("reference (adapters off)", ranks, train.dtype, 0))
     if "reference" in memory:
         own = ranks if config.ref_model.sharded else [(device,) for device in plan.reference]
         roles.append(("reference", own, config.ref_model.dtype, memory["reference"].peak))
-    elif config.needs_reference:
-        roles.append(("reference (adapters off)", ranks, train.dtype, 0))
     if "teacher" in memory:
         own = [(device,) for device in plan.teacher]
-        roles.append(("teacher", own, config.teacher.dtype, memory["teacher"].peak))
+        served = bool(config.teacher.address)
+        dtype = "" if served else config.teacher.dtype
+        roles.append(("teacher", own, dtype, 0 if served else memory["teacher"].peak))
     parameters = {"teacher": getattr(blueprint.teacher_shape, "parameters", 0)}
+    addresses = {f"inference ({inference.backend})": inference.address, "teacher": config.teacher.address}
     return [
         {
             "role": role,
-            "devices": ", ".join(inference.address)
-            if devices is plan.inference and inference.address
-            else _listed(devices),
+            "devices": ", ".join(addresses.get(role, ())) or _listed(devices),
             "dtype": dtype,
             "parameters": parameters.get(role, blueprint.shape.parameters),
             "memory per device": peak,

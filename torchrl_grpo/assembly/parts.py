@@ -33,6 +33,7 @@ from torchrl_grpo.learner.optimizer import make_optimizer
 from torchrl_grpo.learner.resume import restore
 from torchrl_grpo.learner.schedule import learning_rate_factor
 from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.learner.untrained import Untrained
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.divergence import Teacher
 from torchrl_grpo.models.memory import BYTES, weight_bytes
@@ -41,6 +42,7 @@ from torchrl_grpo.models.sharding import loading_device, lone_mesh, shard_model
 from torchrl_grpo.runtime.placement import own_device
 from torchrl_grpo.runtime.reference import Reference
 from torchrl_grpo.transforms.kl_scoring import KLScoring
+from torchrl_grpo.transforms.served_teacher import ServedTeacher
 from torchrl_grpo.transforms.teacher import TeacherStates
 from torchrl_grpo.weights import Transfer, make_sender
 
@@ -56,6 +58,8 @@ def make_learner(
         mesh: the ranks that the model is sharded over, None for one rank.
         device: of this rank; by default the first one that this process sees, here and below.
     """
+    if blueprint.config.evaluates_served:
+        return Untrained()
     device = device or own_device()
     say(f"loading {blueprint.config.model.name} to train")
     config, lora = blueprint.config, blueprint.config.train_model.lora.enabled
@@ -231,9 +235,17 @@ def make_reference(blueprint: Blueprint, device: torch.device | None = None) -> 
     return Reference(_kl_scoring(config, scorer), makes_room=blueprint.sleeps)
 
 
-def make_teacher(blueprint: Blueprint, device: torch.device | None = None) -> Reference:
-    """The teacher: a reference model with other weights, which may give states in place of log-probs."""
+def make_teacher(blueprint: Blueprint, device: torch.device | None = None, *, number: int = 0) -> Reference:
+    """The teacher: a reference model with other weights, which may give states in place of log-probs.
+
+    Args:
+        blueprint: checked.
+        device: of the model, where it is not on a server.
+        number: of the teacher, from 0.
+    """
     config = blueprint.config
+    if config.teacher.address:
+        return Reference(ServedTeacher(config.teacher.address[number], top_k=config.policy.teacher_top_k))
     say(f"loading the teacher {config.teacher.model}")
     model = _load(config, "teacher", device or own_device()).requires_grad_(False)
     scorer = TokenScorer(model, temperature=config.inference_model.temperature)

@@ -241,7 +241,8 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         transfer = _transfer(blueprint, max_staleness, distributed=distributed)
         console = resources.enter_context(Console())
         console.table("Device plan", plan_rows(blueprint))
-        console.table("Batch geometry", geometry_rows(blueprint))
+        if not config.only_evaluates:
+            console.table("Batch geometry", geometry_rows(blueprint))
         train, test = blueprint.train_env, blueprint.greedy_env
         [prompt] = train.prompts.first(1)
         console.problems(train.num_problems, 0 if test is None else test.batch_size[0], train.tokenizer.decode(prompt))
@@ -380,7 +381,7 @@ def _make_roles(
             for index, seat in enumerate(seats["reference"])
         ],
         teachers=[
-            place(f"teacher {index}", seat, partial(make_teacher, untested))
+            place(f"teacher {index}", seat, partial(make_teacher, untested, number=index))
             for index, seat in enumerate(seats["teacher"])
         ],
         concurrent_tasks=concurrent_tasks,

@@ -156,5 +156,8 @@ class TeacherConfig(DevicesConfig):
     model: str | None = None
     """A folder, or a name on the Hugging Face hub, with @ before a revision; its tokens must be those of model.name.
     null is none."""
+    address: list[str] = field(default_factory=list)
+    """URLs of servers of that model, such as [http://localhost:8000], which score in place of a copy of this run's.
+    VLLM_API_KEY may hold their key."""
     dtype: str = choice(checks.Dtype, "float32")
-    """Type of the weights."""
+    """Type of the weights; those of servers have their own."""

@@ -25,7 +25,7 @@ from torchrl_grpo.checks import (
 from torchrl_grpo.config.data import DataConfig
 from torchrl_grpo.config.fields import leaves
 from torchrl_grpo.config.measuring import EvaluationConfig
-from torchrl_grpo.config.models import InferenceModelConfig
+from torchrl_grpo.config.models import InferenceModelConfig, TeacherConfig
 from torchrl_grpo.config.schema import EnvConfig, GRPOConfig
 from torchrl_grpo.config.security import check_no_secrets
 from torchrl_grpo.errors import ConfigError
@@ -106,6 +106,7 @@ def check_script(config: GRPOConfig, asynchronous: bool) -> None:
     staleness_bound(config, asynchronous)
     roles = (config.train_model, config.inference_model, config.ref_model, config.teacher)
     several = any(role.num_devices not in (None, 1) or len(role.devices or ()) > 1 for role in roles)
+    several |= any(len(role.address) > 1 for role in (config.inference_model, config.teacher))
     if not (asynchronous or several or config.ray.address or config.inference_model.devices_per_engine > 1):
         check_one_process(config)
 
@@ -358,6 +359,13 @@ def _validate_numbers(config: GRPOConfig) -> None:
             "train.total_dialog_turns=0 only evaluates and must have evaluation.num_prompts above 0: for example, "
             "evaluation.num_prompts=200."
         )
+    served = config.only_evaluates and ENGINES[config.inference_model.backend].elsewhere
+    if served and config.train.resume is not None:
+        raise ConfigError(
+            f"train.resume={config.train.resume} must be left out with train.total_dialog_turns=0 and "
+            f"inference_model.backend={config.inference_model.backend}, which evaluate the model that is served: start "
+            "the server with the checkpoint's model (python -m torchrl_grpo.export), or use another backend."
+        )
     rows = config.logging.sample_rows
     if rows != "all" and not (isinstance(rows, int) and rows > 0):
         raise ConfigError(f"logging.sample_rows={rows} must be all, or a whole number of at least 1: for example, all.")
@@ -432,6 +440,8 @@ def _validate_policy(config: GRPOConfig) -> None:
         wanted = config.dialog_turns_per_batch
         check_sampling_rounds(policy.max_sampling_rounds, env.num_envs, wanted, "policy.max_sampling_rounds")
     check_group_size(env.repeats, policy.advantage_mean, policy.advantage_std, "env.repeats")
+    if config.teacher.address:
+        _validate_served_teacher(config)
     if config.needs_teacher != (config.teacher.model is not None):
         raise ConfigError(
             f"teacher.model={config.teacher.model or 'null'} and policy.teacher_coef={policy.teacher_coef:g} go "
@@ -517,7 +527,7 @@ def _validate_models(config: GRPOConfig) -> None:
                 f"{engine.backend}: use {only}{f', or inference_model.backend={others}' if others else ''}."
             )
     if kind.elsewhere:
-        _validate_servers(engine)
+        _validate_servers("inference_model", engine, f"inference_model.backend={engine.backend}")
     if engine.weight_transfer not in kind.weight_transfers:
         raise ConfigError(
             f"inference_model.weight_transfer={engine.weight_transfer} must be one of "
@@ -526,25 +536,45 @@ def _validate_models(config: GRPOConfig) -> None:
         )
 
 
-def _validate_servers(engine: InferenceModelConfig) -> None:
+def _validate_servers(role: str, node: InferenceModelConfig | TeacherConfig, switch: str) -> None:
     """The addresses of servers, which have the devices that they have."""
-    example = "use inference_model.address=[http://127.0.0.1:8000], for example."
-    if not engine.address:
-        raise ConfigError(f"inference_model.backend={engine.backend} needs inference_model.address: {example}")
-    for address in engine.address:
+    name = f"{role}.address"
+    example = f"use {name}=[http://127.0.0.1:8000], for example."
+    if not node.address:
+        raise ConfigError(f"{switch} needs {name}: {example}")
+    for address in node.address:
         if not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", str(address)):
-            raise ConfigError(f"inference_model.address must have URLs of servers, {address!r} is none: {example}")
-    if len(set(engine.address)) < len(engine.address):
-        raise ConfigError(
-            f"inference_model.address={list(engine.address)} must name each server once: two samplers would give it "
-            "their weights in turn."
-        )
-    for name in ("num_devices", "devices"):
-        if getattr(engine, name) is not None:
+            raise ConfigError(f"{name} must have URLs of servers, {address!r} is none: {example}")
+    if len(set(node.address)) < len(node.address):
+        raise ConfigError(f"{name}={list(node.address)} must name each server once: leave out the second one.")
+    for device in ("num_devices", "devices"):
+        if getattr(node, device) is not None:
             raise ConfigError(
-                f"inference_model.{name}={getattr(engine, name)} must be left out with inference_model.backend="
-                f"{engine.backend}, whose samplers are its addresses: give more addresses."
+                f"{role}.{device}={getattr(node, device)} must be left out with {switch}, which runs on servers: give "
+                "more addresses."
             )
+
+
+def _validate_served_teacher(config: GRPOConfig) -> None:
+    """What a teacher on servers cannot do."""
+    policy, teacher = config.policy, config.teacher
+    _validate_servers("teacher", teacher, "teacher.address")
+    if not config.needs_teacher:
+        raise ConfigError(
+            f"teacher.address={list(teacher.address)} must be left out without a teacher: use algo=distill "
+            "teacher.model=NAME, or leave it out."
+        )
+    if config.teacher_in_loss and policy.teacher_top_k is None:
+        raise ConfigError(
+            f"policy.teacher_divergence={policy.teacher_divergence} needs policy.teacher_top_k with teacher.address, "
+            "because a server states log-probs of some tokens and not what goes into its LM head: use "
+            "policy.teacher_top_k=20, or policy.teacher_divergence=sampled."
+        )
+    if config.inference_model.temperature != 1:
+        raise ConfigError(
+            f"inference_model.temperature={config.inference_model.temperature} must be 1 with teacher.address, whose "
+            "servers score at temperature 1: use inference_model.temperature=1."
+        )
 
 
 def _validate_exact(config: GRPOConfig) -> None:

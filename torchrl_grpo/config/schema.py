@@ -18,6 +18,7 @@ from torchrl_grpo.config.models import (
     TrainModelConfig,
 )
 from torchrl_grpo.config.optimizer import OptimizerConfig
+from torchrl_grpo.generation.engines import ENGINES
 
 
 @dataclass
@@ -322,6 +323,12 @@ class GRPOConfig:
     def only_evaluates(self) -> bool:
         """Whether nothing is trained."""
         return self.train.total_dialog_turns == 0 and self.train.total_epochs is None
+
+    @property
+    def evaluates_served(self) -> bool:
+        """Whether a model on servers is evaluated, and none is loaded here, not even to compare log-probs with it."""
+        engine = self.inference_model
+        return self.only_evaluates and ENGINES[engine.backend].elsewhere and not engine.check_sync
 
     @property
     def clip_epsilon(self) -> tuple[float, float]:

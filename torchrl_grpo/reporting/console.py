@@ -118,7 +118,9 @@ class Console(AbstractContextManager["Console"]):
         """Opens the progress bar. ``sequences_done`` is above 0 in a resumed run."""
         self._started_at = time.monotonic()
         if not self._live or self._progress is not None:
-            first = "running the initial evaluation and the first rollout"
+            first = (
+                "running the initial evaluation and the first rollout" if sequences_total else "running the evaluation"
+            )
             startup.say("running the next rollout" if sequences_done else first)
             return
         startup.end()

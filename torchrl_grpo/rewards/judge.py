@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
+
+from torchrl_grpo.host.http_client import HttpClient, NoAnswerError
 
 TEMPLATE = """Rate how well the response answers the question, from {low} (worst) to {high} (best).
 
@@ -25,12 +26,10 @@ that holds only `Score: ` and the number."""
 _PLACEHOLDER = re.compile(r"\{(prompt|response|answer|low|high)\}")
 _SCORE = re.compile(r"\bscore\W{0,6}?(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9.]*[0-9])", re.I)
 _NUMBER = re.compile(r"-?[0-9]{1,9}(?:\.[0-9]{1,9})?")
-_TRY_AGAIN = {408, 409, 425, 429}  # and every 5xx
-_LONGEST_PAUSE_S = 8.0
 _LARGEST_ANSWER = 4 * 2**20  # bytes
 
-# Of each event loop, by endpoint and concurrency: the client, and who may use it at a time.
-_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, Any]] = WeakKeyDictionary()
+# Of each event loop, by endpoint, concurrency and variable of the key.
+_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, HttpClient]] = WeakKeyDictionary()
 
 
 async def judge(
@@ -83,7 +82,7 @@ async def judge(
         "max_tokens": max_tokens,
         "temperature": temperature,
     }
-    reply = await _ask(url, body, os.environ.get(api_key_env, ""), concurrency, retries, timeout_s)
+    reply = await _ask(_client(url, concurrency, api_key_env), body, retries, timeout_s)
     rating = read_rating(reply)
     if rating is None or not low <= rating <= high:
         raise ValueError(
@@ -103,67 +102,29 @@ def read_rating(reply: str) -> float | None:
     return float(found[-1]) if found else None
 
 
-async def _ask(url: str, body: dict[str, Any], key: str, concurrency: int, retries: int, timeout_s: float) -> str:
+async def _ask(client: HttpClient, body: dict[str, Any], retries: int, timeout_s: float) -> str:
     """The text of the reply, after as many attempts as it takes."""
-    client, slots, unanswered = _client(url, concurrency)
-    headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    problem = ""
-    for attempt in range(retries + 1):
-        if attempt:
-            await asyncio.sleep(min(0.25 * 2**attempt, _LONGEST_PAUSE_S))
-        async with slots:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    status, answer = await _post(client, f"{url.rstrip('/')}/chat/completions", body, headers)
-            except TimeoutError:
-                problem = f"no answer within {timeout_s:g} s"
-                continue
-            except unanswered as error:
-                problem = f"{type(error).__name__} {error}"
-                continue
-        shown = answer[:200].decode(errors="replace")
-        if status == 200:
-            try:
-                return str(json.loads(answer)["choices"][0]["message"]["content"] or "")
-            except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
-                raise RuntimeError(f"the judge at {url} must answer as OpenAI's API does, got {shown}.") from error
-        problem = f"status {status}, {shown}"
-        if status not in _TRY_AGAIN and status < 500:
-            break
-    raise RuntimeError(
-        f"the judge at {url} must answer, after {attempt + 1} attempts: {problem}: start it, or fix url."
-    )
-
-
-async def _post(client: Any, url: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, bytes]:
-    """Status and body of an answer.
-
-    Raises:
-        RuntimeError: the body is too large, or compressed: then nothing is known of its size.
-    """
-    async with client.stream("POST", url, json=body, headers=headers) as got:
-        encoding = got.headers.get("content-encoding", "identity")
-        if encoding != "identity":
-            raise RuntimeError(
-                f"the judge at {url} must answer without compression, as it was asked to: got {encoding}."
-            )
-        answer = bytearray()
-        async for part in got.aiter_raw():
-            answer += part
-            if len(answer) > _LARGEST_ANSWER:
-                raise RuntimeError(f"an answer of the judge at {url} must be under 4 MiB: fix the endpoint.")
-        return got.status_code, bytes(answer)
-
-
-def _client(url: str, concurrency: int) -> tuple[Any, asyncio.Semaphore, type[Exception]]:
     try:
-        import httpx
-    except ImportError as error:
-        raise ImportError(
-            "reward 'judge' must have the package httpx, it is missing: pip install 'torchrl_grpo[rewards]'."
-        ) from error
+        answer = await client.ask("POST", "/chat/completions", body, timeout_s=timeout_s, retries=retries)
+    except NoAnswerError as error:
+        raise RuntimeError(f"the judge at {client.url} must answer, {error}: start it, or fix url.") from error
+    try:
+        return str(json.loads(answer)["choices"][0]["message"]["content"] or "")
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+        shown = answer[:200].decode(errors="replace")
+        raise RuntimeError(f"the judge at {client.url} must answer as OpenAI's API does, got {shown}.") from error
+
+
+def _client(url: str, concurrency: int, api_key_env: str) -> HttpClient:
     clients = _clients.setdefault(asyncio.get_running_loop(), {})
-    if (url, concurrency) not in clients:
-        client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=concurrency))
-        clients[url, concurrency] = client, asyncio.Semaphore(concurrency)
-    return (*clients[url, concurrency], httpx.TransportError)
+    options = url, concurrency, api_key_env
+    if options not in clients:
+        try:
+            clients[options] = HttpClient(
+                url, "the judge", key_variable=api_key_env, concurrency=concurrency, largest=_LARGEST_ANSWER
+            )
+        except ImportError as error:
+            raise ImportError(
+                "reward 'judge' must have the package httpx, it is missing: pip install 'torchrl_grpo[rewards]'."
+            ) from error
+    return clients[options]

@@ -103,9 +103,8 @@ def seats(
     together += [[("reference", (device,))] for device in plan.reference]
     together += [[("teacher", (device,))] for device in plan.teacher]
     share = _cpu_share([sum(len(devices) for _, devices in members) for members in together], node_cpus)
-    cuda = plan.train[0].type == "cuda"
     users = Counter(device for members in together for _, devices in members for device in devices)
-    in_bundle = _bundled([[device for _, devices in members for device in devices] for members in together], cuda)
+    in_bundle = _bundled([[device for _, devices in members for device in devices] for members in together])
     bundles: list[dict[str, float]] = [{"CPU": 0.0} for _ in range(max(in_bundle) + 1)]
     taken: dict[str, list[Seat]] = {"train": [], "inference": [], "reference": [], "teacher": []}
     of_bundle: dict[int, set[torch.device]] = {}
@@ -113,27 +112,31 @@ def seats(
         for role, devices in members:
             cpus = len(devices) * share
             bundles[index]["CPU"] += cpus
-            of_bundle.setdefault(index, set()).update(devices)
+            cuda = devices[0].type == "cuda"
+            of_bundle.setdefault(index, set()).update(devices if cuda else ())
             gpus = len(devices) * int(10_000 / max(users[device] for device in devices)) / 10_000
             gpus = gpus if gpus < 1 else int(gpus)  # Ray counts in 10,000ths below 1, and in whole ones above it
             taken[role].append(Seat(index, devices, cpus, gpus if cuda else 0))
-    if cuda:
-        for index, bundle in enumerate(bundles):
-            bundle["GPU"] = float(len(of_bundle[index]))
+    for index, gpus_of_bundle in of_bundle.items():
+        if gpus_of_bundle:
+            bundles[index]["GPU"] = float(len(gpus_of_bundle))
     return bundles, taken
 
 
-def _bundled(together: Sequence[Sequence[torch.device]], cuda: bool) -> list[int]:
-    """Return the bundle of each group of devices: on CUDA the same one for groups with a common device."""
-    if not cuda:
-        return list(range(len(together)))
-    joined: list[set[torch.device]] = []
-    for devices in together:
-        met = [other for other in joined if not other.isdisjoint(devices)]
+def _bundled(together: Sequence[Sequence[torch.device]]) -> list[int]:
+    """Return the bundle of each group of devices: the same one for groups with a common GPU. The CPU, which those have
+    that work on servers elsewhere, is in common to nobody.
+    """
+    groups: list[set[Any]] = [
+        {device if device.type == "cuda" else number for device in devices} for number, devices in enumerate(together)
+    ]
+    joined: list[set[Any]] = []
+    for group in groups:
+        met = [other for other in joined if not other.isdisjoint(group)]
         for other in met:
             joined.remove(other)
-        joined.append(set(devices).union(*met))
-    found = [next(index for index, one in enumerate(joined) if one.issuperset(group)) for group in together]
+        joined.append(group.union(*met))
+    found = [next(index for index, one in enumerate(joined) if one.issuperset(group)) for group in groups]
     order = list(dict.fromkeys(found))
     return [order.index(one) for one in found]
 

@@ -80,6 +80,7 @@ def plan_devices(
     needs_teacher: bool = False,
     engine_devices: int = 1,
     servers: int = 0,
+    teacher_servers: int = 0,
     cluster: str | None = None,
 ) -> DevicePlan:
     """Assign devices to the roles.
@@ -92,6 +93,7 @@ def plan_devices(
         needs_teacher: whether there is a teacher.
         engine_devices: devices of one engine.
         servers: engines that run elsewhere and take no device; 0 is none.
+        teacher_servers: teachers, likewise.
         cluster: address of the Ray cluster that the accelerators belong to, None for this machine. Ray decides which
             of its accelerators a process gets, so in the plan of a cluster the indices only tell them apart.
 
@@ -102,7 +104,11 @@ def plan_devices(
             none.
     """
     where = "this machine" if cluster is None else f"the Ray cluster at {cluster}"
-    left_out = {"reference": not needs_reference, "teacher": not needs_teacher, "inference": servers > 0}
+    left_out = {
+        "reference": not needs_reference,
+        "teacher": not needs_teacher or teacher_servers > 0,
+        "inference": servers > 0,
+    }
     roles = [role for role in ROLES if not left_out.get(role)]
     sharing = [role for role in roles if requests[role].num_devices == "all"]
     requests = _numbered(requests, roles, sharing, len(accelerators), engine_devices, where)
@@ -120,7 +126,7 @@ def plan_devices(
         inference=tuple(tuple(engine[start : start + size]) for start in range(0, len(engine), size)),
         reference=tuple(placed.get("reference", ())),
         colocated=bool(accelerators) and not others.isdisjoint(engine),
-        teacher=tuple(placed.get("teacher", ())),
+        teacher=tuple(placed.get("teacher", [torch.device("cpu")] * (teacher_servers if needs_teacher else 0))),
     )
 
 

@@ -10,23 +10,25 @@ from tensordict import TensorDictBase, lazy_stack
 
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.transforms.ragged import join_groups
+from torchrl_grpo.transforms.served_teacher import ServedTeacher
 from torchrl_grpo.weights import WeightHandle
 
 
 class Reference:
-    """A reference model on its own device.
+    """A reference model on its own device, or a teacher.
 
     Args:
         scoring: writes the model's log-probs into a batch.
         makes_room: whether what scoring took of a GPU is given back to the other roles there.
     """
 
-    def __init__(self, scoring: KLScoring, *, makes_room: bool = False) -> None:
+    def __init__(self, scoring: KLScoring | ServedTeacher, *, makes_room: bool = False) -> None:
         self.scoring = scoring
         self.makes_room = makes_room
 
     def update(self, handle: WeightHandle) -> None:
-        """Replace the model's weights."""
+        """Replace the model's weights; those of a server stay."""
+        assert isinstance(self.scoring, KLScoring)
         self.scoring.update_weights(handle.weights())
 
     def score(self, *groups: TensorDictBase) -> tuple[float, list[TensorDictBase]]:

@@ -1,0 +1,171 @@
+"""A teacher on a server: its scores beside those of the same model here, what is refused, and what is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from transformers import AutoModelForCausalLM
+
+from tests.support.configs import SMALL, compose_config
+from tests.support.sglang_stub import SGLangStub
+from torchrl_grpo import keys
+from torchrl_grpo.assembly.blueprint import plan_rows, prepare
+from torchrl_grpo.assembly.parts import make_teacher
+from torchrl_grpo.config import ConfigError
+from torchrl_grpo.generation import servers
+from torchrl_grpo.generation.base import EngineDeadError
+from torchrl_grpo.host import http_client
+from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.starter import starter_path
+from torchrl_grpo.transforms.kl_scoring import KLScoring
+from torchrl_grpo.transforms.served_teacher import ServedTeacher
+from torchrl_grpo.transforms.teacher import TeacherStates
+
+pytest.importorskip("httpx")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def stub() -> Iterator[SGLangStub]:
+    server = SGLangStub(str(starter_path()))
+    yield server
+    server.hangs.set()
+    server.stop()
+
+
+def batch() -> TensorDictBase:
+    """Sequences of different lengths; one has two turns, and one was not sampled at all."""
+    rows = []
+    for length, sampled in ((9, range(4, 9)), (14, [*range(5, 8), *range(10, 14)]), (6, ())):
+        tokens = torch.randint(20, 90, (length,), generator=torch.Generator().manual_seed(length))
+        mask = torch.zeros(length, dtype=torch.bool)
+        mask[list(sampled)] = True
+        rows.append(TensorDict({keys.FULL: tokens, keys.ASSISTANT_MASK: mask}))
+    return lazy_stack(rows)
+
+
+def scorer() -> TokenScorer:
+    return TokenScorer(AutoModelForCausalLM.from_pretrained(starter_path()).float().eval())
+
+
+def test_log_probs_are_those_of_the_teacher_in_this_process(stub: SGLangStub) -> None:
+    here = KLScoring(scorer(), out_key=keys.TEACHER_LOG_PROBS)(batch())
+    there = ServedTeacher(stub.address)(batch())
+    for mine, served in zip(here.unbind(0), there.unbind(0), strict=True):
+        torch.testing.assert_close(served[keys.TEACHER_LOG_PROBS], mine[keys.TEACHER_LOG_PROBS], rtol=0, atol=1e-5)
+    asked = [body for route, body in stub.seen if route == "/generate"]
+    assert sorted((len(body["input_ids"]), body["logprob_start_len"]) for body in asked) == [(9, 3), (14, 4)]
+
+
+def test_likely_tokens_are_those_of_the_teacher_in_this_process(stub: SGLangStub) -> None:
+    here = TeacherStates(scorer(), top_k=3)(batch())
+    there = ServedTeacher(stub.address, top_k=3)(batch())
+    assert [tuple(row[keys.TEACHER_STATES].shape) for row in there.unbind(0)] == [(5, 6), (7, 6), (0, 6)]
+    for mine, served in zip(here.unbind(0), there.unbind(0), strict=True):
+        torch.testing.assert_close(served[keys.TEACHER_STATES], mine[keys.TEACHER_STATES], rtol=0, atol=1e-5)
+
+
+def test_a_batch_that_is_scored_is_not_scored_again(stub: SGLangStub) -> None:
+    teacher = ServedTeacher(stub.address)
+    scored = teacher(batch())
+    requests = len(stub.seen)
+    assert teacher(scored) is scored and len(stub.seen) == requests
+
+
+def test_an_overloaded_server_is_asked_again(stub: SGLangStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "_LONGEST_PAUSE_S", 0)
+    teacher, one = ServedTeacher(stub.address), batch()[:1]
+    stub.busy = 1
+    assert bool(teacher(one)[0][keys.TEACHER_LOG_PROBS][4:].lt(0).all())
+    assert [route for route, _ in stub.seen].count("/generate") == 2
+
+
+def test_a_server_that_hangs_or_is_gone_is_lost(stub: SGLangStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "_SCORE_AGAIN", 0)
+    teacher = ServedTeacher(stub.address)
+    stub.hangs.clear()
+    with monkeypatch.context() as short, pytest.raises(EngineDeadError, match=r"to score .*: no answer within 0.05 s"):
+        short.setattr(servers, "_ANSWER_S", 0.05)
+        teacher(batch())
+    stub.hangs.set()
+    stub.stop()
+    with pytest.raises(EngineDeadError, match=r"was to score token ids: \w+Error"):
+        teacher(batch())
+    stub.start(stub.port)
+
+
+def test_scores_of_other_tokens_are_refused(stub: SGLangStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = ServedTeacher(stub.address)
+    monkeypatch.setattr(teacher._server, "_score", lambda tokens, start, top_k: [(0, {0: -1.0})] * len(tokens[start:]))
+    with pytest.raises(EngineDeadError, match="scored other tokens than it was given"):
+        teacher(batch())
+
+
+# From a config
+
+
+def distilled(*addresses: str) -> list[str]:
+    return [
+        *SMALL,
+        "algo=distill",
+        "env.max_prompt_tokens=64",
+        "teacher.model=starter",
+        f"teacher.address=[{','.join(addresses)}]",
+    ]
+
+
+def test_each_address_is_a_teacher_that_takes_no_device(stub: SGLangStub) -> None:
+    blueprint = prepare(compose_config(*distilled(stub.address)), [torch.device("cuda", 0), torch.device("cuda", 1)])
+    assert blueprint.plan.teacher == (CPU,) and blueprint.plan.inference == ((torch.device("cuda", 1),),)
+    [row] = [row for row in plan_rows(blueprint) if row["role"] == "teacher"]
+    assert (row["devices"], row["memory per device"]) == (stub.address, 0)
+    _, [group] = make_teacher(blueprint, number=0).score(batch())
+    expected = KLScoring(scorer(), out_key=keys.TEACHER_LOG_PROBS)(batch())
+    for mine, served in zip(expected.unbind(0), group.unbind(0), strict=True):
+        torch.testing.assert_close(served[keys.TEACHER_LOG_PROBS], mine[keys.TEACHER_LOG_PROBS], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"context": 20}, "teacher.address: the server at .* has a context of 20 tokens, and prompt, response and one"),
+        ({"vocabulary": 300}, "must serve teacher.model, whose vocabulary has 261 tokens, and its own is larger"),
+        ({"vocabulary": 200}, "must serve teacher.model, whose vocabulary has 261 tokens, and its own is smaller"),
+        ({"raw": True}, "must state log-probs, and the probabilities of what it states sum to more than 1"),
+    ],
+)
+def test_a_server_that_cannot_be_the_teacher_is_refused(change: dict, message: str, stub: SGLangStub) -> None:
+    vars(stub).update(change)
+    with pytest.raises(ValueError, match=message):
+        ServedTeacher.check(stub.address, vocabulary=261, longest=100)
+
+
+def test_a_teachers_server_must_answer(stub: SGLangStub) -> None:
+    stub.stop()
+    with pytest.raises(ConfigError, match=f"teacher.address={stub.address} must be a server that answers: .* Start it"):
+        prepare(compose_config(*distilled(stub.address)), [])
+    stub.start(stub.port)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("policy.teacher_divergence=reverse",),
+            "policy.teacher_divergence=reverse needs policy.teacher_top_k with teacher.address, because a server",
+        ),
+        (("inference_model.temperature=0.7",), "inference_model.temperature=0.7 must be 1 with teacher.address"),
+        (("teacher.num_devices=2",), "teacher.num_devices=2 must be left out with teacher.address, which runs on"),
+        (("teacher.model=null",), "teacher.model=null and policy.teacher_coef=1 go together"),
+        (("policy.teacher_coef=0", "policy.reward_coef=1"), "must be left out without a teacher: use algo=distill"),
+        (("teacher.address=[a:8000]",), "teacher.address must have URLs of servers, 'a:8000' is none"),
+        (("teacher.address=[http://a,http://a]",), "must name each server once"),
+    ],
+)
+def test_what_a_teacher_on_servers_cannot_do_is_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        compose_config(*distilled("http://a"), *overrides)
+    assert message in str(error.value)

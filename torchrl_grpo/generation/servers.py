@@ -1,0 +1,459 @@
+"""Routes of the servers that somebody else started: vLLM's and SGLang's, as an engine and as a teacher."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from torchrl_grpo.generation.base import EngineDeadError, SamplingParams
+from torchrl_grpo.host.event_loop import settled
+from torchrl_grpo.host.http_client import HttpClient, NoAnswerError
+
+KEY_VARIABLE = "VLLM_API_KEY"
+"""Environment variable that has the servers' key, if they want one; vLLM's server reads the same."""
+AT_A_TIME = 256
+"""Requests that are under way at a time; the server batches them."""
+COMES_BACK_S = 600.0
+"""Seconds for which a server that does not answer is waited for: it may be starting."""
+
+Role = Literal["engine", "teacher"]
+_FIELDS: dict[Role, str] = {"engine": "inference_model.address", "teacher": "teacher.address"}
+_ANSWER_S = 1800.0
+"""Seconds in which a server must answer a request, all attempts together."""
+_PROBE_S = 60.0
+_SCORE_AGAIN = 3
+"""Further attempts at scoring, which changes nothing at the server."""
+_CLOSE = 1e-3
+"""Nats: log-probs that differ by less say nothing of a temperature."""
+_SOME = 5
+"""Likely tokens that a probe asks for."""
+
+
+def require_httpx(field: str) -> None:
+    """Refuse an installation without the package that talks to servers.
+
+    Raises:
+        ValueError: it is missing.
+    """
+    if find_spec("httpx") is None:
+        raise ValueError(f"{field} needs the package httpx, which is not installed: pip install httpx.")
+
+
+class Answer:
+    """A server's response.
+
+    Attributes:
+        tokens: ids.
+        log_probs: of each.
+        reason: why it ended: stop, length or abort.
+        labels: of the weights that sampled tokens, each with the first token and the one after the last.
+    """
+
+    def __init__(
+        self, tokens: list[int], log_probs: list[float], reason: str, labels: Sequence[tuple[str, int, int]]
+    ) -> None:
+        self.tokens, self.log_probs, self.reason, self.labels = tokens, log_probs, reason, labels
+
+    @property
+    def stopped(self) -> bool:
+        return self.reason == "stop"
+
+    @property
+    def aborted(self) -> bool:
+        return self.reason == "abort"
+
+
+class Server(ABC):
+    """Routes of one kind of server, for many threads.
+
+    Attributes:
+        name: of the kind.
+        role: of the server in the run.
+        max_model_len: longest prompt plus response, in tokens.
+    """
+
+    name: str
+    starts: Mapping[Role, str]
+    """Command lines with which the server can have a role."""
+
+    def __init__(self, address: str, role: Role = "engine") -> None:
+        self.address, self.role = address, role
+        self.max_model_len = 0
+        self._client = HttpClient(address, key_variable=KEY_VARIABLE, proxies=False)
+
+    @property
+    def field(self) -> str:
+        """Key of the config that names the server."""
+        return _FIELDS[self.role]
+
+    @property
+    def restart(self) -> str:
+        """The fix for what the server refuses."""
+        return f"start it as {self.starts[self.role]}"
+
+    @abstractmethod
+    def greet(self) -> None:
+        """Read what the server says of itself.
+
+        Raises:
+            ValueError: it cannot have its role.
+        """
+
+    @abstractmethod
+    def complete(self, prompt: list[int], n: int, limit: int, params: SamplingParams) -> list[Answer]:
+        """Return ``n`` responses of at most ``limit`` tokens to a prompt."""
+
+    @abstractmethod
+    def candidates(self, prompt: list[int], temperature: float) -> dict[int, float]:
+        """Return some candidates for the next token with their log-probs."""
+
+    @abstractmethod
+    def _score(self, tokens: list[int], start: int, top_k: int) -> list[tuple[int, dict[int, float]]]:
+        """Do ``score``, with the token that each entry is of."""
+
+    def score(self, tokens: list[int], start: int, top_k: int = 0) -> list[dict[int, float]]:
+        """Return log-probs of given tokens, at temperature 1.
+
+        Args:
+            tokens: ids.
+            start: index of the first one that is scored, at least 1.
+            top_k: how many of the most likely tokens are told beside each.
+
+        Returns:
+            for each token from ``start`` on, the log-probs by id: its own, and those of the likely ones.
+        """
+        scored = self._score(tokens, start, top_k)
+        if [token for token, found in scored if token in found] != tokens[start:]:
+            raise EngineDeadError(f"the server at {self.address} scored other tokens than it was given: see its log.")
+        return [found for _, found in scored]
+
+    @abstractmethod
+    def pause(self, mode: str) -> None:
+        """Stop sampling: ``mode`` says what becomes of the requests that are running."""
+
+    @abstractmethod
+    def load(self, folder: Path, label: str) -> None:
+        """Read the checkpoint in a folder, drop what was computed with the old weights, and have answers labeled."""
+
+    @abstractmethod
+    def go_on(self) -> None:
+        """Sample again."""
+
+    def check_options(self, in_flight: str) -> None:  # noqa: B027
+        """Refuse what this kind of server cannot do.
+
+        Raises:
+            ValueError: it cannot.
+        """
+
+    def check_sampling(self) -> None:
+        """Compare how the server states log-probs with how it is needed: after the temperature.
+
+        Raises:
+            ValueError: they are those of temperature 1.
+        """
+        cold, warm = (self.candidates([0], temperature) for temperature in (0.5, 1.0))
+        common = sorted(cold.keys() & warm.keys(), key=warm.__getitem__)
+        if len(common) < 2 or (gap := warm[common[-1]] - warm[common[0]]) < _CLOSE:
+            return
+        if abs((cold[common[-1]] - cold[common[0]]) / gap - 2) > 0.1:
+            raise ValueError(
+                f"inference_model.address: the server at {self.address} must state log-probs of the distribution that "
+                f"it samples from, temperature included, and states those of temperature 1: {self.restart}."
+            )
+
+    def check_vocabulary(self, size: int) -> None:
+        """Compare the server's vocabulary with the model's.
+
+        Raises:
+            ValueError: they differ.
+        """
+        known = self._takes(size - 1)
+        if not known or self._takes(size):
+            model = {"engine": "the model that is trained", "teacher": "teacher.model"}[self.role]
+            raise ValueError(
+                f"{self.field}: the server at {self.address} must serve {model}, whose vocabulary has {size} tokens, "
+                f"and its own is {'larger' if known else 'smaller'}: start it with that model."
+            )
+
+    def _takes(self, token: int) -> bool:
+        try:
+            if self.role == "engine":
+                self.candidates([token], 1.0)
+            else:
+                self.score([token, token], 1)
+        except ValueError:
+            return False
+        return True
+
+    def check_context(self, longest: int) -> None:
+        """Compare the server's context with the longest sequence.
+
+        Args:
+            longest: prompt and response, in tokens; a server that scores them must sample one more (vLLM).
+
+        Raises:
+            ValueError: it is shorter.
+        """
+        what, needed = "prompt and response", longest
+        if self.role == "teacher":
+            what, needed = "prompt, response and one token more", longest + 1
+        if self.max_model_len < needed:
+            raise ValueError(
+                f"{self.field}: the server at {self.address} has a context of {self.max_model_len} tokens, and {what} "
+                f"may take {needed}: restart it with a larger one, or use a smaller inference_model.max_new_tokens or "
+                "env.max_prompt_tokens."
+            )
+
+    def check_scores(self, top_k: int) -> None:
+        """Check that the server states log-probs of given tokens, and of so many likely ones.
+
+        Raises:
+            ValueError: it refuses, or what it states are no log-probs.
+        """
+        [found] = self.score([0, 0], 1, top_k or _SOME)
+        if sum(map(math.exp, found.values())) > 1 + _CLOSE:
+            raise ValueError(
+                f"{self.field}: the server at {self.address} must state log-probs, and the probabilities of what it "
+                f"states sum to more than 1: {self.restart}."
+            )
+
+    def has(self, route: str) -> bool:
+        """Whether the server has a route.
+
+        Raises:
+            EngineDeadError: it does not answer.
+        """
+        try:
+            settled(self._client.ask("GET", route, timeout_s=_PROBE_S))
+        except NoAnswerError as error:
+            if error.status is None:
+                raise EngineDeadError(error.problem) from error
+            return False
+        return True
+
+    def ask(self, method: str, route: str, what: str, body: Any = None, *, retries: int = 0, **query: str) -> Any:
+        """Return the JSON of an answer.
+
+        Raises:
+            EngineDeadError: the server does not answer, or fails.
+            ValueError: it refuses what is asked.
+        """
+        limit = _ANSWER_S / (1 + retries)
+        try:
+            answer = settled(self._client.ask(method, route, body, query, timeout_s=limit, retries=retries))
+        except NoAnswerError as error:
+            if error.status is None or error.status >= 500:
+                raise EngineDeadError(f"the server at {self.address} was to {what}: {error.problem}") from error
+            raise ValueError(
+                f"{self.field}: the server at {self.address} refuses to {what} ({error.problem}): {self.restart}."
+            ) from error
+        return json.loads(answer) if answer else None
+
+    def close(self) -> None:
+        """End the connections."""
+        settled(self._client.close())
+
+
+class VLLM(Server):
+    """``vllm serve``, through ``/inference/v1/generate`` and the routes of its development mode."""
+
+    name = "vLLM"
+    starts: Mapping[Role, str] = {
+        "engine": "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs",
+        "teacher": "vllm serve MODEL, with --max-logprobs for a policy.teacher_top_k above 20",
+    }
+
+    def greet(self) -> None:
+        [model, *_] = self.ask("GET", "/v1/models", "name its model")["data"]
+        self.max_model_len = int(model["max_model_len"])
+        if self.role == "engine":
+            self.ask("GET", "/weight_info", "say which weights it has")
+
+    def complete(self, prompt: list[int], n: int, limit: int, params: SamplingParams) -> list[Answer]:
+        sampling = {
+            "n": n,
+            "max_tokens": limit,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": True,  # stop_token_ids alone decide
+            "logprobs": 0,
+            "detokenize": False,
+        }
+        if params.stop is not None:  # its own search may end a response earlier than the token that ours ends it with
+            sampling |= {"stop": list(params.stop.strings), "detokenize": True}
+        answer = self.ask(
+            "POST", "/inference/v1/generate", "sample", {"token_ids": prompt, "sampling_params": sampling}
+        )
+        return [
+            Answer(
+                choice["token_ids"],
+                [one["logprob"] for one in choice["logprobs"]["content"]],
+                choice["finish_reason"],
+                [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or ()],
+            )
+            for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
+        ]
+
+    def candidates(self, prompt: list[int], temperature: float) -> dict[int, float]:
+        sampling = {"max_tokens": 1, "temperature": temperature, "logprobs": 5, "detokenize": False}
+        body = {"token_ids": prompt, "sampling_params": sampling}
+        answer = self.ask("POST", "/inference/v1/generate", "sample from token ids", body)
+        [first, *_] = answer["choices"][0]["logprobs"]["content"]
+        return {one["token_id"]: one["logprob"] for one in first["top_logprobs"]}
+
+    def _score(self, tokens: list[int], start: int, top_k: int) -> list[tuple[int, dict[int, float]]]:
+        body = {"prompt": tokens, "max_tokens": 1, "prompt_logprobs": top_k}
+        answer = self.ask("POST", "/v1/completions", "score token ids", body, retries=_SCORE_AGAIN)
+        scored = answer["choices"][0]["prompt_logprobs"][start:]
+        of_each = [{int(token): one["logprob"] for token, one in found.items()} for found in scored]
+        return list(zip(tokens[start:], of_each, strict=False))
+
+    def pause(self, mode: str) -> None:
+        self.ask("POST", "/pause", "pause", mode=mode)
+
+    def load(self, folder: Path, label: str) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        self.ask("POST", "/collective_rpc", f"load the weights in {folder}", body)
+        self.ask("POST", "/reset_prefix_cache", "drop its cache", reset_running_requests="true")
+        self.ask("POST", "/update_weight_version", "label its weights", {"new_version": label})
+
+    def go_on(self) -> None:
+        self.ask("POST", "/resume", "go on")
+
+
+class SGLang(Server):
+    """SGLang's server, by its documented routes."""
+
+    name = "SGLang"
+    starts: Mapping[Role, str] = dict.fromkeys(_FIELDS, "python -m sglang.launch_server --model-path MODEL")
+
+    def check_options(self, in_flight: str) -> None:
+        if in_flight == "keep":  # it labels a response as a whole
+            raise ValueError(
+                f"inference_model.in_flight=keep must be another one with the SGLang server at {self.address}, which "
+                "does not say which weights sampled which token: use wait or abort."
+            )
+
+    def greet(self) -> None:
+        self.ask("GET", "/get_model_info", "name its model")
+        info = self.ask("GET", "/get_server_info", "say how it was started")
+        self.max_model_len = int(info.get("context_length") or info["max_total_num_tokens"])
+
+    def complete(self, prompt: list[int], n: int, limit: int, params: SamplingParams) -> list[Answer]:
+        sampling: dict[str, Any] = {
+            "n": n,
+            "max_new_tokens": limit,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "min_p": params.min_p,
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": True,
+            "stop": [] if params.stop is None else list(params.stop.strings),
+            "no_stop_trim": True,
+        }
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+        answer = self.ask("POST", "/generate", "sample", body)
+        return [self._answer(one["meta_info"]) for one in (answer if isinstance(answer, list) else [answer])]
+
+    @staticmethod
+    def _answer(info: Mapping[str, Any]) -> Answer:
+        sampled = info["output_token_logprobs"]
+        tokens, log_probs = [one[1] for one in sampled], [one[0] for one in sampled]
+        label = str(info.get("weight_version", ""))
+        return Answer(tokens, log_probs, info["finish_reason"]["type"], [(label, 0, len(tokens))])
+
+    def candidates(self, prompt: list[int], temperature: float) -> dict[int, float]:
+        body = {
+            "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": 1, "temperature": temperature},
+            "return_logprob": True,
+            "top_logprobs_num": 5,
+        }
+        info = self.ask("POST", "/generate", "sample from token ids", body)["meta_info"]
+        return {token: log_prob for log_prob, token, *_ in info["output_top_logprobs"][0]}
+
+    def _score(self, tokens: list[int], start: int, top_k: int) -> list[tuple[int, dict[int, float]]]:
+        body = {
+            "input_ids": tokens,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": start - 1,  # the first one has no log-prob
+            "top_logprobs_num": top_k,
+        }
+        info = self.ask("POST", "/generate", "score token ids", body, retries=_SCORE_AGAIN)["meta_info"]
+        wanted = slice(-(len(tokens) - start), None)
+        own = info["input_token_logprobs"][wanted]
+        likely = info["input_top_logprobs"][wanted] if top_k else [[]] * len(own)
+        return [
+            (one[1], {token: log_prob for log_prob, token, *_ in [*others, one]})
+            for one, others in zip(own, likely, strict=True)
+        ]
+
+    def pause(self, mode: str) -> None:
+        # What is aborted is asked for again: each response is then of one version.
+        self.ask("POST", "/pause_generation", "pause", {"mode": "abort"})
+
+    def load(self, folder: Path, label: str) -> None:
+        body = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
+        answer = self.ask("POST", "/update_weights_from_disk", f"load the weights in {folder}", body)
+        if not answer.get("success", False):
+            raise EngineDeadError(f"the server at {self.address} did not load the weights: {answer.get('message')}")
+
+    def go_on(self) -> None:
+        self.ask("POST", "/continue_generation", "go on", {})
+
+
+def connect(address: str, within_s: float, role: Role = "engine") -> Server:
+    """Connect to a server, whichever kind it is.
+
+    Args:
+        address: of the server.
+        within_s: how long to wait for one that does not answer; 0 refuses it as one that the user gave.
+        role: of the server in the run.
+
+    Raises:
+        EngineDeadError: it does not answer in time.
+        ValueError: it cannot have that role.
+    """
+    until = time.monotonic() + within_s
+    while True:
+        try:
+            server = _greeted(address, role)
+            if within_s and role == "engine":
+                with contextlib.suppress(ValueError):  # an engine that was lost in the middle of an update
+                    server.go_on()
+            return server
+        except EngineDeadError as error:
+            if time.monotonic() > until:
+                if within_s:
+                    raise
+                raise ValueError(
+                    f"{_FIELDS[role]}={address} must be a server that answers: {error}. Start it first."
+                ) from error
+        time.sleep(1)
+
+
+def _greeted(address: str, role: Role) -> Server:
+    """Connect to a server that answers."""
+    server: Server = VLLM(address, role)
+    try:
+        if server.has("/get_model_info"):
+            server.close()
+            server = SGLang(address, role)
+        server.greet()
+    except BaseException:
+        server.close()
+        raise
+    return server

@@ -1,0 +1,140 @@
+"""A client of one HTTP server, for all that asks servers: connection, key, time limits, retries and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import Any
+
+CONNECT_S = 10.0
+"""Seconds in which a connection must be made."""
+_TRY_AGAIN = {408, 409, 425, 429}  # and every 5xx
+_LONGEST_PAUSE_S = 8.0
+_KEPT_S = 1.0
+"""Seconds for which an idle connection is used again: a server that closes it after some (uvicorn's five) must not do
+so when a request is on its way."""
+
+
+class NoAnswerError(RuntimeError):
+    """A server does not answer, or not with a success.
+
+    Attributes:
+        status: of HTTP; None where there was no answer.
+        problem: in words, of the latest attempt.
+        attempts: how many there were.
+    """
+
+    def __init__(self, status: int | None, problem: str, attempts: int) -> None:
+        super().__init__(f"after {attempts} attempts: {problem}")
+        self.status, self.problem, self.attempts = status, problem, attempts
+
+
+class HttpClient:
+    """Sends requests to a server, many at a time, in one event loop.
+
+    Args:
+        url: that all routes begin with.
+        who: the server, as messages call it.
+        key_variable: environment variable that has the key, where the server wants one.
+        concurrency: most requests at a time; None is no limit.
+        largest: most bytes of an answer; None is no limit.
+        proxies: whether the proxies that environment variables name are used.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        who: str = "the server",
+        *,
+        key_variable: str,
+        concurrency: int | None = None,
+        largest: int | None = None,
+        proxies: bool = True,
+    ) -> None:
+        import httpx
+
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it has a line for each request
+        self.url, self.who = url.rstrip("/"), who
+        self._key_variable, self._largest = key_variable, largest
+        self._slots = asyncio.Semaphore(concurrency or 2**31)
+        self._broken: type[Exception] = httpx.TransportError
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=concurrency, keepalive_expiry=_KEPT_S),
+            trust_env=proxies,
+        )
+
+    async def ask(
+        self,
+        method: str,
+        route: str,
+        body: Any = None,
+        query: dict[str, str] | None = None,
+        *,
+        timeout_s: float,
+        retries: int = 0,
+    ) -> bytes:
+        """Return the body of an answer.
+
+        Args:
+            method: of HTTP.
+            route: with its slash.
+            body: sent as JSON.
+            query: parameters of the URL.
+            timeout_s: longest time for one attempt, in seconds.
+            retries: further attempts where the server does not answer, is too slow or says that it is overloaded.
+
+        Raises:
+            NoAnswerError: it did not answer with a success.
+            RuntimeError: the answer is too large, or compressed: then nothing is known of its size.
+        """
+        headers = {"Accept-Encoding": "identity"}
+        if key := os.environ.get(self._key_variable):
+            headers["Authorization"] = f"Bearer {key}"
+        status: int | None = None
+        problem = ""
+        for attempt in range(retries + 1):
+            if attempt:
+                await asyncio.sleep(min(0.25 * 2**attempt, _LONGEST_PAUSE_S))
+            status = None
+            async with self._slots:
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        status, answer = await self._send(method, route, body, query, headers)
+                except TimeoutError:
+                    problem = f"no answer within {timeout_s:g} s"
+                    continue
+                except self._broken as error:
+                    problem = f"{type(error).__name__} {error}".rstrip()
+                    continue
+            if status < 300:
+                return answer
+            problem = f"status {status}, {answer[:300].decode(errors='replace')}"
+            if status not in _TRY_AGAIN and status < 500:
+                break
+        raise NoAnswerError(status, problem, attempt + 1)
+
+    async def _send(
+        self, method: str, route: str, body: Any, query: dict[str, str] | None, headers: dict[str, str]
+    ) -> tuple[int, bytes]:
+        url = self.url + route
+        async with self._client.stream(method, url, json=body, params=query, headers=headers) as got:
+            encoding = got.headers.get("content-encoding", "identity")
+            if encoding != "identity":
+                raise RuntimeError(
+                    f"{self.who} at {self.url} must answer without compression, as it was asked to: got {encoding}."
+                )
+            answer = bytearray()
+            async for part in got.aiter_raw():
+                answer += part
+                if self._largest is not None and len(answer) > self._largest:
+                    raise RuntimeError(
+                        f"an answer of {self.who} at {self.url} must be under {self._largest // 2**20} MiB: fix the "
+                        "endpoint."
+                    )
+            return got.status_code, bytes(answer)
+
+    async def close(self) -> None:
+        """End the connections."""
+        await self._client.aclose()

@@ -1,0 +1,88 @@
+"""``ServedTeacher``: a teacher on a server that somebody else started scores what the policy sampled."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl.envs import Transform
+
+from torchrl_grpo import keys
+from torchrl_grpo.generation.servers import AT_A_TIME, COMES_BACK_S, connect, require_httpx
+from torchrl_grpo.models.packing import has
+from torchrl_grpo.transforms.ragged import flatten, set_rows
+
+
+class ServedTeacher(Transform):
+    """Writes what ``KLScoring`` or, with ``top_k``, ``TeacherStates`` writes, from a server's log-probs of the tokens.
+
+    Servers state log-probs at temperature 1 for tokens that they are given. They give none of the states that go into
+    the LM head, so that a divergence over the whole vocabulary needs ``top_k``.
+
+    Args:
+        address: of the server, such as ``http://127.0.0.1:8000``; token ids go out, and log-probs come back.
+        top_k: of the most likely tokens; None writes the log-probs of the sampled tokens alone.
+        starts_within_s: how long to wait for a server that does not answer.
+
+    Raises:
+        EngineDeadError: the server does not answer.
+        ValueError: it is no server that can be a teacher.
+    """
+
+    def __init__(self, address: str, *, top_k: int | None = None, starts_within_s: float = COMES_BACK_S) -> None:
+        self.out_key = keys.TEACHER_LOG_PROBS if top_k is None else keys.TEACHER_STATES
+        super().__init__(in_keys=[keys.FULL, keys.ASSISTANT_MASK], out_keys=[self.out_key])
+        self.top_k = top_k
+        self._server = connect(address, starts_within_s, "teacher")
+        self._threads = ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="teacher")
+
+    @staticmethod
+    def check(address: str, *, vocabulary: int, longest: int, top_k: int | None = None) -> None:
+        """Refuse a server that cannot be the teacher.
+
+        Args:
+            address: of the server.
+            vocabulary: of the teacher.
+            longest: sequence, in tokens.
+            top_k: as above.
+
+        Raises:
+            ValueError: it does not answer, has another vocabulary, too short a context, or refuses to score.
+        """
+        require_httpx("teacher.address")
+        server = connect(address, 0, "teacher")
+        try:
+            server.check_context(longest)
+            server.check_scores(top_k or 0)
+            server.check_vocabulary(vocabulary)
+        finally:
+            server.close()
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Score a batch [B] (or one sequence) in place; one that already has the entry is unchanged.
+
+        Raises:
+            EngineDeadError: the server is gone, too slow, or scored something else.
+        """
+        if has(tensordict, self.out_key):
+            return tensordict
+        rows = flatten(tensordict).unbind(0)
+        return set_rows(tensordict, self.out_key, list(self._threads.map(self._score, rows)))
+
+    def _score(self, row: TensorDictBase) -> Tensor:
+        """[T] float32, 0 outside the mask; or [S, 2 K] float32 of the S sampled tokens."""
+        tokens, mask = row.get(keys.FULL).tolist(), row.get(keys.ASSISTANT_MASK).tolist()
+        start = max(1, mask.index(True)) if True in mask else len(tokens)
+        found = self._server.score(tokens, start, self.top_k or 0) if start < len(tokens) else []
+        sampled = zip(tokens[start:], mask[start:], found, strict=True)
+        if self.top_k is None:
+            return torch.tensor([0.0] * start + [of[token] if mine else 0.0 for token, mine, of in sampled])
+        return torch.tensor([_states(of, self.top_k) for _, mine, of in sampled if mine]).view(-1, 2 * self.top_k)
+
+
+def _states(found: dict[int, float], top_k: int) -> list[float]:
+    """The largest log-probs, and then the ids that have them."""
+    likely = sorted(found, key=found.__getitem__, reverse=True)[:top_k]
+    return [*(found[token] for token in likely), *map(float, likely)]

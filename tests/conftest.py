@@ -17,6 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the suite runs in as many processes as there are cores
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # else torch compiles and runs programs to see which vectors there are
 os.environ.setdefault("TORCHRL_GRPO_QUICK_IMPORTS", "1")  # actors on Ray import what those of a script do
 
 import pytest
@@ -121,6 +122,14 @@ def no_curves() -> Iterator[None]:
         patch.setattr("torchrl_grpo.reporting.report.save_png", lambda *_: None)
         patch.setattr("torchrl_grpo.reporting.report.panel_svg", lambda *_: "")
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def same_prompts() -> None:
+    """Runs of the embedded task select its prompts once."""
+    from tests.support import known_prompts
+
+    known_prompts.keep()
 
 
 @pytest.fixture

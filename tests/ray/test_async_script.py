@@ -66,7 +66,7 @@ def test_several_ranks_replicas_and_references_train_on_fresh_enough_data(
     bound = 1 if script == ASYNC else 0
     with Script(
         script, tmp_path, *DEVICES, *arguments, "policy.kl_coef=0.01", "train.total_dialog_turns=96",
-        "evaluation.num_prompts=0", anew=script == ASYNC,
+        "evaluation.num_prompts=0",
     ) as running:  # fmt: skip
         running.wait()
     assert running.process.returncode == 0, running.printed()
@@ -112,7 +112,7 @@ def test_all_ranks_and_all_samplers_take_turns_on_the_same_devices(
 def test_a_killed_learner_ends_the_script_and_leaves_no_process(tmp_path: Path) -> None:
     with Script(
         ASYNC, tmp_path, "train_model.num_devices=2", "policy.kl_coef=0", "train.total_dialog_turns=1000000",
-        "evaluation.num_prompts=0", "train.checkpoint_frequency=1", anew=True,  # Ray names no fork
+        "evaluation.num_prompts=0", "train.checkpoint_frequency=1",
     ) as running:  # fmt: skip
         running.wait(lambda: len(rows_of(tmp_path)) > 3)
         rank = [one for one in running.family if one.is_running() and "LearnerActor" in one.cmdline()[0]][-1]
@@ -174,7 +174,7 @@ def test_a_sampler_that_hangs_is_shown_with_its_groups(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(counted + "    if calls > 90:\n        time.sleep(1000)\n    return 1.0\n")
     with Script(
         ASYNC, tmp_path, "train.total_dialog_turns=160", "evaluation.num_prompts=0", "train.stall_timeout_s=10",
-        "policy.kl_coef=0", f"env.reward={tmp_path / 'slow.py'}:score", anew=True,  # Ray names no fork
+        "policy.kl_coef=0", f"env.reward={tmp_path / 'slow.py'}:score",
     ) as running:  # fmt: skip
         running.wait()
     assert running.process.returncode == 75, running.printed()

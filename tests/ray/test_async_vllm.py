@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 import torchrl_grpo.generation.vllm as vllm_module
+from tests.support import forks
 from tests.support.configs import compose_config
 from tests.support.processes import worker_processes
 from tests.support.scripts import ASYNC, SMALL, Script, rows_of
@@ -25,7 +26,7 @@ def test_a_replica_of_two_processes_has_the_trainers_weights(tmp_path: Path, mon
     with Script(
         ASYNC, tmp_path, "inference_model.backend=vllm", "inference_model.num_devices=2", "policy.kl_coef=0",
         "inference_model.tensor_parallel_size=2", "inference_model.check_sync=true", "evaluation.num_prompts=0",
-        "train.total_dialog_turns=48", anew=True,
+        "train.total_dialog_turns=48",
     ) as running:  # fmt: skip
         running.wait()
     assert running.process.returncode == 0, running.printed()
@@ -37,8 +38,9 @@ def test_a_replica_of_two_processes_has_the_trainers_weights(tmp_path: Path, mon
 
 @pytest.mark.vllm
 @pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
-def test_a_killed_vllm_sampler_comes_back_and_loses_no_group(tmp_path: Path) -> None:
+def test_a_killed_vllm_sampler_comes_back_and_loses_no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It loses its actor, and then the engine's own process; weights keep coming while sequences are sampled."""
+    monkeypatch.setenv(forks.WITH_VLLM, "1")
     steps = 8
     config = compose_config(
         *SMALL, "inference_model.backend=vllm", "inference_model.in_flight=keep", "inference_model.check_sync=true",

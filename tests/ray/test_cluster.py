@@ -94,11 +94,10 @@ def test_two_runs_have_a_cluster_each_also_where_ray_starts_slowly(monkeypatch: 
     assert len(addresses) == 2
 
 
-PLAIN = {"PYTHONPATH": str(ROOT), "TORCHRL_GRPO_QUICK_IMPORTS": ""}
-"""Variables of a process that has no actor of a run, and so imports nothing of TorchRL."""
-
 HOST = """
 import sys, ray
+from tests.support import forks
+forks.use_in_ray()
 context = ray.init(address="local", num_cpus=2, num_gpus=6, include_dashboard=False, logging_level="error")
 print(context.address_info["gcs_address"], flush=True)
 for _ in sys.stdin:
@@ -135,25 +134,26 @@ class Host:
 
         Nobody tells it that the cluster asks for a token, which is in ``~/.ray``.
         """
-        environment = os.environ | PLAIN | {"RAY_ADDRESS": self.address}
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": self.address}
         environment.pop("RAY_AUTH_MODE", None)
-        done = subprocess.run(
-            [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=600, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "InvalidAuthToken" not in done.stdout + done.stderr
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with forks.Popen([sys.executable, *command], env=environment, **pipes) as joining:
+            out, error = joining.communicate(timeout=600)
+        assert joining.returncode == 0, out + error
+        assert "InvalidAuthToken" not in out + error
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         assert self.process.stdout.readline().split() == ["2.0", "6.0"]
-        return done.stdout
+        return out
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
-    process = subprocess.Popen(  # the cluster's workers have its environment too
-        [sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | PLAIN
-    )
+    process = forks.Popen(  # the cluster's workers have its environment too
+        [sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
     try:
         assert process.stdout
         yield Host(process, process.stdout.readline().strip())
@@ -214,18 +214,18 @@ with orderly_exit():
 def test_a_run_that_is_told_to_end_leaves_no_process_and_folder() -> None:
     """By a signal to the script alone. Ctrl-C, which all processes get: ``test_async_script``."""
     folder = Path(tempfile.mkdtemp(prefix="g", dir="/tmp"))  # Ray's sockets need a short path
-    driver = subprocess.Popen(
+    driver = forks.Popen(
         [sys.executable, "-c", DRIVER],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | PLAIN | {"TMPDIR": str(folder)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
         start_new_session=True,
     )
     try:
         assert driver.stdout and "ready" in driver.stdout.readline()
         pids = below(driver.pid)
         assert [path.name[:4] for path in folder.glob("ray*")] == ["ray-"]
-        assert len(pids) >= 8  # two workers, each with a process of its own, and Ray's
+        assert len([pid for pid in pids if psutil.Process(pid).name() != forks.SERVER]) >= 8  # two workers, each with a process of its own, and Ray's
         driver.terminate()
         assert driver.wait(300) == 143
         assert alive(pids) == []
@@ -250,9 +250,9 @@ with orderly_exit():
 
 def test_a_killed_store_of_ray_ends_a_watched_script_with_a_word() -> None:
     """The run itself, and the raylet: test_async_script.py."""
-    with subprocess.Popen(
+    with forks.Popen(
         [sys.executable, "-c", WATCHED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | PLAIN,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     ) as script:  # fmt: skip
         assert script.stdout and "ready" in script.stdout.readline()
         pids = below(script.pid)

@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support import forks
 from tests.support.configs import ROOT
 
 pytest.importorskip("ray")
@@ -18,12 +20,14 @@ SCRIPT = """
 import json
 import ray
 from ray.cluster_utils import Cluster as Nodes
+from tests.support import forks
 from tests.support.devices import gpus
 from torchrl_grpo.runtime.actors import start_actor
 from torchrl_grpo.runtime.cluster import start
 from torchrl_grpo.runtime.placement import DevicePlan
 
 GIB = 2**30
+forks.use_in_ray()
 nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 0, "object_store_memory": GIB})
 for _ in range(2):
     nodes.add_node(num_cpus=4, num_gpus=3, object_store_memory=GIB // 4)
@@ -63,17 +67,11 @@ print(json.dumps(out))
 
 def test_pairs_of_ranks_share_a_machine_and_all_machines_are_asked(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": "/tmp", "RAY_AUTH_MODE": "disabled"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    got = json.loads(done.stdout.strip().splitlines()[-1])
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with forks.Popen([sys.executable, "-c", SCRIPT], env=environment, cwd=tmp_path, **pipes) as process:
+        out, error = process.communicate(timeout=500)
+    assert process.returncode == 0, out + error
+    got = json.loads(out.strip().splitlines()[-1])
     first, second, third, fourth = got["machines"]
     assert first == second != third == fourth
     assert got["refused"].startswith(

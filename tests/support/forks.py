@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -40,8 +41,12 @@ SERVER = "test-forks"
 """Name of the servers' processes."""
 ADDRESS = "TORCHRL_GRPO_TEST_FORKS"
 """Environment variable with the server's address; without it a Ray starts new interpreters, see ``ray_worker.py``."""
+WITH_VLLM = "TORCHRL_GRPO_TEST_WITH_VLLM"
+"""Environment variable: workers of a Ray have imported vLLM too."""
 _MOST_BYTES, _MOST_FILES, _LONGEST_START_S = 2**20, 64, 120
 _OUT_OF_THE_WAY = 512  # no file is asked for under this number, or a higher one
+_FIRST = "TORCHRL_GRPO_TEST_FIRST"
+"""The environment variable that comes first. It stays in its place, before which Ray looks for the command line."""
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 
 _own: tuple[int, str] | None = None
@@ -60,15 +65,19 @@ with quick_imports():
     from tests.support.forks import _import_and_serve
 _import_and_serve({address!r}, {os.getpid()})
 """
-    subprocess.Popen([sys.executable, "-c", command], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    others = {name: value for name, value in os.environ.items() if name != _FIRST}
+    subprocess.Popen([sys.executable, "-c", command], env={_FIRST: ""} | others | {"OMP_NUM_THREADS": "1"})
     _use(address)
     _patch()
 
 
 class Popen(subprocess.Popen[str]):
-    """``subprocess.Popen`` for a command line that begins with ``sys.executable``, without the time for imports."""
+    """``subprocess.Popen`` for a command line that begins with ``sys.executable``, without the time for imports.
 
-    def _execute_child(self, args: Sequence[Any], executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any,
+    Where there is no Linux it is a new interpreter all the same.
+    """
+
+    def _execute_on_linux(self, args: Sequence[Any], executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any,
         cwd: Any, env: Mapping[str, str] | None, startupinfo: Any, creationflags: Any, shell: bool, p2cread: int,
         p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int, restore_signals: bool, gid: Any,
         gids: Any, uid: Any, umask: int, start_new_session: bool, *rest: Any) -> None:  # fmt: skip
@@ -80,6 +89,9 @@ class Popen(subprocess.Popen[str]):
         self.pid = _fork(arguments, os.environ if env is None else env, cwd, files, start_new_session)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+    if sys.platform == "linux":
+        _execute_child = _execute_on_linux
 
 
 def _fork(arguments: Sequence[str], env: Mapping[str, str], cwd: Any, files: Mapping[int, int], session: bool) -> int:
@@ -130,6 +142,15 @@ def _use(address: str) -> None:
     os.environ[ADDRESS] = address[1:]
 
 
+def use_in_ray() -> None:
+    """Let a Ray that this process starts have workers that are forks; ``cluster.start`` does so by itself.
+
+    A Ray without a server of forks, as where there is no Linux, starts new interpreters.
+    """
+    constants: Any = import_module("ray._private.ray_constants")
+    constants.SETUP_WORKER_FILENAME = os.path.join(os.path.dirname(__file__), "ray_worker.py")
+
+
 def _patch() -> None:
     """Let ``multiprocessing`` and Ray start their processes so, in this process and in all that are forked."""
     real, start_here = multiprocessing.util.spawnv_passfds, cluster._start_here
@@ -141,8 +162,7 @@ def _patch() -> None:
         return _fork([os.fsdecode(one) for one in args[1:]], os.environ, None, files, False)
 
     def start_with_forks(folder: str) -> None:
-        constants: Any = import_module("ray._private.ray_constants")
-        constants.SETUP_WORKER_FILENAME = os.path.join(os.path.dirname(__file__), "ray_worker.py")
+        use_in_ray()
         start_here(folder)
 
     multiprocessing.util.spawnv_passfds = spawnv_passfds
@@ -161,9 +181,13 @@ def _import_and_serve(address: str, parent: int) -> None:
         import_module(module)
     for module in ("pytest", "psutil"):
         import_module(module)
-    with suppress(ModuleNotFoundError):  # vLLM's, which finds the title where the first environment lies
-        import_module("setproctitle").getproctitle()
+    from tests.support import known_prompts
+    from tests.support.configs import compose_config
+    from torchrl_grpo.assembly.blueprint import prepare
+
     _patch()
+    known_prompts.keep()
+    prepare(compose_config(), [])  # selects the prompts
     gc.freeze()
     _serve(address, parent)
 
@@ -240,8 +264,9 @@ def _be_new(request: dict[str, Any], files: list[int]) -> None:
     for file, target in zip(kept, request["files"], strict=True):
         os.dup2(file, target)
         os.close(file)
-    os.environ.clear()
-    os.environ.update(_set_by_imports | request["env"])
+    for name in os.environ.keys() - {_FIRST}:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in (_set_by_imports | request["env"]).items() if name != _FIRST})
     os.chdir(request["cwd"])
     own, address = os.getpid(), _new_address()
     if os.fork() == 0:
@@ -279,6 +304,7 @@ def _take_environment() -> None:
     import torch
 
     startup._started_at = time.monotonic()
+    tempfile.tempdir = None
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     if os.environ.get("PYTHONWARNINGS") == "ignore":
         warnings.simplefilter("ignore")

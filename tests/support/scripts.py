@@ -34,16 +34,14 @@ class Script:
         script: its path.
         folder: where it runs.
         *arguments: of its command line.
-        anew: whether all of them are new interpreters, and not forks of one that has imported.
     """
 
-    def __init__(self, script: Path, folder: Path, *arguments: str, anew: bool = False) -> None:
+    def __init__(self, script: Path, folder: Path, *arguments: str) -> None:
         self.folder, self.family = folder, set[psutil.Process]()
         self._output = (folder / "printed.txt").open("w")
-        anew = anew or sys.platform != "linux"
-        # A process that was started in the background ignores Ctrl-C, and so would this one.
-        options: dict[str, Any] = {"preexec_fn": partial(signal.signal, signal.SIGINT, signal.SIG_DFL)} if anew else {}
-        self.process = (subprocess.Popen if anew else forks.Popen)(
+        # A process that was started in the background ignores Ctrl-C, and so would this one, if it is no fork.
+        default: Any = None if sys.platform == "linux" else partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        self.process = forks.Popen(
             [
                 sys.executable,
                 str(script),
@@ -58,7 +56,7 @@ class Script:
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            **options,
+            preexec_fn=default,
         )
 
     def __enter__(self) -> Script:

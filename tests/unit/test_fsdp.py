@@ -81,10 +81,10 @@ def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in trainer.weights()}
 
 
-def five_steps(mesh: DeviceMesh | None, repeats: int = 1, **settings: Any) -> dict[str, Any]:
+def three_steps(mesh: DeviceMesh | None, repeats: int = 1, **settings: Any) -> dict[str, Any]:
     trainer, batch = make_trainer(mesh, **settings), make_batch(LENGTHS, spread=0.3, repeats=repeats)
     start = weights(trainer)
-    metrics = [trainer.train_batch(batch) for _ in range(5)]
+    metrics = [trainer.train_batch(batch) for _ in range(3)]
     return {"start": start, "metrics": metrics, "weights": weights(trainer)}
 
 
@@ -192,12 +192,12 @@ def bfloat16(check: Callable[..., dict[str, Any]], mesh: DeviceMesh | None) -> d
 ON_ALL_WORLD_SIZES = ("full", "groups", "full_float64", "lora", "lora_float64", "two_sequences",
                      "policy_first", "policy_first_float64", "adapters_off_shared")  # fmt: skip
 COMPARED: dict[str, Callable[[DeviceMesh | None], Any]] = {
-    "full": five_steps,
-    "full_float64": functools.partial(five_steps, dtype=torch.float64, tied=False),
-    "groups": functools.partial(five_steps, repeats=3),
-    "lora": functools.partial(five_steps, lora=True, checkpointing=True, repeats=3),
-    "lora_float64": functools.partial(five_steps, lora=True, dtype=torch.float64),
-    "bfloat16": functools.partial(bfloat16, five_steps),
+    "full": three_steps,
+    "full_float64": functools.partial(three_steps, dtype=torch.float64, tied=False),
+    "groups": functools.partial(three_steps, repeats=3),
+    "lora": functools.partial(three_steps, lora=True, checkpointing=True, repeats=3),
+    "lora_float64": functools.partial(three_steps, lora=True, dtype=torch.float64),
+    "bfloat16": functools.partial(bfloat16, three_steps),
     "two_sequences": two_sequences,
     "one_bad_sequence": one_bad_sequence,
     "overflow": overflow,
@@ -405,7 +405,7 @@ def worst(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> fl
         ("lora_float64", 1e-14, 1e-6),
     ],
 )
-def test_five_steps_on_several_ranks_are_those_of_one_process(
+def test_three_steps_on_several_ranks_are_those_of_one_process(
     name: str, weights_within: float, metrics_within: float, ranks: list[dict[str, Any]], single: dict[str, Any]
 ) -> None:
     """In float64 to rounding, so that the sums are exact; the metrics are float32 in both. A group of three sequences

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch._inductor import config as inductor_config
 
 from tests.support.configs import compose_config
 from tests.support.runs import LORA, SMALL, at, changed, differences, numbers, run, state_of, steps
@@ -40,13 +38,11 @@ def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adamw_8bit_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def adamw_8bit_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("torchao")
     folder = tmp_path_factory.mktemp("adamw_8bit")
-    # Without vectors: torch would first compile and run programs to find out which instructions there are.
-    with inductor_config.patch({"cpp.simdlen": 1}):
-        run(folder, ADAMW_8BIT, steps(6), "train.checkpoint_frequency=3")
-        yield folder
+    run(folder, ADAMW_8BIT, steps(6), "train.checkpoint_frequency=3")
+    return folder
 
 
 @pytest.mark.slow

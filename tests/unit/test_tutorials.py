@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import forks
 from tests.support.configs import ROOT
 from tests.support.documentation import TUTORIALS, Block, blocks, commands
 
@@ -62,4 +62,5 @@ def test_a_tutorial_runs_as_it_is_written(
                 assert run_here(ROOT / words[1], *words[2:], *short) == 0, words
             else:
                 environment = {"PYTHONPATH": str(ROOT), **environment}
-                subprocess.run([sys.executable, *words[1:]], env=os.environ | environment, check=True, timeout=600)
+                with forks.Popen([sys.executable, *words[1:]], env=os.environ | environment) as process:
+                    assert process.wait(600) == 0, words

@@ -210,7 +210,7 @@ def test_a_killed_script_leaves_no_process(tmp_path: Path, while_starting: bool)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     root = str(Path(__file__).resolve().parents[2])
-    with (forks.Popen if while_starting else subprocess.Popen)(
+    with forks.Popen(
         [sys.executable, str(script)],
         env=os.environ | {"PYTHONPATH": root},
         stdin=subprocess.PIPE,

@@ -225,7 +225,8 @@ def test_a_run_that_is_told_to_end_leaves_no_process_and_folder() -> None:
         assert driver.stdout and "ready" in driver.stdout.readline()
         pids = below(driver.pid)
         assert [path.name[:4] for path in folder.glob("ray*")] == ["ray-"]
-        assert len([pid for pid in pids if psutil.Process(pid).name() != forks.SERVER]) >= 8  # two workers, each with a process of its own, and Ray's
+        # Two workers, each with a process of its own, and Ray's.
+        assert len([pid for pid in pids if psutil.Process(pid).name() != forks.SERVER]) >= 8
         driver.terminate()
         assert driver.wait(300) == 143
         assert alive(pids) == []

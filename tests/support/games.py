@@ -63,12 +63,14 @@ class AsyncGame(Game):
         super().close()
 
 
-class SlowStart(Game):
-    """Takes a while to be made, and does not start at all for every second seed."""
+class StartsWithOthers(Game):
+    """Is made once eight are being made, and does not start at all for every second seed."""
+
+    _others = threading.Barrier(8)
 
     def __init__(self) -> None:
         super().__init__()
-        time.sleep(0.5)
+        self._others.wait(timeout=60)
 
     def reset(self, seed: int) -> str:
         if seed % 2:

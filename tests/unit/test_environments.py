@@ -185,13 +185,11 @@ def test_a_response_that_was_cut_off_is_no_step_and_a_last_turn_is_scored(path: 
 
 
 def test_environments_start_side_by_side_and_fail_alone(path: Path) -> None:
-    task = task_of(games.SlowStart)
+    task = task_of(games.StartsWithOthers)
     dialogs = [
         Dialog(one, [], task.messages(one), last=False, episode=str(i)) for i, one in enumerate(task.problems("train"))
     ]
-    start = time.monotonic()
     turns = task.advance(dialogs)
-    assert time.monotonic() - start < 2.5  # eight, of half a second each
     assert [isinstance(turn, OSError) for turn in turns] == [bool(number % 2) for number in range(8)]
     for one in dialogs:
         task.close(one.episode)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.configs import compose_config
+from tests.support.runs import at
 from tests.support.scripts import SMALL, SYNC, rows_of
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.errors import ConfigError
@@ -193,9 +194,8 @@ def test_several_train_through_reward_workers_and_resume_equal(run_here: Callabl
     steps = ("evaluation.num_prompts=4", GYM, "env.reward_workers=1", "train.checkpoint_frequency=2")
     common = ["--config-name", "grpo_arithmetic", *SMALL, *steps, "inference_model.max_new_tokens=8"]
     assert run_here(SYNC, *common, "train.total_dialog_turns=64", f"hydra.run.dir={tmp_path / 'whole'}") == 0
-    assert run_here(SYNC, *common, "train.total_dialog_turns=32", f"hydra.run.dir={tmp_path / 'half'}") == 0
-    newest = tmp_path / "half" / "checkpoints"
-    resume = (f"train.resume={newest}", "train.total_dialog_turns=64", f"hydra.run.dir={tmp_path / 'rest'}")
+    half = at(tmp_path / "whole", 2)
+    resume = (f"train.resume={half}", "train.total_dialog_turns=64", f"hydra.run.dir={tmp_path / 'rest'}")
     assert run_here(SYNC, *common, *resume) == 0
     whole, rest = rows_of(tmp_path / "whole"), rows_of(tmp_path / "rest")
     assert [row["train/loss"] for row in rest if row["step"] > 2] == [

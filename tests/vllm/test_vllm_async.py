@@ -176,7 +176,7 @@ def test_a_killed_scheduler_ends_every_call_and_leaves_no_process(engine, pool):
     for action in (lambda: engine.update_weights(named_weights(make_model(1)), 50), lambda: engine.seed(1)):
         with pytest.raises(RuntimeError, match="has ended: make a new engine"):
             action()
-    assert time.monotonic() - killed < 10
+    assert time.monotonic() - killed < 60
     closers = [threading.Thread(target=engine.close) for _ in range(2)]
     for closer in closers:
         closer.start()

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from tests.support.configs import compose_config
+from tests.support.models import make_tiny_model
 from tests.support.runs import LORA, SMALL, at, differences, folder_at, numbers, run, state_of, steps
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.scripts.export import main
+from torchrl_grpo.starter import starter_path
 
 ray = pytest.importorskip("ray")
 
@@ -57,9 +60,16 @@ def test_a_sharded_reference_model_scores_as_a_whole_one(tmp_path: Path) -> None
 
 
 def test_bfloat16_with_8_bit_moments_resumes_exactly_on_two_ranks(tmp_path: Path) -> None:
+    """Of a model whose weights have few shapes: each rank compiles an update for each."""
     pytest.importorskip("torchao")
+    tokenizer = AutoTokenizer.from_pretrained(starter_path())
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4}
+    make_tiny_model(**sizes, num_key_value_heads=4, pad_token_id=tokenizer.pad_token_id).save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    (tmp_path / "reward.py").write_text("def length(response):\n    return float(len(response))\n")
     job = (
-        "train_model.dtype=bfloat16", "optimizer.name=adamw_8bit", "train_model.num_devices=2", "policy.kl_coef=0",
+        f"model.name={tmp_path / 'm'}", f"env.reward={tmp_path / 'reward.py'}:length", "train_model.dtype=bfloat16",
+        "optimizer.name=adamw_8bit", "train_model.num_devices=2", "policy.kl_coef=0",
         "train.checkpoint_frequency=2", steps(3),
     )  # fmt: skip
     whole = run(tmp_path / "whole", *job)

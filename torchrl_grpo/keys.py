@@ -47,8 +47,14 @@ key                               shape, dtype       meaning
 ``("cur_log_probs", "full")``     [T] float32        written by a scorer: log-probs of the policy that is trained
 ``("entropy", "full")``           [T] float32        likewise: its entropy where each token was sampled
 ``("divergence", "full")``        [T] float32        likewise: divergence from a teacher at each sampled token
+``("demonstration", "full")``     [T] int64          prompt and demonstration of the group's problem, in the first row
+                                                     of the group; [0] in its others
+``("demonstration", "mask")``     [T] bool           True on those of these tokens that the assistant says
+``"is_demonstration"``            [1] bool           written by the trainer: whether a row is such a demonstration, and
+                                                     nothing that the policy sampled
 ``("loss", "weights")``           [T] float32        written by ``GRPOLoss.normalize``: each token's share of the loss
 ``("loss", "num_tokens")``        [1] int64          likewise: tokens of the whole optimization batch
+``("loss", "demonstration_weights")``  [T] float32   likewise: each token's share of the demonstrations' log-likelihood
 ``"layout"``                      non-tensor         written by the trainer: how a pass computes its micro-batch
 ================================  =================  ===========================================================
 """
@@ -91,6 +97,10 @@ STEPPING = "_step"
 CUR_LOG_PROBS = ("cur_log_probs", "full")
 ENTROPY = ("entropy", "full")
 DIVERGENCE = ("divergence", "full")
+DEMONSTRATION = ("demonstration", "full")
+DEMONSTRATION_MASK = ("demonstration", "mask")
+IS_DEMONSTRATION = "is_demonstration"
 LOSS_WEIGHTS = ("loss", "weights")
 TOKEN_COUNT = ("loss", "num_tokens")
+DEMONSTRATION_WEIGHTS = ("loss", "demonstration_weights")
 LAYOUT = "layout"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import re
 import signal
@@ -39,14 +40,26 @@ def run(folder: Path, *overrides: str, asynchronous: bool) -> list[dict[str, Any
 
 
 def test_with_bound_0_the_losses_are_bitwise_the_synchronous_ones(tmp_path: Path) -> None:
-    steps = ("train.total_dialog_turns=160", "evaluation.num_prompts=8", "evaluation.frequency=4")
+    """With all that scores a group or goes with it: a reference model, a teacher, demonstrations."""
+    sums = [(a, b) for a in range(10, 26) for b in range(26, 30)]
+    rows = [json.dumps({"question": f"{a}+{b}=?", "solution": f"#### {a + b}", "answer": a + b}) for a, b in sums]
+    (tmp_path / "sums.jsonl").write_text("\n".join(rows) + "\n")
+    steps = (
+        "train.total_dialog_turns=160", "evaluation.num_prompts=8", "evaluation.frequency=4",
+        f"env.dataset={tmp_path / 'sums.jsonl'}", "env.reward=gsm8k", "env.test_fraction=0.2",
+        "policy.teacher_coef=0.1", "teacher.model=starter", "policy.sft_coef=0.1", "env.columns.completion=solution",
+    )  # fmt: skip
     expected = run(tmp_path / "sync", *steps, asynchronous=False)
     got = run(tmp_path / "async", *steps, "train.max_staleness=0", asynchronous=True)
     losses = [row["train/loss"] for row in expected[1:]]
     assert [row["train/loss"] for row in got[1:]] == losses
     assert len(losses) == 10 and len(set(losses)) == 10
-    for name in ("train/grad_norm", "train/kl_k3_to_ref", "rollout/reward_mean", "eval/pass@1", "eval/pass@2"):
+    for name in (
+        "train/grad_norm", "train/kl_k3_to_ref", "train/kl_k3_to_teacher", "train/loss_sft", "rollout/reward_mean",
+        "eval/pass@1", "eval/pass@2",
+    ):  # fmt: skip
         assert [row.get(name) for row in got] == [row.get(name) for row in expected], name
+    assert got[-1]["train/kl_k3_to_teacher"] > 0 and got[-1]["train/loss_sft"] < 0.5 * got[1]["train/loss_sft"]
     assert {row["staleness/max"] for row in got[1:]} == {0}
     for name in ("checkpoints/checkpoint_000010.pt", "checkpoints/model/model.safetensors", "report.html"):
         assert (tmp_path / "async" / name).exists()

@@ -30,6 +30,7 @@ def test_every_loss_output_and_dynamic_sampling_count_is_on_the_page() -> None:
         kl_to_inference_coeff=0.1,
         entropy_coeff=0.1,
         teacher_coeff=0.1,
+        sft_coeff=0.1,
     )
     queue = make_queue(most_played=6)
     dynamic = [name for name in next_batch(queue)[1] if name.startswith("rollout/groups_")]
@@ -44,7 +45,7 @@ def test_the_names_of_the_losss_terms_are_what_the_page_says() -> None:
     table = page.partition("| term |")[2].partition("\n\n")[0]
     rows = [re.findall(r"`(\w+)`", line) for line in table.splitlines()[2:]]
     actor = TokenScorer(make_tiny_model())
-    assert [key for key, *_ in rows] == ["kl_to_behaviour_coef", "kl_coef", "teacher_coef", "entropy_coef"]
+    assert [key for key, *_ in rows] == ["kl_to_behaviour_coef", "kl_coef", "teacher_coef", "sft_coef", "entropy_coef"]
     for key, argument, *outputs in rows:
         settings = {"policy.kl_coef": 0.0, f"policy.{key}": 0.25}
         if key == "teacher_coef":

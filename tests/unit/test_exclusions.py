@@ -21,6 +21,19 @@ TOGETHER = [
     (("algo=sft", "policy.advantage_whiten=true"), "advantage_whiten=true must be left out with policy.demonstrations"),
     (("policy.demonstrations=true",), "needs policy.loss._target_=torchrl_grpo.objectives.SFTLoss, it is torchrl_grpo"),
     (
+        ("policy.sft_coef=0.1", "policy.dynamic_sampling=true"),
+        "dynamic_sampling=true must be left out with policy.sft_coef=0.1",
+    ),
+    (
+        (*DISTILL, "policy.sft_coef=0.1", "policy.teacher_divergence=reverse"),
+        "sft_coef=0.1 must be left out with policy.teacher_divergence=reverse, the teacher has scored no demonstration",
+    ),
+    (("policy.sft_coef=0.1", "env.agent=a.py:play"), "sft_coef=0.1 must be left out with env.agent=a.py:play, whose"),
+    (
+        ("algo=sft", "policy.sft_coef=0.1", "env.dataset=a.jsonl", "env.columns.completion=c"),
+        "sft_coef=0.1 must be left out with policy.demonstrations=true, algo=sft trains on nothing else",
+    ),
+    (
         ("env.agent=a.py:play", "policy.turn_credit=per_turn"),
         "per_turn must be left out with env.agent=a.py",
     ),

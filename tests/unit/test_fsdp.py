@@ -31,10 +31,11 @@ from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
 from torchrl_grpo.learner.export import export_model
 from torchrl_grpo.learner.shards import ShardedSaver
 from torchrl_grpo.models import loading
+from torchrl_grpo.models.divergence import Teacher
 from torchrl_grpo.models.prefix import Layout
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
 from torchrl_grpo.models.sharding import init_mesh, loading_device, mesh_of, num_replicas, shard_model
-from torchrl_grpo.objectives import GRPOLoss
+from torchrl_grpo.objectives import GRPOLoss, SFTLoss
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 LENGTHS = (9, 14, 6, 11, 8, 12, 7, 10, 30, 5, 17)
@@ -55,6 +56,7 @@ def make_trainer(
     checkpointing: bool = False,
     dtype: torch.dtype = torch.float32,
     param_dtype: torch.dtype | None = None,
+    loss: Callable[[TokenScorer], GRPOLoss] | None = None,
     **settings: Any,
 ) -> GRPOTrainer:
     with CPU if mesh is None else loading_device(mesh):
@@ -70,11 +72,11 @@ def make_trainer(
     scorer = TokenScorer(model)
     if mesh is not None:
         shard_model(model, mesh, param_dtype=param_dtype)
-    loss = GRPOLoss(scorer, kl_to_ref_coeff=0.1, entropy_coeff=0.01)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01, fused=True)
     defaults = {"optim_batch_size": len(LENGTHS), "micro_batch_tokens": 30, "clip_grad_norm": 0.5}
-    return GRPOTrainer(loss, model, optimizer, **(defaults | settings))
+    made = GRPOLoss(scorer, kl_to_ref_coeff=0.1, entropy_coeff=0.01) if loss is None else loss(scorer)
+    return GRPOTrainer(made, model, optimizer, **(defaults | settings))
 
 
 def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
@@ -85,6 +87,30 @@ def three_steps(mesh: DeviceMesh | None, repeats: int = 1, **settings: Any) -> d
     trainer, batch = make_trainer(mesh, **settings), make_batch(LENGTHS, spread=0.3, repeats=repeats)
     start = weights(trainer)
     metrics = [trainer.train_batch(batch) for _ in range(3)]
+    return {"start": start, "metrics": metrics, "weights": weights(trainer)}
+
+
+def with_a_teacher(scorer: TokenScorer) -> GRPOLoss:
+    """The divergence over the vocabulary from a teacher with states of three numbers."""
+    head = torch.randn(scorer.model.config.vocab_size, 3, generator=torch.Generator().manual_seed(1))
+    scorer.distill_from(Teacher(0.5, head.double()))
+    return GRPOLoss(scorer, teacher_coeff=0.5)
+
+
+def taught(mesh: DeviceMesh | None, loss: Callable[[TokenScorer], GRPOLoss]) -> dict[str, Any]:
+    """Two steps of groups with a demonstration, an advantage of each token, and a teacher's states."""
+    trainer = make_trainer(mesh, loss=loss, dtype=torch.float64)
+    batch, generator = make_batch(LENGTHS, spread=0.3, repeats=3), torch.Generator().manual_seed(2)
+    for number, row in enumerate(batch.unbind(0)):
+        mask = row[keys.ASSISTANT_MASK]
+        row.set(keys.TEACHER_STATES, torch.randn(int(mask.sum()), 3, generator=generator).double())
+        row.set(keys.ADVANTAGE, torch.randn(len(mask), generator=generator))
+        shown = slice(0, 0 if number % 3 else 7 + 9 * number)  # the last one is longer than all that was sampled
+        tokens = torch.cat([row[keys.FULL][:3], torch.randint(5, 261, (100,), generator=generator)])
+        row.set(keys.DEMONSTRATION, tokens[shown])
+        row.set(keys.DEMONSTRATION_MASK, (torch.arange(103) > 2)[shown])
+    start = weights(trainer)
+    metrics = [trainer.train_batch(batch) for _ in range(2)]
     return {"start": start, "metrics": metrics, "weights": weights(trainer)}
 
 
@@ -198,6 +224,9 @@ COMPARED: dict[str, Callable[[DeviceMesh | None], Any]] = {
     "lora": functools.partial(three_steps, lora=True, checkpointing=True, repeats=3),
     "lora_float64": functools.partial(three_steps, lora=True, dtype=torch.float64),
     "bfloat16": functools.partial(bfloat16, three_steps),
+    "teacher": functools.partial(taught, loss=with_a_teacher),
+    "sft": functools.partial(taught, loss=functools.partial(SFTLoss, aggregation="token_mean")),
+    "sft_beside": functools.partial(taught, loss=functools.partial(GRPOLoss, sft_coeff=0.5)),
     "two_sequences": two_sequences,
     "one_bad_sequence": one_bad_sequence,
     "overflow": overflow,
@@ -423,6 +452,19 @@ def test_three_steps_on_several_ranks_are_those_of_one_process(
         assert metrics["train/micro_batches"] > got["train/micro_batches"] > 1
         for key in metrics.keys() - OF_THE_SPLIT:
             assert got[key] == pytest.approx(metrics[key], rel=metrics_within, abs=metrics_within), key
+
+
+@pytest.mark.parametrize("name", ["teacher", "sft", "sft_beside"])
+def test_a_teacher_and_demonstrations_on_two_ranks_are_those_of_one(
+    name: str, two: list[dict[str, Any]], single: dict[str, Any]
+) -> None:
+    got, expected = two[0][name], single[name]
+    assert distance(got["weights"], expected["weights"]) < 1e-14
+    assert distance(expected["weights"], expected["start"]) > 1e-3
+    for step, metrics in zip(got["metrics"], expected["metrics"], strict=True):
+        assert {"teacher": "train/loss_teacher", "sft_beside": "train/loss_sft"}.get(name, "train/loss") in metrics
+        for key in metrics.keys() - OF_THE_SPLIT:
+            assert step[key] == pytest.approx(metrics[key], rel=1e-6, abs=1e-6), key
 
 
 def test_all_ranks_have_the_same_metrics_and_weights_bit_for_bit(ranks: list[dict[str, Any]]) -> None:

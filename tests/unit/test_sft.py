@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
-from tensordict import TensorDictBase
+from tensordict import NonTensorData, TensorDictBase
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.support.configs import compose_config
 from tests.support.models import make_tiny_model
 from tests.support.runs import at, differences, run, state_of, steps
+from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.collectors.demonstrations import Demonstrations, TurnWriter
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation import TransformersEngine
+from torchrl_grpo.learner.diagnosis import queries_of
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import SFTLoss
 from torchrl_grpo.reporting.metrics import read_jsonl
@@ -169,21 +173,96 @@ def test_the_loss_is_that_of_trls_sft_trainer_on_the_same_rows(tmp_path: Path) -
     assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_run_learns_evaluates_and_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("micro_batch_tokens", [20, 10_000])
+@pytest.mark.parametrize("optim_batch_size", [8, 4])
+def test_demonstrations_beside_a_step_add_their_weighted_loss(
+    micro_batch_tokens: int, optim_batch_size: int, tmp_path: Path
+) -> None:
+    """Loss and gradient are those of GRPO plus 0.3 of the supervised ones, each computed alone.
+
+    In float64, but for the norms of the model, which are float32.
+    """
+    sampled = make_batch(repeats=4)
+    shown = demonstrations(write(tmp_path, [{**row, "solution": row["solution"] * 3} for row in ROWS[:2]]))
+    given = sampled.clone()
+    for number, row in enumerate(given.unbind(0)):
+        one = shown[number // 4]
+        own = slice(0, 0) if number % 4 else slice(None)  # the first of each group has it
+        row.set(keys.DEMONSTRATION, one[keys.FULL][own])
+        row.set(keys.DEMONSTRATION_MASK, one[keys.ASSISTANT_MASK][own])
+    settings = {
+        "optim_batch_size": optim_batch_size,
+        "micro_batch_tokens": micro_batch_tokens,
+        "clip_grad_norm": math.inf,
+    }
+    metrics = []
+    for coefficient, batch in ((0.3, given), (0.0, sampled)):
+        model = make_tiny_model().double()
+        trainer = make_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), **settings)
+        trainer.loss.sft_coeff = coefficient
+        gradients = dict[str, Tensor]()
+        trainer.optimizer.register_step_pre_hook(lambda *_, of=model, into=gradients: add_gradients(of, into))
+        metrics.append((trainer.train_batch(batch), gradients, trainer.scores.of(4), trainer.scores.of(8)))
+    (got, found, scores, none), (alone, expected, of_alone, _) = metrics
+    model = make_tiny_model().double()
+    parts = [shown] if optim_batch_size == 8 else [shown[:1], shown[1:]]
+    losses = [SFTLoss(TokenScorer(model), aggregation="token_mean")(part)["loss_objective"] for part in parts]
+    torch.stack(losses).sum().backward()
+    supervised = 0.3 * torch.stack(losses).mean().item()
+    assert supervised > 1
+    assert got["train/loss_sft"] == pytest.approx(supervised, rel=1e-6)
+    assert got["train/loss"] == pytest.approx(alone["train/loss"] + supervised, rel=1e-6)
+    own = {"train/loss", "train/loss_sft", "train/grad_norm", "train/token_efficiency", "train/micro_batches"}
+    assert {name: got[name] for name in got.keys() - own} == pytest.approx(
+        {name: alone[name] for name in alone.keys() - own}, rel=1e-6, abs=1e-9, nan_ok=True
+    )
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], expected[name] + 0.3 * parameter.grad, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(scores["trainer"][: len(of_alone["trainer"])], of_alone["trainer"])
+    assert none == {}  # a demonstration is no sample
+
+
+def add_gradients(model: torch.nn.Module, into: dict[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        into[name] = into.get(name, 0) + parameter.grad
+
+
+def test_a_bad_demonstration_is_named_and_one_alone_makes_no_step(tmp_path: Path) -> None:
+    shown = demonstrations(write(tmp_path, ROWS[:1]))[0]
+    batch = make_batch()
+    batch.set(keys.DEMONSTRATION, shown[keys.FULL].expand(8, -1).contiguous())
+    batch.set(keys.DEMONSTRATION_MASK, shown[keys.ASSISTANT_MASK].expand(8, -1).contiguous())
+    for number, row in enumerate(batch.unbind(0)):
+        row.set(keys.QUERY, NonTensorData(f"question {number}"))
+    assert queries_of(batch) == [f"question {number}" for number in range(8)] * 2
+    trainer = make_trainer()
+    trainer.loss.sft_coeff = 1.0
+    before = [parameter.detach().clone() for parameter in trainer.parameters]
+    batch.set(keys.REWARD_VALID, torch.zeros(8, 1, dtype=torch.bool))
+    assert trainer.train_batch(batch)["train/skipped_steps"] == 1
+    assert all(map(torch.equal, before, trainer.parameters))
+    with pytest.raises(KeyError, match=r"no entry demonstration\.full.* Demonstrations\.give"):
+        trainer.train_batch(make_batch())
+
+
+@pytest.mark.parametrize("kind", ["algo=sft", "policy.sft_coef=0.5"])
+def test_a_run_learns_evaluates_and_goes_on_as_if_it_had_not_stopped(kind: str, tmp_path: Path) -> None:
     path = write(tmp_path, ROWS)
     data = (
         *(f"env.dataset={path}", "env.columns.completion=solution", "env.columns.answer=answer", "env.reward=gsm8k"),
-        *("env.test_fraction=0.2", "evaluation.num_prompts=8", "algo=sft", "env.difficulty=2"),
+        *("env.test_fraction=0.2", "evaluation.num_prompts=8", kind, "env.difficulty=2"),
     )
+    beside = kind != "algo=sft"
     rows = run(tmp_path / "whole", *data, steps(4))
-    assert [row["train/loss"] for row in rows if row["step"]][-1] < 0.5 * rows[1]["train/loss"]
-    assert rows[1]["rollout/sequences"] == 16 and rows[1]["rollout/zero_variance_groups"] == 0
+    loss = "train/loss_sft" if beside else "train/loss"
+    assert [row[loss] for row in rows if row["step"]][-1] < 0.5 * rows[1][loss]
+    assert rows[1]["rollout/sequences"] == 16 and (beside or rows[1]["rollout/zero_variance_groups"] == 0)
     assert rows[-1]["eval/pass@1"] >= rows[0]["eval/pass@1"]
     first = next(row for row in read_jsonl(tmp_path / "whole" / "samples.jsonl") if row["split"] == "train")
-    assert first["response"].startswith("It is #### ") and first["finish_reason"] == "stop"
+    assert beside or (first["response"].startswith("It is #### ") and first["finish_reason"] == "stop")
     run(tmp_path / "half", *data, steps(2))
     again = run(tmp_path / "rest", *data, steps(4), f"train.resume={tmp_path / 'half'}")
-    named = ("step", "train/loss", "train/grad_norm", "rollout/tokens")
+    named = ("step", loss, "train/loss", "train/grad_norm", "rollout/tokens")
     both = [[[row[name] for name in named] for row in some if row["step"] > 2] for some in (again, rows)]
     assert both[0] == both[1] and len(both[0]) == 2
     assert differences(state_of(at(tmp_path / "whole", 4)), state_of(at(tmp_path / "rest", 4))) == []
@@ -202,6 +281,7 @@ def test_a_run_learns_evaluates_and_goes_on_as_if_it_had_not_stopped(tmp_path: P
             ["algo=sft", "policy.teacher_coef=1", "teacher.model=starter"],
             r"policy\.teacher_divergence=sampled must be left out with",
         ),
+        (["policy.sft_coef=0.1"], r"policy\.sft_coef must have a response to each problem, task 'arithmetic' has none"),
         (
             ["env.dataset=a.jsonl", "env.columns.completion=c"],
             r"env\.columns\.completion=c must be left out with policy\.demonstrations=false",

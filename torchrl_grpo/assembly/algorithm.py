@@ -50,6 +50,7 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
         kl_to_inference_coeff=policy.kl_to_behaviour_coef,
         entropy_coeff=policy.entropy_coef,
         teacher_coeff=config.teacher_in_loss,
+        sft_coeff=policy.sft_coef,
     )
     return loss
 

@@ -162,7 +162,7 @@ def prepare(
             template_arguments=env.chat_template_kwargs,
         )
         train_env = make(num_envs=env.num_envs, repeats=env.repeats, seed=config.seed)
-        if config.policy.demonstrations:
+        if config.needs_demonstrations:
             train_env.task.demonstration(train_env.prompts.problems[train_env.prompts.usable[0]])
         train_env.drawing.difficulty_filter = env.difficulty_filter
         if env.sampling == "pass_rate":

@@ -168,10 +168,14 @@ def make_sampler(
     engine = make_engine(blueprint, device or own_device(), concurrent=concurrent, number=number)
     policy = GenerationPolicy(engine, blueprint.params, rescore=_rescorer(config, engine))
 
+    shown = None
+    if config.needs_demonstrations:
+        stops = blueprint.params.stop_token_ids
+        shown = Demonstrations(blueprint.train_env, engine, stops, config.max_response_tokens)
+
     def make_collector(groups: int) -> RolloutCollector | Demonstrations:
-        if config.policy.demonstrations:
-            stops = blueprint.params.stop_token_ids
-            return Demonstrations(blueprint.train_env, engine, stops, config.max_response_tokens)
+        if shown is not None and config.policy.demonstrations:
+            return shown
         env = blueprint.train_env.with_rows(groups * config.env.repeats)
         return RolloutCollector(transformed(config, env), policy)
 
@@ -205,6 +209,7 @@ def make_sampler(
         overlapping=concurrent_tasks > 1,
         sleeps=blueprint.sleeps,
         reward_pool=blueprint.reward_pool,
+        demonstrations=shown if config.policy.sft_coef else None,
     )
 
 

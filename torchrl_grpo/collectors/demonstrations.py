@@ -1,4 +1,4 @@
-"""``Demonstrations``: trajectories that are read from data in place of being sampled, for supervised training."""
+"""``Demonstrations``: trajectories that are read from data, in place of sampled ones or beside them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class TurnWriter:
 class Demonstrations:
     """Gives the demonstrations of problems as a ``RolloutCollector`` gives what was sampled for them.
 
-    A demonstration has a reward of 1 and is correct. Nobody sampled it, so that its behavior log-probs are 0.
+    A demonstration has a reward of 1 and is correct. Nobody sampled it, so that its behavior log-probs are 0. Beside
+    what was sampled (``give``) it has neither: it is no member of the group, and only the loss reads it.
 
     Attributes:
         last: counts of the latest batch.
@@ -103,13 +104,32 @@ class Demonstrations:
         self.last = RolloutCounts(env_seconds=time.perf_counter() - start)
         return batch
 
+    def give(self, drawn: Drawn, rows: Sequence[TensorDictBase]) -> None:
+        """Write the demonstration of a problem into the first of the rows that were sampled for it, in place.
+
+        The others get an empty one: ``keys.DEMONSTRATION`` and ``keys.DEMONSTRATION_MASK``.
+
+        Raises:
+            ValueError: the task has no demonstration of the problem.
+        """
+        prompt, response, mask, _ = self._tokens(drawn, self.env.task.demonstration(drawn.problem))
+        full, nothing = torch.cat([prompt, response]), slice(0, 0)
+        for number, row in enumerate(rows):
+            row.set(keys.DEMONSTRATION, full[nothing] if number else full)
+            row.set(keys.DEMONSTRATION_MASK, mask[nothing] if number else mask)
+
+    def _tokens(self, drawn: Drawn, chat: Sequence[Message]) -> tuple[Tensor, Tensor, Tensor, bool]:
+        """The prompt [Tp] and a demonstration [Tr], which of all these tokens are the assistant's [Tp + Tr], and
+        whether it was cut."""
+        prompt = self.env.prompts.tokens(drawn.index, drawn.problem)
+        whole, said = self._write(chat)
+        mask = torch.cat([torch.zeros(len(prompt), dtype=torch.bool), said[: self.most]])
+        return prompt, whole[: self.most], mask, len(whole) > self.most
+
     def _row(self, drawn: Drawn) -> TensorDictBase:
         chat = self.env.task.demonstration(drawn.problem)
-        prompt = self.env.prompts.tokens(drawn.index, drawn.problem)
-        whole, learned = self._write(chat)
-        response, said = whole[: self.most], learned[: self.most]
-        cut, version = len(whole) > self.most, int(self.engine.policy_version)
-        mask = torch.cat([torch.zeros(len(prompt), dtype=torch.bool), said])
+        prompt, response, mask, cut = self._tokens(drawn, chat)
+        version = int(self.engine.policy_version)
         true = torch.tensor([True])
         row = TensorDict(
             {

@@ -100,6 +100,7 @@ class Sampler:
         sleeps: whether the engine shares its device with the other roles, which have it while the engine plays nothing:
             it sleeps after each task, and when ``sleep`` says so.
         reward_pool: scores for all environments, and is closed with the sampler; None where they score themselves.
+        demonstrations: give each group one of its problem, beside what is sampled; None gives none.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Sampler:
         overlapping: bool = False,
         sleeps: bool = False,
         reward_pool: RewardPool | None = None,
+        demonstrations: Demonstrations | None = None,
     ) -> None:
         self.engine = engine
         self.evaluator = evaluator
@@ -123,6 +125,7 @@ class Sampler:
         self.overlapping = overlapping
         self.sleeps = sleeps
         self.reward_pool = reward_pool
+        self.demonstrations = demonstrations
         self._make_collector = make_collector
         self._idle: list[
             tuple[int, RolloutCollector | Demonstrations]
@@ -163,6 +166,9 @@ class Sampler:
         for row in rows:
             of_group[int(row.get(keys.GROUP_ID))].append(row)
         groups = list(of_group.values())
+        if self.demonstrations is not None:
+            for one, group in zip(task.drawn, groups, strict=True):
+                self.demonstrations.give(one, group)
         report = RolloutReport(
             groups=tuple(_report(one.group, group) for one, group in zip(task.drawn, groups, strict=True)),
             generate_s=generate_s,

@@ -404,6 +404,21 @@ def _validate_policy(config: GRPOConfig) -> None:
                 "policy.demonstrations=true needs policy.loss._target_=torchrl_grpo.objectives.SFTLoss, it is "
                 f"{target}, whose ratio is to a policy that sampled: use algo=sft."
             )
+    if policy.sft_coef:
+        for name, value, why in (
+            ("policy.demonstrations", policy.demonstrations, "algo=sft trains on nothing else"),
+            (
+                "policy.teacher_divergence",
+                config.teacher_in_loss and policy.teacher_divergence,
+                "the teacher has scored no demonstration: sampled works",
+            ),
+            ("env.agent", env.agent, "whose prompts are not those of the rows"),
+            ("env.environment", env.environment, "whose prompts are not those of the rows"),
+        ):
+            if value:
+                raise ConfigError(
+                    f"policy.sft_coef={policy.sft_coef:g} must be left out with {name}={_written(value)}, {why}."
+                )
     check_clip_epsilon(policy.clip_epsilon, "policy.clip_epsilon")
     check_behaviour_weight(policy.behaviour_weight, policy.proximal, "policy.behaviour_weight")
     check_bounds(policy.reward_clip, "policy.reward_clip")
@@ -427,10 +442,13 @@ def _validate_policy(config: GRPOConfig) -> None:
                 "reward, it reads the parts: leave policy.reward_scale, reward_bias, reward_clip, overlong_buffer, "
                 "kl_in_reward and dynamic_sampling out, or use env.reward_combination=sum."
             )
-    if policy.dynamic_sampling and (config.needs_teacher or policy.turn_credit == "per_turn"):
-        other = (
-            f"policy.teacher_coef={policy.teacher_coef:g}" if config.needs_teacher else "policy.turn_credit=per_turn"
-        )
+    others = {
+        f"policy.teacher_coef={policy.teacher_coef:g}": config.needs_teacher,
+        "policy.turn_credit=per_turn": policy.turn_credit == "per_turn",
+        f"policy.sft_coef={policy.sft_coef:g}": policy.sft_coef > 0,
+    }
+    other = next((name for name, there in others.items() if there), None)
+    if policy.dynamic_sampling and other is not None:
         raise ConfigError(
             f"policy.dynamic_sampling=true must be left out with {other}: a group whose rewards are all equal has a "
             "signal there."
@@ -604,6 +622,8 @@ def _validate_unread(config: GRPOConfig) -> None:
         if name == "env.reward_timeout_s" and in_workers:
             continue
         if name == "policy.gae_gamma" and config.advantage_level == "turn":
+            continue
+        if name == "env.columns.completion" and config.needs_demonstrations:
             continue
         if values[switch] not in reads and values[name] != defaults[name]:
             raise ConfigError(

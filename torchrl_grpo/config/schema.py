@@ -182,6 +182,9 @@ class PolicyConfig:
     demonstrations: bool = False
     """Whether the responses are read from the data (env.columns.completion or messages) in place of being sampled, each
     with an advantage of 1; env.repeats is then 1."""
+    sft_coef: float = limited(0.0, ge=0)
+    """Weight of demonstrations beside what is sampled: minus the log-likelihood of the one of each problem in the batch
+    (env.columns.completion or messages), the mean over their tokens, in the same optimizer step. 0 needs none."""
     reward_coef: float = limited(1.0, ge=0)
     """With a teacher: weight of the reward's advantage beside it; 0 trains on the teacher alone."""
     teacher_coef: float = limited(0.0, ge=0)
@@ -349,6 +352,11 @@ class GRPOConfig:
     def learner_scores(self) -> bool:
         """Whether the training ranks give them."""
         return self.needs_reference and (self.train_model.lora.enabled or self.ref_model.sharded)
+
+    @property
+    def needs_demonstrations(self) -> bool:
+        """True if responses are read from the data, in place of sampled ones or beside them."""
+        return self.policy.demonstrations or self.policy.sft_coef > 0
 
     @property
     def needs_teacher(self) -> bool:

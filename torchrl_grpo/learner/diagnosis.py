@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchrl_grpo import keys
 from torchrl_grpo.host.text import clip, printable
+from torchrl_grpo.models.packing import demonstrations_in, has
 
 _MOST, _LONGEST = 3, 60
 """Maximum number of samples to name, and characters of each."""
@@ -116,9 +117,12 @@ def _named(rows: Sequence[int], queries: Sequence[str] | None) -> str:
 
 
 def queries_of(batch: Any) -> list[str] | None:
-    """The problems of a batch's sequences, where it has them."""
+    """The problems of a batch's sequences, and then of its demonstrations, where it has them."""
     rows = batch.unbind(0)
-    return [row[keys.QUERY] for row in rows] if all(keys.QUERY in row.keys() for row in rows) else None  # noqa: SIM118
+    if not all(keys.QUERY in row.keys() for row in rows):  # noqa: SIM118
+        return None
+    shown = demonstrations_in(batch) if has(batch, keys.DEMONSTRATION) else []
+    return [row[keys.QUERY] for row in [*rows, *(rows[number] for number in shown)]]
 
 
 def scorer_failed(batch: Any) -> str:

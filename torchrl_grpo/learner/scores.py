@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
@@ -39,9 +40,13 @@ class PassScores:
         self._first, self._next = self._next, self._next + size
 
     def note(self, index: Tensor) -> None:
-        """Notes that the latest pass was over these rows of the optimization batch, [n] int64."""
+        """Notes that the latest pass was over these rows of the optimization batch, [n] int64.
+
+        Rows after its sequences are demonstrations, which are no samples.
+        """
         if self._first < self._size:
-            self._passes.append((self._first + index, self._latest))
+            sampled = index < self._next - self._first
+            self._passes.append((torch.where(sampled, self._first + index, -1), self._latest))
 
     def of(self, row: int) -> dict[str, Tensor]:
         """Return scores of a row of the batch by name, [T] each; empty if another rank computed them."""

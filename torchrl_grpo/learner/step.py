@@ -38,6 +38,7 @@ from torchrl_grpo.models.packing import (
     rank_micro_batches,
     slice_tokens,
     trajectories_of,
+    with_demonstrations,
 )
 from torchrl_grpo.models.prefix import Prompt, send, shared_prompts
 from torchrl_grpo.models.scoring import TokenScorer, autocast, check_packing
@@ -219,7 +220,8 @@ class GRPOTrainer:
     def train_step(self, batch: TensorDictBase) -> dict[str, float]:
         """Makes one optimizer step of an optimization batch [n], ragged or padded.
 
-        Sequences whose reward is not valid have no effect. If no token counts at all, no weight is changed.
+        Sequences whose reward is not valid have no effect. If no sampled token counts at all, no weight is changed,
+        whatever demonstrations there are.
 
         Returns:
             metrics, named ``train/*``.
@@ -289,6 +291,8 @@ class GRPOTrainer:
         trajectory = trajectories_of(batch)
         if trajectory is not None:
             data.set(keys.TRAJECTORY, trajectory.unsqueeze(-1))
+        if self.loss.sft_coeff:
+            data = with_demonstrations(data, batch, names.mask)
         return self.loss.normalize(data).cpu()
 
     def _micro_batch(self, data: TensorDict, index: Tensor, prompts: Sequence[Prompt] | None = None) -> TensorDict:

@@ -33,6 +33,8 @@ _FIXES: dict[NestedKey, str] = {
     ),
     K.STALENESS: "write the trainer's version less the policy_version of each sequence, or use another proximal",
     K.TRUNCATED: "write it when a response is cut off, as LLMEnv does, or use mask_truncated=False",
+    K.DEMONSTRATION: "have Demonstrations.give write it into the rows of each group, or use sft_coeff=0",
+    K.IS_DEMONSTRATION: "write which rows are demonstrations, or use sft_coeff=0",
 }
 
 
@@ -140,6 +142,44 @@ def pad_batch(batch: TensorDictBase, keys: Mapping[NestedKey, float], flat: Sequ
     for key in flat:
         out.set(key, entry(batch, key))
     return out
+
+
+def demonstrations_in(batch: TensorDictBase) -> list[int]:
+    """Return the rows of a batch that have a demonstration with them (``keys.DEMONSTRATION``).
+
+    Raises:
+        KeyError: the rows have no such entry, not even an empty one.
+    """
+    return [number for number, row in enumerate(batch.unbind(0)) if len(entry(row, K.DEMONSTRATION))]
+
+
+def with_demonstrations(data: TensorDict, batch: TensorDictBase, mask_key: NestedKey = K.ASSISTANT_MASK) -> TensorDict:
+    """A padded batch with the demonstrations that its rows have with them as rows of their own, after all others.
+
+    Args:
+        data: [N], as ``pad_batch`` makes it, and ``"length"`` [N] int64.
+        batch: [N], what it was made of.
+        mask_key: the tokens that a loss trains on.
+
+    Returns:
+        [N + M] with ``"is_demonstration"`` [N + M, 1] bool. What a demonstration has no value of is 0 or False.
+    """
+    shown = [batch[row] for row in demonstrations_in(batch)]
+    lengths = torch.tensor([len(row.get(K.DEMONSTRATION)) for row in shown], dtype=torch.int64)
+    count, width = data.get(K.FULL).shape
+    more = max([0, *(lengths - width).tolist()])
+
+    def longer(value: Tensor) -> Tensor:
+        of_tokens = value.ndim == 2 and value.shape[1] == width and width > 1
+        after = [0, 0] * (value.ndim - 2) + [0, more * of_tokens] * (value.ndim > 1) + [0, len(shown)]
+        return torch.nn.functional.pad(value, after)
+
+    out = data.apply(longer, batch_size=[count + len(shown)])
+    for row, (one, length) in enumerate(zip(shown, lengths.tolist(), strict=True), count):
+        out.get(K.FULL)[row, :length] = one.get(K.DEMONSTRATION)
+        out.get(mask_key)[row, :length] = one.get(K.DEMONSTRATION_MASK)
+    out.get("length")[count:] = lengths
+    return out.set(K.IS_DEMONSTRATION, torch.arange(len(out))[:, None] >= count)
 
 
 def sequences_of(batch: TensorDictBase) -> TensorDictBase:

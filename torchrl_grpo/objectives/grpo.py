@@ -37,9 +37,9 @@ class GRPOLoss(LossModule):
     ``loss_objective`` is minus the clipped surrogate, averaged over the tokens of a sequence and then over sequences.
     The arguments turn it into its relatives: Dr. GRPO (``aggregation="constant"`` with ``constant_length``), DAPO
     (``aggregation="token_mean"``, ``clip_epsilon=(0.2, 0.28)``), GSPO (``ratio_level="sequence"``). A subclass
-    overrides ``surrogate``. ``loss_kl_to_ref``, ``loss_kl_to_inference`` and ``loss_entropy`` are there when their
-    coefficient is not 0. Only entries named ``loss_*`` belong to the loss: add those up, and never average over the
-    whole output. Everything else is a detached metric.
+    overrides ``surrogate``. ``loss_kl_to_ref``, ``loss_kl_to_inference``, ``loss_entropy``, ``loss_teacher`` and
+    ``loss_sft`` are there when their coefficient is not 0. Only entries named ``loss_*`` belong to the loss: add those
+    up, and never average over the whole output. Everything else is a detached metric.
 
     All outputs are sums whose weights were fixed over the whole optimization batch, if ``normalize`` was called on it:
     then the outputs of its micro-batches add up to those of the batch, and so do the gradients. On a batch without
@@ -77,11 +77,14 @@ class GRPOLoss(LossModule):
         entropy_coeff: weight of the entropy bonus.
         teacher_coeff: weight of the divergence from a teacher that ``actor_network`` writes
             (``TokenScorer.distill_from``); 0 needs none.
+        sft_coeff: weight of minus the log-likelihood of the demonstrations in the batch, the mean over their masked
+            tokens (``SFTLoss`` with ``aggregation="token_mean"``); 0 needs none.
 
     Input keys (``set_keys`` renames them): ``advantage`` [B, 1] (or TorchRL's [B, 1, 1]) or [B, T], ``sample_log_prob``
     [B, T], ``ref_log_probs`` [B, T], ``mask`` [B, T] bool (the tokens that the policy sampled), ``cur_log_prob`` and
     ``entropy`` as above; ``prox_log_prob`` [B, T], ``staleness`` [B, 1] or [B, T] and ``truncated`` [B, 1] bool
-    where they are asked for, and ``divergence`` [B, T] with a ``teacher_coeff``. Rows with one value of
+    where they are asked for, ``divergence`` [B, T] with a ``teacher_coeff``, and ``is_demonstration`` [B, 1] bool with
+    an ``sft_coeff``: these rows count in ``loss_sft``, and in no other term or metric. Rows with one value of
     ``"trajectory"`` [B, 1] int64 are samples of one trajectory, which counts as one sequence. Where the batch has
     ``reward_valid`` [B, 1] bool, a sequence without has no effect at all.
 
@@ -120,6 +123,7 @@ class GRPOLoss(LossModule):
         reward_valid: NestedKey = keys.REWARD_VALID
         teacher_log_probs: NestedKey = keys.TEACHER_LOG_PROBS
         divergence: NestedKey = keys.DIVERGENCE
+        is_demonstration: NestedKey = keys.IS_DEMONSTRATION
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
@@ -146,6 +150,7 @@ class GRPOLoss(LossModule):
         kl_to_inference_coeff: float | None = 0.0,
         entropy_coeff: float = 0.0,
         teacher_coeff: float = 0.0,
+        sft_coeff: float = 0.0,
         **others: Any,
     ) -> None:
         refuse_arguments("GRPOLoss", others)
@@ -168,6 +173,7 @@ class GRPOLoss(LossModule):
         self.kl_to_inference_coeff = kl_to_inference_coeff or 0.0
         self.entropy_coeff = entropy_coeff
         self.teacher_coeff = teacher_coeff
+        self.sft_coeff = sft_coeff
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -188,7 +194,7 @@ class GRPOLoss(LossModule):
                 f"constant_length={length} must be at least 1, it divides the sums of aggregation='constant': "
                 "use the longest response allowed, in tokens."
             )
-        for name in ("kl_to_ref_coeff", "kl_to_inference_coeff", "entropy_coeff", "teacher_coeff"):
+        for name in ("kl_to_ref_coeff", "kl_to_inference_coeff", "entropy_coeff", "teacher_coeff", "sft_coeff"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative: use 0 to switch the term off.")
 
@@ -201,6 +207,7 @@ class GRPOLoss(LossModule):
         names += [self.tensor_keys.truncated] if self.mask_truncated else []
         names += [self.tensor_keys.ref_log_probs] if self.kl_to_ref_coeff else []
         names += [self.tensor_keys.divergence] if self.teacher_coeff else []
+        names += [self.tensor_keys.is_demonstration] if self.sft_coeff else []
         written = self.actor_network.out_keys
         return list(dict.fromkeys([*self.actor_network.in_keys, *(name for name in names if name not in written)]))
 
@@ -212,6 +219,7 @@ class GRPOLoss(LossModule):
         names += ["loss_kl_to_inference"] if self.kl_to_inference_coeff else []
         names += ["loss_entropy"] if self.entropy_coeff else []
         names += ["loss_teacher"] if self.teacher_coeff else []
+        names += ["loss_sft"] if self.sft_coeff else []
         names += ["objective", "clip_fraction_low", "clip_fraction_high", "ESS", "ratio_mean", "ratio_square_mean"]
         names += ["kl_k1_to_inference", "kl_k3_to_inference", "entropy"]
         names += ["behaviour_weight", "behaviour_capped"] if self.behaviour_weight != "none" else []
@@ -237,17 +245,26 @@ class GRPOLoss(LossModule):
         dtype = pad(batch, self.tensor_keys.sample_log_prob).dtype
         batch.set(keys.LOSS_WEIGHTS, self._weights(mask, dtype, trajectories_of(batch)))
         batch.set(keys.TOKEN_COUNT, mask.sum().clamp(min=1).expand(mask.shape[0], 1).contiguous())
+        if self.sft_coeff:
+            batch.set(keys.DEMONSTRATION_WEIGHTS, self._demonstration_weights(batch, dtype))
         return batch
 
     def _mask(self, batch: TensorDictBase) -> Tensor:
-        """[N, T] bool, the tokens of the loss."""
+        """[N, T] bool, the sampled tokens of the loss."""
         mask = pad(batch, self.tensor_keys.mask)
         width = mask.shape[1]
         if has(batch, self.tensor_keys.reward_valid):
             mask = mask & _of_sequence_or_token(batch, self.tensor_keys.reward_valid, width)
         if self.mask_truncated:
             mask = mask & ~_of_sequence_or_token(batch, self.tensor_keys.truncated, width)
+        if self.sft_coeff:
+            mask = mask & ~_of_sequence_or_token(batch, self.tensor_keys.is_demonstration, width)
         return mask
+
+    def _demonstration_weights(self, batch: TensorDictBase, dtype: torch.dtype) -> Tensor:
+        mask = pad(batch, self.tensor_keys.mask)
+        mask = mask & _of_sequence_or_token(batch, self.tensor_keys.is_demonstration, mask.shape[1])
+        return F.token_weights(mask, "token_mean", dtype=dtype)
 
     def _weights(self, mask: Tensor, dtype: torch.dtype, trajectory: Tensor | None) -> Tensor:
         trajectory = None if trajectory is None else trajectory.to(mask.device)
@@ -302,6 +319,7 @@ class GRPOLoss(LossModule):
         weights = weights.to(cur.device)
         count = data.get(keys.TOKEN_COUNT, None)
         count = mask.sum().clamp(min=1) if count is None else count[0, 0].to(cur.device)
+        shown = cur
         cur = torch.where(mask, cur, 0.0)
         sample = self.behaviour(cur, per_token(self.tensor_keys.sample_log_prob))
         entropy = per_token(self.tensor_keys.entropy)
@@ -338,6 +356,11 @@ class GRPOLoss(LossModule):
             divergence = per_token(self.tensor_keys.divergence)
             out["loss_teacher"] = self.teacher_coeff * (weights * divergence).sum()
             out["divergence_to_teacher"] = F.masked_mean(divergence.detach(), mask, count)
+        if self.sft_coeff:
+            weights = data.get(keys.DEMONSTRATION_WEIGHTS, None)
+            weights = self._demonstration_weights(data, cur.dtype) if weights is None else weights
+            weights = weights.to(cur.device)
+            out["loss_sft"] = -self.sft_coeff * (weights * torch.where(weights > 0, shown, 0.0)).sum()
         with torch.no_grad():
             if has(data, self.tensor_keys.teacher_log_probs):
                 teacher = per_token(self.tensor_keys.teacher_log_probs)

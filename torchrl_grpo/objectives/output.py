@@ -6,7 +6,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
-_OPTIONAL = {"loss_entropy", "loss_kl_to_ref", "loss_kl_to_inference", "loss_teacher"}
+_OPTIONAL = {"loss_entropy", "loss_kl_to_ref", "loss_kl_to_inference", "loss_teacher", "loss_sft"}
 
 
 class GRPOLossOutput(TensorDict):

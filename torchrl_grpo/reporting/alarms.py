@@ -120,8 +120,8 @@ def alarms_of(rows: Iterable[Row], *, ended: bool = True) -> list[Alarm]:
 
 
 def _no_signal(row: Row) -> bool:
-    """Whether nothing was to be learned: no advantage, and no teacher whose divergence is part of the loss."""
-    return _value(row, "rollout/zero_variance_groups") == 1 and "train/loss_teacher" not in row
+    """Whether nothing was to be learned: no advantage, and neither a teacher nor demonstrations in the loss."""
+    return _value(row, "rollout/zero_variance_groups") == 1 and not {"train/loss_teacher", "train/loss_sft"} & {*row}
 
 
 def _value(row: Row, name: str) -> float | None:

@@ -242,8 +242,9 @@ class Task(ABC):
             ValueError: there is none; the message says what the problem must have.
         """
         raise ValueError(
-            f"algo=sft (policy.demonstrations=true) must have a response to each problem, task {self.name!r} has none: "
-            "name their column as env.columns.completion, or that of whole chats as env.columns.messages."
+            "algo=sft (policy.demonstrations=true) and policy.sft_coef must have a response to each problem, task "
+            f"{self.name!r} has none: name their column as env.columns.completion, or that of whole chats as "
+            "env.columns.messages."
         )
 
     def judge(self, dialog: Dialog) -> Score:

@@ -48,6 +48,7 @@ def test_with_bound_0_the_losses_are_bitwise_the_synchronous_ones(tmp_path: Path
         "train.total_dialog_turns=160", "evaluation.num_prompts=8", "evaluation.frequency=4",
         f"env.dataset={tmp_path / 'sums.jsonl'}", "env.reward=gsm8k", "env.test_fraction=0.2",
         "policy.teacher_coef=0.1", "teacher.model=starter", "policy.sft_coef=0.1", "env.columns.completion=solution",
+        "env.columns.answer=answer",
     )  # fmt: skip
     expected = run(tmp_path / "sync", *steps, asynchronous=False)
     got = run(tmp_path / "async", *steps, "train.max_staleness=0", asynchronous=True)

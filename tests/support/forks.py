@@ -42,7 +42,7 @@ SERVER = "test-forks"
 ADDRESS = "TORCHRL_GRPO_TEST_FORKS"
 """Environment variable with the server's address; without it a Ray starts new interpreters, see ``ray_worker.py``."""
 WITH_VLLM = "TORCHRL_GRPO_TEST_WITH_VLLM"
-"""Environment variable: workers of a Ray have imported vLLM too."""
+"""Environment variable: what is started, and workers of a Ray, have imported vLLM too."""
 _MOST_BYTES, _MOST_FILES, _LONGEST_START_S = 2**20, 64, 120
 _OUT_OF_THE_WAY = 512  # no file is asked for under this number, or a higher one
 _FIRST = "TORCHRL_GRPO_TEST_FIRST"
@@ -86,7 +86,9 @@ class Popen(subprocess.Popen[str]):
         wanted = enumerate((p2cread, c2pwrite, errwrite))
         files = {target: target if file == -1 else file for target, file in wanted} | {file: file for file in pass_fds}
         arguments = [os.fspath(one) for one in args[1:]]
-        self.pid = _fork(arguments, os.environ if env is None else env, cwd, files, start_new_session)
+        env = os.environ if env is None else env
+        vllm = WITH_VLLM in env or any(one.endswith("=vllm") for one in arguments)
+        self.pid = _fork(arguments, env, cwd, files, start_new_session, vllm)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
 
@@ -94,7 +96,9 @@ class Popen(subprocess.Popen[str]):
         _execute_child = _execute_on_linux
 
 
-def _fork(arguments: Sequence[str], env: Mapping[str, str], cwd: Any, files: Mapping[int, int], session: bool) -> int:
+def _fork(
+    arguments: Sequence[str], env: Mapping[str, str], cwd: Any, files: Mapping[int, int], session: bool, vllm: bool
+) -> int:
     """Return the process id of a new child of ours that runs a command line of Python's, with files by its numbers."""
     assert _own is not None
     request = {
@@ -104,7 +108,7 @@ def _fork(arguments: Sequence[str], env: Mapping[str, str], cwd: Any, files: Map
         "files": list(files),
         "session": session,
         "adopted": True,
-        "vllm": bool(sys.modules.get("vllm")) or any(one.endswith("=vllm") for one in arguments),
+        "vllm": vllm,
     }
     prctl = ctypes.CDLL(None).prctl
     with _one_at_a_time, _connected(_own[1]) as connection:
@@ -159,7 +163,8 @@ def _patch() -> None:
         if _own is None or _own[0] != os.getpid() or "--multiprocessing-fork" not in args:
             return real(path, args, passfds)
         files = {file: file for file in (0, 1, 2, *passfds)}
-        return _fork([os.fsdecode(one) for one in args[1:]], os.environ, None, files, False)
+        arguments = [os.fsdecode(one) for one in args[1:]]
+        return _fork(arguments, os.environ, None, files, False, bool(sys.modules.get("vllm")))
 
     def start_with_forks(folder: str) -> None:
         use_in_ray()

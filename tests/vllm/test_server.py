@@ -177,12 +177,21 @@ def test_an_update_is_in_all_that_is_sampled_after_it(engine: ServerEngine, fold
     assert errors(model, prompt, done).max() < 1e-4
 
 
-def test_kept_responses_say_which_weights_sampled_each_token(engine: ServerEngine, folder: Path) -> None:
+def tokens_sampled(address: str) -> float:
+    """The tokens that the server has sampled."""
+    with urllib.request.urlopen(f"{address}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+
+def test_kept_responses_say_which_weights_sampled_each_token(engine: ServerEngine, address: str, folder: Path) -> None:
     model = taught(folder)
     engine.update_weights(named_weights(model), 1)
+    before = tokens_sampled(address)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(engine.generate, PROMPTS[:1], 4, SamplingParams(max_new_tokens=1500, temperature=0.7))
-        time.sleep(1)
+        while tokens_sampled(address) < before + 40 and not running.done():
+            time.sleep(0.05)
         engine.update_weights(named_weights(model), 2)
         [completions] = running.result()
     for done in completions:

@@ -212,7 +212,7 @@ def test_a_killed_script_leaves_no_process(tmp_path: Path, while_starting: bool)
     root = str(Path(__file__).resolve().parents[2])
     with forks.Popen(
         [sys.executable, str(script)],
-        env=os.environ | {"PYTHONPATH": root},
+        env=os.environ | {"PYTHONPATH": root, forks.WITH_VLLM: "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -111,7 +111,6 @@ def distilled(*addresses: str) -> list[str]:
     return [
         *SMALL,
         "algo=distill",
-        "env.max_prompt_tokens=64",
         "teacher.model=starter",
         f"teacher.address=[{','.join(addresses)}]",
     ]
@@ -120,6 +119,7 @@ def distilled(*addresses: str) -> list[str]:
 def test_each_address_is_a_teacher_that_takes_no_device(stub: SGLangStub) -> None:
     blueprint = prepare(compose_config(*distilled(stub.address)), [torch.device("cuda", 0), torch.device("cuda", 1)])
     assert blueprint.plan.teacher == (CPU,) and blueprint.plan.inference == ((torch.device("cuda", 1),),)
+    assert blueprint.max_prompt_tokens + blueprint.params.max_new_tokens + 1 == stub.context == 2048
     [row] = [row for row in plan_rows(blueprint) if row["role"] == "teacher"]
     assert (row["devices"], row["memory per device"]) == (stub.address, 0)
     _, [group] = make_teacher(blueprint, number=0).score(batch())

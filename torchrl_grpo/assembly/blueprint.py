@@ -385,6 +385,7 @@ def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> tu
         )
     context = longest or context
     room = context - config.inference_model.max_new_tokens
+    room -= bool(config.teacher.address)  # such a teacher may sample one token more
     if room < 1:
         raise ConfigError(
             f"inference_model.max_new_tokens={config.inference_model.max_new_tokens} must leave room for a prompt in "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -29,6 +30,9 @@ def user(content: Any) -> dict[str, Any]:
 
 def test_a_message_is_a_turn_of_the_policy():
     async def play(client, problem):
+        old = Request(f"{client.base_url}models", headers={"x-api-key": client.api_key})  # of older clients
+        with urlopen(old, timeout=20) as models:
+            assert models.status == 200
         async with of(client) as claude:
             answer = await claude.messages.create(
                 model="any", max_tokens=7, system="Be short.", stop_sequences=["END", "\n"], messages=[user("a")]
@@ -90,7 +94,7 @@ def test_what_cannot_be_honored_is_an_error_in_anthropic_s_form(wrong, said):
             wants = {"model": "any", "max_tokens": 9, "messages": [user("a")]}
             with pytest.raises(import_module("anthropic").BadRequestError) as error:
                 await claude.post("/v1/messages", body=wants | wrong, cast_to=object)
-            assert error.value.body["error"]["type"] == "invalid_request_error"
+            assert (error.value.body["type"], error.value.body["error"]["type"]) == ("error", "invalid_request_error")
             assert error.value.body["error"]["message"].startswith(said)
             await claude.messages.create(**wants)
         return 1

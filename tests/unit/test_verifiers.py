@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -69,7 +68,8 @@ def test_tasks_are_problems_of_two_splits_that_share_none(sums):
     train, test = ([problem.query for problem in sums.problems(split)] for split in ("train", "test"))
     assert sorted([*train, *test], key=lambda text: int(text.split("+")[0])) == [f"{n}+1=" for n in range(30)]
     assert 1 <= len(test) < len(train)
-    assert train == [problem.query for problem in made("lucky_sums", taskset={"count": 30}).problems("train")]
+    later = made("lucky_sums", taskset={"count": 30, "start": 1}).problems("train")  # each at another place
+    assert [problem.query for problem in later] == [query for query in train if query != "0+1="]
     assert sums.messages(sum_of(sums, 3)) == [{"role": "system", "content": "Add."}, *user("3+1=")]
 
 
@@ -170,8 +170,10 @@ def test_an_environment_that_blocks_costs_its_own_episode(monkeypatch):
     task = made("lucky_sums", taskset={"count": 30})
     problem = sum_of(task, 3)
     played(task, lambda turn: "4", problem=problem)
-    task.program._loop.call_soon_threadsafe(time.sleep, 5)
+    goes_on = threading.Event()
+    task.program._loop.call_soon_threadsafe(goes_on.wait)
     _, end = played(task, lambda turn: "4", problem=problem)
+    goes_on.set()
     assert end.score.reward == 1.25
 
 

@@ -7,10 +7,12 @@
 #   TRAIN_ARGS   config overrides of `make train`, e.g. TRAIN_ARGS="optimizer.lr=1e-4"
 #   PYTEST_ARGS  arguments of pytest, e.g. PYTEST_ARGS="-k gsm8k", or PYTEST_ARGS="-n 0" for one process
 #   VENV         where the virtual environment lies
+#   NEWEST       where the one of `make test-newest` lies
 #   BENCH_OUT    where the benchmarks write their JSON; benchmarks/results is the folder that git keeps
 
 PYTHON ?= python3
 VENV ?= .venv
+NEWEST ?= .venv-newest
 PIP_ARGS ?=
 TRAIN_ARGS ?=
 PYTEST_ARGS ?=
@@ -29,7 +31,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one .venv get in each other's way
-.PHONY: help install install-dev install-vllm install-ray train test test-fast lint docs bench-quick bench mutation clean
+.PHONY: help install install-dev install-vllm install-ray train test test-fast test-newest lint docs bench-quick bench mutation clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -50,6 +52,14 @@ test: $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(VENV)/.stamp-openenv $(TEST_ENGINE
 
 test-fast: $(VENV)/.stamp-dev  ## run the tests that need neither vLLM nor Ray nor much time, in under 4 minutes
 	$(PY) -m pytest $(PYTEST_WORKERS) tests/unit tests/torchrl -m "not slow" $(PYTEST_ARGS)
+
+# Whatever requirements.txt and requirements-dev.txt pin, at its newest version: CONTRIBUTING.md names what breaks.
+test-newest:  ## run the same tests with the newest packages of the index, beyond our pins and upper bounds
+	$(PYTHON) -m venv $(NEWEST)
+	sed -n 's/^\([A-Za-z0-9_.-]*\)==.*/\1/p' requirements.txt requirements-dev.txt | sort -u > $(NEWEST)/packages
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) --upgrade -r $(NEWEST)/packages
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(NEWEST)/bin/python -m pytest $(PYTEST_WORKERS) tests/unit tests/torchrl -m "not slow" $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-dev  ## ruff, mypy, the import rules, shell scripts and Dockerfiles
 	$(PY) -m ruff check .
@@ -93,7 +103,7 @@ mutation: $(VENV)/.stamp-mutation  ## change the algorithms' maths in every smal
 	$(VENV)/bin/mutmut results | cut -d: -f1 | xargs -n1 $(VENV)/bin/mutmut show
 
 clean:  ## remove .venv, caches and build files; outputs/ stays
-	rm -rf $(VENV) build dist site mutants *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(NEWEST) build dist site mutants *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is newer than what it was made from when that is installed, so a second `make` installs nothing.

@@ -303,6 +303,13 @@ def test_a_second_make_installs_nothing(tmp_path: Path) -> None:
     assert len(make("-n", "lint", f"VENV={tmp_path}")) == 6
 
 
+def test_make_test_newest_reads_no_pins(tmp_path: Path) -> None:
+    lines = make("-n", "test-newest", f"NEWEST={tmp_path}/new", "PYTEST_ARGS=-k gsm8k")
+    assert not [line for line in lines if "constraints" in line]
+    assert lines[2].endswith(f"--upgrade -r {tmp_path}/new/packages")
+    assert lines[-1].endswith('tests/unit tests/torchrl -m "not slow" -k gsm8k')
+
+
 def test_make_help_lists_every_target() -> None:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)

@@ -292,6 +292,8 @@ def test_a_model_that_cannot_be_packed_is_padded_and_says_so_once(
     name: str, why: str, log: pytest.LogCaptureFixture
 ) -> None:
     model, (tokens, mask) = make_family(name), make_group()
+    if name == "gptj":
+        model.set_attn_implementation("eager")  # all that it has in some versions of transformers
     scorer = TokenScorer(model)
     for _ in range(2):
         scores, _ = scorer.score(tokens, mask)

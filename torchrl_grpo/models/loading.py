@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -423,7 +424,7 @@ def enable_gradient_checkpointing(model: Any) -> int:
     """Enable gradient checkpointing that works while dropout is off.
 
     Hugging Face layers recompute only in training mode. So they are in it when they are called, and leave it while they
-    compute: neither their children nor themselves apply dropout.
+    compute, with gradients or without: neither their children nor themselves apply dropout.
 
     Returns:
         the number of layers that will be recomputed.
@@ -438,10 +439,28 @@ def enable_gradient_checkpointing(model: Any) -> int:
             f"train_model.gradient_checkpointing=true needs a model with checkpointed layers, which "
             f"{type(base).__name__} does not have: set it to false."
         )
-    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    contexts = {"context_fn": lambda: (_out_of_training(layers), _out_of_training(layers))}
+    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **contexts})
     for layer in layers:
         layer.training = True
-        layer.register_forward_pre_hook(lambda layer, _: setattr(layer, "training", False))
-        # Always: the recomputation ends with an exception as soon as it has what the backward pass needs.
+        # Without gradients nothing is checkpointed, and the contexts are not entered.
+        layer.register_forward_pre_hook(_leave_training_without_gradients)
         layer.register_forward_hook(lambda layer, *_: setattr(layer, "training", True), always_call=True)
     return len(layers)
+
+
+def _leave_training_without_gradients(layer: nn.Module, _: Any) -> None:
+    if not torch.is_grad_enabled():
+        layer.training = False
+
+
+@contextmanager
+def _out_of_training(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Layers are out of training mode inside; a recomputation ends with an exception once it has what it is for."""
+    for layer in layers:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = True

@@ -174,7 +174,7 @@ def lost() -> dict[str, Any]:
             "env.num_envs=32", "env.repeats=4", "optimizer.lr=1e-4", "evaluation.num_prompts=100",
             "inference_model.backend=server", f"inference_model.address=[{first.address},{second.address}]",
             "policy.teacher_coef=0.01", "teacher.model=starter", f"teacher.address=[{teacher.address}]",
-            "train.max_staleness=2", "ray.actor_timeout_s=60", f"train.total_dialog_turns={32 * steps}",
+            "train.max_staleness=2", "ray.actor_timeout_s=90", f"train.total_dialog_turns={32 * steps}",
         ])  # fmt: skip
         trained = Counter[int]()
         try:

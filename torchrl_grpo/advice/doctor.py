@@ -147,7 +147,11 @@ def _row(check: Check) -> dict[str, Any]:
 
 
 def _memory_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
-    """Return the peak memory of one device of each role, as rows of the forecast."""
+    """Return the peak memory of one device of each role that has devices here, as rows of the forecast."""
+    config = blueprint.config
+    away = {role for role, node in (("inference", config.inference_model), ("teacher", config.teacher)) if node.address}
+    away |= {"reference", "teacher"} if config.only_evaluates else set()
+    away |= {"train"} if config.evaluates_served else set()
     return [
         {
             "resource": f"memory of {role}",
@@ -155,6 +159,7 @@ def _memory_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
             "details": f"computed, on a device: {in_words(held.parts())}",
         }
         for role, held in blueprint.memory.roles().items()
+        if role not in away
     ]
 
 

@@ -156,6 +156,8 @@ def test_gradient_checkpointing_keeps_dropout_off_in_the_layer_itself() -> None:
         scores.sum().backward()
         again, _ = scorer.score(tokens, torch.ones_like(tokens, dtype=torch.bool))
         assert torch.equal(scores, again)
+        with torch.no_grad():
+            torch.testing.assert_close(scorer.score(tokens, torch.ones_like(tokens, dtype=torch.bool))[0], scores)
         return scores, {name: parameter.grad for name, parameter in model.named_parameters()}
 
     (plain, plain_grads), (scores, grads) = run(False), run(True)

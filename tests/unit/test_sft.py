@@ -182,8 +182,9 @@ def test_demonstrations_beside_a_step_add_their_weighted_loss(
 
     In float64, but for the norms of the model, which are float32.
     """
-    sampled = make_batch(repeats=4)
-    shown = demonstrations(write(tmp_path, [{**row, "solution": row["solution"] * 3} for row in ROWS[:2]]))
+    sampled = make_batch(repeats=4).exclude(keys.REWARD_VALID)
+    rows = [{**row, "solution": row["solution"] * (1 + 2 * i)} for i, row in enumerate(ROWS[:2])]
+    shown = demonstrations(write(tmp_path, rows))
     given = sampled.clone()
     for number, row in enumerate(given.unbind(0)):
         one = shown[number // 4]

@@ -104,7 +104,8 @@ for module in {modules!r}: importlib.import_module(module)
 
 @pytest.mark.slow
 def test_every_module_imports_without_the_optional_packages() -> None:
-    code = HIDE.format(optional=("vllm", "ray", "wandb", "mlflow", "trackio", "trl", "verifiers", "openai", "websockets"), modules=MODULES)
+    optional = ("vllm", "ray", "wandb", "mlflow", "trackio", "trl", "verifiers", "openai", "websockets")
+    code = HIDE.format(optional=optional, modules=MODULES)
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
 

@@ -86,6 +86,25 @@ def test_bfloat16_weights_move_by_less_than_their_rounding() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("adamw_8bit_run")
+def test_rounding_draws_the_same_numbers_whatever_others_drew() -> None:
+    def weights_after(seed: int, steps: int = 3) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.full((2, 512), 1.0, dtype=torch.bfloat16))
+        optimizer = make_optimizer([weight], "adamw_8bit", lr=2e-4)
+        for _ in range(steps):
+            torch.manual_seed(seed)
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        assert torch.initial_seed() == seed
+        return weight.detach()
+
+    first = weights_after(0)
+    assert torch.equal(first, weights_after(1))
+    assert 0 < (first == 1.0).sum() < first.numel() and not torch.equal(first[0], first[1])
+    assert not torch.equal(first, weights_after(0, steps=2))
+
+
+@pytest.mark.slow
 def test_a_refreshed_reference_stays_when_the_run_goes_on_without(tmp_path: Path) -> None:
     """It is not the base model again: the KL to it starts at 0."""
     whole = run(tmp_path / "whole", steps(4), "ref_model.refresh_every=3", "train.checkpoint_frequency=3")

@@ -5,6 +5,7 @@ torchao itself would compile its update for DTensors whose parts are quantized, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,17 +17,24 @@ from torchao.optim.adam import single_param_adam
 
 
 class AdamW8bit(_AdamW8bit):
-    """AdamW8bit whose state, and whose step, is of this rank's part of each weight; no rank waits for another one."""
+    """AdamW8bit whose state, and whose step, is of this rank's part of each weight; no rank waits for another one.
+
+    The random numbers that round a weight depend on its place and its step alone, so a resumed run draws the same ones,
+    whatever else drew from the global generators, and however large a rank's part is.
+    """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """As in ``torch.optim.Optimizer``."""
         assert closure is None
         update = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
-        with torch._dynamo.utils.disable_cache_limit():  # one for each shape
+        devices = {p.device for group in self.param_groups for p in group["params"] if p.device.type == "cuda"}
+        places = itertools.count()
+        with torch._dynamo.utils.disable_cache_limit(), torch.random.fork_rng(devices):  # one for each shape
             for group in self.param_groups:
                 of_group = group["lr"], *group["betas"], group["weight_decay"], group["eps"]
                 for parameter in group["params"]:
+                    place = next(places)
                     if parameter.grad is None:
                         continue
                     own, gradient = _local(parameter.detach()), _local(parameter.grad)
@@ -39,6 +47,8 @@ class AdamW8bit(_AdamW8bit):
                     if own.numel():
                         of_weight = state["step"], state["exp_avg"], state["exp_avg_sq"], None
                         rounds = self.bf16_stochastic_round and own.dtype is torch.bfloat16
+                        if rounds:
+                            torch.manual_seed(int(state["step"]) << 20 | place)
                         update(own, gradient, *of_weight, *of_group, self.is_adamw, rounds)
 
 

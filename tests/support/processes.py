@@ -15,13 +15,16 @@ from tests.support import forks
 
 def worker_processes() -> list[psutil.Process]:
     """Our child processes, without those that Python, wandb, `math` and `forks` (of other tests) keep until we exit."""
-    children = [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
-    children = [one for one in children if one.name() != forks.SERVER]
-    return [
-        one
-        for one in children
-        if not re.search("resource_tracker|forkserver|wandb|rewards.math", " ".join(one.cmdline()))
-    ]
+    others = f"resource_tracker|forkserver|wandb|rewards.math|^{forks.SERVER}$"
+    lines = [(one, command_line(one)) for one in psutil.Process().children(recursive=True)]
+    return [one for one, line in lines if line and not re.search(others, line)]
+
+
+def command_line(process: psutil.Process) -> str:
+    """The command line of a process, its name if it is a server of ``forks``, and nothing once it has ended."""
+    with suppress(psutil.Error):
+        return forks.SERVER if process.name() == forks.SERVER else " ".join(process.cmdline())
+    return ""
 
 
 def socket_files() -> list[str]:
@@ -55,7 +58,7 @@ def alive(pids: Iterable[int]) -> list[str]:
     lines = []
     for process in remaining:
         with suppress(psutil.NoSuchProcess):
-            lines.append(" ".join(process.cmdline()) or process.name())
+            lines.append(command_line(process) or process.name())
     return lines
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from tests.support.configs import compose_config
-from tests.support.processes import worker_processes
+from tests.support.processes import command_line, worker_processes
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.reward_pool.pool import RESTARTS, TIMED_OUT
@@ -35,12 +35,12 @@ def run(folder: Path, *overrides: str, kill: Callable[[Any], list[int]] | None, 
         made.fit()
     finally:
         made.close()
-    assert not [one for one in worker_processes() if "reward_pool" in " ".join(one.cmdline())]
+    assert not [one for one in worker_processes() if "reward_pool" in command_line(one)]
     return read_jsonl(folder / "metrics.jsonl")
 
 
 def own_workers(process: psutil.Process) -> list[int]:
-    found = [one.pid for one in process.children() if "reward_pool" in " ".join(one.cmdline())]
+    found = [one.pid for one in process.children() if "reward_pool" in command_line(one)]
     assert len(found) == 2
     return found
 

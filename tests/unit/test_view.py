@@ -24,6 +24,7 @@ import psutil
 import pytest
 
 from tests.support.configs import ROOT
+from tests.support.processes import command_line
 from tests.support.scripts import SYNC, Script
 from tests.support.view_runs import append, make_run, metrics, served
 from torchrl_grpo.reporting.view.runs import RunView, panels
@@ -252,7 +253,7 @@ def until(holds: Callable[[], object], timeout_s: float = 300) -> None:
 
 
 def page_process() -> psutil.Process:
-    [page] = [one for one in psutil.Process().children() if "serve_beside" in " ".join(one.cmdline())]
+    [page] = [one for one in psutil.Process().children() if "serve_beside" in command_line(one)]
     return page
 
 

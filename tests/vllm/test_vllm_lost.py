@@ -14,7 +14,7 @@ import torch
 
 import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.models import make_tiny_model
-from tests.support.processes import worker_processes
+from tests.support.processes import command_line, worker_processes
 from torchrl_grpo.errors import RunLostError
 from torchrl_grpo.generation.base import EngineDeadError, SamplingParams
 from torchrl_grpo.generation.vllm import VLLMEngine
@@ -31,7 +31,7 @@ def test_a_lost_worker_is_one_message_in_time(
     before = set(worker_processes())
     engine = VLLMEngine(str(tmp_path), max_model_len=512, enforce_eager=True, kv_cache_gib=0.25)
     workers = [one for one in worker_processes() if one not in before]
-    [worker] = [one for one in workers if "Worker" in one.name() or "Worker" in " ".join(one.cmdline())]
+    [worker] = [one for one in workers if "Worker" in one.name() or "Worker" in command_line(one)]
     timer = threading.Timer(1.0, os.kill, (worker.pid, number))
     timer.start()
     start = time.monotonic()

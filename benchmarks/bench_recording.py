@@ -27,7 +27,7 @@ from torchrl_grpo.assembly import run as assembly
 from torchrl_grpo.collectors import evaluation
 from torchrl_grpo.config import from_hydra, register
 from torchrl_grpo.learner.learner import Learner
-from torchrl_grpo.learner.scores import PassScores
+from torchrl_grpo.learner.measures import PassScores
 from torchrl_grpo.loop import Observer, fit
 from torchrl_grpo.reporting.metrics import MetricsLogger
 

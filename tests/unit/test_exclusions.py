@@ -19,6 +19,8 @@ TOGETHER = [
         "dynamic_sampling=true must be left out with policy.turn_credit=per_turn",
     ),
     (("algo=sft", "policy.advantage_whiten=true"), "advantage_whiten=true must be left out with policy.demonstrations"),
+    (("algo=sft", "env.environment=a.py:Game"), "environment=a.py:Game must be left out with policy.demonstrations"),
+    (("algo=sft", "env.agent=a.py:play"), "agent=a.py:play must be left out with policy.demonstrations"),
     (("policy.demonstrations=true",), "needs policy.loss._target_=torchrl_grpo.objectives.SFTLoss, it is torchrl_grpo"),
     (
         ("policy.sft_coef=0.1", "policy.dynamic_sampling=true"),

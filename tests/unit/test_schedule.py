@@ -13,7 +13,7 @@ from tests.support.runs import SMALL, at, differences, run, state_of, steps
 from torchrl_grpo.advice.forecast import Measured, forecast
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.host.files import read_jsonl
-from torchrl_grpo.learner.schedule import learning_rate_factor
+from torchrl_grpo.learner.optimizer import learning_rate_factor
 from torchrl_grpo.loop import Schedule
 
 

@@ -28,8 +28,7 @@ from tests.support.finished import assert_each_response_is_told_when_it_ends
 from tests.support.models import make_tiny_model
 from torchrl_grpo.generation import Completion, SamplingParams, TransformersEngine, fused_decoder, packed
 from torchrl_grpo.generation.decoder import GenericDecoder
-from torchrl_grpo.generation.fused_decoder import FusedDecoder
-from torchrl_grpo.generation.packed import PackedLinear
+from torchrl_grpo.generation.fused_decoder import FusedDecoder, PackedLinear
 from torchrl_grpo.generation.sampling import invert_cdf, sample, sampling_probs
 from torchrl_grpo.weights import named_weights
 

@@ -29,9 +29,8 @@ from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.host.startup import say
 from torchrl_grpo.learner.learner import Learner
-from torchrl_grpo.learner.optimizer import make_optimizer
+from torchrl_grpo.learner.optimizer import learning_rate_factor, make_optimizer
 from torchrl_grpo.learner.resume import restore
-from torchrl_grpo.learner.schedule import learning_rate_factor
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.learner.untrained import Untrained
 from torchrl_grpo.models import loading

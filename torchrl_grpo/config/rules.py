@@ -384,6 +384,8 @@ def _validate_policy(config: GRPOConfig) -> None:
             "env.curriculum": env.curriculum,
             "env.sampling": env.sampling != "uniform" and env.sampling,
             "env.transforms": env.transforms,
+            "env.environment": env.environment,
+            "env.agent": env.agent,
             "policy.teacher_divergence": config.needs_teacher and not config.teacher_in_loss and "sampled",
             "policy.advantage_whiten": policy.advantage_whiten,
         }

@@ -1,14 +1,15 @@
-"""The optimizer of a run."""
+"""The optimizer of a run, and its learning rate over the steps."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 
-from torchrl_grpo.checks import Optimizer
+from torchrl_grpo.checks import LearningRate, Optimizer
 
 
 def make_optimizer(
@@ -47,3 +48,28 @@ def make_optimizer(
 def has_small_states(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer keeps 8 bits a moment."""
     return type(optimizer).__name__.endswith("8bit")
+
+
+def learning_rate_factor(step: int, *, kind: LearningRate, warmup: int, total: int, floor: float) -> float:
+    """The factor of the learning rate after ``step`` optimizer steps.
+
+    It rises to 1 over the first ``warmup`` steps and then, unless ``kind`` is constant, falls to ``floor`` at the end.
+
+    Args:
+        step: optimizer steps made.
+        kind: how it falls.
+        warmup: steps in which it rises.
+        total: steps of the run.
+        floor: the factor at the end, in [0, 1].
+
+    Examples:
+        >>> [learning_rate_factor(n, kind="linear", warmup=2, total=6, floor=0.5) for n in range(7)]
+        [0.5, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5]
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    if kind == "constant":
+        return 1.0
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
+    left = 1 - done if kind == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return floor + (1 - floor) * left

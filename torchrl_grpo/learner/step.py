@@ -24,10 +24,9 @@ from torchrl_grpo.errors import MemoryShortError, NonFiniteError, NoSignalError
 from torchrl_grpo.functional import effective_sample_size
 from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.learner.diagnosis import queries_of, scorer_failed, where_not_finite
-from torchrl_grpo.learner.measures import StepMeasures
+from torchrl_grpo.learner.measures import PassScores, StepMeasures
 from torchrl_grpo.learner.optimizer import has_small_states
 from torchrl_grpo.learner.parts import read_parts
-from torchrl_grpo.learner.scores import PassScores
 from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import StepSetup, savings, step_memory
 from torchrl_grpo.models.packing import (

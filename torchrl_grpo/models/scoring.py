@@ -25,8 +25,7 @@ from torchrl_grpo.checks import MIN_TEMPERATURE
 from torchrl_grpo.compat.transformers import attention_of
 from torchrl_grpo.host.threads import use_one_thread_if_small
 from torchrl_grpo.models.divergence import Teacher, chunked_divergence, likely_tokens
-from torchrl_grpo.models.embedding import tied_embedding, tied_rows
-from torchrl_grpo.models.head import chunked_log_probs
+from torchrl_grpo.models.head import chunked_log_probs, tied_embedding, tied_rows
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import pad, sequences_of
 from torchrl_grpo.models.prefix import Layout, Prompt, packed, padded, pick

@@ -1,8 +1,9 @@
-"""A model's weights under the names of its Hugging Face checkpoint, and the updates of LoRA adapters."""
+"""A model's weights by the names of its Hugging Face checkpoint, LoRA adapters' updates, and whether weights fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -212,3 +213,55 @@ def _deltas(name: str, layer: Any) -> list[LoraDelta]:
         # Contiguous, as a reader gets them: the sums of products are then the same to the last bit.
         deltas.append(LoraDelta(a.contiguous(), b.contiguous(), layer.scaling[adapter]))
     return deltas
+
+
+def check_weights(
+    layout: Iterable[tuple[str, Sequence[int]]],
+    expected: Mapping[str, Sequence[int]],
+    model: str,
+    optional: Collection[str] = (),
+) -> None:
+    """Check that weights are a model's, each exactly once.
+
+    Args:
+        layout: name and shape of each weight.
+        expected: name to shape of the model's weights.
+        model: what the message calls the model.
+        optional: names of ``expected`` that may be left out: a tied head is another weight's memory.
+
+    Raises:
+        RuntimeError: names are unknown, missing or come twice, or shapes differ; the message has all of it.
+    """
+    given = [(name, tuple(shape)) for name, shape in layout]
+    counts = Counter(name for name, _ in given)
+    problems = {
+        "unknown": [name for name in counts if name not in expected],
+        "missing": [name for name in expected if name not in counts and name not in optional],
+        "sent twice": [name for name, count in counts.items() if count > 1],
+        "of another shape": [
+            f"{name} {shape} instead of {tuple(expected[name])}"
+            for name, shape in given
+            if name in expected and shape != tuple(expected[name])
+        ],
+    }
+    found = [f"{len(names)} {kind} ({', '.join(names[:3])})" for kind, names in problems.items() if names]
+    if found:
+        raise RuntimeError(
+            f"the weights must be the {len(expected) - len(optional)} of {model}, under the names of its Hugging Face "
+            f"checkpoint, got {'; '.join(found)}: send those of the same model. No weight was changed."
+        )
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy weights into a model, once all are present and fit.
+
+    Raises:
+        RuntimeError: see ``check_weights``; the model is then as it was.
+    """
+    given = list(weights)
+    expected, tied = expected_weights(model)
+    check_weights([(name, weight.shape) for name, weight in given], expected, type(model).__name__, tied)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, weight in from_checkpoint(model, given):
+        parameters[name].copy_(weight)

@@ -65,6 +65,13 @@ def test_a_step_shows_the_share_of_invalid_rewards_beside_the_accuracy() -> None
     assert "accuracy - (100.0% invalid), entropy 0.5, " in file.getvalue()
 
 
+def test_a_step_of_demonstrations_shows_the_loss_and_no_reward() -> None:
+    file = io.StringIO()
+    with Console(file=file, supervised=True) as console:
+        console.step(1, {"rollout/reward_mean": 1.0, "rollout/accuracy": 1.0, "train/loss": 0.25}, 8, 8)
+    assert file.getvalue().startswith("step 1: 8/8 sequences, loss 0.25, ")
+
+
 def test_pipe_gets_log_lines_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     handler = logging.StreamHandler(io.StringIO())
     handler.setFormatter(logging.Formatter("\x1b[92m%(message)s"))

@@ -653,7 +653,7 @@ DISTILLED = {"algo": "distill", "model.name": "m", "teacher.model": "t", "env.re
             {
                 **SUPERVISED, "env.columns.completion": "completion", "env.num_envs": 8, "env.repeats": 1,
                 "train.total_dialog_turns": 240, "inference_model.max_new_tokens": 700, "env.max_prompt_tokens": None,
-                "optimizer.lr": 2e-5, "evaluation.num_prompts": 0, "env.reward": SET_ME,
+                "optimizer.lr": 2e-5, "evaluation.num_prompts": 0, "env.reward": None,
             },
         ),
         (

@@ -269,6 +269,14 @@ def test_a_run_learns_evaluates_and_goes_on_as_if_it_had_not_stopped(kind: str, 
     assert differences(state_of(at(tmp_path / "whole", 4)), state_of(at(tmp_path / "rest", 4))) == []
 
 
+def test_rows_that_nothing_scores_need_no_reward(tmp_path: Path) -> None:
+    data = (f"env.dataset={write(tmp_path, ROWS)}", "env.columns.completion=solution", "algo=sft", "env.difficulty=2")
+    with pytest.raises(ConfigError, match=r"needs env\.reward: .* algo=sft with evaluation\.num_prompts=0 needs none"):
+        prepare(compose_config(*data, "evaluation.num_prompts=8", "env.test_fraction=0.2"))
+    rows = run(tmp_path / "run", *data, steps(3), "evaluation.num_prompts=0")
+    assert rows[-1]["train/loss"] < 0.5 * rows[1]["train/loss"] and "eval/pass@1" not in rows[0]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

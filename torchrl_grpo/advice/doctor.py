@@ -203,7 +203,7 @@ def _model(config: GRPOConfig, check: Check) -> None:
 
 def _data(config: GRPOConfig, check: Check) -> None:
     """Columns and rewards, as far as they are checked without a model, and problems that are in both splits."""
-    task = make_task(config.env, tests=config.evaluation.datasets or ())
+    task = make_task(config.env, tests=config.evaluation.datasets or (), scored=config.scores)
     train = task.problems("train")
     check.found = f"{len(train):,} training problems"
     if not config.evaluation.num_prompts:

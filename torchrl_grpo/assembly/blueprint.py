@@ -132,7 +132,7 @@ def prepare(
         make_loss(config, TensorDictModule(torch.nn.Identity(), [keys.FULL], [("cur_log_probs", "full")]))
         batch_transforms(config)
         check_loggers(config)
-        task = make_task(config.env, tests=config.evaluation.datasets or ())
+        task = make_task(config.env, tests=config.evaluation.datasets or (), scored=config.scores)
         model_config, tokenizer, stop_token_ids = describe_model(config)
         teacher = None if config.teacher.model is None else check_teacher(config, tokenizer)
         check_optimizer(config.optimizer.name)

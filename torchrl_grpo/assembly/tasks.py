@@ -44,7 +44,9 @@ BUILTINS = {
 """Built-in data sets by name; each is an ordinary class, as a user could write it."""
 
 
-def make_task(env: EnvConfig, split: Split = "train", tests: Sequence[DatasetConfig] = ()) -> Task:
+def make_task(
+    env: EnvConfig, split: Split = "train", tests: Sequence[DatasetConfig] = (), *, scored: bool = True
+) -> Task:
     """The task that a config names, with its rewards.
 
     Args:
@@ -52,6 +54,7 @@ def make_task(env: EnvConfig, split: Split = "train", tests: Sequence[DatasetCon
         split: that is needed first. Of data sets it is read here, so that what is wrong with the data, or with a reward
             that asks for a column, is found before a model is loaded.
         tests: further test sets.
+        scored: whether responses are scored; otherwise the data needs no reward.
 
     Raises:
         ValueError: the data cannot serve, there is no such task, or nothing scores its responses.
@@ -62,7 +65,9 @@ def make_task(env: EnvConfig, split: Split = "train", tests: Sequence[DatasetCon
     env, tests = _sandboxed(env, tests)
     if isinstance(env.task, str):
         return _make_verifiers(env, split, tests)
-    scoring: Scoring = "not" if env.environment is not None else "may" if env.agent is not None else "must"
+    scoring: Scoring = "must" if scored and env.agent is None else "may"
+    if env.environment is not None:
+        scoring = "not"
     task = _make_problems(env, split, scoring)
     if tests:
         own = list(task.tasks) if isinstance(task, MixedTask) else []
@@ -277,7 +282,8 @@ def _make_dataset(data: DataConfig, field: str, reward: Any, split: Split, scori
     if scoring == "must" and type(task).score is Task.score and type(task).judge is Task.judge:
         raise ValueError(
             f"{field}.dataset={name} needs {field}.reward: use a built-in one, such as {field}.reward=gsm8k, or a "
-            f"function of yours, {field}.reward=my_rewards.py:exact_match."
+            f"function of yours, {field}.reward=my_rewards.py:exact_match; algo=sft with evaluation.num_prompts=0 "
+            "needs none."
         )
     return task
 

@@ -359,6 +359,11 @@ class GRPOConfig:
         return self.policy.demonstrations or self.policy.sft_coef > 0
 
     @property
+    def scores(self) -> bool:
+        """False if no response is scored: demonstrations without evaluation need no reward."""
+        return not self.policy.demonstrations or self.evaluation.num_prompts > 0
+
+    @property
     def needs_teacher(self) -> bool:
         """True if a teacher scores the responses."""
         return self.policy.teacher_coef > 0

@@ -248,6 +248,8 @@ class DatasetTask(Task):
                 + f", or write the prompt as {self.field}.prompt_template."
             )
         answers = [name for name in ANSWER_COLUMNS if name in names and name != self.prompt_column]
+        if len(answers) > 1 and self.completion_column in answers:
+            answers.remove(self.completion_column)
         if self.answer_column is None and len(answers) > 1:
             raise ValueError(
                 f"{self.field}.columns.answer must name one of {answers}, which {self.dataset} has: for example, "

@@ -30,7 +30,7 @@ _OPEN_R1_REWARDS = {
 }
 
 
-def problems(asked: Quantities, source: str, differs: Note, unset: Note) -> dict[str, Any]:
+def problems(asked: Quantities, source: str, differs: Note, unset: Note, *, scored: bool = True) -> dict[str, Any]:
     """Return ``env.dataset`` and ``env.reward``, and no evaluation if nothing names the test problems.
 
     Args:
@@ -38,6 +38,7 @@ def problems(asked: Quantities, source: str, differs: Note, unset: Note) -> dict
         source: the file that was read, for functions that are defined in it.
         differs: called with what means something else here.
         unset: called with a key of ours whose value the file does not tell, and why.
+        scored: whether the run scores responses.
     """
     if "train_files" in asked:
         return _files(asked, differs, unset)
@@ -66,7 +67,7 @@ def problems(asked: Quantities, source: str, differs: Note, unset: Note) -> dict
         differs(
             "env.reward", f"our reward of {known} is taken, which may score otherwise than theirs (docs/rewards.md)"
         )
-    else:
+    elif scored:
         unset("env.reward", "the reward is not in the file (docs/rewards.md)")
     return ours
 

@@ -84,7 +84,8 @@ def translate(settings: Settings, source: str, devices: int | None = None) -> Tr
     if ours.get("algo") == "sft" and not {"env.columns.completion", "env.columns.messages"} & set(ours):
         unset("env.columns.completion", "the column with the response, or env.columns.messages=COLUMN of whole chats")
     ours |= sizes(asked, {**BASE, **ours}, differs, lacks, unset)
-    ours |= problems(asked, source, differs, unset)
+    scored = ours.get("algo") != "sft" or ours.get("evaluation.num_prompts") != 0
+    ours |= problems(asked, source, differs, unset, scored=scored)
     made.asynchronous = bool(ours.get("train.max_staleness"))
     if table.title == "TorchRL" and not _is_synchronous(asked, values):
         made.asynchronous = True

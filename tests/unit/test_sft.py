@@ -269,6 +269,19 @@ def test_a_run_learns_evaluates_and_goes_on_as_if_it_had_not_stopped(kind: str, 
     assert differences(state_of(at(tmp_path / "whole", 4)), state_of(at(tmp_path / "rest", 4))) == []
 
 
+def test_demonstrations_can_join_a_run_that_goes_on(tmp_path: Path) -> None:
+    data = (f"env.dataset={write(tmp_path, ROWS)}", "env.columns.answer=answer", "env.reward=gsm8k")
+    run(tmp_path / "alone", *data, steps(1), "evaluation.num_prompts=0")
+    shown = (
+        *data,
+        "evaluation.num_prompts=0",
+        f"train.resume={tmp_path / 'alone'}",
+        "env.columns.completion=solution",
+        "policy.sft_coef=0.5",
+    )
+    assert run(tmp_path / "beside", *shown, steps(2))[-1]["train/loss_sft"] > 0
+
+
 def test_rows_that_nothing_scores_need_no_reward(tmp_path: Path) -> None:
     data = (f"env.dataset={write(tmp_path, ROWS)}", "env.columns.completion=solution", "algo=sft", "env.difficulty=2")
     with pytest.raises(ConfigError, match=r"needs env\.reward: .* algo=sft with evaluation\.num_prompts=0 needs none"):

@@ -87,6 +87,7 @@ bench: $(VENV)/.stamp-bench $(VENV)/.stamp-ray $(TEST_ENGINE)  ## the same in al
 	$(PY) benchmarks/bench_train_step.py --models tiny --repeats 15 --output $(TRAIN_STEP_OUT)
 	$(PY) benchmarks/bench_train_step.py --models small --prompts 64 --repeats 3 --output $(TRAIN_STEP_OUT)
 	$(PY) benchmarks/bench_train_step.py --models small --dtypes bfloat16 --prompts 512 --repeats 2 --output $(TRAIN_STEP_OUT)
+	$(PY) benchmarks/bench_train_step.py --losses sft distill --prompts 64 --repeats 5 --output '$(BENCH_OUT)/train_step_{loss}_{model}_{dtype}_{prompt}.json'
 	set -e; for model in tiny small; do for dtype in float32 bfloat16; do \
 	  $(PY) benchmarks/bench_rollout.py --model $$model --dtype $$dtype --vllm --repeats 3 --out $(BENCH_OUT)/rollout_$${model}_$$dtype.json; \
 	done; done

@@ -40,7 +40,8 @@ def training(results: Sequence[dict[str, Any]]) -> list[str]:
             for side in ("trl", "torchrl", "plain", "padded")
         ]
         ours = f"{result['median_seconds']['ours']:.3f} / {result['peak_growth_mib']['ours']:.0f}"
-        name = f"{SIZES[setting['model']]} {setting['dtype']}, {setting['prompt']}"
+        loss = "" if setting["loss"] == "grpo" else f"{setting['loss']}: "
+        name = f"{loss}{SIZES[setting['model']]} {setting['dtype']}, {setting['prompt']}"
         products = result["seconds_over_ours"].get("products")
         lines.append(row(name, ours, *cells, "-" if products is None else f"{products:.0%}"))
     return lines

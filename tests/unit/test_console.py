@@ -256,4 +256,6 @@ def test_a_prompt_is_shown_as_the_model_gets_it_with_counts() -> None:
     Console(file=file, width=40).problems(4096, 14, f"<|user|>[b]1+1?[/b]\x1b[2J<|end|>{'x' * 900}")
     first, second = file.getvalue().splitlines()
     assert first == "4,096 training problems, 14 test problems; the first prompt as the model sees it:"
+    Console(file=file, width=40).problems(7, 0, "<|user|>", opens=True)
+    assert file.getvalue().endswith("problems; the first prompt before its environment or agent speaks:\n<|user|>\n")
     assert second.startswith("<|user|>[b]1+1?[/b]\\x1b[2J<|end|>xxx") and 600 < len(second) < 700

@@ -245,7 +245,8 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
             console.table("Batch geometry", geometry_rows(blueprint))
         train, test = blueprint.train_env, blueprint.greedy_env
         [prompt] = train.prompts.first(1)
-        console.problems(train.num_problems, 0 if test is None else test.batch_size[0], train.tokenizer.decode(prompt))
+        tested = 0 if test is None else test.batch_size[0]
+        console.problems(train.num_problems, tested, train.tokenizer.decode(prompt), opens=train.task.opens)
         logger = resources.enter_context(_logger(config, directory, resume))
         if config.logging.page:
             resources.enter_context(page_beside(directory, console.page, torchrl_logger.warning))

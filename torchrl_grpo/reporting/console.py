@@ -101,15 +101,17 @@ class Console(AbstractContextManager["Console"]):
             table.add_row(*(self._text(_cell(name, row.get(name))) for name in columns))
         self._rich.print(table)
 
-    def problems(self, train: int, test: int, prompt: str) -> None:
+    def problems(self, train: int, test: int, prompt: str, *, opens: bool = False) -> None:
         """Print the number of problems, and one of them as the model sees it.
 
         Args:
             train: problems to train on.
             test: problems of an evaluation.
             prompt: the first one's prompt, chat template included.
+            opens: an environment or an agent says more before the model's first turn.
         """
-        self._line(f"{train:,} training problems, {test:,} test problems; the first prompt as the model sees it:")
+        first = "before its environment or agent speaks" if opens else "as the model sees it"
+        self._line(f"{train:,} training problems, {test:,} test problems; the first prompt {first}:")
         self._line(clip(prompt, 4 * _LONGEST_SAMPLE), "dim")
 
     def resume(self, step: int, path: str | os.PathLike[str]) -> None:

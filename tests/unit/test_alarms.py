@@ -103,6 +103,11 @@ def test_numbers_that_are_not_finite_are_no_sign() -> None:
         assert alarms_of(rows(40, dict.fromkeys(set(HEALTHY) - {"rollout/sequences"}, value))) == []
 
 
+def test_truncated_dialogs_with_tools_may_need_more_turns() -> None:
+    [alarm] = alarms_of(rows(20, {"rollout/truncated": 0.9, "tools/calls": 30.0}))
+    assert alarm.name == "truncated" and "new_tokens, env.max_turns if dialogs end with a call, or check" in alarm.text
+
+
 def test_an_alarm_comes_again_only_after_it_had_gone() -> None:
     cut = [0.9] * 10 + [0.0] * 10 + [0.9] * 10 + [0.0] * 30 + [0.9] * 10
     series = [{"step": i + 1} | HEALTHY | {"rollout/truncated": share} for i, share in enumerate(cut)]

@@ -171,7 +171,7 @@ def _without_signal(rows: Sequence[Row], steps: int) -> Found:
         return
     if all(_value(row, "rollout/reward_mean") == 0 == _value(row, "rollout/reward_std") for row in rows):
         cut = _value(last, "rollout/truncated") or 0.0
-        hint = "" if cut < _TRUNCATED else f"; {_share(cut)} were truncated: raise inference_model.max_new_tokens"
+        hint = "" if cut < _TRUNCATED else f"; {_share(cut)} were truncated: raise {_limits(last)}"
         yield (
             "zero_rewards",
             f"all rewards were 0 over {when}, so nothing is learned: read the responses (python -m "
@@ -290,9 +290,15 @@ def _truncation(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if cut is not None and cut > _TRUNCATED:
         yield (
             "truncated",
-            f"{_share(cut)} of the responses were truncated over {_FEW} steps: raise inference_model.max_new_tokens, "
+            f"{_share(cut)} of the responses were truncated over {_FEW} steps: raise {_limits(rows[-1])}, "
             "or check that the model ends its turn (chat template, stop tokens); policy.overlong_buffer=0.2 teaches it",
         )
+
+
+def _limits(row: Row) -> str:
+    """The limits that cut a response; with tools a dialog that ends with a call counts as cut too."""
+    tools = ", env.max_turns if dialogs end with a call" if "tools/calls" in row else ""
+    return f"inference_model.max_new_tokens{tools}"
 
 
 def _length(rows: Sequence[Row], first: Sequence[Row]) -> Found:

@@ -56,8 +56,10 @@ def points(before: float, after: float) -> str:
 
 
 def accuracy(metrics: Mapping[str, Any], name: str, decoding: str = "") -> str:
-    """An ``eval/pass@*`` metric with the share of invalid rewards behind it and, where it is 0, their mean.
+    """An ``eval/pass@*`` metric with the share of invalid rewards behind it and, where it is another number, their mean.
 
+    >>> accuracy({"eval/pass@1": 0.125, "eval/reward_mean": 0.5}, "eval/pass@1")
+    '12.5% (mean reward 0.5)'
     >>> accuracy({"eval/pass@1": 1.0, "eval/invalid_fraction": 0.9375, "eval/reward_mean": 1.0}, "eval/pass@1")
     '100.0% (93.8% invalid)'
     """
@@ -65,9 +67,9 @@ def accuracy(metrics: Mapping[str, Any], name: str, decoding: str = "") -> str:
         return "no valid reward"
     k, slash, dataset = name.removeprefix("eval/pass@").partition("/")
     invalid = metrics.get(f"eval/invalid_fraction{'' if k == '1' else f'@{k}'}{slash}{dataset}")
-    reward = metrics.get(f"eval/reward_mean{slash}{dataset}") if k == "1" and metrics[name] == 0 else None
+    reward = metrics.get(f"eval/reward_mean{slash}{dataset}") if k == "1" else None
     notes = [f"{percent(invalid)} invalid"] if invalid else []
-    if reward:
+    if reward is not None and not math.isclose(reward, metrics[name], abs_tol=1e-6):
         notes.append(f"mean reward {number(reward)}")
     shown = [percent(metrics[name]), decoding, f"({', '.join(notes)})" if notes else ""]
     return " ".join(filter(None, shown))

@@ -40,7 +40,7 @@ def training(results: Sequence[dict[str, Any]]) -> list[str]:
             for side in ("trl", "torchrl", "plain", "padded")
         ]
         ours = f"{result['median_seconds']['ours']:.3f} / {result['peak_growth_mib']['ours']:.0f}"
-        loss = "" if setting["loss"] == "grpo" else f"{setting['loss']}: "
+        loss = "" if setting.get("loss", "grpo") == "grpo" else f"{setting['loss']}: "
         name = f"{loss}{SIZES[setting['model']]} {setting['dtype']}, {setting['prompt']}"
         products = result["seconds_over_ours"].get("products")
         lines.append(row(name, ours, *cells, "-" if products is None else f"{products:.0%}"))

@@ -619,7 +619,7 @@ def test_actors_that_hang_are_replaced_and_every_group_is_trained_once(
 
 
 def test_an_actor_that_hangs_while_it_starts_ends_the_run(source_of: Callable[..., Rollouts]) -> None:
-    with pytest.raises(WorkersLostError, match=r"model 0 could not start: it was to start, and did not within 2 s"):
+    with pytest.raises(WorkersLostError, match=r"model 0 could not start: it did not start within 2 s"):
         source_of(references=1, reference=partial(time.sleep, 1000), total_groups=BATCH, actor_timeout_s=2.0)
 
 

@@ -87,12 +87,12 @@ def test_a_server_that_hangs_or_is_gone_is_lost(stub: SGLangStub, monkeypatch: p
     monkeypatch.setattr(servers, "_SCORE_AGAIN", 0)
     teacher = ServedTeacher(stub.address)
     stub.hangs.clear()
-    with monkeypatch.context() as short, pytest.raises(EngineDeadError, match=r"to score .*: no answer within 0.05 s"):
+    with monkeypatch.context() as short, pytest.raises(EngineDeadError, match=r"not score .*: no answer within 0.05 s"):
         short.setattr(servers, "_ANSWER_S", 0.05)
         teacher(batch())
     stub.hangs.set()
     stub.stop()
-    with pytest.raises(EngineDeadError, match=r"was to score token ids: \w+Error"):
+    with pytest.raises(EngineDeadError, match=r"did not score token ids: \w+Error"):
         teacher(batch())
     stub.start(stub.port)
 

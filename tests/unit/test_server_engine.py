@@ -123,9 +123,9 @@ def test_weights_that_were_not_given_by_this_engine_are_the_end_of_it(
 
 def test_a_server_that_is_gone_is_the_end_of_its_engine(engine: ServerEngine, stub: SGLangStub) -> None:
     stub.stop()
-    with pytest.raises(EngineDeadError, match=r"was to sample: \w+Error"):
+    with pytest.raises(EngineDeadError, match=r"did not sample: \w+Error"):
         engine.generate(PROMPTS[:1], 1, PARAMS)
-    with pytest.raises(EngineDeadError, match=r"was to pause: \w+Error"):
+    with pytest.raises(EngineDeadError, match=r"did not pause: \w+Error"):
         engine.update_weights(named_weights(moved()), 1)
     stub.start(stub.port)
 

@@ -251,7 +251,7 @@ class Server(ABC):
             answer = settled(self._client.ask(method, route, body, query, timeout_s=limit, retries=retries))
         except NoAnswerError as error:
             if error.status is None or error.status >= 500:
-                raise EngineDeadError(f"the server at {self.address} was to {what}: {error.problem}") from error
+                raise EngineDeadError(f"the server at {self.address} did not {what}: {error.problem}") from error
             raise ValueError(
                 f"{self.field}: the server at {self.address} refuses to {what} ({error.problem}): {self.restart}."
             ) from error

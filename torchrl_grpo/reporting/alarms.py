@@ -1,7 +1,7 @@
 """Alarms: signs in the rows of ``metrics.jsonl`` that a run does not learn, each as one line with a remedy.
 
 They read what a run writes and nothing else, so that a report made later shows the same ones. Nothing heavy is imported
-here. docs/troubleshooting.md has a section for each name.
+here. docs/troubleshooting.md has a row for each name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchrl_grpo.host.text import invalid_cause
 
 Row = Mapping[str, Any]
 Found = Iterator[tuple[str, str]]
-"""Names and texts of alarms; a name is that of a section and, after a slash, its subject."""
+"""Names and texts of alarms; a name is that of a row and, after a slash, its subject."""
 
 _FEW, _SOME, _MANY = 5, 10, 20
 """Numbers of steps for which a condition must hold."""

@@ -153,7 +153,7 @@ class _Worker:
         """
         if self._task is not None:
             self.connection.send_bytes(self._task)
-            refused = f"no answer within {_START_S} s"
+            refused = f"no answer within {_START_S:g} s"
             if self.connection.poll(_START_S):
                 refused = self.connection.recv_bytes(_LARGEST_ANSWER).decode()
             if refused:

@@ -211,7 +211,7 @@ class OnRay(Place):
             self.heard_at = time.monotonic()
             return answer.result()
         if error is None:
-            error = TimeoutError(f"it was to {what}, and did not within {timeout_s:g} s (ray.actor_timeout_s)")
+            error = TimeoutError(f"it did not {what} within {timeout_s:g} s (ray.actor_timeout_s)")
         elif not is_loss(error) and not isinstance(cause_of(error), TimeoutError):
             raise cause_of(error)
         self.lose(error)

@@ -56,7 +56,7 @@ def points(before: float, after: float) -> str:
 
 
 def accuracy(metrics: Mapping[str, Any], name: str, decoding: str = "") -> str:
-    """An ``eval/pass@*`` metric with the share of invalid rewards behind it and the mean reward, if that is another number.
+    """An ``eval/pass@*`` metric, its share of invalid rewards, and the mean reward if that is another number.
 
     >>> accuracy({"eval/pass@1": 0.125, "eval/reward_mean": 0.5}, "eval/pass@1")
     '12.5% (mean reward 0.5)'

@@ -26,7 +26,7 @@ from transformers import (
 
 from tests.support.finished import assert_each_response_is_told_when_it_ends
 from tests.support.models import make_tiny_model
-from torchrl_grpo.generation import Completion, SamplingParams, TransformersEngine, fused_decoder, packed
+from torchrl_grpo.generation import Completion, SamplingParams, TransformersEngine, fused_decoder
 from torchrl_grpo.generation.decoder import GenericDecoder
 from torchrl_grpo.generation.fused_decoder import FusedDecoder, PackedLinear
 from torchrl_grpo.generation.sampling import invert_cdf, sample, sampling_probs
@@ -165,7 +165,7 @@ def test_log_probs_are_those_of_the_model_at_the_temperature(make, temperature):
 
 @pytest.mark.parametrize("make", FUSED)
 def test_packed_weights_give_the_models_log_probs_after_an_update_too(make, monkeypatch):
-    monkeypatch.setattr(packed, "_LEAST", 1)
+    monkeypatch.setattr(fused_decoder, "_LEAST", 1)
     model, prompts, params = build(make), make_prompts(5, 9, 3), SamplingParams(12)
     engine = TransformersEngine(model)
     assert isinstance(engine.decoder, FusedDecoder)
@@ -181,7 +181,7 @@ def test_packed_weights_give_the_models_log_probs_after_an_update_too(make, monk
 @pytest.mark.parametrize("rows", [1, 64, 70])
 @pytest.mark.parametrize("least", [1, 2**20])
 def test_a_packed_linear_layer_adds_bias_and_residual(dtype, tolerance, rows, least, monkeypatch):
-    monkeypatch.setattr(packed, "_LEAST", least)
+    monkeypatch.setattr(fused_decoder, "_LEAST", least)
     weight, bias = torch.randn(48, 32, dtype=dtype) / 8, torch.randn(48, dtype=dtype)
     x, residual = torch.randn(rows, 32, dtype=dtype), torch.randn(rows, 48, dtype=dtype)
     for some_bias in (None, bias):
@@ -195,7 +195,7 @@ def test_a_packed_linear_layer_adds_bias_and_residual(dtype, tolerance, rows, le
 
 
 def test_a_weight_is_packed_again_only_when_it_has_changed(monkeypatch):
-    monkeypatch.setattr(packed, "_LEAST", 1)
+    monkeypatch.setattr(fused_decoder, "_LEAST", 1)
     weight = torch.nn.Parameter(torch.ones(4, 4))
     linear = PackedLinear(weight.detach(), None, [weight])
     linear.refresh()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 
@@ -223,6 +225,16 @@ def test_a_teacher_with_other_tokens_is_refused_with_the_first_of_them(tmp_path:
     config = compose_config(*SMALL, "policy.teacher_coef=1", f"teacher.model={tmp_path}")
     with pytest.raises(ConfigError, match=r"teacher\.model=.* must have the tokens of model\.name=starter, .* the first, 5, is 'Ā!' there and '!' here"):  # fmt: skip # noqa: E501
         prepare(config)
+
+
+def test_weights_that_a_teacher_lacks_are_said_to_be_the_teachers(tmp_path: Path) -> None:
+    shutil.copytree(starter_path(), tmp_path / "teacher")
+    weights = load_file(tmp_path / "teacher" / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "teacher" / "model.safetensors", metadata={"format": "pt"})
+    config = compose_config(*SMALL, "policy.teacher_coef=1", f"teacher.model={tmp_path / 'teacher'}")
+    with pytest.raises(ValueError, match=r"teacher\.model=.* must have the .* 1 are not in its files \(model\.norm"):
+        build(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize(

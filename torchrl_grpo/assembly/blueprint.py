@@ -220,6 +220,15 @@ def describe_model(config: GRPOConfig) -> tuple[PretrainedConfig, PreTrainedToke
     return model_config, tokenizer, loading.stop_token_ids(tokenizer, loading.load_generation_config(name))
 
 
+@contextmanager
+def naming_teacher() -> Iterator[None]:
+    """Name the teacher's key in errors about a model."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.name=", "teacher.model=")) from error
+
+
 def check_teacher(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Shape:
     """Return the teacher's shape, after checking that it is a model whose tokens are those of the policy.
 
@@ -227,11 +236,9 @@ def check_teacher(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Sha
         ValueError: it cannot be read, or a token is another one.
     """
     name, remote_code = config.teacher.model or "", config.model.trust_remote_code
-    try:
+    with naming_teacher():
         found = loading.load_config(name, trust_remote_code=remote_code)
         other = loading.load_tokenizer(name, trust_remote_code=remote_code)
-    except ValueError as error:
-        raise ValueError(str(error).replace("model.name=", "teacher.model=", 1)) from error
     mine, theirs = (dict(map(reversed, one.get_vocab().items())) for one in (tokenizer, other))
     different = [token for token in sorted({*mine, *theirs}) if mine.get(token) != theirs.get(token)]
     if different:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
-from torchrl_grpo.assembly.blueprint import Blueprint, engine_request, transformed
+from torchrl_grpo.assembly.blueprint import Blueprint, engine_request, naming_teacher, transformed
 from torchrl_grpo.assembly.tasks import dataset_names
 from torchrl_grpo.collectors.demonstrations import Demonstrations
 from torchrl_grpo.collectors.evaluation import Evaluator
@@ -316,17 +317,19 @@ def _load(config: GRPOConfig, role: str, device: torch.device) -> Any:
     """
     model, dtype = config.model, getattr(config, role).dtype
     name, arguments = model.source, config.train_model.model_kwargs
+    naming: AbstractContextManager[None] = nullcontext()
     if role == "teacher":
-        name, arguments = config.teacher.model or "", None  # which are of another model
+        name, arguments, naming = config.teacher.model or "", None, naming_teacher()  # arguments are of another model
     try:
-        return loading.load_model(
-            name,
-            dtype=_dtype(dtype),
-            device=device,
-            attn_implementation=model.attn_implementation,
-            trust_remote_code=model.trust_remote_code,
-            arguments=arguments,
-        )
+        with naming:
+            return loading.load_model(
+                name,
+                dtype=_dtype(dtype),
+                device=device,
+                attn_implementation=model.attn_implementation,
+                trust_remote_code=model.trust_remote_code,
+                arguments=arguments,
+            )
     except torch.OutOfMemoryError as error:
         found = loading.load_config(name, trust_remote_code=model.trust_remote_code, arguments=arguments)
         shape = loading.config_shape(found, trust_remote_code=model.trust_remote_code)

@@ -97,6 +97,14 @@ def test_the_last_block_counts() -> None:
     assert program_in("```python\na\n```\nor\n```py\nb\n```") == "b"
     assert program_in("```\nc\n```") == "c"
     assert program_in("```python\nd") == "d"  # cut off
+    assert program_in("```python\n```\nor\n```py\ne\n  f\n```\n") == "e\n  f"
+
+
+def test_blocks_of_other_languages_and_of_output_are_no_programs() -> None:
+    assert program_in("```bash\npip install x\n```\nThen:\n```python\na\n```") == "a"
+    assert program_in("```python\na\n```\nIt prints:\n```text\n1\n```\nDone.") == "a"
+    assert program_in("```python\na\n```\nIt prints:\n```\n1\n```\nDone.") == "a"
+    assert program_in("```bash\nls\n```\nThen:\n```\nb\n```") == "b"
 
 
 SECRET = str(ROOT / "README.md")

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from torchrl_grpo.sandbox import Limits, require_isolation, run_python
 
-_FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)(?:\n[ \t]*```|\Z)", re.S | re.I)
+_FENCED = re.compile(r"```([^\n`]*)\n(.*?)(?:^[ \t]*```|\Z)", re.S | re.M)
+_PYTHON = ("python", "py", "python3")
 _HARNESS = """\
 import io, json, sys
 given = json.load(sys.stdin)
@@ -63,13 +64,16 @@ class Tests:
 
 
 def program_in(response: str) -> str:
-    """Return the last fenced block of Python or, without one, the whole response.
+    """Return the last fenced block of Python: one that says so, else one without a language; else the whole response.
 
     >>> program_in("So:\\n```python\\nprint(1)\\n```\\nDone.")
     'print(1)'
     """
-    blocks = _FENCED.findall(response)
-    return blocks[-1] if blocks else response
+    blocks = [(info.strip().lower(), block.removesuffix("\n")) for info, block in _FENCED.findall(response)]
+    for languages in (_PYTHON, ("",)):
+        if found := [block for language, block in blocks if language in languages]:
+            return found[-1]
+    return response
 
 
 def read_tests(answer: Any, entry_point: str | None = None) -> Tests:

@@ -76,7 +76,7 @@ class SGLangStub:
                 stub.seen.append((self.path, body))
                 stub.keys.append(self.headers["authorization"])
                 status, said = stub.respond(self.path, body)
-                data = json.dumps(said).encode()
+                data = said if isinstance(said, bytes) else json.dumps(said).encode()
                 self.send_response(status)
                 self.send_header("content-length", str(len(data)))
                 self.end_headers()

@@ -278,10 +278,18 @@ def test_sglang_does_not_keep_responses_over_an_update(stub: SGLangStub) -> None
 
 
 def test_the_key_goes_with_each_request(stub: SGLangStub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("VLLM_API_KEY", "secret\n")
     with ServerEngine(stub.address) as engine:
         engine.generate(PROMPTS[:1], 1, PARAMS)
     assert len(stub.keys) == 5 and set(stub.keys) == {"Bearer secret"}
+
+
+@pytest.mark.parametrize("key", ["secret\nsecret", "s\u00e9cret"])
+def test_a_key_that_cannot_be_sent_is_not_shown(key: str, stub: SGLangStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    with pytest.raises(ValueError, match="^the environment variable VLLM_API_KEY must be a key of printable ASCII"):
+        ServerEngine(stub.address)
+    assert stub.keys == []
 
 
 def test_tokens_without_a_label_are_of_no_known_weights(engine: ServerEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from torchrl_grpo import checks
 from torchrl_grpo.checks import (
@@ -563,7 +564,7 @@ def _validate_servers(role: str, node: InferenceModelConfig | TeacherConfig, swi
     if not node.address:
         raise ConfigError(f"{switch} needs {name}: {example}")
     for address in node.address:
-        if not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", str(address)):
+        if not _is_server(str(address)):
             raise ConfigError(f"{name} must have URLs of servers, {address!r} is none: {example}")
     if len(set(node.address)) < len(node.address):
         raise ConfigError(f"{name}={list(node.address)} must name each server once: leave out the second one.")
@@ -573,6 +574,14 @@ def _validate_servers(role: str, node: InferenceModelConfig | TeacherConfig, swi
                 f"{role}.{device}={getattr(node, device)} must be left out with {switch}, which runs on servers: give "
                 "more addresses."
             )
+
+
+def _is_server(address: str) -> bool:
+    try:
+        urlsplit(address).port  # noqa: B018
+    except ValueError:  # no number from 0 to 65535, or half of an IPv6 address
+        return False
+    return re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", address) is not None
 
 
 def _validate_served_teacher(config: GRPOConfig) -> None:

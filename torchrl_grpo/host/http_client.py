@@ -87,10 +87,16 @@ class HttpClient:
 
         Raises:
             NoAnswerError: it did not answer with a success.
+            ValueError: the key cannot be one.
             RuntimeError: the answer is too large, or compressed: then nothing is known of its size.
         """
         headers = {"Accept-Encoding": "identity"}
-        if key := os.environ.get(self._key_variable):
+        if key := os.environ.get(self._key_variable, "").strip():
+            if not (key.isascii() and key.isprintable()):  # the library's own message would show it
+                raise ValueError(
+                    f"the environment variable {self._key_variable} must be a key of printable ASCII characters, it "
+                    "has others: set it again."
+                )
             headers["Authorization"] = f"Bearer {key}"
         status: int | None = None
         problem = ""

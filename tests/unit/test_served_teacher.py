@@ -147,7 +147,10 @@ def test_a_server_that_cannot_be_the_teacher_is_refused(change: dict, message: s
     ("answers", "message"),
     [
         ({}, r"must answer in JSON when it is to name its model, it says '<html>'"),
-        ({"/get_model_info": {}, "/get_server_info": {}}, "must answer as SGLang does when it says what it serves, some"),
+        (
+            {"/get_model_info": {}, "/get_server_info": {}},
+            "must answer as SGLang does when it says what it serves",
+        ),
         ({"/get_model_info": None, "/v1/models": {"data": []}}, r"as vLLM does when it says .*\(IndexError"),
         ({"/get_model_info": None, "/v1/models": {"data": [{"id": "a"}]}}, r"\(KeyError: 'max_model_len'\): start it"),
         (

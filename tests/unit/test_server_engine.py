@@ -287,7 +287,7 @@ def test_the_key_goes_with_each_request(stub: SGLangStub, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("key", ["secret\nsecret", "s\u00e9cret"])
 def test_a_key_that_cannot_be_sent_is_not_shown(key: str, stub: SGLangStub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", key)
-    with pytest.raises(ValueError, match="^the environment variable VLLM_API_KEY must be a key of printable ASCII"):
+    with pytest.raises(ValueError, match="environment variable VLLM_API_KEY must be a key of printable ASCII"):
         ServerEngine(stub.address)
     assert stub.keys == []
 

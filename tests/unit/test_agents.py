@@ -19,6 +19,7 @@ import pytest
 from tests.support.agents import PROBLEM, agent_task, played
 from torchrl_grpo.agents import load_program
 from torchrl_grpo.agents.programs import Command, Function
+from torchrl_grpo.agents.protocol import CHAT, TEXT, parse_request
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.host.processes import descendants
 from torchrl_grpo.tasks.base import Dialog, Score, Turn, Wish
@@ -168,6 +169,7 @@ def test_wishes_reach_the_run_and_a_stop_string_is_not_told():
         ({"messages": []}, "messages=[] must be a list with at least one message: send one."),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role=robot must be one of"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content must be text"),
+        ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages[0].tool_calls=1 must be a list: send"),
         ({"max_tokens": 0}, "max_tokens=0 must be a whole number of at least 1: for example, 256."),
         ({"stop": [""]}, "stop=[''] must be at most 4 texts"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs=3 must be 0"),
@@ -189,6 +191,13 @@ def test_what_cannot_be_honored_is_an_error_with_a_fix(wrong, said):
     asked, end = played(agent_task(play), lambda turn: "yes")
     assert len(asked) == 1  # an agent goes on after a bad request
     assert end.score == Score(1.0, True)
+
+
+def test_half_of_a_surrogate_pair_is_replaced_and_a_whole_one_kept():
+    wants = rb'{"prompt": "\ud83d\ude00 \ud83d", "stop": "\udc00", "messages": [{"role": "user", "content": "\ud83d"}]}'
+    text, said = parse_request(TEXT, wants), parse_request(CHAT, wants)
+    assert text.messages[0]["content"] == "\U0001f600 \ufffd" and text.wish.stop == ("\ufffd",)
+    assert said.messages == [{"role": "user", "content": "\ufffd"}]
 
 
 def test_the_server_refuses_strangers_and_what_is_no_http():

@@ -190,6 +190,14 @@ def test_without_namespaces_limits_hold_and_strict_refuses(monkeypatch: pytest.M
 
 
 @apart
+def test_a_sandbox_that_cannot_be_made_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_ROOT", "echo no room >&2; exit 1")
+    for tests in (CALL, LINES):
+        with pytest.raises(OSError, match="the sandbox of a program could not be made: no room"):
+            code(fenced(ADD), tests)
+
+
+@apart
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests are those of an ordinary user")
 def test_an_ordinary_user_has_namespaces_too() -> None:
     """Who makes them in a user namespace, which root does not."""

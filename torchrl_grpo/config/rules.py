@@ -389,12 +389,37 @@ def _validate_policy(config: GRPOConfig) -> None:
             "env.agent": env.agent,
             "policy.teacher_divergence": config.needs_teacher and not config.teacher_in_loss and "sampled",
             "policy.advantage_whiten": policy.advantage_whiten,
+            "policy.advantage_level": policy.advantage_level != "sequence" and policy.advantage_level,
+            "policy.turn_credit": policy.turn_credit != "sum" and policy.turn_credit,
+            "policy.reward_scale": policy.reward_scale != 1 and policy.reward_scale,
+            "policy.reward_bias": policy.reward_bias,
+            "policy.reward_clip": policy.reward_clip,
+            "policy.overlong_buffer": policy.overlong_buffer,
+            "policy.kl_in_reward": policy.kl_in_reward,
+            "policy.kl_to_behaviour_coef": policy.kl_to_behaviour_coef,
+            "policy.proximal": policy.proximal != "behaviour" and policy.proximal,
+            "policy.ratio_level": policy.ratio_level != "token" and policy.ratio_level,
+            "policy.dual_clip": policy.dual_clip,
         }
         for name, value in sampled.items():
             if value:
                 raise ConfigError(
                     f"{name}={_written(value)} must be left out with policy.demonstrations=true (algo=sft): it is for "
                     "responses that the policy sampled."
+                )
+        for name, only, value, why in (
+            ("policy.advantage_mean", "none", policy.advantage_mean, "the rewards are all 1: use algo=sft alone"),
+            ("policy.advantage_std", "none", policy.advantage_std, "the rewards are all 1: use algo=sft alone"),
+            (
+                "inference_model.temperature",
+                1.0,
+                1.0 if config.teacher_in_loss else config.inference_model.temperature,  # GKD's divergence has one
+                "the loss is the log-likelihood as it is: leave it out, or use evaluation.temperature",
+            ),
+        ):
+            if value != only:
+                raise ConfigError(
+                    f"{name}={value} must be {only} with policy.demonstrations=true (algo=sft), where {why}."
                 )
         if env.repeats != 1:
             raise ConfigError(

@@ -175,7 +175,7 @@ class SGLangStub:
         self.hangs.wait()
         self.busy -= 1
         if self.busy >= 0:
-            return 503, {"error": {"message": "too many requests"}}
+            return 429, {"error": {"message": "too many requests"}}
         with torch.no_grad():
             known = torch.tensor([prompt]).clamp(max=self.engine.model.config.vocab_size - 1)
             logits = self.engine.model(known).logits[0, start:-1]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torchrl_grpo.generation.base import EngineDeadError, SamplingParams
 from torchrl_grpo.host.event_loop import settled
-from torchrl_grpo.host.http_client import HttpClient, NoAnswerError
+from torchrl_grpo.host.http_client import HttpClient, NoAnswerError, may_pass
 
 KEY_VARIABLE = "VLLM_API_KEY"
 """Environment variable that has the servers' key, if they want one; vLLM's server reads the same."""
@@ -245,14 +245,14 @@ class Server(ABC):
         """Return the JSON of an answer.
 
         Raises:
-            EngineDeadError: the server does not answer, or fails.
+            EngineDeadError: the server does not answer, fails or stays overloaded.
             ValueError: it refuses what is asked.
         """
         limit = _ANSWER_S / (1 + retries)
         try:
             answer = settled(self._client.ask(method, route, body, query, timeout_s=limit, retries=retries))
         except NoAnswerError as error:
-            if error.status is None or error.status >= 500:
+            if may_pass(error.status):
                 raise EngineDeadError(f"the server at {self.address} did not {what}: {error.problem}") from error
             raise ValueError(
                 f"{self.field}: the server at {self.address} refuses to {what} ({error.problem}): {self.restart}."

@@ -85,8 +85,8 @@ def read_tests(answer: Any, entry_point: str | None = None) -> Tests:
         answer: a list of statements such as ``["assert add(1, 2) == 3"]`` (MBPP's ``test_list``); a text with them, or
             with ``def check(candidate)`` (HumanEval's ``test``); ``{"inputs": [...], "outputs": [...]}``, with
             ``fn_name`` for calls (APPS; prime_code, which has JSON in texts, a line for each argument); or a list of
-            ``{"input", "output", "testtype"}`` (LiveCodeBench's ``public_test_cases``). The last two also as JSON, and all in ``{"ground_truth": ...}``
-            (verl's column ``reward_model``).
+            ``{"input", "output", "testtype"}`` (LiveCodeBench's ``public_test_cases``). The last two also as JSON, and
+            all in ``{"ground_truth": ...}`` (verl's column ``reward_model``).
         entry_point: name of the function that is tested, where the tests do not say it.
 
     Raises:

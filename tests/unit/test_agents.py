@@ -19,7 +19,8 @@ import pytest
 from tests.support.agents import PROBLEM, agent_task, played
 from torchrl_grpo.agents import load_program
 from torchrl_grpo.agents.programs import Command, Function
-from torchrl_grpo.agents.protocol import CHAT, TEXT, parse_request
+from torchrl_grpo.agents.protocol import CHAT, TEXT, BadRequest, parse_request
+from torchrl_grpo.agents.task import _Episode
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.host.processes import descendants
 from torchrl_grpo.tasks.base import Dialog, Score, Turn, Wish
@@ -225,6 +226,7 @@ def test_the_server_refuses_strangers_and_what_is_no_http():
         say("GET", "/v1/chat/completions", Authorization=key)
         say("POST", "/v1/chat/completions", b"no json", Authorization=key)
         say("POST", "/v1/chat/completions", b"x" * 2**19, Authorization=key)
+        assert b"Connection: close" in raw(b"HEAD / HTTP/1.1\r\n\r\n")
         assert raw(b"hello\r\n\r\n").startswith(b"HTTP/1.1 400")
         assert raw(b"GET / HTTP/1.1\r\nA: " + b"x" * 2**17 + b"\r\n\r\n").startswith(b"HTTP/1.1 431")
         assert raw(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n").startswith(b"HTTP/1.1 411")
@@ -326,6 +328,13 @@ def test_what_an_agent_does_wrong_costs_its_own_dialog_alone(case, kind, said):
     assert [end.score.reward for end in (ends[0], ends[2])] == [1, 1]
     assert isinstance(ends[1], kind), ends[1]
     assert said in str(ends[1])
+
+
+def test_a_request_that_comes_while_its_episode_is_closed_is_refused():
+    episode = _Episode()
+    episode.close()
+    refusal = episode.ask(parse_request(TEXT, b'{"prompt": "a"}')).exception(timeout=1)
+    assert isinstance(refusal, BadRequest) and refusal.status == 401
 
 
 def test_an_agent_that_is_given_up_ends_and_its_key_with_it():

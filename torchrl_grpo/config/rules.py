@@ -591,7 +591,7 @@ def _validate_servers(role: str, node: InferenceModelConfig | TeacherConfig, swi
     for address in node.address:
         if not _is_server(str(address)):
             raise ConfigError(f"{name} must have URLs of servers, {address!r} is none: {example}")
-    if len(set(node.address)) < len(node.address):
+    if len({address.rstrip("/") for address in node.address}) < len(node.address):
         raise ConfigError(f"{name}={list(node.address)} must name each server once: leave out the second one.")
     for device in ("num_devices", "devices"):
         if getattr(node, device) is not None:

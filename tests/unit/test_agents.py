@@ -377,8 +377,11 @@ def command(tmp_path: Path, code: str) -> Command:
     return program
 
 
-def test_a_command_gets_the_endpoint_and_prints_its_reward(tmp_path):
-    program = command(tmp_path, "print('thinking'); print(0.5 * (ask(problem['prompt']) == problem['answer']))")
+def test_a_command_gets_the_endpoint_and_prints_its_reward(tmp_path, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # as on a cluster, whose own hosts need none
+    monkeypatch.setenv("no_proxy", "a.example")
+    code = "assert urllib.request.proxy_bypass('a.example'); print(0.5 * (ask(problem['prompt']) == problem['answer']))"
+    program = command(tmp_path, code)
     asked, end = played(agent_task(program), lambda turn: "2")
     assert asked[0].messages == chat("1+1=?")
     assert end.score == Score(0.5, False)

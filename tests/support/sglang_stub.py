@@ -76,7 +76,7 @@ class SGLangStub:
                 stub.seen.append((self.path, body))
                 stub.keys.append(self.headers["authorization"])
                 status, said = stub.respond(self.path, body)
-                data = json.dumps(said).encode()
+                data = said if isinstance(said, bytes) else json.dumps(said).encode()
                 self.send_response(status)
                 self.send_header("content-length", str(len(data)))
                 self.end_headers()
@@ -175,7 +175,7 @@ class SGLangStub:
         self.hangs.wait()
         self.busy -= 1
         if self.busy >= 0:
-            return 503, {"error": {"message": "too many requests"}}
+            return 429, {"error": {"message": "too many requests"}}
         with torch.no_grad():
             known = torch.tensor([prompt]).clamp(max=self.engine.model.config.vocab_size - 1)
             logits = self.engine.model(known).logits[0, start:-1]

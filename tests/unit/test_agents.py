@@ -19,6 +19,8 @@ import pytest
 from tests.support.agents import PROBLEM, agent_task, played
 from torchrl_grpo.agents import load_program
 from torchrl_grpo.agents.programs import Command, Function
+from torchrl_grpo.agents.protocol import CHAT, TEXT, BadRequest, parse_request
+from torchrl_grpo.agents.task import _Episode
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.host.processes import descendants
 from torchrl_grpo.tasks.base import Dialog, Score, Turn, Wish
@@ -168,6 +170,7 @@ def test_wishes_reach_the_run_and_a_stop_string_is_not_told():
         ({"messages": []}, "messages=[] must be a list with at least one message: send one."),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role=robot must be one of"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content must be text"),
+        ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages[0].tool_calls=1 must be a list: send"),
         ({"max_tokens": 0}, "max_tokens=0 must be a whole number of at least 1: for example, 256."),
         ({"stop": [""]}, "stop=[''] must be at most 4 texts"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs=3 must be 0"),
@@ -189,6 +192,13 @@ def test_what_cannot_be_honored_is_an_error_with_a_fix(wrong, said):
     asked, end = played(agent_task(play), lambda turn: "yes")
     assert len(asked) == 1  # an agent goes on after a bad request
     assert end.score == Score(1.0, True)
+
+
+def test_half_of_a_surrogate_pair_is_replaced_and_a_whole_one_kept():
+    wants = rb'{"prompt": "\ud83d\ude00 \ud83d", "stop": "\udc00", "messages": [{"role": "user", "content": "\ud83d"}]}'
+    text, said = parse_request(TEXT, wants), parse_request(CHAT, wants)
+    assert text.messages[0]["content"] == "\U0001f600 \ufffd" and text.wish.stop == ("\ufffd",)
+    assert said.messages == [{"role": "user", "content": "\ufffd"}]
 
 
 def test_the_server_refuses_strangers_and_what_is_no_http():
@@ -216,6 +226,7 @@ def test_the_server_refuses_strangers_and_what_is_no_http():
         say("GET", "/v1/chat/completions", Authorization=key)
         say("POST", "/v1/chat/completions", b"no json", Authorization=key)
         say("POST", "/v1/chat/completions", b"x" * 2**19, Authorization=key)
+        assert b"Connection: close" in raw(b"HEAD / HTTP/1.1\r\n\r\n")
         assert raw(b"hello\r\n\r\n").startswith(b"HTTP/1.1 400")
         assert raw(b"GET / HTTP/1.1\r\nA: " + b"x" * 2**17 + b"\r\n\r\n").startswith(b"HTTP/1.1 431")
         assert raw(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n").startswith(b"HTTP/1.1 411")
@@ -319,6 +330,13 @@ def test_what_an_agent_does_wrong_costs_its_own_dialog_alone(case, kind, said):
     assert said in str(ends[1])
 
 
+def test_a_request_that_comes_while_its_episode_is_closed_is_refused():
+    episode = _Episode()
+    episode.close()
+    refusal = episode.ask(parse_request(TEXT, b'{"prompt": "a"}')).exception(timeout=1)
+    assert isinstance(refusal, BadRequest) and refusal.status == 401
+
+
 def test_an_agent_that_is_given_up_ends_and_its_key_with_it():
     ended: list[str] = []
 
@@ -359,8 +377,11 @@ def command(tmp_path: Path, code: str) -> Command:
     return program
 
 
-def test_a_command_gets_the_endpoint_and_prints_its_reward(tmp_path):
-    program = command(tmp_path, "print('thinking'); print(0.5 * (ask(problem['prompt']) == problem['answer']))")
+def test_a_command_gets_the_endpoint_and_prints_its_reward(tmp_path, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # as on a cluster, whose own hosts need none
+    monkeypatch.setenv("no_proxy", "a.example")
+    code = "assert urllib.request.proxy_bypass('a.example'); print(0.5 * (ask(problem['prompt']) == problem['answer']))"
+    program = command(tmp_path, code)
     asked, end = played(agent_task(program), lambda turn: "2")
     assert asked[0].messages == chat("1+1=?")
     assert end.score == Score(0.5, False)

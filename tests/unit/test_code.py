@@ -36,7 +36,13 @@ def fenced(program: str) -> str:
         (["assert add(1, 2) == 3", "assert add(0, 0) == 0"], {}, ADD),  # MBPP
         ("assert add(1, 2) == 3\nassert add(2, 2) == 4", {}, ADD),
         ("def check(candidate):\n    assert candidate(1, 2) == 3\n", {"entry_point": "add"}, ADD),  # HumanEval
-        (CALL, {}, ADD),  # APPS, prime_code
+        (CALL, {}, ADD),  # APPS
+        ({"inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"], "fn_name": "add"}, {}, ADD),  # prime_code
+        (
+            CALL,
+            {},
+            "class Solution:\n    def add(self, a: int, b: Optional[int]) -> List[int]:\n        return a + b\n",
+        ),
         (json.dumps(CALL), {}, ADD),
         (CALL, {}, "class Solution:\n    def add(self, a, b):\n        return a + b\n"),
         ({"inputs": [[[1, 2]]], "outputs": [[[2, 1]]], "fn_name": "turn"}, {}, "def turn(x):\n    return x[::-1]\n"),
@@ -81,7 +87,10 @@ def test_what_a_test_expects_is_not_in_the_program_s_process() -> None:
     assert code(told, CALL, metric="fraction") == 0.5
 
 
-@pytest.mark.parametrize("answer", [None, [], {}, "", 3, {"inputs": [1], "outputs": []}, "{not json"])
+UNNAMED = {"input": "1\n2", "output": "3", "testtype": "functional"}
+
+
+@pytest.mark.parametrize("answer", [None, [], {}, "", 3, {"inputs": [1], "outputs": []}, "{not json", [UNNAMED]])
 def test_a_problem_without_tests_is_an_error_and_not_a_wrong_answer(answer: Any) -> None:
     with pytest.raises(ValueError, match="reward 'code' must have tests"):
         code(ADD, answer)
@@ -97,6 +106,14 @@ def test_the_last_block_counts() -> None:
     assert program_in("```python\na\n```\nor\n```py\nb\n```") == "b"
     assert program_in("```\nc\n```") == "c"
     assert program_in("```python\nd") == "d"  # cut off
+    assert program_in("```python\n```\nor\n```py\ne\n  f\n```\n") == "e\n  f"
+
+
+def test_blocks_of_other_languages_and_of_output_are_no_programs() -> None:
+    assert program_in("```bash\npip install x\n```\nThen:\n```python\na\n```") == "a"
+    assert program_in("```python\na\n```\nIt prints:\n```text\n1\n```\nDone.") == "a"
+    assert program_in("```python\na\n```\nIt prints:\n```\n1\n```\nDone.") == "a"
+    assert program_in("```bash\nls\n```\nThen:\n```\nb\n```") == "b"
 
 
 SECRET = str(ROOT / "README.md")
@@ -179,6 +196,14 @@ def test_without_namespaces_limits_hold_and_strict_refuses(monkeypatch: pytest.M
     config = compose_config(*SMALL, "env.reward=code", "env.sandbox=strict")
     with pytest.raises(ValueError, match=r"^env\.sandbox=strict must have namespaces"):
         make_task(config.env)
+
+
+@apart
+def test_a_sandbox_that_cannot_be_made_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_ROOT", "echo no room >&2; exit 1")
+    for tests in (CALL, LINES):
+        with pytest.raises(OSError, match="the sandbox of a program could not be made: no room"):
+            code(fenced(ADD), tests)
 
 
 @apart

@@ -119,6 +119,12 @@ def test_the_splits_share_no_question_and_are_the_same_in_every_process() -> Non
     assert {one.query for one in other.problems("train")} != {one.query for one in train}
 
 
+def test_a_question_of_two_levels_is_one_problem() -> None:
+    task = ReasoningGymTask("chain_sum", options={"levels": [0, 1, 2]}, max_samples=60)
+    for split, size in (("train", 60), ("test", 15)):
+        assert len({problem.query for problem in task.problems(split)}) == len(task.problems(split)) == size
+
+
 def test_levels_have_an_equal_share_and_set_the_arguments() -> None:
     task = ReasoningGymTask("chain_sum", options={"levels": [0, 2, 5]}, max_samples=30)
     train = task.problems("train")

@@ -83,6 +83,16 @@ def test_an_overloaded_server_is_asked_again(stub: SGLangStub, monkeypatch: pyte
     assert [route for route, _ in stub.seen].count("/generate") == 2
 
 
+def test_a_server_that_stays_overloaded_is_lost_and_not_wrong(
+    stub: SGLangStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "_SCORE_AGAIN", 0)
+    teacher = ServedTeacher(stub.address)
+    stub.busy = 99
+    with pytest.raises(EngineDeadError, match="did not score token ids: status 429"):
+        teacher(batch())
+
+
 def test_a_server_that_hangs_or_is_gone_is_lost(stub: SGLangStub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "_SCORE_AGAIN", 0)
     teacher = ServedTeacher(stub.address)
@@ -143,6 +153,36 @@ def test_a_server_that_cannot_be_the_teacher_is_refused(change: dict, message: s
         ServedTeacher.check(stub.address, vocabulary=261, longest=100)
 
 
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({}, r"must answer in JSON when it is to name its model, it says '<html>'"),
+        (
+            {"/get_model_info": {}, "/get_server_info": {}},
+            "must answer as SGLang does when it says what it serves",
+        ),
+        ({"/get_model_info": None, "/v1/models": {"data": []}}, r"as vLLM does when it says .*\(IndexError"),
+        ({"/get_model_info": None, "/v1/models": {"data": [{"id": "a"}]}}, r"\(KeyError: 'max_model_len'\): start it"),
+        (
+            {
+                "/get_model_info": None,
+                "/v1/models": {"data": [{"max_model_len": 2048}]},
+                "/v1/completions": {"choices": [{"prompt_logprobs": None}]},
+            },
+            "teacher.address: the server at .* must answer as vLLM does when it scores token ids, something is missing",
+        ),
+    ],
+)
+def test_what_is_no_such_server_is_refused(answers: dict, message: str, stub: SGLangStub) -> None:
+    def respond(route: str, body: object) -> tuple[int, object]:
+        said = answers.get(route, b"<html>")
+        return (404, {}) if said is None else (200, said)
+
+    stub.respond = respond
+    with pytest.raises(ValueError, match=message):
+        ServedTeacher.check(stub.address, vocabulary=261, longest=100)
+
+
 def test_a_teachers_server_must_answer(stub: SGLangStub) -> None:
     stub.stop()
     with pytest.raises(ConfigError, match=f"teacher.address={stub.address} must be a server that answers: .* Start it"):
@@ -162,6 +202,8 @@ def test_a_teachers_server_must_answer(stub: SGLangStub) -> None:
         (("teacher.model=null",), "teacher.model=null and policy.teacher_coef=1 go together"),
         (("policy.teacher_coef=0", "policy.reward_coef=1"), "must be left out without a teacher: use algo=distill"),
         (("teacher.address=[a:8000]",), "teacher.address must have URLs of servers, 'a:8000' is none"),
+        (("teacher.address=[http://a:99999]",), "teacher.address must have URLs of servers, 'http://a:99999' is none"),
+        (("teacher.address=['http://[::1']",), "teacher.address must have URLs of servers, 'http://[::1' is none"),
         (("teacher.address=[http://a,http://a]",), "must name each server once"),
     ],
 )

@@ -230,7 +230,7 @@ def test_a_checkpoint_is_not_what_a_server_would_evaluate() -> None:
     [
         ((), "inference_model.backend=server needs inference_model.address: use inference_model.address="),
         (("inference_model.address=[localhost:8000]",), "must have URLs of servers, 'localhost:8000' is none"),
-        (("inference_model.address=[http://a,http://a]",), "must name each server once"),
+        (("inference_model.address=[http://a,http://a/]",), "must name each server once"),
         (
             ("inference_model.address=[http://a]", "inference_model.num_devices=2"),
             "inference_model.num_devices=2 must be left out with inference_model.backend=server",
@@ -278,10 +278,18 @@ def test_sglang_does_not_keep_responses_over_an_update(stub: SGLangStub) -> None
 
 
 def test_the_key_goes_with_each_request(stub: SGLangStub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("VLLM_API_KEY", "secret\n")
     with ServerEngine(stub.address) as engine:
         engine.generate(PROMPTS[:1], 1, PARAMS)
     assert len(stub.keys) == 5 and set(stub.keys) == {"Bearer secret"}
+
+
+@pytest.mark.parametrize("key", ["secret\nsecret", "s\u00e9cret"])
+def test_a_key_that_cannot_be_sent_is_not_shown(key: str, stub: SGLangStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    with pytest.raises(ValueError, match="environment variable VLLM_API_KEY must be a key of printable ASCII"):
+        ServerEngine(stub.address)
+    assert stub.keys == []
 
 
 def test_tokens_without_a_label_are_of_no_known_weights(engine: ServerEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -303,6 +303,21 @@ def test_rows_that_nothing_scores_need_no_reward(tmp_path: Path) -> None:
             ["algo=sft", "policy.teacher_coef=1", "teacher.model=starter"],
             r"policy\.teacher_divergence=sampled must be left out with",
         ),
+        *(
+            (
+                ["algo=sft", f"policy.{one}"],
+                rf"policy\.{one}.* must be (left out|none) with policy\.demonstrations=true",
+            )
+            for one in (
+                *("advantage_mean=batch", "advantage_std=batch", "advantage_level=token", "turn_credit=per_turn"),
+                *("reward_scale=2", "reward_bias=-1", "overlong_buffer=0.5", "kl_in_reward=true", "dual_clip=3"),
+                *("kl_to_behaviour_coef=0.1", "proximal=recomputed", "ratio_level=sequence"),
+            )
+        ),
+        (
+            ["algo=sft", "inference_model.temperature=0.5"],
+            r"inference_model\.temperature=0\.5 must be 1\.0 with .* or use evaluation\.temperature",
+        ),
         (["policy.sft_coef=0.1"], r"policy\.sft_coef must have a response to each problem, task 'arithmetic' has none"),
         (
             ["env.dataset=a.jsonl", "env.columns.completion=c"],

@@ -78,6 +78,9 @@ def test_endless_tasks_are_cut_off(game):
     few = make_task(EnvConfig(task="verifiers:warmer", max_samples=10, max_turns=2))
     assert [len(few.problems(split)) for split in ("train", "test")] == [10, 3]
     assert few.problems("train") == game.problems("train")[:10]
+    with pytest.raises(ValueError, match="must have tasks for both splits, it has none for the split"):
+        one = made("warmer", taskset={"games": 1})  # the same one without end
+        assert one.problems("train") and one.problems("test")
 
 
 @pytest.mark.parametrize("answer, reward", [("4", 1 + 0.25), ("5", 0.25), ("12", 0.125), (" 4\n", 1.25)])

@@ -146,7 +146,9 @@ class Command(Program):
         done: Future[float | None] = Future()
         anthropic = {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
         openai = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
-        environment = os.environ | openai | anthropic | {"NO_PROXY": "127.0.0.1"}
+        kept = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+        direct = kept if kept == "*" else f"{kept},127.0.0.1" if kept else "127.0.0.1"
+        environment = os.environ | openai | anthropic | {"NO_PROXY": direct, "no_proxy": direct}  # clients differ
         process = subprocess.Popen(
             self._words,
             stdin=subprocess.PIPE,

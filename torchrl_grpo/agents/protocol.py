@@ -8,6 +8,7 @@ and completions.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ PATHS = (CHAT, TEXT, ANTHROPIC)
 MODEL = "policy"
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_HALF = re.compile("[\ud800-\udfff]")
+"""Lone surrogates: JSON can spell them out, and no tokenizer accepts them."""
 _MOST_STOPS, _MOST_STOP_BYTES = 4, 256
 _ONE = {"n": 1, "best_of": 1, "echo": False, "suffix": None, "logit_bias": None, "response_format": "text"}
 _FIXES = {
@@ -87,6 +90,8 @@ def parse_request(path: str, body: bytes) -> Request:
     """
     try:
         given = json.loads(body)
+        if b"\\u" in body:
+            given = json.loads(_HALF.sub("\ufffd", json.dumps(given, ensure_ascii=False)))
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body must be JSON, it is not ({error}): send an object.") from error
     if not isinstance(given, dict):
@@ -133,8 +138,10 @@ def _message(given: Any, field: str) -> Message:
     if content is not None and not isinstance(content, str):
         raise BadRequest(f"{field}.content={content!s:.60} must be text: send a string.", field)
     message: Message = {"role": role, "content": content or ""}
-    if given.get("tool_calls"):
-        message["tool_calls"] = [_call(call, f"{field}.tool_calls") for call in given["tool_calls"]]
+    if calls := given.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise BadRequest(f"{field}.tool_calls={calls!s:.60} must be a list: send those of the answer.", field)
+        message["tool_calls"] = [_call(call, f"{field}.tool_calls") for call in calls]
     for name in ("name", "tool_call_id"):
         if given.get(name) is not None:
             message[name] = str(given[name])

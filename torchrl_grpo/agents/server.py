@@ -68,7 +68,8 @@ class Server:
             while stays:
                 try:
                     method, path, headers = await asyncio.wait_for(_head(reader), _IDLE_S)
-                    stays = headers.get("connection", "keep-alive").lower() != "close"
+                    # The answer to HEAD may have no body, and ours has one: nothing may follow it.
+                    stays = headers.get("connection", "keep-alive").lower() != "close" and method != "HEAD"
                     body = await asyncio.wait_for(_body(reader, writer, headers), _IDLE_S)
                 except BadRequest as refusal:  # what follows on the connection cannot be told apart
                     _write(writer, refusal.status, refusal.body(), stays=False)

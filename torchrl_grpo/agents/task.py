@@ -66,6 +66,7 @@ class _Episode:
         self.end: Callable[[], None] = lambda: None
         self._events: SimpleQueue[_Asked | Future[float | None]] = SimpleQueue()
         self._waiting: _Asked | None = None
+        self._closed: BadRequest | None = None
         self._samples: list[_Sample] = []
         self._sample = 0
 
@@ -73,6 +74,8 @@ class _Episode:
         """Takes a request; in the server's thread."""
         asked = _Asked(request)
         self._events.put(asked)
+        if self._closed is not None:  # meanwhile
+            self._refuse_all(self._closed)
         return asked.answer
 
     def ended(self, result: Future[float | None]) -> None:
@@ -128,11 +131,15 @@ class _Episode:
         ended = BadRequest("the API key must be that of an episode that is being played, its has ended.", status=401)
         self.end()
         self.refuse(ended)
+        self._closed = ended
+        self._refuse_all(ended)
+
+    def _refuse_all(self, why: BadRequest) -> None:
         with suppress(Empty):
             while True:
                 event = self._events.get_nowait()
                 if isinstance(event, _Asked):
-                    self.refuse(ended, event)
+                    self.refuse(why, event)
 
 
 def _rest(chat: list[Message], sample: _Sample, request: Request) -> list[Message] | None:

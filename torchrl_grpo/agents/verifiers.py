@@ -24,6 +24,8 @@ from torchrl_grpo.tasks.generated import split_by_hash
 
 _TRAIN_SAMPLES = 1000
 _TRAIN_PER_TEST = 4
+_DRAWS_PER_PROBLEM = 20
+"""Tasks without end that are looked at for each problem: they may be few different ones, all of one split."""
 _REACTS_S = 10.0
 """Seconds after which an event loop that does nothing else is given up, with the environment that blocks it."""
 _NO_KEY = "TORCHRL_GRPO_HAS_NO_KEY"
@@ -82,7 +84,8 @@ class VerifiersTask(Task):
         if most is not None:
             sizes = {"train": most, "test": -(-most // _TRAIN_PER_TEST)}
         problems: dict[Split, list[Problem]] = {"train": [], "test": []}
-        for task in taskset:
+        drawn = int(_DRAWS_PER_PROBLEM * sum(sizes.values())) if taskset.INFINITE else None
+        for task in itertools.islice(taskset, drawn):
             data = task.data.model_dump(mode="json", exclude_none=True)
             split = split_by_hash(str(sorted((name, value) for name, value in data.items() if name != "idx")))
             if len(problems[split]) < sizes[split]:

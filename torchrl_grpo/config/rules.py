@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from torchrl_grpo import checks
 from torchrl_grpo.checks import (
@@ -388,12 +389,37 @@ def _validate_policy(config: GRPOConfig) -> None:
             "env.agent": env.agent,
             "policy.teacher_divergence": config.needs_teacher and not config.teacher_in_loss and "sampled",
             "policy.advantage_whiten": policy.advantage_whiten,
+            "policy.advantage_level": policy.advantage_level != "sequence" and policy.advantage_level,
+            "policy.turn_credit": policy.turn_credit != "sum" and policy.turn_credit,
+            "policy.reward_scale": policy.reward_scale != 1 and policy.reward_scale,
+            "policy.reward_bias": policy.reward_bias,
+            "policy.reward_clip": policy.reward_clip,
+            "policy.overlong_buffer": policy.overlong_buffer,
+            "policy.kl_in_reward": policy.kl_in_reward,
+            "policy.kl_to_behaviour_coef": policy.kl_to_behaviour_coef,
+            "policy.proximal": policy.proximal != "behaviour" and policy.proximal,
+            "policy.ratio_level": policy.ratio_level != "token" and policy.ratio_level,
+            "policy.dual_clip": policy.dual_clip,
         }
         for name, value in sampled.items():
             if value:
                 raise ConfigError(
                     f"{name}={_written(value)} must be left out with policy.demonstrations=true (algo=sft): it is for "
                     "responses that the policy sampled."
+                )
+        for name, only, value, why in (
+            ("policy.advantage_mean", "none", policy.advantage_mean, "the rewards are all 1: use algo=sft alone"),
+            ("policy.advantage_std", "none", policy.advantage_std, "the rewards are all 1: use algo=sft alone"),
+            (
+                "inference_model.temperature",
+                1.0,
+                1.0 if config.teacher_in_loss else config.inference_model.temperature,  # GKD's divergence has one
+                "the loss is the log-likelihood as it is: leave it out, or use evaluation.temperature",
+            ),
+        ):
+            if value != only:
+                raise ConfigError(
+                    f"{name}={value} must be {only} with policy.demonstrations=true (algo=sft), where {why}."
                 )
         if env.repeats != 1:
             raise ConfigError(
@@ -563,9 +589,9 @@ def _validate_servers(role: str, node: InferenceModelConfig | TeacherConfig, swi
     if not node.address:
         raise ConfigError(f"{switch} needs {name}: {example}")
     for address in node.address:
-        if not re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", str(address)):
+        if not _is_server(str(address)):
             raise ConfigError(f"{name} must have URLs of servers, {address!r} is none: {example}")
-    if len(set(node.address)) < len(node.address):
+    if len({address.rstrip("/") for address in node.address}) < len(node.address):
         raise ConfigError(f"{name}={list(node.address)} must name each server once: leave out the second one.")
     for device in ("num_devices", "devices"):
         if getattr(node, device) is not None:
@@ -573,6 +599,14 @@ def _validate_servers(role: str, node: InferenceModelConfig | TeacherConfig, swi
                 f"{role}.{device}={getattr(node, device)} must be left out with {switch}, which runs on servers: give "
                 "more addresses."
             )
+
+
+def _is_server(address: str) -> bool:
+    try:
+        urlsplit(address).port  # noqa: B018
+    except ValueError:  # no number from 0 to 65535, or half of an IPv6 address
+        return False
+    return re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", address) is not None
 
 
 def _validate_served_teacher(config: GRPOConfig) -> None:

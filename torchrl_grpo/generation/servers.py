@@ -7,14 +7,14 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from torchrl_grpo.generation.base import EngineDeadError, SamplingParams
 from torchrl_grpo.host.event_loop import settled
-from torchrl_grpo.host.http_client import HttpClient, NoAnswerError
+from torchrl_grpo.host.http_client import HttpClient, NoAnswerError, may_pass
 
 KEY_VARIABLE = "VLLM_API_KEY"
 """Environment variable that has the servers' key, if they want one; vLLM's server reads the same."""
@@ -129,7 +129,8 @@ class Server(ABC):
         Returns:
             for each token from ``start`` on, the log-probs by id: its own, and those of the likely ones.
         """
-        scored = self._score(tokens, start, top_k)
+        with self.reading("scores token ids"):
+            scored = self._score(tokens, start, top_k)
         if [token for token, found in scored if token in found] != tokens[start:]:
             raise EngineDeadError(f"the server at {self.address} scored other tokens than it was given: see its log.")
         return [found for _, found in scored]
@@ -159,7 +160,8 @@ class Server(ABC):
         Raises:
             ValueError: they are those of temperature 1.
         """
-        cold, warm = (self.candidates([0], temperature) for temperature in (0.5, 1.0))
+        with self.reading("samples"):
+            cold, warm = (self.candidates([0], temperature) for temperature in (0.5, 1.0))
         common = sorted(cold.keys() & warm.keys(), key=warm.__getitem__)
         if len(common) < 2 or (gap := warm[common[-1]] - warm[common[0]]) < _CLOSE:
             return
@@ -243,19 +245,43 @@ class Server(ABC):
         """Return the JSON of an answer.
 
         Raises:
-            EngineDeadError: the server does not answer, or fails.
+            EngineDeadError: the server does not answer, fails or stays overloaded.
             ValueError: it refuses what is asked.
         """
         limit = _ANSWER_S / (1 + retries)
         try:
             answer = settled(self._client.ask(method, route, body, query, timeout_s=limit, retries=retries))
         except NoAnswerError as error:
-            if error.status is None or error.status >= 500:
+            if may_pass(error.status):
                 raise EngineDeadError(f"the server at {self.address} did not {what}: {error.problem}") from error
             raise ValueError(
                 f"{self.field}: the server at {self.address} refuses to {what} ({error.problem}): {self.restart}."
             ) from error
-        return json.loads(answer) if answer else None
+        try:
+            return json.loads(answer) if answer else None
+        except ValueError as error:
+            raise ValueError(
+                f"{self.field}: the server at {self.address} must answer in JSON when it is to {what}, it says "
+                f"{answer[:60].decode(errors='replace')!r}: {self.restart}."
+            ) from error
+
+    @contextlib.contextmanager
+    def reading(self, does: str) -> Iterator[None]:
+        """Refuse answers of another form, those of a server of another kind or version.
+
+        Args:
+            does: the action that the server answers.
+
+        Raises:
+            ValueError: an answer lacks something.
+        """
+        try:
+            yield
+        except (AttributeError, LookupError, TypeError) as error:
+            raise ValueError(
+                f"{self.field}: the server at {self.address} must answer as {self.name} does when it {does}, something "
+                f"is missing or different ({type(error).__name__}: {error}): {self.restart}."
+            ) from error
 
     def close(self) -> None:
         """End the connections."""
@@ -272,7 +298,7 @@ class VLLM(Server):
     }
 
     def greet(self) -> None:
-        [model, *_] = self.ask("GET", "/v1/models", "name its model")["data"]
+        model = self.ask("GET", "/v1/models", "name its model")["data"][0]
         self.max_model_len = int(model["max_model_len"])
         if self.role == "engine":
             self.ask("GET", "/weight_info", "say which weights it has")
@@ -309,7 +335,7 @@ class VLLM(Server):
         sampling = {"max_tokens": 1, "temperature": temperature, "logprobs": 5, "detokenize": False}
         body = {"token_ids": prompt, "sampling_params": sampling}
         answer = self.ask("POST", "/inference/v1/generate", "sample from token ids", body)
-        [first, *_] = answer["choices"][0]["logprobs"]["content"]
+        first = answer["choices"][0]["logprobs"]["content"][0]
         return {one["token_id"]: one["logprob"] for one in first["top_logprobs"]}
 
     def _score(self, tokens: list[int], start: int, top_k: int) -> list[tuple[int, dict[int, float]]]:
@@ -452,7 +478,8 @@ def _greeted(address: str, role: Role) -> Server:
         if server.has("/get_model_info"):
             server.close()
             server = SGLang(address, role)
-        server.greet()
+        with server.reading("says what it serves"):
+            server.greet()
     except BaseException:
         server.close()
         raise

@@ -9,7 +9,7 @@ from typing import Any
 
 CONNECT_S = 10.0
 """Seconds in which a connection must be made."""
-_TRY_AGAIN = {408, 409, 425, 429}  # and every 5xx
+_TRY_AGAIN = {408, 409, 425, 429}
 _LONGEST_PAUSE_S = 8.0
 _KEPT_S = 1.0
 """Seconds for which an idle connection is used again: a server that closes it after some (uvicorn's five) must not do
@@ -28,6 +28,11 @@ class NoAnswerError(RuntimeError):
     def __init__(self, status: int | None, problem: str, attempts: int) -> None:
         super().__init__(f"after {attempts} attempts: {problem}")
         self.status, self.problem, self.attempts = status, problem, attempts
+
+
+def may_pass(status: int | None) -> bool:
+    """Whether a failure says nothing of the request: a server that does not answer, fails or is overloaded."""
+    return status is None or status >= 500 or status in _TRY_AGAIN
 
 
 class HttpClient:
@@ -87,10 +92,16 @@ class HttpClient:
 
         Raises:
             NoAnswerError: it did not answer with a success.
+            ValueError: the key cannot be one.
             RuntimeError: the answer is too large, or compressed: then nothing is known of its size.
         """
         headers = {"Accept-Encoding": "identity"}
-        if key := os.environ.get(self._key_variable):
+        if key := os.environ.get(self._key_variable, "").strip():
+            if not (key.isascii() and key.isprintable()):  # the library's own message would show it
+                raise ValueError(
+                    f"the environment variable {self._key_variable} must be a key of printable ASCII characters, it "
+                    "has others: set it again."
+                )
             headers["Authorization"] = f"Bearer {key}"
         status: int | None = None
         problem = ""
@@ -111,7 +122,7 @@ class HttpClient:
             if status < 300:
                 return answer
             problem = f"status {status}, {answer[:300].decode(errors='replace')}"
-            if status not in _TRY_AGAIN and status < 500:
+            if not may_pass(status):
                 break
         raise NoAnswerError(status, problem, attempt + 1)
 

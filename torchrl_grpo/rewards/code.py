@@ -16,12 +16,15 @@ from typing import Any, Literal
 
 from torchrl_grpo.sandbox import Limits, require_isolation, run_python
 
-_FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)(?:\n[ \t]*```|\Z)", re.S | re.I)
+_FENCED = re.compile(r"```([^\n`]*)\n(.*?)(?:^[ \t]*```|\Z)", re.S | re.M)
+_PYTHON = ("python", "py", "python3")
 _HARNESS = """\
 import io, json, sys
 given = json.load(sys.stdin)
 sys.stdin = io.StringIO()
 scope = {"__name__": "solution"}
+if given["function"] is not None:  # the stubs of such problems are annotated, with List and others
+    exec("from typing import *", scope)
 exec(compile(given["program"], "solution.py", "exec"), scope)
 
 def call(arguments):
@@ -63,13 +66,16 @@ class Tests:
 
 
 def program_in(response: str) -> str:
-    """Return the last fenced block of Python or, without one, the whole response.
+    """Return the last fenced block of Python: one that says so, else one without a language; else the whole response.
 
     >>> program_in("So:\\n```python\\nprint(1)\\n```\\nDone.")
     'print(1)'
     """
-    blocks = _FENCED.findall(response)
-    return blocks[-1] if blocks else response
+    blocks = [(info.strip().lower(), block.removesuffix("\n")) for info, block in _FENCED.findall(response)]
+    for languages in (_PYTHON, ("",)):
+        if found := [block for language, block in blocks if language in languages]:
+            return found[-1]
+    return response
 
 
 def read_tests(answer: Any, entry_point: str | None = None) -> Tests:
@@ -78,9 +84,9 @@ def read_tests(answer: Any, entry_point: str | None = None) -> Tests:
     Args:
         answer: a list of statements such as ``["assert add(1, 2) == 3"]`` (MBPP's ``test_list``); a text with them, or
             with ``def check(candidate)`` (HumanEval's ``test``); ``{"inputs": [...], "outputs": [...]}``, with
-            ``fn_name`` for calls (APPS, prime_code); or a list of ``{"input", "output", "testtype"}``
-            (LiveCodeBench's ``public_test_cases``). The last two also as JSON, and all in ``{"ground_truth": ...}``
-            (verl's column ``reward_model``).
+            ``fn_name`` for calls (APPS; prime_code, which has JSON in texts, a line for each argument); or a list of
+            ``{"input", "output", "testtype"}`` (LiveCodeBench's ``public_test_cases``). The last two also as JSON, and
+            all in ``{"ground_truth": ...}`` (verl's column ``reward_model``).
         entry_point: name of the function that is tested, where the tests do not say it.
 
     Raises:
@@ -99,7 +105,8 @@ def read_tests(answer: Any, entry_point: str | None = None) -> Tests:
         return Tests("assert", [answer])
     if isinstance(answer, Mapping) and len(answer.get("inputs") or ()) == len(answer.get("outputs") or ()) > 0:
         function = answer.get("fn_name") or entry_point
-        return Tests("call" if function else "stdin", answer["inputs"], answer["outputs"], function)
+        inputs = [_arguments(one) for one in answer["inputs"]] if function else answer["inputs"]
+        return Tests("call" if function else "stdin", inputs, answer["outputs"], function)
     if isinstance(answer, Sequence) and answer and all(isinstance(one, str) for one in answer):
         return Tests("assert", answer)
     if (
@@ -109,14 +116,23 @@ def read_tests(answer: Any, entry_point: str | None = None) -> Tests:
     ):
         inputs, outputs = [one["input"] for one in answer], [one["output"] for one in answer]
         if answer[0].get("testtype") == "functional":
-            arguments = [[json.loads(line) for line in one.splitlines()] for one in inputs]
-            return Tests("call", arguments, [json.loads(one) for one in outputs], entry_point)
+            if not entry_point:
+                raise ValueError(
+                    "reward 'code' must have tests with the name of the function that they call, this problem has "
+                    "none: keep the column metadata, whose func_name it is, or entry_point."
+                )
+            return Tests("call", [_arguments(one) for one in inputs], [json.loads(one) for one in outputs], entry_point)
         return Tests("stdin", inputs, outputs)
     raise ValueError(
         f"reward 'code' must have tests, this problem has {answer!r:.80}: give a list of assert statements, a text "
         'with them, {"inputs": [...], "outputs": [...]} or a list of {"input", "output"} in the column of '
         "env.columns.answer."
     )
+
+
+def _arguments(given: Any) -> Any:
+    """The arguments of a call, which may be JSON in a text, a line for each."""
+    return [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else given
 
 
 def code(

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -62,6 +62,7 @@ mount -o remount,bind,ro,nosuid,nodev {root}/program
 mount -o remount,bind,ro,nosuid,nodev {root}
 mount -t tmpfs -o size={size},nr_inodes=4096,mode=1777 tmpfs {root}/tmp
 unset PWD OLDPWD
+: > {ready}
 set -- setpriv {identity} --no-new-privs --bounding-set=-all --inh-caps=-all {python} -I -S -B /program/start.py
 exec chroot {root} "$@"
 """
@@ -146,7 +147,7 @@ def run_python(program: str, stdin: str = "", limits: Limits | None = None) -> O
         limits: by default those of ``Limits``.
 
     Raises:
-        OSError: no process can be started.
+        OSError: no process can be started, or no sandbox for it be made.
 
     >>> run_python("print(int(input()) * 2)", "21").output
     '42\\n'
@@ -155,13 +156,20 @@ def run_python(program: str, stdin: str = "", limits: Limits | None = None) -> O
 
 
 def _run(program: str, stdin: str, limits: Limits, isolated: Isolation) -> Outcome:
-    with started(program, limits, isolated) as process:
-        return _communicate(process, stdin.encode(errors="replace"), limits)
+    with started(program, limits, isolated) as (process, ready):
+        outcome = _communicate(process, stdin.encode(errors="replace"), limits)
+        if outcome.status is not None and not ready():
+            raise OSError(f"the sandbox of a program could not be made: {outcome.errors.strip() or outcome.status}")
+        return outcome
 
 
 @contextmanager
-def started(program: str, limits: Limits, isolated: Isolation) -> Iterator[subprocess.Popen[bytes]]:
+def started(
+    program: str, limits: Limits, isolated: Isolation
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], bool]]]:
     """Start a program; in the end it is killed, with all that it started.
+
+    Gives the process, and whether its sandbox has been made: what ends before has not run the program.
 
     Args:
         program: its source.
@@ -176,6 +184,7 @@ def started(program: str, limits: Limits, isolated: Isolation) -> Iterator[subpr
         for name in ("program", "root", "tmp"):
             (folder / name).mkdir()
         root, user = os.geteuid() == 0, random.randrange(10**6, 2**31)  # a user of its own, for its number of processes
+        ready = folder / "ready"  # out of the program's reach
         python, inside = os.path.realpath(sys.executable), isolated == "namespaces"
         source = folder / "program" / "program.py"
         source.write_text(program, encoding="utf-8", errors="replace")
@@ -190,6 +199,7 @@ def started(program: str, limits: Limits, isolated: Isolation) -> Iterator[subpr
         if inside:
             script = _ROOT.format(
                 root=folder / "root",
+                ready=ready,
                 folder=folder / "program",
                 size=limits.file,
                 python=python,
@@ -211,7 +221,7 @@ def started(program: str, limits: Limits, isolated: Isolation) -> Iterator[subpr
             start_new_session=True,
         )
         try:
-            yield process
+            yield process, lambda: not inside or ready.exists()
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with a PID namespace all that it holds ends with its first one

@@ -71,7 +71,7 @@ class Session:
         """
         if self._process is None:
             limits = replace(self._limits, seconds=self._limits.seconds * _CALLS)
-            self._process = self._resources.enter_context(started(_SERVE % _LARGEST, limits, isolation()))
+            self._process, _ = self._resources.enter_context(started(_SERVE % _LARGEST, limits, isolation()))
         try:
             return self._ask(code).rstrip("\n")
         except (TimeoutError, RuntimeError):

@@ -103,11 +103,10 @@ class ReasoningGymTask(Task):
         if split not in self._problems:
             size = self.max_samples if split == "train" else -(-self.max_samples // _TRAIN_PER_TEST)
             levels = len(self._configs)
-            self._problems[split] = [
-                problem
-                for number, (level, config) in enumerate(self._configs)
-                for problem in self._draw(split, size * (number + 1) // levels - size * number // levels, level, config)
-            ]
+            drawn: dict[str, Problem] = {}
+            for number, (level, config) in enumerate(self._configs):
+                self._draw(split, size * (number + 1) // levels - size * number // levels, level, config, drawn)
+            self._problems[split] = list(drawn.values())
             if not self._problems[split]:
                 raise ValueError(
                     f"{self.field}.dataset=reasoning_gym:{self.name} must have different questions for both splits, "
@@ -140,15 +139,15 @@ class ReasoningGymTask(Task):
 
         return reasoning_gym.factory.DATASETS[self.name][0](self._configs[0][1])
 
-    def _draw(self, split: Split, size: int, level: int | None, config: Any) -> list[Problem]:
-        """Return ``size`` different problems of a level, or fewer if there are not as many among those drawn."""
+    def _draw(self, split: Split, size: int, level: int | None, config: Any, drawn: dict[str, Problem]) -> None:
+        """Add ``size`` problems of a level to those drawn before, by question; fewer if it has not as many others."""
         import reasoning_gym
 
         draws = _DRAWS_PER_PROBLEM * max(size, 10)
         dataset = reasoning_gym.factory.DATASETS[self.name][0](dataclasses.replace(config, size=draws))
-        drawn: dict[str, Problem] = {}
+        wanted = len(drawn) + size
         for index in range(draws):
-            if len(drawn) == size:
+            if len(drawn) == wanted:
                 break
             try:
                 entry = dataset[index]
@@ -161,7 +160,6 @@ class ReasoningGymTask(Task):
             if split_by_hash(question) == split and question not in drawn:
                 extra = dict(entry) if level is None else entry | {"level": level}
                 drawn[question] = Problem(question, entry["answer"], extra)
-        return list(drawn.values())
 
     def _make_configs(self, gym: Any) -> list[tuple[int | None, Any]]:
         """The data set's configuration, one for each level that is asked for."""

@@ -34,9 +34,14 @@ class WarmerEnv(vf.Env[WarmerEnvConfig]):
         game.trace.record_reward("game", reward)
 
 
-class Warmer(vf.Taskset[GuessTask, vf.TasksetConfig]):
+class WarmerConfig(vf.TasksetConfig):
+    games: int = 10**9
+
+
+class Warmer(vf.Taskset[GuessTask, WarmerConfig]):
     INFINITE = True
 
     def load(self) -> Iterator[GuessTask]:
-        for seed in itertools.count():
+        for number in itertools.count():
+            seed = number % self.config.games
             yield GuessTask(GuessData(name=f"game {seed}", prompt="Guess 0-9.", number=seed % 10), self.config.task)

@@ -153,7 +153,7 @@ def test_plan_gives_counts_and_bytes_their_units() -> None:
     ]
     Console(file=file).table("Device plan", rows)
     words = [line.split() for line in file.getvalue().splitlines()]
-    assert ["train", "cuda:0,", "cuda:1", "7.24", "B", "15", "GiB"] in words
+    assert ["train", "cuda:0,", "cuda:1", "7.24", "B", "16.1", "GB"] in words
     assert ["inference", "cpu", "912", "k", "-"] in words
 
 

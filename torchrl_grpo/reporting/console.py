@@ -36,6 +36,7 @@ from torchrl_grpo.host.text import (
     points,
     printable,
     printable_lines,
+    size,
 )
 from torchrl_grpo.reporting.records import reward_text
 
@@ -45,7 +46,6 @@ _LONGEST_SAMPLE = 160
 _BLANK_LINES = re.compile(r"\n\s*\n")
 _WIDE = 80  # columns that the bar needs
 _DIMENSIONLESS = ("", "k", "M", "B", "T")
-_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Console(AbstractContextManager["Console"]):
@@ -311,15 +311,15 @@ def _cell(name: str, value: Any) -> str:
     if value is None:
         return MISSING
     if name == "parameters":
-        return _scaled(value, _DIMENSIONLESS, 1000)
+        return _scaled(value)
     if name.startswith("memory"):
-        return _scaled(value, _BYTES, 1024)
+        return size(value)
     if isinstance(value, list | tuple):
         return ", ".join(str(item) for item in value)
     return number(value) if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
-def _scaled(value: float, units: Sequence[str], base: int) -> str:
+def _scaled(value: float) -> str:
     """A number with three digits and its unit: 1234567 is 1.23 M."""
-    power = min(int(math.log(value, base)), len(units) - 1) if value >= 1 else 0
-    return f"{value / base**power:.3g} {units[power]}".rstrip()
+    power = min(int(math.log(value, 1000)), len(_DIMENSIONLESS) - 1) if value >= 1 else 0
+    return f"{value / 1000**power:.3g} {_DIMENSIONLESS[power]}".rstrip()

@@ -72,9 +72,9 @@ def compare(script: str, *arguments: str) -> dict[str, Any]:
         folder = Path(temporary)
         printed, tried_s, _ = watched(*command, "dry_run=true", folder=folder)
         table = printed.partition("Forecast for the whole run")[2]
-        [seconds] = re.findall(r"hours \(([\d.]+) s\)", table)
+        [duration] = re.findall(r"^\s*time\s+([\d:]+)", table, re.MULTILINE)
         predicted = {
-            "seconds": float(seconds),
+            "seconds": float(sum(int(part) * 60**power for power, part in enumerate(duration.split(":")[::-1]))),
             "disk": size_in(table, "disk"),
             "memory": size_in(table, r"memory \(cpu\)"),
         }

@@ -195,7 +195,7 @@ MOMENTS: dict[str, Callable[[Life], bool]] = {
     "first imports": lambda life: _later(life.start, 0.3),
     "importing PyTorch": lambda life: life.has_said("importing PyTorch"),
     "reading data": lambda life: life.has_said("reading data"),
-    "loading": lambda life: life.has_said("loading starter to train") or life.has_said("which load their models"),
+    "loading": lambda life: life.has_said("loading the model starter") or life.has_said("which load their models"),
     "first step": lambda life: life.rows() >= 1,
     "a step": lambda life: life.rows() >= 4,
     "a save": lambda life: any((life.folder / "checkpoints").glob("checkpoint_*.tmp")),

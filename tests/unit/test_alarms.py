@@ -138,16 +138,16 @@ def test_console_and_report_show_alarms_and_that_there_are_none(tmp_path: Path) 
             for row in rows(30, changed, start=1):
                 logger.log(row.pop("step"), row)
     page = write_report(tmp_path / "bad").read_text(encoding="utf-8")
-    assert '<td class="number">5 to 30</td>' in page and "90% of the responses were truncated over 5 steps" in page
+    assert '<td class="number">5 to 30</td>' in page and "truncated: 90% of the responses" in page
     assert "the reward component &#39;&lt;b&gt;&#39; applied to no response" in page and "No alarms." not in page
     assert "No alarms." in write_report(tmp_path / "good").read_text(encoding="utf-8")
     file = io.StringIO()
     with Console(file=file) as console:
-        console.alarm(5, "look \x1b[2J")
+        console.alarm(5, "kl", "look \x1b[2J")
         console.finish({"steps": 30, "alarms": [Alarm("kl", "a", 3, 9), Alarm("ess", "b", 5, 30)]}, {})
     lines = file.getvalue().splitlines()
-    assert lines[0] == "alarm at step 5: look \\x1b[2J"
-    assert lines[-2:] == ["alarm, steps 3 to 9: a", "alarm, from step 5 to the end: b"]
+    assert lines[0] == "alarm kl at step 5: look \\x1b[2J"
+    assert lines[-2:] == ["alarm kl, steps 3 to 9: a", "alarm ess, from step 5 to the end: b"]
 
 
 @pytest.mark.slow
@@ -157,8 +157,8 @@ def test_a_run_without_rewards_says_so_and_ends_if_asked(tmp_path: Path, capsys:
     reward = f"env.reward={tmp_path}/nothing.py:score"
     run(tmp_path / "all", reward, steps(6))
     printed = capsys.readouterr().out
-    assert printed.count("alarm at step 5: all rewards were 0 over 5 steps") == 1
-    assert "alarm, from step 5 to the end: all rewards were 0" in printed
+    assert printed.count("alarm zero_rewards at step 5: all rewards were 0 over 5 steps") == 1
+    assert "alarm zero_rewards, from step 5 to the end: all rewards were 0" in printed
     with pytest.raises(NoSignalError, match="3 steps in a row had no learning signal"):
         run(tmp_path / "ends", reward, steps(6), "train.max_steps_without_signal=3")
     assert [row["step"] for row in read_jsonl(tmp_path / "ends" / "metrics.jsonl")] == [0, 1, 2, 3]

@@ -65,6 +65,22 @@ def test_a_step_shows_the_share_of_invalid_rewards_beside_the_accuracy() -> None
     assert "accuracy - (100.0% invalid), entropy 0.5, " in file.getvalue()
 
 
+def test_a_step_of_distillation_shows_how_far_the_teacher_is() -> None:
+    file = io.StringIO()
+    with Console(file=file, every=1) as console:
+        console.step(1, METRICS | {"train/kl_k1_to_teacher": 0.25}, 8, 16)
+        console.step(2, METRICS | {"train/divergence_to_teacher": 0.5}, 16, 16)
+    first, second = file.getvalue().splitlines()
+    assert ", KL to teacher 0.25, " in first and ", divergence to teacher 0.5, " in second
+
+
+def test_an_evaluation_alone_ends_with_its_accuracy() -> None:
+    file = io.StringIO()
+    alone = {"accuracy_before": 0.3, "before_text": "30.0%", "after_step": None, "after_text": None}
+    Console(file=file).finish(alone | {"steps": 0, "wall_s": 75.0}, {})
+    assert file.getvalue().splitlines() == ["", "test accuracy (greedy) 30.0%", "1:15 wall time"]
+
+
 def test_a_step_of_demonstrations_shows_the_loss_and_no_reward() -> None:
     file = io.StringIO()
     with Console(file=file, supervised=True) as console:
@@ -137,7 +153,7 @@ def test_plan_gives_counts_and_bytes_their_units() -> None:
     ]
     Console(file=file).table("Device plan", rows)
     words = [line.split() for line in file.getvalue().splitlines()]
-    assert ["train", "cuda:0,", "cuda:1", "7.24", "B", "15", "GiB"] in words
+    assert ["train", "cuda:0,", "cuda:1", "7.24", "B", "16.1", "GB"] in words
     assert ["inference", "cpu", "912", "k", "-"] in words
 
 

@@ -153,7 +153,7 @@ def test_a_forecast_equals_the_sums_by_hand() -> None:
     samples = 2 * 16 + 11 * 20  # at steps 50 and 100; and the evaluations
     assert found.disk_bytes == 3 * 10**8 + 10**7 + 100 * 2300 + 450_000 + samples * 500
     assert found.longest_s == pytest.approx(104.55 + (40 / 20 - 1) * 92)  # 8 + 32 tokens in place of 8 + 12
-    assert found.rows()[0]["estimate"] == "0.029 hours (105 s)" and found.memory == {"cpu": 10**9}
+    assert found.rows()[0]["estimate"] == "1:45" and found.memory == {"cpu": 10**9}
 
 
 def test_memory_is_the_peak_of_this_process_and_its_children() -> None:

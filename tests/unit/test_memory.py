@@ -58,6 +58,7 @@ def test_all_who_speak_of_memory_say_the_same(job: tuple[str, ...], monkeypatch:
     said = {row["resource"]: row["details"] for row in doctor._memory_rows(blueprint)}
     for role, held in memory.roles().items():
         assert in_words(held.parts()) in said[f"memory of {role}"]
+    assert "KV cache" in said["memory of inference"] and " 0 bytes" not in " ".join(said.values())
 
     prompt = max(map(len, blueprint.train_env.prompts.first(100)))
     asked = parse([f"--prompt-tokens={prompt}", f"--response-tokens={config.max_response_tokens}"])

@@ -195,6 +195,7 @@ def test_a_run_without_room_is_refused_with_what_it_needs() -> None:
 def test_the_command_advises_overrides_that_the_scripts_take(capsys: pytest.CaptureFixture[str]) -> None:
     file = io.StringIO()
     main(["--devices", "8", "--gpu", "a100", "model.name=Qwen/Qwen2.5-3B", "env.num_envs=128"], file, width=160)
+    assert "would be faster with: weight sync twice as fast +" in file.getvalue()
     line = file.getvalue().rstrip().rpartition("\n")[2]
     assert line.startswith("python sota/grpo/grpo-async.py model.name=Qwen/Qwen2.5-3B env.num_envs=128 train_model.num")
     counts = dict(text.split("=") for text in line.split() if "num_devices" in text)

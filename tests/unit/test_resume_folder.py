@@ -179,7 +179,7 @@ def test_the_saved_config_is_the_base_and_differences_are_shown(
     again = (f"train.resume={tmp_path / 'a'}", f"hydra.run.dir={tmp_path / 'b'}", steps(2))
     assert run_here(SYNC, *again, "policy.kl_coef=0.25") == 0  # without the first one's --config-name
     shown = capsys.readouterr().out
-    assert re.search(r"What differs.*policy\.kl_coef +0\.5 +0\.25.*train\.total_dialog_turns +16 +32", shown, re.S)
+    assert re.search(r"that differ.*policy\.kl_coef +0\.5 +0\.25.*train\.total_dialog_turns +16 +32", shown, re.S)
     before, now = (read_manifest(at(tmp_path / folder, step))["config"] for folder, step in (("a", 1), ("b", 2)))
     for config, kl, turns in ((before, 0.5, 16), (now, 0.25, 32)):
         assert (config["policy"].pop("kl_coef"), config["train"].pop("total_dialog_turns")) == (kl, turns)

@@ -269,7 +269,7 @@ def test_the_times_of_the_timeline_do_not_overlap(browser: Browser, tmp_path: Pa
 
 def test_alarms_and_what_differs_between_configs(page: Page, address: str) -> None:
     show(page, address, "alarms")
-    expect(page.locator("td.bad")).to_contain_text(["the entropy fell", "90% of the responses were truncated"])
+    expect(page.locator("td.bad")).to_contain_text(["entropy: the entropy fell", "truncated: 90% of the responses"])
     assert page.locator("#to-alarms").inner_text() == "Alarms (2)"
     show(page, address, "config")
     assert page.locator("tbody tr").all_inner_texts() == ["optimizer.lr\t1e-4\t1e-3"]

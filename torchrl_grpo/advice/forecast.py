@@ -101,8 +101,7 @@ class Forecast:
     def rows(self) -> list[dict[str, Any]]:
         """The forecast as rows of a table."""
         parts = ", ".join(f"{name} {duration(value)}" for name, value in self.seconds.items() if value >= 0.5)
-        total = f"{self.total_s / 3600:.3g} hours ({self.total_s:.0f} s)"
-        rows = [{"resource": "time", "estimate": total, "details": parts}]
+        rows = [{"resource": "time", "estimate": duration(self.total_s), "details": parts}]
         if self.growth > 1:
             now, most = self.lengths
             of = f"if responses grow from {now:.0f} to {most:,} tokens, their limit"

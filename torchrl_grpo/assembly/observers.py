@@ -126,7 +126,7 @@ class Recorder(Observer):
     def _record(self, step: int, metrics: Mapping[str, float]) -> None:
         self._logger.log(step, metrics)
         for alarm in self._alarms.take({"step": step, **metrics}):
-            self._console.alarm(step, alarm.text)
+            self._console.alarm(step, alarm.name, alarm.text)
         self._unlogged = None
         if step in (1, self._num_batches) or step % self._sample_frequency == 0:
             rows = self._learner.samples(self._sample_rows)

@@ -61,7 +61,7 @@ def make_learner(
     if blueprint.config.evaluates_served:
         return Untrained()
     device = device or own_device()
-    say(f"loading {blueprint.config.model.name} to train")
+    say(f"loading the model {blueprint.config.model.name}")
     config, lora = blueprint.config, blueprint.config.train_model.lora.enabled
     if mesh is None and config.train_model.cpu_offload:  # which is a matter of sharding
         mesh = lone_mesh(device)

@@ -253,7 +253,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         if resume is not None:
             console.resume(resume.step, resume.path)
             if resume.differences:
-                console.table("What differs from the run that goes on", resume.differences)
+                console.table("Options that differ from the resumed run", resume.differences)
         if config.train.resume is not None and not config.only_evaluates:
             done = 0 if resume is None else resume.step
             logger.truncate(done + 1 if done else 0)  # what this run's folder has of later steps is done again

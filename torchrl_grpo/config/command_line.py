@@ -241,6 +241,8 @@ def _explained(error: Exception, arguments: Sequence[str]) -> str:
     """Return Hydra's complaint about the config, in plainer words where there are any."""
     if isinstance(error, MissingConfigException) and "primary config" in str(error):
         return _unknown_config(str(error.missing_cfg_file))
+    if isinstance(error, MissingConfigException) and error.options:
+        return _unknown_choice(str(error.missing_cfg_file), error.options)
     if isinstance(error, OverrideParseException):
         return _unreadable(error)
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
@@ -320,6 +322,14 @@ def _unknown_config(name: str) -> str:
     close = [known for known in names if known.startswith(name)] or difflib.get_close_matches(name, names, 1)
     hint = f"did you mean {close[0]}?" if close else "give the folder of your own by --config-dir."
     return f"--config-name={name} must be one of {', '.join(names)}, or a file in --config-dir: {hint}"
+
+
+def _unknown_choice(path: str, options: Sequence[str]) -> str:
+    """Return the error for a file that a group, such as ``algo``, does not have; ``path`` is ``GROUP/NAME``."""
+    group, _, name = path.rpartition("/")
+    close = difflib.get_close_matches(name, options, 1)
+    hint = f"did you mean {close[0]}?" if close else "use one of them."
+    return f"{group}={name} must be one of {', '.join(options)}: {hint}"
 
 
 def _mistyped(name: str, value: Any) -> str:

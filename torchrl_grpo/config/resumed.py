@@ -125,7 +125,7 @@ def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[dict[
     """Return the differences between the config of a checkpoint and that of this run, a row per option."""
     before, now = dict(dotted(saved)), dict(dotted(here))
     return [
-        {"option": name, "there": written(before.get(name)), "here": written(now.get(name))}
+        {"option": name, "resumed run": written(before.get(name)), "this run": written(now.get(name))}
         for name in sorted({*before, *now} - {"train.resume"})
         if before.get(name) != now.get(name)
     ]

@@ -246,7 +246,7 @@ class ModelMemory:
 
     def parts(self) -> dict[str, int]:
         """The same by what it is for, as messages and tables name it."""
-        return {"weights": self.weights, "KV cache": self.cache}
+        return {"weights": self.weights} | ({"KV cache": self.cache} if self.cache else {})
 
 
 def forward_memory(shape: Shape, tokens: int, number: int) -> int:

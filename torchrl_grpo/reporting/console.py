@@ -36,6 +36,7 @@ from torchrl_grpo.host.text import (
     points,
     printable,
     printable_lines,
+    size,
 )
 from torchrl_grpo.reporting.records import reward_text
 
@@ -45,7 +46,6 @@ _LONGEST_SAMPLE = 160
 _BLANK_LINES = re.compile(r"\n\s*\n")
 _WIDE = 80  # columns that the bar needs
 _DIMENSIONLESS = ("", "k", "M", "B", "T")
-_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Console(AbstractContextManager["Console"]):
@@ -183,9 +183,9 @@ class Console(AbstractContextManager["Console"]):
             table.add_row(*(Text(printable_lines(text, self._rich.encoding)) for text in texts), reward)
         self._rich.print(table)
 
-    def alarm(self, step: int, text: str) -> None:
-        """Prints one line of an alarm that came at a step."""
-        self._line(f"alarm at step {step}: {text}", style="bold yellow")
+    def alarm(self, step: int, name: str, text: str) -> None:
+        """Print one line for an alarm that was raised at a step; ``docs/troubleshooting.md`` lists the names."""
+        self._line(f"alarm {name} at step {step}: {text}", style="bold yellow")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the ``eval/*`` metrics of the test split in a line; step 0 is before training."""
@@ -214,6 +214,8 @@ class Console(AbstractContextManager["Console"]):
                 change += f" ({points(before, after)})"
                 better = after > before
             self._line(f"test accuracy (greedy) {change}", style="bold green" if better else "bold")
+        elif summary.get("before_text") is not None and not summary["steps"]:
+            self._line(f"test accuracy (greedy) {summary['before_text']}", style="bold")
         for line in summary.get("never_correct", ()):
             self._line(line, style="yellow")
         parts = [f"{summary[key]:,} {key}" for key in ("steps", "sequences", "tokens") if summary.get(key)]
@@ -233,7 +235,7 @@ class Console(AbstractContextManager["Console"]):
         for alarm in summary.get("alarms", ()):
             still = alarm.last == summary.get("steps")
             when = f"from step {alarm.first} to the end" if still else f"steps {alarm.first} to {alarm.last}"
-            self._line(f"alarm, {when}: {alarm.text}", style="bold yellow" if still else "yellow")
+            self._line(f"alarm {alarm.name}, {when}: {alarm.text}", style="bold yellow" if still else "yellow")
         width = max((len(name) for name in paths), default=0)
         for name, path in paths.items():
             self._line(f"  {name:<{width}}  {os.fspath(path)}")
@@ -286,6 +288,8 @@ class _Clock(ProgressColumn):
 
 _FURTHER = {
     "KL to reference": "train/kl_k3_to_ref",
+    "KL to teacher": "train/kl_k1_to_teacher",
+    "divergence to teacher": "train/divergence_to_teacher",
     "entropy": "train/entropy",
     "response length": "rollout/response_length",
     "trained tokens/s": "throughput/trained_tokens_per_s",
@@ -307,15 +311,15 @@ def _cell(name: str, value: Any) -> str:
     if value is None:
         return MISSING
     if name == "parameters":
-        return _scaled(value, _DIMENSIONLESS, 1000)
+        return _scaled(value)
     if name.startswith("memory"):
-        return _scaled(value, _BYTES, 1024)
+        return size(value)
     if isinstance(value, list | tuple):
         return ", ".join(str(item) for item in value)
     return number(value) if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
-def _scaled(value: float, units: Sequence[str], base: int) -> str:
+def _scaled(value: float) -> str:
     """A number with three digits and its unit: 1234567 is 1.23 M."""
-    power = min(int(math.log(value, base)), len(units) - 1) if value >= 1 else 0
-    return f"{value / base**power:.3g} {units[power]}".rstrip()
+    power = min(int(math.log(value, 1000)), len(_DIMENSIONLESS) - 1) if value >= 1 else 0
+    return f"{value / 1000**power:.3g} {_DIMENSIONLESS[power]}".rstrip()

@@ -28,7 +28,7 @@ from torchrl_grpo.starter import starter_path
 
 _PROMPT = 256  # tokens, where the config has no limit
 _LITTLE = 0.01
-_CHANGES = {"staleness": "a staleness of one more", "in_flight": "inference_model.in_flight=keep"}
+_CHANGES = {"staleness": "a staleness bound higher by one", "in_flight": "inference_model.in_flight=keep"}
 
 
 def main(arguments: Sequence[str] | None = None, file: IO[str] | None = None, width: int | None = None) -> None:
@@ -136,7 +136,7 @@ def _show(console: Console, settings: Settings, rows: Sequence[Row], asked: argp
     console.print(table)
     console.print("idle % and GB/device: train/ref/inference. Where inference is idle there is room for more groups.")
     helps = [
-        f"{_CHANGES.get(name, f'half of the {name}')} {gain:+.0%}"
+        f"{_CHANGES.get(name, f'{name} twice as fast')} {gain:+.0%}"
         for name, gain in sorted(best.gains.items(), key=lambda item: -item[1])
         if gain > _LITTLE
     ]

@@ -232,8 +232,8 @@ def _devices(asked: Quantities, samples_nothing: bool, ours: dict[str, Any], dif
         train = shared - engine
         differs(
             "inference_model.num_devices",
-            f"all roles use {shared} devices in turns there; here each has its own, and half of them sample: "
-            f"python -m torchrl_grpo.plan --devices {shared} advises how many",
+            f"there the roles take turns on {shared} devices; here each role has its own, and half of them sample: "
+            f"python -m torchrl_grpo.plan --devices {shared} suggests a split",
         )
     if "engine_data_parallel" in asked:
         engine = max(engine or 1, parallel * asked["engine_data_parallel"])

@@ -96,7 +96,7 @@ function alarms(box) {
   return async (params, runs) => {
     const found = await get("alarms", { run: params.get("run") ?? "" });
     const rows = found.map((one) =>
-      el("tr", {}, el("td", { class: "number" }, `${one.first} to ${one.last}`), el("td", { class: "bad" }, one.text)));
+      el("tr", {}, el("td", { class: "number" }, `${one.first} to ${one.last}`), el("td", { class: "bad" }, `${one.name}: ${one.text}`)));
     return () => {
       if (!form.childElementCount) form.append(...[runChoice(runs, params)].filter(Boolean));
       body.replaceChildren(found.length

@@ -10,6 +10,7 @@ import pytest
 from torchrl import torchrl_logger
 
 from tests.support.hostile import HOSTILE, SHOWN
+from torchrl_grpo.host import startup
 from torchrl_grpo.reporting.console import Console, clip, duration, printable
 
 METRICS = {
@@ -79,6 +80,30 @@ def test_an_evaluation_alone_ends_with_its_accuracy() -> None:
     alone = {"accuracy_before": 0.3, "before_text": "30.0%", "after_step": None, "after_text": None}
     Console(file=file).finish(alone | {"steps": 0, "wall_s": 75.0}, {})
     assert file.getvalue().splitlines() == ["", "test accuracy (greedy) 30.0%", "1:15 wall time"]
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "evaluates", "said"),
+    [
+        (0, 8, True, "running the initial evaluation and the first rollout"),
+        (0, 8, False, "running the first rollout"),
+        (4, 8, False, "running the next rollout"),
+        (0, 0, True, "running the evaluation"),
+    ],
+)
+def test_what_takes_long_before_the_first_step_is_said(
+    done: int, total: int, evaluates: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(startup, "say", lines.append)
+    Console(file=io.StringIO()).start(done, total, evaluates=evaluates)
+    assert lines == [said]
+
+
+def test_a_resumed_run_whose_last_step_is_done_says_so() -> None:
+    file = io.StringIO()
+    Console(file=file, width=200).resume(20, "old/checkpoint_000020.pt", ended=True)
+    assert file.getvalue().endswith("000020.pt, the last step: raise train.total_dialog_turns to train longer\n")
 
 
 def test_a_step_of_demonstrations_shows_the_loss_and_no_reward() -> None:

@@ -95,7 +95,8 @@ class Recorder(Observer):
         if kind in ("evaluate", "wait") and not self._shown:
             self._shown = True
             done = step - (kind == "wait")
-            self._console.start(done * self._sequences, self._num_batches * self._sequences)
+            total = self._num_batches * self._sequences
+            self._console.start(done * self._sequences, total, evaluates=kind == "evaluate")
 
     def began(self, step: int, metrics: Mapping[str, float]) -> None:
         if metrics:

@@ -251,7 +251,8 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         if config.logging.page:
             resources.enter_context(page_beside(directory, console.page, torchrl_logger.warning))
         if resume is not None:
-            console.resume(resume.step, resume.path)
+            ended = not config.only_evaluates and resume.step >= config.num_batches
+            console.resume(resume.step, resume.path, ended=ended)
             if resume.differences:
                 console.table("Options that differ from the resumed run", resume.differences)
         if config.train.resume is not None and not config.only_evaluates:

@@ -114,22 +114,28 @@ class Console(AbstractContextManager["Console"]):
         self._line(f"{train:,} training problems, {test:,} test problems; the first prompt {first}:")
         self._line(clip(prompt, 4 * _LONGEST_SAMPLE), "dim")
 
-    def resume(self, step: int, path: str | os.PathLike[str]) -> None:
-        """Print the step and the checkpoint that a run resumes from."""
-        self._line(f"Resuming after step {step:,} from {os.fspath(path)}")
+    def resume(self, step: int, path: str | os.PathLike[str], *, ended: bool = False) -> None:
+        """Print the step and the checkpoint that a run resumes from, and whether there is nothing left to train."""
+        rest = ", the last step: raise train.total_dialog_turns to train longer" if ended else ""
+        self._line(f"Resuming after step {step:,} from {os.fspath(path)}{rest}")
 
     def page(self, address: str) -> None:
         """Print the address of the run dashboard."""
         self._line(f"Run dashboard: {address}", "bold")
 
-    def start(self, sequences_done: int, sequences_total: int) -> None:
-        """Opens the progress bar. ``sequences_done`` is above 0 in a resumed run."""
+    def start(self, sequences_done: int, sequences_total: int, *, evaluates: bool = True) -> None:
+        """Open the progress bar.
+
+        Args:
+            sequences_done: above 0 in a resumed run.
+            sequences_total: 0 for an evaluation alone.
+            evaluates: whether the run begins with an evaluation.
+        """
         self._started_at = time.monotonic()
         if not self._live or self._progress is not None:
-            first = (
-                "running the initial evaluation and the first rollout" if sequences_total else "running the evaluation"
-            )
-            startup.say("running the next rollout" if sequences_done else first)
+            rollout = "the next rollout" if sequences_done else "the first rollout"
+            evaluation = "the initial evaluation and " if evaluates and not sequences_done else ""
+            startup.say(f"running {evaluation}{rollout}" if sequences_total else "running the evaluation")
             return
         startup.end()
         wide, line = self._rich.width >= _WIDE, Column(no_wrap=True)

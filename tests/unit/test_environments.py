@@ -304,8 +304,8 @@ def test_what_reset_and_step_return_is_checked() -> None:
         def reset(self, seed: int) -> None:  # type: ignore[override]
             self.said = []
 
-        def step(self, response: str) -> str:  # type: ignore[override]
-            return response
+        def step(self, response: str) -> Any:
+            return (None, 0.0, False) if response == "silent" else response
 
     task = task_of(Silent)
     assert "must return the first prompt where there is no data set" in str(Play(task, problem(task)).opened)
@@ -313,6 +313,7 @@ def test_what_reset_and_step_return_is_checked() -> None:
     started = Play(prompted, problem(prompted, 3))
     assert started.opened.messages == [{"role": "user", "content": "Number 3."}]
     assert "must return (observation, reward, done), it returned 'no'" in str(started.turn("no"))
+    assert "must return an observation while the game goes on" in str(started.turn("silent"))
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,8 @@ def _data(config: GRPOConfig, check: Check) -> None:
     test = task.problems("test")
     known = {problem.query for problem in train}
     both = sum(problem.query in known for problem in test)
-    check.found += f", {len(test):,} test problems"
+    tested = min(len(test), config.evaluation.num_prompts)
+    check.found += f", {len(test):,} test problems" + (f", of which {tested:,} are used" if tested < len(test) else "")
     if both:
         check.look(
             f"{both:,} of the test problems are also training problems, which inflates the test accuracy: remove them "

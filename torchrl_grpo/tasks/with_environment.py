@@ -284,6 +284,11 @@ class WithEnvironment(WrappedTask):
                 f"step of the environment {kind.name} must return (observation, reward, done), it returned "
                 f"{result!r:.80} ({error}): return these three."
             ) from error
+        if observation is None and not done:
+            raise ValueError(
+                f"step of the environment {kind.name} must return an observation while the game goes on, it returned "
+                "None: return a text, or done=True."
+            )
         instance.rewards.append(reward)
         return Turn(None if done else [{"role": "user", "content": str(observation)}], None, {}, reward)
 

@@ -68,6 +68,7 @@ class HttpClient:
             timeout=httpx.Timeout(None, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=concurrency, keepalive_expiry=_KEPT_S),
             trust_env=proxies,
+            verify=httpx.create_ssl_context(),  # with or without proxies: SSL_CERT_FILE may name a private authority
         )
 
     async def ask(

@@ -23,7 +23,7 @@ from tests.support import forks
 from tests.support.clusters import facts
 from tests.support.configs import ROOT, compose_config
 from tests.support.devices import SPREAD, TWO, gpus
-from tests.support.processes import alive, below, listening
+from tests.support.processes import alive, below, command_line, listening
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.reporting.metrics import read_jsonl
@@ -226,7 +226,8 @@ def test_a_run_that_is_told_to_end_leaves_no_process_and_folder() -> None:
         pids = below(driver.pid)
         assert [path.name[:4] for path in folder.glob("ray*")] == ["ray-"]
         # Two workers, each with a process of its own, and Ray's.
-        assert len([pid for pid in pids if psutil.Process(pid).name() != forks.SERVER]) >= 8
+        lines = [command_line(one) for one in psutil.Process(driver.pid).children(recursive=True)]
+        assert len([line for line in lines if line not in ("", forks.SERVER)]) >= 8
         driver.terminate()
         assert driver.wait(300) == 143
         assert alive(pids) == []

@@ -518,7 +518,9 @@ def test_engines_sleep_in_the_learners_turn_and_none_starts_then(
         before = calls.read_text()
         time.sleep(0.5)  # the learner trains
         assert calls.read_text() == before
-        assert [sampler.actor is None for sampler in source.samplers] == [False, version == 2, False]
+        lost = [sampler.actor is None for sampler in source.samplers]
+        assert lost[1:] == [version == 2, False]
+        assert version == 1 or not lost[0]  # in 1 it may have started before the turn began
         source.publish(weights_of(version + 1), version + 1)
     until(lambda: all(map(source._is_current, source.samplers)))
     assert calls.read_text().count("start") == 5

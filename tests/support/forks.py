@@ -198,7 +198,10 @@ def _import_and_serve(address: str, parent: int) -> None:
 
 
 def _serve(address: str, parent: int) -> None:
-    die_with_parent(parent)
+    try:
+        die_with_parent(parent)
+    except SystemExit:  # a script that was over at once; its standard error is not ours
+        os._exit(0)
     _be_named(SERVER)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, _reap)

@@ -407,6 +407,17 @@ def _validate_policy(config: GRPOConfig) -> None:
                     f"{name}={_written(value)} must be left out with policy.demonstrations=true (algo=sft): it is for "
                     "responses that the policy sampled."
                 )
+        if env.repeats != 1:
+            raise ConfigError(
+                f"env.repeats={env.repeats} must be 1 with policy.demonstrations=true (algo=sft), which has one "
+                "demonstration for each problem: leave it out."
+            )
+        target = str(policy.loss.get("_target_"))
+        if target.startswith("torchrl_grpo.") and not target.endswith(".SFTLoss"):
+            raise ConfigError(
+                "policy.demonstrations=true needs policy.loss._target_=torchrl_grpo.objectives.SFTLoss, it is "
+                f"{target}, whose ratio is to a policy that sampled: use algo=sft."
+            )
         for name, only, value, why in (
             ("policy.advantage_mean", "none", policy.advantage_mean, "the rewards are all 1: use algo=sft alone"),
             ("policy.advantage_std", "none", policy.advantage_std, "the rewards are all 1: use algo=sft alone"),
@@ -421,17 +432,6 @@ def _validate_policy(config: GRPOConfig) -> None:
                 raise ConfigError(
                     f"{name}={value} must be {only} with policy.demonstrations=true (algo=sft), where {why}."
                 )
-        if env.repeats != 1:
-            raise ConfigError(
-                f"env.repeats={env.repeats} must be 1 with policy.demonstrations=true (algo=sft), which has one "
-                "demonstration for each problem: leave it out."
-            )
-        target = str(policy.loss.get("_target_"))
-        if target.startswith("torchrl_grpo.") and not target.endswith(".SFTLoss"):
-            raise ConfigError(
-                "policy.demonstrations=true needs policy.loss._target_=torchrl_grpo.objectives.SFTLoss, it is "
-                f"{target}, whose ratio is to a policy that sampled: use algo=sft."
-            )
     if policy.sft_coef:
         for name, value, why in (
             ("policy.demonstrations", policy.demonstrations, "algo=sft trains on nothing else"),

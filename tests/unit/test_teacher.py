@@ -13,7 +13,7 @@ from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 
 from tests.support.configs import SMALL, compose_config
-from tests.support.losses import make_batch
+from tests.support.losses import Table, make_batch
 from tests.support.models import make_llama, make_tiny_model
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.blueprint import plan_rows, prepare
@@ -151,13 +151,15 @@ def test_the_loss_is_the_divergence_of_the_two_models_logits(top_k: int | None, 
     out["loss_teacher"].backward()
     got = {name: parameter.grad.clone() for name, parameter in student.named_parameters()}
     student.zero_grad()
-    expected = torch.zeros((), dtype=torch.float64)
+    of_rows = []
     for row in rows:
         p, q = (model(row[keys.FULL][None]).logits[0, 3:-1] for model in (student, teacher))
-        expected = expected + plain_divergence(p, q.detach(), 1.0).mean() / len(rows)
+        of_rows.append(plain_divergence(p, q.detach(), 1.0))
+    expected = torch.stack([row.mean() for row in of_rows]).mean()
     (0.5 * expected).backward()
     close = {"rtol": 1e-3, "atol": 1e-5} if top_k else {"rtol": 1e-5, "atol": 1e-7}
     torch.testing.assert_close(out["loss_teacher"].detach(), 0.5 * expected.detach(), **close)
+    torch.testing.assert_close(out["divergence_to_teacher"], torch.cat(of_rows).detach().mean(), **close)
     for name, parameter in student.named_parameters():
         torch.testing.assert_close(got[name], parameter.grad, **close, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -175,6 +177,20 @@ def test_each_sampled_token_has_the_credit_of_its_own_reverse_kl() -> None:
         torch.testing.assert_close(row[keys.ADVANTAGE], expected, check_dtype=False)
     alone = TeacherAdvantage(0.0, 0.0)(batch.set(keys.ADVANTAGE, torch.ones(2, 1)))
     assert all(row[keys.ADVANTAGE].eq(0).all() for row in alone.unbind(0))
+
+
+def test_the_kl_to_the_teacher_is_that_of_the_sampled_tokens() -> None:
+    logits, rows = make_batch(0)
+    log_ratios = []
+    for number, row in enumerate(rows):
+        table = logits[number, : len(row[keys.FULL])].log_softmax(-1)
+        teacher = table.gather(-1, row[keys.FULL][:, None]).squeeze(-1) - 0.1 * torch.arange(len(table))
+        row[keys.TEACHER_LOG_PROBS] = torch.where(row[keys.ASSISTANT_MASK], teacher, 99.0)
+        log_ratios.append(0.1 * torch.arange(len(table), dtype=torch.float64)[row[keys.ASSISTANT_MASK]])
+    out = GRPOLoss(Table(logits))(lazy_stack(rows))
+    k1 = torch.cat(log_ratios)
+    torch.testing.assert_close(out["kl_k1_to_teacher"], k1.mean())
+    torch.testing.assert_close(out["kl_k3_to_teacher"], (torch.exp(-k1) - 1 + k1).mean())
 
 
 RUN = (*SMALL, "train.total_dialog_turns=16", "policy.teacher_coef=0.5", "teacher.model=starter")

@@ -8,13 +8,14 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
+from tests.support import losses
 from tests.support.models import make_tiny_model
 from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import functional as F
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.sampler import has_variance
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
-from torchrl_grpo.models.packing import trajectories_of
+from torchrl_grpo.models.packing import pad_batch, trajectories_of
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.runtime.groups import Travelling
 from torchrl_grpo.transforms import GroupAdvantage, RewardShaping
@@ -91,6 +92,24 @@ def test_a_trajectory_in_two_samples_weighs_what_it_weighs_in_one():
         one = F.token_weights(whole, aggregation)[whole]
         two = F.token_weights(split, aggregation, trajectory=torch.tensor([0, 0, 1]))[split]
         assert torch.equal(one, two)
+
+
+def test_a_loss_alone_and_micro_batches_weigh_as_the_whole_batch():
+    logits, rows = losses.make_batch(0)
+    for number, sample in enumerate(rows):
+        sample[keys.TRAJECTORY] = torch.tensor([number // 2])
+        sample[keys.IS_DEMONSTRATION] = torch.tensor([number == 3])
+        sample[keys.TEACHER_LOG_PROBS] = sample[keys.LOG_PROBS] - 0.1
+    ragged = (keys.FULL, keys.ASSISTANT_MASK, keys.LOG_PROBS, keys.TEACHER_LOG_PROBS)
+    others = [keys.ADVANTAGE, keys.TRAJECTORY, keys.IS_DEMONSTRATION, "row"]
+    batch = pad_batch(lazy_stack(rows), dict.fromkeys(ragged, 0), others)
+    loss = GRPOLoss(losses.Table(logits), sft_coeff=0.5)
+    alone, normalized = loss(batch.clone()), loss.normalize(batch.clone())
+    whole, parts = loss(normalized.clone()), [loss(part) for part in normalized.split(2)]
+    for name in ("loss_objective", "loss_sft", "kl_k1_to_teacher", "entropy"):
+        assert whole[name].abs() > 1e-3
+        torch.testing.assert_close(alone[name], whole[name])
+        torch.testing.assert_close(parts[0][name] + parts[1][name], whole[name])
 
 
 def test_a_trajectory_that_is_not_valid_leaves_with_its_samples():

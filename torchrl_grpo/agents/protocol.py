@@ -8,13 +8,13 @@ and completions.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchrl_grpo.agents import anthropic
+from torchrl_grpo.host.text import whole
 from torchrl_grpo.tasks.base import Dialog, Message, Wish
 from torchrl_grpo.tools.toolbox import Parser
 
@@ -23,8 +23,6 @@ PATHS = (CHAT, TEXT, ANTHROPIC)
 MODEL = "policy"
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_HALF = re.compile("[\ud800-\udfff]")
-"""Lone surrogates: JSON can spell them out, and no tokenizer accepts them."""
 _MOST_STOPS, _MOST_STOP_BYTES = 4, 256
 _ONE = {"n": 1, "best_of": 1, "echo": False, "suffix": None, "logit_bias": None, "response_format": "text"}
 _FIXES = {
@@ -91,7 +89,7 @@ def parse_request(path: str, body: bytes) -> Request:
     try:
         given = json.loads(body)
         if b"\\u" in body:
-            given = json.loads(_HALF.sub("\ufffd", json.dumps(given, ensure_ascii=False)))
+            given = json.loads(whole(json.dumps(given, ensure_ascii=False)))
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body must be JSON, it is not ({error}): send an object.") from error
     if not isinstance(given, dict):

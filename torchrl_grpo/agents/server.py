@@ -113,7 +113,7 @@ class Server:
 
 
 def _keys(headers: dict[str, str]) -> list[str]:
-    """What may be the key of an episode: OpenAI's key, Anthropic's, and the name of a session of verifiers."""
+    """Candidates for the key of an episode: OpenAI's key, Anthropic's, and the name of a session of verifiers."""
     session = headers.get("x-session-id", "").partition(".")[0]
     return [headers.get("authorization", "").removeprefix("Bearer ").strip(), headers.get("x-api-key", ""), session]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -252,7 +251,7 @@ def make_teacher(blueprint: Blueprint, device: torch.device | None = None, *, nu
     if config.teacher.address:
         return Reference(ServedTeacher(config.teacher.address[number], top_k=config.policy.teacher_top_k))
     say(f"loading the teacher {config.teacher.model}")
-    model = _load(config, "teacher", device or own_device()).requires_grad_(False)
+    model = _load_teacher(config, device or own_device()).requires_grad_(False)
     scorer = TokenScorer(model, temperature=config.inference_model.temperature)
     if config.teacher_in_loss:
         states = TeacherStates(scorer, top_k=config.policy.teacher_top_k, **_passes(config))
@@ -267,7 +266,7 @@ def _teacher_head(config: GRPOConfig, device: torch.device) -> Teacher:
     beta = {"forward": 0.0, "reverse": 1.0}.get(policy.teacher_divergence, policy.teacher_beta)
     if policy.teacher_top_k is not None:
         return Teacher(beta)
-    head = _load(config, "teacher", torch.device("cpu")).get_output_embeddings()
+    head = _load_teacher(config, torch.device("cpu")).get_output_embeddings()
     bias = None if head.bias is None else head.bias.detach().to(device)
     return Teacher(beta, head.weight.detach().to(device), bias)
 
@@ -309,6 +308,11 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def _load_teacher(config: GRPOConfig, device: torch.device) -> Any:
+    with naming_teacher():
+        return _load(config, "teacher", device)
+
+
 def _load(config: GRPOConfig, role: str, device: torch.device) -> Any:
     """The model of a role, on its device.
 
@@ -317,19 +321,17 @@ def _load(config: GRPOConfig, role: str, device: torch.device) -> Any:
     """
     model, dtype = config.model, getattr(config, role).dtype
     name, arguments = model.source, config.train_model.model_kwargs
-    naming: AbstractContextManager[None] = nullcontext()
     if role == "teacher":
-        name, arguments, naming = config.teacher.model or "", None, naming_teacher()  # arguments are of another model
+        name, arguments = config.teacher.model or "", None  # which are of another model
     try:
-        with naming:
-            return loading.load_model(
-                name,
-                dtype=_dtype(dtype),
-                device=device,
-                attn_implementation=model.attn_implementation,
-                trust_remote_code=model.trust_remote_code,
-                arguments=arguments,
-            )
+        return loading.load_model(
+            name,
+            dtype=_dtype(dtype),
+            device=device,
+            attn_implementation=model.attn_implementation,
+            trust_remote_code=model.trust_remote_code,
+            arguments=arguments,
+        )
     except torch.OutOfMemoryError as error:
         found = loading.load_config(name, trust_remote_code=model.trust_remote_code, arguments=arguments)
         shape = loading.config_shape(found, trust_remote_code=model.trust_remote_code)

@@ -247,12 +247,12 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         [prompt] = train.prompts.first(1)
         tested = 0 if test is None else test.batch_size[0]
         console.problems(train.num_problems, tested, train.tokenizer.decode(prompt), opens=train.task.opens)
-        logger = resources.enter_context(_logger(config, directory, resume))
+        finished = resume is not None and not config.only_evaluates and resume.step >= config.num_batches
+        logger = resources.enter_context(_logger(config, directory, resume, finished=finished))
         if config.logging.page:
             resources.enter_context(page_beside(directory, console.page, torchrl_logger.warning))
         if resume is not None:
-            ended = not config.only_evaluates and resume.step >= config.num_batches
-            console.resume(resume.step, resume.path, ended=ended)
+            console.resume(resume.step, resume.path, finished=finished)
             if resume.differences:
                 console.table("Options that differ from the resumed run", resume.differences)
         if config.train.resume is not None and not config.only_evaluates:
@@ -296,7 +296,7 @@ def _transfer(blueprint: Blueprint, max_staleness: int, *, distributed: bool) ->
     )
 
 
-def _logger(config: GRPOConfig, directory: Path, resume: Resume | None) -> MetricsLogger:
+def _logger(config: GRPOConfig, directory: Path, resume: Resume | None, *, finished: bool) -> MetricsLogger:
     logging = config.logging
     return MetricsLogger(
         directory,
@@ -304,7 +304,7 @@ def _logger(config: GRPOConfig, directory: Path, resume: Resume | None) -> Metri
         services=logging.services,
         config=plain(config),
         goes_on_from=None if resume is None or config.only_evaluates else resume.path.parent.parent,
-        finished=resume is not None and not config.only_evaluates and resume.step >= config.num_batches,
+        finished=finished,
     )
 
 

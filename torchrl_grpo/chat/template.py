@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_grpo.host.text import printable
+from torchrl_grpo.host.text import HALF, printable, whole
 
 Message = Mapping[str, Any]
 
@@ -38,8 +38,6 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, chat: Sequence[Message], **a
         ) from error
 
 
-_HALF = re.compile("[\ud800-\udfff]")
-"""Lone surrogates: no tokenizer accepts them, so they can serve as stand-ins for characters."""
 _USER, _ASSISTANT = ({"role": role, "content": "?"} for role in ("user", "assistant"))
 _RESULT = {"role": "tool", "name": "?", "content": "?", "tool_call_id": "call00000"}
 
@@ -126,7 +124,7 @@ class ChatEncoder:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of texts from ``render``."""
-        cut = [[piece for piece in re.split(f"(?<={_HALF.pattern})", text) if piece] for text in texts]
+        cut = [[piece for piece in re.split(f"(?<={HALF.pattern})", text) if piece] for text in texts]
         pieces = [piece.translate(self._originals) for text in cut for piece in text]
         if not pieces:
             return [[] for _ in texts]
@@ -139,14 +137,14 @@ class ChatEncoder:
 
     def spells_control(self, text: str) -> bool:
         """Whether a message spells out a control token, in a text that ``render`` gave."""
-        return _HALF.search(text) is not None
+        return HALF.search(text) is not None
 
     def _without_signs(self, text: str) -> str:
         return text.translate(self._signs)
 
     def _marked(self, text: str) -> str:
         """Return a message's text with stand-ins."""
-        text = _HALF.sub("\ufffd", text)
+        text = whole(text)
         found, normal = self._found(text), self._normalize(text)
         if len(self._found(normal)) > len(found):  # such as a wide "<", of which the tokenizer makes a plain one
             text = normal

@@ -329,6 +329,8 @@ def _unknown_choice(path: str, options: Sequence[str]) -> str:
     group, _, name = path.rpartition("/")
     close = difflib.get_close_matches(name, options, 1)
     hint = f"did you mean {close[0]}?" if close else "use one of them."
+    if group in ("hydra/launcher", "hydra/sweeper"):
+        hint += " Others come with pip install 'torchrl_grpo[sweep]'."
     return f"{group}={name} must be one of {', '.join(options)}: {hint}"
 
 

@@ -418,20 +418,18 @@ def _validate_policy(config: GRPOConfig) -> None:
                 "policy.demonstrations=true needs policy.loss._target_=torchrl_grpo.objectives.SFTLoss, it is "
                 f"{target}, whose ratio is to a policy that sampled: use algo=sft."
             )
-        for name, only, value, why in (
-            ("policy.advantage_mean", "none", policy.advantage_mean, "the rewards are all 1: use algo=sft alone"),
-            ("policy.advantage_std", "none", policy.advantage_std, "the rewards are all 1: use algo=sft alone"),
-            (
-                "inference_model.temperature",
-                1.0,
-                1.0 if config.teacher_in_loss else config.inference_model.temperature,  # GKD's divergence has one
-                "the loss is the log-likelihood as it is: leave it out, or use evaluation.temperature",
-            ),
-        ):
-            if value != only:
+        for name in ("advantage_mean", "advantage_std"):
+            if (value := getattr(policy, name)) != "none":
                 raise ConfigError(
-                    f"{name}={value} must be {only} with policy.demonstrations=true (algo=sft), where {why}."
+                    f"policy.{name}={value} must be none with policy.demonstrations=true (algo=sft), whose rewards are "
+                    "all 1: use algo=sft alone."
                 )
+        temperature = config.inference_model.temperature
+        if temperature != 1 and not config.teacher_in_loss:  # a divergence has one (arXiv 2306.13649)
+            raise ConfigError(
+                f"inference_model.temperature={temperature:g} must be 1 with policy.demonstrations=true (algo=sft), "
+                "whose loss is the log-likelihood as it is: leave it out, or use evaluation.temperature."
+            )
     if policy.sft_coef:
         for name, value, why in (
             ("policy.demonstrations", policy.demonstrations, "algo=sft trains on nothing else"),
@@ -610,7 +608,7 @@ def _is_server(address: str) -> bool:
 
 
 def _validate_served_teacher(config: GRPOConfig) -> None:
-    """What a teacher on servers cannot do."""
+    """Refuse what a teacher on servers cannot do."""
     policy, teacher = config.policy, config.teacher
     _validate_servers("teacher", teacher, "teacher.address")
     if not config.needs_teacher:

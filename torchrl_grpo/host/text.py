@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from decimal import ROUND_HALF_UP, Context, Decimal
 from typing import Any
@@ -11,6 +12,8 @@ NOISE = 1e-8
 """Magnitude below which a metric is rounding noise."""
 _ALL_DIGITS = Context(prec=400)
 """Takes any float."""
+HALF = re.compile("[\ud800-\udfff]")
+"""Lone surrogates, halves of a character: JSON can spell them out, and no tokenizer accepts them."""
 MISSING = "-"
 _INVALID_CAUSES = {
     "exception": "raised an exception",
@@ -20,6 +23,15 @@ _INVALID_CAUSES = {
     "crash": "crashed the worker",
     "lost": "lost with its worker",
 }
+
+
+def whole(text: str) -> str:
+    r"""A text whose halves of characters are U+FFFD.
+
+    >>> whole("a\ud83d") == "a\ufffd"
+    True
+    """
+    return HALF.sub("\ufffd", text)
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:

@@ -1,4 +1,4 @@
-"""What a training step tells at no cost: the size of an optimizer step and the noise of its gradients, estimated from a
+"""Measures that a training step gives at no cost: the size of an optimizer step and the noise of its gradients, from a
 few numbers of each parameter, and the per-token scores of the logged sequences, from the passes of the step."""
 
 from __future__ import annotations

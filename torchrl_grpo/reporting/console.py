@@ -114,9 +114,9 @@ class Console(AbstractContextManager["Console"]):
         self._line(f"{train:,} training problems, {test:,} test problems; the first prompt {first}:")
         self._line(clip(prompt, 4 * _LONGEST_SAMPLE), "dim")
 
-    def resume(self, step: int, path: str | os.PathLike[str], *, ended: bool = False) -> None:
+    def resume(self, step: int, path: str | os.PathLike[str], *, finished: bool = False) -> None:
         """Print the step and the checkpoint that a run resumes from, and whether there is nothing left to train."""
-        rest = ", the last step: raise train.total_dialog_turns to train longer" if ended else ""
+        rest = ", the last step: raise train.total_dialog_turns to train longer" if finished else ""
         self._line(f"Resuming after step {step:,} from {os.fspath(path)}{rest}")
 
     def page(self, address: str) -> None:

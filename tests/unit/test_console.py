@@ -108,8 +108,8 @@ def test_a_resumed_run_whose_last_step_is_done_says_so() -> None:
 
 def test_a_step_of_demonstrations_shows_the_loss_and_no_reward() -> None:
     file = io.StringIO()
-    with Console(file=file, supervised=True) as console:
-        console.step(1, {"rollout/reward_mean": 1.0, "rollout/accuracy": 1.0, "train/loss": 0.25}, 8, 8)
+    with Console(file=file) as console:
+        console.step(1, {"train/loss": 0.25}, 8, 8)
     assert file.getvalue().startswith("step 1: 8/8 sequences, loss 0.25, ")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from torchrl_grpo.learner.diagnosis import queries_of
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import SFTLoss
 from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.reporting.view.runs import RunView, panels
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.dataset import DatasetTask
 
@@ -257,7 +259,11 @@ def test_a_run_learns_evaluates_and_goes_on_as_if_it_had_not_stopped(kind: str, 
     rows = run(tmp_path / "whole", *data, steps(4))
     loss = "train/loss_sft" if beside else "train/loss"
     assert [row[loss] for row in rows if row["step"]][-1] < 0.5 * rows[1][loss]
-    assert rows[1]["rollout/sequences"] == 16 and (beside or rows[1]["rollout/zero_variance_groups"] == 0)
+    assert rows[1]["rollout/sequences"] == 16
+    of_rewards = {"rollout/reward_mean", "rollout/accuracy", "rollout/advantage_std", "rollout/zero_variance_groups"}
+    assert of_rewards & {*rows[1]} == (of_rewards if beside else set())
+    titles = re.findall(r"<figcaption>(.*?)<", (tmp_path / "whole" / "report.html").read_text(encoding="utf-8"))
+    assert titles[:2] == ["Reward" if beside else "Loss", "Accuracy"]
     assert rows[-1]["eval/pass@1"] >= rows[0]["eval/pass@1"]
     first = next(row for row in read_jsonl(tmp_path / "whole" / "samples.jsonl") if row["split"] == "train")
     assert beside or (first["response"].startswith("It is #### ") and first["finish_reason"] == "stop")
@@ -267,6 +273,19 @@ def test_a_run_learns_evaluates_and_goes_on_as_if_it_had_not_stopped(kind: str, 
     both = [[[row[name] for name in named] for row in some if row["step"] > 2] for some in (again, rows)]
     assert both[0] == both[1] and len(both[0]) == 2
     assert differences(state_of(at(tmp_path / "whole", 4)), state_of(at(tmp_path / "rest", 4))) == []
+
+
+def test_curves_of_several_runs_have_the_loss_of_demonstrations_alone(tmp_path: Path) -> None:
+    kinds = {"shown": {}, "sampled": {"rollout/reward_mean": 0.5}}
+    for name, more in kinds.items():
+        (tmp_path / name).mkdir()
+        rows = [{"step": step, "rollout/sequences": 8, "train/loss": 0.25, **more} for step in (1, 2)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    views = {number: RunView(tmp_path / name, name) for number, name in enumerate(kinds)}
+    for view in views.values():
+        view.refresh()
+    found = {one["title"]: one["curves"] for one in panels(views, None, None)}
+    assert [curve["run"] for curve in found["Loss"]] == [0] and [curve["run"] for curve in found["Reward"]] == [1]
 
 
 def test_demonstrations_can_join_a_run_that_goes_on(tmp_path: Path) -> None:
@@ -316,7 +335,7 @@ def test_rows_that_nothing_scores_need_no_reward(tmp_path: Path) -> None:
         ),
         (
             ["algo=sft", "inference_model.temperature=0.5"],
-            r"inference_model\.temperature=0\.5 must be 1\.0 with .* or use evaluation\.temperature",
+            r"inference_model\.temperature=0\.5 must be 1 with .* or use evaluation\.temperature",
         ),
         (["policy.sft_coef=0.1"], r"policy\.sft_coef must have a response to each problem, task 'arithmetic' has none"),
         (

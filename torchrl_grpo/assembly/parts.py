@@ -82,7 +82,8 @@ def make_learner(
         lora_base=base if lora else None,
         host=_own_address() if transfer.kind in ("nccl", "ipc") else "",
     )
-    learner = Learner(trainer, transforms, sender, blueprint.tokenizer, makes_room=blueprint.sleeps)
+    sampled = not config.policy.demonstrations
+    learner = Learner(trainer, transforms, sender, blueprint.tokenizer, makes_room=blueprint.sleeps, sampled=sampled)
     if blueprint.resume is not None:
         restore(learner, blueprint.resume)
     return learner

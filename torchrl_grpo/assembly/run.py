@@ -239,7 +239,7 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
             check_one_process(config)
             resources.callback(torch.set_num_threads, torch.get_num_threads())  # a small model's parts change it
         transfer = _transfer(blueprint, max_staleness, distributed=distributed)
-        console = resources.enter_context(Console(supervised=config.policy.demonstrations))
+        console = resources.enter_context(Console())
         console.table("Device plan", plan_rows(blueprint))
         if not config.only_evaluates:
             console.table("Batch geometry", geometry_rows(blueprint))

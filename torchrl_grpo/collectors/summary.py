@@ -22,10 +22,17 @@ _LONGEST_CHARACTER = 4
 """Most tokens that one character may consist of: its bytes."""
 
 
-def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
+_OF_SAMPLES = tuple(f"rollout/{name}" for name in ("reward_", "accuracy", "advantage_", "zero_variance", "repeated"))
+
+
+def rollout_metrics(batch: TensorDictBase, *, sampled: bool = True) -> dict[str, float]:
     """Metrics of a batch [N]: rewards over valid sequences (NaN without any), lengths, truncated and invalid ones.
 
     Several samples of a trajectory are one sequence, as long as all of them together.
+
+    Args:
+        batch: with rewards and advantages.
+        sampled: whether a policy sampled it; demonstrations have no metrics of rewards, advantages and groups.
     """
     samples, batch, lengths = batch, ends_of(batch), response_lengths(batch)
     valid = batch.get(keys.REWARD_VALID).reshape(-1)
@@ -57,7 +64,8 @@ def rollout_metrics(batch: TensorDictBase) -> dict[str, float]:
     if len(samples) > len(batch):
         values["samples"] = len(samples)
     numbers = {f"rollout/{name}": float(value) for name, value in values.items()}
-    return numbers | _by_dataset(batch) | _by_part(batch)
+    numbers |= _by_dataset(batch) | _by_part(batch)
+    return numbers if sampled else {k: value for k, value in numbers.items() if not k.startswith(_OF_SAMPLES)}
 
 
 def ends_of(batch: TensorDictBase) -> TensorDictBase:

@@ -42,6 +42,7 @@ class Learner:
         sender: gives the weights to the engines.
         tokenizer: makes the text of the tokens in ``samples``; None leaves them out.
         makes_room: whether engines wake on this GPU when they are given weights: they get what training took of it.
+        sampled: whether a policy sampled the batches, or they are demonstrations.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class Learner:
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         makes_room: bool = False,
+        sampled: bool = True,
     ) -> None:
         self.trainer = trainer
         self.transforms = list(transforms)
         self.sender = sender
         self.tokenizer = tokenizer
         self.makes_room = makes_room
+        self.sampled = sampled
         self._batch: TensorDictBase | None = None
         self._saver = ShardedSaver() if is_shared(trainer.model) else None
         self._trained_steps = trainer.optim_steps
@@ -93,7 +96,7 @@ class Learner:
         seconds["time/train_s"] = time.perf_counter() - start
         self._trained_steps = self.trainer.optim_steps
         self._batch = batch
-        return metrics | rollout_metrics(batch) | seconds
+        return metrics | rollout_metrics(batch, sampled=self.sampled) | seconds
 
     def train_groups(self, *groups: TensorDictBase) -> dict[str, float]:
         """Trains a batch that comes in groups, each a lazy stack of sequences; see ``train_batch``."""

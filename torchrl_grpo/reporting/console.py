@@ -59,7 +59,6 @@ class Console(AbstractContextManager["Console"]):
         every: where there is no terminal, one line is printed every so many steps.
         file: where to print; standard output by default.
         width: columns; those of the terminal by default.
-        supervised: show the loss of a step in place of reward and accuracy, which demonstrations do not have.
 
     Examples:
         >>> import sys
@@ -68,14 +67,9 @@ class Console(AbstractContextManager["Console"]):
         test after step 0: pass@1 25.0% greedy, pass@8 50.0% sampled
     """
 
-    def __init__(
-        self, *, every: int = 10, file: IO[str] | None = None, width: int | None = None, supervised: bool = False
-    ) -> None:
+    def __init__(self, *, every: int = 10, file: IO[str] | None = None, width: int | None = None) -> None:
         self._rich = RichConsole(file=file, width=width, highlight=False)
         self._every = every
-        self._shown = (
-            {"loss": "train/loss"} if supervised else {"reward": "rollout/reward_mean", "accuracy": "rollout/accuracy"}
-        )
         self._live = self._rich.is_terminal and not self._rich.is_dumb_terminal
         self._progress: Progress | None = None
         self._handlers: list[tuple[logging.StreamHandler[IO[str]], IO[str]]] = []
@@ -162,13 +156,14 @@ class Console(AbstractContextManager["Console"]):
             sequences_total: sequences that the run will train on.
         """
         startup.end()
+        first = _REWARD if "rollout/accuracy" in metrics else _LOSS
         if self._progress is not None:
-            bar, shown = self._progress.task_ids[0], _join(metrics, self._shown, " ")
+            bar, shown = self._progress.task_ids[0], _join(metrics, first, " ")
             self._progress.update(bar, completed=sequences_done, total=sequences_total, step=step, numbers=shown)
         elif not self._live and (self._silent or step % self._every == 0 or sequences_done >= sequences_total):
             self._silent = False
             elapsed = duration(time.monotonic() - self._started_at)
-            numbers = _join(metrics, self._shown | _FURTHER, ", ")
+            numbers = _join(metrics, first | _FURTHER, ", ")
             self._line(f"step {step}: {sequences_done:,}/{sequences_total:,} sequences, {numbers}, {elapsed} elapsed")
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -292,6 +287,8 @@ class _Clock(ProgressColumn):
         return Text(f"{duration(task.elapsed or 0)}{left}", style="dim")
 
 
+_REWARD = {"reward": "rollout/reward_mean", "accuracy": "rollout/accuracy"}
+_LOSS = {"loss": "train/loss"}  # of demonstrations, which have no reward
 _FURTHER = {
     "KL to reference": "train/kl_k3_to_ref",
     "KL to teacher": "train/kl_k1_to_teacher",

@@ -17,13 +17,13 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from torchrl_grpo.reporting.panels import (
     COLORS,
-    PANELS,
     SMOOTH_FROM,
     STAGES,
     Panel,
     Record,
     curve_of,
     label_of,
+    panels_of,
     series,
     smooth,
     thin,
@@ -47,12 +47,13 @@ def save_png(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
         path: the PNG file.
     """
     top, between, bottom = 0.66, 1.13, 0.46  # inches
-    plot = 2.17 + max(_extra_height(panel, records) for panel in PANELS)
+    panels = panels_of(records)
+    plot = 2.17 + max(_extra_height(panel, records) for panel in panels)
     height = top + 2 * plot + between + bottom
     figure = Figure(figsize=(15, height))
     vertical = {"bottom": bottom / height, "top": 1 - top / height, "hspace": between / plot}
     figure.subplots_adjust(left=0.037, right=0.99, wspace=0.19, **vertical)
-    for axes, panel in zip(figure.subplots(2, 4).flat, PANELS, strict=True):
+    for axes, panel in zip(figure.subplots(2, 4).flat, panels, strict=True):
         axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=_INK, pad=28)
         note = textwrap.fill(panel.note, _NOTE_WIDTH, break_on_hyphens=False)
         units = {"xycoords": "axes fraction", "textcoords": "offset points"}

@@ -18,6 +18,7 @@ COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#ec4899", "#8b5cf6", "#14b8a6", "#94
 STAGES = ("generate", "reward", "reference", "train", "sync", "eval", "other", "wait")
 _MOST_POINTS = 400
 SMOOTH_FROM = 20
+REWARD = "rollout/reward_mean"
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Panel:
 
 
 PANELS = (
-    Panel("Reward", ("rollout/reward_mean",)),
+    Panel("Reward", (REWARD,)),
     Panel(
         "Accuracy",
         ("eval/pass@*", "rollout/accuracy"),
@@ -56,8 +57,17 @@ PANELS = (
 )
 
 
+_LOSS = Panel("Loss", ("train/loss",), "Minus the log-likelihood of the demonstrations, per token.")
+
+
+def panels_of(records: Sequence[Record]) -> tuple[Panel, ...]:
+    """Return the panels of a run; that of a run on demonstrations, which have no reward, has the loss in its place."""
+    supervised = any("train/loss" in record for record in records) and not any(REWARD in record for record in records)
+    return (_LOSS, *PANELS[1:]) if supervised else PANELS
+
+
 _LABELS = {
-    "rollout/reward_mean": "mean reward",
+    REWARD: "mean reward",
     "rollout/response_length": "mean response length",
     "train/kl_k3_to_inference": "KL to the sampling policy",
     "train/kl_k3_to_ref": "KL to the reference",

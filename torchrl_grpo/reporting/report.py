@@ -19,7 +19,7 @@ from torchrl_grpo.host.files import ENVIRONMENT_FILE, METRICS_FILE, SAMPLES_FILE
 from torchrl_grpo.host.text import accuracy, clip, duration, invalid_cause, number, percent, points, printable_lines
 from torchrl_grpo.reporting.alarms import MOSTLY_INVALID, alarms_of
 from torchrl_grpo.reporting.curves import panel_svg, save_png
-from torchrl_grpo.reporting.panels import COLORS, PANELS, STAGES, series, stage_seconds
+from torchrl_grpo.reporting.panels import COLORS, STAGES, panels_of, series, stage_seconds
 from torchrl_grpo.reporting.records import merge_steps, one_of_each, reward_text, run_title
 
 ACCURACY = "eval/pass@1"
@@ -53,7 +53,7 @@ def write_report(directory: str | os.PathLike[str]) -> Path:
         name="/".join(directory.resolve().parts[-2:]),  # a date and a time in the usual layout
         logged=bool(records),
         summary=_summary(records),
-        panels=[(panel, panel_svg(panel, records)) for panel in PANELS if series(panel, records)],
+        panels=[(panel, panel_svg(panel, records)) for panel in panels_of(records) if series(panel, records)],
         times=_times(records),
         tested=_tested(samples),
         trained=_trained(samples),

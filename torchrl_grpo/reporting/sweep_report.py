@@ -19,13 +19,12 @@ import yaml
 
 from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
 from torchrl_grpo.reporting.curves import compared_svg
-from torchrl_grpo.reporting.panels import COLORS, Panel, series
+from torchrl_grpo.reporting.panels import COLORS, Panel, panels_of, series
 from torchrl_grpo.reporting.records import merge_steps
 from torchrl_grpo.reporting.report import objective, page_template, summarize, title_of
 
-_PANELS = (
-    Panel("Test accuracy, greedy", ("eval/pass@1",), percent=True),
-    Panel("Reward", ("rollout/reward_mean",)),
+_TESTED = Panel("Test accuracy, greedy", ("eval/pass@1",), percent=True)
+_FURTHER = (
     Panel("KL to the reference (nats per token)", ("train/kl_k3_to_ref",)),
     Panel("Entropy (nats per token)", ("train/entropy",)),
     Panel("Response length (tokens)", ("rollout/response_length",)),
@@ -102,7 +101,8 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
     settings = _settings(jobs, [key for key in keys if key != "seed"])
     colors = [*_BRIGHT, *[_GREY] * len(settings)][: len(settings)]
     drawn = [(color, [job.records for job in setting.jobs]) for color, setting in zip(colors, settings, strict=True)]
-    panels = [panel for panel in _PANELS if any(series(panel, job.records) for job in jobs)]
+    learned = panels_of([record for job in jobs for record in job.records])[0]
+    panels = [panel for panel in (_TESTED, learned, *_FURTHER) if any(series(panel, job.records) for job in jobs)]
     titles = {title_of(directory / job.name) for job in jobs}
     page = page_template("sweep.html.j2").render(
         title=titles.pop() if len(titles) == 1 else "GRPO sweep",

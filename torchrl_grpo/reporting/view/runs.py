@@ -16,7 +16,7 @@ from torchrl_grpo.host.files import ENVIRONMENT_FILE, METRICS_FILE, load_yaml
 from torchrl_grpo.host.text import clip, printable_lines
 from torchrl_grpo.host.trees import dotted
 from torchrl_grpo.reporting.alarms import Alarm, Alarms
-from torchrl_grpo.reporting.panels import COLORS, PANELS, STAGES, Panel, Record, curve_of, label_of, series, times
+from torchrl_grpo.reporting.panels import COLORS, STAGES, Panel, Record, curve_of, label_of, panels_of, series, times
 from torchrl_grpo.reporting.records import reward_text, run_title
 from torchrl_grpo.reporting.view.files import Tail, changed_at, is_number, is_step, read_inside, read_row
 from torchrl_grpo.reporting.view.index import Samples, Wanted
@@ -200,8 +200,9 @@ def panels(runs: dict[int, RunView], first: int | None, last: int | None) -> lis
     shown = {
         run: [one for one in list(view.metrics.records) if low <= one["step"] <= high] for run, view in runs.items()
     }
+    of_runs = {run: panels_of(records) for run, records in shown.items()}
     out = []
-    for panel in PANELS:
+    for panel in dict.fromkeys(panel for of_run in of_runs.values() for panel in of_run):
         stacked = panel.metrics == ("time/*_s",) and len(runs) == 1
         if stacked:
             [(run, records)] = shown.items()
@@ -210,7 +211,8 @@ def panels(runs: dict[int, RunView], first: int | None, last: int | None) -> lis
                 for part, (steps, values) in times(records).items()
             ]
         else:
-            curves = [curve for run, records in shown.items() for curve in _curves(run, panel, records)]
+            own = {run: records for run, records in shown.items() if panel in of_runs[run]}
+            curves = [curve for run, records in own.items() for curve in _curves(run, panel, records)]
         out.append({"title": panel.title, "note": panel.note, "percent": panel.percent, "stacked": stacked})
         out[-1]["curves"] = curves
     return [panel for panel in out if panel["curves"]]

@@ -32,6 +32,7 @@ if sys.platform == "linux" and "PYTEST_XDIST_WORKER" not in os.environ:
 
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
+    "{% if tools %}<|tools|>{{ tools | tojson }}<|end|>{% endif %}"
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )

@@ -34,6 +34,7 @@ from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Problem
 from torchrl_grpo.tools import tool_message
 
+TOOLS = [{"type": "function", "function": {"name": "calculator"}}]  # the starter's template writes names alone
 P_MISCOPY = 0.2
 STEPS = 1500
 ROWS = {True: 32, False: 64}  # of a batch of calls and of one of guesses: dialogs with calls are five times as long
@@ -61,7 +62,9 @@ def make_batch(task: ArithmeticTask, tokenizer: Qwen2Tokenizer, rng: random.Rand
     template, tokens, labels = TurnTemplate(tokenizer, {}), [], []
     calls = rng.random() < 0.7
     for problem in rng.choices(task.problems("train"), k=ROWS[calls]):
-        prompt = tokenizer.apply_chat_template(task.messages(problem), add_generation_prompt=True, tokenize=False)
+        prompt = tokenizer.apply_chat_template(
+            task.messages(problem), tools=TOOLS, add_generation_prompt=True, tokenize=False
+        )
         first, result, last = demonstration(problem, calls, rng)
         turn = [*tokenizer(first).input_ids, tokenizer.eos_token_id]
         pieces = [(tokenizer(prompt).input_ids, False), (turn, True)]

@@ -44,7 +44,8 @@ QWEN_2 = (
     "{% endfor %}" + GENERATE + "<|im_start|>assistant\n{% endif %}"
 )
 QWEN_3 = (
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' and not ("
+    "{% if tools %}<|im_start|>system\n# Tools\n\n<tools>{% for t in tools %}\n{{ t | tojson }}{% endfor %}\n</tools>"
+    "<|im_end|>\n{% endif %}{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' and not ("
     "m.content.startswith('<tool_response>') and m.content.endswith('</tool_response>')) %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages %}{% if m.role == 'tool' %}"

@@ -23,6 +23,7 @@ from torchrl_grpo.tasks.conversations import WithTools
 from torchrl_grpo.tools import Toolbox, tool_message
 
 FAMILIES = list(CHATS)
+WITH_TOOLS = [name for name in FAMILIES if "tools" in CHATS[name].template]
 WITH_ROLES = [name for name in FAMILIES if name != "unigram"]  # its template has none
 
 
@@ -117,6 +118,7 @@ texts = st.text(
 @given(text=texts, tools=st.booleans())
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_texts_without_control_tokens_are_tokenized_as_ever(name: str, text: str, tools: bool) -> None:
+    tools &= name in WITH_TOOLS
     tokenizer, schemas = make_chat_tokenizer(name), [{"name": "add", "parameters": {}}] if tools else []
     if any(token in text for token in CHATS[name].control):
         return
@@ -235,7 +237,7 @@ def played(name: str, task: Task, responses: Sequence[str]) -> list[list[int]]:
     return [row.get("prompt").tolist()[start:] for row, start in zip(rows, starts, strict=True)]
 
 
-@pytest.mark.parametrize("name", WITH_ROLES)
+@pytest.mark.parametrize("name", WITH_TOOLS)
 def test_a_tool_that_echoes_the_policy_speaks_in_no_other_role(name: str) -> None:
     evil, harmless = played(name, WithTools(EchoTask(), Toolbox([echo])), [call(attack(name)), call("5")])
     assert control(name, evil) == control(name, harmless) != []

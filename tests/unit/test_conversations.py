@@ -181,10 +181,29 @@ def test_a_template_that_leaves_results_out_is_refused(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        tokenizer, "chat_template", "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
+        tokenizer, "chat_template", "{{ tools }}{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
     )
     with pytest.raises(ValueError, match="it left the content of a message of the role 'tool' out: use"):
         LLMEnv(WithTools(EchoTask(), Toolbox([add])), tokenizer, num_envs=1, repeats=1, max_turns=2)
+
+
+def test_a_template_that_leaves_tools_out_is_refused(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a model is loaded, and in each request of an agent."""
+    task = WithTools(EchoTask(), Toolbox([add]))
+    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template.replace("if tools", "if false"))
+    with pytest.raises(ValueError, match=r"model\.chat_template=.*\['add'\]"):
+        LLMEnv(task, tokenizer, num_envs=1, repeats=1, max_turns=2)
+    prompts = LLMEnv(EchoTask(), tokenizer, num_envs=1, repeats=1).prompts
+    with pytest.raises(ValueError, match=r"model\.chat_template=.*\['add'\]"):
+        prompts.chat_tokens([{"role": "user", "content": "?"}], task.tools)
+
+
+def test_the_policy_sees_the_tools(tokenizer: PreTrainedTokenizerFast) -> None:
+    for one in (tokenizer, AutoTokenizer.from_pretrained(starter_path())):
+        env = LLMEnv(WithTools(EchoTask(), Toolbox([add])), one, num_envs=1, repeats=1, max_turns=2)
+        assert "add" in one.decode(prompts(env.reset())[0])
 
 
 def test_log_probs_of_a_dialog_are_those_of_one_forward_pass() -> None:

@@ -232,18 +232,17 @@ def test_tools_of_an_opening_are_in_its_prompt_and_calls_are_in_raw(path):
     from torchrl_grpo.starter import starter_path
 
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
-    tokenizer.chat_template = "{% for t in tools or [] %}{{ t.name }}{% endfor %}" + tokenizer.chat_template
     raws = []
 
     class Telling(KeepingTask):
         def turn(self, dialog: Dialog) -> Turn:
             raws.append(dialog.raw)
             turn = super().turn(dialog)
-            return turn if dialog.responses else Turn(turn.messages, None, {}, None, [{"name": "12345"}])
+            return turn if dialog.responses else Turn(turn.messages, None, {}, None, [{"function": {"name": "press"}}])
 
     env = LLMEnv(Telling(path), tokenizer, num_envs=1, repeats=1, max_turns=2)
     [row] = env.reset().get("tokens").unbind(0)
-    assert tokenizer.decode(row["prompt"]).startswith("12345")
+    assert tokenizer.decode(row["prompt"]).startswith("<|system|>tools: press<|end|>")
     end = tokenizer.eos_token_id
     respond(env, env.reset(), [[*tokenizer("stop", add_special_tokens=False)["input_ids"], end]])
     assert raws[-1] == f"stop{tokenizer.decode([end])}"

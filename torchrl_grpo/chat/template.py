@@ -38,6 +38,26 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, chat: Sequence[Message], **a
         ) from error
 
 
+def check_tools(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], **arguments: Any) -> None:
+    """Check that the chat template writes tools.
+
+    Raises:
+        ValueError: it writes the same chat with them and without them.
+    """
+    if not tools:
+        return
+    with_tools, without = (
+        render_chat(tokenizer, [_USER], tools=each, add_generation_prompt=True, **arguments)
+        for each in (list(tools), None)
+    )
+    if with_tools == without:
+        raise ValueError(
+            f"model.chat_template={printable(str(tokenizer.chat_template))!r:.80} must write the tools "
+            f"{[tool.get('function', tool).get('name') for tool in tools]}, and it leaves them out: use a model or a "
+            "template that writes `tools`."
+        )
+
+
 _USER, _ASSISTANT = ({"role": role, "content": "?"} for role in ("user", "assistant"))
 _RESULT = {"role": "tool", "name": "?", "content": "?", "tool_call_id": "call00000"}
 
@@ -68,6 +88,7 @@ class ChatEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
         self.tokenizer = tokenizer
         self.arguments = arguments
+        self._writes_tools = False
         self.control = self._control_tokens()
         first = sorted({token[0] for token in self.control})
         self._first = re.compile("|".join(map(re.escape, first)) or r"(?!)")
@@ -106,8 +127,12 @@ class ChatEncoder:
             **arguments: of the template, in addition to those given to the constructor.
 
         Raises:
-            ValueError: the template raises, whatever it is.
+            ValueError: the template raises, whatever it is, or leaves the tools out.
         """
+        tools = arguments.get("tools")
+        if tools and not self._writes_tools:  # an agent's, or those of a dialog's opening
+            check_tools(self.tokenizer, tools, **self.arguments)
+            self._writes_tools = True
         chat = _with_texts(chat, self._marked)
         text = render_chat(self.tokenizer, chat, **self.arguments, **arguments)
         # A template that takes texts apart and joins the pieces may make a control token of them. Not the roles: the

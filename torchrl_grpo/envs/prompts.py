@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrl import torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_grpo.chat.template import ChatEncoder
+from torchrl_grpo.chat.template import ChatEncoder, check_tools
 from torchrl_grpo.tasks.base import Message, Problem, Split, Task
 
 
@@ -30,7 +30,7 @@ class Prompts:
         usable: indices of the problems whose prompts are short enough.
 
     Raises:
-        ValueError: no problem is left.
+        ValueError: no problem is left, or the chat template leaves the task's tools out.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Prompts:
         max_prompt_tokens: int | None,
         template_arguments: Mapping[str, Any],
     ) -> None:
+        check_tools(tokenizer, task.tools, **template_arguments)
         self.task = task
         self._chats = ChatEncoder(tokenizer, template_arguments)
         self.problems: Sequence[Problem] = task.problems(split)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Literal
 
+from torchrl_grpo.errors import InvalidRewardError
+
 GENERATED = ("arithmetic", "countdown")
 """Built-in data sets that are generated."""
 PRESETS = ("gsm8k", "math", "ifeval")
@@ -75,6 +77,27 @@ _has_torchao = find_spec("torchao") is not None
 
 MIN_TEMPERATURE = 0.01
 """Lowest temperature to sample with, apart from 0 (greedy): vLLM raises lower ones to this, and logits overflow."""
+
+
+_LARGEST_REWARD = 3.4e38  # of float32
+
+
+def check_reward(value: Any, name: str) -> float:
+    """Return a reward as a number.
+
+    Raises:
+        InvalidRewardError: it is no number, as a text is none, or not finite in float32.
+    """
+    try:
+        number = float("nan") if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
+        number = float("nan")
+    if not abs(number) <= _LARGEST_REWARD:
+        what = value if isinstance(value, float) else f"a value of type {type(value).__name__} that is none"
+        raise InvalidRewardError(
+            f"{name} must be a finite number, a bool or None, it is {what}: fix the function.", "not_finite"
+        )
+    return number
 
 
 def check_multiple(name: str, value: int, of: int, of_what: str) -> None:

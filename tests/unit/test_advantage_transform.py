@@ -52,6 +52,36 @@ KEYS = ("group_id", ("next", "reward"), "advantage")
 # On its own
 
 
+def steps_of_two_trajectories() -> TensorDict:
+    steps = [(0.0, False), (0.0, True), (1.0, False), (0.0, True)]
+    rows = [batch_of([reward], [0])[0].set(("next", "done"), torch.tensor([done])) for reward, done in steps]
+    return lazy_stack(rows)
+
+
+def samples_of_a_trajectory() -> TensorDict:
+    batch = batch_of([0.0, 1.0, 5.0], [0, 0, 0], [True, True, False])
+    for row, trajectory in zip(batch.unbind(0), (3, 3, 4), strict=True):
+        row.set(keys.ASSISTANT_MASK, torch.ones(2, dtype=torch.bool)).set(keys.ADVANTAGE, row[keys.REWARD] - 1)
+        row.set(keys.TRAJECTORY, torch.tensor([trajectory]))
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("transform", "batch"),
+    [
+        (GroupAdvantage(2), steps_of_two_trajectories()),
+        (RewardShaping(overlong_buffer=2, max_response_tokens=4), samples_of_a_trajectory()),
+        (AdvantageWhitening(), samples_of_a_trajectory()),
+    ],
+)
+def test_a_batch_of_the_in_keys_alone_gives_the_same(transform, batch):
+    batch = batch.exclude(*transform.out_keys) if keys.ADVANTAGE not in transform.in_keys else batch
+    few = transform(batch.select(*transform.in_keys, strict=False))
+    whole = transform(batch.clone())
+    for key in transform.out_keys:
+        assert [row[key].tolist() for row in few.unbind(0)] == [row[key].tolist() for row in whole.unbind(0)]
+
+
 def test_advantage_is_centred_and_scaled_within_each_group():
     transform = GroupAdvantage(3)
     # Group 4 is (1, 2, 3): mean 2, std 1. Group 9 is (0, 0, 6): mean 2, std sqrt(12).

@@ -13,6 +13,7 @@ from tests.support.echo import EchoTask, TwoTurnTask
 from tests.support.envs import END, ScriptedEngine
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.rollout import RolloutCollector
+from torchrl_grpo.collectors.summary import response_lengths
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
@@ -194,6 +195,7 @@ def test_turns_become_one_sequence(tokenizer):
     # The second turn is asked for rows 1 and 3 alone.
     assert [(len(prompts), n) for prompts, n in engine.calls] == [(2, 2), (2, 1)]
     assert collector.last.turns == 6 and collector.last.tokens == 2 * (5 + 2 + 3)
+    assert response_lengths(batch).tolist() == [5, 2 + 3] * 2, "the policy's tokens alone"
     stopped, went_on = batch[0], batch[1]
     prompt = encode(f"<|user|>{batch[0]['query']}<|end|><|assistant|>")
     assert went_on["tokens", "prompt"].tolist() == prompt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.support import games, trl_environments
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.reward_pool import Failure, RewardPool
+from torchrl_grpo.reward_pool import Failure, RewardPool, advance
 from torchrl_grpo.tasks.base import Dialog, Problem, Score, Turn
 from torchrl_grpo.tasks.seeds import SeedsTask
 from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
@@ -175,13 +176,73 @@ def test_a_text_game_answers_and_rewards_each_response(path: Path, kind: type) -
     assert noted(path, made=1, closed=1) == {"made": 1, "closed": 1}
 
 
-def test_a_response_that_was_cut_off_is_no_step_and_a_last_turn_is_scored(path: Path) -> None:
+def test_a_response_that_was_cut_off_is_a_step_and_a_last_turn_is_scored(path: Path) -> None:
     task = task_of(games.Game)
     play = Play(task, problem(task))
     play.turn("1")
-    assert play.turn("5", cut=True) == Turn(None, Score(1.0, True))
+    cut = play.turn("-5", cut=True)
+    assert (cut.messages[0]["content"], cut.reward, cut.score) == ("1 -5", -5.0, None)
     last = play.turn("2", last=True)
-    assert (last.messages[0]["content"], last.reward, last.score) == ("1 2", 2.0, Score(3.0, True))
+    assert (last.messages[0]["content"], last.reward, last.score) == ("1 -5 2", 2.0, Score(-2.0, False))
+
+
+def test_a_step_whose_answer_finds_no_room_is_taken_once(path: Path) -> None:
+    task = task_of(games.Game)
+    play = Play(task, problem(task))
+    play.turn("1")
+    play.said.pop()
+    assert play.turn("1", cut=True) == Turn(None, Score(1.0, True))  # as the environment asks again
+
+
+def test_a_step_that_takes_truncated_decides_about_a_cut_off_response() -> None:
+    class Told(games.Game):
+        def step(self, response: str, truncated: bool = False) -> tuple[str, float, bool]:
+            return "cut" if truncated else "whole", -1.0 if truncated else 0.5, truncated
+
+    task = task_of(Told)
+    play = Play(task, problem(task))
+    whole, cut = play.turn("a"), play.turn("b", cut=True)
+    assert (whole.messages[0]["content"], whole.reward) == ("whole", 0.5)
+    assert (cut.messages, cut.reward, cut.score) == (None, -1.0, Score(-0.5, False))
+
+
+@pytest.mark.parametrize("value", ["1", None, float("nan"), [1.0]])
+def test_a_reward_that_is_no_number_is_invalid(value: Any) -> None:
+    class Steps(games.Game):
+        def step(self, response: str) -> Any:
+            return "", value, True
+
+    class Tools(games.Game):
+        step = None  # type: ignore[assignment]
+
+        def play(self) -> str:
+            """Play."""
+            return ""
+
+        def get_reward(self) -> Any:
+            return value
+
+    for kind in (Steps, Tools):
+        [turn] = advance(task := task_of(kind), [dialog("e")])
+        [turn] = advance(task, [dialog("e", "x")])
+        assert isinstance(turn, Failure) and turn.cause == "not_finite" and kind.__name__ in turn.text
+
+
+def test_a_coroutine_that_blocks_its_loop_costs_its_own_dialog_alone() -> None:
+    blocked = threading.Event()
+
+    class Blocks(games.AsyncGame):
+        async def step(self, response: str) -> tuple[str, float, bool]:  # type: ignore[override]
+            if response == "block":
+                blocked.wait()
+            return await super().step(response)
+
+    task = task_of(Blocks)
+    advance(task, [dialog(one) for one in "abc"])
+    turns = advance(task, [dialog("a", "block"), dialog("b", "1"), dialog("c", "2")], 1.0)
+    blocked.set()
+    assert isinstance(turns[0], Failure) and turns[0].cause == "timeout"
+    assert [turn.reward for turn in turns[1:] if isinstance(turn, Turn)] == [1.0, 2.0]
 
 
 def test_environments_start_side_by_side_and_fail_alone(path: Path) -> None:

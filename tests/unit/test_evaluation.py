@@ -109,6 +109,9 @@ def test_pass_at_1_and_pass_at_k_by_hand(tokenizer: PreTrainedTokenizerFast) -> 
         "eval/truncated": 0.0, "eval/invalid_fraction": 0.0, "eval/pass@4": 0.8, "eval/invalid_fraction@4": 0.0,
     }  # fmt: skip
     assert {(row["query"], row["correct"]) for row in rows} == {(str(d), d < 3) for d in range(5)}
+    assert [row["problem"] for row in rows] == [0, 1, 2, 3, 4]
+    again = evaluator.evaluate(sampled=False)[1]
+    assert [(row["problem"], row["query"]) for row in again] == [(row["problem"], row["query"]) for row in rows]
     few = Evaluator(engine, greedy, None, params=SamplingParams(4, stop_token_ids=(1,)), rows=2)
     assert few.evaluate(sampled=False)[1] == rows[:2]
     assert engine.draws == 0  # its random state was put back

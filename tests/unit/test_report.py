@@ -160,6 +160,17 @@ def test_a_reward_that_never_reaches_1_is_named_where_the_accuracy_is(tmp_path: 
     ]
 
 
+def test_test_problems_with_one_text_are_shown_one_by_one(tmp_path: Path) -> None:
+    test = {"split": "test", "query": "Play.", "correct": False, "valid": True}
+    with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
+        for step in (0, 5):
+            logger.log(step, {"eval/pass@1": 0.0})
+            rows = [test | {"problem": n, "reward": n / 8, "response": f"move {n} at {step}"} for n in range(3)]
+            logger.log_samples(step, rows)
+    text = parse(write_report(tmp_path)).text()
+    assert all(f"move {n} at {step}" in text for n in range(3) for step in (0, 5))
+
+
 def test_restarts_of_actors_are_summed_over_their_kinds_and_shown(tmp_path: Path) -> None:
     with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
         for step, (rollout, reference, groups) in enumerate([(0, 0, 0), (2, 1, 4)]):

@@ -98,6 +98,12 @@ def test_before_stands_against_after(folder: Path) -> None:
     )
 
 
+def test_problems_with_one_text_are_compared_one_by_one(tmp_path: Path) -> None:
+    rows = [sample(step, "Play.", "x", float(step > n), problem=n) for step in (0, 5) for n in range(4)]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "4 problems: 4 better, 0 worse" in printed(tmp_path, "--compare")
+
+
 @pytest.mark.parametrize("arguments", [[], ["--compare"]])
 def test_what_a_model_wrote_does_nothing_to_the_terminal(arguments: list[str], tmp_path: Path) -> None:
     rows = [sample(step, HOSTILE, HOSTILE, 1.0) for step in (0, 1)]

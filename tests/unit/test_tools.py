@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -118,6 +118,55 @@ def test_a_call_that_cannot_be_read_says_why(text: str) -> None:
 )
 def test_the_policy_is_told_the_result_or_what_is_wrong(name: str, arguments: Any, told: str, well: bool) -> None:
     assert Toolbox([add, shout, broken, leaves]).run(ToolCall(name, arguments)) == (told, well)
+
+
+def pick(
+    count: int | None = None,
+    names: list[str] | None = None,
+    kind: Literal["a", "b"] = "a",
+    either: int | str = 0,
+    sizes: dict[str, int] | None = None,
+) -> str:
+    """Picks.
+
+    Args:
+        count: how many.
+        names: of what.
+        kind: of which kind.
+        either: a number or a text.
+        sizes: by name.
+    """
+    return "picked"
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "wanted"),
+    [
+        ("count", None, ""),
+        ("count", 3, ""),
+        ("count", "three", "of the type integer or null"),
+        ("count", True, "of the type integer or null"),
+        ("names", ["a"], ""),
+        ("names", "a", "of the type array or null of string"),
+        ("names", [1], "of the type array or null of string"),
+        ("kind", "b", ""),
+        ("kind", "c", "one of ['a', 'b']"),
+        ("either", "x", ""),
+        ("either", [], "of the type integer or string"),
+        ("sizes", {"a": 1}, ""),
+        ("sizes", {"a": "1"}, "of the type object or null"),
+    ],
+)
+def test_arguments_are_of_their_types_also_optional_nested_and_listed(argument: str, value: Any, wanted: str) -> None:
+    told = f"error: the argument {argument} of pick must be {wanted}" if wanted else "picked"
+    assert Toolbox([pick]).run(ToolCall("pick", {argument: value})) == (told, not wanted)
+
+
+def test_an_argument_of_a_servers_schema_may_be_any_of_several() -> None:
+    toolbox = Toolbox([pick])
+    optional = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+    toolbox.schemas[0]["function"]["parameters"]["properties"]["count"] = optional
+    assert [toolbox.run(ToolCall("pick", {"count": value}))[1] for value in (3, None, "3")] == [True, True, False]
 
 
 def test_long_results_are_cut() -> None:

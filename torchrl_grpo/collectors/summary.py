@@ -75,8 +75,8 @@ def ends_of(batch: TensorDictBase) -> TensorDictBase:
 
 
 def response_lengths(batch: TensorDictBase) -> Tensor:
-    """[M] float32, the tokens after the first prompt of each trajectory, of all of its samples together."""
-    lengths, trajectory = (pad(batch, keys.RESPONSE, -1) >= 0).sum(-1).float(), trajectories_of(batch)
+    """[M] float32, the tokens that the policy wrote in each trajectory, in all of its samples together."""
+    lengths, trajectory = pad(batch, keys.ASSISTANT_MASK, False).sum(-1).float(), trajectories_of(batch)
     return lengths if trajectory is None else torch.zeros(int(trajectory.max()) + 1).index_add_(0, trajectory, lengths)
 
 
@@ -144,6 +144,7 @@ def sample_rows(
         scores: further numbers of the tokens of the sequence at a position of the batch, by name, [T] each.
     """
     groups = batch.get(keys.GROUP_ID).reshape(-1).tolist()
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
     order = sorted(range(len(groups)), key=lambda row: not scores(row))
     wanted = _first_groups([groups[row] for row in order], len(groups) if most is None else most)
     out = []
@@ -154,7 +155,9 @@ def sample_rows(
         entry = _sample(row, split, rows[siblings[-1]])
         if len(siblings) > 1:
             entry["sample"] = siblings.index(position)
-        if split == "train":
+        if split == "test":
+            entry["problem"] = numbers[groups[position]]
+        else:
             entry["group"] = groups[position]
             if version is not None:
                 sampled_by = row.get(keys.POLICY_VERSION).item()

@@ -28,6 +28,7 @@ _QUIET = 20
 _ZERO_VARIANCE, _SOLVED, _HALF_SOLVED = 0.9, 0.9, 0.5
 _INVALID, _TRUNCATED, _REPEATED, _CLIPPED = 0.1, 0.5, 0.8, 0.4
 _ESS, _RATIO, _KL_TO_INFERENCE, _MISMATCH = 0.5, 0.1, 0.05, 0.02
+_MORE_TRUNCATED = 0.3  # than in the first steps
 _KL_TO_REF = 1.0
 _ENTROPY, _LENGTH = 0.1, 2.0  # of what they were in the first steps
 _RESTARTS = 3
@@ -295,6 +296,20 @@ def _truncation(rows: Sequence[Row], first: Sequence[Row]) -> Found:
         )
 
 
+def _truncation_pays(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+    before, now = _mean(first, "rollout/truncated", _FEW), _mean(rows, "rollout/truncated", _FEW)
+    reward, better = _mean(first, "rollout/reward_mean", _FEW), _mean(rows, "rollout/reward_mean", _FEW)
+    if before is None or now is None or reward is None or better is None:
+        return
+    if now > before + _MORE_TRUNCATED and better > reward:
+        yield (
+            "truncation_pays",
+            f"truncated responses rose from {_share(before)} to {_share(now)} and the reward from {reward:.2g} to "
+            f"{better:.2g}: the policy may learn to be cut off; give such a response the least reward (a text game by "
+            "step(response, truncated), a function by finish_reason), or use policy.mask_truncated=true",
+        )
+
+
 def _limits(row: Row) -> str:
     """The limits that cut a response; with tools a dialog that ends with a call counts as cut too."""
     tools = ", env.max_turns if dialogs end with a call" if "tools/calls" in row else ""
@@ -366,6 +381,7 @@ _RULES: tuple[Callable[[Sequence[Row], Sequence[Row]], Found], ...] = (
     _clip,
     _entropy,
     _truncation,
+    _truncation_pays,
     _length,
     _kl,
     _repeated,

@@ -122,8 +122,8 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         Args:
             step: as in ``log``.
             rows: ``split`` ("train" or "test", the same in all), ``query``, ``response``, ``reward``, ``correct`` and
-                whatever else there is. Test rows with the same ``query`` at several steps stand side by side in the
-                report.
+                whatever else there is. Test rows with the same ``problem`` (without one, ``query``) at several steps
+                stand side by side in the report.
 
         Raises:
             RuntimeError: the logger is closed.

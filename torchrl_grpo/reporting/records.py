@@ -27,6 +27,16 @@ def one_of_each(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [rows[position] for _, position in sorted(order)]
 
 
+def problem_of(row: Mapping[str, Any]) -> int | str:
+    """Return what a sample's problem is known by: a test problem's number, else its text.
+
+    >>> problem_of({"problem": 3, "query": "Play."}), problem_of({"query": "1+1="})
+    (3, '1+1=')
+    """
+    number: int | None = row.get("problem")
+    return str(row.get("query")) if number is None else number
+
+
 def earned(row: Mapping[str, Any]) -> Any:
     """Return a sample's reward, None if it is invalid."""
     return None if row.get("valid") is False else row.get("reward")

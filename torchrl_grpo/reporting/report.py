@@ -20,7 +20,7 @@ from torchrl_grpo.host.text import accuracy, clip, duration, invalid_cause, numb
 from torchrl_grpo.reporting.alarms import MOSTLY_INVALID, alarms_of
 from torchrl_grpo.reporting.curves import panel_svg, save_png
 from torchrl_grpo.reporting.panels import COLORS, STAGES, panels_of, series, stage_seconds
-from torchrl_grpo.reporting.records import merge_steps, one_of_each, reward_text, run_title
+from torchrl_grpo.reporting.records import merge_steps, one_of_each, problem_of, reward_text, run_title
 
 ACCURACY = "eval/pass@1"
 _MOST_SAMPLES = 12
@@ -177,15 +177,17 @@ def _times(records: Sequence[Row]) -> list[dict[str, Any]]:
 
 def _tested(samples: Sequence[Row]) -> dict[str, Any] | None:
     """The test problems that were sampled at the first and at the last evaluation, side by side."""
-    by_step: dict[int, dict[str, Row]] = {}
+    by_step: dict[int, dict[Any, Row]] = {}
     for row in samples:
         if row.get("split") == "test":
-            by_step.setdefault(row["step"], {}).setdefault(str(row.get("query")), row)
+            by_step.setdefault(row["step"], {}).setdefault(problem_of(row), row)
     if not by_step:
         return None
     steps = sorted({min(by_step), max(by_step)})
-    queries = list(dict.fromkeys(query for step in reversed(steps) for query in by_step[step]))[:_MOST_SAMPLES]
-    return {"steps": steps, "problems": [(query, [by_step[step].get(query) for step in steps]) for query in queries]}
+    queries = {problem: row.get("query") for step in steps for problem, row in by_step[step].items()}
+    order = list(dict.fromkeys(problem for step in reversed(steps) for problem in by_step[step]))[:_MOST_SAMPLES]
+    problems = [(queries[problem], [by_step[step].get(problem) for step in steps]) for problem in order]
+    return {"steps": steps, "problems": problems}
 
 
 def _trained(samples: Sequence[Row]) -> list[Row]:

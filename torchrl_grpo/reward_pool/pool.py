@@ -29,6 +29,7 @@ from typing import Any
 
 import cloudpickle
 
+from torchrl_grpo.checks import check_reward
 from torchrl_grpo.errors import INVALID_CAUSES, InvalidRewardError
 from torchrl_grpo.host import interrupts
 from torchrl_grpo.host.processes import go_on_in_guarded_child, show_stack_when_asked
@@ -41,7 +42,6 @@ TIMED_OUT = "workers/rewards_timed_out"
 _MOST_ATTEMPTS = 2
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
-_LARGEST = 3.4e38  # of float32
 _START_S = 600.0  # a machine that is busy, or a slow file system: only something stuck takes longer
 _LONGEST_END_S = 10.0
 _OWN_END_S = 2.0
@@ -111,22 +111,17 @@ def _checked(turn: Turn | Exception, task: Task) -> Turn | Failure:
         return Failure.of(turn)
     try:
         if turn.reward is not None:
-            turn = replace(turn, reward=_finite(turn.reward, task))
+            turn = replace(turn, reward=check_reward(turn.reward, f"the reward of a turn of {task.name!r}"))
         if turn.score is None:
             return turn
-        parts = {str(name): _number(value) for name, value in turn.score.parts.items()}
-        return replace(turn, score=Score(_finite(turn.score.reward, task), bool(turn.score.correct), parts))
+        parts = {
+            str(name): None if value is None else check_reward(value, f"the part {name} of {task.name!r}")
+            for name, value in turn.score.parts.items()
+        }
+        reward = check_reward(turn.score.reward, f"the reward of {task.name!r}")
+        return replace(turn, score=Score(reward, bool(turn.score.correct), parts))
     except Exception as error:
         return Failure.of(error)
-
-
-def _finite(value: Any, task: Task) -> float:
-    reward = float(value)
-    if not abs(reward) <= _LARGEST:
-        raise InvalidRewardError(
-            f"reward={reward} must be finite, also in float32: fix the scorer of {task.name!r}.", "not_finite"
-        )
-    return reward
 
 
 class _Worker:

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 from collections.abc import Callable, Collection, Mapping
 from numbers import Real
 from typing import Any, Literal
 
-from torchrl_grpo.errors import InvalidRewardError
+from torchrl_grpo.checks import check_reward
 from torchrl_grpo.rewards.spec import RewardEntry
 
 FACTS = ("response", "prompt", "messages", "answer", "finish_reason", "tokens")
@@ -201,19 +200,4 @@ class RewardFunction:
                 f"{sorted(map(str, result))}: return None for one that does not apply."
             )
         named = {f"{self.name}/{key}" if key else self.name: value for key, value in result.items()}
-        return {name: _number(name, value) for name, value in named.items()}
-
-
-def _number(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
-        number = math.nan
-    if not math.isfinite(number):
-        what = value if isinstance(value, float) else f"a value of type {type(value).__name__} that is none"
-        raise InvalidRewardError(
-            f"reward {name} must be a finite number, a bool or None, it is {what}: fix the function.", "not_finite"
-        )
-    return number
+        return {name: None if value is None else check_reward(value, f"reward {name}") for name, value in named.items()}

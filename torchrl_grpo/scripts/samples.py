@@ -24,7 +24,7 @@ from rich.text import Text
 
 from torchrl_grpo.host.files import SAMPLES_FILE, read_jsonl
 from torchrl_grpo.host.text import number, percent, printable_lines
-from torchrl_grpo.reporting.records import earned, passes, reward_text
+from torchrl_grpo.reporting.records import earned, passes, problem_of, reward_text
 
 Row = Mapping[str, Any]
 Pair = tuple[Row, Row]
@@ -77,7 +77,7 @@ def compare(rows: Iterable[Row]) -> list[Pair]:
     """
     problems: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        problems.setdefault((row.get("split"), row.get("dataset"), row.get("query")), []).append(row)
+        problems.setdefault((row.get("split"), row.get("dataset"), problem_of(row)), []).append(row)
     pairs = []
     for samples in problems.values():
         before = min(samples, key=lambda row: row["step"])

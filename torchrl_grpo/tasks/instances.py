@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from torchrl_grpo.host.event_loop import settled
+from torchrl_grpo.host.event_loop import own_event_loop, settled
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ _closing: set[Instance] = set()
 
 
 class Instance:
-    """A thread, and the environment that is made, played and closed in it.
+    """A thread, and the environment that is made, played and closed in it, its coroutines in a loop of their own.
 
     So environments start and play side by side, and each may hold what belongs to a thread: a browser, a connection.
     One that hangs holds up nobody; its thread ends with the process.
@@ -52,15 +52,16 @@ class Instance:
         self._orders.put(None)
 
     def _serve(self) -> None:
-        while (order := self._orders.get()) is not None:
-            future, function = order
-            try:
-                future.set_result(function())
-            except Exception as error:
-                future.set_exception(error)
-            except BaseException as error:  # a SystemExit would end the run, if it is raised again where one waits
-                raised = RuntimeError(f"{type(error).__name__} was raised.")
-                future.set_exception(raised.with_traceback(error.__traceback__))
+        with own_event_loop():
+            while (order := self._orders.get()) is not None:
+                future, function = order
+                try:
+                    future.set_result(function())
+                except Exception as error:
+                    future.set_exception(error)
+                except BaseException as error:  # a SystemExit would end the run, if it is raised again where one waits
+                    raised = RuntimeError(f"{type(error).__name__} was raised.")
+                    future.set_exception(raised.with_traceback(error.__traceback__))
         _closing.discard(self)
         self._ended.set()
 

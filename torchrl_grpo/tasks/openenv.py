@@ -16,6 +16,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from torchrl_grpo.checks import check_reward
 from torchrl_grpo.tasks.with_environment import Kind
 from torchrl_grpo.tools import Toolbox
 from torchrl_grpo.tools.toolbox import Parser, parse_tool_calls
@@ -92,8 +93,9 @@ class Session:
         of_mcp = {"type": "call_tool", "tool_name": tool, "arguments": arguments}
         outcome = self.ask("step", of_mcp if tool in self._tools else arguments)
         if outcome.get("reward") is not None:
-            self.reward = (self.reward or 0.0) + float(outcome["reward"])
-            self.total += float(outcome["reward"])
+            reward = check_reward(outcome["reward"], "the reward of OpenEnv's server")
+            self.reward = (self.reward or 0.0) + reward
+            self.total += reward
         self.done = bool(outcome.get("done"))
         return _text(outcome)
 

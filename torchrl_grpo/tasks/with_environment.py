@@ -6,7 +6,8 @@ Gymnasium's words. It is made without arguments; any method may be an ``async de
 ========================  ============================================================================================
 ``reset(self, **columns)``  the first observation, a text that is appended to the user's message, or None; it gets the
                           columns of the problem that it names
-``step(self, response)``  a text game: (observation, reward, done)
+``step(self, response)``  a text game: (observation, reward, done); also of a response that a token limit cut off, of
+                          which ``step(self, response, truncated)`` is told
 other public methods      otherwise: tools that the policy may call; type hints and docstring are their schema
 ``get_reward(self)``      of a class with tools: the reward of the dialog, a number
 ``close(self)``           called at the end, if it is there
@@ -24,6 +25,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torchrl_grpo.checks import check_reward
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.host.event_loop import settled
 from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Task, Turn, WrappedTask
@@ -45,6 +47,7 @@ class Kind:
     Attributes:
         name: of the class.
         steps: whether it is a text game.
+        takes_truncated: whether its step is told that a response was cut off.
         toolbox: the tools of a dialog; those that are methods wait for an instance.
 
     Args:
@@ -74,7 +77,8 @@ class Kind:
             raise ValueError(f"{where} must have reset(self, **columns): write it, it may return None.")
         self._reset = inspect.signature(reset).parameters
         step = getattr(made, "step", None)
-        self.steps = callable(step) and "response" in inspect.signature(step).parameters
+        of_step = inspect.signature(step).parameters if callable(step) else {}
+        self.steps, self.takes_truncated = "response" in of_step, "truncated" in of_step
         self.owns_reward = self.steps or callable(getattr(made, "get_reward", None))
         methods = inspect.getmembers(made, lambda one: inspect.isfunction(one) or inspect.ismethod(one))
         names = [name for name, _ in methods if not name.startswith("_")]
@@ -268,22 +272,25 @@ class WithEnvironment(WrappedTask):
 
     def _play(self, instance: Instance, dialog: Dialog, timeout_s: float | None) -> Turn:
         kind, turn = self.kind_of(dialog.problem), Turn(None, None)
-        if dialog.finish_reason == "stop":
-            turn = (self._step if kind.steps else self._call)(instance, kind, dialog, timeout_s)
+        if kind.steps and len(instance.rewards) < len(dialog.responses):  # else its answer found no room
+            turn = self._step(instance, kind, dialog, timeout_s)
+        elif not kind.steps and dialog.finish_reason == "stop":
+            turn = self._call(instance, kind, dialog, timeout_s)
         if turn.messages is None or dialog.last:
             turn = replace(turn, score=self._score(instance, kind, dialog, timeout_s))
         return turn
 
     def _step(self, instance: Instance, kind: Kind, dialog: Dialog, timeout_s: float | None) -> Turn:
-        result = settled(instance.environment.step(dialog.responses[-1]), timeout_s)
+        told = {"truncated": dialog.finish_reason == "length"} if kind.takes_truncated else {}
+        result = settled(instance.environment.step(dialog.responses[-1], **told), timeout_s)
         try:
-            observation, reward, done = result
-            reward = float(reward)
+            observation, value, done = result
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"step of the environment {kind.name} must return (observation, reward, done), it returned "
                 f"{result!r:.80} ({error}): return these three."
             ) from error
+        reward = check_reward(value, f"the reward of a step of {kind.name}")
         if observation is None and not done:
             raise ValueError(
                 f"step of the environment {kind.name} must return an observation while the game goes on, it returned "
@@ -311,7 +318,7 @@ class WithEnvironment(WrappedTask):
         if kind.steps:
             own = sum(instance.rewards)
         elif kind.owns_reward:
-            own = float(settled(instance.environment.get_reward(), timeout_s))
+            own = check_reward(settled(instance.environment.get_reward(), timeout_s), f"get_reward of {kind.name}")
         if self.rewards is None:
             assert own is not None
             return Score(own, own >= 1)

@@ -154,11 +154,39 @@ class Toolbox:
         for name, value in call.arguments.items():
             if name not in known:
                 return f"{call.name} has no argument {name!r:.100}, it has {sorted(known)}"
-            wanted = known[name].get("type")
-            types = [wanted] if isinstance(wanted, str) else list(wanted or ())
-            if types and not known[name].get("nullable") and not any(_is(value, kind) for kind in types):
-                return f"the argument {name} of {call.name} must be of the type {' or '.join(types)}"
+            if not _fits(value, known[name]):
+                return f"the argument {name} of {call.name} must be {_wanted(known[name])}"
         return ""
+
+
+def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether an argument is of its schema's types, the items of a list and the values of an object included."""
+    if value is None and schema.get("nullable"):
+        return True
+    if "anyOf" in schema:
+        return any(_fits(value, one) for one in schema["anyOf"])
+    types = _types(schema)
+    if types and not any(_is(value, kind) for kind in types):
+        return False
+    if "enum" in schema:
+        return value in schema["enum"]
+    inner = schema.get("items" if isinstance(value, list) else "additionalProperties")
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return not isinstance(inner, dict) or all(_fits(one, inner) for one in values)
+
+
+def _types(schema: Mapping[str, Any]) -> list[str]:
+    types = schema.get("type") or []
+    return [types] if isinstance(types, str) else list(types)
+
+
+def _wanted(schema: Mapping[str, Any]) -> str:
+    if "enum" in schema:
+        return f"one of {schema['enum']}"
+    types = [*_types(schema), *(kind for one in schema.get("anyOf", ()) for kind in _types(one))]
+    of = schema.get("items")
+    inner = f" of {' or '.join(_types(of))}" if isinstance(of, dict) and _types(of) else ""
+    return f"of the type {' or '.join([*types, *(['null'] if schema.get('nullable') else [])])}{inner}"
 
 
 def _is(value: Any, kind: str) -> bool:

@@ -165,7 +165,7 @@ class GroupAdvantage(Transform):
         }
         more = of_tokens.get(level, [])
         more += [] if part_weights is None else [keys.REWARD_PARTS]
-        super().__init__(in_keys=[reward_key, valid_key, group_key, *more], out_keys=[advantage_key])
+        super().__init__(in_keys=[reward_key, valid_key, group_key, done_key, *more], out_keys=[advantage_key])
         self.level = level
         self.gamma = gamma
         self.lmbda = lmbda

@@ -92,7 +92,7 @@ class RewardShaping(Transform):
             raise ValueError(f"kl_estimator={kl_estimator!r} must be one of {tuple(KL_ESTIMATORS)}: use 'k1'.")
         if kl_coef < 0:
             raise ValueError(f"kl_coef={kl_coef} must be at least 0: use 0.01, or 0 for no KL in the reward.")
-        in_keys = [keys.REWARD, keys.REWARD_VALID, keys.ASSISTANT_MASK, keys.TURN_REWARDS]
+        in_keys = [keys.REWARD, keys.REWARD_VALID, keys.ASSISTANT_MASK, keys.TURN_REWARDS, keys.TRAJECTORY]
         super().__init__(
             in_keys=[*in_keys, keys.LOG_PROBS, keys.REF_LOG_PROBS] if kl_coef else in_keys,
             out_keys=[keys.SHAPED_REWARD, keys.TOKEN_REWARD],

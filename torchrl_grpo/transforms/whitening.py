@@ -33,7 +33,7 @@ class AdvantageWhitening(Transform):
     """
 
     def __init__(self) -> None:
-        super().__init__(in_keys=[keys.ADVANTAGE, keys.ASSISTANT_MASK], out_keys=[keys.ADVANTAGE])
+        super().__init__(in_keys=[keys.ADVANTAGE, keys.ASSISTANT_MASK, keys.REWARD_VALID], out_keys=[keys.ADVANTAGE])
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Writes the advantages of a batch, each of the shape that it has, in place."""

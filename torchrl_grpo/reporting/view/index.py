@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_grpo.host.files import SAMPLES_FILE
-from torchrl_grpo.reporting.records import earned, passes
+from torchrl_grpo.reporting.records import earned, passes, problem_of
 from torchrl_grpo.reporting.view.files import Tail, is_number, is_step, read_row
 
 _TOKENS = b', "tokens": {'
@@ -86,7 +86,7 @@ class Index:
         dataset = str(row.get("dataset") or "")
         # Rows of older runs have no group, and those of an evaluation need none.
         own = row.get("group")
-        key = (row["step"], split, dataset, hash(str(row.get("query"))) if own is None else own)
+        key = (row["step"], split, dataset, hash(problem_of(row)) if own is None else own)
         group = self._groups.setdefault(key, len(self.groups))
         if group == len(self.groups):
             self.groups.append([])

@@ -97,6 +97,12 @@ def with_a_teacher(scorer: TokenScorer) -> GRPOLoss:
     return GRPOLoss(scorer, teacher_coeff=0.5)
 
 
+def with_likely_tokens(scorer: TokenScorer) -> GRPOLoss:
+    """The divergence from a teacher of which the most likely tokens are known."""
+    scorer.distill_from(Teacher(0.5))
+    return GRPOLoss(scorer, teacher_coeff=0.5)
+
+
 def taught(mesh: DeviceMesh | None, loss: Callable[[TokenScorer], GRPOLoss]) -> dict[str, Any]:
     """Two steps of groups with a demonstration, an advantage of each token, and a teacher's states."""
     trainer = make_trainer(mesh, loss=loss, dtype=torch.float64)
@@ -112,6 +118,36 @@ def taught(mesh: DeviceMesh | None, loss: Callable[[TokenScorer], GRPOLoss]) -> 
     start = weights(trainer)
     metrics = [trainer.train_batch(batch) for _ in range(2)]
     return {"start": start, "metrics": metrics, "weights": weights(trainer)}
+
+
+def likely_tokens_of_a_teacher(mesh: DeviceMesh | None, **settings: Any) -> dict[str, Any]:
+    """A step in mixed precision from a teacher's most likely tokens; what the scorer and its layers were called with."""
+    trainer = make_trainer(mesh, dtype=torch.float32, loss=with_likely_tokens, micro_batch_tokens=10**6, **settings)
+    batch, generator = make_batch(LENGTHS, spread=0.3), torch.Generator().manual_seed(2)
+    for row in batch.unbind(0):
+        count = int(row[keys.ASSISTANT_MASK].sum())
+        log_probs = torch.randn(count, 2, generator=generator).log_softmax(-1) - 0.1
+        ids = torch.tensor([257.0, 259.0]).expand(count, 2)  # bfloat16 has neither
+        row.set(keys.TEACHER_STATES, torch.cat([log_probs, ids], -1))
+    scorer: Any = trainer.loss.actor_network
+    score, ids, layouts = scorer._score, [], []
+
+    def spy(layout: Layout, numel: int, states: torch.Tensor) -> Any:
+        ids.append(states[:, 2:])
+        return score(layout, numel, states)
+
+    scorer._score = spy
+    for layer in loading.base_model_of(trainer.model).model.layers:
+        layer.self_attn.register_forward_pre_hook(lambda _, __, kw: layouts.append(kw["layout"]), with_kwargs=True)
+    metrics = trainer.train_batch(batch)
+    return {
+        "metrics": [metrics],
+        "weights": weights(trainer),
+        "ids": torch.cat(ids).unique(dim=0).tolist(),
+        "passes": len(ids),
+        "calls": len(layouts),
+        "layouts": len({id(layout) for layout in layouts}),
+    }
 
 
 def two_sequences(mesh: DeviceMesh | None) -> dict[str, Any]:
@@ -224,6 +260,7 @@ COMPARED: dict[str, Callable[[DeviceMesh | None], Any]] = {
     "lora": functools.partial(three_steps, lora=True, checkpointing=True, repeats=3),
     "lora_float64": functools.partial(three_steps, lora=True, dtype=torch.float64),
     "bfloat16": functools.partial(bfloat16, three_steps),
+    "likely_tokens": functools.partial(bfloat16, likely_tokens_of_a_teacher),
     "teacher": functools.partial(taught, loss=with_a_teacher),
     "sft": functools.partial(taught, loss=functools.partial(SFTLoss, aggregation="token_mean")),
     "sft_beside": functools.partial(taught, loss=functools.partial(GRPOLoss, sft_coeff=0.5)),
@@ -558,6 +595,16 @@ def test_bfloat16_parameters_train_close_to_autocast_and_stay_float32(
     assert got["metrics"][0]["train/grad_norm"] == pytest.approx(expected["metrics"][0]["train/grad_norm"], rel=0.05)
     for step, reference in zip(got["metrics"], expected["metrics"], strict=True):
         assert step["train/loss"] == pytest.approx(reference["train/loss"], abs=0.02)
+
+
+def test_mixed_precision_leaves_token_ids_and_the_layout_of_a_pass_as_they_are(
+    two: list[dict[str, Any]], single: dict[str, Any]
+) -> None:
+    expected = single["likely_tokens"]["metrics"][0]
+    for rank in (single["likely_tokens"], *(rank["likely_tokens"] for rank in two)):
+        assert rank["ids"] == [[257.0, 259.0]]
+        assert (rank["passes"], rank["calls"], rank["layouts"]) == (1, 2, 1)
+        assert rank["metrics"][0]["train/loss_teacher"] == pytest.approx(expected["train/loss_teacher"], rel=0.01)
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -162,7 +162,9 @@ def shard_model(
     base = base_model_of(model)
     if mesh["tensor"].size() > 1:
         _split_layers(base, mesh["tensor"], adapters=base is not model)
-    mixed = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32 if param_dtype else None)
+    reduce_dtype = torch.float32 if param_dtype else None
+    # A cast of inputs would round the ids in a teacher's states, and copy the layout of a pass for each layer.
+    mixed = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if cpu_offload and mesh.device_type != "cpu" else OffloadPolicy()
     layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
     # Aliases of the CPU's memory: fully_shard moves the Parameters themselves to the device, each until its last user

@@ -127,6 +127,11 @@ def test_user_errors_come_before_any_weights(overrides: list[str], message: str,
         build(compose_config(*SMALL, *overrides), tmp_path)
 
 
+def test_a_copy_of_the_model_may_be_on_each_device() -> None:
+    plan = prepare(compose_config(*SMALL, "train_model.num_devices=2", "train_model.replicas=2"), []).plan
+    assert len(plan.train) == 2
+
+
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(
     ("lines", "message"),

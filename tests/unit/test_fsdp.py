@@ -121,7 +121,7 @@ def taught(mesh: DeviceMesh | None, loss: Callable[[TokenScorer], GRPOLoss]) -> 
 
 
 def likely_tokens_of_a_teacher(mesh: DeviceMesh | None, **settings: Any) -> dict[str, Any]:
-    """A step in mixed precision from a teacher's most likely tokens; what the scorer and its layers were called with."""
+    """A step in mixed precision from a teacher's most likely tokens, and what scorer and layers were called with."""
     trainer = make_trainer(mesh, dtype=torch.float32, loss=with_likely_tokens, micro_batch_tokens=10**6, **settings)
     batch, generator = make_batch(LENGTHS, spread=0.3), torch.Generator().manual_seed(2)
     for row in batch.unbind(0):
@@ -360,6 +360,16 @@ def run_grid_rank(rank: int, world_size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def run_two_ranks(rank: int, world_size: int, folder: str) -> None:
+    """What each of two processes does: one group, and then a whole copy of the model on each."""
+    run_rank(rank, world_size, folder)
+    store = dist.FileStore(f"{folder}/meet_whole_copies", 2)
+    mesh = init_mesh(rank, 2, store, device=CPU, timeout_s=600, replicas=2)
+    out = {name: COMPARED[name](mesh) for name in ("full_float64", "lora_float64")}
+    torch.save(out | {"share": share_of_memory(mesh)}, f"{folder}/rank_whole_copies_{rank}.pt")
+    dist.destroy_process_group()
+
+
 def run_copies_rank(rank: int, world_size: int, folder: str) -> None:
     """What each process of 2 x 2 does, where each pair shards a copy of the model."""
     torch.set_num_threads(1)
@@ -419,7 +429,7 @@ def given_by(name: str, world_size: int, folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def two(folder: Path, single: dict[str, Any]) -> list[dict[str, Any]]:
-    start(run_rank, 2, folder)
+    start(run_two_ranks, 2, folder)
     return given_by("2", 2, folder)
 
 
@@ -681,6 +691,15 @@ def test_two_sharded_copies_train_like_four_shards_and_like_one_process(
         for name in names:
             assert rank[name]["metrics"] == copies[0][name]["metrics"]
             assert worst(rank[name]["weights"], copies[0][name]["weights"]) == 0
+
+
+def test_a_whole_copy_on_each_of_two_ranks_trains_like_one_process(
+    two: list[dict[str, Any]], single: dict[str, Any], folder: Path
+) -> None:
+    for rank in given_by("whole_copies", 2, folder):
+        assert rank["share"] == 1
+        for name in ("full_float64", "lora_float64"):
+            assert distance(rank[name]["weights"], single[name]["weights"]) < 1e-14
 
 
 def test_a_checkpoint_of_sharded_copies_is_one_of_any_number_of_ranks(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from tests.support.echo import EchoTask
 from tests.support.envs import END, column, respond
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.algorithm import batch_transforms
+from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
@@ -176,13 +180,67 @@ def test_gdpo_needs_parts_and_groups() -> None:
             GroupAdvantage(2, part_weights={}, **options)
 
 
-def test_the_config_makes_a_gdpo_advantage_with_the_rewards_weights() -> None:
-    reward = "env.reward=[{fn: math, weight: 0.9}, {fn: 'my.py:tone', weight: {polite: 0.1}}]"
-    config = compose_config(reward, "env.reward_combination=gdpo")
-    ((_, advantage),) = batch_transforms(config)
-    assert advantage.part_weights == {"math": 0.9, "tone": 0.0, "tone/polite": 0.1}
-    ((_, advantage),) = batch_transforms(compose_config(reward))
-    assert advantage.part_weights is None
+def test_each_data_set_has_its_own_weights_of_parts() -> None:
+    parts = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 2.0}] * 2
+    batch = batch_of(parts, [0, 0, 1, 1])
+    for row, name in zip(batch.unbind(0), ("one", "one", "other", "other"), strict=True):
+        row.set(keys.DATASET, name)
+    got = advantages(batch, 2, {"one": {"a": 1.0, "b": 0.0}, "other": {"a": 0.0, "b": 0.5}})  # type: ignore[dict-item]
+    # The first set's sums are 1 times (h, -h) with h**2 = 1/2, the second one's 0.5 times (-h, h).
+    scale = (((1 + 1 + 0.25 + 0.25) / 2) / 3) ** 0.5
+    half = 0.5**0.5
+    assert got == pytest.approx([half / scale, -half / scale, -half / 2 / scale, half / 2 / scale], abs=1e-5)
+
+
+@pytest.fixture
+def two_files(tmp_path: Path) -> Path:
+    rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(8)]
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+def test_the_config_makes_a_gdpo_advantage_with_the_weights_of_each_data_set(two_files: Path) -> None:
+    columns = "columns: {answer: answer}, test_fraction: 0.5"
+    own = "[{fn: gsm8k, weight: 0.9}, {fn: number, weight: 0.1}]"
+    overrides = ["env.dataset=arithmetic", "env.reward_combination=gdpo"]
+
+    def made(*more: str) -> Any:
+        config = compose_config(*overrides, *more)
+        task = make_task(config.env, tests=config.evaluation.datasets or ())
+        return dict(batch_transforms(config, task.part_weights))["advantage"].part_weights
+
+    single = {"gsm8k": 0.9, "number": 0.1}
+    assert made(f"env.reward={own}") == single
+    assert made(f"env.reward={own}", "evaluation.datasets=[{dataset: arithmetic, name: t, reward: number}]") == single
+    sets = (
+        f"env.datasets=[{{dataset: {two_files}/one.jsonl, {columns}, reward: {own}}}, "
+        f"{{dataset: {two_files}/two.jsonl, {columns}, reward: {{fn: gsm8k, weight: 0.3}}}}]"
+    )
+    assert made("env.dataset=null", sets) == {"one": single, "two": {"gsm8k": 0.3}}
+    config = compose_config(f"env.reward={own}")
+    assert dict(batch_transforms(config))["advantage"].part_weights is None
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["env.dataset=arithmetic"],
+        ["env.dataset=null", "env.environment=GAMES:Guess"],
+        ["env.task._target_=tests.support.echo.EchoTask"],
+        ["env.datasets=[{dataset: arithmetic, name: a}, {dataset: arithmetic, name: b, reward: gsm8k}]"],
+    ],
+)
+def test_gdpo_without_parts_is_refused_before_anything_loads(overrides: list[str], tmp_path: Path) -> None:
+    (tmp_path / "games.py").write_text(
+        "class Guess:\n"
+        "    def reset(self, seed):\n        return 'Guess.'\n"
+        "    def step(self, response):\n        return 'no', 0.0, False\n"
+    )
+    overrides = [text.replace("GAMES", f"{tmp_path}/games.py") for text in overrides]
+    config = compose_config(*overrides, "env.max_turns=1", "env.reward_combination=gdpo")
+    with pytest.raises(ValueError, match=r"env\.reward_combination=gdpo .*env\.reward.*reward_combination=sum"):
+        make_task(config.env)
 
 
 @pytest.mark.parametrize(

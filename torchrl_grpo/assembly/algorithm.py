@@ -13,7 +13,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.config.components import make_component
 from torchrl_grpo.objectives import GRPOLoss
-from torchrl_grpo.rewards.spec import parse_rewards, reward_weights
+from torchrl_grpo.rewards.spec import PartWeights
 from torchrl_grpo.transforms.advantage import GroupAdvantage
 from torchrl_grpo.transforms.reward import RewardShaping
 from torchrl_grpo.transforms.teacher import TeacherAdvantage
@@ -55,8 +55,13 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
     return loss
 
 
-def batch_transforms(config: GRPOConfig) -> list[tuple[str, Transform]]:
-    """Transforms from the rewards of a whole batch to advantages, after reference scoring, in order and by name."""
+def batch_transforms(config: GRPOConfig, part_weights: PartWeights | None = None) -> list[tuple[str, Transform]]:
+    """Transforms from the rewards of a whole batch to advantages, after reference scoring, in order and by name.
+
+    Args:
+        config: validated.
+        part_weights: of the task.
+    """
     policy = config.policy
     settings = dict[str, Any]()
     transforms: list[tuple[str, Transform]] = []
@@ -75,9 +80,7 @@ def batch_transforms(config: GRPOConfig) -> list[tuple[str, Transform]]:
         shaped = keys.SHAPED_REWARD if config.advantage_level == "sequence" else keys.TOKEN_REWARD
         settings["reward_key"] = shaped
     if config.env.reward_combination == "gdpo":
-        specs = [config.env.reward, *(entry.reward for entry in config.env.datasets or [])]
-        weights = [reward_weights(parse_rewards(spec)) for spec in specs if spec is not None]
-        settings["part_weights"] = {name: weight for each in weights for name, weight in each.items()}
+        settings["part_weights"] = part_weights or {}
     advantage = make_component(
         "policy.advantage",
         policy.advantage,

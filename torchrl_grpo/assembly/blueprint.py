@@ -363,11 +363,11 @@ def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedCo
             f"{max(fits for fits in range(1, size) if heads % fits == 0)}."
         )
     copies = train.replicas
-    if copies > 1 and (devices % copies or devices < 2 * copies or size > 1):
+    if copies > 1 and (devices % copies or size > 1):
         raise ConfigError(
-            f"train_model.replicas={copies} must divide the trainer's devices, which are {devices}, into groups of two "
-            f"or more, with train_model.tensor_parallel_size=1: use train_model.num_devices={2 * copies}, for example, "
-            "or leave it out."
+            f"train_model.replicas={copies} must divide the trainer's devices, which are {devices}, with "
+            f"train_model.tensor_parallel_size=1: use train_model.num_devices={-(-devices // copies) * copies}, for "
+            "example, or leave it out."
         )
     if size > 1 and train.lora.enabled:
         raise ConfigError(

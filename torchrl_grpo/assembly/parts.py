@@ -67,7 +67,7 @@ def make_learner(
     random.seed(config.seed)
     torch.manual_seed(config.seed)
     trainer = make_trainer(blueprint, device, mesh)
-    transforms = batch_transforms(config)
+    transforms = batch_transforms(config, blueprint.task.part_weights)
     if config.learner_scores:
         temperature = config.inference_model.temperature
         scorer = AdapterOffScorer(trainer.model, temperature=temperature) if lora else _sharded(blueprint, device, mesh)

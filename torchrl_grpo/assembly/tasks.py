@@ -68,7 +68,7 @@ def make_task(
     scoring: Scoring = "must" if scored and env.agent is None else "may"
     if env.environment is not None:
         scoring = "not"
-    task = _make_problems(env, split, scoring)
+    task = data = _make_problems(env, split, scoring)
     if tests:
         own = list(task.tasks) if isinstance(task, MixedTask) else []
         names = dataset_names(tests, "evaluation.datasets", own)
@@ -85,6 +85,8 @@ def make_task(
         task = WithRetry(task, env.retry_prompt)
     if env.agent is not None:
         task = WithAgent(task, load_program(env.agent), _tool_parser(env))
+    played = env.environment is not None or env.agent is not None
+    _check_parts(env, data.tasks if isinstance(data, MixedTask) and not played else {task.name: task})
     if task.opens and env.transforms:
         raise ValueError(
             f"env.transforms={list(env.transforms)} must be left out with task {task.name!r}, which keeps something of "
@@ -98,6 +100,16 @@ def make_task(
     return task
 
 
+def _check_parts(env: EnvConfig, tasks: Mapping[str, Task]) -> None:
+    """Refuse tasks whose scores have no parts where the parts are what trains."""
+    bare = [name for name, task in tasks.items() if not task.has_parts]
+    if bare and env.reward_combination == "gdpo":
+        raise ValueError(
+            f"env.reward_combination=gdpo must have a reward in parts, {', '.join(bare)} has none: name reward "
+            "functions in env.reward, or use env.reward_combination=sum."
+        )
+
+
 def _make_verifiers(env: EnvConfig, split: Split, tests: Sequence[DatasetConfig]) -> Task:
     """The task of an environment of verifiers, which plays it."""
     from torchrl_grpo.agents.verifiers import Verifiers, VerifiersTask, make_config
@@ -109,7 +121,9 @@ def _make_verifiers(env: EnvConfig, split: Split, tests: Sequence[DatasetConfig]
     config = make_config(env.task.removeprefix(checks.VERIFIERS), env.dataset_options or {}, env.max_turns)
     task = VerifiersTask(config, env.max_samples)
     task.problems(split)
-    return WithAgent(task, Verifiers(config), _tool_parser(env))
+    played = WithAgent(task, Verifiers(config), _tool_parser(env))
+    _check_parts(env, {task.name: played})
+    return played
 
 
 def _tool_parser(env: EnvConfig) -> Parser:

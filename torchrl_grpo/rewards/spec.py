@@ -10,6 +10,8 @@ from typing import Any
 OneReward = str | Callable[..., Any] | Mapping[str, Any]
 RewardSpec = OneReward | Sequence[OneReward]
 """A function, by its name or itself; ``{fn, weight, name, ...options}``; or a list of these."""
+PartWeights = Mapping[str, float] | Mapping[str, Mapping[str, float]]
+"""Weights of parts, see ``reward_weights``; of several data sets, these by the name of the set."""
 CORRECT = "correct"
 """Name of the part that counts for accuracy only."""
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
+from torchrl_grpo.rewards.spec import PartWeights
+
 A = TypeVar("A")
 T = TypeVar("T")
 Split = Literal["train", "test"]
@@ -179,6 +181,7 @@ class Task(ABC):
     Attributes:
         tools: JSON schemas of functions that the policy may call; they enter the chat template.
         has_parts: whether scores have parts.
+        part_weights: weights of the parts in the reward.
         at_a_time: dialogs that ``advance`` takes at a time without one waiting for another.
         multi_turn: whether the task may answer a response.
         opens: whether a dialog begins with the task.
@@ -208,6 +211,7 @@ class Task(ABC):
     name: str
     tools: Sequence[dict[str, Any]] = ()
     has_parts: bool = False
+    part_weights: PartWeights = {}  # noqa: RUF012  # never changed in place
     at_a_time: int = 1
     opens: bool = False
 
@@ -309,7 +313,7 @@ class WrappedTask(Task):
     def __init__(self, task: Task) -> None:
         self.task = task
         self.name, self.tools, self.has_parts, self.at_a_time = task.name, task.tools, task.has_parts, task.at_a_time
-        self.opens = task.opens
+        self.opens, self.part_weights = task.opens, task.part_weights
 
     def problems(self, split: Split) -> Sequence[Problem]:
         return self.task.problems(split)

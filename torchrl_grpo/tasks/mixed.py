@@ -7,7 +7,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, chain, repeat, zip_longest
-from typing import overload
+from typing import Any, overload
 
 from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Split, Task, Turn
 
@@ -85,6 +85,7 @@ class MixedTask(Task):
         self.weights = list(weights)
         self.name = "+".join(names)
         self.has_parts = any(task.has_parts for task in tasks)
+        self.part_weights: Any = {name: task.part_weights for name, task in self.tasks.items()}
         self.at_a_time = max(task.at_a_time for task in tasks)
         self.opens = any(task.opens for task in tasks)
 

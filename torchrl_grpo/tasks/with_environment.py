@@ -176,6 +176,8 @@ class WithEnvironment(WrappedTask):
         super().__init__(task)
         self.kinds, self.rewards, self.at_a_time, self.opens = dict(kinds), rewards, at_a_time, True
         self.judged, self.has_parts = judged, task.has_parts if judged else rewards is not None
+        if rewards is not None:
+            self.part_weights = rewards.weights
         self.tools = [schema for kind in kinds.values() for schema in kind.toolbox.schemas]
         if self.name == "seeds":
             self.name = "+".join(kind.name for kind in kinds.values())

@@ -170,7 +170,7 @@ class WithRewards(WrappedTask):
 
     def __init__(self, task: Task, rewards: Rewards) -> None:
         super().__init__(task)
-        self.rewards, self.has_parts = rewards, True
+        self.rewards, self.has_parts, self.part_weights = rewards, True, rewards.weights
         self.at_a_time = max(_AT_A_TIME if rewards.asynchronous else 1, task.at_a_time if task.opens else 1)
 
     def judge(self, dialog: Dialog) -> Score:

@@ -37,7 +37,7 @@ class WithTests(MixedTask):
     def __init__(self, task: Task, tests: Mapping[str, Task]) -> None:
         super().__init__([task, *tests.values()], [1.0] * (len(tests) + 1), ["", *tests])
         self.task = task
-        self.name = task.name
+        self.name, self.part_weights = task.name, task.part_weights
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """Return the problems of a split; ``"test"`` includes those of each test set."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -23,6 +24,7 @@ from torchrl_grpo.checks import (
 from torchrl_grpo.compat.torchrl import check_choice, refuse_arguments
 from torchrl_grpo.functional import group_advantage, sampled_token_gae
 from torchrl_grpo.models.packing import entry, has, pad
+from torchrl_grpo.rewards.spec import PartWeights
 from torchrl_grpo.transforms.parts import decoupled_advantage, reward_parts
 from torchrl_grpo.transforms.ragged import all_of_group, flatten, group_ids, group_keys, set_rows
 
@@ -92,7 +94,7 @@ class GroupAdvantage(Transform):
             one reward a token, ``("next", "token_reward")`` if None. At level turn likewise, if None
             ``("next", "turn_rewards")`` or, where a row has none, its reward.
         part_weights: weights of the parts in ``("next", "reward_parts")``, by part or function, 1 where none is given;
-            None reads the reward as a whole.
+            where a batch has several data sets, these by the name in ``"dataset"``. None reads the reward as a whole.
         valid_key: [..., 1] bool; where the key is missing every reward is valid.
         group_key: [..., 1] int64, or text that is equal within a group.
         done_key: [..., 1] bool, the last step of a trajectory.
@@ -136,7 +138,7 @@ class GroupAdvantage(Transform):
         lmbda: float = 1.0,
         trajectory_return: TrajectoryReturn = "sum",
         reward_key: NestedKey | None = None,
-        part_weights: Mapping[str, float] | None = None,
+        part_weights: PartWeights | None = None,
         valid_key: NestedKey = keys.REWARD_VALID,
         group_key: NestedKey = keys.GROUP_ID,
         done_key: NestedKey = keys.DONE,
@@ -164,7 +166,9 @@ class GroupAdvantage(Transform):
             "turn": [keys.ASSISTANT_MASK, keys.REWARD],
         }
         more = of_tokens.get(level, [])
+        self._of_datasets = any(isinstance(weights, Mapping) for weights in (part_weights or {}).values())
         more += [] if part_weights is None else [keys.REWARD_PARTS]
+        more += [keys.DATASET] if self._of_datasets else []
         super().__init__(in_keys=[reward_key, valid_key, group_key, done_key, *more], out_keys=[advantage_key])
         self.level = level
         self.gamma = gamma
@@ -300,13 +304,19 @@ class GroupAdvantage(Transform):
         if self.part_weights is None:
             advantage = self.advantage(self._returns(flat, member), group, valid)
         else:
-            last = torch.cat([member.diff() > 0, torch.ones_like(member[:1], dtype=torch.bool)])
-            parts = [
-                row for row, ends in zip(reward_parts(flat, keys.REWARD_PARTS), last.tolist(), strict=True) if ends
-            ]
-            advantage = decoupled_advantage(parts, self.part_weights, group, valid, self.advantage)
+            last = torch.cat([member.diff() > 0, torch.ones_like(member[:1], dtype=torch.bool)]).tolist()
+            parts = list(compress(reward_parts(flat), last))
+            weights = list(compress(self._weights_of(flat), last))
+            advantage = decoupled_advantage(parts, weights, group, valid, self.advantage)
         self._count(advantage != 0, group, valid, torch.ones_like(valid))
         return tensordict.set(self.advantage_key, advantage[member].reshape(*tensordict.batch_size, 1))
+
+    def _weights_of(self, flat: TensorDictBase) -> list[Any]:
+        """The weights of the parts of each row."""
+        if not self._of_datasets:
+            return [self.part_weights] * flat.numel()
+        weights: Any = self.part_weights
+        return [weights[name] for name in entry(flat, keys.DATASET).reshape(-1).tolist()]
 
     def _write_tokens(self, tensordict: TensorDictBase, member: Tensor, group: Tensor, valid: Tensor) -> TensorDictBase:
         """Writes one advantage for each sampled token.
@@ -436,7 +446,7 @@ class GroupAdvantage(Transform):
             advantage = self.advantage(reward, group, known)
         else:
             parts = reward_parts(next_tensordict, _in_next(keys.REWARD_PARTS))
-            advantage = decoupled_advantage(parts, self.part_weights, group, known, self.advantage)
+            advantage = decoupled_advantage(parts, self._weights_of(tensordict), group, known, self.advantage)
         self._count(advantage != 0, group, valid, complete & ~before)
         next_tensordict.set(_in_next(self.advantage_key), advantage.reshape(*next_tensordict.batch_size, 1))
         return next_tensordict

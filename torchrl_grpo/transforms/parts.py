@@ -28,7 +28,7 @@ def reward_parts(batch: TensorDictBase, key: NestedKey = keys.REWARD_PARTS) -> l
 
 def decoupled_advantage(
     parts: Sequence[Mapping[str, float | None]],
-    weights: Mapping[str, float],
+    weights: Sequence[Mapping[str, float]],
     group: Tensor,
     valid: Tensor,
     normalize: Callable[[Tensor, Tensor, Tensor], Tensor],
@@ -42,7 +42,7 @@ def decoupled_advantage(
 
     Args:
         parts: of each of N responses, by name.
-        weights: see ``rewards.spec.part_weight``.
+        weights: of each of them, see ``rewards.spec.part_weight``.
         group: [N] int64.
         valid: [N] bool, False where the reward is unknown.
         normalize: from a part's values, the groups and where it applies to the part's advantages, all [N].
@@ -55,7 +55,7 @@ def decoupled_advantage(
 
     >>> group = torch.tensor([0, 0])
     >>> parts = [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": None}]
-    >>> decoupled_advantage(parts, {}, group, group == 0, group_advantage)
+    >>> decoupled_advantage(parts, [{}, {}], group, group == 0, group_advantage)
     tensor([ 0.7071, -0.7071])
     """
     empty = sum(bool(good) and not row for good, row in zip(valid.tolist(), parts, strict=True))
@@ -67,12 +67,13 @@ def decoupled_advantage(
     names = list(dict.fromkeys(name for row in parts for name in row))
     total, size = torch.zeros((2, *group.shape), dtype=torch.float64, device=group.device)
     for name in names:
-        if weight := part_weight(name, names, weights):
+        weight = [part_weight(name, row, own) for row, own in zip(parts, weights, strict=True)]
+        if any(weight):
             values = [row.get(name) for row in parts]
             there = torch.tensor([value is not None for value in values], device=group.device)
             reward = torch.tensor([value or 0.0 for value in values], dtype=torch.float64, device=group.device)
-            own = weight * normalize(reward, group, valid & there).double()
-            total, size = total + own, size + own.abs()
+            part = reward.new_tensor(weight) * normalize(reward, group, valid & there).double()
+            total, size = total + part, size + part.abs()
     # Where parts cancel, their epsilons and rounding are left, which the batch's deviation could blow up. The mean over
     # the batch is 0 but for the same, as each part's advantages add up to 0 in a group.
     signal = total.abs() > _CANCELLED * size

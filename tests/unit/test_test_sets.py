@@ -86,6 +86,38 @@ def test_long_prompts_leave_as_many_of_the_other_sets(tmp_path: Path) -> None:
     assert Counter(blueprint.sampled_env.reset()["dataset"]) == {"": 12, "short": 12, "some": 8}
 
 
+GAME = """
+class Rows:
+    def reset(self, level):
+        return None
+
+    def step(self, response):
+        return "no", 0.0, False
+
+
+def leveled(response, level):
+    return float(len(response) > level)
+"""
+
+
+@pytest.mark.parametrize("scored_by", ["env.environment={}:Rows", "env.reward={}:leveled"])
+@pytest.mark.parametrize("where", ["set", "split"])
+def test_test_problems_without_a_needed_column_are_refused_before_loading(
+    scored_by: str, where: str, tmp_path: Path
+) -> None:
+    (tmp_path / "games.py").write_text(GAME)
+    data = tmp_path / "data"
+    data.mkdir()
+    for split, columns in (("train", {"level": 1}), ("test", {} if where == "split" else {"level": 1})):
+        rows = [json.dumps({"question": f"{split} {n}+1=", "answer": str(n + 1), **columns}) for n in range(8)]
+        (data / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
+    other = write(tmp_path, "other.jsonl", 4)
+    sets = [f"evaluation.datasets=[{{dataset: {other}}}]"] if where == "set" else []
+    config = compose_config(*SMALL, f"env.dataset={data}", scored_by.format(tmp_path / "games.py"), *sets)
+    with pytest.raises(ConfigError, match=r"level"):
+        prepare(config, [])
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
 from torchrl_grpo.assembly.memory import RunMemory, run_memory
-from torchrl_grpo.assembly.tasks import dataset_names, make_task
+from torchrl_grpo.assembly.tasks import check_tests, dataset_names, make_task
 from torchrl_grpo.checks import check_multiple, check_optimizer
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.config.components import make_component
@@ -333,7 +333,9 @@ def _test_envs(config: GRPOConfig, task: Task, make: partial[LLMEnv]) -> tuple[L
     if not config.evaluation.num_prompts:
         return None, None
     most, k = config.evaluation.num_prompts, config.evaluation.k
-    count = min(most, len(task.problems("test")))
+    problems = task.problems("test")
+    check_tests(task, problems)
+    count = min(most, len(problems))
     greedy_env = make(num_envs=count, repeats=1)
     prompts, further = greedy_env.prompts, dataset_names(config.evaluation.datasets or (), "evaluation.datasets")
     sizes = {"": len(prompts)}

@@ -16,7 +16,7 @@ from torchrl_grpo.config.data import DataConfig, DatasetConfig
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.host.startup import say
 from torchrl_grpo.rewards.functions import load_class, load_function
-from torchrl_grpo.tasks.base import Problem, Split, Task
+from torchrl_grpo.tasks.base import Problem, Split, Task, WrappedTask
 from torchrl_grpo.tasks.conversations import WithRetry, WithTools
 from torchrl_grpo.tasks.dataset import DatasetTask
 from torchrl_grpo.tasks.mixed import MixedTask
@@ -116,7 +116,8 @@ def _make_verifiers(env: EnvConfig, split: Split, tests: Sequence[DatasetConfig]
 
     if tests:
         raise ValueError(
-            f"evaluation.datasets must be left out with env.task={env.task}, whose tests are its own tasks."
+            f"evaluation.datasets must be left out with env.task={env.task}, whose tests are its own tasks: leave it "
+            "out, and evaluate on other data in another run (train.total_dialog_turns=0)."
         )
     config = make_config(env.task.removeprefix(checks.VERIFIERS), env.dataset_options or {}, env.max_turns)
     task = VerifiersTask(config, env.max_samples)
@@ -221,6 +222,46 @@ def _with_python(task: Task, env: EnvConfig, tools: Sequence[Callable[..., Any]]
 
     kind = Kind(Python, tools, _tool_parser(env), "env.tools")
     return WithEnvironment(task, {"": kind}, judged=True, at_a_time=env.environments_at_a_time)
+
+
+def check_tests(task: Task, problems: Sequence[Problem]) -> None:
+    """Refuse test problems without a column that their reward or environment needs.
+
+    Args:
+        task: of the run.
+        problems: of its test split.
+
+    Raises:
+        ValueError: there are some.
+    """
+    from torchrl_grpo.tasks.with_environment import WithEnvironment
+
+    firsts: dict[str, Problem] = {}
+    for problem in problems:
+        firsts.setdefault(problem.dataset, problem)
+    for name, problem in firsts.items():
+        try:
+            _check_columns(task, problem)
+        except ValueError as error:
+            where = f"{name} of evaluation.datasets" if name else "the test split"
+            raise ValueError(f"{where} must have the columns that its reward or environment needs: {error}") from error
+    if isinstance(task, WithEnvironment):
+        task.check(problems)
+
+
+def _check_columns(task: Task, problem: Problem) -> None:
+    from torchrl_grpo.tasks.with_environment import WithEnvironment
+    from torchrl_grpo.tasks.with_rewards import WithRewards
+
+    plays = isinstance(task, WithEnvironment)
+    if plays:
+        task.check([problem])
+    if isinstance(task, WithRewards | WithEnvironment) and task.rewards is not None:
+        task.rewards.check(problem.extra, problem.answer is not None, has_environment=plays)
+    if isinstance(task, MixedTask):
+        _check_columns(task.task_of(problem), problem)
+    elif isinstance(task, WrappedTask) and not (plays and not task.judged):
+        _check_columns(task.task, problem)
 
 
 def _make_test(entry: DatasetConfig, field: str, reward: Any, scoring: Scoring) -> Task:

@@ -155,6 +155,15 @@ def test_console_and_report_show_alarms_and_that_there_are_none(tmp_path: Path) 
     assert lines[-2:] == ["alarm kl, steps 3 to 9: a", "alarm ess, from step 5 to the end: b"]
 
 
+@pytest.mark.parametrize("mean", [0.0, 0.5])
+def test_an_alarm_names_the_penalties_that_train_without_rewards(mean: float) -> None:
+    no_rewards = EQUAL | {"rollout/reward_mean": mean, "rollout/accuracy": 0.0}
+    penalties = {"train/loss_entropy": 0.1, "train/loss_kl_to_ref": 0.1}
+    for more, learned in ((penalties, "train/loss_kl_to_ref and train/loss_entropy"), ({}, "nothing is learned")):
+        [alarm] = alarms_of(rows(10, no_rewards | more))
+        assert learned in alarm.text
+
+
 @pytest.mark.slow
 def test_a_run_without_rewards_says_so_and_ends_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It looked like any other run: reward 0, and exit status 0."""

@@ -87,7 +87,8 @@ def test_a_batch_in_which_no_token_counts_changes_nothing() -> None:
         row[keys.REWARD_VALID] = torch.tensor([False])
     metrics = trainer.train_batch(batch)
     assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
-    assert (trainer.optim_steps, metrics["train/skipped_steps"], metrics["train/loss"]) == (1, 1.0, 0.0)
+    assert (trainer.optim_steps, metrics["train/skipped_steps"]) == (1, 1.0)
+    assert all(math.isnan(metrics[f"train/{name}"]) for name in ("loss", "loss_objective", "entropy", "grad_norm"))
 
 
 def test_steps_without_a_token_that_counts_end_the_run() -> None:
@@ -98,6 +99,16 @@ def test_steps_without_a_token_that_counts_end_the_run() -> None:
         trainer.train_step(one)
     with pytest.raises(NoSignalError, match=r"3 optimizer steps in a row changed nothing, .* all rewards are invalid"):
         trainer.train_step(batch)
+
+
+def test_a_batch_of_truncated_responses_that_are_masked_is_not_called_invalid() -> None:
+    trainer, batch = make_trainer(max_nonfinite_steps=1), make_batch()
+    trainer.loss.mask_truncated = True
+    for row in batch.unbind(0):
+        row[keys.TRUNCATED] = torch.tensor([True])
+    with pytest.raises(NoSignalError, match=r"policy\.mask_truncated.*inference_model\.max_new_tokens") as error:
+        trainer.train_step(batch)
+    assert "invalid" not in str(error.value)
 
 
 def test_mask_truncated_treats_truncated_sequences_as_invalid() -> None:

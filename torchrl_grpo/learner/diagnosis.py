@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchrl_grpo import keys
 from torchrl_grpo.host.text import clip, printable
-from torchrl_grpo.models.packing import demonstrations_in, has
+from torchrl_grpo.models.packing import demonstrations_in, has, pad
 
 _MOST, _LONGEST = 3, 60
 """Maximum number of samples to name, and characters of each."""
@@ -125,10 +125,17 @@ def queries_of(batch: Any) -> list[str] | None:
     return [row[keys.QUERY] for row in [*rows, *(rows[number] for number in shown)]]
 
 
-def scorer_failed(batch: Any) -> str:
-    """Return a sentence on how many responses of a batch the scorer failed on, and how; empty if none."""
+def why_no_token(batch: Any) -> str:
+    """Return why no token of a batch counts, and how the scorer failed where it did."""
+    if not has(batch, keys.REWARD_VALID) or pad(batch, keys.REWARD_VALID, False).any():
+        return (
+            "all responses with a valid reward were truncated, and policy.mask_truncated=true leaves these out: raise "
+            "inference_model.max_new_tokens"
+        )
+    why = "all rewards are invalid (a scorer that fails? see rollout/invalid)"
     rows = batch.unbind(0)
     errors = [row[keys.REWARD_ERROR] for row in rows if keys.REWARD_ERROR in row.keys()]  # noqa: SIM118
-    if not errors:
-        return ""
-    return f" The scorer failed on {len(errors)} of {len(rows)} responses, the first time with {errors[0].rstrip('.')}."
+    if errors:
+        first = errors[0].rstrip(".")
+        why += f". The scorer failed on {len(errors)} of {len(rows)} responses, the first time with {first}"
+    return why

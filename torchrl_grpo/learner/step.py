@@ -23,7 +23,7 @@ from torchrl_grpo.compat.torch import mark_overflow
 from torchrl_grpo.errors import MemoryShortError, NonFiniteError, NoSignalError
 from torchrl_grpo.functional import effective_sample_size
 from torchrl_grpo.host.memory import memory_short
-from torchrl_grpo.learner.diagnosis import queries_of, scorer_failed, where_not_finite
+from torchrl_grpo.learner.diagnosis import queries_of, where_not_finite, why_no_token
 from torchrl_grpo.learner.measures import PassScores, StepMeasures
 from torchrl_grpo.learner.optimizer import has_small_states
 from torchrl_grpo.learner.parts import read_parts
@@ -245,12 +245,15 @@ class GRPOTrainer:
         totals["token_efficiency"] = self._number(int(lengths.sum())) / totals.pop("computed")
         loss = sum((value for name, value in totals.items() if name.startswith("loss_")), torch.zeros(()))
         empty = not data.get(keys.LOSS_WEIGHTS).any()
-        why = partial(scorer_failed, batch) if empty else partial(self._why, batch, data, parts)
+        why = partial(why_no_token, batch) if empty else partial(self._why, batch, data, parts)
         metrics = self.optim_step(loss, empty=empty, why=why)
         totals |= {name: send(value, self.device) for name, value in self._measured.items()}
         totals["ESS"] = effective_sample_size(totals["ratio_mean"], totals["ratio_square_mean"])
         values = torch.stack([value.float() for value in totals.values()]).tolist()
-        metrics |= {f"train/{name}": value for name, value in zip(totals, values, strict=True)}
+        of_tokens = dict(zip(totals, values, strict=True))
+        if empty:  # they would be zeros, of no token
+            of_tokens |= dict.fromkeys(totals.keys() - {"token_efficiency"}, math.nan)
+        metrics |= {f"train/{name}": value for name, value in of_tokens.items()}
         return metrics | {"train/micro_batches": float(len(parts))}
 
     def _number(self, value: float) -> Tensor:
@@ -352,7 +355,7 @@ class GRPOTrainer:
             loss: the whole loss of the optimization batch, scalar.
             empty: whether no token counted: then there is no step, because the moments of earlier ones would make it.
             why: says where numbers that are not finite come from, called for the first such step in a row; or why no
-                token counted, called for the last one.
+                token counted.
 
         Raises:
             NonFiniteError: too many bad steps in a row.
@@ -383,12 +386,12 @@ class GRPOTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         if not finite and not empty and self._nonfinite_in_a_row == 1 and why is not None:
             self._reason = f": {why()}"
+        reason = f": {why()}" if empty and why is not None else ""
         if empty and self._nonfinite_in_a_row >= self.max_nonfinite_steps:
             raise NoSignalError(
                 f"{self._nonfinite_in_a_row} optimizer steps in a row changed nothing, the last one because its batch "
-                "has no token to train on: all rewards are invalid (a scorer that fails? see rollout/invalid), or all "
-                f"responses are masked (policy.mask_truncated).{'' if why is None else why()} There may be "
-                f"train.max_nonfinite_steps={self.max_nonfinite_steps} such steps."
+                f"has no token to train on{reason}. There may be train.max_nonfinite_steps={self.max_nonfinite_steps} "
+                "such steps."
             )
         if self._nonfinite_in_a_row >= self.max_nonfinite_steps:
             raise NonFiniteError(
@@ -397,9 +400,8 @@ class GRPOTrainer:
                 f"optimizer.lr={learning_rate:g}, or use train.mixed_precision=full or bf16."
             )
         if empty:
-            torchrl_logger.warning(
-                "Skipped an optimizer step: its batch has no token to train on (are all rewards invalid?)."
-            )
+            torchrl_logger.warning(f"Skipped an optimizer step: its batch has no token to train on{reason}.")
+            loss_value = norm_value = math.nan  # zeros would be of no batch
         elif not finite:
             torchrl_logger.warning(
                 f"Skipped an optimizer step: loss {loss_value}, gradient norm {norm_value}{self._reason}."

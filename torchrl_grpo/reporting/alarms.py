@@ -32,6 +32,8 @@ _MORE_TRUNCATED = 0.3  # than in the first steps
 _KL_TO_REF = 1.0
 _ENTROPY, _LENGTH = 0.1, 2.0  # of what they were in the first steps
 _RESTARTS = 3
+_PENALTIES = tuple(f"train/loss_{name}" for name in ("kl_to_ref", "kl_to_inference", "entropy"))
+"""Terms of the loss that need no reward."""
 MOSTLY_INVALID = 0.5
 """Share of invalid rewards above which the accuracy of the valid ones is ignored."""
 
@@ -170,12 +172,14 @@ def _without_signal(rows: Sequence[Row], steps: int) -> Found:
     if fmean(_invalid_shares(rows, steps)) > MOSTLY_INVALID:
         yield from _invalid_rewards(rows, steps)
         return
+    penalties = [name for name in _PENALTIES if name in last]
+    learned = f"only {' and '.join(penalties)} trains" if penalties else "nothing is learned"
     if all(_value(row, "rollout/reward_mean") == 0 == _value(row, "rollout/reward_std") for row in rows):
         cut = _value(last, "rollout/truncated") or 0.0
         hint = "" if cut < _TRUNCATED else f"; {_share(cut)} were truncated: raise {_limits(last)}"
         yield (
             "zero_rewards",
-            f"all rewards were 0 over {when}, so nothing is learned: read the responses (python -m "
+            f"all rewards were 0 over {when}, so {learned}: read the responses (python -m "
             "torchrl_grpo.samples DIR), and check that the prompt has the format that the model was trained on and "
             f"asks for the one that the reward expects{hint}",
         )
@@ -188,7 +192,7 @@ def _without_signal(rows: Sequence[Row], steps: int) -> Found:
     else:
         yield (
             "no_signal",
-            f"all rewards of each group were equal over {when}, so nothing is learned: use a reward that ranks better "
+            f"all rewards of each group were equal over {when}, so {learned}: use a reward that ranks better "
             "responses higher, easier or harder problems, or a larger env.repeats or inference_model.temperature",
         )
 

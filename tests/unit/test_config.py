@@ -331,3 +331,23 @@ def test_a_choice_in_a_yaml_file_is_checked_too() -> None:
     config.policy.ratio_level = "word"
     with pytest.raises(ConfigError, match=r"policy\.ratio_level=word must be one of token, sequence, sequence_token"):
         validate(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "taken_back"),
+    [
+        (["algo=rloo", "policy.aggregation=token_mean"], "policy.constant_length=null"),
+        (["algo=dapo", "policy.sft_coef=0.1", "env.columns.completion=c"], "policy.dynamic_sampling=false"),
+        (["algo=rloo", "policy.advantage_level=token"], "policy.advantage_mean=group"),
+    ],
+)
+def test_a_key_of_a_preset_is_not_called_the_users(overrides: list[str], taken_back: str) -> None:
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "config")):
+        composed = compose("grpo_arithmetic", overrides=[*overrides, "env.dataset=mine.jsonl"])
+    with pytest.raises(ConfigError, match=rf"{overrides[0]} sets .*{taken_back} takes that back") as error:
+        from_hydra(composed, overrides)
+    assert f"sets {overrides[1].partition('=')[0]}=" not in str(error.value)
+    key = taken_back.partition("=")[0]
+    with pytest.raises(ConfigError) as error:  # typed by the user, it is the user's
+        from_hydra(composed, [*overrides, f"{key}={composed.policy[key.removeprefix('policy.')]}"])
+    assert "takes that back" not in str(error.value)

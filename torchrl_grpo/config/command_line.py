@@ -18,6 +18,7 @@ from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -90,8 +91,32 @@ def from_hydra(cfg: DictConfig, overrides: Sequence[str] = (), find_saved: FindS
         config: Any = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(_explained(error, sys.argv[1:])) from error
-    validate(config)
+    try:
+        validate(config)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_set_by_preset(str(error), config, overrides)}") from error
     return config
+
+
+def _set_by_preset(message: str, config: GRPOConfig, overrides: Sequence[str]) -> str:
+    """Return which keys in a message have their values from the file ``algo/NAME.yaml``, and how to take them back."""
+    typed = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
+    name = typed.get("algo") or (HydraConfig.get().runtime.choices.get("algo") if HydraConfig.initialized() else None)
+    path = Path(CONFIG_FILES) / "algo" / f"{name}.yaml"
+    preset: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+    return "".join(
+        f" algo={name} sets {key}={_as_typed(value)}: {key}={_as_typed(FIELDS[key].default)} takes that back."
+        for leaf, value in preset.items()
+        if (key := f"policy.{leaf}") not in typed
+        and key not in COMPONENTS
+        and getattr(config.policy, leaf) == value
+        and re.search(rf"(?<![\w.]){re.escape(key)}=", message)
+    )
+
+
+def _as_typed(value: Any) -> str:
+    """A value as it is written on the command line."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value).replace("'", "")
 
 
 def _check_not_missing(names: Sequence[str]) -> None:
@@ -344,9 +369,7 @@ def _mistyped(name: str, value: Any) -> str:
     if name in COMPONENTS:
         target = value if isinstance(value, str) else default["_target_"] or "my_tasks.MyTask"
         return f"{name}={value} must be a node with _target_: use {name}._target_={target}."
-    default = "null" if default is None else default
-    works = str(default).replace("'", "")
-    return f"{name}={value} must have the type {_type_of(GRPOConfig, name)}: for example, {name}={works}."
+    return f"{name}={value} must have the type {_type_of(GRPOConfig, name)}: for example, {name}={_as_typed(default)}."
 
 
 def starting(config: GRPOConfig, *, asynchronous: bool = False) -> AbstractContextManager[None]:

@@ -253,14 +253,14 @@ def _check_columns(task: Task, problem: Problem) -> None:
     from torchrl_grpo.tasks.with_environment import WithEnvironment
     from torchrl_grpo.tasks.with_rewards import WithRewards
 
-    plays = isinstance(task, WithEnvironment)
-    if plays:
+    if isinstance(task, WithEnvironment):
         task.check([problem])
     if isinstance(task, WithRewards | WithEnvironment) and task.rewards is not None:
+        plays = isinstance(task, WithEnvironment)
         task.rewards.check(problem.extra, problem.answer is not None, has_environment=plays)
     if isinstance(task, MixedTask):
         _check_columns(task.task_of(problem), problem)
-    elif isinstance(task, WrappedTask) and not (plays and not task.judged):
+    elif isinstance(task, WrappedTask) and (not isinstance(task, WithEnvironment) or task.judged):
         _check_columns(task.task, problem)
 
 

@@ -23,9 +23,12 @@ from contextlib import suppress
 from math import gcd
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import Any
+
+from torchrl_grpo.errors import InvalidRewardError
 
 LONGEST_CPU_S = 3.0
-"""CPU seconds for one comparison. An answer that takes longer is wrong."""
+"""CPU seconds for one comparison. An answer that takes longer has no valid reward."""
 MOST_MEMORY = 2 * 1024**3
 """Address space of the comparing process, in bytes."""
 
@@ -36,7 +39,12 @@ _LONGEST_S = 300.0  # of a process that gets no processor time
 _START = "import sys; sys.path[:] = {path!r}; from torchrl_grpo.rewards.math import serve; serve({fd})"
 
 _LATEX = re.compile(r"(?<!\\)(?:\$|\\boxed|\\\(|\\\[)")
-_ALGEBRA = re.compile(r"[0-9a-z+\-*/^=<>|(). ]+", re.I)
+_SPAN = re.compile(r"(?<!\\)\$+(.+?)(?<!\\)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.S)
+_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_QUANTITY = re.compile(r"[-+0-9.,/ ]*[0-9][0-9.,/ ]*[a-z ]+(?:\^?[23])?", re.I)
+_FUNCTIONS = {"and", "arccos", "arcsin", "arctan", "cos", "deg", "det", "exp", "lim", "log", "max", "min", "mod", "sec"}
+_FUNCTIONS |= {"sin", "tan"}  # plain letters that are no word
+_ALGEBRA = re.compile(r"[0-9a-z+\-*/^=<>|(). {}_]+", re.I)
 _VARIABLE = re.compile(r"[a-z] ?[-+*/^=<>]|[0-9a-z)] ?[-+*^=<>] ?[0-9.]*[a-z]", re.I)  # not the unit of "3/4 m"
 _STATED = re.compile(r"\banswer\b(?: is)?:?", re.I)
 _TIME = re.compile(r"([0-9]{1,2}):([0-5][0-9])")
@@ -46,15 +54,16 @@ def math(response: str, answer: str) -> bool | None:
     r"""Whether the last answer that a response gives equals the reference answer.
 
     Args:
-        response: the response; its answer is best in ``\boxed{}``, else in ``$...$`` or after "the answer is". The last
-            2000 characters are read, or the last ``\boxed{}`` where it begins before them.
+        response: the response; its answer is best in ``\boxed{}``, else after "####", in ``$...$`` or after "the answer
+            is". The last 2000 characters are read, or the last ``\boxed{}`` where it begins before them.
         answer: the reference, as LaTeX (with or without ``$``) or as a plain expression.
 
     Returns:
-        None when the reference itself cannot be read.
+        None when the reference itself cannot be read: words, or several formulas that are not one answer.
 
     Raises:
         ImportError: math-verify is not installed.
+        InvalidRewardError: the comparison took too long, or its process ended.
 
     >>> math(r"So it is \boxed{0.75}.", r"\frac{3}{4}"), math("The answer is 0.74", r"\frac{3}{4}")
     (True, False)
@@ -65,12 +74,25 @@ def math(response: str, answer: str) -> bool | None:
 
 
 def _answer_text(response: str) -> str:
-    r"""The line of the last ``\boxed{}`` and what follows, else the end of the response."""
+    r"""The ``\boxed{}`` of the last line that has one, and nothing around them, else the end of the response."""
     boxed = response.rfind(r"\boxed")
     if boxed < 0:
-        return _marked(response[-_READ:])
+        return _marked(response[-_READ:].rpartition("####")[2])
     start = max(response.rfind("\n", 0, boxed) + 1, boxed - _READ // 2)
-    return response[start : start + _READ].strip()
+    line = response[start : start + _READ].strip()
+    contents = [_in_braces(part) for part in line.split(r"\boxed")[1:]]
+    return ", ".join(rf"\boxed{{{one.rstrip(' .,;')}}}" for one in contents if one is not None) or line
+
+
+def _in_braces(text: str) -> str | None:
+    """The contents of the braces that a text begins with, None where there are none that close."""
+    depth = 0
+    for position, character in enumerate(text):
+        escaped = text[position - 1 : position] == "\\"
+        depth += 0 if escaped else (character == "{") - (character == "}")
+        if depth == 0:
+            return text[1:position] if position else None
+    return None
 
 
 def _marked(text: str) -> str:
@@ -83,7 +105,9 @@ def _marked(text: str) -> str:
     text = text.replace(r"\$", "")
     last = text.rstrip().rpartition("\n")[2]
     stated = _STATED.split(last)[-1].strip().removesuffix(".")
-    is_algebra = _ALGEBRA.fullmatch(stated) and _VARIABLE.search(stated) and not re.search("[a-z]{2}", stated, re.I)
+    bare = re.sub(r"\\[a-z]+", "", stated, flags=re.I)
+    has_variable = bare != stated or _VARIABLE.search(stated)
+    is_algebra = _ALGEBRA.fullmatch(bare or "x") and has_variable and not re.search("[a-z]{2}", bare, re.I)
     return f"${stated.replace('**', '^')}$" if is_algebra or _TIME.fullmatch(stated) else text
 
 
@@ -99,11 +123,11 @@ class _Judge:
         atexit.register(self.end)
 
     def verdict(self, text: str, reference: str) -> bool | None:
-        """Ask the process for ``_verdict``; False if it takes too long.
+        """Ask the process for ``_verdict``.
 
         Raises:
             ImportError: math-verify cannot be imported.
-            RuntimeError: the process does not answer.
+            InvalidRewardError: it takes too long, or ends its process.
         """
         request = json.dumps([text, reference]).encode()
         with self._lock:
@@ -112,16 +136,17 @@ class _Judge:
                 try:
                     connection.send_bytes(request)
                     if not connection.poll(_LONGEST_S):
-                        raise RuntimeError(f"math-verify's process must answer within {_LONGEST_S:g} s, it did not.")
+                        self.end()
+                        raise _undecided("no processor time", "timeout")
                     verdict: bool | None = json.loads(connection.recv_bytes())
                     return verdict
                 except (EOFError, OSError):
                     if self.end() == -signal.SIGPROF:
-                        break
+                        raise _undecided(f"it took more than {LONGEST_CPU_S:g} s", "timeout") from None
                 except BaseException:  # of a signal: the answer would be taken for that to the next request
                     self.end()
                     raise
-        return False
+        raise _undecided("its process ended", "crash")
 
     def _start(self) -> Connection:
         if importlib.util.find_spec("math_verify") is None:
@@ -153,6 +178,10 @@ class _Judge:
         connection.close()
         process.kill()  # does nothing to one that has ended
         return process.wait()
+
+
+def _undecided(why: str, cause: str) -> InvalidRewardError:
+    return InvalidRewardError(f"math-verify could not compare the answer ({why}): look at the sample's size.", cause)
 
 
 _judges: dict[int, _Judge] = {}
@@ -191,13 +220,33 @@ def _verdict(text: str, reference: str) -> bool | None:
     from math_verify import parse, verify
 
     gold = parse(reference, parsing_timeout=None)
-    if not gold:
+    if not gold or not _is_read_whole(reference, gold):
         return None
     given = parse(text, parsing_timeout=None)
     as_written = given[-1:] == gold[-1:]  # the last entry is the text
     if as_written or _is_time(str(gold[-1])):
         return as_written
     return bool(verify(gold, given, timeout_seconds=None))
+
+
+def _is_read_whole(reference: str, gold: list[Any]) -> bool:
+    """Whether all of a reference is in what was parsed: not the last of its formulas alone, nor words as a product."""
+    spans = [next(filter(None, span)) for span in _SPAN.findall(reference)]
+    if str(gold[-1]).count(" and ") < len(spans) - 1:
+        return False
+    text = " ".join(spans).strip() or reference
+    if _TEXT.fullmatch(text):  # compared as it is written
+        return True
+    bare = re.sub(r"\\(?:begin|end)\{[a-z]+\*?\}|\\[a-z]+", " ", _TEXT.sub(r" \1 ", text), flags=re.I).strip()
+    if _QUANTITY.fullmatch(bare):
+        return True
+    words = [word for word in re.findall("[a-z]{2,}", bare.lower()) if re.search("[aeiou]", word)]
+    if re.fullmatch("[a-z ]*", bare, re.I):
+        return not words
+    if any(len(word) > 2 and word not in _FUNCTIONS and list(word) != sorted(set(word)) for word in words):
+        return False
+    variables = _VARIABLE.search(re.sub("[ei]", "", bare, flags=re.I))
+    return not (variables and getattr(gold[0], "is_number", False))
 
 
 def _is_time(text: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from torchrl_grpo.agents import WithAgent
 from torchrl_grpo.agents.programs import Function, Program
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
-from torchrl_grpo.tasks.base import Dialog, Problem, Task, Turn
+from torchrl_grpo.tasks.base import Dialog, Problem, Score, Task, Turn
 from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
 
 PROBLEM = Problem("1+1=?", "2", {"level": 3})
@@ -19,6 +19,11 @@ def agent_task(program: Any, reward: str | None = None) -> WithAgent:
     """The arithmetic task, played by a function or a program."""
     task = ArithmeticTask() if reward is None else WithRewards(ArithmeticTask(), make_rewards(reward))
     return WithAgent(task, program if isinstance(program, Program) else Function(program))
+
+
+def own_score(reward: float) -> Score:
+    """The score of an agent that says this reward."""
+    return Score(reward, reward >= 1, {"agent": reward})
 
 
 def played(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import json
 import os
 import re
 import signal
+import threading
 from itertools import count
 from typing import Any
 
@@ -21,9 +25,11 @@ from torchrl_grpo.agents.programs import Function
 from torchrl_grpo.collectors import RolloutCollector, Sampler
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.sampler import RolloutTask
+from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models.scoring import TokenScorer
@@ -37,7 +43,7 @@ from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
 from torchrl_grpo.tools import parse_tool_calls
 from torchrl_grpo.transforms import GroupAdvantage
 
-pytest.importorskip("openai")
+openai = pytest.importorskip("openai")
 END = 1
 
 
@@ -148,8 +154,6 @@ async def guessing(client, problem):
     chat = [{"role": "user", "content": game.reset(problem["seed"])}]
     for _ in range(3):
         answer = await client.chat.completions.create(model="policy", messages=chat)
-        if answer.choices[0].finish_reason == "length":
-            break  # a response that was cut off is no guess
         said, reward, done = game.step(answer.choices[0].message.content)
         total += reward
         if done:
@@ -256,3 +260,211 @@ def test_an_agent_that_kills_its_worker_costs_that_worker_s_dialogs(starter, tmp
         assert sum(float(row[keys.REWARD]) for row in rows) == 8
         assert played.take_counts()["workers/restarts_reward"] == 1
         assert played.rollout()[keys.REWARD_VALID].all()  # by a worker that was started in its place
+
+
+class Leaving:
+    """Clients that close their connection: at once, or while the policy samples their turn.
+
+    Args:
+        collector: of the policy.
+        when: ``"queued"`` or ``"sampling"``.
+    """
+
+    def __init__(self, collector: RolloutCollector, when: str = "sampling") -> None:
+        self._sampling, self._generate = when == "sampling", collector.policy.engine.generate
+        self._left, self._leaving, self._round, self._lock = threading.Semaphore(0), 0, 0, threading.Lock()
+        collector.policy.engine.generate = self._wait
+
+    def _wait(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            leaving, self._leaving = self._leaving, 0
+            self._round += 1
+        for _ in range(leaving):
+            assert self._left.acquire(timeout=20)
+        return self._generate(*args, **kwargs)
+
+    async def ask(self, client: Any, messages: list[Any]) -> None:
+        """Send a request, and be gone before its answer."""
+        with self._lock:
+            self._leaving += self._sampling
+            before = self._round
+        _, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+        body = json.dumps({"messages": messages}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer {client.api_key}\r\nContent-Length: "
+        writer.write(f"{head}{len(body)}\r\n\r\n".encode() + body)
+        await writer.drain()
+        while self._sampling and self._round == before:
+            await asyncio.sleep(0.001)
+        writer.close()
+        await writer.wait_closed()
+        if self._sampling:
+            self._left.release()
+
+
+@pytest.mark.parametrize("when", ["queued", "sampling"])
+def test_an_answer_whose_client_has_left_is_not_trained(starter, when):
+    texts: dict[str, list[str]] = {}
+
+    async def play(client, problem):
+        async def ask(messages):
+            answer = await client.chat.completions.create(model="policy", messages=messages)
+            texts.setdefault(client.api_key, []).append(answer.choices[0].message.content)
+            return {"role": "assistant", "content": texts[client.api_key][-1]}
+
+        chat = list(problem["messages"])
+        await leaving.ask(client, chat)
+        chat += [await ask(chat), {"role": "user", "content": "again"}]
+        await leaving.ask(client, chat)
+        await ask(chat)
+        await leaving.ask(client, [{"role": "user", "content": "more"}])
+        return 0.5
+
+    played = collector(starter, agent_task(play), turns=8, tokens=6, rows=4)
+    leaving = Leaving(played, when)
+    batch = played.rollout()
+    check_log_probs(starter, batch)
+    assert [len(texts[key]) for key in texts] == [2] * 4
+    sampled = [row[keys.FULL][row[keys.ASSISTANT_MASK]] for row in batch.unbind(0)]
+    assert sorted(starter[1].batch_decode(sampled, skip_special_tokens=True)) == sorted(map("".join, texts.values()))
+    assert batch[keys.REWARD].reshape(-1).tolist() == [0.5] * 4
+    assert batch[keys.REWARD_VALID].all() and batch[keys.DONE].all()
+    assert all("more" not in str(row[keys.RESPONSE_TEXT]) for row in batch.unbind(0))
+
+
+@pytest.mark.parametrize("when", ["queued", "sampling"])
+def test_an_agent_that_got_no_answer_is_invalid(starter, when):
+    async def play(client, problem):
+        for _ in range(2):
+            await leaving.ask(client, problem["messages"])
+        if problem["prompt"] == "never":
+            await client.chat.completions.create(model="policy", messages=problem["messages"])
+        return 1.0
+
+    played = collector(starter, agent_task(play), tokens=6, rows=4)
+    leaving = Leaving(played, when)
+    batch = played.rollout()
+    assert not batch[keys.REWARD_VALID].any() and not batch[keys.REWARD].any()
+    assert len(batch) == 4
+    assert all("ended without an answer" in str(row[keys.REWARD_ERROR]) for row in batch.unbind(0))
+
+
+def test_answers_that_nobody_takes_count_as_turns(starter):
+    """An agent that gives up each of its requests ends."""
+
+    async def play(client, problem):
+        for _ in range(3):
+            await leaving.ask(client, problem["messages"])
+        with pytest.raises(openai.BadRequestError, match=r"env\.max_turns=3"):
+            await client.chat.completions.create(model="policy", messages=problem["messages"])
+
+    played = collector(starter, agent_task(play), turns=3, tokens=6, rows=4)
+    leaving = Leaving(played)
+    batch = played.rollout()
+    assert played.last.turns == 12
+    assert not batch[keys.REWARD_VALID].any()
+
+
+def test_a_scorer_sees_the_answers_that_reached_the_agent(starter):
+    responses: list[str] = []
+
+    def reward(response: str, messages: list[Any]) -> float:
+        responses.append(response)
+        return 1.0
+
+    async def play(client, problem):
+        answer = await client.chat.completions.create(model="policy", messages=problem["messages"])
+        answers.append(answer.choices[0].message.content)
+        await leaving.ask(client, [{"role": "user", "content": "more"}])
+
+    answers: list[str] = []
+    played = collector(starter, agent_task(play, reward), tokens=6, rows=4)
+    leaving = Leaving(played)
+    batch = played.rollout()
+    assert sorted(responses) == sorted(answers)
+    assert len(batch) == 4 and batch[keys.REWARD_VALID].all()
+
+
+def test_stop_strings_of_an_agent_s_own_leave_nothing_behind(starter):
+    async def play(client, problem):
+        wants = {"model": "policy", "messages": problem["messages"]}
+        answer = await client.chat.completions.create(**wants)
+        text = answer.choices[0].message.content
+        cut = await client.chat.completions.create(**wants, stop=[f"</{client.api_key}>", *"0123456789#"[-3:]])
+        return float(bool(text) and not set(cut.choices[0].message.content) & set("89#"))
+
+    played = collector(starter, agent_task(play))
+    assert played.rollout()[keys.REWARD].sum() == 8
+    assert [one for one in gc.get_objects() if isinstance(one, StopStrings)] == []
+
+
+def test_a_chat_that_no_template_can_take_costs_its_own_dialog(starter):
+    started = count()
+
+    async def play(client, problem):
+        content: Any = "a"
+        for _ in range(700):
+            content = [content]
+        wrong = {"messages": [{"role": "user", "content": "a", "name": content}]}
+        if next(started) == 0:
+            await client.post("/chat/completions", body=wrong, cast_to=object)
+        await client.chat.completions.create(model="policy", messages=problem["messages"])
+        return 1.0
+
+    batch = collector(starter, agent_task(play)).rollout()
+    assert batch[keys.REWARD].sum() == 7
+    assert [str(row[keys.REWARD_ERROR])[:15] for row in batch.unbind(0) if keys.REWARD_ERROR in row] == [
+        "BadRequestError"
+    ]
+
+
+@pytest.mark.parametrize("limit", [2, None])
+def test_a_turn_that_an_agent_s_own_limit_cuts_is_truncated(starter, limit):
+    reasons: list[str] = []
+
+    async def play(client, problem):
+        answer = await client.chat.completions.create(model="policy", messages=problem["messages"], max_tokens=limit)
+        reasons.append(answer.choices[0].finish_reason)
+        return float(answer.choices[0].finish_reason == "length")
+
+    batch = collector(starter, agent_task(play), tokens=14).rollout()
+    cut = batch[keys.TRUNCATED].reshape(-1).float()
+    assert torch.equal(cut, batch[keys.REWARD].reshape(-1))
+    metrics, rows = rollout_metrics(batch.set(keys.ADVANTAGE, torch.zeros(8, 1))), sample_rows(batch, "train")
+    assert metrics["rollout/truncated"] == reasons.count("length") / 8
+    assert sorted(row["finish_reason"] for row in rows) == sorted(reasons)
+    assert limit is None or reasons == ["length"] * 8
+
+
+def test_an_agent_s_number_is_a_part_of_the_reward(starter):
+    async def play(client, problem):
+        await client.chat.completions.create(model="policy", messages=problem["messages"])
+        return 0.25 * next(numbers)
+
+    numbers = count()
+    batch = collector(starter, agent_task(play)).rollout()
+    parts = [row[keys.REWARD_PARTS] for row in batch.unbind(0)]
+    assert parts == [{"agent": reward} for reward in batch[keys.REWARD].reshape(-1).tolist()]
+    advantage = GroupAdvantage(4, part_weights={"agent": 2.0})(batch)[keys.ADVANTAGE]
+    assert (advantage != 0).any() and advantage.isfinite().all()
+
+
+def test_tools_that_the_template_leaves_out_are_refused(starter):
+    model, tokenizer = starter
+    plain = AutoTokenizer.from_pretrained(starter_path())
+    plain.chat_template = plain.chat_template.replace("tools", "no_such_variable")
+    add = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+    async def play(client, problem):
+        wants = {"model": "policy", "messages": problem["messages"]}
+        try:
+            await client.chat.completions.create(**wants, tools=[add])
+        except openai.BadRequestError as error:
+            assert error.param == "tools"
+            await client.chat.completions.create(**wants)
+            return 0.0
+        return 1.0
+
+    for one, reward in ((tokenizer, 8), (plain, 0)):
+        batch = collector((model, one), agent_task(play)).rollout()
+        assert batch[keys.REWARD_VALID].all()
+        assert batch[keys.REWARD].sum() == reward

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
 import sys
 import time
 from contextlib import suppress
@@ -16,24 +17,30 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support.agents import PROBLEM, agent_task, played
+from tests.support.agents import PROBLEM, agent_task, own_score, played
 from torchrl_grpo.agents import load_program
-from torchrl_grpo.agents.programs import Command, Function
-from torchrl_grpo.agents.protocol import CHAT, TEXT, BadRequest, parse_request
+from torchrl_grpo.agents.programs import Command, Function, _printed_reward
+from torchrl_grpo.agents.protocol import ANTHROPIC, CHAT, TEXT, BadRequest, parse_request
 from torchrl_grpo.agents.task import _Episode
 from torchrl_grpo.errors import InvalidRewardError
-from torchrl_grpo.host.processes import descendants
 from torchrl_grpo.tasks.base import Dialog, Score, Turn, Wish
 
 openai = pytest.importorskip("openai")
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+DEEP = '{"a":' * 700 + "1" + "}" * 700
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def chat(*texts: str) -> list[dict[str, Any]]:
     roles = ("user", "assistant")
     return [{"role": roles[place % 2], "content": text} for place, text in enumerate(texts)]
+
+
+def history(arguments: Any) -> dict[str, Any]:
+    """A message of an assistant that called a tool."""
+    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 def test_an_agent_plays_a_problem_and_says_its_reward():
@@ -47,7 +54,7 @@ def test_an_agent_plays_a_problem_and_says_its_reward():
 
     asked, end = played(agent_task(play), lambda turn: "two")
     assert asked == [Turn(chat("1+1=?"), None, tools=[])]
-    assert end == Turn(None, Score(0.25, False))
+    assert end == Turn(None, own_score(0.25))
 
 
 def test_a_request_that_continues_an_answer_asks_with_what_is_new():
@@ -61,7 +68,7 @@ def test_a_request_that_continues_an_answer_asks_with_what_is_new():
 
     asked, end = played(agent_task(play), lambda turn: "yes")
     assert [(turn.sample, turn.messages) for turn in asked] == [(0, chat("a")), (0, chat("b")), (0, chat("c"))]
-    assert end.score == Score(1.0, True)
+    assert end.score == own_score(1.0)
 
 
 def test_compacting_and_sub_agents_begin_samples_and_an_old_one_goes_on():
@@ -100,18 +107,37 @@ def test_tool_calls_come_back_and_continue_the_tokens():
     asked, end = played(agent_task(play), lambda turn: f"Adding. {CALL}")
     assert [list(turn.tools) for turn in asked] == [[ADD], [ADD]]
     assert asked[1] == Turn([{"role": "tool", "content": "2", "tool_call_id": "call00000"}], None, tools=[ADD])
-    assert end.score == Score(1.0, True)
+    assert end.score == own_score(1.0)
 
 
-def test_a_chat_template_gets_the_arguments_of_calls_as_objects():
+@pytest.mark.parametrize(
+    "arguments, rendered",
+    [('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), (None, {}), ("", {}), ("null", {}), ("{}", {})],
+)
+def test_a_chat_template_gets_the_arguments_of_calls_as_objects(arguments, rendered):
+    body = json.dumps({"messages": [*chat("a"), history(arguments)], "tools": [ADD]}).encode()
+    [_, message] = parse_request(CHAT, body).messages
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": rendered}
+
+
+@pytest.mark.parametrize("arguments", [DEEP, "[1]", '{"a": NaN}'])
+def test_a_call_that_no_later_request_could_say_is_text(arguments):
+    text = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+
     async def play(client, problem):
-        call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-        said = [*chat("a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
-        await client.chat.completions.create(model="any", messages=said, tools=[ADD])
-        return 1
+        answer = await client.chat.completions.create(model="any", messages=chat("a"), tools=[ADD])
+        message = answer.choices[0].message
+        await client.chat.completions.create(model="any", messages=[*chat("a"), message, *chat("b")], tools=[ADD])
+        return float((message.content, message.tool_calls) == (text, None))
 
-    [turn], _ = played(agent_task(play), lambda turn: "yes")
-    assert turn.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    asked, end = played(agent_task(play), lambda turn: text)
+    assert (asked[1].sample, asked[1].messages) == (0, chat("b"))
+    assert end.score == own_score(1.0)
+
+
+def test_thoughts_that_an_agent_sends_apart_reach_the_template():
+    message = {"role": "assistant", "content": "2", "reasoning_content": "1 and 1"}
+    assert parse_request(CHAT, json.dumps({"messages": [*chat("a"), message]}).encode()).messages[1] == message
 
 
 def test_a_stream_has_the_same_text_calls_and_usage():
@@ -132,7 +158,7 @@ def test_a_stream_has_the_same_text_calls_and_usage():
 
     said = iter([f"Adding. {CALL}", " 3"])
     asked, end = played(agent_task(play), lambda turn: next(said))
-    assert end.score == Score(1.0, True)
+    assert end.score == own_score(1.0)
     assert asked[1].messages == [{"role": "", "content": "1, 2,"}]
 
 
@@ -160,7 +186,7 @@ def test_wishes_reach_the_run_and_a_stop_string_is_not_told():
     told = Dialog(PROBLEM, ["two END"], tokens=[3], log_probs=[("two END", -0.5)], prompt_tokens=5)
     [turn], end = played(agent_task(play), lambda turn: told)
     assert turn.wish == Wish(7, ("END", "\n"), True)
-    assert end.score == Score(1.0, True)
+    assert end.score == own_score(1.0)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +203,20 @@ def test_wishes_reach_the_run_and_a_stop_string_is_not_told():
         ({"tools": [ADD], "tool_choice": "required"}, "tool_choice=required must be auto or none"),
         ({"response_format": {"type": "json_object"}}, "response_format=json_object must be"),
         ({"stream": "yes"}, "stream=yes must be true or false"),
+        ({"stream": True, "stream_options": [1]}, "stream_options=[1] must be an object"),
+        ({"model": {"name": "a"}}, "model={'name': 'a'} must be text"),
+        ({"functions": [{"name": "add"}]}, "functions=[{'name': 'add'}] must be null: use tools."),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0].role=['user'] must be one of"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content=None must be text"),
+        ({"messages": [{"role": "user", "content": "a", "name": 3}]}, "messages[0].name=3 must be text"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages[0].tool_calls must be an ass"),
+        ({"messages": [history("[1]")]}, "messages[0].tool_calls.arguments=[1] must be an object or its JSON"),
+        ({"messages": [history('"{}"')]}, "messages[0].tool_calls.arguments={} must be an object or its JSON"),
+        ({"messages": [history("{")]}, "messages[0].tool_calls.arguments must be JSON"),
+        ({"messages": [history(DEEP)]}, "messages[0].tool_calls.arguments must be nested 100 levels deep at most"),
+        ({"messages": [history(json.loads(DEEP))]}, "the body must be nested 100 levels deep at most"),
+        ({"tools": [{"type": "custom", "function": {"name": "a"}}]}, "tools must be a list of functions"),
+        ({"tools": [{"function": {"name": "a", "parameters": "none"}}]}, "tools must be a list of functions"),
     ],
 )
 def test_what_cannot_be_honored_is_an_error_with_a_fix(wrong, said):
@@ -191,7 +231,7 @@ def test_what_cannot_be_honored_is_an_error_with_a_fix(wrong, said):
 
     asked, end = played(agent_task(play), lambda turn: "yes")
     assert len(asked) == 1  # an agent goes on after a bad request
-    assert end.score == Score(1.0, True)
+    assert end.score == own_score(1.0)
 
 
 def test_half_of_a_surrogate_pair_is_replaced_and_a_whole_one_kept():
@@ -199,6 +239,43 @@ def test_half_of_a_surrogate_pair_is_replaced_and_a_whole_one_kept():
     text, said = parse_request(TEXT, wants), parse_request(CHAT, wants)
     assert text.messages[0]["content"] == "\U0001f600 \ufffd" and text.wish.stop == ("\ufffd",)
     assert said.messages == [{"role": "user", "content": "\ufffd"}]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, ANTHROPIC])
+@pytest.mark.parametrize(
+    "body, reason",
+    [
+        (b'{"prompt": "\xed\xa0\x80", "messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', "UTF-8"),
+        ('{"prompt": "a"}'.encode("utf-16"), "UTF-8"),
+        (b'{"max_tokens": NaN}', "JSON"),
+        (b"[" * 100_000, "JSON"),
+        (b'{"max_tokens": ' + b"9" * 5000 + b"}", "JSON"),
+        (b'{"metadata": ' + b"[" * 700 + b"]" * 700 + b"}", "levels"),
+        (b"3", "object"),
+        (b"", "JSON"),
+    ],
+)
+def test_a_body_that_is_no_plain_json_is_refused(path, body, reason):
+    with pytest.raises(BadRequest, match=reason) as error:
+        parse_request(path, body)
+    assert error.value.status == 400
+
+
+def test_tools_are_refused_where_the_chat_template_leaves_them_out():
+    async def play(client, problem):
+        with pytest.raises(openai.BadRequestError, match=r"model\.chat_template") as error:
+            await client.chat.completions.create(model="any", messages=chat("a"), tools=[ADD])
+        assert error.value.body["param"] == "tools"
+        await client.chat.completions.create(model="any", messages=chat("a"), tools=[ADD], tool_choice="none")
+        return 1
+
+    task = agent_task(play)
+    opening = Dialog(PROBLEM, [], last=False, episode="0", takes_tools=False)
+    [turn] = task.advance([opening], 20)
+    assert turn == Turn(chat("a"), None, tools=[])
+    [end] = task.advance([replace(opening, responses=["yes"])], 20)
+    assert end.score == own_score(1.0)
+    task.close("0")
 
 
 def test_the_server_refuses_strangers_and_what_is_no_http():
@@ -234,7 +311,7 @@ def test_the_server_refuses_strangers_and_what_is_no_http():
         return 1
 
     _, end = played(agent_task(play), lambda turn: "yes")
-    assert end.score == Score(1.0, True)
+    assert end.score == own_score(1.0)
     assert [status for status, _ in seen] == [401, 200, 404, 405, 400, 413]
     assert seen[0][1]["error"]["type"] == "authentication_error"
     assert seen[1][1]["data"][0]["id"] == "policy"
@@ -250,7 +327,7 @@ def test_requests_at_the_same_time_are_answered_in_turn():
 
     asked, end = played(agent_task(play), lambda turn: turn.messages[0]["content"].upper())
     assert sorted(turn.messages[0]["content"] for turn in asked) == ["a", "b", "c"]
-    assert end.score == Score(1.0, True)
+    assert end.score == own_score(1.0)
 
 
 def test_without_a_reward_of_its_own_an_agent_is_scored_by_the_task():
@@ -272,7 +349,7 @@ def test_an_agent_that_asks_too_often_is_refused_and_truncated():
         return said / 4
 
     _, end = played(agent_task(play), lambda turn: "yes", turns=2)
-    assert end == Turn([], Score(0.5, False))  # messages: it would have gone on
+    assert end == Turn([], own_score(0.5))  # messages: it would have gone on
 
 
 def test_a_chat_without_room_is_refused_and_scored_by_the_task():
@@ -330,10 +407,21 @@ def test_what_an_agent_does_wrong_costs_its_own_dialog_alone(case, kind, said):
     assert said in str(ends[1])
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit, SystemExit, asyncio.CancelledError])
+def test_an_agent_interrupts_no_run(kind):
+    async def play(client, problem):
+        await client.chat.completions.create(model="any", messages=chat("a"))
+        raise kind("enough")
+
+    _, end = played(agent_task(play), lambda turn: "yes")
+    assert isinstance(end, RuntimeError)
+    assert kind.__name__ in str(end)
+
+
 def test_a_request_that_comes_while_its_episode_is_closed_is_refused():
     episode = _Episode()
     episode.close()
-    refusal = episode.ask(parse_request(TEXT, b'{"prompt": "a"}')).exception(timeout=1)
+    refusal = episode.ask(parse_request(TEXT, b'{"prompt": "a"}')).answer.exception(timeout=1)
     assert isinstance(refusal, BadRequest) and refusal.status == 401
 
 
@@ -384,12 +472,25 @@ def test_a_command_gets_the_endpoint_and_prints_its_reward(tmp_path, monkeypatch
     program = command(tmp_path, code)
     asked, end = played(agent_task(program), lambda turn: "2")
     assert asked[0].messages == chat("1+1=?")
-    assert end.score == Score(0.5, False)
+    assert end.score == own_score(0.5)
 
 
-def test_a_command_may_print_json_or_leave_the_reward_to_the_task(tmp_path):
-    program = command(tmp_path, "ask('a'); print(json.dumps({'reward': -1}))")
-    assert played(agent_task(program), lambda turn: "2")[1].score == Score(-1.0, False)
+@pytest.mark.parametrize(
+    "line, reward",
+    [("-1", -1.0), ('{"reward": -1}', -1.0), ("true", 1.0), ('{"reward": false}', 0.0)]
+    + [(line, None) for line in ("", "done", "null", '"done"', "[1]", '{"steps": 3}', '{"reward": null}', "{")],
+)
+def test_the_last_line_of_a_command_may_be_its_reward(line, reward):
+    assert _printed_reward(f"a log\n{line}\n", "solve") == reward
+
+
+@pytest.mark.parametrize("line", ['"1"', '{"reward": "1"}', '{"reward": "good"}', '{"reward": [1]}'])
+def test_a_reward_of_a_command_that_is_no_number_is_invalid(line):
+    with pytest.raises(InvalidRewardError, match="solve must return a number"):
+        _printed_reward(line, "solve")
+
+
+def test_a_command_may_leave_the_reward_to_the_task(tmp_path):
     program = command(tmp_path, "ask('a'); print('done')")
     assert played(agent_task(program, "gsm8k"), lambda turn: "#### 2")[1].score.reward == 1.0
 
@@ -400,24 +501,46 @@ def test_a_command_that_fails_is_invalid_with_its_last_words(tmp_path):
     assert "must end with status 0, it ended with 1: bad luck" in str(end)
 
 
+DAEMON = """
+import subprocess
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        subprocess.Popen(["sleep", "61.{}"], stdin=-3, stdout=-3, stderr=-3, env={{}})
+    os._exit(0)
+os.wait()
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
-def test_a_command_is_killed_with_all_that_it_started(tmp_path):
-    code = "import subprocess; ask('a'); subprocess.run(['sleep', '61'], start_new_session=True)"
-    import os
+@pytest.mark.parametrize("ending", ["given up", "ends", "fails"])
+def test_a_command_is_killed_with_all_that_it_started(tmp_path, ending):
+    rest = {"given up": "subprocess.run(['sleep', '61'], start_new_session=True)", "ends": "print(1)", "fails": "1 / 0"}
+    mark = f"61.{os.getpid()}{len(ending)}"
+    code = f"import subprocess; ask('a')\n{DAEMON.format(mark.removeprefix('61.'))}\n{rest[ending]}"
 
     def asleep() -> list[int]:
-        found = []
-        for pid in descendants(os.getpid()):
+        pids = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
             with suppress(OSError):  # it has ended meanwhile
-                found += [pid] * (b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes())
-        return found
+                pids += [int(path.parent.name)] * (mark.encode() in path.read_bytes().split(b"\0"))
+        return pids
 
-    _, end = played(agent_task(command(tmp_path, code)), lambda turn: "2", timeout_s=2)
-    assert "must ask or end within" in str(end)
+    limit = 2 if ending == "given up" else 60
+    _, end = played(agent_task(command(tmp_path, code)), lambda turn: "2", timeout_s=limit)
+    words = {"given up": "must ask or end within", "ends": "", "fails": "must end with status 0, it ended with 1"}
+    assert isinstance(end, Turn) if ending == "ends" else words[ending] in str(end)
     deadline = time.monotonic() + 60
     while asleep() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert asleep() == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a guard needs Linux")
+@pytest.mark.parametrize("code, said", [("os.kill(os.getpid(), 9)", "ended with -9"), ("sys.exit(3)", "ended with 3")])
+def test_a_command_has_the_exit_status_that_it_would_have_alone(tmp_path, code, said):
+    _, end = played(agent_task(command(tmp_path, f"ask('a'); {code}")), lambda turn: "2")
+    assert said in str(end)
 
 
 @pytest.mark.parametrize(

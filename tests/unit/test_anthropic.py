@@ -9,8 +9,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from tests.support.agents import PROBLEM, agent_task, played
-from torchrl_grpo.tasks.base import Dialog, Score, Turn, Wish
+from tests.support.agents import PROBLEM, agent_task, own_score, played
+from torchrl_grpo.tasks.base import Dialog, Turn, Wish
 
 needed = ("anthropic", "openai")  # not importorskip: each process of pytest collects this file
 pytestmark = pytest.mark.skipif(None in map(find_spec, needed), reason="needs anthropic and openai (make test)")
@@ -45,7 +45,7 @@ def test_a_message_is_a_turn_of_the_policy():
     [turn], end = played(agent_task(play), lambda turn: told)
     assert turn == Turn([{"role": "system", "content": "Be short."}, user("a")], None, tools=[], wish=turn.wish)
     assert turn.wish == Wish(7, ("END", "\n"))
-    assert end.score == Score(1.0, True)
+    assert end.score == own_score(1.0)
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -75,7 +75,7 @@ def test_tool_calls_and_their_results_continue_the_tokens(streams):
     asked, end = played(agent_task(play), lambda turn: next(answers))
     assert [(turn.sample, list(turn.tools)) for turn in asked] == [(0, [OURS]), (0, [OURS])]
     assert asked[1].messages == [{"role": "tool", "content": "2", "tool_call_id": "call00000"}, user("Go on.")]
-    assert end.score == Score(1.0, True)
+    assert end.score == own_score(1.0)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,13 @@ def test_tool_calls_and_their_results_continue_the_tokens(streams):
         ({"messages": [user([{"type": "image", "source": {}}])]}, "messages[0].content must be text"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools must be a list of functions"),
         ({"tools": 3}, "tools must be a list of functions"),
+        ({"system": "Add.", "messages": [user("a"), user(3)]}, "messages[1].content=3 must be text"),
+        ({"system": 3}, "system.content=3 must be text"),
+        ({"stop_sequences": [""]}, "stop_sequences=[''] must be at most 4 texts"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "a", "input": [1]}]}]},
+            "messages[0].tool_calls.arguments=[1] must be an object",
+        ),
         ({"tool_choice": {"type": "any"}}, "tool_choice=any must be auto or none"),
     ],
 )
@@ -100,4 +107,4 @@ def test_what_cannot_be_honored_is_an_error_in_anthropic_s_form(wrong, said):
         return 1
 
     _, end = played(agent_task(play), lambda turn: "yes")
-    assert end.score == Score(1.0, True)
+    assert end.score == own_score(1.0)

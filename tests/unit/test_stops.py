@@ -14,7 +14,7 @@ from tests.support.models import make_tiny_model
 from tests.support.stops import LETTERS, assert_stop_strings_end_responses, first_end, make_merged_tokenizer
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.generation.decoder import GenericDecoder
-from torchrl_grpo.generation.stops import StopStrings, ending, token_bytes
+from torchrl_grpo.generation.stops import StopStrings, completed_at, ending, token_bytes
 
 
 def make_sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
@@ -53,6 +53,7 @@ def test_a_response_ends_with_the_token_that_completes_a_string(strings):
             state = int(stop.table[state, token])
             length = place + 1 if length is None and state == stop.end else length
         assert length == first_end(tokens, pieces, strings)
+        assert stop.completed_at(tokens) == completed_at(strings, tokens, pieces) == length
         assert (state == stop.end) == (length is not None)  # an end stays
         ends += length is not None
     assert ends > 10

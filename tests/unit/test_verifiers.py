@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.agents import played
+from tests.support.agents import own_score, played
 from tests.support.configs import ROOT
 from tests.support.scripts import SMALL, SYNC, rows_of
 from torchrl_grpo.agents import verifiers as ours
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.errors import InvalidRewardError
-from torchrl_grpo.tasks.base import Problem, Score, Task, Turn
+from torchrl_grpo.tasks.base import Problem, Task, Turn
 
 # Not importorskip: it takes seconds, and each process of pytest collects this file.
 NEEDED = ("verifiers", "anthropic", "loguru", "mcp", "tiktoken")
@@ -87,20 +87,20 @@ def test_endless_tasks_are_cut_off(game):
 def test_the_reward_is_the_weighted_sum_of_the_environment(sums, answer, reward):
     asked, end = played(sums, lambda turn: answer, problem=sum_of(sums, 3))
     assert asked == [Turn(sums.messages(sum_of(sums, 3)), None, tools=[])]
-    assert end == Turn(None, Score(reward, reward >= 1))
+    assert end == Turn(None, own_score(reward))
 
 
 def test_turns_of_a_game_continue_one_sample(game):
     guesses = iter("358")
     asked, end = played(game, lambda turn: next(guesses), problem=game_of(game, 5))
     assert [(turn.sample, turn.messages) for turn in asked] == [(0, user("Guess 0-9.")), (0, user("higher"))]
-    assert end == Turn(None, Score(0.5, False))
+    assert end == Turn(None, own_score(0.5))
 
 
 def test_the_last_turn_ends_a_game_without_its_reward(game):
     asked, end = played(game, lambda turn: "1", problem=game_of(game, 5), turns=3)
     assert len(asked) == 3
-    assert end == Turn(None, Score(0.0, False))
+    assert end == Turn(None, own_score(0.0))
 
 
 def test_a_chat_that_became_too_long_is_truncated_and_scored(game):
@@ -110,7 +110,7 @@ def test_a_chat_that_became_too_long_is_truncated_and_scored(game):
     assert turn.messages == user("higher")
     [end] = game.advance([ours_dialog(game, ["1"])], 20)  # no answer to "higher": it found no room
     game.close("long")
-    assert end == Turn([], Score(0.0, False))
+    assert end == Turn([], own_score(0.0))
 
 
 def ours_dialog(task: Task, responses: list[str]) -> Any:
@@ -165,7 +165,7 @@ def test_tools_of_an_environment_are_called_by_the_policy(scales):
     [schema] = asked[0].tools
     assert (schema["function"]["name"], schema["function"]["description"]) == ("weigh", "Weigh a thing.")
     assert [(message["role"], message["content"]) for message in asked[1].messages] == [("tool", "4 kg")]
-    assert (asked[1].sample, end.score) == (0, Score(1.0, True))
+    assert (asked[1].sample, end.score) == (0, own_score(1.0))
 
 
 def test_an_environment_that_blocks_costs_its_own_episode(monkeypatch):

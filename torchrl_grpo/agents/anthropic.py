@@ -17,22 +17,26 @@ _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _THOUGHTS = ("thinking", "redacted_thinking")
 
 
-def as_openai(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A request in OpenAI's words. What cannot be said in them is left as it is, and refused by who reads it."""
-    said = [{"role": "system", "content": given["system"]}] if given.get("system") else []
-    messages = given.get("messages")
+def as_openai(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A request in OpenAI's words, and the names of its messages in Anthropic's. What cannot be said in them is left
+    as it is, and refused by who reads it."""
+    chat: list[tuple[str, Any]] = []
+    if fields.get("system"):
+        chat.append(("system", {"role": "system", "content": fields["system"]}))
+    messages = fields.get("messages")
     if isinstance(messages, list):
-        messages = [*said, *(one for message in messages for one in _messages(message))]
-    tools, choice = given.get("tools"), given.get("tool_choice")
-    return {
-        "model": given.get("model"),
-        "messages": messages,
+        chat += [(f"messages[{place}]", one) for place, message in enumerate(messages) for one in _messages(message)]
+    tools, choice = fields.get("tools"), fields.get("tool_choice")
+    request = {
+        "model": fields.get("model"),
+        "messages": [message for _, message in chat] if messages and isinstance(messages, list) else messages,
         "tools": [_tool(tool) for tool in tools] if isinstance(tools, list) else tools,
         "tool_choice": choice.get("type") if isinstance(choice, dict) else choice,
-        "max_tokens": given.get("max_tokens"),
-        "stop": given.get("stop_sequences"),
-        "stream": given.get("stream"),
+        "max_tokens": fields.get("max_tokens"),
+        "stop": fields.get("stop_sequences"),
+        "stream": fields.get("stream"),
     }
+    return request, [place for place, _ in chat]
 
 
 def _messages(message: Any) -> Iterator[Any]:
@@ -42,7 +46,7 @@ def _messages(message: Any) -> Iterator[Any]:
         yield message
         return
     calls = [
-        {"id": block.get("id"), "function": {"name": block.get("name"), "arguments": block.get("input", {})}}
+        {"id": block.get("id"), "function": {"name": block.get("name"), "arguments": block.get("input")}}
         for block in content
         if block.get("type") == "tool_use"
     ]

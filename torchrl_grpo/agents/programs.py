@@ -25,7 +25,7 @@ from numbers import Real
 from typing import Any
 
 from torchrl_grpo.errors import InvalidRewardError
-from torchrl_grpo.host.processes import descendants
+from torchrl_grpo.host.processes import guarded
 from torchrl_grpo.host.text import clip
 from torchrl_grpo.rewards.functions import load_function
 
@@ -96,7 +96,6 @@ class Function(Program):
         import_module("openai")  # takes a second, which is not to be the first agent's
 
     def start(self, problem: Mapping[str, Any], url: str, key: str) -> tuple[Future[float | None], Callable[[], None]]:
-        done: Future[float | None] = Future()
         running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
         ended = threading.Event()
 
@@ -112,13 +111,8 @@ class Function(Program):
             async with AsyncOpenAI(base_url=url, api_key=key, http_client=plain, timeout=None, max_retries=0) as client:
                 return await self._play(client, dict(problem))
 
-        def run() -> None:
-            try:
-                done.set_result(_reward(asyncio.run(main()), self._what))
-            except asyncio.CancelledError:
-                done.set_exception(RuntimeError("the agent was ended."))
-            except BaseException as error:
-                done.set_exception(error)
+        def run() -> float | None:
+            return _reward(asyncio.run(main()), self._what)
 
         def end() -> None:
             ended.set()
@@ -126,8 +120,7 @@ class Function(Program):
                 loop, task = running[0]
                 loop.call_soon_threadsafe(task.cancel)
 
-        threading.Thread(target=run, name="agent", daemon=True).start()
-        return done, end
+        return _in_thread(run), end
 
 
 class Command(Program):
@@ -143,36 +136,57 @@ class Command(Program):
         self._words = words
 
     def start(self, problem: Mapping[str, Any], url: str, key: str) -> tuple[Future[float | None], Callable[[], None]]:
-        done: Future[float | None] = Future()
         anthropic = {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
         openai = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
         kept = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
         direct = kept if kept == "*" else f"{kept},127.0.0.1" if kept else "127.0.0.1"
         environment = os.environ | openai | anthropic | {"NO_PROXY": direct, "no_proxy": direct}  # clients differ
-        process = subprocess.Popen(
-            self._words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            process_group=0,
-        )
-        given = json.dumps(problem, default=str).encode()
+        text = json.dumps(problem, default=str).encode()
+        processes: list[subprocess.Popen[bytes]] = []
+        ended = threading.Event()
 
-        def run() -> None:
-            try:
-                out, err = _talk(process, given)
-                if process.returncode:
-                    raise RuntimeError(
-                        f"{shlex.join(self._words)} must end with status 0, it ended with {process.returncode}: "
-                        f"{clip(err.decode(errors='replace').strip()[-_LONGEST_ERROR:], _LONGEST_ERROR)}"
-                    )
-                done.set_result(_printed_reward(out.decode(errors="replace")))
-            except BaseException as error:
-                done.set_exception(error)
+        def run() -> float | None:
+            if ended.is_set():
+                raise RuntimeError("the agent was ended.")
+            process = subprocess.Popen(
+                guarded(self._words),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+                process_group=0,
+            )
+            processes.append(process)
+            if ended.is_set():
+                _kill(process)
+            out, err = _talk(process, text)
+            if process.returncode:
+                raise RuntimeError(
+                    f"{shlex.join(self._words)} must end with status 0, it ended with {process.returncode}: "
+                    f"{clip(err.decode(errors='replace').strip()[-_LONGEST_ERROR:], _LONGEST_ERROR)}"
+                )
+            return _printed_reward(out.decode(errors="replace"), shlex.join(self._words))
 
-        threading.Thread(target=run, name="agent", daemon=True).start()
-        return done, lambda: _kill(process)
+        def end() -> None:
+            ended.set()
+            for process in processes:
+                _kill(process)
+
+        return _in_thread(run), end
+
+
+def _in_thread(run: Callable[[], float | None]) -> Future[float | None]:
+    """Call a function in a thread of its own."""
+    done: Future[float | None] = Future()
+
+    def call() -> None:
+        try:
+            done.set_result(run())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=call, name="agent", daemon=True).start()
+    return done
 
 
 def _talk(process: subprocess.Popen[bytes], given: bytes) -> tuple[bytes, bytes]:
@@ -201,25 +215,37 @@ def _talk(process: subprocess.Popen[bytes], given: bytes) -> tuple[bytes, bytes]
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and all that it started."""
-    if process.returncode is not None:
-        return
-    below = descendants(process.pid) if sys.platform == "linux" else []
+    """End a process and all that it started."""
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for pid in below:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        if sys.platform == "linux":  # its guard ends the rest
+            process.terminate()
+        elif process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
-def _printed_reward(output: str) -> float | None:
+def _printed_reward(output: str, what: str) -> float | None:
+    """The reward in the last line; None where it is no JSON, or JSON that says no reward.
+
+    Raises:
+        InvalidRewardError: it is a number as text, or another value where a number must be.
+    """
     lines = output.strip().splitlines()
     try:
         value = json.loads(lines[-1]) if lines else None
     except (ValueError, RecursionError):
         return None
-    value = value.get("reward") if isinstance(value, dict) else value
-    return None if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+    if isinstance(value, list):
+        return None
+    if isinstance(value, str) and not _is_number(value):
+        return None
+    return _reward(value.get("reward") if isinstance(value, dict) else value, what)
+
+
+def _is_number(text: str) -> bool:
+    with suppress(ValueError):
+        float(text)
+        return True
+    return False
 
 
 def _reward(value: Any, what: str) -> float | None:

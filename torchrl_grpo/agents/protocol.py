@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchrl_grpo.agents import anthropic
 from torchrl_grpo.host.text import whole
 from torchrl_grpo.tasks.base import Dialog, Message, Wish
-from torchrl_grpo.tools.toolbox import Parser
+from torchrl_grpo.tools.toolbox import Parser, ToolCall
 
 CHAT, TEXT, ANTHROPIC = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 PATHS = (CHAT, TEXT, ANTHROPIC)
@@ -24,8 +23,21 @@ MODEL = "policy"
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_STOPS, _MOST_STOP_BYTES = 4, 256
-_ONE = {"n": 1, "best_of": 1, "echo": False, "suffix": None, "logit_bias": None, "response_format": "text"}
+_DEEPEST = 100
+"""Levels of nested JSON: chat templates, and what reads a chat before them, recurse."""
+_ONE = {
+    "n": 1,
+    "best_of": 1,
+    "echo": False,
+    "suffix": None,
+    "logit_bias": None,
+    "response_format": "text",
+    "functions": None,
+    "function_call": None,
+}
 _FIXES = {
+    "functions": "use tools",
+    "function_call": "use tools",
     "n": "ask once for each answer",
     "best_of": "leave it out",
     "echo": "leave it out",
@@ -81,88 +93,126 @@ class Request:
 
 
 def parse_request(path: str, body: bytes) -> Request:
-    """Parse and check a request.
+    """Parse and check a request; nothing of it is used before.
 
     Raises:
         BadRequest: it cannot be honored; the message says what can.
     """
     try:
-        given = json.loads(body)
-        if b"\\u" in body:
-            given = json.loads(whole(json.dumps(given, ensure_ascii=False)))
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body must be JSON, it is not ({error}): send an object.") from error
-    if not isinstance(given, dict):
-        raise BadRequest(f"the body must be an object, it is {body[:60]!r}: send one.")
-    given = anthropic.as_openai(given) if path == ANTHROPIC else given
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"the body must be UTF-8, it is not ({error}): encode it.") from error
+    fields = parse_json(text, "the body")
+    if not isinstance(fields, dict):
+        raise BadRequest(f"the body must be an object, it is {text[:60]!r}: send one.")
+    places: Sequence[str] = ()
+    if path == ANTHROPIC:
+        fields, places = anthropic.as_openai(fields)
     for name, only in _ONE.items():
-        value = given.get(name)
+        value = fields.get(name)
         value = value.get("type") if name == "response_format" and isinstance(value, dict) else value
-        if value not in (None, only, {}):
+        if value not in (None, only, {}, []):
             raise BadRequest(f"{name}={value!s:.60} must be {json.dumps(only)}: {_FIXES[name]}.", name)
     chat = path != TEXT
-    tools = _tools(given) if chat else []
-    streams = _flag(given, "stream")
-    options = given.get("stream_options") or {}
+    stop = "stop_sequences" if path == ANTHROPIC else "stop"
+    options = _object(fields, "stream_options")
     return Request(
-        messages=_messages(given) if chat else [{"role": "", "content": _prompt(given)}],
-        tools=tools,
-        wish=Wish(_most_tokens(given, chat), _stops(given), _log_probs(given, chat)),
-        stream=streams,
-        usage=streams and isinstance(options, dict) and bool(options.get("include_usage")),
+        messages=_messages(fields, places) if chat else [{"role": "", "content": _prompt(fields)}],
+        tools=_tools(fields) if chat else [],
+        wish=Wish(_most_tokens(fields, chat), _stops(fields, stop), _log_probs(fields, chat)),
+        stream=_flag(fields, "stream"),
+        usage=_flag(fields, "stream") and _flag(options, "include_usage"),
         path=path,
-        model=str(given.get("model") or MODEL),
+        model=_text(fields, "model", "model") or MODEL,
     )
 
 
-def _messages(given: Mapping[str, Any]) -> list[Message]:
-    messages = given.get("messages")
+def parse_json(text: str, field: str) -> Any:
+    """Parse JSON that everything behind the border can take: not nested too deep, no halves of characters, no NaN.
+
+    Raises:
+        BadRequest: it is not.
+    """
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+        if "\\u" in text:
+            value = json.loads(whole(json.dumps(value, ensure_ascii=False)))
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"{field} must be JSON, it is not ({error}): send an object.", field) from error
+    level = [value]
+    for _ in range(_DEEPEST + 1):
+        nested = [part for part in level if isinstance(part, dict | list)]
+        level = [entry for part in nested for entry in (part.values() if isinstance(part, dict) else part)]
+    if level:
+        raise BadRequest(f"{field} must be nested {_DEEPEST} levels deep at most, it is deeper: send less.", field)
+    return value
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is none of its values")
+
+
+def _messages(fields: Mapping[str, Any], places: Sequence[str]) -> list[Message]:
+    """The chat; ``places`` are the names of its messages in errors, if they are not those of their positions."""
+    messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest(f"messages={messages!s:.60} must be a list with at least one message: send one.", "messages")
-    return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+    places = places or [f"messages[{number}]" for number in range(len(messages))]
+    return [_message(message, place) for message, place in zip(messages, places, strict=True)]
 
 
-def _message(given: Any, field: str) -> Message:
+def _message(value: Any, field: str) -> Message:
     """A message in the plainest form, so that two that say the same are equal."""
-    role = given.get("role") if isinstance(given, dict) else None
-    if role not in _ROLES:
+    if not isinstance(value, dict):
+        raise BadRequest(f"{field}={value!s:.60} must be an object: send a message.", field)
+    role = value.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
         raise BadRequest(f"{field}.role={role!s:.60} must be one of {', '.join(_ROLES)}: use one of them.", field)
     role = "system" if role == "developer" else role
-    content = given.get("content")
+    content = value.get("content")
     if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type", "text") == "text"]
+        if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
             raise BadRequest(f"{field}.content must be text, it has other parts: leave them out.", field)
-        content = "".join(part["text"] for part in content)
-    if content is not None and not isinstance(content, str):
+        content = "".join(map(str, texts))
+    if not isinstance(content, str) and not (content is None and role in ("assistant", "tool")):
         raise BadRequest(f"{field}.content={content!s:.60} must be text: send a string.", field)
+    if value.get("function_call") is not None:
+        raise BadRequest(f"{field}.function_call must be left out: use tool_calls.", field)
     message: Message = {"role": role, "content": content or ""}
-    if calls := given.get("tool_calls"):
+    if calls := value.get("tool_calls"):
         if not isinstance(calls, list):
             raise BadRequest(f"{field}.tool_calls={calls!s:.60} must be a list: send those of the answer.", field)
+        if role != "assistant":
+            raise BadRequest(f"{field}.tool_calls must be an assistant's, it is the {role}'s: leave it out.", field)
         message["tool_calls"] = [_call(call, f"{field}.tool_calls") for call in calls]
-    for name in ("name", "tool_call_id"):
-        if given.get(name) is not None:
-            message[name] = str(given[name])
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if text := _text(value, name, f"{field}.{name}"):
+            message[name] = text
     return message
 
 
-def _call(given: Any, field: str) -> dict[str, Any]:
+def _call(value: Any, field: str) -> dict[str, Any]:
     """A call with its arguments as an object, which is what chat templates want."""
-    function = given.get("function") if isinstance(given, dict) else None
+    function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRequest(
             f"{field} must be calls of functions with a name: send those of the answer as they were.", field
         )
-    arguments = function.get("arguments", {})
+    arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # else as the policy wrote them
-            arguments = json.loads(arguments or "{}")
-    called = {"name": function["name"], "arguments": arguments}
-    return {"id": str(given.get("id", "")), "type": "function", "function": called}
+        arguments = parse_json(arguments or "{}", f"{field}.arguments")
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        raise BadRequest(
+            f"{field}.arguments={arguments!s:.60} must be an object or its JSON: send those of the answer.", field
+        )
+    call = {"name": function["name"], "arguments": arguments}
+    return {"id": _text(value, "id", f"{field}.id"), "type": "function", "function": call}
 
 
-def _prompt(given: Mapping[str, Any]) -> str:
-    prompt = given.get("prompt")
+def _prompt(fields: Mapping[str, Any]) -> str:
+    prompt = fields.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]
     if not isinstance(prompt, str) or not prompt:
@@ -170,14 +220,9 @@ def _prompt(given: Mapping[str, Any]) -> str:
     return prompt
 
 
-def _tools(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    tools, choice = given.get("tools") or [], given.get("tool_choice")
-    if not isinstance(tools, list) or not all(
-        isinstance(tool, dict)
-        and isinstance(tool.get("function"), dict)
-        and isinstance(tool["function"].get("name"), str)
-        for tool in tools
-    ):
+def _tools(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    tools, choice = fields.get("tools") or [], fields.get("tool_choice")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) and _is_function(tool) for tool in tools):
         raise BadRequest("tools must be a list of functions with names: send their JSON schemas.", "tools")
     if choice not in (None, "auto", "none"):
         raise BadRequest(
@@ -186,47 +231,72 @@ def _tools(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [] if choice == "none" else tools
 
 
-def _stops(given: Mapping[str, Any]) -> tuple[str, ...]:
-    stop = given.get("stop")
+def _is_function(tool: Mapping[str, Any]) -> bool:
+    function = tool.get("function")
+    return (
+        tool.get("type", "function") == "function"
+        and isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("description"), str | None)
+        and isinstance(function.get("parameters"), dict | None)
+    )
+
+
+def _stops(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    stop = fields.get("stop")
     stops = [stop] if isinstance(stop, str) else stop or []
     texts = isinstance(stops, list) and all(isinstance(text, str) and text for text in stops)
     if not texts or len(stops) > _MOST_STOPS or sum(len(text.encode()) for text in stops) > _MOST_STOP_BYTES:
         raise BadRequest(
-            f"stop={stop!s:.60} must be at most {_MOST_STOPS} texts that are not empty, of at most {_MOST_STOP_BYTES} "
-            "bytes together: use fewer.",
-            "stop",
+            f"{name}={stop!s:.60} must be at most {_MOST_STOPS} texts that are not empty, of at most "
+            f"{_MOST_STOP_BYTES} bytes together: use fewer.",
+            name,
         )
     return tuple(stops)
 
 
-def _most_tokens(given: Mapping[str, Any], chat: bool) -> int | None:
+def _most_tokens(fields: Mapping[str, Any], chat: bool) -> int | None:
     names = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
-    name, value = next(((name, given[name]) for name in names if given.get(name) is not None), ("", None))
+    name, value = next(((name, fields[name]) for name in names if fields.get(name) is not None), ("", None))
     if value is not None and (type(value) is not int or value < 1):
         raise BadRequest(f"{name}={value!s:.60} must be a whole number of at least 1: for example, 256.", name)
     return value
 
 
-def _log_probs(given: Mapping[str, Any], chat: bool) -> bool:
+def _log_probs(fields: Mapping[str, Any], chat: bool) -> bool:
     """Whether the log-prob of each sampled token is told; those of other tokens are not known."""
     if not chat:
-        value = given.get("logprobs")
+        value = fields.get("logprobs")
         if value not in (None, 0, 1) or value is True:
             raise BadRequest(f"logprobs={value!s:.60} must be 0, 1 or null: others are not known.", "logprobs")
         return value is not None
-    if given.get("top_logprobs"):
+    if fields.get("top_logprobs"):
         raise BadRequest(
-            f"top_logprobs={given['top_logprobs']!s:.60} must be 0: those of other tokens are not known.",
+            f"top_logprobs={fields['top_logprobs']!s:.60} must be 0: those of other tokens are not known.",
             "top_logprobs",
         )
-    return _flag(given, "logprobs")
+    return _flag(fields, "logprobs")
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool:
-    value = given.get(name)
+def _flag(fields: Mapping[str, Any], name: str) -> bool:
+    value = fields.get(name)
     if value is not None and not isinstance(value, bool):
         raise BadRequest(f"{name}={value!s:.60} must be true or false: use one of them.", name)
     return bool(value)
+
+
+def _text(fields: Mapping[str, Any], name: str, field: str) -> str:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, str):
+        raise BadRequest(f"{field}={value!s:.60} must be text: send a string.", field)
+    return value or ""
+
+
+def _object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise BadRequest(f"{name}={value!s:.60} must be an object: leave it out.", name)
+    return value or {}
 
 
 @dataclass(frozen=True)
@@ -261,27 +331,17 @@ class Answer:
             if ends:
                 place, found = min(ends)
                 text = text[:place]
-        calls: list[dict[str, Any]] = []
-        if request.tools and reason == "stop":
-            read = parser(dialog.raw)
-            if read and not any(call.error for call in read):
-                calls = [
-                    {
-                        # 9 characters: what Mistral's templates take.
-                        "id": f"call{number % 1000:03d}{place % 100:02d}",
-                        "type": "function",
-                        "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-                    }
-                    for place, call in enumerate(read)
-                ]
-                text = text.partition("<tool_call>")[0].strip() if "<tool_call>" in text else ""
+        calls = _sampled_calls(parser(dialog.raw), number) if request.tools and reason == "stop" else []
+        if calls:
+            text = text.partition("<tool_call>")[0].strip() if "<tool_call>" in text else ""
         return cls(request, text, calls, "tool_calls" if calls else reason, dialog, number, found)
 
     @property
     def message(self) -> Message:
         """The answer as a message of a later request says it."""
-        given = {"role": "assistant", "content": self.text, "tool_calls": list(self.calls)}
-        return _message(given, "the answer") if self.request.path != TEXT else {"role": "", "content": self.text}
+        if self.request.path == TEXT:
+            return {"role": "", "content": self.text}
+        return _message({"role": "assistant", "content": self.text, "tool_calls": list(self.calls)}, "the answer")
 
     def body(self) -> dict[str, Any]:
         """The answer as one object."""
@@ -338,6 +398,28 @@ class Answer:
             ],
             "refusal": None,
         }
+
+
+def _sampled_calls(calls: Sequence[ToolCall], number: int) -> list[dict[str, Any]]:
+    """The policy's calls as an agent is told of them; none where a later request could not say one of them."""
+    texts = []
+    for call in calls:
+        try:
+            text = whole(json.dumps(call.arguments, ensure_ascii=False))
+            if call.error or not isinstance(parse_json(text, "arguments"), dict):
+                return []
+        except (BadRequest, RecursionError):
+            return []
+        texts.append(text)
+    return [
+        {
+            # 9 characters: what Mistral's templates take.
+            "id": f"call{number % 1000:03d}{place % 100:02d}",
+            "type": "function",
+            "function": {"name": whole(call.name), "arguments": text},
+        }
+        for place, (call, text) in enumerate(zip(calls, texts, strict=True))
+    ]
 
 
 def _offsets(texts: Sequence[str]) -> list[int]:

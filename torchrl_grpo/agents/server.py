@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torchrl_grpo.agents.protocol import ANTHROPIC, PATHS, Answer, BadRequest, Request, models, parse_request
@@ -26,10 +27,41 @@ _REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found"
             411: "Length Required", 413: "Payload Too Large", 431: "Request Header Fields Too Large"}  # fmt: skip
 
 
+@dataclass
+class Asked:
+    """A request that waits for its answer.
+
+    Attributes:
+        request: of the agent.
+        answer: the policy's turn, or why there is none.
+        delivered: whether the client was there to take the answer; set by the server, at the latest after ``answer``.
+    """
+
+    request: Request
+    answer: Future[Answer] = field(default_factory=Future)
+    delivered: Future[bool] = field(default_factory=Future)
+
+
 class Asks(Protocol):
     """Who answers the requests of one key."""
 
-    def ask(self, request: Request) -> Future[Answer]: ...
+    def ask(self, request: Request) -> Asked: ...
+
+
+class _Connection(asyncio.StreamReaderProtocol):
+    """Notices that the client closes its side, also while nothing is read. As for most servers, it has then left."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.left = asyncio.Event()
+
+    def eof_received(self) -> bool | None:
+        self.left.set()
+        return super().eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.left.set()
+        super().connection_lost(exc)
 
 
 class Server:
@@ -52,7 +84,7 @@ class Server:
     def _run(self, started: Future[int]) -> None:
         async def listen() -> None:
             try:
-                server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=_LARGEST_HEAD)
+                server = await self._loop.create_server(self._connection, "127.0.0.1", 0)
             except OSError as error:
                 started.set_exception(error)
                 return
@@ -60,6 +92,10 @@ class Server:
             await server.serve_forever()
 
         self._loop.run_until_complete(listen())
+
+    def _connection(self) -> _Connection:
+        reader = asyncio.StreamReader(limit=_LARGEST_HEAD, loop=self._loop)
+        return _Connection(reader, self._serve, loop=self._loop)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answers the requests of one connection, one after the other."""
@@ -74,7 +110,10 @@ class Server:
                 except BadRequest as refusal:  # what follows on the connection cannot be told apart
                     _write(writer, refusal.status, refusal.body(), stays=False)
                     break
-                await self._answer(writer, method, path, headers, body, stays)
+                try:
+                    await self._answer(writer, method, path, headers, body, stays)
+                except BadRequest as refusal:
+                    _write(writer, refusal.status, refusal.body(path), stays)
                 await writer.drain()
         with suppress(ConnectionError):
             writer.close()
@@ -83,33 +122,59 @@ class Server:
     async def _answer(
         self, writer: asyncio.StreamWriter, method: str, path: str, headers: dict[str, str], body: bytes, stays: bool
     ) -> None:
-        try:
-            episode = next(filter(None, map(self._find, _keys(headers))), None)
-            if episode is None:
-                raise BadRequest(
-                    "the API key must be that of an episode that is being played, it is not: use OPENAI_API_KEY of the "
-                    "agent's environment, or the client that it was given.",
-                    status=401,
-                    code="invalid_api_key",
-                )
-            if path == "/v1/models" and method == "GET":
-                _write(writer, 200, models(), stays)
-                return
-            if path not in PATHS:
-                raise BadRequest(f"there is no {path:.60}: use one of {', '.join(PATHS)}.", status=404)
-            if method != "POST":
-                raise BadRequest(f"the method must be POST, it is {method:.20}: use POST.", status=405)
-            request = parse_request(path, body)
-            answer = await asyncio.wrap_future(episode.ask(request))
-        except BadRequest as refusal:
-            _write(writer, refusal.status, refusal.body(path), stays)
+        """Answers a request.
+
+        Raises:
+            BadRequest: it is refused.
+            ConnectionError: the client left before the answer.
+        """
+        episode = next(filter(None, map(self._find, _keys(headers))), None)
+        if episode is None:
+            raise BadRequest(
+                "the API key must be that of an episode that is being played, it is not: use OPENAI_API_KEY of the "
+                "agent's environment, or the client that it was given.",
+                status=401,
+                code="invalid_api_key",
+            )
+        if path == "/v1/models" and method == "GET":
+            _write(writer, 200, models(), stays)
             return
-        if request.stream and path == ANTHROPIC:
-            _stream(writer, (f"event: {one['type']}\ndata: {json.dumps(one)}" for one in answer.events()), stays)
-        elif request.stream:
-            _stream(writer, (f"data: {data}" for data in (*map(json.dumps, answer.events()), "[DONE]")), stays)
-        else:
-            _write(writer, 200, answer.body(), stays)
+        if path not in PATHS:
+            raise BadRequest(f"there is no {path:.60}: use one of {', '.join(PATHS)}.", status=404)
+        if method != "POST":
+            raise BadRequest(f"the method must be POST, it is {method:.20}: use POST.", status=405)
+        request = parse_request(path, body)
+        asked, delivered = episode.ask(request), False
+        try:
+            answer = await _unless_left(asked, writer)
+            if request.stream and path == ANTHROPIC:
+                _stream(writer, (f"event: {one['type']}\ndata: {json.dumps(one)}" for one in answer.events()), stays)
+            elif request.stream:
+                _stream(writer, (f"data: {data}" for data in (*map(json.dumps, answer.events()), "[DONE]")), stays)
+            else:
+                _write(writer, 200, answer.body(), stays)
+            await writer.drain()
+            delivered = True
+        finally:
+            asked.delivered.set_result(delivered)
+
+
+async def _unless_left(asked: Asked, writer: asyncio.StreamWriter) -> Answer:
+    """Wait for the answer to a request.
+
+    Raises:
+        BadRequest: it is refused.
+        ConnectionError: the client has left.
+    """
+    connection: Any = writer.transport.get_protocol()
+    answer = asyncio.wrap_future(asked.answer)
+    left = asyncio.ensure_future(connection.left.wait())
+    await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
+    if connection.left.is_set():
+        answer.add_done_callback(lambda done: done.exception())  # nobody else asks for it
+        raise ConnectionResetError
+    left.cancel()
+    return answer.result()
 
 
 def _keys(headers: dict[str, str]) -> list[str]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -129,8 +130,9 @@ class Verifiers(Program):
         """Starts an event loop with the environment in it."""
         self._loop = asyncio.new_event_loop()
         self._environment = self._loop.create_future()
-        host = self._host(self._environment)
-        threading.Thread(target=self._loop.run_until_complete, args=(host,), name="verifiers", daemon=True).start()
+        threading.Thread(
+            target=_run, args=(self._loop, self._host(self._environment)), name="verifiers", daemon=True
+        ).start()
 
     async def _host(self, ready: asyncio.Future[Any]) -> None:
         forever = asyncio.Event()
@@ -160,6 +162,14 @@ class Verifiers(Program):
         (slot,) = environment.slots(task)
         episode = await environment.run_slot(slot, library.ModelContext(MODEL, client), on_trace=name)
         return _reward(episode, self._seat, environment.complete(episode))
+
+
+def _run(loop: asyncio.AbstractEventLoop, host: Coroutine[Any, Any, None]) -> None:
+    """Run a loop to the end of a coroutine, whatever another one in it raises: asyncio stops at these two."""
+    task = loop.create_task(host)
+    while not task.done():
+        with suppress(KeyboardInterrupt, SystemExit):
+            loop.run_until_complete(task)
 
 
 def _reacts(loop: asyncio.AbstractEventLoop) -> bool:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torchrl_grpo.compat.torchrl import refuse_arguments
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Completion, cut_off
 from torchrl_grpo.generation.policy import GenerationPolicy
-from torchrl_grpo.generation.stops import StopStrings
+from torchrl_grpo.generation.stops import completed_at, token_bytes
 from torchrl_grpo.tasks.drawing import Drawn
 from torchrl_grpo.weights import named_weights
 
@@ -127,7 +128,6 @@ class RolloutCollector(BaseCollector):
         self._frames = 0
         self.last = RolloutCounts()
         self._closed = False
-        self._stops: dict[tuple[str, ...], StopStrings | None] = {}  # that a task wished for
 
     @property
     def base_env(self) -> LLMEnv:
@@ -235,12 +235,12 @@ class RolloutCollector(BaseCollector):
     def _cut(self, row: int, done: Completion) -> Completion:
         """A row's response as it was wished for, before anything of it is recorded."""
         wish = self.base_env.wish(row)
-        if wish.stop and wish.stop not in self._stops:
-            try:
-                self._stops[wish.stop] = StopStrings(wish.stop, self.base_env.tokenizer)
-            except ValueError:  # no tokens stand for it, so it does not occur
-                self._stops[wish.stop] = None
-        return cut_off(done, wish.max_tokens, self._stops[wish.stop] if wish.stop else None)
+        end = completed_at(wish.stop, done.tokens.tolist(), self._token_bytes) if wish.stop else None
+        return cut_off(done, wish.max_tokens, end)
+
+    @cached_property
+    def _token_bytes(self) -> list[bytes]:
+        return token_bytes(self.base_env.tokenizer)
 
     def take_counts(self) -> dict[str, float]:
         """Return ``LLMEnv.take_counts``."""
@@ -353,7 +353,7 @@ def _trajectories(
         errors: for each row, why its reward is not valid; empty where it is.
         rewards: for each row, what the task gave to its turns, as part of the reward of the last one; None where it
             gave nothing.
-        samples: for each row, the sample that each of its turns is of, by number.
+        samples: for each row, the sample that each of its turns is of, by number; -1 is none.
 
     Returns:
         of each row, its samples in the order in which they ended: the last one has the reward and is done.
@@ -372,7 +372,7 @@ def _trajectories(
             trajectory.set(keys.REWARD_ERROR, NonTensorData(error))
     if all(len(row) == 1 for row in turns):
         return rows
-    if any(len(set(of_turns)) > 1 for of_turns in samples):
+    if any(len(set(of_turns)) > 1 or -1 in of_turns for of_turns in samples):
         parts = zip(rows, turns, transcripts, rewards, samples, strict=True)
         return [part for number, row in enumerate(parts) for part in _split(number, *row)]
     for trajectory, row, text, own in zip(rows, turns, transcripts, rewards, strict=True):
@@ -388,17 +388,25 @@ def _split(
     rewards: Sequence[float | None],
     samples: Sequence[int],
 ) -> list[TensorDictBase]:
-    """The samples of a row of this number."""
+    """The samples of a row of this number. Without turns that are of no sample; where there are only such turns, the
+    last one stands for the row, which is not valid."""
     of_sample: dict[int, list[int]] = {}
     for turn, sample in enumerate(samples or [0]):  # it has none where its opening failed
         of_sample[sample] = [*of_sample.get(sample, ()), turn]
+    lost = of_sample.pop(-1, [])
+    if not of_sample:
+        of_sample[-1] = lost[-1:]
+    end = max(turn for own in of_sample.values() for turn in own)
+    if end < len(turns) - 1:  # the reward is that of the last turn, which is left out
+        rewarded = turns[end].clone(recurse=False).set(keys.REWARD, turns[-1].get(keys.REWARD))
+        turns = [*turns[:end], rewarded, *turns[end + 1 :]]
     out = []
     for sample, own in sorted(of_sample.items(), key=lambda one: one[1][-1]):
         merged = _merge([turns[turn] for turn in own], [rewards[turn] for turn in own] if rewards else ())
         part = trajectory.clone(recurse=False).update(merged).set(keys.RESPONSE_TEXT, texts[sample])
         part.set(keys.TRAJECTORY, trajectory.get(keys.GROUP_ID) * _MOST_ROWS + number)
         out.append(part)
-    valid = torch.stack([part.get(keys.REWARD_VALID) for part in out]).all(0)
+    valid = torch.stack([one.get(keys.REWARD_VALID) for one in (trajectory, *out)]).all(0)
     for part in out:
         part.set(keys.REWARD_VALID, valid)
         part.set(keys.DONE, torch.tensor([part is out[-1]]))

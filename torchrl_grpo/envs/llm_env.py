@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo import keys
-from torchrl_grpo.chat.template import TurnTemplate
+from torchrl_grpo.chat.template import TurnTemplate, check_tools
 from torchrl_grpo.checks import check_multiple
 from torchrl_grpo.envs.prompts import Prompts
 from torchrl_grpo.envs.specs import transition_specs
@@ -32,9 +33,13 @@ from torchrl_grpo.tools import tool_message
 _OUTCOME = ("reward", "done", "terminated", "truncated", "correct", "valid")
 
 
+_LOST = -1
+"""Sample of a turn that reached nobody: it is in none."""
+
+
 @dataclass
 class _Sample:
-    """A training sample that the policy's next turn does not go on with; a later one may."""
+    """A training sample that the policy's next turn may go on with."""
 
     chat: Sequence[Message]
     between: list[Message]
@@ -54,6 +59,7 @@ class _Row:
     between: list[Message] = field(default_factory=list)  # all messages after the first prompt's
     sample: int = 0  # of which these are
     others: dict[int, _Sample] = field(default_factory=dict)
+    before: _Sample | None = None  # the sample before the latest turn; None where it began with that turn
     samples: list[int] = field(default_factory=list)  # of the turns
     wish: Wish = field(default_factory=Wish)  # for the next turn
     given: int = 0  # tokens before it, of a task that opens
@@ -295,7 +301,10 @@ class LLMEnv(EnvBase):
 
     def _open(self, rows: Sequence[_Row]) -> None:
         """Asks the task for the first prompts of rows; where it has none for a row, the row is done and not valid."""
-        dialogs = [Dialog(row.problem, [], row.chat, last=False, episode=row.episode) for row in rows]
+        takes_tools = self._takes_tools
+        dialogs = [
+            Dialog(row.problem, [], row.chat, last=False, episode=row.episode, takes_tools=takes_tools) for row in rows
+        ]
         if self.reward_pool is None:
             turns = advance(self.task, dialogs)
         else:
@@ -306,6 +315,16 @@ class LLMEnv(EnvBase):
                 self._invalidate(row, failure)
                 row.terminated = True
                 self._end_episodes([row])
+
+    @cached_property
+    def _takes_tools(self) -> bool:
+        """Whether the chat template writes tools that a task brings."""
+        function = {"name": "probe", "description": "?", "parameters": {"type": "object", "properties": {}}}
+        try:
+            check_tools(self.tokenizer, [{"type": "function", "function": function}], **self.template_arguments)
+        except ValueError:
+            return False
+        return True
 
     def _opened(self, row: _Row, turn: Turn) -> Failure | None:
         """Takes a row's first prompt; returns why it cannot be one."""
@@ -318,7 +337,7 @@ class LLMEnv(EnvBase):
             if not prompt.numel() or (most is not None and prompt.numel() > most):
                 room = "" if most is None else f" to {most}"
                 raise ValueError(f"the first prompt of a dialog must have 1{room} tokens, it has {prompt.numel()}.")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return Failure.of(error)
         row.chat, row.prompt = list(turn.messages), prompt
         row.wish, row.given = turn.wish, prompt.numel()
@@ -489,19 +508,22 @@ class LLMEnv(EnvBase):
             calls = sum(message["role"] == "tool" for message in excuse)
             turn = Turn(excuse, None, {"tools/calls": calls, "tools/errors": calls})
         self.counts.update(turn.counts)
+        if turn.undelivered:
+            self._forget(state)
+        else:
+            state.others[state.sample] = _Sample(state.chat, state.between, tokens, dialog)
         if turn.reward is not None:
             state.rewards[-1] = turn.reward
         if turn.score is not None:
             state.reward, state.correct = turn.score.reward, turn.score.correct
             state.parts = dict(turn.score.parts)
-            wished = state.wish.max_tokens is not None and len(dialog.tokens) >= state.wish.max_tokens
-            cut = dialog.finish_reason == "length" and not wished  # a limit of who asked is no limit that it met
+            cut = dialog.finish_reason == "length" and not turn.undelivered
             state.truncated = cut or turn.messages is not None
             state.terminated = not state.truncated
             return None
         try:
-            longer = self._gone_on(state, dialog, turn, tokens)
-        except ValueError as error:  # what an agent asks, the template need not take
+            longer = self._continued(state, turn)
+        except (ValueError, RecursionError) as error:  # what an agent asks, the template need not take
             if not self.task.opens:
                 raise
             self._invalidate(state, Failure.of(error))
@@ -513,23 +535,22 @@ class LLMEnv(EnvBase):
             state.wish, state.given = turn.wish, longer.numel()
         return longer
 
-    def _gone_on(self, state: _Row, dialog: Dialog, turn: Turn, tokens: Tensor) -> Tensor | None:
+    @staticmethod
+    def _forget(state: _Row) -> None:
+        """Undo what a row's latest turn did to its sample."""
+        if state.before is not None:
+            state.others[state.sample] = state.before
+        state.samples[-1] = state.sample = _LOST
+        state.between = []
+
+    def _continued(self, state: _Row, turn: Turn) -> Tensor | None:
         """All tokens of the sample that the task's answer goes on with, or that it begins; None without room."""
         messages, old = turn.messages or (), state.others.get(turn.sample)
-        if turn.sample == state.sample:
-            longer = self._answered(tokens, messages, dialog)
-        elif old is not None:
-            longer = self._answered(old.tokens, messages, old.latest)
-        else:
-            longer = self._fitting(self._begun(turn))
+        longer = self._fitting(self._begun(turn)) if old is None else self._answered(old.tokens, messages, old.latest)
         if longer is None:
             return None
-        if turn.sample == state.sample:
-            state.between.extend(messages)
-            return longer
-        state.others[state.sample] = _Sample(state.chat, state.between, tokens, dialog)
         state.others.pop(turn.sample, None)
-        state.sample = turn.sample
+        state.before, state.sample = old, turn.sample
         state.chat, state.between = (messages, []) if old is None else (old.chat, [*old.between, *messages])
         return longer
 

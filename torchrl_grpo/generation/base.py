@@ -86,7 +86,7 @@ class Completion:
     versions: Tensor | None = None
 
 
-def cut_off(done: Completion, max_tokens: int | None, stop: StopStrings | None) -> Completion:
+def cut_off(done: Completion, max_tokens: int | None, end: int | None) -> Completion:
     """The beginning of a response that ends where fewer tokens, or another stop string, end it.
 
     It has the distribution that it would have, had it been sampled so.
@@ -94,16 +94,11 @@ def cut_off(done: Completion, max_tokens: int | None, stop: StopStrings | None) 
     Args:
         done: the response.
         max_tokens: most tokens, at least 1; None is no limit.
-        stop: strings that end it; None is none.
+        end: tokens that complete a stop string; None where none does.
     """
     length = len(done.tokens) if max_tokens is None else min(max_tokens, len(done.tokens))
-    ends, state = False, 0
-    for number, token in enumerate(done.tokens[:length].tolist() if stop is not None else (), start=1):
-        assert stop is not None
-        state = int(stop.table[state, token]) if token < stop.table.shape[1] else state
-        if state == stop.end:
-            length, ends = number, True
-            break
+    ends = end is not None and end <= length
+    length = end if end is not None and ends else length
     if length == len(done.tokens):
         return replace(done, finish_reason="stop") if ends else done
     versions = None if done.versions is None else done.versions[:length]

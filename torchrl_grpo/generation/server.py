@@ -172,7 +172,7 @@ class ServerEngine(Engine):
             finish_reason="stop" if answer.stopped else "length",
             versions=versions if self._given else None,
         )
-        return cut_off(done, None, stop)
+        return cut_off(done, None, None if stop is None else stop.completed_at(done.tokens.tolist()))
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See ``Engine``; the weights go through the folder, and without one the server keeps its weights.

@@ -8,7 +8,9 @@ sampled token an engine looks up one number.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -59,6 +61,32 @@ class StopStrings:
     def end(self) -> int:
         """The state of a response that has ended."""
         return len(self.table) - 1
+
+    def completed_at(self, tokens: Sequence[int]) -> int | None:
+        """Return how many of a response's tokens complete the first string, None where none does."""
+        state = 0
+        for number, token in enumerate(tokens, start=1):
+            state = int(self.table[state, token]) if token < self.table.shape[1] else state
+            if state == self.end:
+                return number
+        return None
+
+
+def completed_at(strings: Sequence[str], tokens: Sequence[int], pieces: Sequence[bytes]) -> int | None:
+    """Return the same as ``StopStrings.completed_at`` without a table, for strings that are looked for once.
+
+    Args:
+        strings: texts, not empty.
+        tokens: of the response.
+        pieces: the bytes of each token (``token_bytes``).
+    """
+    read = [pieces[token] if token < len(pieces) else b"" for token in tokens]
+    text = b"".join(read)
+    ends = [text.find(stop) + len(stop) for stop in map(str.encode, strings) if stop in text]
+    if not ends:
+        return None
+    lengths = list(accumulate(map(len, read)))
+    return bisect_left(lengths, min(ends)) + 1
 
 
 def ending(stop: StopStrings | None, stop_token_ids: Sequence[int], vocab_size: int) -> Tensor:

@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -136,3 +137,20 @@ def _ask_kernel(parent: int, number: int) -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
     if os.getppid() != parent:
         raise SystemExit(f"the process {parent} that started this one has ended.")
+
+
+def guarded(words: Sequence[str]) -> list[str]:
+    """Return a command line that runs another one under a guard: when the command, the calling thread or this process
+    ends, or at SIGTERM, all that the command started ends, daemons included. Elsewhere than on Linux, return it as it
+    is.
+    """
+    if sys.platform != "linux":
+        return list(words)
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *words]
+
+
+if __name__ == "__main__":
+    go_on_in_guarded_child(int(sys.argv[1]), closing=0)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a command inherits that
+        signal.signal(number, signal.SIG_DFL)
+    os.execvp(sys.argv[2], sys.argv[2:])

@@ -484,6 +484,7 @@ def _as_json(turn: Turn | Failure) -> Any:
             "tools": tools,
         }
         made |= {"sample": turn.sample, "wish": [turn.wish.max_tokens, list(turn.wish.stop), turn.wish.log_probs]}
+        made["undelivered"] = turn.undelivered
         try:
             if len(json.dumps(made)) > _LARGEST_ANSWER // 128:
                 raise ValueError(f"a turn must be under {_LARGEST_ANSWER // 128:,} bytes: return shorter messages.")
@@ -524,7 +525,8 @@ def _from_json(one: dict[str, Any]) -> Turn | Failure:
     counts = {name: float(count) for name, count in one["counts"].items()}
     most, stop, log_probs = one["wish"]
     wish = Wish(None if most is None else int(most), tuple(map(str, stop)), bool(log_probs))
-    return Turn(messages, score, counts, _number(one["reward"]), tools, int(one["sample"]), wish)
+    sample, undelivered = int(one["sample"]), bool(one["undelivered"])
+    return Turn(messages, score, counts, _number(one["reward"]), tools, sample, wish, undelivered)
 
 
 def _number(value: Any) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
+from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -65,6 +66,7 @@ class Dialog:
         prompt_tokens: tokens before the latest turn.
         log_probs: text and log-prob of each token of the latest turn, where the task asked for them.
         environment: object that plays the dialog, where there is one; it does not leave its process.
+        takes_tools: of an opening, whether the chat template writes tools.
     """
 
     problem: Problem
@@ -78,6 +80,7 @@ class Dialog:
     prompt_tokens: int = 0
     log_probs: Sequence[tuple[str, float]] = ()
     environment: Any = None
+    takes_tools: bool = True
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,8 @@ class Turn:
         sample: which training sample of the trajectory the messages go on with, by number; one that is not there yet
             begins with them, and they are then a whole chat. A dialog that one chat tells is sample 0.
         wish: for the policy's next turn.
+        undelivered: whether the policy's latest turn reached nobody: the dialog goes on as it was before that turn, and
+            the turn is not trained.
     """
 
     messages: Sequence[Message] | None
@@ -117,6 +122,7 @@ class Turn:
     tools: Sequence[dict[str, Any]] | None = None
     sample: int = 0
     wish: Wish = Wish()
+    undelivered: bool = False
 
 
 def attempt(function: Callable[[A], T], argument: A) -> T | Exception:
@@ -125,8 +131,8 @@ def attempt(function: Callable[[A], T], argument: A) -> T | Exception:
         return function(argument)
     except Exception as error:
         return error
-    except SystemExit as error:  # of a scorer that would end the run
-        return RuntimeError(f"sys.exit({error.code}) was called.").with_traceback(error.__traceback__)
+    except (SystemExit, GeneratorExit, CancelledError) as error:  # of a scorer that would end the run
+        return RuntimeError(f"{type(error).__name__}({error}) was raised.").with_traceback(error.__traceback__)
 
 
 def answers(task: Task, dialogs: Sequence[Dialog]) -> list[Turn | Exception]:

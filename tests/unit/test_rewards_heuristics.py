@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import copy
 
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.echo import EchoTask
+from tests.support.envs import END, column, respond
+from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.rewards import heuristics
+from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
 
 
 @pytest.mark.parametrize(
@@ -23,6 +30,21 @@ from torchrl_grpo.rewards import heuristics
 )
 def test_format_counts_tags_and_the_whole_shape(response: str, reward: float) -> None:
     assert heuristics.format(response) == reward
+
+
+def test_a_thought_that_the_prompt_begins_is_part_of_the_format(tokenizer: PreTrainedTokenizerFast) -> None:
+    rewards = make_rewards("format")
+    for prefill, response in (
+        ("<think>\n", "a</think><answer>b</answer>"),
+        ("<think>\n\n</think>\n\n", "<answer>b</answer>"),
+        ("", "<think>a</think><answer>b</answer>"),
+    ):
+        other = copy.deepcopy(tokenizer)
+        other.chat_template += prefill.replace("\n", "{{ '\\n' }}")
+        env = LLMEnv(WithRewards(EchoTask(), rewards), other, num_envs=2, repeats=1)
+        texts = [response, f"<think>{response}"]
+        data = respond(env, env.reset(), [[*other(text, add_special_tokens=False)["input_ids"], END] for text in texts])
+        assert column(data, "reward") == [1.0, pytest.approx(0.6)], prefill
 
 
 @pytest.mark.parametrize(

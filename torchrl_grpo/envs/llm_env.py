@@ -6,6 +6,7 @@ text is made from response tokens for the task alone, and no text that the polic
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -30,6 +31,8 @@ from torchrl_grpo.tasks.base import Dialog, Message, Problem, Split, Task, Turn,
 from torchrl_grpo.tasks.drawing import Drawing, Drawn
 from torchrl_grpo.tools import tool_message
 
+_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
+_PREFILL_TOKENS = 32
 _OUTCOME = ("reward", "done", "terminated", "truncated", "correct", "valid")
 
 
@@ -474,10 +477,16 @@ class LLMEnv(EnvBase):
             finish_reason="length" if length_stopped else "stop",
             raw=self.tokenizer.decode(tokens) if self.task.tools or self.task.opens else "",
             last=len(state.responses) + 1 >= self.max_turns,
+            prefill=self._prefill(state),
             episode=state.episode,
             prompt_tokens=state.given,
             log_probs=told,
         )
+
+    def _prefill(self, row: _Row) -> str:
+        """What the chat template begins each of a row's turns with, where it is a thought."""
+        match = _THOUGHT.search(self.tokenizer.decode(self._prompt_of(row)[-_PREFILL_TOKENS:]))
+        return match[0] if match else ""
 
     def _advance(self, dialogs: Mapping[int, Dialog]) -> list[Turn | Failure]:
         """Ask the task about the dialogs of rows."""

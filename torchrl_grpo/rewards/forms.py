@@ -23,7 +23,7 @@ from typing import Any, Literal
 from torchrl_grpo.checks import check_reward
 from torchrl_grpo.rewards.spec import RewardEntry
 
-FACTS = ("response", "prompt", "messages", "answer", "finish_reason", "tokens")
+FACTS = ("response", "prompt", "messages", "answer", "finish_reason", "tokens", "prefill")
 """Arguments available for each response besides the columns of its row."""
 
 Form = Literal["own", "trl", "verl"]

@@ -22,13 +22,14 @@ _REASON = re.compile(r"\b(?:because|since|so|therefore|thus|hence|means)\b|[^=<>
 _ANSWER = re.compile(r"####|\\boxed|<answer>|\banswer\b", re.I)
 
 
-def format(response: str) -> float:
+def format(response: str, prefill: str = "") -> float:
     """Think and answer tags: 0.2 for each of the four that occurs exactly once, 0.2 when the whole response is
-    ``<think>...</think><answer>...</answer>``.
+    ``<think>...</think><answer>...</answer>``. A thought that the prompt begins, ``prefill``, is part of it.
 
     >>> format("<think>7 + 8</think> <answer>15</answer>"), format("<answer>15</answer>")
     (1.0, 0.4)
     """
+    response = prefill + response
     once = [response.count(tag) == 1 for tag in _TAGS]
     text = response.strip()
     places = [text.find(tag) for tag in _TAGS]

@@ -194,6 +194,7 @@ def _facts(dialog: Dialog, prompt_column: str) -> dict[str, Any]:
         "answer": problem.answer,
         "finish_reason": dialog.finish_reason,
         "tokens": list(dialog.tokens),
+        "prefill": dialog.prefill,
         "prompt_column": prompt_column,
         "written": messages[turns[0] :] if turns else [turn],
         "dataset": problem.dataset,

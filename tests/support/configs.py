@@ -22,6 +22,11 @@ SMALL = (
 register()
 
 
+def composed(name: str, overrides: tuple[str, ...]) -> DictConfig:
+    """What Hydra makes of a command line."""
+    return deepcopy(_composed(name, overrides))
+
+
 @cache
 def _composed(name: str, overrides: tuple[str, ...]) -> DictConfig:
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "config")):
@@ -29,4 +34,4 @@ def _composed(name: str, overrides: tuple[str, ...]) -> DictConfig:
 
 
 def compose_config(*overrides: str, name: str = "grpo_arithmetic") -> GRPOConfig:
-    return from_hydra(deepcopy(_composed(name, overrides)))
+    return from_hydra(composed(name, overrides))

@@ -8,7 +8,6 @@ from tests.support.configs import compose_config
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.config.command_line import compose
-from torchrl_grpo.config.security import code_in
 from torchrl_grpo.tasks.base import Problem, Score, Task
 
 DISTILL = ("algo=distill", "teacher.model=some/teacher")
@@ -71,16 +70,3 @@ def test_transforms_beside_a_task_that_keeps_dialogs() -> None:
     config = compose_config(f"env.task._target_={target}", "env.transforms=[{_target_: torchrl.envs.StepCounter}]")
     with pytest.raises(ValueError, match=r"env\.transforms=.* must be left out with task 'kept'"):
         make_task(config.env)
-
-
-@pytest.mark.parametrize("agent", ["evil.py:play", "python evil.py"])
-def test_an_agent_of_a_checkpoint_is_code(agent: str) -> None:
-    assert code_in({"env": {"agent": agent, "dataset": "a"}}) == {"env.agent": agent}
-
-
-def test_an_environment_of_verifiers_in_a_checkpoint_is_code() -> None:
-    options = {"taskset": {"count": 3, "task": {"stops": {"early": {"fn": "evil.py:stop"}}}}}
-    assert code_in({"env": {"task": "verifiers:evil", "dataset_options": options}}) == {
-        "env.task": "verifiers:evil",
-        "env.dataset_options.taskset.task.stops.early.fn": "evil.py:stop",
-    }

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import os
+import re
 import shutil
+import socket
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,14 +18,20 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
+from hydra.utils import get_class
 
-from tests.support.configs import ROOT, compose_config
+from tests.support.configs import ROOT, compose_config, composed
 from tests.support.models import make_tiny_model
 from tests.support.runs import at, changed, run, steps
+from torchrl_grpo import objectives, transforms
 from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.assembly.tasks import make_task
-from torchrl_grpo.config import ConfigError, check_command_line
+from torchrl_grpo.config import ConfigError, GRPOConfig, check_command_line, from_hydra, plain
+from torchrl_grpo.config.schema import ADVANTAGES, FIELDS, LOSSES
+from torchrl_grpo.config.security import FROM_COMMAND_LINE, OWN_REWARDS
+from torchrl_grpo.host.checkpoint_files import SealedFile
 from torchrl_grpo.models import loading
+from torchrl_grpo.rewards import BUILTINS
 from torchrl_grpo.scripts import export
 from torchrl_grpo.starter import starter_path
 
@@ -209,32 +218,248 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_unpickled(finished: Path, t
         run(tmp_path / "run", f"train.resume={hostile}", steps(2))
 
 
+def with_options(config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a config with other options, by dotted name."""
+    config = copy.deepcopy(config)
+    for name, value in options.items():
+        *groups, last = name.split(".")
+        node = config
+        for group in groups:
+            node = node[group]
+        node[last] = value
+    return config
+
+
+def resealed(finished: Path, folder: Path, config: Any) -> Path:
+    return changed(finished, folder / "checkpoint_000001.pt", config=config)
+
+
+def resumed_config(saved: Any, *overrides: str) -> GRPOConfig:
+    """The config of a run that goes on from a checkpoint with this one."""
+    cfg = composed("grpo_arithmetic", ("train.resume=folder", *overrides))
+    return from_hydra(cfg, overrides, lambda _: (Path("folder/checkpoint_000001.pt"), saved))
+
+
+def refusal(options: dict[str, Any], *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        resumed_config(with_options(plain(compose_config()), options), *overrides)
+    return str(error.value)
+
+
 @pytest.mark.parametrize(
-    ("path", "value"),
+    ("name", "value"),
     [
-        (("env", "reward"), "{folder}/evil.py:score"),
-        (("policy", "loss", "_target_"), "evil.Loss"),
-        (("env", "task"), {"_target_": "evil.Task"}),
-        (("env", "tools"), ["{folder}/evil.py:tool"]),
-        (("env", "transforms"), [{"_target_": "evil.Transform"}]),
-        (("model", "trust_remote_code"), True),
+        ("env.reward", "{folder}/evil.py:score"),
+        ("env.reward", [{"fn": "evil:score", "weight": 1}]),
+        ("env.datasets", [{"dataset": "arithmetic", "reward": "evil:score"}]),
+        ("evaluation.datasets", [{"dataset": "arithmetic", "reward": "evil:score"}]),
+        ("env.tool_parser", "evil:calls"),
+        ("env.environment", {"easy": "evil:Easy"}),
+        ("env.agent", "evil:play"),
+        ("env.task", {"_target_": "evil.Task"}),
+        ("env.task", "verifiers:evil"),
+        ("env.dataset_options", {"taskset": {"task": {"stops": {"early": {"fn": "evil.py:stop"}}}}}),
+        ("env.task", {"_target_": None, "policy": {"_target_": "evil.Task"}}),
+        ("env.tools", ["{folder}/evil.py:tool"]),
+        ("env.transforms", [{"_target_": "evil.Transform"}]),
+        ("model.trust_remote_code", True),
+        ("model.attn_implementation", "somebody/kernel"),
+        ("train_model.model_kwargs", {"use_kernels": True}),
+        ("inference_model.engine_kwargs", {"trust_remote_code": True}),
+        ("policy.loss", {"_target_": "evil.Loss"}),
+        ("policy.loss", {"_target_": "torchrl_grpo.objectives.grpo.torch.load", "f": "{folder}/evil.pt"}),
+        ("policy.loss", {"_target_": "torchrl_grpo.objectives.GRPOLoss", "evil": {"_target_": "evil.score"}}),
+        ("policy.loss", {"_target_": "torchrl_grpo.objectives.GRPOLoss", "evil": [{"_target_": "evil.score"}]}),
+        ("policy.loss", {"_target_": "torchrl_grpo.objectives.GRPOLoss", "_args_": ["evil"]}),
+        ("policy.advantage", {"_target_": "torchrl_grpo.transforms.advantage.torch.hub.load", "source": "local"}),
+        ("policy.advantage", {"_target_": "torchrl_grpo.objectives.GRPOLoss"}),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_alone_does_not_decide_what_code_runs(name: str, value: Any) -> None:
+    error = refusal({name: value})
+    assert error.startswith(name) and "must be on the command line too" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("inference_model.address", ["http://127.0.0.1:9"]),
+        ("inference_model.weights_folder", "/tmp"),
+        ("teacher.address", ["http://127.0.0.1:9"]),
+        ("ray.address", "127.0.0.1:9"),
+        ("env.environment", "openenv:http://127.0.0.1:9"),
+        ("env.reward", {"fn": "judge", "url": "http://127.0.0.1:9", "model": "m", "api_key_env": "HOME"}),
+        ("env.datasets", [{"dataset": "arithmetic", "reward": [{"fn": "judge", "url": "http://127.0.0.1:9"}]}]),
+        ("logging.wandb.mode", "online"),
+        ("logging.mlflow.mode", "online"),
+        ("logging.trackio.mode", "offline"),
+        ("model.chat_template", "/etc/hostname"),
     ],
 )
-def test_a_checkpoint_alone_does_not_decide_what_code_runs(
-    path: tuple[str, ...], value: Any, finished: Path, tmp_path: Path, canary: Path, run_here: Callable[..., int],
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    (tmp_path / "evil.py").write_text(f"import os\nos.mkdir({str(canary)!r})\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    config = torch.load(finished, weights_only=True)["config"]
-    node = config
-    for key in path[:-1]:
-        node = node[key]
-    node[path[-1]] = json.loads(json.dumps(value).replace("{folder}", str(tmp_path)))
-    hostile = changed(finished, tmp_path / "checkpoint_000001.pt", config=config)
+def test_a_checkpoint_alone_names_no_address_or_file(name: str, value: Any) -> None:
+    error = refusal({name: value})
+    assert error.startswith(name) and "must be on the command line too" in error
+
+
+@pytest.mark.parametrize("options", [{"env.reward": "code"}, {"env.tools": ["python"], "env.max_turns": 2}])
+def test_a_checkpoint_alone_does_not_run_programs_that_its_model_writes(options: dict[str, Any]) -> None:
+    assert "must be on the command line too" in refusal(options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logging.wandb.group": "${train.resume}/../evil.py:score", "env.reward": "${logging.wandb.group}"},
+        {"logging.wandb.group": "evil:score", "env.reward": "${logging.wandb.group}"},
+        {"env.system_prompt": "${oc.env:HOME}"},
+        {"policy.loss": {"_target_": "torchrl_grpo.objectives.${model.name}"}},
+        {"policy.loss": {"_target_": "torchrl_grpo.objectives.GRPOLoss", "${oc.env:HOME}": 1}},
+        {"env.columns.prompt": "???"},
+    ],
+)
+def test_a_checkpoint_with_a_reference_in_its_config_is_refused(options: dict[str, Any]) -> None:
+    error = refusal(options)
+    assert any(error.startswith(name) for name in options) and os.environ["HOME"] not in error
+
+
+def test_what_an_override_takes_from_a_checkpoint_is_refused_too() -> None:
+    error = refusal({"logging.wandb.group": "evil:score"}, "env.reward=${logging.wandb.group}")
+    assert error.startswith("env.reward=evil:score must be on the command line too")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"env": []}, "EnvConfig"),
+        ({"env.num_envs": "many"}, "env.num_envs"),
+        ({"env.num_envs": 10**30}, "env.num_envs"),
+        ({"unknown": {"b": 1}}, "unknown"),
+        ({"policy.loss": None}, "policy.loss"),
+        ({"env.task": 5}, "env.task"),
+        ({"env.reward": {"fn": 5}}, "env.reward"),
+        ({"env.datasets": [[]]}, "datasets"),
+        ({"logging.wandb.mode": "on\x1b[2Jline"}, "logging.wandb.mode"),
+        ({"env.tools": ["a\x1b[2J"]}, r"env.tools=[a\x1b[2J]"),
+    ],
+)
+def test_a_checkpoint_with_something_else_as_its_config_is_refused(options: dict[str, Any], message: str) -> None:
+    assert message in refusal(options)
+
+
+@pytest.mark.parametrize("config", [[], None, "env"])
+def test_a_checkpoint_without_a_config_is_refused(
+    config: Any, finished: Path, tmp_path: Path, run_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    hostile = resealed(finished, tmp_path, config)
+    assert run_here(SYNC, *SCRIPT, f"train.resume={hostile}", f"hydra.run.dir={tmp_path}/run") == 2
+    assert "error: train.resume=" in capfd.readouterr().err
+    with pytest.raises(ConfigError, match="whole checkpoint"):
+        export.export(str(hostile), tmp_path / "out")
+
+
+def test_a_refusal_has_no_control_characters_of_a_checkpoint(
+    finished: Path, tmp_path: Path, run_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = with_options(plain(compose_config()), {"logging.wandb.mode": "on\x1b[2Jline"})
+    hostile = resealed(finished, tmp_path, config)
     assert run_here(SYNC, *SCRIPT, f"train.resume={hostile}", f"hydra.run.dir={tmp_path}/run") == 2
     error = capfd.readouterr().err
-    assert f"error: {'.'.join(path)}" in error and "must be on the command line too" in error
+    assert r"logging.wandb.mode=on\x1b[2Jline" in error and "\x1b[2J" not in error
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logging.wandb.group": "{folder}/evil.py:score", "env.reward": "${logging.wandb.group}"},
+        {
+            "policy.loss": {
+                "_target_": "torchrl_grpo.objectives.grpo.torch.load", "f": "{folder}/x", "weights_only": False,
+            }
+        },
+    ],
+)  # fmt: skip
+def test_a_folder_of_somebody_else_runs_nothing(
+    options: dict[str, Any], finished: Path, tmp_path: Path, canary: Path, run_here: Callable[..., int]
+) -> None:
+    (tmp_path / "evil.py").write_text(f"import os\nos.mkdir({str(canary)!r})\ndef score(response): return 1.0\n")
+    torch.save(Payload(canary), tmp_path / "x")
+    config = with_options(torch.load(finished, weights_only=True)["config"], options)
+    hostile = resealed(finished, tmp_path, json.loads(json.dumps(config).replace("{folder}", str(tmp_path))))
+    assert run_here(SYNC, f"train.resume={hostile}", f"hydra.run.dir={tmp_path}/run", steps(2)) == 2
+
+
+def test_a_folder_of_somebody_else_gets_no_key(
+    finished: Path, tmp_path: Path, run_here: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secretword")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        options = {"inference_model.backend": "server", "inference_model.address": [address]}
+        config = with_options(torch.load(finished, weights_only=True)["config"], options)
+        hostile = resealed(finished, tmp_path, config)
+        assert run_here(SYNC, f"train.resume={hostile}", f"hydra.run.dir={tmp_path}/run", steps(2)) == 2
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_code_that_the_command_line_names_is_used() -> None:
+    saved = with_options(plain(compose_config()), {"env.reward": "mine.py:score", "env.tools": ["python"]})
+    overrides = ("env.reward=mine.py:score", "env.tools=[python]", "env.max_turns=2")
+    config = resumed_config(saved, *overrides)
+    assert (config.env.reward, config.env.tools) == ("mine.py:score", ["python"])
+
+
+def test_a_literal_dollar_on_the_command_line_is_taken_on_resume() -> None:
+    saved = with_options(plain(compose_config()), {"inference_model.stop": ["${dollars}"]})
+    config = resumed_config(saved, r"inference_model.stop=['\${dollars}']")
+    assert config.inference_model.stop == ["${dollars}"]
+
+
+def test_an_option_that_could_name_code_an_address_or_a_file_is_known() -> None:
+    """A new option of text, or of any type, must be sorted: either it is looked at, or it is only text."""
+    types = {name: str(item.type) for name, item in FIELDS.items()}
+    free = {name for name, kind in types.items() if re.search("str|Any|dict|Dataset", kind)}
+    free -= {name for name in free if "choices" in FIELDS[name].metadata}
+    assert free - FROM_COMMAND_LINE.keys() == TEXT
+
+
+def test_a_checkpoint_may_name_the_public_classes_and_rewards() -> None:
+    losses = {name for name in objectives.__all__ if issubclass(getattr(objectives, name), objectives.GRPOLoss)}
+    assert {f"torchrl_grpo.objectives.{name}" for name in losses} == set(LOSSES)
+    assert BUILTINS.keys() - {"code", "judge"} == OWN_REWARDS
+    assert get_class(ADVANTAGES[0]) is transforms.GroupAdvantage and len(ADVANTAGES) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model.name": "${oc.env:HOME}"},
+        {"train_model.model_kwargs": {"trust_remote_code": True}},
+        {"model.attn_implementation": "somebody/kernel"},
+        {"model.chat_template": "/etc/hostname"},
+    ],
+)
+def test_an_export_uses_no_code_or_file_that_a_checkpoint_names(
+    options: dict[str, Any], finished: Path, tmp_path: Path
+) -> None:
+    config = with_options(plain(compose_config()), options)
+    with pytest.raises(ConfigError, match=next(iter(options))) as error:
+        export.export(str(resealed(finished, tmp_path, config)), tmp_path / "out")
+    assert os.environ["HOME"] not in str(error.value).replace(str(tmp_path), "")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_config_beside_the_state_is_not_used(finished: Path, tmp_path: Path) -> None:
+    """The manifest's config is the one that was looked at."""
+    state = torch.load(finished, weights_only=True)
+    config = state["config"] | {"model": state["config"]["model"] | {"name": "/nowhere"}}
+    hostile = tmp_path / "checkpoint_000001.pt"
+    with hostile.open("wb") as file:
+        sealed = SealedFile(file)
+        torch.save(state | {"config": config}, sealed)
+        sealed.seal({"step": 1, "config": state["config"], "metrics": {}})
+    assert (export.export(str(hostile), tmp_path / "out") / "config.json").is_file()
 
 
 def test_an_export_runs_no_code_of_the_base_model_by_itself(finished: Path, tmp_path: Path, canary: Path) -> None:
@@ -248,6 +473,19 @@ def test_an_export_runs_no_code_of_the_base_model_by_itself(finished: Path, tmp_
     hostile = changed(finished, tmp_path / "checkpoint_000001.pt", config=config)
     with pytest.raises(ValueError, match=r"could not be loaded"):
         export.export(str(hostile), tmp_path / "out")
+
+
+TEXT = {
+    "model.name", "model.revision", "teacher.model", "env.dataset", "env.dataset_path", "env.dataset_config",
+    "env.revision", "env.train_split", "env.test_split", "env.columns.prompt", "env.columns.answer",
+    "env.columns.completion", "env.columns.messages", "env.prompt_template", "env.system_prompt", "env.retry_prompt",
+    "env.chat_template_kwargs", "inference_model.stop", "train_model.lora.target_modules", "train.keep_checkpoints",
+    "train_model.num_devices", "inference_model.num_devices", "ref_model.num_devices", "teacher.num_devices",
+    "policy.clip_epsilon", "logging.sample_rows", "train.resume", "logging.wandb.project", "logging.wandb.name",
+    "logging.wandb.group", "logging.wandb.tags", "logging.mlflow.project", "logging.mlflow.name",
+    "logging.mlflow.group", "logging.trackio.project", "logging.trackio.name", "logging.trackio.group",
+}  # fmt: skip
+"""Options of text that name models and data, or are only text."""
 
 
 def test_nothing_unpickles_a_file() -> None:

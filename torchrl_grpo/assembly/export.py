@@ -27,7 +27,8 @@ def export(
         output: the folder, which must not exist; by default it is beside the checkpoint, with its name (and ``_model``
             where that is a folder itself).
         adapters: whether LoRA's adapters are written by themselves.
-        trust_remote_code: whether code of the base model's repository may run; the checkpoint does not decide that.
+        trust_remote_code: whether code of the base model's repository may run, and the checkpoint may name code and
+            files of its own; the checkpoint alone does not decide that.
 
     Raises:
         ConfigError: there is no such checkpoint, the folder exists, or there are no adapters.
@@ -35,7 +36,7 @@ def export(
     found = newest(checkpoint, Path(), lambda path: (read_checkpoint(path), read_manifest(path)["metrics"]))
     assert found is not None  # only auto may find nothing
     path, (state, metrics) = found
-    config = from_saved(state["config"])
+    config = from_saved(state["config"], path, trusted=trust_remote_code)
     config.model.trust_remote_code = trust_remote_code
     beside = path.with_name(f"{path.name}_model") if is_sharded(path) else path.with_suffix("")
     target = beside if output is None else output

@@ -39,6 +39,7 @@ from torchrl_grpo.errors import STALLED_STATUS, ConfigError, RunLostError
 from torchrl_grpo.host import interrupts
 from torchrl_grpo.host.files import is_full
 from torchrl_grpo.host.startup import begin, end, quick_imports, say
+from torchrl_grpo.host.text import printable_lines
 
 FindSaved = Callable[[str | None], tuple[Path, Mapping[str, Any]] | None]
 
@@ -399,13 +400,13 @@ def orderly_exit() -> Iterator[None]:
         try:
             yield
         except ConfigError as error:
-            sys.stderr.write(f"\nerror: {error}\n")
+            sys.stderr.write(f"\nerror: {printable_lines(str(error))}\n")
             sys.exit(2)
         except (HydraException, OmegaConfBaseException) as error:
             sys.stderr.write(f"\nerror: {_explained(error, sys.argv[1:])}\n")
             sys.exit(2)
         except RunLostError as error:
-            sys.stderr.write(f"\nerror: {error}\n")
+            sys.stderr.write(f"\nerror: {printable_lines(str(error))}\n")
             sys.exit(interrupts.status() if _stalled() else 1)
         except (SystemExit, KeyboardInterrupt) as error:
             status = interrupts.status()

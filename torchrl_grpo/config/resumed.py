@@ -8,16 +8,19 @@ time. No file is read here: ``host.checkpoint_files`` finds the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 
+from torchrl_grpo.config.fields import plain
+from torchrl_grpo.config.rules import check_integers, check_values
 from torchrl_grpo.config.schema import GRPOConfig
-from torchrl_grpo.config.security import code_in
+from torchrl_grpo.config.security import from_outside
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.host.trees import dotted
+from torchrl_grpo.host.text import clip, printable
+from torchrl_grpo.host.trees import dotted, inner_nodes
 
 _AS_BEFORE = (
     "seed",
@@ -56,48 +59,95 @@ _AS_BEFORE = (
     "optimizer.warmup_steps",
 )
 """The options, or groups of options, that a checkpoint's state is made for."""
+_OF_MODEL = ("model.attn_implementation", "model.chat_template", "train_model.model_kwargs")
+"""The options that make a model and its tokenizer, and that may name code or a file."""
 
 
-def on_saved_config(given: Any, overrides: Sequence[str], path: Path, saved: Mapping[str, Any]) -> Any:
+def on_saved_config(composed: Any, overrides: Sequence[str], path: Path, saved: Mapping[str, Any]) -> Any:
     """The config of a run that goes on: the saved one with the overrides on top.
 
     Args:
-        given: what Hydra composed, of ``GRPOConfig``.
+        composed: what Hydra composed, of ``GRPOConfig``.
         overrides: of the command line.
         path: of the checkpoint, for messages.
         saved: its config, as plain types.
 
     Raises:
-        ConfigError: they do not go together.
+        ConfigError: they do not go together, or the saved one must not be used.
     """
-    base: Any = OmegaConf.merge(OmegaConf.structured(GRPOConfig), saved)
     names = {text.lstrip("+~").partition("=")[0] for text in overrides} | {"train.resume"}
+    names = {"policy" if name == "algo" else name for name in names}  # an algorithm is a yaml of it
+    base: Any = _accepted(_without(saved, names), path)
     if "train.total_dialog_turns" in names:
         base.train.total_epochs = None
-    for name in names:
-        name = "policy" if name == "algo" else name  # an algorithm is a yaml of it
-        OmegaConf.update(base, name, OmegaConf.select(given, name), merge=False)
-    check_options(saved, OmegaConf.to_container(base), path)  # type: ignore[arg-type]
-    _check_code(OmegaConf.to_container(base), OmegaConf.to_container(given), path)  # type: ignore[arg-type]
+    written_here = dict(inner_nodes(OmegaConf.to_container(composed)))
+    for name in names & written_here.keys():
+        OmegaConf.update(base, name, written_here[name], merge=False)
+    here: Any = OmegaConf.to_container(base, resolve=True)
+    for name, value in from_outside(here, OmegaConf.to_container(composed, resolve=True)):  # type: ignore[arg-type]
+        raise ConfigError(
+            f"{name}={shown(value)} must be on the command line too, because {path} names code, an address or a file "
+            "beside it, and a checkpoint alone must not decide what runs and who is asked: add the override that set "
+            "it, if the run is yours."
+        )
+    check_options(saved, here, path)
     return base
 
 
-def _check_code(base: Mapping[str, Any], given: Mapping[str, Any], path: Path) -> None:
-    """Refuses code that only the checkpoint names: reading a file of someone else's must not run what it says."""
-    here = code_in(given)
-    for name, value in code_in(base).items():
-        if here.get(name) != value:
-            raise ConfigError(
-                f"{name}={written(value)} must be on the command line too, because {path} names code beside this "
-                "package's, and a checkpoint alone must not decide what runs: add the override that set it, if the run "
-                "is yours."
-            )
+def from_saved(saved: Any, path: Path, *, trusted: bool) -> GRPOConfig:
+    """The config that a checkpoint keeps as plain types, for a use of its model alone.
+
+    Args:
+        saved: the config.
+        path: of the checkpoint, for messages.
+        trusted: whether it may name code and files beside the checkpoint.
+
+    Raises:
+        ConfigError: it is no config, or names such.
+    """
+    base: Any = _accepted(saved, path)
+    config = cast(GRPOConfig, OmegaConf.to_object(base))
+    check_values(config)
+    for name, value in from_outside(plain(config), plain(GRPOConfig()), () if trusted else _OF_MODEL):
+        raise ConfigError(
+            f"{name}={shown(value)} needs --trust-remote-code, because it names code or a file beside the checkpoint "
+            f"{path}: add that, if the run is yours."
+        )
+    return config
 
 
-def from_saved(saved: Mapping[str, Any]) -> GRPOConfig:
-    """The config that a checkpoint keeps as plain types."""
-    made: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(GRPOConfig), saved))
-    return made
+def _accepted(saved: Any, path: Path) -> Any:
+    """Return a saved config, if it is plain data: options of the types that they have here, and no references.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    try:
+        check_integers("", saved)
+        for name, value in dotted(saved, into_lists=True):
+            if "${" in f"{name}{value}" or value == MISSING:
+                raise ConfigError(f"{name}={shown(value)} must be a value and refers to another one")
+        base: Any = OmegaConf.merge(OmegaConf.structured(GRPOConfig), saved)
+        OmegaConf.to_object(base)
+    except Exception as error:  # whatever OmegaConf makes of a foreign file
+        key = getattr(error, "full_key", None)
+        what = f"{key + ': ' if key else ''}{shown(str(error).partition(chr(10))[0])}"
+        raise ConfigError(
+            f"{what}, in the config of {path}: add an override for that option, if the run is yours."
+        ) from error
+    return base
+
+
+def _without(saved: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return a config without what has one of the dotted names."""
+
+    def pruned(node: Any, prefix: str) -> Any:
+        if not isinstance(node, Mapping):
+            return node
+        return {key: pruned(value, f"{prefix}{key}.") for key, value in node.items() if f"{prefix}{key}" not in names}
+
+    left: dict[str, Any] = pruned(saved, "")
+    return left
 
 
 def check_options(saved: Mapping[str, Any], here: Mapping[str, Any], path: Path) -> None:
@@ -114,10 +164,9 @@ def check_options(saved: Mapping[str, Any], here: Mapping[str, Any], path: Path)
     before = dict(_made_for(saved))
     for name, value in _made_for(here):
         if name in before and before[name] != value:
-            there = written(before[name])
+            there = shown(before[name])
             raise ConfigError(
-                f"{name}={written(value)} must be {there}, as in {path}, whose state is made for it: use "
-                f"{name}={there}."
+                f"{name}={shown(value)} must be {there}, as in {path}, whose state is made for it: use {name}={there}."
             )
 
 
@@ -144,3 +193,8 @@ def written(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(written, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def shown(value: Any) -> str:
+    """A value of a foreign config in a message: on one line, and not too long."""
+    return clip(printable(written(value)), 200)

@@ -52,11 +52,7 @@ def validate(config: GRPOConfig) -> None:
     """
     try:
         check_no_secrets(dataclasses.asdict(config))
-        for name, item, value in _all_leaves(config):
-            if value is not None and "choices" in item.metadata:
-                check_choice(name, value, item.metadata["choices"])
-            if value is not None and "limits" in item.metadata:
-                _check_limits(name, value, item.default, item.metadata["limits"])
+        check_values(config)
         _validate_data(config.env)
         _validate_tests(config.evaluation)
         _validate_turns(config.env)
@@ -67,6 +63,19 @@ def validate(config: GRPOConfig) -> None:
         _validate_unread(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def check_values(config: GRPOConfig) -> None:
+    """Check the choice and the range of each option by itself.
+
+    Raises:
+        ConfigError: a value is not among them.
+    """
+    for name, item, value in _all_leaves(config):
+        if value is not None and "choices" in item.metadata:
+            check_choice(name, value, item.metadata["choices"])
+        if value is not None and "limits" in item.metadata:
+            _check_limits(name, value, item.default, item.metadata["limits"])
 
 
 def staleness_bound(config: GRPOConfig, asynchronous: bool) -> int:

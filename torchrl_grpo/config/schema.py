@@ -399,6 +399,10 @@ RETRY_PROMPT = "That answer is not right. Think again, step by step, and give an
 COMPONENTS = ("policy.loss", "policy.advantage", "env.task")
 """Nodes that name a class as ``_target_``, with arguments beside it."""
 
+LOSSES = tuple(f"torchrl_grpo.objectives.{name}" for name in ("CISPOLoss", "GRPOLoss", "SAPOLoss", "SFTLoss"))
+ADVANTAGES = ("torchrl_grpo.transforms.GroupAdvantage",)
+"""The package's own classes for ``policy.loss`` and ``policy.advantage``."""
+
 ENTRY_FIELDS: dict[str, Any] = {name: item for name, item, _ in leaves(DatasetConfig())}
 """The same of an entry of ``env.datasets``."""
 

@@ -1,17 +1,20 @@
 """Checks of what a config must not carry.
 
-Secrets, because it is written into checkpoints, reports and to W&B; and, where it comes out of a checkpoint, names of
-code that the command line does not name.
+Secrets, because it is written into checkpoints, reports and to W&B; and, where it comes out of a checkpoint, code and
+addresses that the command line does not name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import not_
 from typing import Any
 
+from torchrl_grpo.config.schema import ADVANTAGES, LOSSES
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.host.trees import dotted
+from torchrl_grpo.host.trees import dotted, inner_nodes
 
 _NAME = re.compile(
     r"(?:^|[._-])(?:(?:api|access|secret)_?key|auth|(?:(?:api|access|auth|hf|bearer)_?)?token|secret|password|passwd"
@@ -52,19 +55,85 @@ def check_not_secret(name: str, value: Any) -> None:
         )
 
 
-def code_in(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a config, as plain types, runs beside this package's own code: values by their dotted names."""
-    return {name: value for name, value in dotted(config, into_lists=True) if _is_code(name, value)}
+OWN_REWARDS = {
+    "countdown", "format", "gsm8k", "ifeval", "length", "math", "number", "operations", "reward_model", "structure",
+}  # fmt: skip
+"""The built-in rewards that ask no server and run no program."""
 
 
-def _is_code(name: str, value: Any) -> bool:
-    if name == "model.trust_remote_code":
-        return bool(value)
-    if not isinstance(value, str):
-        return False
-    # Some of vLLM's engine_kwargs name a class, and options of verifiers name packages and functions.
-    if name in ("env.agent", "env.task") or name.startswith(("inference_model.engine_kwargs.", "env.dataset_options.")):
-        return True
-    if name.endswith("_target_"):
-        return not value.startswith(("torchrl_grpo.objectives.", "torchrl_grpo.transforms."))
-    return ":" in value and any(part in name for part in ("reward", "tool", "environment"))
+def _is_own_reward(spec: Any) -> bool:
+    """Whether rewards are built-in ones that ask no server, and run no program that the model wrote."""
+    if isinstance(spec, list):
+        return all(map(_is_own_reward, spec))
+    name = spec.get("fn") if isinstance(spec, Mapping) else spec
+    return name is None or (isinstance(name, str) and name in OWN_REWARDS)
+
+
+def _is_own_component(classes: Sequence[str], node: Mapping[str, Any]) -> bool:
+    """Whether a node names one of the package's classes, and its arguments name nothing that is to be made."""
+    arguments = {key: value for key, value in node.items() if key != "_target_"}
+    nested = [*arguments.values()]
+    names = [*arguments]
+    while nested:
+        value = nested.pop()
+        if isinstance(value, Mapping):
+            names += value
+        nested += value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else []
+    return node.get("_target_") in classes and not any(name.startswith("_") for name in names)
+
+
+def _is_own_data(entries: Sequence[Mapping[str, Any]] | None) -> bool:
+    return all(_is_own_reward(entry["reward"]) and _has_no_text(entry["dataset_options"]) for entry in entries or ())
+
+
+def _has_no_text(options: Any) -> bool:
+    """Whether options have no text: those of verifiers may name packages and functions."""
+    return not any(isinstance(value, str) for _, value in dotted(options, into_lists=True))
+
+
+FROM_COMMAND_LINE: dict[str, Callable[[Any], bool]] = {
+    "model.trust_remote_code": not_,
+    "model.attn_implementation": lambda name: name in ("sdpa", "eager", "flash_attention_2"),  # not the hub's
+    "model.chat_template": lambda template: template is None or "{" in template,
+    "train_model.model_kwargs": not_,
+    "inference_model.address": not_,
+    "inference_model.weights_folder": not_,
+    "inference_model.engine_kwargs": not_,
+    "teacher.address": not_,
+    "env.reward": _is_own_reward,
+    "env.dataset_options": _has_no_text,
+    "env.datasets": _is_own_data,
+    "env.task": lambda node: node == {"_target_": None},
+    "env.environment": not_,
+    "env.agent": not_,
+    "env.tools": not_,
+    "env.tool_parser": not_,
+    "env.transforms": not_,
+    "env.sandbox": lambda sandbox: sandbox == "strict",
+    "policy.loss": partial(_is_own_component, LOSSES),
+    "policy.advantage": partial(_is_own_component, ADVANTAGES),
+    "evaluation.datasets": _is_own_data,
+    "logging.wandb.mode": lambda mode: mode != "online",
+    "logging.wandb.entity": not_,
+    "logging.mlflow.mode": lambda mode: mode != "online",
+    "logging.trackio.mode": lambda mode: mode == "disabled",  # offline is a folder of the user's
+    "ray.address": not_,
+}
+"""Options that may name code, programs, addresses, environment variables, or files of other kinds than models and data;
+and whether a value of theirs does no such thing."""
+
+
+def from_outside(
+    saved: Mapping[str, Any], here: Mapping[str, Any], names: Iterable[str] = FROM_COMMAND_LINE
+) -> Iterator[tuple[str, Any]]:
+    """Yield what a config of somebody else's decides and must not: options by their dotted names, with their values.
+
+    Args:
+        saved: the config, as plain types, with a value of its type for each option.
+        here: the config that the command line alone makes; what is equal in it is allowed.
+        names: the options to look at.
+    """
+    before, own = (dict(inner_nodes(config)) for config in (saved, here))
+    for name in names:
+        if before[name] != own[name] and not FROM_COMMAND_LINE[name](before[name]):
+            yield name, before[name]

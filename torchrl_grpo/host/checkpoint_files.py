@@ -120,6 +120,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = dict(json.loads(text))
         if manifest.pop(_CHECK, None) != _digest(manifest):
             raise ValueError
+        if not all(isinstance(manifest.get(name), dict) for name in ("config", "metrics")):
+            raise ValueError
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path.name} has a manifest that cannot be read") from error
     return manifest
@@ -166,10 +168,8 @@ def saved_config(given: str | None, directory: Path) -> tuple[Path, dict[str, An
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        return dict(read_manifest(path)["config"])
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path.name} has no config that can be read") from error
+    config: dict[str, Any] = read_manifest(path)["config"]
+    return config
 
 
 def newest(given: str, directory: Path, read: Callable[[Path], _Read]) -> tuple[Path, _Read] | None:

@@ -27,3 +27,14 @@ def dotted(node: Any, name: str = "", *, into_lists: bool = False) -> Iterator[t
             yield from dotted(value, f"{name}[{index}]", into_lists=into_lists)
     else:
         yield name, node
+
+
+def inner_nodes(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield all that nested mappings have, other mappings too, by their dotted names.
+
+    >>> dict(inner_nodes({"a": {"b": 1}}))
+    {'a': {'b': 1}, 'a.b': 1}
+    """
+    for key, value in node.items() if isinstance(node, Mapping) else ():
+        yield f"{prefix}{key}", value
+        yield from inner_nodes(value, f"{prefix}{key}.")

@@ -222,7 +222,8 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
     if not trusted:
         check_whole(path)
     try:
-        if read_manifest(path).get("config", {}).get("optimizer", {}).get("name") == "adamw_8bit":
+        config = read_manifest(path)["config"]
+        if config["optimizer"]["name"] == "adamw_8bit":
             import torchao.optim  # noqa: F401  names the types of its state that may be read
         state = torch.load(path / STATE if sharded else path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # whatever reading a foreign file may raise
@@ -236,7 +237,7 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
             check_finite(weights_in(path) if sharded else weights)
         except NonFiniteError as error:
             raise ValueError(f"{path.name} cannot be used: {error}") from error
-    return state
+    return state | {"config": config}  # the one that was checked when the run's own was made
 
 
 def set_aside(path: Path) -> Path:

@@ -138,7 +138,7 @@ def model_card(config: Mapping[str, Any], step: int, metrics: Mapping[str, float
     """
     env, base = config["env"], config["model"]["name"]
     entries = ", ".join(entry["dataset"] for entry in env.get("datasets") or [])
-    own = env["task"] if isinstance(env["task"], str) else env["task"].get("_target_")
+    own = env["task"].get("_target_") if isinstance(env["task"], Mapping) else env["task"]
     data = own or env["dataset"] or entries or env["environment"]
     of_hub = base.count("/") == 1 and not Path(base).exists()
     tested = {name: accuracy(metrics, name) for name in metrics if name.startswith("eval/pass@")}

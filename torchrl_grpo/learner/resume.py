@@ -61,7 +61,7 @@ def find_resume(config: GRPOConfig, plain: Mapping[str, Any], directory: Path = 
     check_options(saved, plain, path)
     if config.only_evaluates:
         source["ahead"] = []
-    every = saved["ref_model"]["refresh_every"]
+    every = saved.get("ref_model", {}).get("refresh_every")
     reference = source["reference_version"]
     if config.has_own_reference and reference not in (0, step):
         raise ConfigError(

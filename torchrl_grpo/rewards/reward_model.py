@@ -52,7 +52,8 @@ def _load(model: str, device: str) -> tuple[Any, Any]:
             from transformers.utils import logging as transformers_logging
 
             transformers_logging.disable_progress_bar()  # a reward worker shares the run's terminal
-            classifier = AutoModelForSequenceClassification.from_pretrained(model).eval().to(device)
+            classifier = AutoModelForSequenceClassification.from_pretrained(model, use_safetensors=True)
+            classifier = classifier.eval().to(device)
             if classifier.config.num_labels != 1:
                 raise ValueError(
                     f"model={model} of the reward reward_model must have one output, it has "

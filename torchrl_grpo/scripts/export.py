@@ -28,7 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("checkpoint", help="a checkpoint, or the folder of a run: its newest whole one")
     parser.add_argument("--output", type=Path, help="the folder to write; by default beside the checkpoint")
     parser.add_argument("--adapters", action="store_true", help="write LoRA's adapters by themselves")
-    parser.add_argument("--trust-remote-code", action="store_true", help="let code of the base model's repository run")
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="use code and files that the base model's repository and the run's options name",
+    )
     asked = parser.parse_args(arguments)
     transformers_logging.disable_progress_bar()
     try:

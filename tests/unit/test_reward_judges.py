@@ -32,6 +32,7 @@ class Judge:
 
     def __init__(self, rule: Callable[[str, int], Answer]) -> None:
         self.rule, self.requests, self.keys, self.busy, self.most = rule, [], [], 0, 0  # type: ignore[var-annotated]
+        self.cuts = False  # whether replies end at max_tokens
         lock = threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
@@ -47,7 +48,8 @@ class Judge:
                 status, text = self.rule(body["messages"][0]["content"], number)
                 with lock:
                     self.busy -= 1
-                message = {"choices": [{"message": {"role": "assistant", "content": text}}]}
+                reason = "length" if self.cuts else "stop"
+                message = {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": reason}]}
                 sent = json.dumps(message if status == 200 else {"error": text}).encode()
                 handler.send_response(status)
                 handler.send_header("Content-Length", str(len(sent)))
@@ -113,6 +115,21 @@ def test_a_reply_without_a_rating_on_the_scale_is_an_error(serve: Any, reply: st
     assert len(judge.requests) == 1
 
 
+def test_a_reply_that_was_cut_off_is_no_rating(serve: Any) -> None:
+    """``Score: 1`` may have been going to be ``Score: 10``."""
+    judge = serve(lambda question, number: (200, "Score: 1"))
+    judge.cuts = True
+    with pytest.raises(ValueError, match="the reply of the judge judge-7b must end within max_tokens=512"):
+        rewards_of(judge)(dialog())
+
+
+@pytest.mark.parametrize("reply", [7, ["Score: 7"], {"text": "Score: 7"}, True])
+def test_a_reply_that_is_no_text_is_an_error(serve: Any, reply: Any) -> None:
+    judge = serve(lambda question, number: (200, reply))
+    with pytest.raises(RuntimeError, match="must answer as OpenAI's API does"):
+        rewards_of(judge)(dialog())
+
+
 def test_an_overloaded_judge_is_asked_again(serve: Any) -> None:
     judge = serve(lambda question, number: (503, "busy") if number < 3 else (200, "Score: 5"))
     assert rewards_of(judge, retries=2)(dialog()).reward == 0.5
@@ -163,7 +180,7 @@ class Flood(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(
-    ("path", "message"), [("plain", "must be under 4 MiB"), ("gzip", "must answer without compression, .* got gzip")]
+    ("path", "message"), [("plain", "must be under 4 MiB"), ("gzip", "must come without compression, .* got 'gzip'")]
 )
 def test_a_judges_answer_is_read_up_to_a_limit(path: str, message: str) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Flood) as server:

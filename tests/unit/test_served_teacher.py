@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.assembly.blueprint import plan_rows, prepare
 from torchrl_grpo.assembly.parts import make_teacher
 from torchrl_grpo.config import ConfigError
-from torchrl_grpo.generation import servers
+from torchrl_grpo.generation import answers, servers
 from torchrl_grpo.generation.base import EngineDeadError
 from torchrl_grpo.host import http_client
 from torchrl_grpo.models.scoring import TokenScorer
@@ -107,11 +108,67 @@ def test_a_server_that_hangs_or_is_gone_is_lost(stub: SGLangStub, monkeypatch: p
     stub.start(stub.port)
 
 
-def test_scores_of_other_tokens_are_refused(stub: SGLangStub, monkeypatch: pytest.MonkeyPatch) -> None:
-    teacher = ServedTeacher(stub.address)
-    monkeypatch.setattr(teacher._server, "_score", lambda tokens, start, top_k: [(0, {0: -1.0})] * len(tokens[start:]))
-    with pytest.raises(EngineDeadError, match="scored other tokens than it was given"):
-        teacher(batch())
+LIES: dict[str, Any] = {
+    "of other tokens": lambda info: info["input_token_logprobs"][-1].__setitem__(1, 0),
+    "no log-prob": lambda info: info["input_token_logprobs"][-1].__setitem__(0, None),
+    "positive": lambda info: info["input_token_logprobs"][-1].__setitem__(0, 0.5),
+    "NaN": lambda info: info["input_token_logprobs"][-1].__setitem__(0, float("nan")),
+    "a stand-in for -inf": lambda info: info["input_token_logprobs"][-1].__setitem__(0, -9999.0),
+    "too few": lambda info: info.update(input_token_logprobs=info["input_token_logprobs"][2:]),
+    "too many": lambda info: info["input_token_logprobs"].append(info["input_token_logprobs"][-1]),
+    "no likely ones": lambda info: info.pop("input_top_logprobs"),
+    "too few likely ones": lambda info: info["input_top_logprobs"][-1].pop(),
+    "a likely one twice": lambda info: info["input_top_logprobs"][-1].__setitem__(
+        slice(None), info["input_top_logprobs"][-1][:1] * 2
+    ),
+    "probabilities over 1": lambda info: info["input_top_logprobs"][-1].__setitem__(
+        slice(None), [[-0.1, 7, None], [-0.1, 8, None]]
+    ),
+    "beyond the vocabulary": lambda info: info["input_top_logprobs"][-1][0].__setitem__(1, 261),
+    "a likely one with a float": lambda info: info["input_top_logprobs"][-1][0].__setitem__(1, 7.0),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_scores_that_cannot_be_true_are_refused(lie: str, served: ServedTeacher, stub: SGLangStub) -> None:
+    def respond(route: str, body: Any) -> tuple[int, Any]:
+        status, answer = right(route, body)
+        LIES[lie](answer["meta_info"])
+        return status, answer
+
+    right = stub.respond
+    stub.respond = respond  # type: ignore[method-assign]
+    with pytest.raises(EngineDeadError, match=r"^teacher\.address: .* must answer as SGLang does"):
+        served(batch())
+
+
+@pytest.fixture
+def served(stub: SGLangStub) -> ServedTeacher:
+    return ServedTeacher(stub.address, top_k=2, vocabulary=261)
+
+
+VLLM_LIES: dict[str, Any] = {
+    "a key that is no number": {"x": {"logprob": -1.0}},
+    "a key with a sign": {"+7": {"logprob": -1.0}},
+    "a key in other digits": {"\u0667": {"logprob": -1.0}},
+    "of another token": {"8": {"logprob": -1.0}},
+    "beyond the vocabulary": {"7": {"logprob": -1.0}, "261": {"logprob": -1.0}},
+    "more than were asked for": {"7": {"logprob": -1.0}, "8": {"logprob": -1.0}},
+    "no log-prob": {"7": {"rank": 1}},
+    "a number": {"7": -1.0},
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("lie", VLLM_LIES)
+def test_scores_of_vllm_that_cannot_be_true_are_refused(lie: str) -> None:
+    def read(last: Any) -> list[dict[int, float]]:
+        answer = {"choices": [{"prompt_logprobs": [None, {"6": {"logprob": -2.0, "rank": 3}}, last]}]}
+        return answers.read_vllm_scores(answer, [5, 6, 7], 1, 0, 261)
+
+    assert read({"7": {"logprob": -1.0}}) == [{6: -2.0}, {7: -1.0}]
+    with pytest.raises(ValueError, match=r"prompt_logprobs\[2\]"):
+        read(VLLM_LIES[lie])
 
 
 # From a config
@@ -144,7 +201,7 @@ def test_each_address_is_a_teacher_that_takes_no_device(stub: SGLangStub) -> Non
         ({"context": 20}, "teacher.address: the server at .* has a context of 20 tokens, and prompt, response and one"),
         ({"vocabulary": 300}, "must serve teacher.model, whose vocabulary has 261 tokens, and its own is larger"),
         ({"vocabulary": 200}, "must serve teacher.model, whose vocabulary has 261 tokens, and its own is smaller"),
-        ({"raw": True}, "must state log-probs, and the probabilities of what it states sum to more than 1"),
+        ({"raw": True}, r"must have log-probs from -1000 to 0, got \d"),
     ],
 )
 def test_a_server_that_cannot_be_the_teacher_is_refused(change: dict, message: str, stub: SGLangStub) -> None:
@@ -156,20 +213,23 @@ def test_a_server_that_cannot_be_the_teacher_is_refused(change: dict, message: s
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        ({}, r"must answer in JSON when it is to name its model, it says '<html>'"),
+        ({}, r"when it is to name its model; .* must be JSON, got '<html>'"),
         (
             {"/get_model_info": {}, "/get_server_info": {}},
-            "must answer as SGLang does when it says what it serves",
+            "must answer as SGLang does when it is to say how it was started; .* max_total_num_tokens is",
         ),
-        ({"/get_model_info": None, "/v1/models": {"data": []}}, r"as vLLM does when it says .*\(IndexError"),
-        ({"/get_model_info": None, "/v1/models": {"data": [{"id": "a"}]}}, r"\(KeyError: 'max_model_len'\): start it"),
+        ({"/get_model_info": None, "/v1/models": {"data": []}}, r"as vLLM does .* data\[0\] is missing"),
+        (
+            {"/get_model_info": None, "/v1/models": {"data": [{"id": "a"}]}},
+            r"data\[0\].max_model_len is missing: start it",
+        ),
         (
             {
                 "/get_model_info": None,
                 "/v1/models": {"data": [{"max_model_len": 2048}]},
                 "/v1/completions": {"choices": [{"prompt_logprobs": None}]},
             },
-            "teacher.address: the server at .* must answer as vLLM does when it scores token ids, something is missing",
+            "teacher.address: .* must answer as vLLM does when it is to score token ids; .* prompt_logprobs",
         ),
     ],
 )

@@ -1,12 +1,17 @@
-"""The engine of servers, before a stand-in for SGLang's; tests/vllm/test_server.py has vLLM's own."""
+"""The engine of servers, before stand-ins for SGLang's and vLLM's; tests/vllm/test_server.py has vLLM's own."""
 
 from __future__ import annotations
 
+import copy
+import json
+import pickle
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +28,7 @@ from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.generation.base import EngineDeadError, SamplingParams
 from torchrl_grpo.generation.server import ServerEngine
-from torchrl_grpo.generation.servers import Answer
+from torchrl_grpo.generation.servers import WrongAnswerError
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.models import loading
@@ -117,7 +122,7 @@ def test_weights_that_were_not_given_by_this_engine_are_the_end_of_it(
 ) -> None:
     engine.update_weights(named_weights(moved()), 1)
     stub.label = label
-    with pytest.raises(EngineDeadError, match=f"answered with weights '{label}', not with those of version 1"):
+    with pytest.raises(EngineDeadError, match=f"weights that this run gave, of version 1 or newer, got '{label}'"):
         engine.generate(PROMPTS[:1], 1, PARAMS)
 
 
@@ -185,9 +190,9 @@ def test_each_address_is_a_sampler_that_takes_no_device(stub: SGLangStub, tmp_pa
     for engine in engines:
         engine.update_weights(named_weights(moved()), 1)
         engine.close()
-    assert [server.seen[-2][1]["model_path"] for server in (stub, other)] == [
-        str(tmp_path / f"served_weights_{number}") for number in (0, 1)
-    ]
+    folders = [Path(server.seen[-2][1]["model_path"]) for server in (stub, other)]
+    assert [folder.parent for folder in folders] == [tmp_path] * 2
+    assert [folder.name[:16] for folder in folders] == ["served_weights_0", "served_weights_1"]
     assert list(tmp_path.iterdir()) == []
     other.stop()
 
@@ -292,16 +297,317 @@ def test_a_key_that_cannot_be_sent_is_not_shown(key: str, stub: SGLangStub, monk
     assert stub.keys == []
 
 
-def test_tokens_without_a_label_are_of_no_known_weights(engine: ServerEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine.update_weights(named_weights(moved()), 1)
-    monkeypatch.setattr(engine._server, "complete", lambda *_: [Answer([5, 6], [-1.0, -1.0], "stop", [])])
-    with pytest.raises(EngineDeadError, match="answered with weights 'without a label'"):
-        engine.generate(PROMPTS[:1], 1, PARAMS)
+def test_two_runs_that_share_a_folder_of_weights_do_not_meet_in_it(stub: SGLangStub, tmp_path: Path) -> None:
+    blueprint = prepare(compose_config(*served(stub.address), f"inference_model.weights_folder={tmp_path}"), [])
+    for _ in range(2):
+        with make_engine(blueprint, CPU, concurrent=True, number=0) as engine:
+            engine.update_weights(named_weights(moved()), 1)
+    paths = [body["model_path"] for route, body in stub.seen if route == "/update_weights_from_disk"]
+    assert len(set(paths)) == 2 and list(tmp_path.iterdir()) == []
 
 
-def test_a_response_that_ends_in_an_error_is_not_asked_for_again(
-    engine: ServerEngine, monkeypatch: pytest.MonkeyPatch
+# Answers that cannot be true
+
+STOP, LIMIT, VOCABULARY = 1, 4, 261
+STRICT = SamplingParams(LIMIT, stop_token_ids=(STOP,))
+HEAD = {"lm_head.weight": torch.zeros(VOCABULARY, 2)}
+
+
+class VLLMStub:
+    """vLLM's routes, in the place of SGLang's; ``change`` is applied to each answer of samples before it is sent."""
+
+    def __init__(self) -> None:
+        self.label, self.asked = "", 0
+        self.change: Callable[[dict], Any] = lambda answer: None
+
+    def respond(self, route: str, body: Any) -> tuple[int, Any]:
+        route = route.partition("?")[0]
+        if route == "/v1/models":
+            return 200, {"data": [{"id": "m", "max_model_len": 2048}]}
+        if route == "/update_weight_version":
+            self.label = body["new_version"]
+        if route != "/inference/v1/generate":
+            return (404 if route == "/get_model_info" else 200), {}
+        self.asked += 1
+        choices = [
+            {
+                "index": index,
+                "token_ids": [5, 6, STOP],
+                "finish_reason": "stop",
+                "logprobs": {"content": [{"logprob": -1.0}, {"logprob": 0.0}, {"logprob": -20.5}]},
+                "weight_versions": [{"version": self.label, "start": 0, "end": 3}],
+            }
+            for index in range(body["sampling_params"]["n"])
+        ]
+        answer: Any = {"choices": choices}
+        replaced = self.change(answer)
+        return 200, answer if replaced is None else replaced
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[SGLangStub]:
+    server = SGLangStub(str(starter_path()))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def engine_of_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VLLMStub, ServerEngine]]:
+    http, stub = SGLangStub(str(starter_path())), VLLMStub()
+    http.respond = stub.respond  # type: ignore[method-assign]
+    with ServerEngine(http.address, folder=tmp_path_factory.mktemp("weights"), starts_within_s=1) as engine:
+        yield stub, engine
+    http.stop()
+
+
+@pytest.fixture
+def vllm(engine_of_vllm: tuple[VLLMStub, ServerEngine]) -> SimpleNamespace:
+    """The stub, and an engine whose server was given versions 1 and 2."""
+    stub, engine = engine_of_vllm
+    stub.asked, stub.change = 0, lambda answer: None
+    engine.load_state_dict({"policy_version": 0})
+    engine.update_weights(HEAD.items(), 1)
+    engine.update_weights(HEAD.items(), 2)
+    return SimpleNamespace(stub=stub, engine=engine)
+
+
+def put(*path: str | int, value: Any) -> Callable[[dict], None]:
+    """A change of the second response."""
+
+    def change(answer: dict) -> None:
+        place = answer["choices"][1]
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+
+    return change
+
+
+def log_probs(*values: Any) -> Callable[[dict], None]:
+    return put("logprobs", "content", value=[{"logprob": value} for value in values])
+
+
+def spans(*stated: tuple[Any, Any, Any]) -> Callable[[dict], None]:
+    """Spans of weight versions; a label of this engine's where the version is a number."""
+
+    def change(answer: dict) -> None:
+        choice = answer["choices"][1]
+        own = choice["weight_versions"][0]["version"].rpartition("-")[0]
+        choice["weight_versions"] = [
+            {"version": f"{own}-{label}" if isinstance(label, int) else label, "start": start, "end": end}
+            for label, start, end in stated
+        ]
+
+    return change
+
+
+def ends(tokens: list[Any], reason: Any, scores: int | None = None) -> Callable[[dict], None]:
+    def change(answer: dict) -> None:
+        length = len(tokens) if scores is None else scores
+        log_probs(*[-1.0] * length)(answer)
+        answer["choices"][1] |= {"token_ids": tokens, "finish_reason": reason}
+        spans((2, 0, len(tokens)))(answer)
+
+    return change
+
+
+LIES: dict[str, Callable[[dict], Any]] = {
+    "one log-prob for all": log_probs(-0.5),
+    "one log-prob fewer": log_probs(-1.0, -1.0),
+    "one log-prob more": log_probs(-1.0, -1.0, -1.0, -1.0),
+    "no log-probs": put("logprobs", value=None),
+    "log-probs without an object": put("logprobs", "content", value=[-1.0, -1.0, -1.0]),
+    "NaN": log_probs(-1.0, float("nan"), -1.0),
+    "-Infinity": log_probs(-1.0, float("-inf"), -1.0),
+    "null": log_probs(-1.0, None, -1.0),
+    "text": log_probs(-1.0, "-1.0", -1.0),
+    "a truth value as log-prob": log_probs(-1.0, False, -1.0),
+    "positive": log_probs(-1.0, 5.0, -1.0),
+    "vLLM's stand-in for -inf": log_probs(-1.0, -9999.0, -1.0),
+    "an integer of 1,000 digits as log-prob": log_probs(-1.0, -(10**1000), -1.0),
+    "beyond the vocabulary": put("token_ids", 0, value=VOCABULARY),
+    "negative": put("token_ids", 0, value=-7),
+    "a float as token": put("token_ids", 0, value=5.0),
+    "a truth value as token": put("token_ids", 2, value=True),
+    "an integer of 64 bits as token": put("token_ids", 0, value=2**63),
+    "tokens as text": put("token_ids", value="abc"),
+    "no tokens": ends([], "stop"),
+    "too many tokens": ends([5] * (LIMIT + 1), "length"),
+    "a stop without its token": ends([5, 6, 9], "stop"),
+    "tokens after the stop": ends([STOP, 6, STOP], "stop"),
+    "a length that is too short": ends([5, 6, 7], "length"),
+    "a length that is too short, with a stop": ends([5, 6, STOP], "length"),
+    "an error as reason": put("finish_reason", value="error"),
+    "no reason": put("finish_reason", value=None),
+    "a list as reason": put("finish_reason", value=["stop"]),
+    "no versions": put("weight_versions", value=None),
+    "versions that are no list": put("weight_versions", value={"version": 1}),
+    "a version that was not given": spans((0, 0, 3)),
+    "a version from before the request": spans((1, 0, 3)),
+    "a version of the future": spans((999, 0, 3)),
+    "a version that is no number": spans(("x", 0, 3)),
+    "spans that overlap": spans((2, 0, 2), (2, 0, 3)),
+    "a span that is missing": spans((2, 0, 1), (2, 2, 3)),
+    "spans that end early": spans((2, 0, 2)),
+    "a span that is too long": spans((2, 0, 10**12)),
+    "a span that goes back": spans((2, 0, 3), (2, 3, 0), (2, 0, 3)),
+    "a span with a float": spans((2, 0, 3.0)),
+    "the same index twice": put("index", value=0),
+    "an index that is a truth value": put("index", value=True),
+    "a response too few": lambda answer: answer["choices"].pop(),
+    "a response too many": lambda answer: answer["choices"].append(copy.deepcopy(answer["choices"][0]) | {"index": 2}),
+    "no responses": lambda answer: {"choices": []},
+    "responses that are no objects": lambda answer: {"choices": [1, 2]},
+    "no object": lambda answer: [answer],
+    "HTML": lambda answer: b"<html>",
+    "nothing": lambda answer: b"",
+    "bytes of no text": lambda answer: b"\xff\xfe\xff",
+    "nested without end": lambda answer: b'{"choices":' + b"[" * 100_000,
+    "nested up to the limit": lambda answer: b'{"choices":' + b"[" * 900 + b"]" * 900 + b"}",
+    "an integer of 5,000 digits": lambda answer: b'{"choices":' + b"1" * 5_000 + b"}",
+    "larger than the request can need": lambda answer: json.dumps(answer).encode() + b" " * 2**21,
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_server_whose_answer_cannot_be_true_is_lost(lie: str, vllm: SimpleNamespace) -> None:
+    vllm.stub.change = LIES[lie]
+    with pytest.raises(EngineDeadError, match=r"^inference_model\.address: .* must answer as vLLM does") as error:
+        vllm.engine.generate([torch.tensor([3, 4])], 2, STRICT)
+    assert vllm.stub.asked == 1 and len(str(error.value)) < 1000
+    assert str(error.value).isascii() and str(error.value).isprintable()
+    assert type(pickle.loads(pickle.dumps(error.value))) is WrongAnswerError
+
+
+@pytest.mark.parametrize(
+    ("change", "tokens", "reason", "versions"),
+    [
+        (lambda answer: answer["choices"].reverse(), [5, 6, STOP], "stop", [2, 2, 2]),
+        (ends([5, 6, 7, 8], "length"), [5, 6, 7, 8], "length", [2, 2, 2, 2]),
+        (ends([5, 6, 7, STOP], "length"), [5, 6, 7, STOP], "stop", [2, 2, 2, 2]),  # SGLang looks at the length first
+        (ends([STOP], "stop"), [STOP], "stop", [2]),
+        (spans((2, 0, 1), (2, 1, 1), (2, 1, 3)), [5, 6, STOP], "stop", [2, 2, 2]),
+        (log_probs(-1, 1e-6, -700.0), [5, 6, STOP], "stop", [2, 2, 2]),
+    ],
+)
+def test_answers_that_can_be_true_are_read_in_full(
+    change: Callable[[dict], Any], tokens: list[int], reason: str, versions: list[int], vllm: SimpleNamespace
 ) -> None:
-    monkeypatch.setattr(engine._server, "complete", lambda *_: [Answer([5], [-1.0], "error", [])])
-    with pytest.raises(EngineDeadError, match=r"ended a response with \['error'\]"):
-        engine.generate(PROMPTS[:1], 1, PARAMS)
+    vllm.stub.change = change
+    [[first, second]] = vllm.engine.generate([torch.tensor([3, 4])], 2, STRICT)
+    assert first.tokens.tolist() == [5, 6, STOP] and first.log_probs.tolist() == [-1.0, 0.0, -20.5]
+    assert (second.tokens.tolist(), second.finish_reason) == (tokens, reason)
+    assert second.versions is not None and second.versions.tolist() == versions
+    assert len(second.log_probs) == len(tokens)
+
+
+def test_a_response_that_runs_through_an_update_may_have_the_newer_version(vllm: SimpleNamespace) -> None:
+    def change(answer: dict) -> None:
+        if vllm.engine.policy_version == 2:
+            vllm.engine.update_weights(HEAD.items(), 3)
+        spans((2, 0, 1), (3, 1, 3))(answer)
+
+    vllm.stub.change = change
+    [[_, done]] = vllm.engine.generate([torch.tensor([3, 4])], 2, STRICT)
+    assert done.versions.tolist() == [2, 3, 3]
+
+
+def test_a_response_that_fills_the_context_may_be_short_of_the_limit(vllm: SimpleNamespace) -> None:
+    vllm.stub.change = ends([5, 6, 7], "length")
+    prompt = torch.full((2048 - LIMIT,), 3)
+    [[_, done]] = vllm.engine.generate([prompt], 2, SamplingParams(100, stop_token_ids=(STOP,)))
+    assert (done.tokens.tolist(), done.finish_reason) == ([5, 6, 7], "length")
+
+
+def test_a_stop_string_may_end_a_response_without_a_stop_token(vllm: SimpleNamespace) -> None:
+    vllm.stub.change = ends([5, 6, 9], "stop")
+    stop = StopStrings(["no such text"], AutoTokenizer.from_pretrained(starter_path()))
+    [[_, done]] = vllm.engine.generate([torch.tensor([3, 4])], 2, SamplingParams(LIMIT, stop=stop))
+    assert (done.tokens.tolist(), done.finish_reason) == ([5, 6, 9], "stop")
+
+
+def test_a_server_that_aborts_without_an_update_is_lost(vllm: SimpleNamespace) -> None:
+    vllm.stub.change = ends([], "abort")
+    with pytest.raises(EngineDeadError, match=r"inference_model\.address: .* must not abort requests"):
+        vllm.engine.generate([torch.tensor([3, 4])], 2, STRICT)
+    assert vllm.stub.asked == 5
+
+
+def test_updates_may_abort_a_response_as_often_as_they_come(vllm: SimpleNamespace) -> None:
+    def change(answer: dict) -> None:
+        if vllm.engine.policy_version < 12:
+            vllm.engine.update_weights(HEAD.items(), vllm.engine.policy_version + 1)
+            ends([], "abort")(answer)
+
+    vllm.stub.change = change
+    [[_, done]] = vllm.engine.generate([torch.tensor([3, 4])], 2, STRICT)
+    assert done.versions.tolist() == [12, 12, 12] and vllm.stub.asked == 11
+
+
+SGLANG_LIES: dict[str, Callable[[dict], Any]] = {
+    "no log-prob": lambda info: info["output_token_logprobs"].__setitem__(0, [None, 5, None]),
+    "a pair that is too short": lambda info: info["output_token_logprobs"].__setitem__(0, [-1.0]),
+    "a float as token": lambda info: info["output_token_logprobs"].__setitem__(0, [-1.0, 5.0, None]),
+    "beyond the vocabulary": lambda info: info["output_token_logprobs"].__setitem__(0, [-1.0, VOCABULARY, None]),
+    "no tokens": lambda info: info["output_token_logprobs"].clear(),
+    "no reason": lambda info: info.update(finish_reason=None),
+    "an error as reason": lambda info: info["finish_reason"].update(type="error"),
+    "no label": lambda info: info.pop("weight_version"),
+    "a number as label": lambda info: info.update(weight_version=1),
+}
+
+
+@pytest.fixture
+def sglang(http: SGLangStub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNamespace]:
+    """What SGLang's routes answer, by route, and an engine."""
+    first = [[-1.0, 5, None], [-1.0, STOP, None]]
+    info = {"output_token_logprobs": first, "finish_reason": {"type": "stop", "matched": STOP}, "weight_version": ""}
+    answers: dict[str, Any] = {
+        "/get_model_info": {},
+        "/get_server_info": {"context_length": None, "max_total_num_tokens": 2048},
+        "/update_weights_from_disk": {"success": True},
+        "/pause_generation": {},
+        "/continue_generation": {},
+        "/generate": {"meta_info": info},
+    }
+
+    def respond(route: str, body: Any) -> tuple[int, Any]:
+        if "weight_version" in body:
+            info["weight_version"] = body["weight_version"]
+        return 200, answers[route]
+
+    monkeypatch.setattr(http, "respond", respond)
+    with ServerEngine(http.address, folder=tmp_path, starts_within_s=1) as engine:
+        yield SimpleNamespace(answers=answers, info=info, engine=engine)
+
+
+def test_an_answer_of_sglang_that_can_be_true_is_read_in_full(sglang: SimpleNamespace) -> None:
+    sglang.engine.update_weights(HEAD.items(), 1)
+    [[done]] = sglang.engine.generate([torch.tensor([3, 4])], 1, STRICT)
+    assert (done.tokens.tolist(), done.versions.tolist(), done.finish_reason) == ([5, STOP], [1, 1], "stop")
+
+
+@pytest.mark.parametrize("lie", SGLANG_LIES)
+def test_an_answer_of_sglang_that_cannot_be_true_is_lost(lie: str, sglang: SimpleNamespace) -> None:
+    sglang.engine.update_weights(HEAD.items(), 1)
+    SGLANG_LIES[lie](sglang.info)
+    with pytest.raises(EngineDeadError, match=r"^inference_model\.address: .* must answer as SGLang does"):
+        sglang.engine.generate([torch.tensor([3, 4])], 1, STRICT)
+
+
+@pytest.mark.parametrize("answer", [[], {"success": "true"}, {}, None, {"success": False, "message": "no \x1b[2J"}])
+def test_weights_that_a_server_does_not_say_to_have_are_not_there(answer: Any, sglang: SimpleNamespace) -> None:
+    sglang.answers["/update_weights_from_disk"] = answer
+    with pytest.raises(EngineDeadError, match="did not load the weights") as error:
+        sglang.engine.update_weights(HEAD.items(), 1)
+    assert str(error.value).isprintable() and sglang.engine.policy_version == 0
+
+
+@pytest.mark.parametrize("size", [None, "2048", 2048.0, True])
+def test_a_context_that_is_no_number_is_refused_before_weights_load(
+    size: Any, http: SGLangStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {"/v1/models": (200, {"data": [{"max_model_len": size}]})}
+    monkeypatch.setattr(http, "respond", lambda route, body: answers.get(route, (404, {})))
+    with pytest.raises(ConfigError, match=r"inference_model\.address: .*max_model_len"):
+        prepare(compose_config(*served(http.address)), [])

@@ -250,7 +250,9 @@ def make_teacher(blueprint: Blueprint, device: torch.device | None = None, *, nu
     """
     config = blueprint.config
     if config.teacher.address:
-        return Reference(ServedTeacher(config.teacher.address[number], top_k=config.policy.teacher_top_k))
+        vocabulary = blueprint.model_config.get_text_config().vocab_size
+        address, top_k = config.teacher.address[number], config.policy.teacher_top_k
+        return Reference(ServedTeacher(address, top_k=top_k, vocabulary=vocabulary))
     say(f"loading the teacher {config.teacher.model}")
     model = _load_teacher(config, device or own_device()).requires_grad_(False)
     scorer = TokenScorer(model, temperature=config.inference_model.temperature)

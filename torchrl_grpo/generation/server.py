@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchrl_grpo.checks import InFlight
+from torchrl_grpo.generation.answers import Answer, SampleRequest
 from torchrl_grpo.generation.base import (
     Completion,
     Engine,
@@ -36,9 +37,12 @@ from torchrl_grpo.generation.base import (
     cut_off,
     greedy,
 )
-from torchrl_grpo.generation.servers import AT_A_TIME, COMES_BACK_S, Answer, connect, require_httpx
+from torchrl_grpo.generation.servers import AT_A_TIME, COMES_BACK_S, connect, require_httpx
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.weights.named import expected_weights
+
+_ABORTS = 5
+"""Answers in a row that may be aborts without an update that causes them."""
 
 
 class ServerEngine(Engine):
@@ -52,6 +56,7 @@ class ServerEngine(Engine):
         tied: names of weights that are another one's memory, as pairs (name, the other one's).
         in_flight: what an update does to the requests that are running: ``"wait"`` for their end, ``"keep"`` them and
             go on with the new weights, or ``"abort"`` them and start them again.
+        vocabulary: ids that the model has; None takes it from the weights of its head.
         starts_within_s: how long to wait for a server that does not answer.
 
     Raises:
@@ -69,6 +74,7 @@ class ServerEngine(Engine):
         dtype: torch.dtype = torch.float32,
         tied: Mapping[str, str] | None = None,
         in_flight: InFlight = "wait",
+        vocabulary: int | None = None,
         starts_within_s: float = COMES_BACK_S,
     ) -> None:
         self.address = address
@@ -76,7 +82,8 @@ class ServerEngine(Engine):
         self.max_model_len = self._server.max_model_len
         self._folder, self._dtype, self._tied, self._in_flight = folder, dtype, dict(tied or {}), in_flight
         self._label = uuid.uuid4().hex[:8]
-        self._given = False  # whether the server has weights of ours
+        self._server.vocabulary = vocabulary or self._server.vocabulary
+        self._labels: dict[str, int] = {}  # version of each label that the server was given
         self._updates = threading.Lock()
         self._threads = ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="server")
         self._closed = False
@@ -112,10 +119,12 @@ class ServerEngine(Engine):
         folder = Path(options.weights_folder or request.folder or tempfile.mkdtemp(prefix="served-")).absolute()
         return cls(
             address,
-            folder=folder / f"served_weights_{request.number}" if request.trains else None,
+            # The folder may be that of several runs.
+            folder=folder / f"served_weights_{request.number}_{uuid.uuid4().hex[:8]}" if request.trains else None,
             dtype=getattr(torch, options.dtype),
             tied=_tied_weights(request),
             in_flight=options.in_flight,
+            vocabulary=request.model_config.get_text_config().vocab_size,
         )
 
     def generate(
@@ -142,37 +151,31 @@ class ServerEngine(Engine):
 
     def _ask(self, prompt: list[int], n: int, params: SamplingParams) -> list[Completion]:
         """Return the responses to a prompt; what an update aborted is asked for again, as a whole."""
-        limit = min(params.max_new_tokens, self.max_model_len - len(prompt))
+        room = self.max_model_len - len(prompt)
         samples = 1 if greedy(params) else n  # where all n are the same
-        while True:
-            answers = self._server.complete(prompt, samples, limit, params)
-            if not any(answer.aborted for answer in answers):
-                break
-        if failed := {answer.reason for answer in answers} - {"stop", "length"}:
-            raise EngineDeadError(f"the server at {self.address} ended a response with {sorted(failed)}: see its log.")
-        completions = [self._completion(answer, params.stop) for answer in answers]
-        return [completions[index % samples] for index in range(n)]
-
-    def _completion(self, answer: Answer, stop: StopStrings | None) -> Completion:
-        versions = torch.empty(len(answer.tokens), dtype=torch.int64)
-        labels = list(answer.labels)
-        if sum(end - start for _, start, end in labels) < len(answer.tokens):
-            labels.append(("without a label", 0, 0))
-        for label, start, end in labels if self._given else ():
-            mark, _, version = label.rpartition("-")
-            if mark != self._label:
-                raise EngineDeadError(
-                    f"the server at {self.address} answered with weights {label!r}, not with those of version "
-                    f"{self.policy_version} that it was given: it was restarted, or others update it too."
-                )
-            versions[start:end] = int(version)
-        done = Completion(
-            tokens=torch.tensor(answer.tokens, dtype=torch.int64),
-            log_probs=torch.tensor(answer.log_probs, dtype=torch.float32),
-            finish_reason="stop" if answer.stopped else "length",
-            versions=versions if self._given else None,
+        aborts = 0
+        while aborts < _ABORTS:
+            version = self.policy_version
+            request = SampleRequest(
+                prompt,
+                samples,
+                limit=min(params.max_new_tokens, room),
+                room=room,
+                params=params,
+                vocabulary=self._server.vocabulary,
+                labels=self._labels or None,
+                oldest=version,
+            )
+            answers = self._server.complete(request)
+            if not any(answer.reason == "abort" for answer in answers):
+                completions = [_completion(answer, params.stop) for answer in answers]
+                return [completions[index % samples] for index in range(n)]
+            with self._updates:  # the one that aborts must end first
+                aborts = aborts + 1 if self.policy_version == version else 0
+        raise EngineDeadError(
+            f"inference_model.address: the server at {self.address} must not abort requests without an update of its "
+            f"weights, it did {_ABORTS} times: see its log."
         )
-        return cut_off(done, None, None if stop is None else stop.completed_at(done.tokens.tolist()))
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See ``Engine``; the weights go through the folder, and without one the server keeps its weights.
@@ -187,13 +190,15 @@ class ServerEngine(Engine):
             file = self._write(weights)
             try:
                 self._server.pause(self._in_flight)
+                label = f"{self._label}-{version}"
+                self._labels[label] = version
                 try:
-                    self._server.load(file.parent, f"{self._label}-{version}")
+                    self._server.load(file.parent, label)
                 finally:
                     self._server.go_on()
             finally:
                 file.unlink(missing_ok=True)
-            self._given, self.policy_version = True, version
+            self.policy_version = version
 
     def _write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
         """Write a checkpoint for the server: aside, and then under its name."""
@@ -204,6 +209,8 @@ class ServerEngine(Engine):
         values = {name: weight.detach().to("cpu", self._dtype).contiguous() for name, weight in weights}
         # A server that keeps a packed copy of a tied head would keep the old one.
         values |= {name: values[other].clone() for name, other in self._tied.items() if name not in values}
+        if "lm_head.weight" in values:
+            self._server.vocabulary = len(values["lm_head.weight"])
         aside, file = self._folder / "model.partial", self._folder / "model.safetensors"
         save_file(values, aside, metadata={"format": "pt"})
         os.replace(aside, file)
@@ -212,7 +219,7 @@ class ServerEngine(Engine):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores nothing but the version until new weights come: the server draws as it does."""
         super().load_state_dict(state)
-        self._given = False
+        self._labels = {}
 
     def close(self) -> None:
         """Ends the connections; the server goes on, with the weights that it has. May be called again."""
@@ -222,6 +229,16 @@ class ServerEngine(Engine):
             self._server.close()
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _completion(answer: Answer, stop: StopStrings | None) -> Completion:
+    done = Completion(
+        tokens=torch.tensor(answer.tokens, dtype=torch.int64),
+        log_probs=torch.tensor(answer.log_probs, dtype=torch.float32),
+        finish_reason="stop" if answer.reason == "stop" else "length",
+        versions=None if answer.versions is None else torch.tensor(answer.versions, dtype=torch.int64),
+    )
+    return cut_off(done, None, None if stop is None else stop.completed_at(done.tokens.tolist()))
 
 
 def _tied_weights(request: EngineRequest) -> dict[str, str]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from torchrl_grpo.generation.base import EngineDeadError, SamplingParams
+from torchrl_grpo.generation import answers
+from torchrl_grpo.generation.answers import TOLERANCE, Answer, SampleRequest, entry
+from torchrl_grpo.generation.base import EngineDeadError
 from torchrl_grpo.host.event_loop import settled
-from torchrl_grpo.host.http_client import HttpClient, NoAnswerError, may_pass
+from torchrl_grpo.host.http_client import BadAnswerError, HttpClient, NoAnswerError, may_pass
 
 KEY_VARIABLE = "VLLM_API_KEY"
 """Environment variable that has the servers' key, if they want one; vLLM's server reads the same."""
@@ -30,10 +30,12 @@ _ANSWER_S = 1800.0
 _PROBE_S = 60.0
 _SCORE_AGAIN = 3
 """Further attempts at scoring, which changes nothing at the server."""
-_CLOSE = 1e-3
-"""Nats: log-probs that differ by less say nothing of a temperature."""
 _SOME = 5
 """Likely tokens that a probe asks for."""
+_LARGEST_ANSWER = 2**20
+"""Bytes of an answer, ..."""
+_LARGEST_TOKEN = 512
+"""... and further ones for each log-prob in it."""
 
 
 def require_httpx(field: str) -> None:
@@ -46,28 +48,8 @@ def require_httpx(field: str) -> None:
         raise ValueError(f"{field} needs the package httpx, which is not installed: pip install httpx.")
 
 
-class Answer:
-    """A server's response.
-
-    Attributes:
-        tokens: ids.
-        log_probs: of each.
-        reason: why it ended: stop, length or abort.
-        labels: of the weights that sampled tokens, each with the first token and the one after the last.
-    """
-
-    def __init__(
-        self, tokens: list[int], log_probs: list[float], reason: str, labels: Sequence[tuple[str, int, int]]
-    ) -> None:
-        self.tokens, self.log_probs, self.reason, self.labels = tokens, log_probs, reason, labels
-
-    @property
-    def stopped(self) -> bool:
-        return self.reason == "stop"
-
-    @property
-    def aborted(self) -> bool:
-        return self.reason == "abort"
+class WrongAnswerError(EngineDeadError, ValueError):
+    """A server answers what cannot be true: it is refused before a run, and lost during one."""
 
 
 class Server(ABC):
@@ -77,6 +59,7 @@ class Server(ABC):
         name: of the kind.
         role: of the server in the run.
         max_model_len: longest prompt plus response, in tokens.
+        vocabulary: ids that the model has.
     """
 
     name: str
@@ -85,7 +68,7 @@ class Server(ABC):
 
     def __init__(self, address: str, role: Role = "engine") -> None:
         self.address, self.role = address, role
-        self.max_model_len = 0
+        self.max_model_len, self.vocabulary = 0, answers.LARGEST_VOCABULARY
         self._client = HttpClient(address, key_variable=KEY_VARIABLE, proxies=False)
 
     @property
@@ -107,17 +90,14 @@ class Server(ABC):
         """
 
     @abstractmethod
-    def complete(self, prompt: list[int], n: int, limit: int, params: SamplingParams) -> list[Answer]:
-        """Return ``n`` responses of at most ``limit`` tokens to a prompt."""
+    def complete(self, request: SampleRequest) -> list[Answer]:
+        """Return the responses that are asked for."""
 
     @abstractmethod
     def candidates(self, prompt: list[int], temperature: float) -> dict[int, float]:
         """Return some candidates for the next token with their log-probs."""
 
     @abstractmethod
-    def _score(self, tokens: list[int], start: int, top_k: int) -> list[tuple[int, dict[int, float]]]:
-        """Do ``score``, with the token that each entry is of."""
-
     def score(self, tokens: list[int], start: int, top_k: int = 0) -> list[dict[int, float]]:
         """Return log-probs of given tokens, at temperature 1.
 
@@ -129,11 +109,6 @@ class Server(ABC):
         Returns:
             for each token from ``start`` on, the log-probs by id: its own, and those of the likely ones.
         """
-        with self.reading("scores token ids"):
-            scored = self._score(tokens, start, top_k)
-        if [token for token, found in scored if token in found] != tokens[start:]:
-            raise EngineDeadError(f"the server at {self.address} scored other tokens than it was given: see its log.")
-        return [found for _, found in scored]
 
     @abstractmethod
     def pause(self, mode: str) -> None:
@@ -160,10 +135,9 @@ class Server(ABC):
         Raises:
             ValueError: they are those of temperature 1.
         """
-        with self.reading("samples"):
-            cold, warm = (self.candidates([0], temperature) for temperature in (0.5, 1.0))
+        cold, warm = (self.candidates([0], temperature) for temperature in (0.5, 1.0))
         common = sorted(cold.keys() & warm.keys(), key=warm.__getitem__)
-        if len(common) < 2 or (gap := warm[common[-1]] - warm[common[0]]) < _CLOSE:
+        if len(common) < 2 or (gap := warm[common[-1]] - warm[common[0]]) < TOLERANCE:
             return
         if abs((cold[common[-1]] - cold[common[0]]) / gap - 2) > 0.1:
             raise ValueError(
@@ -191,6 +165,8 @@ class Server(ABC):
                 self.candidates([token], 1.0)
             else:
                 self.score([token, token], 1)
+        except WrongAnswerError:
+            raise
         except ValueError:
             return False
         return True
@@ -220,12 +196,7 @@ class Server(ABC):
         Raises:
             ValueError: it refuses, or what it states are no log-probs.
         """
-        [found] = self.score([0, 0], 1, top_k or _SOME)
-        if sum(map(math.exp, found.values())) > 1 + _CLOSE:
-            raise ValueError(
-                f"{self.field}: the server at {self.address} must state log-probs, and the probabilities of what it "
-                f"states sum to more than 1: {self.restart}."
-            )
+        self.score([0, 0], 1, top_k or _SOME)
 
     def has(self, route: str) -> bool:
         """Whether the server has a route.
@@ -234,54 +205,66 @@ class Server(ABC):
             EngineDeadError: it does not answer.
         """
         try:
-            settled(self._client.ask("GET", route, timeout_s=_PROBE_S))
+            settled(self._client.ask("GET", route, timeout_s=_PROBE_S, largest=_LARGEST_ANSWER))
         except NoAnswerError as error:
             if error.status is None:
                 raise EngineDeadError(error.problem) from error
             return False
+        except BadAnswerError:
+            return True
         return True
 
-    def ask(self, method: str, route: str, what: str, body: Any = None, *, retries: int = 0, **query: str) -> Any:
-        """Return the JSON of an answer.
+    def ask(
+        self,
+        method: str,
+        route: str,
+        what: str,
+        body: Any = None,
+        *,
+        read: Callable[[Any], Any] = lambda answer: answer,
+        log_probs: int = 0,
+        retries: int = 0,
+        **query: str,
+    ) -> Any:
+        """Return what a reader takes from an answer.
+
+        Args:
+            method: of HTTP.
+            route: with its slash.
+            what: the action that is asked for, for messages.
+            body: sent as JSON.
+            read: takes the answer's JSON, and raises ``ValueError`` for what cannot be.
+            log_probs: most of them that the answer has.
+            retries: see ``HttpClient.ask``.
+            query: parameters of the URL.
 
         Raises:
             EngineDeadError: the server does not answer, fails or stays overloaded.
+            WrongAnswerError: its answer cannot be read.
             ValueError: it refuses what is asked.
         """
-        limit = _ANSWER_S / (1 + retries)
+        limit, largest = _ANSWER_S / (1 + retries), _LARGEST_ANSWER + _LARGEST_TOKEN * log_probs
+        sent = self._client.ask(method, route, body, query, timeout_s=limit, largest=largest, retries=retries)
         try:
-            answer = settled(self._client.ask(method, route, body, query, timeout_s=limit, retries=retries))
+            answer = settled(sent)
         except NoAnswerError as error:
             if may_pass(error.status):
                 raise EngineDeadError(f"the server at {self.address} did not {what}: {error.problem}") from error
             raise ValueError(
                 f"{self.field}: the server at {self.address} refuses to {what} ({error.problem}): {self.restart}."
             ) from error
+        except BadAnswerError as error:
+            raise self._wrong(what, error) from error
         try:
-            return json.loads(answer) if answer else None
-        except ValueError as error:
-            raise ValueError(
-                f"{self.field}: the server at {self.address} must answer in JSON when it is to {what}, it says "
-                f"{answer[:60].decode(errors='replace')!r}: {self.restart}."
-            ) from error
+            return read(answer)
+        except (ValueError, RecursionError) as error:
+            raise self._wrong(what, error) from error
 
-    @contextlib.contextmanager
-    def reading(self, does: str) -> Iterator[None]:
-        """Refuse answers of another form, those of a server of another kind or version.
-
-        Args:
-            does: the action that the server answers.
-
-        Raises:
-            ValueError: an answer lacks something.
-        """
-        try:
-            yield
-        except (AttributeError, LookupError, TypeError) as error:
-            raise ValueError(
-                f"{self.field}: the server at {self.address} must answer as {self.name} does when it {does}, something "
-                f"is missing or different ({type(error).__name__}: {error}): {self.restart}."
-            ) from error
+    def _wrong(self, what: str, error: Exception) -> WrongAnswerError:
+        return WrongAnswerError(
+            f"{self.field}: the server at {self.address} must answer as {self.name} does when it is to {what}; in its "
+            f"answer, {error}: {self.restart}."
+        )
 
     def close(self) -> None:
         """End the connections."""
@@ -298,15 +281,20 @@ class VLLM(Server):
     }
 
     def greet(self) -> None:
-        model = self.ask("GET", "/v1/models", "name its model")["data"][0]
-        self.max_model_len = int(model["max_model_len"])
+        def read(answer: Any) -> int:
+            model = entry(entry(answer, "data", list), 0, dict, where="data")
+            size: int = entry(model, "max_model_len", int, where="data[0]")
+            return size
+
+        self.max_model_len = self.ask("GET", "/v1/models", "name its model", read=read)
         if self.role == "engine":
             self.ask("GET", "/weight_info", "say which weights it has")
 
-    def complete(self, prompt: list[int], n: int, limit: int, params: SamplingParams) -> list[Answer]:
+    def complete(self, request: SampleRequest) -> list[Answer]:
+        params = request.params
         sampling = {
-            "n": n,
-            "max_tokens": limit,
+            "n": request.n,
+            "max_tokens": request.limit,
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k,
@@ -318,32 +306,39 @@ class VLLM(Server):
         }
         if params.stop is not None:  # its own search may end a response earlier than the token that ours ends it with
             sampling |= {"stop": list(params.stop.strings), "detokenize": True}
-        answer = self.ask(
-            "POST", "/inference/v1/generate", "sample", {"token_ids": prompt, "sampling_params": sampling}
+        sampled: list[Answer] = self.ask(
+            "POST",
+            "/inference/v1/generate",
+            "sample",
+            {"token_ids": request.prompt, "sampling_params": sampling},
+            read=lambda answer: answers.read_vllm_samples(answer, request),
+            log_probs=request.n * request.limit,
         )
-        return [
-            Answer(
-                choice["token_ids"],
-                [one["logprob"] for one in choice["logprobs"]["content"]],
-                choice["finish_reason"],
-                [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or ()],
-            )
-            for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
-        ]
+        return sampled
 
     def candidates(self, prompt: list[int], temperature: float) -> dict[int, float]:
         sampling = {"max_tokens": 1, "temperature": temperature, "logprobs": 5, "detokenize": False}
         body = {"token_ids": prompt, "sampling_params": sampling}
-        answer = self.ask("POST", "/inference/v1/generate", "sample from token ids", body)
-        first = answer["choices"][0]["logprobs"]["content"][0]
-        return {one["token_id"]: one["logprob"] for one in first["top_logprobs"]}
+        likely: dict[int, float] = self.ask(
+            "POST",
+            "/inference/v1/generate",
+            "sample from token ids",
+            body,
+            read=lambda answer: answers.read_vllm_candidates(answer, self.vocabulary),
+        )
+        return likely
 
-    def _score(self, tokens: list[int], start: int, top_k: int) -> list[tuple[int, dict[int, float]]]:
-        body = {"prompt": tokens, "max_tokens": 1, "prompt_logprobs": top_k}
-        answer = self.ask("POST", "/v1/completions", "score token ids", body, retries=_SCORE_AGAIN)
-        scored = answer["choices"][0]["prompt_logprobs"][start:]
-        of_each = [{int(token): one["logprob"] for token, one in found.items()} for found in scored]
-        return list(zip(tokens[start:], of_each, strict=False))
+    def score(self, tokens: list[int], start: int, top_k: int = 0) -> list[dict[int, float]]:
+        scores: list[dict[int, float]] = self.ask(
+            "POST",
+            "/v1/completions",
+            "score token ids",
+            {"prompt": tokens, "max_tokens": 1, "prompt_logprobs": top_k},
+            read=lambda answer: answers.read_vllm_scores(answer, tokens, start, top_k, self.vocabulary),
+            log_probs=len(tokens) * (top_k + 1),
+            retries=_SCORE_AGAIN,
+        )
+        return scores
 
     def pause(self, mode: str) -> None:
         self.ask("POST", "/pause", "pause", mode=mode)
@@ -372,14 +367,18 @@ class SGLang(Server):
             )
 
     def greet(self) -> None:
-        self.ask("GET", "/get_model_info", "name its model")
-        info = self.ask("GET", "/get_server_info", "say how it was started")
-        self.max_model_len = int(info.get("context_length") or info["max_total_num_tokens"])
+        def read(answer: Any) -> int:
+            cache: int = entry(answer, "max_total_num_tokens", int)
+            return min(cache, entry(answer, "context_length", int, type(None)) or cache)
 
-    def complete(self, prompt: list[int], n: int, limit: int, params: SamplingParams) -> list[Answer]:
+        self.ask("GET", "/get_model_info", "name its model")
+        self.max_model_len = self.ask("GET", "/get_server_info", "say how it was started", read=read)
+
+    def complete(self, request: SampleRequest) -> list[Answer]:
+        params = request.params
         sampling: dict[str, Any] = {
-            "n": n,
-            "max_new_tokens": limit,
+            "n": request.n,
+            "max_new_tokens": request.limit,
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k or -1,
@@ -389,16 +388,15 @@ class SGLang(Server):
             "stop": [] if params.stop is None else list(params.stop.strings),
             "no_stop_trim": True,
         }
-        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
-        answer = self.ask("POST", "/generate", "sample", body)
-        return [self._answer(one["meta_info"]) for one in (answer if isinstance(answer, list) else [answer])]
-
-    @staticmethod
-    def _answer(info: Mapping[str, Any]) -> Answer:
-        sampled = info["output_token_logprobs"]
-        tokens, log_probs = [one[1] for one in sampled], [one[0] for one in sampled]
-        label = str(info.get("weight_version", ""))
-        return Answer(tokens, log_probs, info["finish_reason"]["type"], [(label, 0, len(tokens))])
+        sampled: list[Answer] = self.ask(
+            "POST",
+            "/generate",
+            "sample",
+            {"input_ids": request.prompt, "sampling_params": sampling, "return_logprob": True},
+            read=lambda answer: answers.read_sglang_samples(answer, request),
+            log_probs=request.n * request.limit,
+        )
+        return sampled
 
     def candidates(self, prompt: list[int], temperature: float) -> dict[int, float]:
         body = {
@@ -407,10 +405,16 @@ class SGLang(Server):
             "return_logprob": True,
             "top_logprobs_num": 5,
         }
-        info = self.ask("POST", "/generate", "sample from token ids", body)["meta_info"]
-        return {token: log_prob for log_prob, token, *_ in info["output_top_logprobs"][0]}
+        likely: dict[int, float] = self.ask(
+            "POST",
+            "/generate",
+            "sample from token ids",
+            body,
+            read=lambda answer: answers.read_sglang_candidates(answer, self.vocabulary),
+        )
+        return likely
 
-    def _score(self, tokens: list[int], start: int, top_k: int) -> list[tuple[int, dict[int, float]]]:
+    def score(self, tokens: list[int], start: int, top_k: int = 0) -> list[dict[int, float]]:
         body = {
             "input_ids": tokens,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -418,14 +422,16 @@ class SGLang(Server):
             "logprob_start_len": start - 1,  # the first one has no log-prob
             "top_logprobs_num": top_k,
         }
-        info = self.ask("POST", "/generate", "score token ids", body, retries=_SCORE_AGAIN)["meta_info"]
-        wanted = slice(-(len(tokens) - start), None)
-        own = info["input_token_logprobs"][wanted]
-        likely = info["input_top_logprobs"][wanted] if top_k else [[]] * len(own)
-        return [
-            (one[1], {token: log_prob for log_prob, token, *_ in [*others, one]})
-            for one, others in zip(own, likely, strict=True)
-        ]
+        scores: list[dict[int, float]] = self.ask(
+            "POST",
+            "/generate",
+            "score token ids",
+            body,
+            read=lambda answer: answers.read_sglang_scores(answer, tokens, start, top_k, self.vocabulary),
+            log_probs=len(tokens) * (top_k + 1),
+            retries=_SCORE_AGAIN,
+        )
+        return scores
 
     def pause(self, mode: str) -> None:
         # What is aborted is asked for again: each response is then of one version.
@@ -433,9 +439,10 @@ class SGLang(Server):
 
     def load(self, folder: Path, label: str) -> None:
         body = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
-        answer = self.ask("POST", "/update_weights_from_disk", f"load the weights in {folder}", body)
-        if not answer.get("success", False):
-            raise EngineDeadError(f"the server at {self.address} did not load the weights: {answer.get('message')}")
+        what = f"load the weights in {folder}"
+        answer = self.ask("POST", "/update_weights_from_disk", what, body)
+        if type(answer) is not dict or answer.get("success") is not True:
+            raise EngineDeadError(f"the server at {self.address} did not {what}: it answered {str(answer)[:300]!r}")
 
     def go_on(self) -> None:
         self.ask("POST", "/continue_generation", "go on", {})
@@ -463,7 +470,7 @@ def connect(address: str, within_s: float, role: Role = "engine") -> Server:
             return server
         except EngineDeadError as error:
             if time.monotonic() > until:
-                if within_s:
+                if within_s or isinstance(error, WrongAnswerError):
                     raise
                 raise ValueError(
                     f"{_FIELDS[role]}={address} must be a server that answers: {error}. Start it first."
@@ -478,8 +485,7 @@ def _greeted(address: str, role: Role) -> Server:
         if server.has("/get_model_info"):
             server.close()
             server = SGLang(address, role)
-        with server.reading("says what it serves"):
-            server.greet()
+        server.greet()
     except BaseException:
         server.close()
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 from typing import Any
@@ -30,6 +31,10 @@ class NoAnswerError(RuntimeError):
         self.status, self.problem, self.attempts = status, problem, attempts
 
 
+class BadAnswerError(RuntimeError):
+    """A server's answer cannot be read; the message says which rule it breaks."""
+
+
 def may_pass(status: int | None) -> bool:
     """Whether a failure says nothing of the request: a server that does not answer, fails or is overloaded."""
     return status is None or status >= 500 or status in _TRY_AGAIN
@@ -40,28 +45,24 @@ class HttpClient:
 
     Args:
         url: that all routes begin with.
-        who: the server, as messages call it.
         key_variable: environment variable that has the key, where the server wants one.
         concurrency: most requests at a time; None is no limit.
-        largest: most bytes of an answer; None is no limit.
         proxies: whether the proxies that environment variables name are used.
     """
 
     def __init__(
         self,
         url: str,
-        who: str = "the server",
         *,
         key_variable: str,
         concurrency: int | None = None,
-        largest: int | None = None,
         proxies: bool = True,
     ) -> None:
         import httpx
 
         logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it has a line for each request
-        self.url, self.who = url.rstrip("/"), who
-        self._key_variable, self._largest = key_variable, largest
+        self.url = url.rstrip("/")
+        self._key_variable = key_variable
         self._slots = asyncio.Semaphore(concurrency or 2**31)
         self._broken: type[Exception] = httpx.TransportError
         self._client = httpx.AsyncClient(
@@ -79,9 +80,10 @@ class HttpClient:
         query: dict[str, str] | None = None,
         *,
         timeout_s: float,
+        largest: int,
         retries: int = 0,
-    ) -> bytes:
-        """Return the body of an answer.
+    ) -> Any:
+        """Return the JSON of an answer; None is that of an empty one.
 
         Args:
             method: of HTTP.
@@ -89,12 +91,13 @@ class HttpClient:
             body: sent as JSON.
             query: parameters of the URL.
             timeout_s: longest time for one attempt, in seconds.
+            largest: most bytes of the answer.
             retries: further attempts where the server does not answer, is too slow or says that it is overloaded.
 
         Raises:
             NoAnswerError: it did not answer with a success.
             ValueError: the key cannot be one.
-            RuntimeError: the answer is too large, or compressed: then nothing is known of its size.
+            BadAnswerError: the answer is too large, no JSON, or compressed: then nothing is known of its size.
         """
         headers = {"Accept-Encoding": "identity"}
         if key := os.environ.get(self._key_variable, "").strip():
@@ -113,7 +116,7 @@ class HttpClient:
             async with self._slots:
                 try:
                     async with asyncio.timeout(timeout_s):
-                        status, answer = await self._send(method, route, body, query, headers)
+                        status, answer = await self._send(method, route, body, query, headers, largest)
                 except TimeoutError:
                     problem = f"no answer within {timeout_s:g} s"
                     continue
@@ -121,32 +124,35 @@ class HttpClient:
                     problem = f"{type(error).__name__} {error}".rstrip()
                     continue
             if status < 300:
-                return answer
-            problem = f"status {status}, {answer[:300].decode(errors='replace')}"
+                try:
+                    return json.loads(answer) if answer else None
+                except (ValueError, RecursionError) as error:
+                    raise BadAnswerError(f"it must be JSON, got {_shown(answer)}") from error
+            problem = f"status {status}, {_shown(answer)}"
             if not may_pass(status):
                 break
         raise NoAnswerError(status, problem, attempt + 1)
 
     async def _send(
-        self, method: str, route: str, body: Any, query: dict[str, str] | None, headers: dict[str, str]
+        self, method: str, route: str, body: Any, query: dict[str, str] | None, headers: dict[str, str], largest: int
     ) -> tuple[int, bytes]:
         url = self.url + route
         async with self._client.stream(method, url, json=body, params=query, headers=headers) as got:
             encoding = got.headers.get("content-encoding", "identity")
             if encoding != "identity":
-                raise RuntimeError(
-                    f"{self.who} at {self.url} must answer without compression, as it was asked to: got {encoding}."
-                )
+                raise BadAnswerError(f"it must come without compression, as it was asked for, got {encoding!a}")
             answer = bytearray()
             async for part in got.aiter_raw():
                 answer += part
-                if self._largest is not None and len(answer) > self._largest:
-                    raise RuntimeError(
-                        f"an answer of {self.who} at {self.url} must be under {self._largest // 2**20} MiB: fix the "
-                        "endpoint."
-                    )
+                if len(answer) > largest:
+                    raise BadAnswerError(f"it must be under {largest / 2**20:.3g} MiB")
             return got.status_code, bytes(answer)
 
     async def close(self) -> None:
         """End the connections."""
         await self._client.aclose()
+
+
+def _shown(answer: bytes) -> str:
+    """Return the beginning of an answer on one line, without what moves a cursor."""
+    return ascii(answer[:300].decode(errors="replace"))

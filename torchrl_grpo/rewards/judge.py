@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torchrl_grpo.host.http_client import HttpClient, NoAnswerError
+from torchrl_grpo.host.http_client import BadAnswerError, HttpClient, NoAnswerError
 
 TEMPLATE = """Rate how well the response answers the question, from {low} (worst) to {high} (best).
 
@@ -105,14 +104,27 @@ def read_rating(reply: str) -> float | None:
 async def _ask(client: HttpClient, body: dict[str, Any], retries: int, timeout_s: float) -> str:
     """The text of the reply, after as many attempts as it takes."""
     try:
-        answer = await client.ask("POST", "/chat/completions", body, timeout_s=timeout_s, retries=retries)
+        answer = await client.ask(
+            "POST", "/chat/completions", body, timeout_s=timeout_s, largest=_LARGEST_ANSWER, retries=retries
+        )
     except NoAnswerError as error:
         raise RuntimeError(f"the judge at {client.url} must answer, {error}: start it, or fix url.") from error
+    except BadAnswerError as error:
+        raise RuntimeError(f"an answer of the judge at {client.url} cannot be read, {error}: fix url.") from error
     try:
-        return str(json.loads(answer)["choices"][0]["message"]["content"] or "")
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
-        shown = answer[:200].decode(errors="replace")
+        choice = answer["choices"][0]
+        reply, reason = choice["message"]["content"] or "", choice.get("finish_reason")
+        if not isinstance(reply, str):
+            raise TypeError("content must be text")
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        shown = ascii(answer)[:200]
         raise RuntimeError(f"the judge at {client.url} must answer as OpenAI's API does, got {shown}.") from error
+    if reason == "length":  # "Score: 1" may have become "Score: 10"
+        raise ValueError(
+            f"the reply of the judge {body['model']} must end within max_tokens={body['max_tokens']}, it was cut off "
+            f"after {ascii(reply)[-200:]}: use a larger max_tokens."
+        )
+    return reply
 
 
 def _client(url: str, concurrency: int, api_key_env: str) -> HttpClient:
@@ -120,9 +132,7 @@ def _client(url: str, concurrency: int, api_key_env: str) -> HttpClient:
     options = url, concurrency, api_key_env
     if options not in clients:
         try:
-            clients[options] = HttpClient(
-                url, "the judge", key_variable=api_key_env, concurrency=concurrency, largest=_LARGEST_ANSWER
-            )
+            clients[options] = HttpClient(url, key_variable=api_key_env, concurrency=concurrency)
         except ImportError as error:
             raise ImportError(
                 "reward 'judge' must have the package httpx, it is missing: pip install 'torchrl_grpo[rewards]'."

@@ -10,6 +10,7 @@ from torch import Tensor
 from torchrl.envs import Transform
 
 from torchrl_grpo import keys
+from torchrl_grpo.generation.answers import LARGEST_VOCABULARY
 from torchrl_grpo.generation.servers import AT_A_TIME, COMES_BACK_S, connect, require_httpx
 from torchrl_grpo.models.packing import has
 from torchrl_grpo.transforms.ragged import flatten, set_rows
@@ -24,6 +25,7 @@ class ServedTeacher(Transform):
     Args:
         address: of the server, such as ``http://127.0.0.1:8000``; token ids go out, and log-probs come back.
         top_k: of the most likely tokens; None writes the log-probs of the sampled tokens alone.
+        vocabulary: ids that the policy has.
         starts_within_s: how long to wait for a server that does not answer.
 
     Raises:
@@ -31,11 +33,19 @@ class ServedTeacher(Transform):
         ValueError: it is no server that can be a teacher.
     """
 
-    def __init__(self, address: str, *, top_k: int | None = None, starts_within_s: float = COMES_BACK_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        top_k: int | None = None,
+        vocabulary: int = LARGEST_VOCABULARY,
+        starts_within_s: float = COMES_BACK_S,
+    ) -> None:
         self.out_key = keys.TEACHER_LOG_PROBS if top_k is None else keys.TEACHER_STATES
         super().__init__(in_keys=[keys.FULL, keys.ASSISTANT_MASK], out_keys=[self.out_key])
         self.top_k = top_k
         self._server = connect(address, starts_within_s, "teacher")
+        self._server.vocabulary = vocabulary
         self._threads = ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="teacher")
 
     @staticmethod

@@ -1,0 +1,308 @@
+"""Answers of inference servers: each reader takes an answer's JSON and returns values that can be true, or refuses it.
+
+A reader checks all that it returns, so that nothing behind it needs to, and raises a ``ValueError`` that names the
+field, the rule and the value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torchrl_grpo.generation.base import SamplingParams
+
+TOLERANCE = 1e-3
+"""Nats: log-probs that differ by less are equal, and may exceed 0 by as much."""
+LARGEST_VOCABULARY = 2**24
+"""Ids from here on are rounded in float32."""
+_LEAST_LOG_PROB = -1000.0
+"""No arithmetic samples a token below; servers write -9999 for -inf and NaN."""
+_CONTEXT_KEPT = 8
+"""Tokens of its context that a server may keep for itself (SGLang)."""
+
+Label = tuple[str, int, int]
+"""Weights, the first token that they sampled, and the one after the last."""
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """A request for responses, and what their reader must know.
+
+    Attributes:
+        prompt: ids.
+        n: responses.
+        limit: most tokens of each.
+        room: tokens that the context has left for a response, at least ``limit``.
+        params: of sampling.
+        vocabulary: ids that the model has.
+        labels: versions of the weights that the server was given, by label; None where it keeps its own.
+        oldest: version of the weights when the request was sent.
+    """
+
+    prompt: list[int]
+    n: int
+    limit: int
+    room: int
+    params: SamplingParams
+    vocabulary: int
+    labels: Mapping[str, int] | None
+    oldest: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response.
+
+    Attributes:
+        tokens: ids, at least one; none after an abort.
+        log_probs: of each.
+        reason: why it ended.
+        versions: of the weights that sampled each token; None where the server keeps its own.
+    """
+
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    reason: Literal["stop", "length", "abort"]
+    versions: tuple[int, ...] | None = None
+
+
+ABORTED = Answer((), (), "abort")
+
+
+def entry(container: Any, key: str | int, *kinds: type, where: str = "") -> Any:
+    """Return an entry of a JSON object or array.
+
+    Args:
+        container: the object or array.
+        key: of the entry.
+        kinds: exact types that it may have.
+        where: the container's own place, for the message.
+
+    Raises:
+        ValueError: it is missing, or of another type.
+    """
+    is_container = type(container) is (dict if isinstance(key, str) else list)
+    has_key = is_container and (key in container if isinstance(key, str) else key < len(container))
+    place = f"{where}.{key}".lstrip(".") if isinstance(key, str) else f"{where}[{key}]"
+    if not has_key:
+        raise ValueError(f"{place} is missing")
+    value = container[key]
+    if type(value) not in kinds:
+        names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ValueError(f"{place} must be {names}, got {_shown(value)}")
+    return value
+
+
+def read_vllm_samples(answer: Any, request: SampleRequest) -> list[Answer]:
+    """Read vLLM's ``/inference/v1/generate``."""
+    choices = entry(answer, "choices", list)
+    places = [f"choices[{number}]" for number in range(len(choices))]
+    indices = [entry(choice, "index", int, where=where) for choice, where in zip(choices, places, strict=True)]
+    if sorted(indices) != list(range(request.n)):
+        raise ValueError(f"choices must have each index from 0 to {request.n - 1} once, got {_shown(indices)}")
+    answers = []
+    for _, choice, where in sorted(zip(indices, choices, places, strict=True)):
+        reason = entry(choice, "finish_reason", str, where=where)
+        if reason == "abort":
+            answers.append(ABORTED)
+            continue
+        tokens = entry(choice, "token_ids", list, where=where)
+        content = entry(entry(choice, "logprobs", dict, where=where), "content", list, where=f"{where}.logprobs")
+        log_probs = [entry(one, "logprob", int, float, where=f"{where}.logprobs.content[]") for one in content]
+        labels = [] if request.labels is None else _vllm_labels(choice, where)
+        answers.append(_sample(request, tokens, log_probs, reason, labels, where))
+    return answers
+
+
+def _vllm_labels(choice: Any, where: str) -> list[Label]:
+    where = f"{where}.weight_versions"
+    spans = choice.get("weight_versions") and entry(choice, "weight_versions", list)
+    ends = ("start", "end")
+    return [
+        (entry(span, "version", str, where=where), *(entry(span, end, int, where=where) for end in ends))
+        for span in spans or ()
+    ]
+
+
+def read_sglang_samples(answer: Any, request: SampleRequest) -> list[Answer]:
+    """Read SGLang's ``/generate``: an object for each response, in a list where they are several."""
+    responses = answer if type(answer) is list else [answer]
+    if len(responses) != request.n:
+        raise ValueError(f"there must be {request.n} responses, got {len(responses)}")
+    answers = []
+    for number, response in enumerate(responses):
+        where = f"[{number}].meta_info"
+        info = entry(response, "meta_info", dict, where=f"[{number}]")
+        reason = entry(entry(info, "finish_reason", dict, where=where), "type", str, where=f"{where}.finish_reason")
+        if reason == "abort":
+            answers.append(ABORTED)
+            continue
+        tokens, log_probs = [], []
+        for pair in entry(info, "output_token_logprobs", list, where=where):
+            log_probs.append(entry(pair, 0, int, float, where=f"{where}.output_token_logprobs[]"))
+            tokens.append(entry(pair, 1, int, where=f"{where}.output_token_logprobs[]"))
+        labels = []
+        if request.labels is not None:
+            labels = [(entry(info, "weight_version", str, where=where), 0, len(tokens))]
+        answers.append(_sample(request, tokens, log_probs, reason, labels, where))
+    return answers
+
+
+def _sample(
+    request: SampleRequest,
+    tokens: Sequence[Any],
+    log_probs: Sequence[int | float],
+    reason: str,
+    labels: Sequence[Label],
+    where: str,
+) -> Answer:
+    """Return the response that tokens, log-probs and finish reason can be together."""
+    length, stops = len(tokens), request.params.stop_token_ids
+    if not 1 <= length <= request.limit:
+        raise ValueError(f"{where} must have 1 to {request.limit} tokens, got {length}")
+    if len(log_probs) != length:
+        raise ValueError(f"{where} must have a log-prob for each of {length} tokens, got {len(log_probs)}")
+    ids = tuple(_token(token, request.vocabulary, where) for token in tokens)
+    if any(token in stops for token in ids[:-1]):
+        raise ValueError(f"{where} must end with the first of the stop tokens {list(stops)}, got more: {_shown(ids)}")
+    at_stop, at_limit = ids[-1] in stops, length == request.limit
+    if reason == "stop":
+        possible = at_stop or request.params.stop is not None
+    else:
+        full = not at_stop and length + _CONTEXT_KEPT >= request.room
+        possible = reason == "length" and (at_limit or full)
+    if not possible:
+        raise ValueError(
+            f"{where} must end with a stop token, at {request.limit} tokens or as finish_reason 'abort', got "
+            f"{_shown(reason)} after {length} tokens that end with {ids[-1]}"
+        )
+    return Answer(
+        ids,
+        tuple(_log_prob(value, where) for value in log_probs),
+        "stop" if at_stop or reason == "stop" else "length",
+        None if request.labels is None else _versions(request.labels, request.oldest, labels, length, where),
+    )
+
+
+def _versions(
+    known: Mapping[str, int], oldest: int, labels: Sequence[Label], length: int, where: str
+) -> tuple[int, ...]:
+    versions: list[int] = []
+    for label, start, end in labels:
+        if not len(versions) == start <= end <= length:
+            raise ValueError(f"{where} must say for each token once which weights sampled it, got {_shown(labels)}")
+        version = known.get(label, -1)
+        if version < max([oldest, *versions[-1:]]):
+            raise ValueError(
+                f"{where} must be sampled with weights that this run gave, of version {oldest} or newer, got "
+                f"{_shown(label)}: it was restarted, or others update it too"
+            )
+        versions += [version] * (end - start)
+    if len(versions) != length:
+        raise ValueError(f"{where} must say for each token once which weights sampled it, got {_shown(labels)}")
+    return tuple(versions)
+
+
+def read_vllm_candidates(answer: Any, vocabulary: int) -> dict[int, float]:
+    """Read the likely first tokens, with their log-probs, in vLLM's ``/inference/v1/generate``."""
+    log_probs = entry(entry(entry(answer, "choices", list), 0, dict, where="choices"), "logprobs", dict)
+    first = entry(entry(log_probs, "content", list), 0, dict, where="content")
+    where = "content[0].top_logprobs[]"
+    return {
+        _token(entry(one, "token_id", int, where=where), vocabulary, where): _log_prob(
+            entry(one, "logprob", int, float, where=where), where
+        )
+        for one in entry(first, "top_logprobs", list)
+    }
+
+
+def read_sglang_candidates(answer: Any, vocabulary: int) -> dict[int, float]:
+    """Read the likely first tokens, with their log-probs, in SGLang's ``/generate``."""
+    tops = entry(entry(answer, "meta_info", dict), "output_top_logprobs", list)
+    where = "output_top_logprobs[0]"
+    return dict(_pair(one, vocabulary, where) for one in entry(tops, 0, list, where="output_top_logprobs"))
+
+
+def read_vllm_scores(answer: Any, tokens: list[int], start: int, top_k: int, vocabulary: int) -> list[dict[int, float]]:
+    """Read the log-probs of given tokens, and of likely ones beside each, in vLLM's ``/v1/completions``."""
+    choice = entry(entry(answer, "choices", list), 0, dict, where="choices")
+    stated = entry(choice, "prompt_logprobs", list)
+    if len(stated) != len(tokens):
+        raise ValueError(f"prompt_logprobs must have an entry for each of {len(tokens)} tokens, got {len(stated)}")
+    scores = []
+    for index in range(start, len(tokens)):
+        where = f"prompt_logprobs[{index}]"
+        likely = {
+            _decimal(token, vocabulary, where): _log_prob(entry(one, "logprob", int, float, where=where), where)
+            for token, one in entry(stated, index, dict, where="prompt_logprobs").items()
+        }
+        scores.append(_score(likely, tokens[index], top_k, where))
+    return scores
+
+
+def read_sglang_scores(
+    answer: Any, tokens: list[int], start: int, top_k: int, vocabulary: int
+) -> list[dict[int, float]]:
+    """Read the log-probs of given tokens, and of likely ones beside each, in SGLang's ``/generate``."""
+    info, wanted = entry(answer, "meta_info", dict), len(tokens) - start
+    own = entry(info, "input_token_logprobs", list)
+    likely = entry(info, "input_top_logprobs", list) if top_k else [[]] * len(own)
+    # The first one that is asked for has no log-prob.
+    if len(own) not in (wanted, wanted + 1) or len(likely) != len(own):
+        raise ValueError(f"there must be log-probs for each of {wanted} tokens, got {len(own)} and {len(likely)}")
+    scores = []
+    for index in range(-wanted, 0):
+        where = f"input_token_logprobs[{index}]"
+        stated = entry(likely, len(likely) + index, list, where="input_top_logprobs")
+        others = dict(_pair(one, vocabulary, where) for one in stated)
+        if len(others) != top_k:
+            raise ValueError(f"{where} must have {top_k} likely tokens, got {_shown(stated)}")
+        token, log_prob = _pair(own[index], vocabulary, where)
+        if token != tokens[index]:
+            raise ValueError(f"{where} must be of token {tokens[index]}, got {token}")
+        scores.append(_score(others | {token: log_prob}, token, top_k, where))
+    return scores
+
+
+def _score(likely: dict[int, float], token: int, top_k: int, where: str) -> dict[int, float]:
+    """Return log-probs by token if they are of one position."""
+    if token not in likely or not max(top_k, 1) <= len(likely) <= top_k + 1:
+        raise ValueError(
+            f"{where} must have the log-probs of token {token} and of the {top_k} most likely ones, got those of "
+            f"{_shown(sorted(likely))}"
+        )
+    if sum(map(math.exp, likely.values())) > 1 + TOLERANCE:
+        raise ValueError(f"{where} must have log-probs, whose probabilities sum to 1 at most, got {_shown(likely)}")
+    return likely
+
+
+def _pair(pair: Any, vocabulary: int, where: str) -> tuple[int, float]:
+    """Return token and log-prob of SGLang's [log-prob, id, text]."""
+    log_prob = _log_prob(entry(pair, 0, int, float, where=where), where)
+    return _token(entry(pair, 1, int, where=where), vocabulary, where), log_prob
+
+
+def _decimal(text: str, vocabulary: int, where: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise ValueError(f"{where} must have token ids as keys, got {_shown(text)}")
+    return _token(int(text), vocabulary, where)
+
+
+def _token(value: Any, vocabulary: int, where: str) -> int:
+    if type(value) is not int or not 0 <= value < vocabulary:
+        raise ValueError(f"{where} must have token ids from 0 to {vocabulary - 1}, got {_shown(value)}")
+    return value
+
+
+def _log_prob(value: int | float, where: str) -> float:
+    if not _LEAST_LOG_PROB <= value <= TOLERANCE:  # NaN is neither
+        raise ValueError(f"{where} must have log-probs from {_LEAST_LOG_PROB:g} to 0, got {_shown(value)}")
+    return float(value)
+
+
+def _shown(value: Any) -> str:
+    """Return the beginning of a value on one line of ASCII, as what a server sends may be long or move a cursor."""
+    text = ascii(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."

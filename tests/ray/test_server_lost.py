@@ -1,4 +1,4 @@
-"""Servers that die, come back with their first weights, are updated by others and are slow, while a run goes on."""
+"""Servers that die, come back with their first weights, are updated by others, lie and are slow, while a run goes on."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ def test_each_group_is_trained_once_whatever_becomes_of_the_servers(tmp_path: Pa
     def update_by_others() -> None:
         second.foreign = 1
 
+    def lie() -> None:
+        first.lies = 1
+
     def slow() -> None:
         first.slow_s = 0.5
 
-    happens = {1: first.stop, 3: first.restart, 5: update_by_others, 7: slow}
+    happens = {1: first.stop, 3: first.restart, 5: update_by_others, 6: lie, 7: slow}
     config = compose_config(
         *SMALL,
         steps(9),
@@ -60,7 +63,7 @@ def test_each_group_is_trained_once_whatever_becomes_of_the_servers(tmp_path: Pa
         made.close()
     rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "train/loss" in row]
     assert sorted(trained) == list(range(9 * config.groups_per_batch))
-    assert not happens and rows[-1]["workers/restarts_rollout"] >= 2
+    assert not happens and rows[-1]["workers/restarts_rollout"] >= 3
     assert max(row["staleness/max"] for row in rows) <= 2
     _check_log_probs(sampled, first.given | second.given)
     for server in (first, second):

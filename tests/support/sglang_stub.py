@@ -33,6 +33,7 @@ class SGLangStub:
         slow_s: seconds that each request for samples takes longer.
         aborts: how many requests for samples are answered with an abort first.
         foreign: how many requests for samples are answered as if others had updated the weights.
+        lies: how many requests for samples are answered with a response too few.
         busy: how many requests for scores are refused as one too many.
         hangs: until it is set, requests for scores are not answered.
         seen: the bodies of all requests, by route.
@@ -46,7 +47,7 @@ class SGLangStub:
 
     def __init__(self, path: str, port: int = 0) -> None:
         self.path, self.label, self.raw, self.slow_s = path, FIRST, False, 0.0
-        self.aborts = self.foreign = self.busy = 0
+        self.aborts = self.foreign = self.lies = self.busy = 0
         self.hangs = threading.Event()
         self.hangs.set()
         self.seen: list[tuple[str, Any]] = []
@@ -157,6 +158,7 @@ class SGLangStub:
         reason = "abort" if self.aborts > 0 else ""
         self.aborts -= 1
         self.foreign -= 1
+        self.lies -= 1
         answers = [
             {
                 "meta_info": {
@@ -169,6 +171,8 @@ class SGLangStub:
             }
             for one in made
         ]
+        if self.lies >= 0:
+            answers.pop()
         return 200, answers if asked["n"] > 1 else answers[0]
 
     def _score(self, prompt: list[int], start: int, top_k: int) -> tuple[int, Any]:

@@ -23,6 +23,7 @@ from tests.support.models import make_tiny_model, response_log_probs
 from torchrl_grpo import keys
 from torchrl_grpo.generation.base import Completion, SamplingParams
 from torchrl_grpo.generation.server import ServerEngine
+from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.rewards.judge import TEMPLATE
 from torchrl_grpo.tasks.base import Dialog, Problem
@@ -106,7 +107,7 @@ def test_a_judge_behind_vllm_serve_rates_responses(address: str) -> None:
     assert TEMPLATE.count("{response}") == 1
     assert rate("It is 42.", max_tokens=32) == 0.7
     assert rate("No idea. Score: 10", scale=[5, 15], max_tokens=32) == pytest.approx(0.2)
-    with pytest.raises(ValueError, match="the reply of the judge judge must have a rating from 0 to 10"):
+    with pytest.raises(ValueError, match="the reply of the judge judge must end within max_tokens=3"):
         rate("It is 42.", max_tokens=3)
     with pytest.raises(RuntimeError, match="status 404"):
         rate("It is 42.", model="another", retries=0)
@@ -162,6 +163,26 @@ def test_tokens_and_log_probs_are_the_models(engine: ServerEngine, folder: Path)
     for prompt, [first, second] in zip(PROMPTS, engine.generate(PROMPTS, 2, GREEDY), strict=True):
         expected = model.generate(prompt[None], max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert first.tokens.tolist() == second.tokens.tolist() == expected[0, len(prompt) :].tolist()
+
+
+def test_a_response_ends_with_a_stop_token_a_stop_string_or_at_its_limit(
+    engine: ServerEngine, folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    engine.update_weights(named_weights(taught(folder)), 1)
+    asked = torch.cat([torch.arange(20, 60), tokenizer("<|assistant|>", return_tensors="pt").input_ids[0]])
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    for options, text, reason in (
+        ({"stop_token_ids": (end,)}, f"{SAYS}<|end|>", "stop"),
+        ({"stop_token_ids": (end,), "stop": StopStrings(["Score"], tokenizer)}, "Fine. Score", "stop"),
+        ({}, f"{SAYS}<|end|>", "length"),
+    ):
+        limit = len(tokenizer(f"{SAYS}<|end|>", add_special_tokens=False).input_ids)
+        for temperature in (0, 0.01):
+            params = SamplingParams(max_new_tokens=limit, temperature=temperature, **options)
+            [[first, second]] = engine.generate([asked], 2, params)
+            for done in (first, second):
+                assert (tokenizer.decode(done.tokens), done.finish_reason) == (text, reason)
+                assert done.versions is not None and done.versions.tolist() == [1] * len(done.tokens)
 
 
 def test_an_update_is_in_all_that_is_sampled_after_it(engine: ServerEngine, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Servers that die, come back with their first weights, are updated by others, lie and are slow, while a run goes on."""
+"""Servers that die, come back with their first weights, are updated by others, lie and are slow while a run goes on."""
 
 from __future__ import annotations
 

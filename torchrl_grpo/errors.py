@@ -59,9 +59,9 @@ class StalledError(BaseException):
     """The run makes no progress. Not an ``Exception``: code that isolates errors of scorers must not catch it."""
 
 
-INVALID_CAUSES = ("exception", "not_finite", "none", "timeout", "crash", "lost")
+INVALID_CAUSES = ("exception", "not_finite", "none", "timeout", "crash", "lost", "import")
 """Causes of invalid rewards, as in metric names; ``none``: no reward applies, ``lost``: the process that kept the
-dialog ended."""
+dialog ended, ``import``: a program needs a package that its sandbox lacks."""
 
 
 class InvalidRewardError(ValueError):

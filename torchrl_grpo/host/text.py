@@ -22,6 +22,7 @@ _INVALID_CAUSES = {
     "timeout": "timed out",
     "crash": "crashed the worker",
     "lost": "lost with its worker",
+    "import": "imported a missing package",
 }
 
 

@@ -8,44 +8,31 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
-import time
+import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal
 
-from torchrl_grpo.sandbox import Limits, require_isolation, run_python
+from torchrl_grpo.errors import InvalidRewardError
+from torchrl_grpo.sandbox import Limits, judging, require_isolation
 
 _FENCED = re.compile(r"```([^\n`]*)\n(.*?)(?:^[ \t]*```|\Z)", re.S | re.M)
 _PYTHON = ("python", "py", "python3")
-_HARNESS = """\
-import io, json, sys
-given = json.load(sys.stdin)
-sys.stdin = io.StringIO()
-scope = {"__name__": "solution"}
-if given["function"] is not None:  # the stubs of such problems are annotated, with List and others
-    exec("from typing import *", scope)
-exec(compile(given["program"], "solution.py", "exec"), scope)
-
-def call(arguments):
-    found = scope.get(given["function"])
-    if found is None:
-        found = getattr(scope["Solution"](), given["function"])
-    return found(*arguments)
-
-for test in given["tests"]:
-    try:
-        if given["function"] is None:
-            said = exec(compile(test, "test.py", "exec"), scope)
-        else:
-            said = json.dumps(call(test), default=list)
-    except BaseException as error:
-        said = False
-    if said is None or said:
-        print("\\n" + given["mark"], "passed" if said is None else said, flush=True)
-    else:
-        print("\\n" + given["mark"], flush=True)
-"""
+_SLOW = 2
+"""Tests that may reach their time limit; after them a program counts as too slow for the rest."""
+_PACKAGES = frozenset(
+    "matplotlib mpmath networkx numba numpy pandas requests scipy sklearn sortedcontainers sympy torch".split()
+)
+"""Packages that a grader's machine may have, and the sandbox has not. Another name is taken for an invented one."""
+_NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)[^'\n]*'\s*\Z")
+_REL, _ABS = 1e-5, 1e-8
+"""How near a number must come, as in APPS' and prime_code's graders (numpy.allclose)."""
+_INTEGER = re.compile(r"[+-]?\d+")
+_LONGEST_NUMBER = 5000
+"""Characters of a number that is read as one."""
+_LEAST_MIB = 64
 
 
 @dataclass(frozen=True)
@@ -57,12 +44,14 @@ class Tests:
         inputs: of each test.
         outputs: what each must give; empty for statements.
         function: name of the function that is called.
+        exact: whether numbers are compared as decimals, and lines one by one, as LiveCodeBench does.
     """
 
     kind: Literal["assert", "call", "stdin"]
     inputs: Sequence[Any]
     outputs: Sequence[Any] = ()
     function: str | None = None
+    exact: bool = False
 
 
 def program_in(response: str) -> str:
@@ -105,8 +94,11 @@ def read_tests(answer: Any, entry_point: str | None = None) -> Tests:
         return Tests("assert", [answer])
     if isinstance(answer, Mapping) and len(answer.get("inputs") or ()) == len(answer.get("outputs") or ()) > 0:
         function = answer.get("fn_name") or entry_point
-        inputs = [_arguments(one) for one in answer["inputs"]] if function else answer["inputs"]
-        return Tests("call" if function else "stdin", inputs, answer["outputs"], function)
+        inputs, outputs = answer["inputs"], answer["outputs"]
+        if function is None:
+            return Tests("stdin", inputs, outputs)
+        outputs = [_result(*one) for one in zip(inputs, outputs, strict=True)]
+        return Tests("call", [_arguments(one) for one in inputs], outputs, function)
     if isinstance(answer, Sequence) and answer and all(isinstance(one, str) for one in answer):
         return Tests("assert", answer)
     if (
@@ -121,8 +113,9 @@ def read_tests(answer: Any, entry_point: str | None = None) -> Tests:
                     "reward 'code' must have tests with the name of the function that they call, this problem has "
                     "none: keep the column metadata, whose func_name it is, or entry_point."
                 )
-            return Tests("call", [_arguments(one) for one in inputs], [json.loads(one) for one in outputs], entry_point)
-        return Tests("stdin", inputs, outputs)
+            outputs = [json.loads(one) for one in outputs]
+            return Tests("call", [_arguments(one) for one in inputs], outputs, entry_point, exact=True)
+        return Tests("stdin", inputs, outputs, exact=True)
     raise ValueError(
         f"reward 'code' must have tests, this problem has {answer!r:.80}: give a list of assert statements, a text "
         'with them, {"inputs": [...], "outputs": [...]} or a list of {"input", "output"} in the column of '
@@ -135,32 +128,53 @@ def _arguments(given: Any) -> Any:
     return [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else given
 
 
+def _result(given: Any, expected: Any) -> Any:
+    """What a call must return: JSON in a text where the arguments are."""
+    if isinstance(given, str) and isinstance(expected, str):
+        with suppress(ValueError):
+            return json.loads(expected)
+    return expected
+
+
 def code(
     response: str,
     answer: Any,
     entry_point: str | None = None,
     metadata: Any = None,
+    prompt: str = "",
+    test_imports: Sequence[str] | None = None,
+    test_setup_code: str | None = None,
     *,
     metric: Literal["all", "fraction"] = "all",
-    seconds: float = 10.0,
-    sandbox: Literal["auto", "strict"] = "auto",
+    seconds: float = 6.0,
+    memory_mib: int = 512,
+    sandbox: Literal["auto", "strict"] = "strict",
 ) -> float:
     """Return 1.0 for a program that passes all tests, or the share of tests that it passes.
 
     A test of standard input and output, or of a call, is compared outside of the program, which does not see what is
     expected. Statements run in the program's own process: one that sets out to can make them pass.
 
+    A program that computes for longer than its time, waits, exceeds its memory or raises is wrong. Where the machine
+    did not let it compute, killed it, or lacks a package that it imports, the reward is invalid.
+
     Args:
         response: with the program in its last fenced block, or nothing but the program.
         answer: the tests, see ``read_tests``.
         entry_point: column of HumanEval: the function's name.
         metadata: column of LiveCodeBench, also as JSON: its ``func_name`` is the function's name.
+        prompt: of the problem: where it is the beginning of the function, the program may go on from there.
+        test_imports: column of MBPP: statements that run before the tests.
+        test_setup_code: likewise, as one text.
         metric: ``"all"`` or ``"fraction"``.
-        seconds: longest time for all tests together.
+        seconds: longest CPU time of each test. After two that exceed it, the rest counts as failed.
+        memory_mib: address space of each of the program's processes, in MiB; at least 64.
         sandbox: ``"strict"`` runs nothing where there are limits alone.
 
     Raises:
         ValueError: there are no tests, or an option is none of those that there are.
+        InvalidRewardError: the program could not be judged.
+        OSError: its sandbox could not be made.
         RuntimeError: ``sandbox="strict"`` where there is no sandbox.
 
     >>> code("```python\\ndef double(x):\\n    return 2 * x\\n```", ["assert double(3) == 6"])
@@ -168,57 +182,92 @@ def code(
     """
     if metric not in ("all", "fraction"):
         raise ValueError(f"metric={metric} of reward 'code' must be all or fraction: for example, all.")
+    if not seconds > 0:
+        raise ValueError(f"seconds={seconds} of reward 'code' must be above 0: for example, 6.")
+    if memory_mib < _LEAST_MIB:
+        raise ValueError(f"memory_mib={memory_mib} of reward 'code' must be at least {_LEAST_MIB}: for example, 512.")
     require_isolation(sandbox)
     if entry_point is None and metadata:
         given = json.loads(metadata) if isinstance(metadata, str) else metadata
         entry_point = given.get("func_name") if isinstance(given, Mapping) else None
-    tests, program = read_tests(answer, entry_point), program_in(response)
-    passed = (
-        _passed_by_output(program, tests, seconds, metric)
-        if tests.kind == "stdin"
-        else _passed(program, tests, seconds)
-    )
+    tests = read_tests(answer, entry_point)
+    begins = entry_point and re.search(rf"^(?:async )?def {re.escape(entry_point)}\b", prompt, re.M)
+    program = {
+        "source": program_in(response),
+        "stub": prompt if begins and tests.kind == "assert" else "",
+        "setup": "\n".join([*(test_imports or ()), test_setup_code or ""]),
+    }
+    passed = _passed(program, tests, Limits(seconds, memory_mib * 2**20), metric)
     share = passed / len(tests.inputs)
     return share if metric == "fraction" else float(share == 1)
 
 
-def _passed(program: str, tests: Tests, seconds: float) -> int:
-    """Count the statements that pass, or calls with the right result, all in one process."""
-    mark = secrets.token_hex(16)
-    given = {"program": program, "tests": list(tests.inputs), "function": tests.function, "mark": mark}
-    outcome = run_python(_HARNESS, json.dumps(given), Limits(seconds=seconds))
-    said = [line.removeprefix(mark).strip() for line in outcome.output.splitlines() if line.startswith(mark)]
-    if tests.kind == "assert":
-        return min(said.count("passed"), len(tests.inputs))
-    return sum(_equals(one, expected) for one, expected in zip(said, tests.outputs, strict=False))
-
-
-def _equals(said: str, expected: Any) -> bool:
-    try:
-        value = json.loads(said)
-    except ValueError:
-        return False
-    if isinstance(expected, str):
-        try:
-            return bool(value == expected or value == json.loads(expected))
-        except ValueError:
-            return False
-    return bool(value == expected or [value] == expected)  # APPS puts what a call returns into a list
-
-
-def _passed_by_output(program: str, tests: Tests, seconds: float, metric: str) -> int:
-    """Count the inputs with the right output; with ``all`` stop at the first wrong one."""
-    deadline, passed = time.monotonic() + seconds, 0
-    for given, expected in zip(tests.inputs, tests.outputs, strict=True):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            break
-        outcome = run_python(program, _text(given), Limits(seconds=left))
-        if outcome.status == 0 and _words(outcome.output) == _words(_text(expected)):
-            passed += 1
-        elif metric == "all":
-            break
+def _passed(program: Mapping[str, str], tests: Tests, limits: Limits, metric: str) -> int:
+    """Count the tests that a program passes; with ``all`` stop at the first that it does not."""
+    passed, slow = 0, 0
+    settings = {
+        "function": tests.function,
+        "statements": tests.kind == "assert",
+        "contest": tests.kind != "assert",
+        "keys": not tests.exact,
+        "tests": len(tests.inputs),
+    }
+    outputs = tests.outputs or [None] * len(tests.inputs)
+    with judging(limits, **program, **settings) as test:
+        for given, expected in zip(tests.inputs, outputs, strict=True):
+            ended = test(_text(given) if tests.kind == "stdin" else given)
+            answer = _read_answer(ended["output"]) if ended["end"] == "answer" else {}
+            _require_judged(ended, answer.get("error") or ended["errors"], limits)
+            right = _is_right(tests, ended, answer, expected)
+            passed += right
+            slow += ended["end"] == "time"
+            if not ended.get("loaded", True) or slow == _SLOW or (metric == "all" and not right):
+                break
     return passed
+
+
+def _read_answer(line: str) -> dict[str, Any]:
+    """What a program's process answered, empty where the program has written something else."""
+    try:
+        answer = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _require_judged(ended: Mapping[str, Any], error: Any, limits: Limits) -> None:
+    """Raise where it is not the program's fault that a test ended as it did."""
+    if ended["end"] == "starved":
+        raise InvalidRewardError(
+            f"a program must get {limits.seconds:g} s of CPU time, on this machine it waited ten times as long for "
+            "them: use fewer env.reward_workers.",
+            "timeout",
+        )
+    if ended["end"] == "exit" and ended["status"] == -signal.SIGKILL:
+        raise InvalidRewardError("a program was killed from outside of its sandbox: look for a lack of memory.", "crash")
+    missing = _NO_MODULE.search(error) if isinstance(error, str) else None
+    if missing and missing[1] in _PACKAGES and ended["status"] != 0:
+        raise InvalidRewardError(
+            f"a program must do with the standard library, it imports {missing[1]}: ask for that in the prompt.", "import"
+        )
+
+
+def _is_right(tests: Tests, ended: Mapping[str, Any], answer: Mapping[str, Any], expected: Any) -> bool:
+    if tests.kind == "stdin":
+        right = ended["end"] == "exit" and ended["status"] == 0
+        return right and _same_output(ended["output"], _text(expected), tests.exact)
+    if ended["end"] != "answer" or not ended.get("loaded", True) or answer.get("error") != "":
+        return False
+    return tests.kind == "assert" or _equals(answer.get("result"), expected, tests.exact)
+
+
+def _equals(result: Any, expected: Any, exact: bool) -> bool:
+    """Whether a call has returned what it must; APPS puts that into a list."""
+    try:
+        value = json.loads(result)
+        return bool(value == expected or (not exact and [value] == expected))
+    except (ValueError, TypeError, RecursionError):
+        return False
 
 
 def _text(value: Any) -> str:
@@ -226,6 +275,29 @@ def _text(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _words(text: str) -> list[list[str]]:
-    """The words of each line, without empty lines at the end."""
-    return [line.split() for line in text.rstrip().splitlines()]
+def _same_output(printed: str, expected: str, exact: bool) -> bool:
+    """Whether the words of all lines are the same, or numbers that are the same; unless exact, empty lines are left
+    out, and a number may be near another that is no integer."""
+    lines, right = ([line.split() for line in text.strip().split("\n")] for text in (printed, expected))
+    if not exact:
+        lines, right = [line for line in lines if line], [line for line in right if line]
+    return list(map(len, lines)) == list(map(len, right)) and all(
+        _same_word(word, other, exact)
+        for line, other_line in zip(lines, right, strict=True)
+        for word, other in zip(line, other_line, strict=True)
+    )
+
+
+def _same_word(word: str, expected: str, exact: bool) -> bool:
+    if word == expected:
+        return True
+    if max(len(word), len(expected)) > _LONGEST_NUMBER:
+        return False
+    try:
+        if exact:
+            return Decimal(word) == Decimal(expected)
+        value, other = float(word), float(expected)
+    except (ValueError, ArithmeticError):
+        return False
+    integers = _INTEGER.fullmatch(word) and _INTEGER.fullmatch(expected)
+    return not integers and abs(value - other) <= _ABS + _REL * abs(other)

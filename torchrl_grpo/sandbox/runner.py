@@ -6,9 +6,11 @@ of its own: without a network, and with a file system that has Python, the progr
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import selectors
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,50 +22,39 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Isolation = Literal["namespaces", "limits"]
 
+_HERE = Path(__file__).parent
 _READ = 2**16
-_LIMITED = """\
-import resource as r, sys
-cpu, memory, processes, file = {cpu_s}, {memory}, {processes}, {file}
-for name, value in (("CPU", cpu), ("AS", memory), ("NPROC", processes), ("FSIZE", file), ("NOFILE", 64), ("CORE", 0)):
-    try:
-        r.setrlimit(getattr(r, "RLIMIT_" + name), (value, value))
-    except (AttributeError, ValueError, OSError):  # macOS has no limit on memory
-        pass
-del r, name, value, cpu, memory, processes, file
-sys.path[:] = [path for path in sys.path if path]
-with open({program!r}, encoding="utf-8") as source:
-    code = compile(source.read(), "program.py", "exec")
-del sys, source
-exec(code, {{"__name__": "__main__"}})
-"""
+_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
+_START_S = 120.0
+"""Longest time for a sandbox to be made, on a busy machine."""
 _ROOT = """\
 set -e
 mount -t tmpfs -o size={size},nr_inodes=4096,mode=755 tmpfs {root}
 mkdir -p {root}/tmp {root}/dev {root}/program
 chmod 1777 {root}/tmp
 for place in {places}; do
-  mkdir -p "{root}$place"
-  mount --rbind "$place" "{root}$place"
-  mount -o remount,bind,ro,nosuid,nodev "{root}$place"
+  mkdir -p {root}"$place"
+  mount --rbind "$place" {root}"$place"
+  mount -o remount,bind,ro,nosuid,nodev {root}"$place"
 done
 for link in /bin /lib /lib64; do
-  if [ -L "$link" ]; then ln -s "$(readlink "$link")" "{root}$link"; fi
+  if [ -L "$link" ]; then ln -s "$(readlink "$link")" {root}"$link"; fi
 done
 for device in null zero urandom; do
-  touch "{root}/dev/$device"
-  mount --bind "/dev/$device" "{root}/dev/$device"
+  touch {root}/dev/$device
+  mount --bind /dev/$device {root}/dev/$device
 done
+ln -s /tmp {root}/dev/shm
 mount --bind {folder} {root}/program
 mount -o remount,bind,ro,nosuid,nodev {root}/program
 mount -o remount,bind,ro,nosuid,nodev {root}
 mount -t tmpfs -o size={size},nr_inodes=4096,mode=1777 tmpfs {root}/tmp
 unset PWD OLDPWD
-: > {ready}
-set -- setpriv {identity} --no-new-privs --bounding-set=-all --inh-caps=-all {python} -I -S -B /program/start.py
+set -- setpriv {identity} --no-new-privs --bounding-set=-all --inh-caps=-all "$@"
 exec chroot {root} "$@"
 """
 """Shell script for a separate file system in which nothing can be mounted and no other one be reached: its processes
@@ -77,7 +68,7 @@ class Limits:
     """Resource limits of a program.
 
     Attributes:
-        seconds: of the clock; of the CPU each process has as much.
+        seconds: CPU time of a run, or of a test; of a ``Session``, of the clock for each piece of code.
         memory: bytes of each process's address space.
         processes: of the program, threads included, where it has namespaces of its own; elsewhere of the user.
         file: bytes of each file; with namespaces also of all files together.
@@ -96,26 +87,36 @@ class Outcome:
     """Result of a program.
 
     Attributes:
-        status: exit status, negative the number of the signal that ended it; None where a limit of time or output did.
+        end: ``exit``, or the limit that it was killed at: ``time`` (its own CPU time, or it only waited), ``output``,
+            or ``starved`` (the machine did not let it compute).
+        status: exit status, negative the number of the signal that ended it; None where a limit did.
         output: what it printed on its standard output, as text.
         errors: the end of what it printed on its standard error.
     """
 
+    end: str
     status: int | None
     output: str
     errors: str
 
 
 @cache
+def _missing() -> str:
+    """What keeps programs from having namespaces here, as text; empty where nothing does."""
+    lacking = [tool for tool in ("unshare", "setpriv", "mount", "chroot") if not shutil.which(tool, path=_PATH)]
+    if sys.platform != "linux" or lacking:
+        return f"this is {sys.platform}" if sys.platform != "linux" else f"there is no {lacking[0]} in {_PATH}"
+    try:
+        with started("print(6 * int(input()), flush=True)", Limits(), "namespaces") as process:
+            answer = process.ask(7, _START_S)
+    except (OSError, EndedError, TimeoutError) as error:
+        return str(error)
+    return "" if answer == 42 else f"a program printed {answer!r:.80}"
+
+
 def isolation() -> Isolation:
     """Return the isolation of programs here: ``"namespaces"``, or only ``"limits"``."""
-    if sys.platform != "linux" or not all(map(shutil.which, ("unshare", "setpriv", "mount"))):
-        return "limits"
-    try:
-        outcome = _run("print(6 * 7)", "", Limits(), "namespaces")
-    except OSError:
-        return "limits"
-    return "namespaces" if outcome.output == "42\n" else "limits"
+    return "limits" if _missing() else "namespaces"
 
 
 def require_isolation(sandbox: str) -> None:
@@ -132,14 +133,191 @@ def require_isolation(sandbox: str) -> None:
         raise ValueError(f"sandbox={sandbox} must be auto or strict: for example, strict.")
     if sandbox == "strict" and isolation() != "namespaces":
         raise RuntimeError(
-            "sandbox=strict must have namespaces for programs, which this machine does not give: use Linux with "
+            f"sandbox=strict must have namespaces for programs, which could not be made ({_missing()}): use Linux with "
             "util-linux and user namespaces (in Docker --security-opt seccomp=unconfined), or sandbox=auto, which "
-            "runs them with limits alone."
+            "runs them with limits alone: they can read files and use the network."
         )
 
 
+class EndedError(RuntimeError):
+    """A program has ended, or sent something that is no answer."""
+
+
+class Process:
+    """A program that answers lines with lines.
+
+    Args:
+        process: with pipes.
+        limits: of which ``output`` holds for an answer.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], limits: Limits) -> None:
+        assert process.stdin and process.stdout
+        self._stdin, self._stdout, self._limits = process.stdin.fileno(), process.stdout.fileno(), limits
+        os.set_blocking(self._stdin, False)
+
+    def ask(self, message: Any, seconds: float) -> Any:
+        """Send a message, and return the answer to it; both are JSON.
+
+        Raises:
+            TimeoutError: it did not answer in time.
+            EndedError: it has ended, or what it sent is no answer.
+        """
+        try:
+            return json.loads(self.line(seconds, json.dumps(message).encode() + b"\n"))
+        except (ValueError, RecursionError) as error:
+            raise EndedError("it sent something that is no answer") from error
+
+    def line(self, seconds: float, data: bytes = b"") -> bytes:
+        """Send data, and return the line that it sends; raises as ``ask`` does."""
+        deadline, answer = time.monotonic() + seconds, bytearray()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._stdout, selectors.EVENT_READ)
+            if data:
+                selector.register(self._stdin, selectors.EVENT_WRITE)
+            while not answer.endswith(b"\n"):
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready or time.monotonic() > deadline:
+                    raise TimeoutError(f"it took longer than {seconds:g} s")
+                for key, _ in ready:
+                    if key.fd == self._stdin:
+                        data = self._write(data)
+                        if not data:
+                            selector.unregister(self._stdin)
+                        continue
+                    part = os.read(self._stdout, _READ)
+                    answer += part
+                    if not part:
+                        raise EndedError("it has ended")
+                    if len(answer) > 8 * self._limits.output:
+                        raise EndedError("it sent too much")
+        return bytes(answer)
+
+    def _write(self, data: bytes) -> bytes:
+        """Write some of the data; return what is left, nothing where it reads no more."""
+        try:
+            return data[os.write(self._stdin, data[:_READ]) :]
+        except BlockingIOError:
+            return data
+        except OSError:
+            return b""
+
+
+@contextmanager
+def started(program: str, limits: Limits, isolated: Isolation, cpu_s: float = 3600.0) -> Iterator[Process]:
+    """Start a program, and wait until its sandbox is made; in the end it is killed, with all that it started.
+
+    Args:
+        program: its source.
+        limits: on its resources; that of time is for who reads what it prints.
+        isolated: what there is.
+        cpu_s: CPU time of each of its processes.
+
+    Raises:
+        OSError: no process can be started, or no sandbox for it be made.
+    """
+    with tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as made:
+        folder = Path(made)
+        for name in ("program", "root", "tmp"):
+            (folder / name).mkdir()
+        root, user = os.geteuid() == 0, random.randrange(10**6, 2**31)  # a user of its own, for its number of processes
+        python, inside = os.path.realpath(sys.executable), isolated == "namespaces"
+        source = folder / "program"
+        (source / "program.py").write_text(program, encoding="utf-8", errors="replace")
+        shutil.copyfile(_HERE / "start.py", source / "start.py")
+        place = Path("/program") if inside else source
+        settings = {
+            "program": str(place / "program.py"),
+            "strict": inside,
+            "limits": {
+                "CPU": int(cpu_s),
+                "AS": limits.memory,
+                "NPROC": limits.processes if inside else 4096,
+                "FSIZE": limits.file,
+                "NOFILE": 64,
+                "CORE": 0,
+                "STACK": 2**26,
+                "MSGQUEUE": 0,
+                "SIGPENDING": 1024,
+            },
+        }
+        command = [python, "-I", "-S", "-B", str(place / "start.py"), json.dumps(settings)]
+        environment = {"PATH": _PATH, "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
+        if inside:
+            script = _ROOT.format(
+                root=shlex.quote(str(folder / "root")),
+                folder=shlex.quote(str(source)),
+                size=limits.file,
+                places=shlex.join(_places(python)),
+                identity=f"--reuid={user} --regid={user} --clear-groups" if root else "",
+            )
+            own_user = () if root else ("--user", "--map-root-user")
+            command = ["unshare", *own_user, *_NAMESPACES, "sh", "-c", script, "sh", *command]
+        else:
+            environment["TMPDIR"] = str(folder / "tmp")
+        with open(folder / "errors", "w+b") as errors:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                bufsize=0,  # nothing is left to be written when it is closed
+                cwd=folder / "tmp",
+                env=environment,
+                start_new_session=True,
+            )
+            try:
+                asked = Process(process, limits)
+                try:
+                    asked.line(_START_S)
+                except (EndedError, TimeoutError) as error:
+                    errors.seek(0)
+                    reason = errors.read(2000).decode(errors="replace").strip() or error
+                    raise OSError(f"the sandbox of a program could not be made: {reason}") from error
+                yield asked
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # with a PID namespace all in it ends with its first one
+                process.wait()
+                for stream in (process.stdin, process.stdout):
+                    with suppress(OSError):
+                        stream.close()  # type: ignore[union-attr]
+
+
+def _places(python: str) -> list[str]:
+    """Folders that Python needs, none inside another."""
+    wanted = {"/usr", sys.base_prefix, str(Path(python).parent.parent)}
+    wanted |= {place for place in ("/lib", "/lib64") if Path(place).is_dir() and not Path(place).is_symlink()}
+    return sorted(
+        place for place in wanted if not any(place != other and Path(place).is_relative_to(other) for other in wanted)
+    )
+
+
+@contextmanager
+def judging(limits: Limits, **program: Any) -> Iterator[Callable[[Any], dict[str, Any]]]:
+    """Start a sandbox in which a program runs on one test after another.
+
+    Gives a function that runs a test and says how it ended, as ``torchrl_grpo/sandbox/judge.py`` does.
+
+    Args:
+        limits: of each test.
+        program: see ``Program`` there.
+
+    Raises:
+        OSError: no sandbox can be made, or it is lost.
+    """
+    longest = _START_S + 20 * limits.seconds
+    source = (_HERE / "judge.py").read_text(encoding="utf-8")
+    with started(source, limits, isolation()) as process:
+        try:
+            process.ask(program | {"seconds": limits.seconds, "output": limits.output}, longest)
+            yield lambda test: process.ask(test, longest)  # type: ignore[no-any-return]
+        except (EndedError, TimeoutError) as error:
+            raise OSError(f"the sandbox of a program was lost: {error}") from error
+
+
 def run_python(program: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
-    """Run a Python program, with the standard library alone, and wait for it and all that it started.
+    """Run a Python program, with the standard library alone, and wait for it.
 
     Args:
         program: its source.
@@ -152,129 +330,5 @@ def run_python(program: str, stdin: str = "", limits: Limits | None = None) -> O
     >>> run_python("print(int(input()) * 2)", "21").output
     '42\\n'
     """
-    return _run(program, stdin, limits or Limits(), isolation())
-
-
-def _run(program: str, stdin: str, limits: Limits, isolated: Isolation) -> Outcome:
-    with started(program, limits, isolated) as (process, ready):
-        outcome = _communicate(process, stdin.encode(errors="replace"), limits)
-        if outcome.status is not None and not ready():
-            raise OSError(f"the sandbox of a program could not be made: {outcome.errors.strip() or outcome.status}")
-        return outcome
-
-
-@contextmanager
-def started(
-    program: str, limits: Limits, isolated: Isolation
-) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], bool]]]:
-    """Start a program; in the end it is killed, with all that it started.
-
-    Gives the process, and whether its sandbox has been made: what ends before has not run the program.
-
-    Args:
-        program: its source.
-        limits: on its resources; that of the clock is for who reads what it prints.
-        isolated: what there is.
-
-    Raises:
-        OSError: no process can be started.
-    """
-    with tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as made:
-        folder = Path(made)
-        for name in ("program", "root", "tmp"):
-            (folder / name).mkdir()
-        root, user = os.geteuid() == 0, random.randrange(10**6, 2**31)  # a user of its own, for its number of processes
-        ready = folder / "ready"  # out of the program's reach
-        python, inside = os.path.realpath(sys.executable), isolated == "namespaces"
-        source = folder / "program" / "program.py"
-        source.write_text(program, encoding="utf-8", errors="replace")
-        values = {
-            "cpu_s": max(1, round(limits.seconds + 0.5)),
-            "memory": limits.memory,
-            "processes": limits.processes if inside else 4096,
-            "file": limits.file,
-            "program": "/program/program.py" if inside else str(source),
-        }
-        (folder / "program" / "start.py").write_text(_LIMITED.format(**values), encoding="utf-8")
-        if inside:
-            script = _ROOT.format(
-                root=folder / "root",
-                ready=ready,
-                folder=folder / "program",
-                size=limits.file,
-                python=python,
-                places=" ".join(_places(python)),
-                identity=f"--reuid={user} --regid={user} --clear-groups" if root else "",
-            )
-            own_user = () if root else ("--user", "--map-root-user")
-            command = ["unshare", *own_user, *_NAMESPACES, "sh", "-c", script]
-        else:
-            command = [python, "-I", "-S", "-B", str(folder / "program" / "start.py")]
-        environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=folder / "tmp",
-            env=environment if inside else environment | {"TMPDIR": str(folder / "tmp")},
-            start_new_session=True,
-        )
-        try:
-            yield process, lambda: not inside or ready.exists()
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with a PID namespace all that it holds ends with its first one
-            process.wait()
-            for stream in (process.stdin, process.stdout, process.stderr):
-                with suppress(OSError):
-                    stream.close()  # type: ignore[union-attr]
-
-
-def _places(python: str) -> list[str]:
-    """Folders that Python needs, none inside another."""
-    wanted = {"/usr", sys.base_prefix, str(Path(python).parent.parent)}
-    wanted |= {place for place in ("/lib", "/lib64") if Path(place).is_dir() and not Path(place).is_symlink()}
-    return sorted(
-        place for place in wanted if not any(place != other and Path(place).is_relative_to(other) for other in wanted)
-    )
-
-
-def _communicate(process: subprocess.Popen[bytes], stdin: bytes, limits: Limits) -> Outcome:
-    """Feed a process and read what it prints, until it ends or a limit is reached."""
-    assert process.stdin and process.stdout and process.stderr
-    deadline = time.monotonic() + limits.seconds
-    printed = {process.stdout: bytearray(), process.stderr: bytearray()}
-    within = True
-    with selectors.DefaultSelector() as selector:
-        for stream in printed:
-            selector.register(stream, selectors.EVENT_READ)
-        os.set_blocking(process.stdin.fileno(), False)
-        selector.register(process.stdin, selectors.EVENT_WRITE)
-        open_streams = 2
-        while within and open_streams:
-            for key, _ in selector.select(max(deadline - time.monotonic(), 0)):
-                if key.fileobj is process.stdin:
-                    try:
-                        stdin = stdin[os.write(process.stdin.fileno(), stdin[:_READ]) :] if stdin else stdin
-                    except BlockingIOError:
-                        continue
-                    except OSError:  # it reads no more
-                        stdin = b""
-                    if not stdin:
-                        selector.unregister(process.stdin)
-                        with suppress(OSError):
-                            process.stdin.close()
-                    continue
-                data = os.read(key.fd, _READ)
-                if not data:
-                    selector.unregister(key.fileobj)
-                    open_streams -= 1
-                printed[key.fileobj] += data  # type: ignore[index]
-            within = time.monotonic() < deadline and sum(map(len, printed.values())) <= limits.output
-    status = None
-    if within:
-        with suppress(subprocess.TimeoutExpired):
-            status = process.wait(max(deadline - time.monotonic(), 0.0) + 0.1)
-    output, errors = (bytes(part[: limits.output]).decode(errors="replace") for part in printed.values())
-    return Outcome(status, output, errors[-2000:])
+    with judging(limits or Limits(), source=program) as test:
+        return Outcome(**test(stdin))

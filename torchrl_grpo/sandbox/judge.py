@@ -1,0 +1,344 @@
+"""Program of a ``Judge``: runs the program of a response on one test after another, each with limits of its own.
+
+Nothing of the package imports this file. The first line of its standard input says what to run, each further one is a
+test; each line of its standard output is how a test ended. It knows no expected result. The program runs in children,
+one for each test of standard input, and otherwise one that answers tests until it ends or is killed at a limit. In
+namespaces this process is the first one there, which the program cannot kill.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import gc
+import json
+import os
+import resource
+import selectors
+import signal
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+_CHUNK = 2**16
+_TICK_S = 0.05
+_IDLE = 0.01
+"""Share of the time that a program must compute for; below, it waits for something."""
+_STARVED = 10
+"""A program that has not come to its CPU time in so many times that time ran out of its machine's."""
+_STARS = (
+    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json "
+    "builtins typing"
+)
+"""Modules whose names a contest's programs may use without an import, in APPS' successors and LiveCodeBench."""
+
+
+def failed(answer: str) -> bool:
+    """Whether a child's answer, which its program may have written, says that something was raised."""
+    try:
+        return bool(json.loads(answer)["error"])
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return True
+
+
+def leave() -> None:
+    """End this process as Python does, without the time that it takes to free everything."""
+    if "threading" in sys.modules:
+        sys.modules["threading"]._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, ValueError):  # the program has closed it
+            stream.flush()
+    os._exit(0)
+
+
+def usual_imports() -> dict[str, Any]:
+    """Return what a contest's programs find imported."""
+    scope: dict[str, Any] = {}
+    for module in _STARS.split():
+        exec(f"from {module} import *", scope)
+    for module in _STARS.split()[:-2]:
+        exec(f"import {module}", scope)
+    return scope
+
+
+class Program:
+    """The program of a response.
+
+    Args:
+        source: its source.
+        stub: text that it may continue.
+        setup: statements to run after it.
+        function: name of the function that tests call.
+        statements: whether tests are statements.
+        contest: whether it finds the usual imports, and may end with any status.
+        keys: whether a dict as the only argument has numbers for keys, which JSON has as text.
+        seconds: CPU time of each test.
+        output: bytes that it may print.
+        tests: number of tests.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: str,
+        stub: str = "",
+        setup: str = "",
+        function: str | None = None,
+        statements: bool = False,
+        contest: bool = False,
+        keys: bool = False,
+        seconds: float,
+        output: int,
+        tests: int = 1,
+    ) -> None:
+        self.function, self.statements, self.contest, self.keys = function, statements, contest, keys
+        self.seconds, self.output = seconds, output
+        self.stays = statements or function is not None
+        self.cpu_s = int(seconds * (tests + 1 if self.stays else 1)) + 2
+        self.name = "solution" if self.stays else "__main__"
+        self.names = usual_imports() if contest else {}
+        self.sources = [f"{stub}\n{source}", stub + source] if stub else []
+        self.sources.append(source)
+        self.setup = setup
+        self.child: Child | None = None
+
+    def load(self) -> dict[str, Any]:
+        """Run the program as a module; return its scope."""
+        for source in self.sources:
+            try:
+                code = compile(source, "solution.py", "exec", dont_inherit=True)
+                break
+            except Exception:
+                if source is self.sources[-1]:
+                    raise
+        module = type(sys)(self.name)
+        scope = vars(module)
+        scope.update(self.names)
+        scope["__name__"] = self.name
+        sys.modules[self.name] = module
+        vars(builtins).update(exit=sys.exit, quit=sys.exit)
+        if self.contest:
+            scope.update(stdin=sys.stdin, stdout=sys.stdout, stderr=sys.stderr)
+            sys.setrecursionlimit(50_000)
+            sys.set_int_max_str_digits(50_000)
+        exec(code, scope)
+        exec(compile(self.setup, "setup.py", "exec", dont_inherit=True), scope)
+        return scope
+
+    def play(self) -> None:
+        """Run once, with a test's standard input."""
+        try:
+            self.load()
+        except SystemExit:
+            if not self.contest:
+                raise
+
+    def answer(self) -> None:
+        """Load, and then run test after test; each answer is None for one that passed, or its result as JSON."""
+        requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+        null = os.open("/dev/null", os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(null, 1)
+        run, translate, dumps, loads, say = exec, compile, json.dumps, json.loads, os.write  # a program may replace them
+        where = answers.fileno()
+
+        def tell(result: str | None = None, error: BaseException | None = None) -> None:
+            text = "" if error is None else f"{type(error).__name__}: {error}"[:500]
+            data = dumps({"result": result, "error": text}).encode() + b"\n"
+            while data:
+                data = data[say(where, data) :]
+
+        try:
+            scope = self.load()
+            call = None if self.function is None else self.named(self.function, scope)
+        except BaseException as error:
+            return tell(error=error)
+        tell()
+        for line in requests:
+            try:
+                test = loads(line)
+                if self.statements:
+                    run(translate(test, "test.py", "exec", dont_inherit=True), scope)
+                    result = None
+                else:
+                    result = dumps(call(*self.arguments(test)))  # type: ignore[misc]
+            except BaseException as error:
+                tell(error=error)
+            else:
+                tell(result)
+
+    def named(self, name: str, scope: dict[str, Any]) -> Any:
+        """Return a function of the program or of its class ``Solution``, and none that was imported for it."""
+        function = scope.get(name)
+        if function is None or function is self.names.get(name):
+            function = getattr(scope["Solution"](), name)
+        return function
+
+    def arguments(self, test: list[Any]) -> list[Any]:
+        """Return the arguments of a call."""
+        if self.keys and test and isinstance(test[0], dict):
+            with suppress(ValueError):
+                return [{int(key): value for key, value in test[0].items()}]
+        return test
+
+    def test(self, test: Any) -> dict[str, Any]:
+        """Run a test: how it ended (see ``Child.talk``), and what the program answered or printed."""
+        if not self.stays:
+            child = Child(self, self.play)
+            ended = child.talk(test.encode(errors="replace"), one_line=False)
+            child.kill()
+            return ended
+        if self.child is None:
+            self.child = Child(self, self.answer)
+            ended = self.child.talk(b"", one_line=True, close=False)
+            if ended["end"] != "answer" or failed(ended["output"]):
+                self.child.kill()
+                self.child = None
+                return ended | {"loaded": False}
+        ended = self.child.talk(json.dumps(test).encode() + b"\n", one_line=True, close=False)
+        if ended["end"] != "answer":
+            self.child.kill()
+            self.child = None
+        return ended
+
+
+class Child:
+    """A child of this process, which runs a function and then ends as Python does.
+
+    Args:
+        program: whose limits it has.
+        run: the function.
+    """
+
+    def __init__(self, program: Program, run: Any) -> None:
+        self.program = program
+        self.status: int | None = None
+        (theirs, self.stdin), (self.stdout, out), (self.stderr, err) = os.pipe(), os.pipe(), os.pipe()
+        self.pid = os.fork()
+        if self.pid:
+            for end in (theirs, out, err):
+                os.close(end)
+            os.set_blocking(self.stdin, False)
+            return
+        os.setsid()
+        for end, number in ((theirs, 0), (out, 1), (err, 2)):
+            os.dup2(end, number)
+        os.closerange(3, 64)
+        resource.setrlimit(resource.RLIMIT_CPU, (program.cpu_s, program.cpu_s + 1))
+        sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+        sys.stderr = open(2, "w", closefd=False, errors="backslashreplace")
+        sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+        run()
+        leave()
+
+    def cpu(self) -> float:
+        """CPU time of all its threads; where that cannot be read, the clock's."""
+        try:
+            return time.clock_gettime((~self.pid << 3) | 2)
+        except OSError:
+            return time.monotonic()
+
+    def talk(self, data: bytes, *, one_line: bool, close: bool = True) -> dict[str, Any]:
+        """Feed it, and read what it prints.
+
+        Args:
+            data: for its standard input.
+            one_line: whether a line is an answer; otherwise it must end.
+            close: whether its standard input ends with the data.
+
+        Returns:
+            ``end``: ``exit``, ``answer``, or what it was killed for: ``time`` of its CPU or waiting, ``output``, or
+            ``starved``, which is the machine's fault. ``output``, ``errors`` and ``status``.
+        """
+        printed = {self.stdout: bytearray(), self.stderr: bytearray()}
+        start, start_cpu = time.monotonic(), self.cpu()
+        mark, mark_cpu = start, start_cpu
+        seconds, end = self.program.seconds, ""
+        with selectors.DefaultSelector() as selector:
+            if data or close:
+                selector.register(self.stdin, selectors.EVENT_WRITE)
+            for stream in printed:
+                selector.register(stream, selectors.EVENT_READ)
+            while not end:
+                exited = self.exited()
+                events = selector.select(0 if exited else _TICK_S if len(selector.get_map()) else 0.001)
+                for key, _ in events:
+                    if key.fd == self.stdin:
+                        data = self.feed(data)
+                        if not data:
+                            selector.unregister(self.stdin)
+                            if close:
+                                os.close(self.stdin)
+                                self.stdin = -1
+                    elif chunk := os.read(key.fd, _CHUNK):
+                        printed[key.fd] += chunk
+                    else:
+                        selector.unregister(key.fd)
+                now, cpu = time.monotonic(), self.cpu()
+                if sum(map(len, printed.values())) > self.program.output:
+                    end = "output"
+                elif one_line and printed[self.stdout].endswith(b"\n"):
+                    end = "answer"
+                elif exited and (now - mark > seconds or all(key.fd == self.stdin for key, _ in events)):
+                    end = "exit"  # what it has left behind may go on printing
+                elif not exited and cpu - start_cpu > seconds:
+                    end = "time"
+                elif not exited and now - mark > seconds:
+                    end = "time" if cpu - mark_cpu < _IDLE * (now - mark) else ""
+                    mark, mark_cpu = now, cpu
+                    if not end and now - start > _STARVED * seconds:
+                        end = "starved"
+        output, errors = (bytes(part).decode(errors="replace") for part in printed.values())
+        return {"end": end, "status": self.status, "output": output, "errors": errors[-2000:]}
+
+    def feed(self, data: bytes) -> bytes:
+        """Write some of the data; return what is left, nothing where it reads no more."""
+        try:
+            return data[os.write(self.stdin, data[:_CHUNK]) :] if data else b""
+        except BlockingIOError:
+            return data
+        except OSError:
+            return b""
+
+    def exited(self) -> bool:
+        """Whether it has ended; then its status is known, negative the number of the signal that ended it."""
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.status = os.waitstatus_to_exitcode(status)
+        return self.status is not None
+
+    def kill(self) -> None:
+        """End it and, where this is the first process of all, all that it has started."""
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getpid() == 1:
+                os.kill(-1, signal.SIGKILL)
+            else:
+                os.killpg(self.pid, signal.SIGKILL)
+        if os.getpid() == 1:
+            with suppress(ChildProcessError):
+                while True:
+                    os.waitpid(-1, 0)
+        elif self.status is None:
+            os.waitpid(self.pid, 0)
+        for end in (self.stdin, self.stdout, self.stderr):
+            with suppress(OSError):
+                os.close(end)
+
+
+def main() -> None:
+    """Answer until the standard input ends."""
+    gc.freeze()  # children share this memory
+    lines = open(0, "rb", closefd=False)
+    program = Program(**json.loads(lines.readline()))
+    os.write(1, b"null\n")
+    for line in lines:
+        answer = json.dumps(program.test(json.loads(line))).encode() + b"\n"
+        while answer:
+            answer = answer[os.write(1, answer) :]
+
+
+if __name__ == "__main__":
+    main()

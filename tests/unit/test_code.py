@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,15 @@ import pytest
 from tests.support.configs import ROOT, compose_config
 from tests.support.scripts import SMALL
 from torchrl_grpo.assembly.tasks import make_task
-from torchrl_grpo.rewards.code import code, program_in
+from torchrl_grpo.rewards import code as rewards
+from torchrl_grpo.rewards.code import program_in
 from torchrl_grpo.sandbox import Limits, isolation, run_python, runner
 from torchrl_grpo.tasks.base import Dialog
 
 ADD = "def add(a, b):\n    return a + b\n"
 CALL = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}
 LINES = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
+code = partial(rewards.code, sandbox="auto")
 apart = pytest.mark.skipif(isolation() != "namespaces", reason="the kernel gives no namespaces here")
 
 
@@ -78,7 +82,7 @@ def test_a_fraction_counts_tests_after_one_that_hangs_or_exits() -> None:
     assert code(half, CALL, metric="fraction") == 0.5
     assert code(ADD, ["assert add(1, 2) == 3", "assert add(1, 2) == 4"], metric="fraction") == 0.5
     waits = "a, b = map(int, input().split())\nwhile a == 3: pass\nprint(a + b)"
-    assert code(waits, LINES, metric="fraction", seconds=2.0) == 0.5
+    assert code(waits, LINES, metric="fraction", seconds=0.5) == 0.5
 
 
 def test_what_a_test_expects_is_not_in_the_program_s_process() -> None:
@@ -168,7 +172,7 @@ except OSError:
 def test_what_a_program_may_use_is_limited(tmp_path: Path) -> None:
     before = {one.pid for one in psutil.process_iter()}
     start = time.monotonic()
-    limits = Limits(seconds=2.0)
+    limits = Limits(seconds=1.0)
     assert run_python("import time\ntime.sleep(100)", limits=limits).status is None
     assert run_python("while True: print('x' * 1000)", limits=limits).status is None
     assert "MemoryError" in run_python("x = [0] * 10**9", limits=limits).errors
@@ -193,9 +197,32 @@ def test_without_namespaces_limits_hold_and_strict_refuses(monkeypatch: pytest.M
     assert "MemoryError" in run_python("x = [0] * 10**9").errors
     with pytest.raises(RuntimeError, match="sandbox=strict must have namespaces"):
         code(ADD, CALL, sandbox="strict")
-    config = compose_config(*SMALL, "env.reward=code", "env.sandbox=strict")
-    with pytest.raises(ValueError, match=r"^env\.sandbox=strict must have namespaces"):
+    config = compose_config(*SMALL, "env.reward=code")
+    with pytest.raises(ValueError, match=r"^env\.sandbox=strict must have namespaces.*env\.sandbox=auto"):
         make_task(config.env)
+
+
+@apart
+def test_a_temporary_folder_may_have_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / "a folder with 'quotes'"
+    folder.mkdir()
+    script = "import torchrl_grpo.sandbox as s\nprint(s.isolation(), s.run_python('print(42)').output)\n"
+    environment = os.environ | {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == ["namespaces", "42"], done.stderr
+
+
+def test_the_error_of_strict_says_what_the_machine_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner._missing.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "_ROOT", "echo no room >&2; exit 1")
+        patched.setattr(runner, "_NAMESPACES", ())
+        patched.setattr(runner.shutil, "which", lambda tool, path: tool)
+        patched.setattr(runner.sys, "platform", "linux")
+        with pytest.raises(RuntimeError, match=r"sandbox=strict .*no room.*sandbox=auto"):
+            rewards.code(ADD, CALL)
+    runner._missing.cache_clear()
+    runner.isolation()
 
 
 @apart
@@ -204,6 +231,39 @@ def test_a_sandbox_that_cannot_be_made_is_no_wrong_answer(monkeypatch: pytest.Mo
     for tests in (CALL, LINES):
         with pytest.raises(OSError, match="the sandbox of a program could not be made: no room"):
             code(fenced(ADD), tests)
+
+
+KEEPS = """
+import ctypes, os, socket
+c, held, size = ctypes.CDLL(None, use_errno=True), 0, 2**24
+def memfd():
+    number = c.memfd_create(b"x", 0)
+    return number >= 0 and os.ftruncate(number, size) is None and os.pwrite(number, b"x" * size, 0)
+def shared():
+    number = c.shmget(0, size, 0o1600)
+    c.shmat.restype = ctypes.c_void_p
+    where = number >= 0 and c.shmat(number, None, 0)
+    return where and ctypes.memset(where, 1, size) and size
+def queue():
+    return c.msgget(0, 0o1600) >= 0 and size
+def old_table():  # 32-bit system calls have other numbers: memfd_create is 356
+    code = bytes([0x53, 0xB8, 0x64, 1, 0, 0, 0xBB, 0, 0, 0, 0, 0x31, 0xC9, 0xCD, 0x80, 0x5B, 0xC3])
+    import mmap
+    page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    page.write(code)
+    call = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))
+    return call() >= 0 and size
+print(sum(MAKE() or 0 for _ in range(8)))
+"""
+
+
+@apart
+@pytest.mark.parametrize("make", ["memfd", "shared", "queue", "old_table"])
+def test_a_program_has_no_memory_beside_its_address_space(make: str) -> None:
+    if make == "old_table" and os.uname().machine != "x86_64":
+        pytest.skip("another machine's calls")
+    outcome = run_python(KEEPS.replace("MAKE", make))
+    assert outcome.output == "0\n" or outcome.status == -signal.SIGSEGV, outcome
 
 
 @apart
@@ -240,5 +300,3 @@ def test_a_run_scores_programs_of_a_data_set(tmp_path: Path) -> None:
     name = problem.query.split()[1].rstrip(".")
     assert task.judge(Dialog(problem, [fenced(f"def {name}(a, b):\n    return a + b")])).correct
     assert task.judge(Dialog(problem, ["no code"])).reward == 0
-    with pytest.raises(ValueError, match=r"env\.sandbox=strict must be left out, because nothing runs programs"):
-        make_task(compose_config(*SMALL, "env.sandbox=strict").env)

@@ -12,10 +12,11 @@ from tests.support.configs import compose_config
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.reward_pool import RewardPool
-from torchrl_grpo.sandbox import Limits, isolation
+from torchrl_grpo.sandbox import Limits, isolation, runner
 from torchrl_grpo.sandbox.session import Session
 from torchrl_grpo.tasks.base import Dialog, Task
 from torchrl_grpo.tasks.with_environment import WithEnvironment
+from torchrl_grpo.tools.python import Python
 
 TOOLS = ("env.tools=[python]", "env.max_turns=4")
 
@@ -28,7 +29,8 @@ def session() -> Iterator[Session]:
 
 
 def made_task(*overrides: str) -> Task:
-    return make_task(compose_config(*TOOLS, *overrides).env)
+    own = [] if isolation() == "namespaces" else ["env.sandbox=auto"]
+    return make_task(compose_config(*TOOLS, *own, *overrides).env)
 
 
 def call(code: str) -> str:
@@ -132,6 +134,35 @@ def test_an_environment_beside_it_is_refused() -> None:
         compose_config(*TOOLS, "env.environment=my_envs.py:Guess")
 
 
-def test_a_sandbox_that_nothing_needs_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"nothing runs programs: use env\.reward=code or env\.tools=\[python\]"):
-        make_task(compose_config("env.sandbox=strict").env)
+def test_code_that_does_not_read_is_given_up_in_time(session: Session) -> None:
+    """A thread of the first call holds the interpreter's lock, and the pipe is smaller than the second."""
+    holds = "import ctypes, threading, time\ndef f():\n  time.sleep(0.3); ctypes.PyDLL(None).sleep(100000)\n"
+    session.run(f"{holds}threading.Thread(target=f).start()")
+    time.sleep(1)
+    start = time.monotonic()
+    with pytest.raises(TimeoutError):
+        session.run(f"x = {'a' * 300_000!r}")
+    assert time.monotonic() - start < 60
+    assert session.run("6 * 7") == "42"
+
+
+def test_an_answer_in_drops_is_given_up_in_time(session: Session) -> None:
+    """The code writes to the pipe of its answers itself."""
+    drops = "import os, time\nwhile True:\n  os.write(3, b'x'); time.sleep(0.05)"
+    with pytest.raises(TimeoutError):
+        session.run(drops)
+
+
+def test_exit_and_classes_work_as_in_a_notebook(session: Session) -> None:
+    assert session.run("exit()") == "SystemExit: None"
+    session.run("import pickle\nclass A:\n  x = 6")
+    assert session.run("pickle.loads(pickle.dumps(A())).x") == "6"
+
+
+def test_the_tool_needs_a_sandbox_unless_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_missing", lambda: "no room")
+    with pytest.raises(ValueError, match=r"env\.sandbox=strict.*no room.*env\.sandbox=auto"):
+        make_task(compose_config(*TOOLS).env)
+    assert make_task(compose_config(*TOOLS, "env.sandbox=auto").env).tools
+    with pytest.raises(RuntimeError, match="no room"):
+        Python()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial, update_wrapper
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -135,25 +136,20 @@ def _sandboxed(env: EnvConfig, tests: Sequence[DatasetConfig]) -> tuple[EnvConfi
     """The same settings, with ``env.sandbox`` for each reward that runs programs, of which there can be a sandbox here.
 
     Raises:
-        ValueError: the machine has none, or no reward needs one.
+        ValueError: the machine has none.
     """
     env = replace(env, reward=_with_option(env.reward, env.sandbox))
     several = [replace(one, reward=_with_option(one.reward, env.sandbox)) for one in env.datasets or ()]
     tests = [replace(one, reward=_with_option(one.reward, env.sandbox)) for one in tests]
     rewarded = any(_runs_programs(one.reward) for one in (env, *several, *tests))
     if not rewarded and PYTHON not in env.tools:
-        if env.sandbox != "auto":
-            raise ValueError(
-                f"env.sandbox={env.sandbox} must be left out, because nothing runs programs: use env.reward=code or "
-                f"env.tools=[{PYTHON}]."
-            )
         return env, tests
     from torchrl_grpo.sandbox import isolation, require_isolation
 
     try:
         require_isolation(env.sandbox)
     except RuntimeError as error:
-        raise ValueError(f"env.{error}") from error
+        raise ValueError(str(error).replace("sandbox=", "env.sandbox=")) from error
     who = "reward 'code'" if rewarded else f"tool '{PYTHON}'"
     if isolation() == "namespaces":
         say(f"{who} runs programs in namespaces of the kernel: no network, no files but Python's")
@@ -220,7 +216,8 @@ def _with_python(task: Task, env: EnvConfig, tools: Sequence[Callable[..., Any]]
     from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
     from torchrl_grpo.tools.python import Python
 
-    kind = Kind(Python, tools, _tool_parser(env), "env.tools")
+    make = update_wrapper(partial(Python, env.sandbox), Python)
+    kind = Kind(make, tools, _tool_parser(env), "env.tools")
     return WithEnvironment(task, {"": kind}, judged=True, at_a_time=env.environments_at_a_time)
 
 

@@ -65,9 +65,9 @@ class EnvConfig(DataConfig):
     max_turns: int = limited(1, ge=1)
     """Maximum number of the policy's turns in one dialog, at least 1. More than 1 needs tools, transforms, a
     retry_prompt, an environment, or a task that answers."""
-    sandbox: str = choice(checks.Sandbox, "auto")
-    """Isolation of programs that the reward code or the tool python runs: auto uses what the machine offers, and the
-    run says which; strict refuses to run without kernel namespaces."""
+    sandbox: str = choice(checks.Sandbox, "strict")
+    """Isolation of programs that the reward code or the tool python runs: strict refuses to run without kernel
+    namespaces; auto uses what the machine offers, and the run says which."""
     tools: list[str] = field(default_factory=list)
     """Functions that the policy may call, as file.py:function or package.module:function; the model sees their type
     hints and docstrings. python is built in: it runs code in a sandbox and keeps the dialog's variables. They run in

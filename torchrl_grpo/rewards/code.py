@@ -22,9 +22,10 @@ _FENCED = re.compile(r"```([^\n`]*)\n(.*?)(?:^[ \t]*```|\Z)", re.S | re.M)
 _PYTHON = ("python", "py", "python3")
 _SLOW = 2
 """Tests that may reach their time limit; after them a program counts as too slow for the rest."""
-_PACKAGES = frozenset(
-    "matplotlib mpmath networkx numba numpy pandas requests scipy sklearn sortedcontainers sympy torch".split()
-)
+_PACKAGES = (
+    "matplotlib", "mpmath", "networkx", "numba", "numpy", "pandas", "requests", "scipy", "sklearn", "sortedcontainers",
+    "sympy", "torch",
+)  # fmt: skip
 """Packages that a grader's machine may have, and the sandbox has not. Another name is taken for an invented one."""
 _NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)[^'\n]*'\s*\Z")
 _REL, _ABS = 1e-5, 1e-8
@@ -244,11 +245,14 @@ def _require_judged(ended: Mapping[str, Any], error: Any, limits: Limits) -> Non
             "timeout",
         )
     if ended["end"] == "exit" and ended["status"] == -signal.SIGKILL:
-        raise InvalidRewardError("a program was killed from outside of its sandbox: look for a lack of memory.", "crash")
+        raise InvalidRewardError(
+            "a program was killed from outside of its sandbox: look for a lack of memory.", "crash"
+        )
     missing = _NO_MODULE.search(error) if isinstance(error, str) else None
     if missing and missing[1] in _PACKAGES and ended["status"] != 0:
         raise InvalidRewardError(
-            f"a program must do with the standard library, it imports {missing[1]}: ask for that in the prompt.", "import"
+            f"a program must do with the standard library, it imports {missing[1]}: ask for that in the prompt.",
+            "import",
         )
 
 

@@ -141,7 +141,13 @@ class Program:
         null = os.open("/dev/null", os.O_RDWR)
         os.dup2(null, 0)
         os.dup2(null, 1)
-        run, translate, dumps, loads, say = exec, compile, json.dumps, json.loads, os.write  # a program may replace them
+        run, translate, dumps, loads, say = (
+            exec,
+            compile,
+            json.dumps,
+            json.loads,
+            os.write,
+        )  # a program may replace them
         where = answers.fileno()
 
         def tell(result: str | None = None, error: BaseException | None = None) -> None:
@@ -227,8 +233,8 @@ class Child:
             os.dup2(end, number)
         os.closerange(3, 64)
         resource.setrlimit(resource.RLIMIT_CPU, (program.cpu_s, program.cpu_s + 1))
-        sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
-        sys.stderr = open(2, "w", closefd=False, errors="backslashreplace")
+        sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", closefd=False, errors="backslashreplace")
         sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
         run()
         leave()
@@ -331,7 +337,7 @@ class Child:
 def main() -> None:
     """Answer until the standard input ends."""
     gc.freeze()  # children share this memory
-    lines = open(0, "rb", closefd=False)
+    lines = os.fdopen(0, "rb", closefd=False)
     program = Program(**json.loads(lines.readline()))
     os.write(1, b"null\n")
     for line in lines:

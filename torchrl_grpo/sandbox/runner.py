@@ -311,7 +311,7 @@ def judging(limits: Limits, **program: Any) -> Iterator[Callable[[Any], dict[str
     with started(source, limits, isolation()) as process:
         try:
             process.ask(program | {"seconds": limits.seconds, "output": limits.output}, longest)
-            yield lambda test: process.ask(test, longest)  # type: ignore[no-any-return]
+            yield lambda test: process.ask(test, longest)
         except (EndedError, TimeoutError) as error:
             raise OSError(f"the sandbox of a program was lost: {error}") from error
 

@@ -26,7 +26,7 @@ def run(code: str, scope: dict[str, Any]) -> str:
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             tree = ast.parse(code)
-            last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            last: Any = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
             exec(compile(tree, "<code>", "exec", dont_inherit=True), scope)
             if last is not None:
                 expression = compile(ast.Expression(last.value), "<code>", "eval", dont_inherit=True)

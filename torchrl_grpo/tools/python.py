@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrl_grpo.sandbox import Limits
+from torchrl_grpo.sandbox import Limits, require_isolation
 from torchrl_grpo.sandbox.session import Session
 
 _SECONDS = 10.0
@@ -13,13 +13,20 @@ _SECONDS = 10.0
 class Python:
     """Tool of one dialog: an environment whose only method runs code.
 
+    Args:
+        sandbox: ``"strict"`` runs nothing where there are limits alone.
+
+    Raises:
+        RuntimeError: ``sandbox="strict"`` where there is no sandbox.
+
     >>> tool = Python()
     >>> tool.python("numbers = [3, 4]"), tool.python("sum(numbers)")
     ('', '7')
     >>> tool.close()
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sandbox: str = "strict") -> None:
+        require_isolation(sandbox)
         self._session = Session(Limits(seconds=_SECONDS))
 
     def reset(self, **columns: Any) -> None:

@@ -1,14 +1,16 @@
-"""The client of servers, over TLS."""
+"""The client of servers: TLS, and servers that mean harm."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import ssl
 import subprocess
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -60,3 +62,56 @@ def test_a_private_authority_is_trusted_if_the_environment_names_it(
         asked()
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "certificate"))
     assert asked() == []
+
+
+class Harmful(BaseHTTPRequestHandler):
+    """Answers with the headers that it was sent, and with the status, header and value in the route."""
+
+    protocol_version = "HTTP/1.1"
+    seen: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        status, name, value = self.path[1:].split(",", 2)
+        self.seen.append(str(self.headers))
+        body = json.dumps({"seen": str(self.headers)}).encode()
+        self.send_response(int(status))
+        self.send_header(name, value.replace("+", " "))
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None: ...
+
+
+@pytest.fixture
+def harmful() -> Iterator[str]:
+    Harmful.seen.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Harmful) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_the_key_follows_no_redirection(status: int, harmful: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "secret-key")
+    client = HttpClient(harmful, key_variable="A_KEY")
+    with pytest.raises(NoAnswerError) as error:
+        settled(client.ask("GET", f"/{status},Location,{harmful}/200,A,b", timeout_s=10, largest=1000))
+    assert len(Harmful.seen) == 1 and error.value.status == status
+
+
+def test_a_key_that_the_server_repeats_is_not_shown(harmful: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "secret-key")
+    client = HttpClient(harmful, key_variable="A_KEY")
+    with pytest.raises(NoAnswerError, match=r"Bearer \*\*\*") as error:
+        settled(client.ask("GET", "/401,A,b", timeout_s=10, largest=1000))
+    answer = settled(client.ask("GET", "/200,A,b", timeout_s=10, largest=1000))
+    assert "Bearer secret-key" in Harmful.seen[0] and "secret" not in f"{error.value} {answer}"
+
+
+def test_cookies_are_not_kept(harmful: str) -> None:
+    client = HttpClient(harmful, key_variable="NO_KEY")
+    for _ in range(2):
+        settled(client.ask("GET", "/200,Set-Cookie,a=b;+Path=/", timeout_s=10, largest=1000))
+    assert "ookie" not in "".join(Harmful.seen)

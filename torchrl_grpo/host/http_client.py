@@ -6,12 +6,15 @@ import asyncio
 import json
 import logging
 import os
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
 CONNECT_S = 10.0
 """Seconds in which a connection must be made."""
 _TRY_AGAIN = {408, 409, 425, 429}
 _LONGEST_PAUSE_S = 8.0
+_SHORTEST_SECRET = 8
+"""Characters of a key that an answer may repeat by chance where it has fewer."""
 _KEPT_S = 1.0
 """Seconds for which an idle connection is used again: a server that closes it after some (uvicorn's five) must not do
 so when a request is on its way."""
@@ -69,6 +72,7 @@ class HttpClient:
             timeout=httpx.Timeout(None, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=concurrency, keepalive_expiry=_KEPT_S),
             trust_env=proxies,
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # a server's cookies would add up
             verify=httpx.create_ssl_context(),  # with or without proxies: SSL_CERT_FILE may name a private authority
         )
 
@@ -99,7 +103,7 @@ class HttpClient:
             ValueError: the key cannot be one.
             BadAnswerError: the answer is too large, no JSON, or compressed: then nothing is known of its size.
         """
-        headers = {"Accept-Encoding": "identity"}
+        headers, hidden = {"Accept-Encoding": "identity"}, ""
         if key := os.environ.get(self._key_variable, "").strip():
             if not (key.isascii() and key.isprintable()):  # the library's own message would show it
                 raise ValueError(
@@ -107,6 +111,7 @@ class HttpClient:
                     "has others: set it again."
                 )
             headers["Authorization"] = f"Bearer {key}"
+            hidden = key if len(key) >= _SHORTEST_SECRET else ""
         status: int | None = None
         problem = ""
         for attempt in range(retries + 1):
@@ -122,7 +127,10 @@ class HttpClient:
                     continue
                 except self._broken as error:
                     problem = f"{type(error).__name__} {error}".rstrip()
+                    problem = problem.replace(hidden, "***") if hidden else problem
                     continue
+            # Servers and proxies that show what they were asked would bring the key into messages and logs.
+            answer = answer.replace(hidden.encode(), b"***") if hidden else answer
             if status < 300:
                 try:
                     return json.loads(answer) if answer else None

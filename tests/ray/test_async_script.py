@@ -66,6 +66,15 @@ def test_with_bound_0_the_losses_are_bitwise_the_synchronous_ones(tmp_path: Path
         assert (tmp_path / "async" / name).exists()
 
 
+def test_with_two_samplers_a_seed_reproduces_a_run(tmp_path: Path) -> None:
+    """Tasks go to whichever sampler is free."""
+    steps = ("train.total_dialog_turns=96", "evaluation.num_prompts=0", "inference_model.num_devices=2")
+    first, second = (run(tmp_path / name, *steps, asynchronous=False) for name in ("first", "second"))
+    assert len(first) > 3
+    for name in ("train/loss", "train/grad_norm", "rollout/reward_mean", "rollout/tokens"):
+        assert [row.get(name) for row in first] == [row.get(name) for row in second], name
+
+
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [

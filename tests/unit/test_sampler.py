@@ -30,11 +30,11 @@ def make_env(tokenizer: PreTrainedTokenizerFast, groups: int, seed: int = 0) -> 
     return LLMEnv(EchoTask(26), tokenizer, num_envs=groups * REPEATS, repeats=REPEATS, seed=seed)
 
 
-def make_sampler(engine: Engine, env: LLMEnv, groups_at_a_time: int) -> Sampler:
+def make_sampler(engine: Engine, env: LLMEnv, groups_at_a_time: int, seed: int | None = None) -> Sampler:
     def make_collector(groups: int) -> RolloutCollector:
         return RolloutCollector(env.with_rows(groups * REPEATS), GenerationPolicy(engine, PARAMS))
 
-    return Sampler(engine, make_collector, None, PARAMS, [], groups_at_a_time=groups_at_a_time)
+    return Sampler(engine, make_collector, None, PARAMS, [], groups_at_a_time=groups_at_a_time, seed=seed)
 
 
 def test_a_pickled_task_gives_the_tokens_that_its_own_env_gives(
@@ -57,6 +57,30 @@ def test_a_pickled_task_gives_the_tokens_that_its_own_env_gives(
     assert [row[keys.QUERY] for row in rows] == [row[keys.QUERY] for row in expected.unbind(0)]
     assert [group.group for group in report.groups] == [0, 1, 2]
     assert other.state_dict() == before  # it drew nothing
+
+
+def test_with_a_seed_it_does_not_matter_which_sampler_plays_a_task(
+    tokenizer: PreTrainedTokenizerFast, tiny_model: nn.Module
+) -> None:
+    drawing = make_env(tokenizer, 2).drawing
+    tasks = [RolloutTask((drawing.draw(), drawing.draw())) for _ in range(4)]
+
+    def played(order: Sequence[Sequence[int]], seed: int = 3) -> dict[int, list[list[int]]]:
+        tokens = {}
+        for number, own in enumerate(order):
+            engine = TransformersEngine(tiny_model)
+            engine.seed(number)
+            sampler = make_sampler(engine, make_env(tokenizer, 1), 2, seed)
+            for task in own:
+                rows = [row for group in sampler.play(tasks[task])[1] for row in group.unbind(0)]
+                tokens[task] = [row[keys.FULL].tolist() for row in rows]
+        return dict(sorted(tokens.items()))
+
+    alone = played([[0, 1, 2, 3]])
+    assert played([[0, 2], [1, 3]]) == played([[3], [2, 1, 0]]) == alone
+    responses = [row[-8:] for rows in alone.values() for row in rows]
+    assert len({tuple(row) for row in responses}) == len(responses)  # each has draws of its own
+    assert played([[0, 1, 2, 3]], seed=4) != alone
 
 
 @pytest.mark.parametrize(("groups", "rounds"), [(5, [2, 2, 1]), (2, [2]), (1, [1])])

@@ -210,6 +210,8 @@ def make_sampler(
         sleeps=blueprint.sleeps,
         reward_pool=blueprint.reward_pool,
         demonstrations=shown if config.policy.sft_coef else None,
+        # One sampler plays all tasks in their order, and overlapping ones share an engine's draws anyway.
+        seed=config.seed if len(blueprint.plan.inference) > 1 and concurrent_tasks == 1 else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -101,6 +102,8 @@ class Sampler:
             it sleeps after each task, and when ``sleep`` says so.
         reward_pool: scores for all environments, and is closed with the sampler; None where they score themselves.
         demonstrations: give each group one of its problem, beside what is sampled; None gives none.
+        seed: of the draws for the groups of each round, together with the first of them, so that it does not matter
+            which of several samplers plays a task; None goes on with the draws of the task before.
     """
 
     def __init__(
@@ -116,7 +119,9 @@ class Sampler:
         sleeps: bool = False,
         reward_pool: RewardPool | None = None,
         demonstrations: Demonstrations | None = None,
+        seed: int | None = None,
     ) -> None:
+        self.seed = seed
         self.engine = engine
         self.evaluator = evaluator
         self.params = params
@@ -154,6 +159,8 @@ class Sampler:
         for start in range(0, len(task.drawn), self.groups_at_a_time):
             drawn = task.drawn[start : start + self.groups_at_a_time]
             collector = self._take(len(drawn))
+            if self.seed is not None:
+                self.engine.seed(random.Random(f"{self.seed}/{drawn[0].group}").getrandbits(32))
             try:
                 rows.extend(collector.rollout(drawn).unbind(0))
                 generate_s += collector.last.generate_seconds

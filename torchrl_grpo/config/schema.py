@@ -273,7 +273,7 @@ class GRPOConfig:
     """Only try the run: report problems with fixes, and the time, disk and memory that it would take. Nothing is
     trained or written."""
     seed: int = limited(0, ge=0, lt=2**32)
-    """Seed of all random draws."""
+    """Seed of all random draws. docs/devices.md says what it reproduces with several samplers."""
     model: ModelConfig = field(default_factory=ModelConfig)
     train_model: TrainModelConfig = field(default_factory=TrainModelConfig)
     inference_model: InferenceModelConfig = field(default_factory=InferenceModelConfig)

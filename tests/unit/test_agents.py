@@ -21,6 +21,7 @@ from tests.support.agents import PROBLEM, agent_task, own_score, played
 from torchrl_grpo.agents import load_program
 from torchrl_grpo.agents.programs import Command, Function, _printed_reward
 from torchrl_grpo.agents.protocol import ANTHROPIC, CHAT, TEXT, BadRequest, parse_request
+from torchrl_grpo.agents.server import LARGEST_BODY
 from torchrl_grpo.agents.task import _Episode
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.tasks.base import Dialog, Score, Turn, Wish
@@ -261,6 +262,18 @@ def test_a_body_that_is_no_plain_json_is_refused(path, body, reason):
     assert error.value.status == 400
 
 
+@pytest.mark.parametrize("text, fits", [("\U0001f600", False), ("\u4e2d", True)])
+def test_a_chat_that_no_worker_could_pass_on_is_too_large(text, fits):
+    body = json.dumps({"messages": chat(text * 60_000)}, ensure_ascii=False).encode()
+    assert len(body) < LARGEST_BODY
+    if fits:
+        assert parse_request(CHAT, body).messages == chat(text * 60_000)
+        return
+    with pytest.raises(BadRequest, match="at most 500,000 characters") as error:
+        parse_request(CHAT, body)
+    assert (error.value.status, error.value.code) == (413, "context_length_exceeded")
+
+
 def test_tools_are_refused_where_the_chat_template_leaves_them_out():
     async def play(client, problem):
         with pytest.raises(openai.BadRequestError, match=r"model\.chat_template") as error:
@@ -307,6 +320,9 @@ def test_the_server_refuses_strangers_and_what_is_no_http():
         assert raw(b"hello\r\n\r\n").startswith(b"HTTP/1.1 400")
         assert raw(b"GET / HTTP/1.1\r\nA: " + b"x" * 2**17 + b"\r\n\r\n").startswith(b"HTTP/1.1 431")
         assert raw(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n").startswith(b"HTTP/1.1 411")
+        lengths = b"Content-Length: 3\r\nContent-Length: 4\r\n"
+        for headers in (lengths, b"no header\r\n", b"A: b\r\n c: d\r\n", b": a\r\n"):
+            assert raw(b"POST / HTTP/1.1\r\n" + headers + b"\r\n").startswith(b"HTTP/1.1 400")
         await client.chat.completions.create(model="any", messages=chat("a"))
         return 1
 
@@ -515,7 +531,8 @@ os.wait()
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 @pytest.mark.parametrize("ending", ["given up", "ends", "fails"])
 def test_a_command_is_killed_with_all_that_it_started(tmp_path, ending):
-    rest = {"given up": "subprocess.run(['sleep', '61'], start_new_session=True)", "ends": "print(1)", "fails": "1 / 0"}
+    stopped = "os.kill(os.getppid(), 19); subprocess.run(['sleep', '61'], start_new_session=True)"
+    rest = {"given up": stopped, "ends": "print(1)", "fails": "1 / 0"}
     mark = f"61.{os.getpid()}{len(ending)}"
     code = f"import subprocess; ask('a')\n{DAEMON.format(mark.removeprefix('61.'))}\n{rest[ending]}"
 

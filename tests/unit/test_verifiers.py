@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -215,3 +216,23 @@ def test_a_run_from_the_command_line_trains_on_one(run_here, tmp_path: Path):
     for one in samples:
         short = 0.25 / max(1, len(one["response"].strip()))
         assert one["reward"] in (pytest.approx(short), pytest.approx(1 + short))
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_what_an_environment_raises_stops_no_loop(kind):
+    async def host() -> str:
+        await closed.wait()
+        return "closed"
+
+    async def fail() -> None:
+        raise kind
+
+    loop, closed = asyncio.new_event_loop(), asyncio.Event()
+    thread = threading.Thread(target=ours._run, args=(loop, host()))
+    thread.start()
+    failed = asyncio.run_coroutine_threadsafe(fail(), loop)
+    assert isinstance(failed.exception(timeout=20), kind)
+    assert ours._reacts(loop)
+    loop.call_soon_threadsafe(closed.set)
+    thread.join(20)
+    assert not thread.is_alive()

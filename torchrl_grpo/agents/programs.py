@@ -219,6 +219,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         if sys.platform == "linux":  # its guard ends the rest
             process.terminate()
+            process.send_signal(signal.SIGCONT)  # where the command has stopped it
         elif process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
 

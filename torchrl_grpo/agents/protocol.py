@@ -25,6 +25,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_STOPS, _MOST_STOP_BYTES = 4, 256
 _DEEPEST = 100
 """Levels of nested JSON: chat templates, and what reads a chat before them, recurse."""
+_MOST_CHARACTERS = 500_000
+"""Characters of a chat and its tools as JSON: what a worker tells the run of a turn has a limit."""
 _ONE = {
     "n": 1,
     "best_of": 1,
@@ -116,9 +118,19 @@ def parse_request(path: str, body: bytes) -> Request:
     chat = path != TEXT
     stop = "stop_sequences" if path == ANTHROPIC else "stop"
     options = _object(fields, "stream_options")
+    messages = _messages(fields, places) if chat else [{"role": "", "content": _prompt(fields)}]
+    tools = _tools(fields) if chat else []
+    if (size := len(json.dumps([messages, tools]))) > _MOST_CHARACTERS:
+        raise BadRequest(
+            f"messages and tools must have at most {_MOST_CHARACTERS:,} characters as JSON, they have {size:,}: send a "
+            "shorter chat.",
+            "messages",
+            status=413,
+            code="context_length_exceeded",
+        )
     return Request(
-        messages=_messages(fields, places) if chat else [{"role": "", "content": _prompt(fields)}],
-        tools=_tools(fields) if chat else [],
+        messages=messages,
+        tools=tools,
         wish=Wish(_most_tokens(fields, chat), _stops(fields, stop), _log_probs(fields, chat)),
         stream=_flag(fields, "stream"),
         usage=_flag(fields, "stream") and _flag(options, "include_usage"),

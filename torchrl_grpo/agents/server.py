@@ -199,8 +199,14 @@ async def _head(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str]]
     path, _, version = rest.rpartition(" ")
     if not version.startswith("HTTP/1."):
         raise BadRequest(f"a request must be HTTP/1.1, it begins with {first!r:.60}: use an HTTP client.")
-    named = (line.partition(":") for line in lines)
-    headers = {name.strip().lower(): value.strip() for name, _, value in named}
+    headers: dict[str, str] = {}
+    for name, colon, value in (line.partition(":") for line in lines):
+        name, value = name.lower(), value.strip()
+        if not colon or not name or name != name.strip():
+            raise BadRequest(f"a header must be a name and a value, one is {name!r:.60}: use an HTTP client.")
+        if name == "content-length" and headers.get(name, value) != value:
+            raise BadRequest("a request must have one Content-Length, it has several: send the bytes of the body.")
+        headers[name] = value
     if version == "HTTP/1.0":
         headers.setdefault("connection", "close")
     return method, path.partition("?")[0], headers

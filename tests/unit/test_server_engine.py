@@ -501,7 +501,7 @@ def test_answers_that_can_be_true_are_read_in_full(
     assert len(second.log_probs) == len(tokens)
 
 
-def test_a_response_that_runs_through_an_update_may_have_the_newer_version(vllm: SimpleNamespace) -> None:
+def test_a_response_that_runs_through_an_update_may_be_newer(vllm: SimpleNamespace) -> None:
     def change(answer: dict) -> None:
         if vllm.engine.policy_version == 2:
             vllm.engine.update_weights(HEAD.items(), 3)

@@ -165,7 +165,7 @@ def test_tokens_and_log_probs_are_the_models(engine: ServerEngine, folder: Path)
         assert first.tokens.tolist() == second.tokens.tolist() == expected[0, len(prompt) :].tolist()
 
 
-def test_a_response_ends_with_a_stop_token_a_stop_string_or_at_its_limit(
+def test_a_response_ends_with_a_stop_token_a_stop_string_or_its_limit(
     engine: ServerEngine, folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     engine.update_weights(named_weights(taught(folder)), 1)

@@ -6,6 +6,7 @@
 #                for CPU builds: make train PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 #   TRAIN_ARGS   config overrides of `make train`, e.g. TRAIN_ARGS="optimizer.lr=1e-4"
 #   PYTEST_ARGS  arguments of pytest, e.g. PYTEST_ARGS="-k gsm8k", or PYTEST_ARGS="-n 0" for one process
+#   PAIRS_ARGS   arguments of `make test-pairs`, e.g. PAIRS_ARGS="--local"
 #   VENV         where the virtual environment lies
 #   NEWEST       where the one of `make test-newest` lies
 #   BENCH_OUT    where the benchmarks write their JSON; benchmarks/results is the folder that git keeps
@@ -16,6 +17,7 @@ NEWEST ?= .venv-newest
 PIP_ARGS ?=
 TRAIN_ARGS ?=
 PYTEST_ARGS ?=
+PAIRS_ARGS ?=
 BENCH_OUT ?= benchmarks/out
 
 PY := $(VENV)/bin/python
@@ -31,7 +33,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one .venv get in each other's way
-.PHONY: help install install-dev install-vllm install-ray train test test-fast test-newest lint docs bench-quick bench mutation clean
+.PHONY: help install install-dev install-vllm install-ray train test test-fast test-newest test-pairs lint docs bench-quick bench mutation clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -60,6 +62,10 @@ test-newest:  ## run the same tests with the newest packages of the index, beyon
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) --upgrade -r $(NEWEST)/packages
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	$(NEWEST)/bin/python -m pytest $(PYTEST_WORKERS) tests/unit tests/torchrl -m "not slow" $(PYTEST_ARGS)
+
+# Not in `make test`: it takes longer than all of it. PAIRS_ARGS="--local" leaves out the runs that need Ray.
+test-pairs: $(VENV)/.stamp-dev $(VENV)/.stamp-ray  ## play two steps with every pair of options, and compute again what the runs wrote
+	$(PY) -m tests.pairs $(PAIRS_ARGS)
 
 lint: $(VENV)/.stamp-dev  ## ruff, mypy, the import rules, shell scripts and Dockerfiles
 	$(PY) -m ruff check .

@@ -607,7 +607,7 @@ def test_bfloat16_parameters_train_close_to_autocast_and_stay_float32(
         assert step["train/loss"] == pytest.approx(reference["train/loss"], abs=0.02)
 
 
-def test_mixed_precision_leaves_token_ids_and_the_layout_of_a_pass_as_they_are(
+def test_mixed_precision_leaves_token_ids_and_layouts_as_they_are(
     two: list[dict[str, Any]], single: dict[str, Any]
 ) -> None:
     expected = single["likely_tokens"]["metrics"][0]

@@ -101,7 +101,7 @@ def test_steps_without_a_token_that_counts_end_the_run() -> None:
         trainer.train_step(batch)
 
 
-def test_a_batch_of_truncated_responses_that_are_masked_is_not_called_invalid() -> None:
+def test_a_batch_whose_responses_are_all_masked_is_not_called_invalid() -> None:
     trainer, batch = make_trainer(max_nonfinite_steps=1), make_batch()
     trainer.loss.mask_truncated = True
     for row in batch.unbind(0):

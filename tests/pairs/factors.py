@@ -1,0 +1,270 @@
+"""The options of the runs, what excludes what by the documentation, and a covering array of their pairs."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+
+Options = dict[str, str]
+
+_HERE = "tests/pairs/functions.py"
+_PARTS = f"[{{fn: {_HERE}:right, weight: 0.9}}, {{fn: {_HERE}:length, weight: W}}, {{fn: {_HERE}:maybe, weight: 0.3}}]"
+_FILE = "columns: {answer: answer, completion: demo}, test_fraction: 0.2"
+_ALGORITHMS = [
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "gspo_token",
+    "cispo",
+    "sapo",
+    "rloo",
+    "reinforce_pp",
+    "decoupled_ppo",
+    "distill",
+    "sft",
+]
+_TEACHER = ("policy.teacher_coef=0.1", "teacher.model=DATA/teacher")
+
+# Options by factor and name; the first one of a factor is the default. DATA is the folder of data.
+FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
+    "script": {"sync": (), "bound_0": ("train.max_staleness=0",), "bound_1": ("train.max_staleness=1",)},
+    "train": {
+        "one": (),
+        "two": ("train_model.num_devices=2",),
+        "split": ("train_model.num_devices=2", "train_model.tensor_parallel_size=2"),
+        "copies": ("train_model.num_devices=2", "train_model.replicas=2"),
+        "offload": ("train_model.cpu_offload=true",),
+    },
+    "samplers": {"one": (), "two": ("inference_model.num_devices=2",)},
+    "algo": {name: (f"algo={name}",) for name in _ALGORITHMS},
+    "data": {
+        "arithmetic": (),
+        "file": ("env.dataset=DATA/one.jsonl", "env.columns.answer=answer", "env.test_fraction=0.2"),
+        "two": (
+            f"env.datasets=[{{dataset: DATA/one.jsonl, weight: 0.7, {_FILE}, reward: REWARD}}, "
+            f"{{dataset: DATA/two.jsonl, weight: 0.3, {_FILE}, reward: OTHER}}]",
+        ),
+        "countdown": ("env.dataset=countdown", "env.difficulty=2"),
+    },
+    "dialog": {
+        "single": (),
+        "tools": (f"env.tools=[{_HERE}:calculate]", f"env.tool_parser={_HERE}:parse", "env.max_turns=3"),
+        "retry": ("env.retry_prompt=no. Again.", "env.max_turns=2"),
+        "game": ("env.dataset=null", f"env.environment={_HERE}:Game", "env.max_turns=3"),
+        "rows": (f"env.environment={_HERE}:Rows", "env.max_turns=2"),
+        "agent": (f"env.agent={_HERE}:play", "env.max_turns=2"),
+        "compact": (f"env.agent={_HERE}:compact", "env.max_turns=2"),
+    },
+    "credit": {"sum": (), "per_turn": ("policy.turn_credit=per_turn",)},
+    "reward": {
+        "builtin": ("gsm8k",),
+        "parts": (_PARTS,),
+        "gdpo": (_PARTS, "env.reward_combination=gdpo"),
+        "async": (f"{_HERE}:slow",),
+        "failing": (f"{_HERE}:failing",),
+        "trl": (f"{_HERE}:of_trl",),
+    },
+    "workers": {"none": (), "two": ("env.reward_workers=2",)},
+    "lora": {"off": (), "on": ("train_model.lora.enabled=true", "train_model.lora.r=4")},
+    "reference": {
+        "loss": ("policy.kl_coef=0.05",),
+        "none": ("policy.kl_coef=0",),
+        "reward": ("policy.kl_coef=0.05", "policy.kl_in_reward=true"),
+        "refresh": ("policy.kl_coef=0.05", "ref_model.refresh_every=1"),
+        "sharded": ("policy.kl_coef=0.05", "ref_model.sharded=true"),
+    },
+    "teacher": {
+        "none": (),
+        "sampled": _TEACHER,
+        "reverse": (*_TEACHER, "policy.teacher_divergence=reverse"),
+        "top_k": (*_TEACHER, "policy.teacher_divergence=jsd", "policy.teacher_top_k=8"),
+    },
+    "sft": {"off": (), "on": ("policy.sft_coef=0.1",)},
+    "engine": {
+        "float32": (),
+        "bfloat16": ("inference_model.dtype=bfloat16",),
+        "server": ("inference_model.backend=server", "inference_model.address=[SERVER]"),
+    },
+    "draw": {
+        "uniform": (),
+        "filter": ("env.difficulty_filter=[0.05,0.95]",),
+        "pass_rate": ("env.sampling=pass_rate",),
+        "curriculum": ("env.curriculum=0.5",),
+    },
+    "dynamic": {
+        "off": ("policy.dynamic_sampling=false",),
+        "on": ("policy.dynamic_sampling=true", "policy.max_sampling_rounds=2"),
+    },
+    "passes": {"large": (), "small": ("train.micro_batch_tokens=80",)},
+    "checkpointing": {"off": (), "on": ("train_model.gradient_checkpointing=true",)},
+    "precision": {"full": (), "bf16": ("train.mixed_precision=bf16",), "fp16": ("train.mixed_precision=fp16",)},
+    "steps": {"one": (), "epochs": ("train.epochs=2",), "two": ("train.optim_batch_size=8",)},
+    "resume": {"off": (), "on": ("train.checkpoint_frequency=1",)},
+    "tests": {
+        "own": (),
+        "sets": (
+            "evaluation.frequency=1",
+            f"evaluation.datasets=[{{dataset: DATA/test.jsonl, name: extra, columns: {{answer: answer}}, reward: "
+            f"{_HERE}:right}}]",
+        ),
+        "off": ("evaluation.num_prompts=0",),
+        "cut_off": ("evaluation.top_p=0.9", "evaluation.temperature=0.7"),
+    },
+    "truncated": {
+        "kept": (),
+        "masked": ("policy.mask_truncated=true", "inference_model.max_new_tokens=14"),
+        "short": ("inference_model.max_new_tokens=9",),
+    },
+    "overlong": {"off": ("policy.overlong_buffer=null",), "on": ("policy.overlong_buffer=0.5",)},
+    "stop": {"off": (), "on": ("inference_model.stop=[',','#### 1']",)},
+    "proximal": {
+        "preset": (),
+        "recomputed": (
+            "policy.proximal=recomputed",
+            "policy.behaviour_weight=truncate",
+            "policy.behaviour_level=sequence",
+        ),
+        "interpolated": ("policy.proximal=interpolated", "policy.behaviour_weight=mask"),
+    },
+    "advantage": {
+        "preset": (),
+        "whiten": ("policy.advantage_whiten=true",),
+        "token": (
+            "policy.advantage_level=token",
+            "policy.gae_lambda=0.9",
+            "policy.advantage_mean=batch",
+            "policy.advantage_std=batch",
+        ),
+        "leave_one_out": ("policy.advantage_mean=leave_one_out", "policy.advantage_std=none"),
+        "batch": ("policy.advantage_mean=batch", "policy.advantage_std=batch"),
+    },
+    "terms": {"off": (), "on": ("policy.entropy_coef=0.01", "policy.kl_to_behaviour_coef=0.02")},
+    "check": {"off": (), "sync": ("inference_model.check_sync=true",), "exact": ("inference_model.exact=true",)},
+    "temperature": {"1": (), "0.8": ("inference_model.temperature=0.8",)},
+    "shaping": {"off": (), "on": ("policy.reward_scale=2", "policy.reward_bias=-0.5", "policy.reward_clip=[-1,1]")},
+    "aggregation": {
+        "preset": (),
+        "constant": ("policy.aggregation=constant",),
+        "token_mean": ("policy.aggregation=token_mean",),
+    },
+}
+
+_OF_PROCESSES = ("script", "train", "samplers")
+"""Factors whose other options mostly need Ray, which takes longer to start than all the rest."""
+
+# The first option excludes each of the others; ! stands for all but those that follow.
+_EXCLUDED = """
+algo:sft  dialog:!single credit:per_turn dynamic:on draw:!uniform teacher:sampled sft:on overlong:on proximal:!preset
+          advantage:!preset temperature:0.8 shaping:on terms:on reference:reward data:!file,two reward:gdpo
+algo:distill  teacher:none dynamic:on reward:gdpo
+algo:reinforce_pp  reward:gdpo advantage:leave_one_out credit:per_turn dialog:agent,compact
+algo:rloo  reward:gdpo credit:per_turn
+dialog:agent,compact  credit:per_turn advantage:token sft:on check:exact
+dialog:game  data:!arithmetic sft:on check:exact draw:curriculum
+dialog:rows  data:!file sft:on check:exact
+dialog:tools,retry  check:exact
+sft:on  dynamic:on teacher:reverse,top_k data:!file,two
+credit:per_turn  advantage:token,leave_one_out dynamic:on reward:gdpo
+dynamic:on  teacher:!none reward:gdpo
+reward:gdpo  overlong:on shaping:on reference:reward advantage:token,batch
+lora:on  train:split check:exact reference:refresh
+check:exact  train:two,split,copies engine:!float32
+engine:server  samplers:two stop:on
+data:countdown  truncated:masked
+draw:curriculum  data:!file,two
+"""
+
+
+def _named(text: str) -> tuple[str, set[str]]:
+    factor, _, names = text.partition(":")
+    named = set(names.removeprefix("!").split(","))
+    assert named <= FACTORS[factor].keys(), text
+    return factor, FACTORS[factor].keys() - named if names.startswith("!") else named
+
+
+def _excluded_pairs() -> set[frozenset[tuple[str, str]]]:
+    pairs, first = set(), ""
+    for line in _EXCLUDED.strip().splitlines():
+        words = line.split()
+        first = words.pop(0) if not line.startswith(" ") else first
+        factor, names = _named(first)
+        for word in words:
+            other, others = _named(word)
+            pairs |= {frozenset({(factor, a), (other, b)}) for a in names for b in others}
+    return pairs
+
+
+EXCLUDED = _excluded_pairs()
+
+
+def pairs_of(options: Options) -> set[frozenset[tuple[str, str]]]:
+    return {frozenset(pair) for pair in combinations(options.items(), 2)}
+
+
+def all_pairs() -> set[frozenset[tuple[str, str]]]:
+    """Every pair that the documentation allows."""
+    names = [(factor, name) for factor, options in FACTORS.items() for name in options]
+    return {frozenset(pair) for pair in combinations(names, 2) if pair[0][0] != pair[1][0]} - EXCLUDED
+
+
+def covering_array(seed: int, tries: int = 30) -> list[Options]:
+    """Options of runs in which every pair occurs; the first runs have the most new ones."""
+    rng, missing, runs = random.Random(seed), all_pairs(), []
+    while missing:
+        made = [run for _ in range(tries) if (run := _run(rng, missing)) is not None]
+        if not made:
+            break
+        runs.append(max(made, key=lambda run: len(pairs_of(run) & missing)))
+        missing -= pairs_of(runs[-1])
+    assert not missing, f"no run can have {sorted(map(sorted, missing))}"
+    return runs
+
+
+def _run(rng: random.Random, missing: set[frozenset[tuple[str, str]]]) -> Options | None:
+    """Options with a pair that is missing, and as many others as a greedy choice finds; None where they have no way."""
+    run = dict(rng.choice(sorted(map(sorted, missing))))
+    factors = [factor for factor in FACTORS if factor not in run]
+    for factor in rng.sample(factors, len(factors)):
+        choices = {}
+        for name in rng.sample(list(FACTORS[factor]), len(FACTORS[factor])):
+            pairs = {frozenset({(factor, name), other}) for other in run.items()}
+            if not pairs & EXCLUDED:
+                choices[name] = len(pairs & missing)
+        if not choices:
+            return None
+        best, default = max(choices.values()), next(iter(FACTORS[factor]))
+        cheap = factor in _OF_PROCESSES and choices.get(default, 0) >= best - 1
+        run[factor] = default if cheap else max(choices, key=choices.__getitem__)
+    return run
+
+
+def is_local(options: Options) -> bool:
+    """Whether a run needs no Ray."""
+    return all(options[factor] == next(iter(FACTORS[factor])) for factor in _OF_PROCESSES) or (
+        options["train"] == "offload" and options["script"] == "sync" and options["samplers"] == "one"
+    )
+
+
+def overrides_of(options: Options, data: str, server: str) -> list[str]:
+    """The command line of a run."""
+    values = {factor: list(FACTORS[factor][name]) for factor, name in options.items()}
+    reward, *combination = values.pop("reward")
+    algo, preset_in_reward = options["algo"], options["algo"] in ("rloo", "reinforce_pp")
+    texts = [*values.pop("algo"), *(text for own in values.values() for text in own), *combination]
+    if algo == "distill":
+        texts = [text for text in texts if not text.startswith("policy.teacher_coef")]
+    if algo == "rloo" and options["aggregation"] == "token_mean":
+        texts.append("policy.constant_length=null")
+    if preset_in_reward and options["reference"] != "reward":
+        texts.append("policy.kl_in_reward=false")
+    demonstrated = algo == "sft" or options["sft"] == "on"
+    if demonstrated and options["data"] == "file":
+        texts.append("env.columns.completion=demo")
+    if options["data"] == "two":
+        texts = [text if demonstrated else text.replace(", completion: demo", "") for text in texts]
+    elif options["reward"] != "builtin" or (options["data"] == "file" and options["dialog"] != "rows"):
+        texts.append(f"env.reward={reward.replace('W', '0.2')}")
+    texts = [text.replace("REWARD", reward.replace("W", "0.2")) for text in texts]
+    texts = [text.replace("OTHER", reward.replace("W", "-0.4")) for text in texts]
+    return [text.replace("DATA", data).replace("SERVER", server) for text in texts]

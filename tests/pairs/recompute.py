@@ -1,0 +1,185 @@
+"""What the files of a run say of it, computed again: counts, rewards, advantages, staleness, losses, and resuming."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from tests.support.runs import differences, state_of
+from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.host.checkpoint_files import checkpoints_in
+from torchrl_grpo.host.files import read_jsonl
+from torchrl_grpo.rewards.spec import parse_rewards, part_weight, reward_weights
+
+Row = Mapping[str, Any]
+_EPS = 1e-6
+_OF_TIME = ("time/", "throughput", "workers/", "buffer/", "rewards/", "tools/seconds", "eval/", "train/grad_noise")
+
+
+def problems_of(folder: Path, config: GRPOConfig, steps: int, first: int, bound: int) -> Iterator[str]:
+    """Yield what is wrong in the files of a run that went from step ``first`` to ``steps``."""
+    rows, samples = read_jsonl(folder / "metrics.jsonl"), read_jsonl(folder / "samples.jsonl")
+    numbers = [row["step"] for row in rows]
+    tested = [first] if config.evaluation.num_prompts else []
+    if numbers != [*tested, *range(first + 1, steps + 1)]:
+        yield f"rows of steps {numbers}"
+    trainer = state_of(checkpoints_in(folder / "checkpoints")[0])["trainer"]
+    made = trainer["optim_steps"] + trainer["skipped_steps"]
+    if made != config.optim_steps_per_batch * steps:
+        yield f"{made} optimizer steps"
+    groups = set[int]()
+    for row in rows:
+        own = [sample for sample in samples if sample["step"] == row["step"]]
+        yield from (f"step {row['step']}: {text}" for text in _of_step(row, own, config, bound, groups))
+    exported = AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / "model")
+    if not all(parameter.isfinite().all() for parameter in exported.parameters()):
+        yield "the exported model is not finite"
+
+
+def problems_of_resumed(whole: Path, resumed: Path, first: int) -> Iterator[str]:
+    """Yield what a run that went on from a checkpoint has otherwise than the one that was not interrupted."""
+    expected, got = ({row["step"]: row for row in read_jsonl(one / "metrics.jsonl")} for one in (whole, resumed))
+    for step in (step for step in expected if step > first):
+        names = [name for name in expected[step] if not name.startswith(_OF_TIME)]
+        if other := [name for name in names if expected[step][name] != got.get(step, {}).get(name)]:
+            yield f"resumed: step {step} differs in {other[:5]}"
+    last = [checkpoints_in(folder / "checkpoints")[0] for folder in (whole, resumed)]
+    if places := differences(*map(state_of, last)):
+        yield f"resumed: the state differs in {places[:5]}"
+
+
+def _of_step(row: Row, samples: Sequence[Row], config: GRPOConfig, bound: int, seen: set[int]) -> Iterator[str]:
+    may_be_null = ("train/grad_noise_scale", "eval/")
+    nulls = [name for name, value in row.items() if value is None and not name.startswith(may_be_null)]
+    skipped = (row.get("train/skipped_steps") or 0) > 0
+    if nulls and not skipped:
+        yield f"{nulls} are null"
+    yield from _of_tests(row, [one for one in samples if one["split"] == "test"], config)
+    if "rollout/sequences" not in row:
+        return
+    train = [one for one in samples if one["split"] == "train"]
+    if row["rollout/sequences"] != config.dialog_turns_per_batch:
+        yield f"{row['rollout/sequences']} sequences"
+    if len(train) != row.get("rollout/samples", row["rollout/sequences"]):
+        yield f"{len(train)} rows of samples"
+    if sum(one["length"] for one in train) != row["rollout/tokens"]:
+        yield "the tokens of the samples are not those of the batch"
+    by_group = defaultdict(list)
+    for one in train:
+        by_group[one["group"]].append(one)
+    if again := seen & by_group.keys():
+        yield f"groups {sorted(again)} were trained before"
+    seen |= by_group.keys()
+    for one in train:
+        if one["staleness"] > bound or one["version"] + one["staleness"] != row["step"] - 1:
+            yield f"staleness {one['staleness']} of version {one['version']}"
+            break
+    parts = [value for name, value in row.items() if name.startswith("train/loss_")]
+    if not skipped and not _close(sum(parts), row["train/loss"]):
+        yield f"the loss {row['train/loss']} is not the sum of its parts {parts}"
+    if config.policy.demonstrations or any("sample" in one for one in train):
+        return
+    if sizes := {len(group) for group in by_group.values()} - {config.env.repeats}:
+        yield f"groups of {sizes}"
+    yield from _of_rewards(row, train)
+    yield from _of_advantages(by_group, config)
+    full = config.train.mixed_precision == "full" and config.inference_model.dtype == "float32"
+    fresh = row["staleness/max"] == 0 and config.optim_steps_per_batch == 1 and not skipped
+    if fresh and config.inference_model.temperature == 1 and config.policy.proximal != "interpolated":
+        if abs(row["train/ratio_mean"] - 1) > (1e-4 if full else 0.05):
+            yield f"the ratio on policy is {row['train/ratio_mean']}"
+        if abs(row["train/kl_k3_to_inference"]) > (1e-6 if full else 1e-2):
+            yield f"the KL to the engine on policy is {row['train/kl_k3_to_inference']}"
+
+
+def _of_tests(row: Row, samples: Sequence[Row], config: GRPOConfig) -> Iterator[str]:
+    further = [entry.name for entry in config.evaluation.datasets or []]
+    for suffix, names in (("", None), *((f"/{name}", name) for name in further)):
+        own = [one for one in samples if (one.get("dataset") == names if names else one.get("dataset") not in further)]
+        valid = [one["correct"] for one in own if one["valid"]]
+        measured = row.get(f"eval/pass@1{suffix}")
+        counted = valid and not any("sample" in one for one in own)
+        if counted and not _close(measured, fmean(valid)):
+            yield f"eval/pass@1{suffix} is {measured}, of the samples {fmean(valid)}"
+
+
+def _of_rewards(row: Row, train: Sequence[Row]) -> Iterator[str]:
+    valid = [one for one in train if one["valid"]]
+    expected = {
+        "invalid": len(train) - len(valid),
+        "truncated": fmean(one["finish_reason"] == "length" for one in train),
+    }
+    if valid:
+        expected |= {"reward_mean": fmean(one["reward"] for one in valid)}
+        expected |= {"accuracy": fmean(one["correct"] for one in valid)}
+    for name, value in expected.items():
+        if not _close(row[f"rollout/{name}"], value):
+            yield f"rollout/{name} is {row[f'rollout/{name}']}, of the samples {value}"
+
+
+def _of_advantages(by_group: Mapping[int, Sequence[Row]], config: GRPOConfig) -> Iterator[str]:
+    policy = config.policy
+    sampled_teacher = policy.teacher_coef > 0 and policy.teacher_divergence == "sampled"
+    over_batch = policy.advantage_whiten or "batch" in (policy.advantage_mean, policy.advantage_std)
+    if config.advantage_level != "sequence" or config.shapes_reward or sampled_teacher or over_batch:
+        return
+    rows = [row for group in by_group.values() for row in group]
+    if config.env.reward_combination == "gdpo":
+        expected = _gdpo(list(by_group.values()), config)
+    else:
+        expected = [a for group in by_group.values() for a in _normalized([_reward(row) for row in group], config)]
+    coef = policy.reward_coef if config.needs_teacher else 1.0
+    wrong = [(coef * a, row["advantage"]) for a, row in zip(expected, rows, strict=True)]
+    wrong = [pair for pair in wrong if not _close(pair[1], pair[0], 1e-3)]
+    if wrong:
+        yield f"{len(wrong)} of {len(rows)} advantages differ, (expected, logged) {wrong[0]}"
+
+
+def _reward(row: Row) -> float | None:
+    return row["reward"] if row["valid"] else None
+
+
+def _normalized(values: Sequence[float | None], config: GRPOConfig) -> list[float]:
+    """The advantages of one group by hand; None takes no part and gets 0."""
+    known = [value for value in values if value is not None]
+    if config.policy.advantage_mean == "none":
+        return [value or 0.0 for value in values]
+    if len(known) < 2 or max(known) - min(known) < 1e-9:
+        return [0.0] * len(values)
+    scale = stdev(known) + _EPS if config.policy.advantage_std == "group" else 1.0
+    more = len(known) / (len(known) - 1) if config.policy.advantage_mean == "leave_one_out" else 1.0
+    return [0.0 if value is None else more * (value - fmean(known)) / scale for value in values]
+
+
+def _gdpo(groups: Sequence[Sequence[Row]], config: GRPOConfig) -> list[float]:
+    sets = {entry.name or Path(entry.dataset or "").stem: entry for entry in config.env.datasets or []}
+    sums, valid = [], []
+    for group in groups:
+        spec = sets[group[0]["dataset"]].reward if sets else config.env.reward
+        weights = reward_weights(parse_rewards(spec))
+        total = [0.0] * len(group)
+        for name in {name for row in group for name in row["parts"]}:
+            values = [row["parts"].get(name) if row["valid"] else None for row in group]
+            weight = part_weight(name, group[0]["parts"], weights)
+            total = [a + weight * b for a, b in zip(total, _normalized(values, config), strict=True)]
+        sums += total
+        valid += [row["valid"] for row in group]
+    known = [total for total, counts in zip(sums, valid, strict=True) if counts]
+    if len(known) < 2 or max(known) - min(known) < 1e-9:
+        return [0.0] * len(sums)
+    return [
+        (total - fmean(known)) / (stdev(known) + _EPS) if counts and abs(total) > 1e-4 else 0.0
+        for total, counts in zip(sums, valid, strict=True)
+    ]
+
+
+def _close(a: float | None, b: float | None, within: float = 2e-4) -> bool:
+    if a is None or b is None or not math.isfinite(a):
+        return a is None and b is None
+    return abs(a - b) <= within * (1 + abs(b))

@@ -60,6 +60,12 @@ def write_data(folder: Path) -> None:
     AutoTokenizer.from_pretrained(starter_path()).save_pretrained(folder / "teacher")
 
 
+def _goes_on_exactly(options: Options) -> bool:
+    """Whether a resumed run is to be the uninterrupted one: not where time or a server has a say in it."""
+    with_time = options["samplers"] == "two" and options["dynamic"] == "on"
+    return options["script"] != "bound_1" and options["engine"] != "server" and not with_time
+
+
 def play(options: Options, folder: Path, data: Path) -> list[str]:
     """Play a run, and once more from its first checkpoint where it is to be resumed; return what is wrong."""
     server = None
@@ -89,7 +95,7 @@ def play(options: Options, folder: Path, data: Path) -> list[str]:
         if options["resume"] == "on":
             start = checkpoints_in(folder / "run" / "checkpoints")[-1]
             problems += one("resumed", 1, f"train.resume={start}")
-            if options["script"] != "bound_1":
+            if _goes_on_exactly(options):
                 problems += problems_of_resumed(folder / "run", folder / "resumed", 1)
     except ConfigError as error:
         return [f"refused: {error}"]

@@ -173,7 +173,7 @@ def _without_signal(rows: Sequence[Row], steps: int) -> Found:
         yield from _invalid_rewards(rows, steps)
         return
     penalties = [name for name in _PENALTIES if name in last]
-    learned = f"only {' and '.join(penalties)} trains" if penalties else "nothing is learned"
+    learned = f"all that trains is {' and '.join(penalties)}" if penalties else "nothing is learned"
     if all(_value(row, "rollout/reward_mean") == 0 == _value(row, "rollout/reward_std") for row in rows):
         cut = _value(last, "rollout/truncated") or 0.0
         hint = "" if cut < _TRUNCATED else f"; {_share(cut)} were truncated: raise {_limits(last)}"

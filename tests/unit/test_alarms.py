@@ -70,7 +70,7 @@ PROVOKED: dict[str, tuple[dict[str, float | Callable[[int], float] | None], int,
     "truncation_pays": (
         {"rollout/truncated": 0.45, "rollout/reward_mean": 0.5},
         9,
-        "5% to 37% .* step.response, truncated. ",
+        "5% to 37% .* step.response, truncated.",
     ),
     "length": ({"rollout/response_length": 300.0, "rollout/reward_mean": 0.3}, 11, "from 100 to 220 tokens"),
     "kl": ({"train/kl_k3_to_ref": 3.0}, 7, "raise policy.kl_coef"),

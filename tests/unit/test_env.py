@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 import pytest
@@ -17,7 +18,7 @@ from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.reward_pool import RewardPool
-from torchrl_grpo.tasks.base import Dialog, Problem, Score
+from torchrl_grpo.tasks.base import Dialog, Problem, Score, attempt
 
 
 def prompts(data: TensorDict) -> list[list[int]]:
@@ -337,3 +338,14 @@ def test_rollout_resets_finished_rows_and_stops_when_all_are_done(tokenizer, enc
     groups = data["group_id"].squeeze(-1)
     assert groups[0].unique().numel() == 3
     assert groups[1, 0] == groups[1, 1] != groups[1, 2]
+
+
+@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, asyncio.CancelledError])
+def test_a_scorer_that_would_end_the_run_costs_its_own_sample(kind) -> None:
+    def fail(argument: int) -> int:
+        raise kind("enough") if argument else ValueError("mine")
+
+    raised = attempt(fail, 1)
+    assert isinstance(raised, RuntimeError)
+    assert kind.__name__ in str(raised) and "enough" in str(raised)
+    assert isinstance(attempt(fail, 0), ValueError)

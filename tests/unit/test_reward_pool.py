@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,7 +34,7 @@ from torchrl_grpo.reward_pool import pool as reward_pool
 from torchrl_grpo.reward_pool.pool import RESTARTS, TIMED_OUT, Failure, RewardPool
 from torchrl_grpo.runtime.actors import Actor, make_seeded
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
-from torchrl_grpo.tasks.base import Dialog, Problem, Score
+from torchrl_grpo.tasks.base import Dialog, Problem, Score, Turn, Wish
 from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
 
 
@@ -354,3 +355,18 @@ def test_a_replica_plays_on_while_a_unit_is_scored(
 @pytest.mark.slow
 def test_reward_workers_change_no_number_even_when_killed(tmp_path: Path) -> None:
     assert_killed_reward_workers_change_no_number(tmp_path, asynchronous=False)
+
+
+def test_a_turn_is_the_same_after_its_way_through_a_pipe() -> None:
+    turn = Turn(
+        [{"role": "user", "content": "\U0001f600"}],
+        Score(0.5, True, {"a": 0.5, "b": None}),
+        {"tools/calls": 2.0},
+        0.25,
+        [{"type": "function"}],
+        3,
+        Wish(7, ("END",), True),
+        undelivered=True,
+    )
+    assert all(getattr(turn, one.name) != one.default for one in fields(Turn))  # none is forgotten here
+    assert reward_pool._decoded(reward_pool._encoded([turn], 5), 5, 1) == [turn]

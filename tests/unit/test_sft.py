@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,13 +16,14 @@ from tensordict import NonTensorData, TensorDictBase
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.support.chats import make_chat_tokenizer
 from tests.support.configs import compose_config
 from tests.support.models import make_tiny_model
 from tests.support.runs import at, differences, run, state_of, steps
 from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.blueprint import prepare
-from torchrl_grpo.collectors.demonstrations import Demonstrations, TurnWriter
+from torchrl_grpo.collectors.demonstrations import ChatWriter, Demonstrations, WrittenChat
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation import TransformersEngine
@@ -31,6 +34,7 @@ from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.reporting.view.runs import RunView, panels
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.dataset import DatasetTask
+from torchrl_grpo.tasks.fields import checked_demonstration, first_turn
 
 ROWS = [
     {"question": f"{a}+{b}=?", "solution": f"It is #### {a + b}", "answer": str(a + b)}
@@ -55,21 +59,139 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return AutoTokenizer.from_pretrained(starter_path())
 
 
-def test_a_chat_is_written_as_the_template_does(tokenizer) -> None:
-    chat = turns("1+1?", "2", "and 1 more?", "3<|end|>!")
-    tokens, said = TurnWriter(tokenizer, [1])(chat[1:])
-    assert tokenizer.decode(tokens) == "2<|end|><|user|>and 1 more?<|end|><|assistant|>3<|end|>!<|end|>"
-    assert tokenizer.decode(tokens[said]) == "2<|end|>3<|end|>!<|end|>"
-    prompt = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, tokenize=False)
-    whole = tokenizer.apply_chat_template(chat, tokenize=False)
-    assert prompt + tokenizer.decode(tokens) == whole
+MARKED = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
+    "{%- if m.role == 'assistant' %}{{- '\n' }}{% generation %}"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{- m.content }}"
+    "{% for call in m.tool_calls %}{{ '\n<tool_call>\n' }}{{ call.function | tojson }}{{ '\n</tool_call>' }}"
+    "{% endfor %}"
+    "<|im_end|>\n{% endgeneration %}{% else %}{{ '\n' }}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A template in the style of Qwen's, with markers around the assistant's turns."""
+UNMARKED = re.sub(r"{% (end)?generation %}", "", MARKED)
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "\u00e9\n"}}}
+CHATS = {
+    "one turn": turns("1+1?", "It is\n\n2"),
+    "two turns": turns("1+1?", "2", "and 1 more?", "3"),
+    "thoughts": [
+        *turns("1+1?", "2", "and 1 more?", "3"),
+        {"role": "user", "content": "and 2 more?"},
+        {"role": "assistant", "content": "5", "reasoning_content": "three and two"},
+    ],
+    "thoughts as text": turns("1+1?", "<think>\none and one\n</think>\n\n2"),
+    "calls": [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL, CALL], "reasoning_content": "a tool"},
+        {"role": "tool", "name": "add", "content": "2", "tool_call_id": "call00000"},
+        {"role": "assistant", "content": "2"},
+    ],
+    "two assistants": [*turns("1+1?", "2"), {"role": "assistant", "content": "or 3"}],
+}
 
 
-def test_a_turn_ends_with_a_token_that_ends_a_response(tokenizer) -> None:
-    """Where a template ends it with another one, that is the end-of-sequence token."""
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
-    tokens, said = TurnWriter(tokenizer, [1])(turns("", "2")[1:])
-    assert tokenizer.decode(tokens) == "2<|end|>" and said.all()
+def chat_tokenizer(template: str = MARKED) -> PreTrainedTokenizerFast:
+    tokenizer = copy.deepcopy(make_chat_tokenizer("qwen-3"))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def written(
+    tokenizer: PreTrainedTokenizerFast, chat: list[dict], tools: Sequence[dict] = (), **limits: int
+) -> WrittenChat:
+    first = first_turn(chat)
+    writer = ChatWriter(tokenizer, [tokenizer.eos_token_id])
+    rest = checked_demonstration(chat[first:], "messages")
+    return writer(chat[:first], rest, tools, **limits)
+
+
+@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
+def test_tokens_and_turns_are_those_of_the_template_itself(template: str, name: str) -> None:
+    marked, chat = chat_tokenizer(), CHATS[name]
+    tools = [ADD] if name == "calls" else None
+    expected = marked.apply_chat_template(chat, tools=tools, return_assistant_tokens_mask=True, return_dict=True)
+    prompt = marked.apply_chat_template(
+        chat[: first_turn(chat)], tools=tools, add_generation_prompt=True, return_dict=True
+    )
+    got = written(chat_tokenizer(template), chat, tools or ())
+    assert got.tokens.tolist() == expected["input_ids"]
+    assert got.learned.long().tolist() == expected["assistant_masks"] and got.learned.any()
+    assert got.tokens[: got.prompt].tolist() == prompt["input_ids"] and not got.cut
+
+
+def test_an_empty_thought_that_the_template_writes_is_learned() -> None:
+    """Qwen3's, which writes it in the last turn of a chat alone."""
+    tokenizer = make_chat_tokenizer("qwen-3")
+    chat = turns("1+1?", "2", "and 1 more?", "3")
+    got = written(tokenizer, chat)
+    assert tokenizer.decode(got.tokens) == tokenizer.apply_chat_template(chat, tokenize=False)
+    end = "<|im_end|>\n"
+    assert tokenizer.decode(got.tokens[got.learned]) == f"2{end}<think>\n\n</think>\n\n3{end}"
+
+
+def test_a_thought_that_the_prompt_begins_is_not_begun_again() -> None:
+    tokenizer = chat_tokenizer(UNMARKED.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"))
+    got = written(tokenizer, CHATS["thoughts as text"])
+    assert tokenizer.decode(got.tokens).count("<think>") == 1
+    assert tokenizer.decode(got.tokens[got.learned]) == "one and one\n</think>\n\n2<|im_end|>\n"
+    with pytest.raises(ValueError, match=r"model\.chat_template.*'<think>.*env\.chat_template_kwargs"):
+        written(tokenizer, CHATS["one turn"])
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out", "message"),
+    [
+        ("thoughts", "{{ m.reasoning_content }}", "reasoning_content"),
+        ("calls", "{{ call.function | tojson }}", "tool_calls"),
+        ("one turn", "{{- m.content }}", "content"),
+        ("two turns", "{{ '\n' }}{{ m.content }}", "content"),
+        ("calls", UNMARKED.partition("{% for m")[0], "tools"),
+    ],
+)
+def test_a_row_of_which_the_template_leaves_something_out_is_refused(name: str, left_out: str, message: str) -> None:
+    template = UNMARKED.replace(left_out, "")
+    assert template != UNMARKED
+    with pytest.raises(ValueError, match=rf"model\.chat_template.* must write (the )?{message} "):
+        written(chat_tokenizer(template), CHATS[name], [ADD] if name == "calls" else ())
+
+
+def test_a_template_that_drops_the_thoughts_of_earlier_turns_is_refused() -> None:
+    chat = turns("1+1?", "<think>\none and one\n</think>\n\n2", "and 1 more?", "3")
+    with pytest.raises(ValueError, match=r"model\.chat_template.*content.*'one'"):
+        written(make_chat_tokenizer("qwen-3"), chat)
+
+
+def test_control_tokens_are_tokens_where_the_assistant_says_them_alone(tokenizer) -> None:
+    chat = turns("1+1<|end|>?", "2", "and <|end|>?", "3<|end|>!")
+    got = written(tokenizer, chat)
+    assert tokenizer.decode(got.tokens) == tokenizer.apply_chat_template(chat, tokenize=False)
+    assert tokenizer.decode(got.tokens[got.learned]) == "2<|end|>3<|end|>!<|end|>"
+    assert got.tokens.tolist().count(tokenizer.eos_token_id) == 5
+
+
+@pytest.mark.parametrize("end", ["", "<|end|>"], ids=["none", "outside the markers"])
+def test_each_turn_has_a_token_that_ends_it(tokenizer, end: str) -> None:
+    """The end-of-sequence token where the template writes none; its own one also where the markers exclude it."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        f"{end}{{% else %}}{{{{ m.content }}}}{{% endif %}}{{{{ '\n' }}}}{{% endfor %}}"
+    )
+    got = written(tokenizer, turns("?", "2", "!", "3"))
+    assert tokenizer.decode(got.tokens) == "?\n2<|end|>\n!\n3<|end|>\n"
+    assert tokenizer.decode(got.tokens[got.learned]) == "2<|end|>3<|end|>"
+
+
+def test_the_limit_is_of_each_turn_and_the_chat_ends_where_one_is_cut(tokenizer) -> None:
+    chat = turns("1+1?", "It is 2", "and a long question in between?", "It is 3", "so?", "no")
+    assert not written(tokenizer, chat, most=8).cut  # a turn is 7 characters and the end token
+    got = written(tokenizer, chat[:3] + turns("", "It is 34", "so?", "no")[1:], most=8)
+    assert got.cut and tokenizer.decode(got.tokens[got.learned]) == "It is 2<|end|>It is 34"
+    assert tokenizer.decode(got.tokens).endswith("<|assistant|>It is 34")
+    got = written(tokenizer, chat, longest=20)
+    assert got.cut and len(got.tokens) == 20 and got.learned.sum() == 8
 
 
 @pytest.mark.parametrize("kind", ["completion", "completion_messages", "messages"])

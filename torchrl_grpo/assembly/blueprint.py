@@ -23,6 +23,7 @@ from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
 from torchrl_grpo.assembly.memory import RunMemory, run_memory
 from torchrl_grpo.assembly.tasks import check_tests, dataset_names, make_task
 from torchrl_grpo.checks import check_multiple, check_optimizer
+from torchrl_grpo.collectors.demonstrations import Demonstrations
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.config.components import make_component
 from torchrl_grpo.envs import LLMEnv
@@ -86,6 +87,11 @@ class Blueprint:
     folder: Path | None = None
     sleeps: bool = False
     teacher_shape: Shape | None = None
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Maximum number of tokens of a prompt and all that follows it."""
+        return self.config.inference_model.max_model_len or _context(self.model_config)
 
     @property
     def memory(self) -> RunMemory:
@@ -163,7 +169,7 @@ def prepare(
         )
         train_env = make(num_envs=env.num_envs, repeats=env.repeats, seed=config.seed)
         if config.needs_demonstrations:
-            train_env.task.demonstration(train_env.prompts.problems[train_env.prompts.usable[0]])
+            Demonstrations.check(train_env, stop_token_ids)
         train_env.drawing.difficulty_filter = env.difficulty_filter
         if env.sampling == "pass_rate":
             train_env.drawing.pass_rate = (env.sampling_target, env.sampling_floor)
@@ -383,9 +389,13 @@ def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedCo
         )
 
 
+def _context(model_config: PretrainedConfig) -> int:
+    return getattr(model_config.get_text_config(), "max_position_embeddings", None) or 2**31
+
+
 def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> tuple[int, int]:
     """Longest prompt that leaves room for a whole response: of a problem, and of a dialog's last turn."""
-    context = getattr(model_config.get_text_config(), "max_position_embeddings", None) or 2**31
+    context = _context(model_config)
     longest = config.inference_model.max_model_len
     if longest is not None and longest > context:
         raise ConfigError(

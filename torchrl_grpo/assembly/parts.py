@@ -170,8 +170,13 @@ def make_sampler(
 
     shown = None
     if config.needs_demonstrations:
-        stops = blueprint.params.stop_token_ids
-        shown = Demonstrations(blueprint.train_env, engine, stops, config.max_response_tokens)
+        shown = Demonstrations(
+            blueprint.train_env,
+            engine,
+            blueprint.params.stop_token_ids,
+            most=config.inference_model.max_new_tokens,
+            longest=blueprint.max_sequence_tokens,
+        )
 
     def make_collector(groups: int) -> RolloutCollector | Demonstrations:
         if shown is not None and config.policy.demonstrations:

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from torchrl_grpo.host.text import HALF, printable, whole
 
 Message = Mapping[str, Any]
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds it
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, chat: Sequence[Message], **arguments: Any) -> str:
@@ -26,8 +30,25 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, chat: Sequence[Message], **a
     Raises:
         ValueError: the template raises, whatever it is.
     """
+    return render_spans(tokenizer, chat, **arguments)[0]
+
+
+def render_spans(
+    tokenizer: PreTrainedTokenizerBase, chat: Sequence[Message], **arguments: Any
+) -> tuple[str, list[tuple[int, int]]]:
+    """A chat as the chat template writes it, and the characters between its ``generation`` markers, if it has any.
+
+    Raises:
+        ValueError: the template raises, whatever it is.
+    """
+    messages = list(map(dict, chat))
     try:
-        return str(tokenizer.apply_chat_template(list(map(dict, chat)), tokenize=False, **arguments))
+        template = tokenizer.get_chat_template(tools=arguments.get("tools"))
+        if not _GENERATION.search(template):
+            return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments)), []
+        arguments = {**tokenizer.special_tokens_map, "chat_template": template, **arguments}
+        [text], [spans] = render_jinja_template([messages], return_assistant_tokens_mask=True, **arguments)
+        return text, spans
     except Exception as error:
         template = printable(str(tokenizer.chat_template))
         said = printable(f"{type(error).__name__}: {error}")
@@ -60,6 +81,9 @@ def check_tools(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str,
 
 _USER, _ASSISTANT = ({"role": role, "content": "?"} for role in ("user", "assistant"))
 _RESULT = {"role": "tool", "name": "?", "content": "?", "tool_call_id": "call00000"}
+_PLACEHOLDER = "@@assistant-turn@@"
+_FUNCTION = {"name": "?", "arguments": {"?": _PLACEHOLDER}}
+_CALL = {"type": "function", "id": "call00000", "function": _FUNCTION}
 
 
 class ChatEncoder:
@@ -127,29 +151,78 @@ class ChatEncoder:
             **arguments: of the template, in addition to those given to the constructor.
 
         Raises:
-            ValueError: the template raises, whatever it is, or leaves the tools out.
+            ValueError: the template raises, whatever it is, or leaves the tools out; or the messages are nested too
+                deeply.
         """
+        return self.render_turns(chat, len(chat), **arguments)[0]
+
+    def render_turns(self, chat: Sequence[Message], own: int, **arguments: Any) -> tuple[str, list[tuple[int, int]]]:
+        """Return what ``render`` does, and the assistant's spans by the template's ``generation`` markers.
+
+        Args:
+            chat: messages.
+            own: number of messages after which the assistant's are as the policy writes them: there control tokens are
+                control tokens.
+            **arguments: of ``render``.
+        """
+        try:
+            return self._render_turns(chat, own, arguments)
+        except RecursionError as error:
+            raise ValueError("messages must not be nested so deeply: the limit is a few hundred levels.") from error
+
+    def _render_turns(
+        self, chat: Sequence[Message], own: int, arguments: dict[str, Any]
+    ) -> tuple[str, list[tuple[int, int]]]:
         tools = arguments.get("tools")
         if tools and not self._writes_tools:  # an agent's, or those of a dialog's opening
             check_tools(self.tokenizer, tools, **self.arguments)
             self._writes_tools = True
-        chat = _with_texts(chat, self._marked)
-        text = render_chat(self.tokenizer, chat, **self.arguments, **arguments)
+        trusted = [place >= own and message.get("role") == "assistant" for place, message in enumerate(chat)]
+        chat = [
+            _with_texts(self._with_call_form(message), whole if trusts else self._marked)
+            for message, trusts in zip(chat, trusted, strict=True)
+        ]
+        arguments = {**self.arguments, **arguments}
+        text, spans = render_spans(self.tokenizer, chat, **arguments)
         # A template that takes texts apart and joins the pieces may make a control token of them. Not the roles: the
         # template goes by them.
         apart = [
-            {key: entry if key == "role" else _with_texts(entry, self._without_signs) for key, entry in message.items()}
-            for message in chat
+            {
+                key: entry if trusts or key == "role" else _with_texts(entry, self._without_signs)
+                for key, entry in message.items()
+            }
+            for message, trusts in zip(chat, trusted, strict=True)
         ]
         if apart == chat:
-            return text
-        safe = render_chat(self.tokenizer, apart, **self.arguments, **arguments)
+            return text, spans
+        safe, safe_spans = render_spans(self.tokenizer, apart, **arguments)
         same = [token for _, token in self._found(safe)] == [token for _, token in self._found(text)]
-        return text if same else safe
+        return (text, spans) if same else (safe, safe_spans)
+
+    def _with_call_form(self, message: Message) -> Message:
+        """Return a message with its tool calls as the template takes them; others as they are."""
+        calls = message.get("tool_calls")
+        if not calls or not isinstance(calls, list | tuple):
+            return message
+        content, as_object = self._call_form
+        calls = [with_arguments(call, as_object) for call in calls]
+        return {**message, "content": message.get("content") or content, "tool_calls": calls}
+
+    @cached_property
+    def _call_form(self) -> tuple[str | None, bool]:
+        """The content of a message that only calls, and whether arguments are an object: the template decides, by the
+        first form of which it writes the arguments."""
+        for content, as_object in (("", True), ("", False), (None, True), (None, False)):
+            call = with_arguments(_CALL, as_object)
+            calling = {**_ASSISTANT, "content": content, "tool_calls": [call]}
+            with suppress(ValueError):
+                if _PLACEHOLDER in render_chat(self.tokenizer, [_USER, calling, _RESULT], **self.arguments):
+                    return content, as_object
+        return "", True
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of texts from ``render``."""
-        cut = [[piece for piece in re.split(f"(?<={HALF.pattern})", text) if piece] for text in texts]
+        cut = [self._cut(text) for text in texts]
         pieces = [piece.translate(self._originals) for text in cut for piece in text]
         if not pieces:
             return [[] for _ in texts]
@@ -163,6 +236,24 @@ class ChatEncoder:
     def spells_control(self, text: str) -> bool:
         """Whether a message spells out a control token, in a text that ``render`` gave."""
         return HALF.search(text) is not None
+
+    def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[range]]:
+        """Return the tokens of a text from ``render_turns``, and which of them a character of each span is in."""
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        start = 0
+        for piece in self._cut(text):
+            out = self.tokenizer(
+                piece.translate(self._originals), add_special_tokens=False, return_offsets_mapping=True
+            )
+            ids += out["input_ids"]
+            offsets += [(start + first, start + max(last, first + 1)) for first, last in out["offset_mapping"]]
+            start += len(piece)
+        firsts, lasts = zip(*offsets, strict=True) if offsets else ((), ())
+        return ids, [range(bisect_right(lasts, first), bisect_left(firsts, last)) for first, last in spans]
+
+    def _cut(self, text: str) -> list[str]:
+        return [piece for piece in re.split(f"(?<={HALF.pattern})", text) if piece]
 
     def _without_signs(self, text: str) -> str:
         return text.translate(self._signs)
@@ -185,6 +276,24 @@ class ChatEncoder:
         return [(place, token[0]) for place in begin if (token := self._any.match(text, place))]
 
 
+def with_arguments(call: Any, as_object: bool) -> Any:
+    """Return a call with its arguments as an object or as its JSON; what is no call or object stays as it is."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    if as_object and isinstance(arguments, str):
+        with suppress(ValueError):
+            value = json.loads(arguments or "{}")
+            arguments = value if isinstance(value, dict) else arguments
+    elif arguments is None:
+        arguments = {}
+    if not as_object and isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
+
+
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
     """Return a nested value with a function applied to each text in it, keys included."""
     if isinstance(value, str):
@@ -196,7 +305,6 @@ def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-_PLACEHOLDER = "@@assistant-turn@@"
 _PROBE = "@@message-{}@@"
 _MOST_KNOWN = 1000
 
@@ -225,7 +333,10 @@ class TurnTemplate:
         Raises:
             ValueError: the template leaves a text out, or refuses such messages.
         """
-        key = json.dumps(messages, sort_keys=True, default=str)
+        try:
+            key = json.dumps(messages, sort_keys=True, default=str)
+        except RecursionError as error:
+            raise ValueError("messages must not be nested so deeply: the limit is a few hundred levels.") from error
         if key not in self._known:
             if len(self._known) > _MOST_KNOWN:
                 self._known.clear()

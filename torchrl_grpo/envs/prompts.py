@@ -71,7 +71,7 @@ class Prompts:
         return [i for i in everything if 1 <= len(encoded[i]) <= most]
 
     def _render(self, problem: Problem) -> str:
-        tools = list(self.task.tools) or None
+        tools = list(self.task.tools_for(problem)) or None
         text = self._chats.render(self.task.messages(problem), tools=tools, add_generation_prompt=True)
         if not self._warned and self._chats.spells_control(text):
             self._warned = True

@@ -259,6 +259,10 @@ class Task(ABC):
             "env.columns.messages."
         )
 
+    def tools_for(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
+        """Return the JSON schemas in the prompt of a problem; by default those of the task."""
+        return self.tools
+
     def judge(self, dialog: Dialog) -> Score:
         """Return the score of a finished dialog; by default ``score``'s."""
         return self.score(dialog.problem, dialog.responses)
@@ -334,6 +338,9 @@ class WrappedTask(Task):
 
     def demonstration(self, problem: Problem) -> list[Message]:
         return self.task.demonstration(problem)
+
+    def tools_for(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
+        return self.task.tools_for(problem) or self.tools
 
     def judge(self, dialog: Dialog) -> Score:
         return self.task.judge(dialog)

@@ -9,18 +9,28 @@ import difflib
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, overload
 
 from torchrl_grpo.tasks.base import Message, Problem, Split, Task
-from torchrl_grpo.tasks.fields import checked_chat, checked_demonstration, checked_text, fill_template, first_turn
+from torchrl_grpo.tasks.fields import (
+    checked_chat,
+    checked_demonstration,
+    checked_messages,
+    checked_text,
+    checked_tools,
+    fill_template,
+    first_turn,
+)
 from torchrl_grpo.tasks.sources import Files, Hub, Row, Source, Table, UnknownSplitError, data_name, find_source
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "instruction")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "target")
 """Default answer columns, used if exactly one of them exists."""
+TOOLS_COLUMN = "tools"
+"""Column with the JSON schemas of tools that a demonstration calls."""
 
 _log = logging.getLogger(__name__)
 
@@ -209,6 +219,12 @@ class DatasetTask(Task):
             value = [{"role": "assistant", "content": checked_text(problem.extra, column)}]
         return checked_demonstration(value[first_turn(value) :] if self.messages_column else value, column)
 
+    def tools_for(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
+        """The column ``tools`` of a row with a demonstration."""
+        if self.completion_column is None:
+            return self.tools
+        return checked_tools(problem.extra.get(TOOLS_COLUMN), TOOLS_COLUMN) or self.tools
+
     def _prompt(self, row: Row) -> Any:
         """The prompt in a row: of a whole chat, what comes before the assistant's first turn."""
         value = row[self.prompt_column or ""]
@@ -220,7 +236,7 @@ class DatasetTask(Task):
         if self.prompt_column is not None:
             prompt = self._prompt(row) if self.prompt_column in row else text
             if isinstance(prompt, list):
-                return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+                return checked_messages(prompt, self.prompt_column)
             if self.prompt_template is not None and filled:
                 text = fill_template(self.prompt_template, {**row, self.prompt_column: prompt})
         return [{"role": "user", "content": text}]
@@ -319,7 +335,8 @@ class DatasetTask(Task):
                 chats = [self._chat(problem, filled=filled) for filled in (False, True)]
                 if self.completion_column is not None and split == "train":
                     self.demonstration(problem)
-            except ValueError as error:
+                    self.tools_for(problem)
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{table.where(index)} {error}") from error
             unanswered += self.answer_column is not None and problem.answer is None
             prompts.append(b"".join(hashlib.sha256(json.dumps(chat).encode()).digest()[:8] for chat in chats))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torchrl_grpo.tasks.base import Message
@@ -80,27 +82,79 @@ def first_turn(chat: Sequence[Any]) -> int:
     return next(turns, len(chat))
 
 
-def checked_demonstration(chat: Sequence[Any], column: str) -> list[Message]:
-    """Messages after a prompt, the assistant's first and last, without the columns of other rows.
+def without_nones(value: Any) -> Any:
+    """Return a nested value without keys that have no value: a parquet file gives each row the keys of all rows.
+
+    >>> without_nones({"arguments": {"city": "Rome", "x": None}, "name": None})
+    {'arguments': {'city': 'Rome'}}
+    """
+    if isinstance(value, dict):
+        return {key: without_nones(entry) for key, entry in value.items() if entry is not None}
+    if isinstance(value, list):
+        return [without_nones(entry) for entry in value]
+    return value
+
+
+def checked_messages(chat: Sequence[Any], column: str) -> list[Message]:
+    """The messages in a column. A message that only calls tools may have no content.
 
     Raises:
         ValueError: they are something else.
     """
-    for message in chat:
-        if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
+    messages = without_nones(list(chat))
+    for message in messages:
+        calls = message.get("tool_calls", []) if isinstance(message, dict) else None
+        fits = isinstance(calls, list) and all(map(_is_call, calls)) and isinstance(message.get("role"), str)
+        if fits and calls and message["role"] == "assistant":
+            message.setdefault("content", "")
+        if not fits or not isinstance(message.get("content"), str):
             raise ValueError(
-                f"must have chat messages in the column {column!r}, each with role and content as text, it has "
-                f"{message!r:.80}: fix the row, or remove it."
+                f"must have chat messages in the column {column!r}, each with role and content as text and with "
+                f"tool_calls, if it has any, that name functions, it has {message!r:.80}: fix the row, or remove it."
             )
-    if not chat or {chat[0]["role"], chat[-1]["role"]} != {"assistant"}:
+    return messages
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def checked_tools(value: Any, column: str) -> list[dict[str, Any]]:
+    """The JSON schemas of tools in a column, as a list or as its JSON.
+
+    Raises:
+        ValueError: it has something else.
+    """
+    tools = value
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            tools = json.loads(value)
+    tools = without_nones(tools)
+    if not (isinstance(tools or [], list) and all(map(_is_call, tools or []))):
+        raise ValueError(
+            f"must have a list of tools in the column {column!r}, each the JSON schema of a function with its name, "
+            f"it has {value!r:.80}: fix the row, or rename the column."
+        )
+    return tools or []
+
+
+def checked_demonstration(chat: Sequence[Any], column: str) -> list[Message]:
+    """Messages after a prompt, the assistant's first and last.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    messages = checked_messages(chat, column)
+    if not messages or {messages[0]["role"], messages[-1]["role"]} != {"assistant"}:
         raise ValueError(
             f"must have in the column {column!r} what the assistant is to answer to the prompt, ending with the "
             f"assistant's, it has {list(chat[-1:])!r:.80}: fix the row, or remove it."
         )
-    return [{key: value for key, value in message.items() if value is not None} for message in chat]
+    return messages
 
 
-def checked_chat(chat: Sequence[Any], column: str, template: str | None) -> Sequence[Message]:
+def checked_chat(chat: Sequence[Any], column: str, template: str | None) -> list[Message]:
     """The chat in a column, which ends before the policy's turn.
 
     Raises:
@@ -111,15 +165,10 @@ def checked_chat(chat: Sequence[Any], column: str, template: str | None) -> Sequ
             f"must have text in the column {column!r} with prompt_template, it has a list of messages: leave the "
             "template out."
         )
-    for message in chat:
-        if not (isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))):
-            raise ValueError(
-                f"must have chat messages in the column {column!r}, each with role and content as text, it has "
-                f"{message!r:.80}: fix the row, or give a text column."
-            )
-    if not chat or chat[-1]["role"] == "assistant":
+    messages = checked_messages(chat, column)
+    if not messages or messages[-1]["role"] == "assistant":
         raise ValueError(
             f"must have chat messages in the column {column!r} that end before the assistant's, it has "
             f"{list(chat[-1:])!r:.80}: remove the last message, which the policy is to write."
         )
-    return chat
+    return messages

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, repeat, zip_longest
 from typing import Any, overload
 
@@ -103,6 +103,9 @@ class MixedTask(Task):
 
     def demonstration(self, problem: Problem) -> list[Message]:
         return self.task_of(problem).demonstration(problem)
+
+    def tools_for(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
+        return self.task_of(problem).tools_for(problem)
 
     def judge(self, dialog: Dialog) -> Score:
         return self.task_of(dialog.problem).judge(dialog)

@@ -15,7 +15,7 @@ from tests.support.dialogs import log_prob_gap, tokens_between_turns
 from tests.support.echo import EchoTask, add, hang, leave
 from tests.support.envs import END, ScriptedEngine, column, respond
 from torchrl_grpo import keys
-from torchrl_grpo.chat.template import TurnTemplate
+from torchrl_grpo.chat.template import ChatEncoder, TurnTemplate
 from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
@@ -185,6 +185,47 @@ def test_a_template_that_leaves_results_out_is_refused(
     )
     with pytest.raises(ValueError, match="it left the content of a message of the role 'tool' out: use"):
         LLMEnv(WithTools(EchoTask(), Toolbox([add])), tokenizer, num_envs=1, repeats=1, max_turns=2)
+
+
+CALLS = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for call in m.tool_calls %}{{ WRITE }}{% endfor %}|"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.mark.parametrize("arguments", [{"a": "\u00e9"}, '{"a": "\u00e9"}', '{"a":"\\u00e9"}', None, ""])
+@pytest.mark.parametrize(
+    "write",
+    [
+        "call.function.arguments | tojson",  # Llama, Qwen 2.5, Mistral: text would be encoded twice
+        "'{' + call.function.arguments.items() | join + '}'",
+        "call.function.arguments + ''",  # DeepSeek: an object is an error
+        "(call.function.arguments if m.content is none else '') + ''",
+    ],
+)
+def test_arguments_are_written_in_the_form_that_the_template_takes(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, write: str, arguments: Any
+) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", CALLS.replace("WRITE", write))
+    call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    calling = {"role": "assistant", "content": None, "tool_calls": [call]}
+    text = TurnTemplate(tokenizer, {}).text([{"role": "user", "content": "?"}, calling, tool_message("add", "5")])
+    value = "é" if arguments else None
+    written = {None: "{}", "é": "{('a', 'é')}" if "items" in write else '{"a": "é"}'}[value]
+    assert text.partition("assistant:")[2].partition("|")[0].removeprefix("None") == written
+
+
+def test_arguments_that_are_nested_too_deeply_are_no_error_of_the_run(tokenizer: PreTrainedTokenizerFast) -> None:
+    value: Any = "x"
+    for _ in range(700):
+        value = {"a": value}
+    call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": value}}
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    for write in (TurnTemplate(tokenizer, {}).text, ChatEncoder(tokenizer, {}).tokens):
+        with pytest.raises(ValueError, match="nested"):
+            write(chat)
+    with pytest.raises(ValueError, match="nested"):
+        TurnTemplate(tokenizer, {}).tokens(chat, [])
 
 
 def test_a_template_that_leaves_tools_out_is_refused(

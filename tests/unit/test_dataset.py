@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import pyarrow.parquet
 import pytest
 from datasets import Dataset
 
@@ -319,6 +320,50 @@ def test_pickled_problems_carry_their_rows_and_no_others(suffix: str, tmp_path: 
     pickled = pickle.dumps(problems)
     os.remove(path)
     assert len(pickled) < 60_000 and pickle.loads(pickled) == list(problems)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_messages_have_no_keys_of_other_rows(suffix: str, tmp_path: Path) -> None:
+    calls = [{"function": {"name": "weather", "arguments": {"city": "Rome"}}}, {"function": {"name": "move"}}]
+    chats = [
+        [
+            {"role": "user", "content": f"q{number}"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "ok"},
+        ]
+        for number, call in enumerate(calls)
+    ]
+    task = DatasetTask(write(tmp_path / f"data.{suffix}", [{"prompt": chat} for chat in chats]))
+    chats[0][1]["content"] = chats[1][1]["content"] = ""
+    assert [task.messages(problem) for problem in task.problems("train")] == chats
+
+
+@pytest.mark.parametrize(
+    ("kinds", "rows"),
+    [
+        (("string", "large_string"), ["1", "2"]),
+        (("int32", "int64"), [1, 2**40]),
+        (("int64", "int32"), [2**40, 1]),
+        (("int32", "float64"), [1, 2.5]),
+    ],
+)
+def test_shards_of_a_parquet_file_may_differ_in_width(kinds: tuple[str, str], rows: list[Any], tmp_path: Path) -> None:
+    for number, (kind, row) in enumerate(zip(kinds, rows, strict=True)):
+        table = pyarrow.table({"question": [f"{number}?"], "answer": pyarrow.array([row], getattr(pyarrow, kind)())})
+        pyarrow.parquet.write_table(table, tmp_path / f"train-0000{number}-of-00002.parquet")
+    assert [problem.answer for problem in DatasetTask(str(tmp_path)).problems("train")] == rows
+
+
+def test_shards_of_types_that_no_type_includes_are_refused(tmp_path: Path) -> None:
+    for number, row in enumerate(("1", {"a": 1})):
+        write(tmp_path / f"train-0000{number}-of-00002.parquet", [{"question": "?", "answer": row}])
+    assert "train-00001-of-00002.parquet must have columns of the types of" in error_of(DatasetTask(str(tmp_path)))
+
+
+def test_a_field_of_a_csv_file_may_be_long(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text(f"question,answer\n1+1?,{'x' * 140_000}\n")
+    [problem] = DatasetTask(str(tmp_path / "data.csv")).problems("train")
+    assert problem.answer == "x" * 140_000
 
 
 def test_the_data_is_read_once(tmp_path: Path) -> None:

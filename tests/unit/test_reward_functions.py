@@ -223,6 +223,8 @@ def test_a_function_of_trl_gets_messages_for_a_prompt_of_messages() -> None:
     rewards = make_rewards(last, prompt_column="question")
     assert [rewards(one).reward, rewards(two).reward] == [43.0, 45.0]
     assert rewards(Dialog(problem, ["42"])).reward == 43.0
+    chat = [{"role": "system", "content": "In words."}, chat[1]]  # env.system_prompt replaces that of the data
+    assert rewards(Dialog(problem, ["42"], messages=[*chat, after[-1]])).reward == 43.0
 
 
 @pytest.mark.parametrize("result", [1.0, [], [1.0, 2.0]])

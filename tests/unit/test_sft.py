@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -212,6 +213,11 @@ def test_the_columns_of_a_data_set_are_demonstrations(kind: str, tmp_path: Path)
         ({"c": turns("no")}, {"completion_column": "c"}, r":1 .*must have in the column 'c' what the assistant is to"),
         ({"c": ["no"]}, {"completion_column": "c"}, r":1 .*must have chat messages in the column 'c'.*'no'"),
         (
+            {"c": [{"role": "assistant", "content": None, "tool_calls": [{"name": None}]}]},
+            {"completion_column": "c"},
+            r":1 .*must have chat messages in the column 'c'.*tool_calls that name functions",
+        ),
+        (
             {"c": turns("1+1?")},
             {"messages_column": "c", "prompt_column": None},
             r":1 .*ending with the assistant's, it",
@@ -229,7 +235,7 @@ def test_a_row_without_a_demonstration_is_named(row: dict, columns: dict, messag
 
 def demonstrations(path: Path, most: int = 100, **columns: str) -> TensorDictBase:
     """All rows of a data set as the trainer gets them, with an advantage of 1."""
-    task = DatasetTask(str(path), **({"completion_column": "solution", "answer_column": "answer"} | columns))
+    task = DatasetTask(str(path), **(columns or {"completion_column": "solution", "answer_column": "answer"}))
     env = LLMEnv(task, AutoTokenizer.from_pretrained(starter_path()), num_envs=1, repeats=1)
     source = Demonstrations(env, TransformersEngine(make_tiny_model()), [1], most)
     batch = source.rollout([env.drawing.again(i, i) for i in range(env.num_problems)])
@@ -268,6 +274,40 @@ def test_a_long_demonstration_is_cut_as_a_response_would_be(tmp_path: Path) -> N
     [row] = batch.unbind(0)
     text = AutoTokenizer.from_pretrained(starter_path()).decode(row[keys.RESPONSE])
     assert (text, row[keys.TRUNCATED].item(), row[keys.TERMINATED].item()) == ("It is #", True, False)
+
+
+def test_samples_show_the_turns_that_are_learned_as_far_as_they_are(tmp_path: Path) -> None:
+    chat = turns("17+7=?", "#### 24", "24+7=?", "#### 31", "31+7=?", "#### 38")
+    path = write(tmp_path, [{"m": chat}, {"m": [*chat[:3], *turns("", "#### 313233", "?", "no")[1:]]}])
+    whole, cut = demonstrations(path, most=8, messages_column="m").unbind(0)
+    assert whole[keys.ASSISTANT_MASK].sum() == 24 and not whole[keys.TRUNCATED]
+    assert whole[keys.RESPONSE_TEXT] == "#### 24\n#### 31\n#### 38"
+    assert cut[keys.RESPONSE_TEXT] == "#### 24\n#### 313" and cut[keys.TRUNCATED]
+    assert whole[keys.FULL].tolist() == torch.cat([whole[keys.PROMPT], whole[keys.RESPONSE]]).tolist()
+
+
+@pytest.mark.parametrize("tools", [[ADD], json.dumps([ADD]), None], ids=["list", "json", "none"])
+def test_tools_of_a_row_are_in_its_prompt(tools: list[dict] | str | None, tmp_path: Path) -> None:
+    path = write(tmp_path, [{"m": turns("1+1?", "2"), "tools": tools}])
+    [row] = demonstrations(path, messages_column="m").unbind(0)
+    text = AutoTokenizer.from_pretrained(starter_path()).decode(row[keys.PROMPT])
+    assert text == f"{'<|system|>tools: add<|end|>' if tools else ''}<|user|>1+1?<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize("tools", ["add", ["add"], [{"function": {}}], 5])
+def test_a_row_with_something_else_as_tools_is_named(tools: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, [{"m": turns("1+1?", "2"), "tools": [ADD]}, {"m": turns("1+1?", "2"), "tools": tools}])
+    with pytest.raises(ValueError, match=r"data\.jsonl:2 must have a list of tools in the column 'tools'"):
+        DatasetTask(str(path), messages_column="m").problems("train")
+
+
+def test_a_row_that_the_template_does_not_write_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    chat = turns("1+1?", "2")
+    thinking = [chat[0], {**chat[1], "reasoning_content": "one and one"}]
+    path = write(tmp_path, [{"m": chat}, {"m": [{**chat[0], "content": "2+2?"}, thinking[1]]}])
+    data = (f"env.dataset={path}", "env.columns.messages=m", "algo=sft", "evaluation.num_prompts=0")
+    with pytest.raises(ConfigError, match=r"'2\+2\?': model\.chat_template.*reasoning_content"):
+        prepare(compose_config(*data, "env.num_envs=2", "env.repeats=1"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")

@@ -169,6 +169,23 @@ def test_an_argument_of_a_servers_schema_may_be_any_of_several() -> None:
     assert [toolbox.run(ToolCall("pick", {"count": value}))[1] for value in (3, None, "3")] == [True, True, False]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "now", "arguments": null}</tool_call>',
+        '<tool_call>{"name": "now"}</tool_call>',
+        "[TOOL_CALLS]now[ARGS]null",
+    ],
+)
+def test_a_tool_without_parameters_needs_no_arguments(text: str) -> None:
+    def now() -> str:
+        """Say the time."""
+        return "noon"
+
+    [call] = parse_tool_calls(text)
+    assert Toolbox([now]).run(call) == ("noon", True)
+
+
 def test_long_results_are_cut() -> None:
     text, well = Toolbox([long]).run(ToolCall("long", {"text": "xy"}))
     assert well and text.endswith("xy ... (cut)") and len(text) == 8192 + len(" ... (cut)")

@@ -281,13 +281,11 @@ def with_arguments(call: Any, as_object: bool) -> Any:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
-    arguments = function.get("arguments")
-    if as_object and isinstance(arguments, str):
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
         with suppress(ValueError):
-            value = json.loads(arguments or "{}")
+            value = json.loads(arguments)
             arguments = value if isinstance(value, dict) else arguments
-    elif arguments is None:
-        arguments = {}
     if not as_object and isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False)
     function = {**function, "arguments": arguments}

@@ -42,7 +42,7 @@ def _trl(facts: Given, columns: Given) -> tuple[Given, Given]:
     chat = isinstance(columns.get(facts["prompt_column"]), list)
     given: Given = {name: [value] for name, value in columns.items() if name != "prompt"}
     given = {"answer": [facts["answer"]]} | given | {
-        "prompts": [columns[facts["prompt_column"]] if chat else facts["prompt"]],
+        "prompts": [facts["asked"] if chat else facts["prompt"]],
         "completions": [facts["written"] if chat else facts["response"]],
         "completion_ids": [facts["tokens"]],
         "trainer_state": None,
@@ -71,7 +71,7 @@ _ENVIRONMENTS = {"environments"}
 """Argument where environments play the dialogs: a list with the response's own."""
 _OF_VERL = ("solution_str", "model_output", "predict_str")
 _ABSENT = object()
-_NOTHING: Given = dict.fromkeys((*FACTS, "prompt_column", "written", "dataset"))
+_NOTHING: Given = dict.fromkeys((*FACTS, "prompt_column", "asked", "written", "dataset"))
 
 
 class RewardFunction:
@@ -164,7 +164,8 @@ class RewardFunction:
         """Call the function; the result is an awaitable where it is asynchronous.
 
         Args:
-            facts: ``FACTS``; ``prompt_column``, ``written`` (the messages since the prompt) and ``dataset``.
+            facts: ``FACTS``; ``prompt_column``, ``asked`` (the messages of the prompt), ``written`` (those since) and
+                ``dataset``.
             columns: of the row.
         """
         given, rest = _FORMS[self.form](facts, columns)

@@ -101,17 +101,20 @@ def checked_messages(chat: Sequence[Any], column: str) -> list[Message]:
     Raises:
         ValueError: they are something else.
     """
-    messages = without_nones(list(chat))
-    for message in messages:
-        calls = message.get("tool_calls", []) if isinstance(message, dict) else None
-        fits = isinstance(calls, list) and all(map(_is_call, calls)) and isinstance(message.get("role"), str)
-        if fits and calls and message["role"] == "assistant":
-            message.setdefault("content", "")
-        if not fits or not isinstance(message.get("content"), str):
+    messages = []
+    for message in chat:
+        clean = without_nones(message)
+        calls = clean.get("tool_calls", []) if isinstance(clean, dict) else None
+        fits = isinstance(calls, list) and all(map(_is_call, calls))
+        if fits and calls and clean.get("role") == "assistant":
+            clean.setdefault("content", "")
+        if not fits or not all(isinstance(clean.get(key), str) for key in ("role", "content")):
+            more = "" if fits or calls is None else " and tool_calls that name functions"
             raise ValueError(
-                f"must have chat messages in the column {column!r}, each with role and content as text and with "
-                f"tool_calls, if it has any, that name functions, it has {message!r:.80}: fix the row, or remove it."
+                f"must have chat messages in the column {column!r}, each with role{more} and content as text, it has "
+                f"{message!r:.80}: fix the row, or remove it."
             )
+        messages.append(clean)
     return messages
 
 

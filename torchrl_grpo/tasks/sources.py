@@ -257,7 +257,32 @@ class Files:
                 raise ValueError(f"{path} must be a parquet file, got {reason:.200}: write it again.") from error
         from datasets import concatenate_datasets
 
-        return Table(concatenate_datasets(tables), parts).first(most)
+        return Table(concatenate_datasets(_same_types(tables, paths)), parts).first(most)
+
+
+def _same_types(tables: Sequence[Any], paths: Sequence[Path]) -> list[Any]:
+    """Return tables whose columns have the same types: the widest, such as int64 of int32 and int64.
+
+    Raises:
+        ValueError: two tables have a column of types that no type includes.
+    """
+    import pyarrow
+    from datasets import Features
+
+    schemas = [pyarrow.schema(list(table.features.arrow_schema)) for table in tables]
+    common = schemas[0]
+    for schema, path in zip(schemas, paths, strict=True):
+        try:
+            common = pyarrow.unify_schemas([common, schema], promote_options="permissive")
+        except pyarrow.ArrowException as error:
+            raise ValueError(
+                f"{path} must have columns of the types of {paths[0]}, got {' '.join(str(error).split()):.200}: write "
+                "both with the same types."
+            ) from error
+    wanted = [Features.from_arrow_schema(pyarrow.schema([common.field(name) for name in one.names])) for one in schemas]
+    if all(schema.equals(schemas[0]) for schema in schemas):
+        return list(tables)
+    return [table.cast(features) for table, features in zip(tables, wanted, strict=True)]
 
 
 def _load_dataset(what: str, fix: str) -> Any:
@@ -341,6 +366,7 @@ def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
     line = 1
     try:
         text = path.read_bytes().removeprefix(BOM_UTF8).decode()
+        csv.field_size_limit(max(csv.field_size_limit(), len(text)))
         reader = csv.reader(io.StringIO(text, newline=""), strict=True)
         names = next(reader, [])
         if len(set(names)) < len(names):

@@ -184,8 +184,11 @@ class WithRewards(WrappedTask):
 def _facts(dialog: Dialog, prompt_column: str) -> dict[str, Any]:
     problem, response = dialog.problem, dialog.responses[-1]
     turn: Message = {"role": "assistant", "content": response}
-    messages = list(dialog.messages) or [{"role": "user", "content": problem.query}, turn]
+    chat = problem.extra.get(prompt_column)
+    asked: Sequence[Message] = chat if isinstance(chat, list) else [{"role": "user", "content": problem.query}]
+    messages = list(dialog.messages) or [*asked, turn]
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-len(dialog.responses) :]
+    start = turns[0] if turns else len(messages) - 1
     environment = {} if dialog.environment is None else {"environments": [dialog.environment]}
     return environment | {
         "response": response,
@@ -196,7 +199,8 @@ def _facts(dialog: Dialog, prompt_column: str) -> dict[str, Any]:
         "tokens": list(dialog.tokens),
         "prefill": dialog.prefill,
         "prompt_column": prompt_column,
-        "written": messages[turns[0] :] if turns else [turn],
+        "asked": messages[:start],
+        "written": messages[start:],
         "dataset": problem.dataset,
     }
 

@@ -77,11 +77,12 @@ def _read(text: str, name: str | None = None) -> list[ToolCall]:
     except (ValueError, RecursionError) as error:
         return [ToolCall(name or "", None, f"the call is no JSON ({error})")]
     if name is not None:
-        return [ToolCall(name, value)]
+        return [ToolCall(name, {} if value is None else value)]
     calls = []
     for entry in value if isinstance(value, list) else [value]:
         if isinstance(entry, dict) and isinstance(entry.get("name"), str):
-            calls.append(ToolCall(entry["name"], entry.get("arguments", entry.get("parameters", {}))))
+            arguments = entry.get("arguments", entry.get("parameters"))
+            calls.append(ToolCall(entry["name"], {} if arguments is None else arguments))
         else:
             calls.append(ToolCall("", None, 'a call must be {"name": ..., "arguments": {...}}'))
     return calls

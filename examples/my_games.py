@@ -38,10 +38,10 @@ class ToolGame:
 
     def reset(self, seed):
         self.number, self.guesses = 1 + seed % 7, []
-        return PROMPT
+        return "Guess"  # the chat template adds the tool's description
 
     def guess(self, number: int) -> str:
-        """Guess the number.
+        """1-7.
 
         Args:
             number: from 1 to 7.
